@@ -151,7 +151,7 @@ def main() -> int:
     screen = console()
     screen.print(f"{machine(options.device)}{mark()}", markup=False)
     for line in differences() if mark() else ():
-        screen.print(f"private API that differs: {line}", markup=False)
+        screen.print(f"torch differs in: {line}", markup=False)
     parts = [part for part in options.parts if part != "tests"]
     results = [shown(part, options, screen) for part in parts]
     if "tests" in options.parts:
@@ -160,10 +160,10 @@ def main() -> int:
 
 
 def differences() -> list[str]:
-    """Return what of torch's private API is not as remat expects it."""
-    from remat._torch.selftest import failures
+    """Return what of torch is not as remat expects it."""
+    from remat._torch import versions
 
-    return failures()
+    return versions.differences()
 
 
 if __name__ == "__main__":

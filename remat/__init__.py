@@ -19,7 +19,7 @@ from remat._base.errors import (
     RematError as RematError,
 )
 from remat._base.later import later as _later
-from remat._base.register import register as register
+from remat._base.pytree import register as register
 from remat._partial.names import checkpoint_name as checkpoint_name
 from remat._transform.api import remat as remat
 

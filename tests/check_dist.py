@@ -1,10 +1,10 @@
-"""Builds a wheel and an sdist, and tries each one in an environment of its own.
+"""Builds a wheel and an sdist, and tries each one in a fresh environment.
 
     python tests/check_dist.py
 
-Each is installed with the oldest torch that `pyproject.toml` declares and without
-extras. `tests/smoke.py` then runs outside of the repository. `make dist` runs it.
-`out/dist/` has the wheel and the sdist in the end.
+The environment has the oldest torch that `pyproject.toml` declares, and no extras.
+`tests/smoke.py` then runs outside of the repository. `make dist` runs it. `out/dist/`
+has the wheel and the sdist in the end.
 
 Invariant: the installed package is the built one; nothing is read from the repository.
 """
@@ -132,12 +132,12 @@ def run(*command: object, cwd: Path = ROOT) -> str:
     return result.stdout
 
 
-def install(python: Path, constraints: Path, what: object) -> None:
+def install(python: Path, constraints: Path, *what: object) -> None:
     """Install a package into an environment, with pins."""
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     # Compiling all of torch takes longer than what is imported of it.
     flags = ("-q", "--no-compile", "-c", constraints)
-    run(*pip, "--python", python, "install", *flags, what)
+    run(*pip, "--python", python, "install", *flags, *what)
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -150,15 +150,12 @@ def build(folder: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def try_out(package: Path, constraints: Path, folder: Path) -> str:
-    """Install a package and use it; return what it says of itself."""
-    python = environment(folder / "environment")
-    install(python, constraints, package)
+def try_out(package: Path, python: Path, folder: Path) -> str:
+    """Use an installed package; return the torch that it says it has."""
     said = run(python, "-I", *QUIET, "-c", IMPORTED, cwd=folder)
     version, torch, file = said.split()
     assert Path(file).is_relative_to(folder), f"{file} is not the installed package"
     print(run(python, "-I", *QUIET, ROOT / "tests/smoke.py", cwd=folder), end="")
-    shutil.rmtree(folder / "environment")  # almost a gigabyte
     assert package.name.startswith(f"remat-{version}")
     return torch
 
@@ -176,9 +173,15 @@ def main() -> None:
         constraints = folder / "constraints.txt"
         pins = (ROOT / "constraints.txt").read_text()
         constraints.write_text(with_torch(pins, oldest))
-        for package in (wheel, sdist):
+        python = environment(folder / "environment")
+        # The second takes the place of the first, beside the same torch.
+        for package, flags in (
+            (wheel, ()),
+            (sdist, ("--no-deps", "--force-reinstall")),
+        ):
             print(f"{package.name} ({package.stat().st_size / 1024:.0f} kB)")
-            torch = try_out(package, constraints, folder)
+            install(python, constraints, *flags, package)
+            torch = try_out(package, python, folder)
             assert torch.startswith(f"{oldest}."), torch
     print(f"wheel and sdist install and pass, in {time.monotonic() - start:.0f} s")
 

@@ -56,17 +56,11 @@ class Ambient:
 
     Args:
         streams: those that the function can reach, besides the global ones.
-        always: whether to keep the states of all of them. A function that handles
-            states may draw from a stream and put it back.
+        always: whether to keep the states of all: a function may put back a stream.
     """
 
     __slots__ = (
-        "_always",
-        "_autocast",
-        "_before",
-        "_global",
-        "_moved",
-        "_plain",
+        *("_always", "_autocast", "_before", "_global", "_moved", "_plain"),
         "_settings",
     )
 
@@ -131,19 +125,20 @@ class Ambient:
     def restored_within(self) -> AbstractContextManager[None]:
         """Restore it while the forward still runs."""
         before, others = self._before
-        return self._restored(
-            [*zip(self._global.streams, before, strict=True), *others]
-        )
+        states = [*zip(self._global.streams, before, strict=True), *others]
+        return self._restored(states)
 
     @contextmanager
     def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(_under(self._settings))
+            stack.callback(write_settings, read_settings())
+            write_settings(self._settings)
             # A recompute casts again what the forward cast, and its casts are dropped.
             torch.clear_autocast_cache()
             self._enter_autocast(stack)
+            # Before autocast ends, which may be the user's own.
             stack.callback(torch.clear_autocast_cache)
-            stack.enter_context(_set(states))
+            _set(states, stack)
             yield
 
     def _enter_autocast(self, stack: ExitStack) -> None:
@@ -159,9 +154,7 @@ class Ambient:
 def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     """Note the state of all streams in the middle of a forward.
 
-    Args:
-        streams: as of `Ambient`.
-        earlier: what was noted before; it is returned if nothing was drawn since.
+    If nothing was drawn since `earlier`, that is returned.
     """
     if earlier is not None and not moved_since([*earlier.moved]):
         return earlier
@@ -170,32 +163,20 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     return ambient
 
 
-@contextmanager
-def _under(settings: tuple[Any, ...]) -> Iterator[None]:
-    now = read_settings()
-    write_settings(settings)
-    try:
-        yield
-    finally:
-        write_settings(now)
-
-
-@contextmanager
-def _set(states: list[tuple[Any, Any]]) -> Iterator[None]:
+def _set(states: list[tuple[Any, Any]], stack: ExitStack) -> None:
+    """Set the states of streams, until a stack ends."""
     present: dict[Any, Any] = {}
     if states:
         present = {s.name: s for s in global_streams().streams}
-    with ExitStack() as stack:
-        for s, _ in states:
-            # NumPy's generator may have been exchanged since. The present one is put
-            # back last: callbacks run in reverse.
-            now = present.get(getattr(s, "name", None), s)
-            stack.callback(set_state, now, state_of(now))
-            if now is not s:
-                stack.callback(set_state, s, state_of(s))
-        for s, state in states:
-            set_state(s, state)
-        yield
+    for s, _ in states:
+        # NumPy's generator may have been exchanged since. The present one is put back
+        # last: callbacks run in reverse.
+        now = present.get(getattr(s, "name", None), s)
+        stack.callback(set_state, now, state_of(now))
+        if now is not s:
+            stack.callback(set_state, s, state_of(s))
+    for s, state in states:
+        set_state(s, state)
 
 
 def _initial_state(generator: torch.Generator) -> torch.Tensor:

@@ -26,11 +26,7 @@ from remat._torch import (
 
 
 class Guard(LeanDispatchMode):
-    """Raises on an operation that moves a global stream.
-
-    Args:
-        message: of the error, with `{op}` and `{where}` to be filled in.
-    """
+    """Raises the error of `drew_in` on an operation that moves a global stream."""
 
     def __init__(self, message: str) -> None:
         super().__init__()
@@ -116,12 +112,7 @@ def with_defaults(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def without_draws(fn: Fn, label: str) -> Fn:
-    """Return `fn` refusing to draw from a global stream, torch's or another.
-
-    Args:
-        fn: the function.
-        label: what errors call it.
-    """
+    """Return `fn` refusing to draw from a global stream, torch's or another."""
     message = drew_in(label)
 
     def run(*args: Any, **kwargs: Any) -> Any:

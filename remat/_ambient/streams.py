@@ -205,9 +205,8 @@ class GlobalStreams(NamedTuple):
     Attributes:
         read: returns the states of all, to be compared by `==`.
         streams: each of them; to each belongs one of the states.
-        python: the object behind Python's functions.
-        numpy: NumPy's module, or None.
-        bits: its generator. All three may be exchanged.
+        python, numpy, bits: the object behind Python's functions, NumPy's module and
+            its generator. All three may be exchanged.
     """
 
     read: Callable[[], Sequence[Any]]
@@ -233,15 +232,11 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
     """Return the quickest way to read all of them, if all of them are in memory."""
     if None in memories:
         return None
-    twister, words, *rest = memories
+    torch_, words, *rest = memories
     if not rest:
-        return lambda: (twister.raw, (words.raw, python.gauss_next))
+        return lambda: (torch_.raw, (words.raw, python.gauss_next))
     ((more, gauss),) = rest
-    return lambda: (
-        twister.raw,
-        (words.raw, python.gauss_next),
-        (more.raw, gauss.raw),
-    )
+    return lambda: (torch_.raw, (words.raw, python.gauss_next), (more.raw, gauss.raw))
 
 
 _MODULE = types.ModuleType

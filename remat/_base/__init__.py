@@ -6,8 +6,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     labels            what messages call a function
     hints             what to write in place of a wrong name of the package
     tracebacks        hides remat's own frames
-    pytree            the only importer of optree
-    register          `remat.register`, which makes a user's class a pytree
+    pytree            the only importer of optree; `remat.register`
     context           which calls a thread is inside of, and for what
     interpreter       what holds for CPython alone: bytecode, and where objects lie
     code              what a function's code refers to
@@ -17,12 +16,10 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     op, program       an operation, and a call, as data
     operators         the operators that graphs hold: the barrier, and names
     later             names whose modules are imported where they are first used
-    optional          what messages say of a package that is not installed
     observer          the mode by which reports, blocks and budgets see operations
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, and how often it was changed
-    parts             the tensors with a storage that a tensor consists of
-    wrappers          what is inside of a tensor that wraps another, such as a DTensor
+    parts             the tensors that a tensor consists of, or wraps
 
 Called by all rooms.
 """

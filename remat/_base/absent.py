@@ -1,8 +1,7 @@
 """Tensors without a value, which a replay puts in place of what it leaves out.
 
-Invariant: nobody reads one. An operation that tries raises a `MissingError`, or torch
-refuses it. The replay that left the value out is told, even where the user's code
-catches the error.
+Invariant: nobody reads one: a `MissingError`, or torch, refuses it. The replay that
+left the value out is told, even where the user's code catches the error.
 Rejected: a buffer of NaN instead. It costs memory and time, and who reads it gets a
 number.
 """
@@ -48,11 +47,7 @@ LIKE = {
 
 
 class MissingError(RuntimeError):
-    """Something read a value that was left out.
-
-    Attributes:
-        shared: what stands for the storage read.
-    """
+    """Something read a value that was left out, of the storage `shared`."""
 
     def __init__(self, shared: "Shared", reader: Any) -> None:
         super().__init__(_READ.format(reader=reader))
@@ -102,11 +97,7 @@ _NOWHERE = Shared(-1, Trouble())
 
 
 class Absent(Tensor):
-    """A tensor without a value.
-
-    Attributes:
-        storage_of: what stands for its storage.
-    """
+    """A tensor without a value. `storage_of` stands for its storage."""
 
     storage_of: "Shared"
     __torch_function__ = no_torch_function
@@ -131,24 +122,18 @@ def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
 
 
 # These read memory without an operation.
-for _name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage"):
-    setattr(Absent, _name, _refuse)
-for _name in ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"):
+for _name in (
+    *("data_ptr", "numpy", "storage", "tolist", "untyped_storage"),
+    *("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"),
+):
     setattr(Absent, _name, _refuse)
 
 
 def absent(value: Value, shared: Shared) -> Absent:
     """Return a tensor of the metadata given, without a value."""
-    new: Absent = tensor_without_data(
-        Absent,
-        value.shape,
-        value.stride,
-        value.offset,
-        None,
-        value.dtype,
-        torch.strided,
-        value.device,
-    )
+    view = value.shape, value.stride, value.offset, None
+    kind = value.dtype, torch.strided, value.device
+    new: Absent = tensor_without_data(Absent, *view, *kind)
     new.storage_of = shared
     refuse_data_ptr(new)
     return new

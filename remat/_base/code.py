@@ -51,10 +51,8 @@ class KnownCode(NamedTuple):
         code: held, so that its identity is not used again.
         names: all of them.
         open: those loaded that may stand for something of the user's.
-        settled: the others, which are builtins or defined by packages, and what they
-            were at the time.
-        is_settled: whether there are no open ones, and none that it assigns, and it
-            does nothing to the state of a random stream.
+        settled: the others, of builtins or packages, and what they were at the time.
+        is_settled: whether there is nothing open, assigned, or done to a stream.
     """
 
     code: types.CodeType

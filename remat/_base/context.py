@@ -7,10 +7,32 @@ Rejected: to look at the stack. It does not tell which call a frame belongs to.
 """
 
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
+
+
+Observe: TypeAlias = Callable[[int, Tensor | None], None]
+
+
+class Reporter(Protocol):
+    """What follows the run of a function for a report."""
+
+    def asked(
+        self, block: Any, lowering: Any, args: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        """Return how a rematerialized function runs: its lowering, its options."""
+        ...
+
+    def observe(self, call: Any, observe: Observe | None) -> Observe:
+        """Return what is shown each tensor that a call under base autograd saves."""
+        ...
+
+    def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
+        """Be told of the forward of a call under torch.func."""
+        ...
 
 
 class Context:
@@ -21,8 +43,7 @@ class Context:
         followed: how many of remat's modes see the operations of the thread.
         recomputing: the calls that are recomputed, from the outermost in.
         decisions: of the calls within the innermost one, in order.
-        examining: what notes a run for a report, None where there is no report. Each
-            rematerialized function asks it how to run, and shows it what it saves.
+        reporter: what follows the run for a report; None where there is no report.
         listeners: told of the names that `checkpoint_name` gives.
         inside: the calls whose forwards run, from the outermost in; for such a report.
         cells: the variables of functions that were made for runs whose graphs are being
@@ -32,14 +53,14 @@ class Context:
         after: the cotangents that a recompute is to read first, while a graph is made.
         functions: how many calls run as Functions of remat.
         plans: how many plans for whole steps are followed here.
-        scope_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
+        block_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
             where no value of a block is left.
     """
 
     __slots__ = (
-        *("after", "cells", "decisions", "examining", "followed", "functions"),
-        *("inside", "listeners", "only_our_hooks", "policy", "recomputing"),
-        *("plans", "scope_pack"),
+        *("after", "block_pack", "cells", "decisions", "followed", "functions"),
+        *("inside", "listeners", "only_our_hooks", "plans", "policy", "recomputing"),
+        "reporter",
     )
 
     def __init__(self) -> None:
@@ -47,13 +68,13 @@ class Context:
         self.followed = self.functions = self.plans = 0
         self.recomputing: tuple[Any, ...] = ()
         self.decisions: Decisions | None = None
-        self.examining: Any = None
+        self.reporter: Reporter | None = None
         self.after: tuple[Any, ...] = ()
         self.inside: tuple[Any, ...] = ()
         self.listeners: list[Any] = []
         self.cells: list[Any] | None = None
         self.only_our_hooks = False
-        self.scope_pack: Any = None
+        self.block_pack: Callable[[Tensor], Any] | None = None
 
     def is_in_call(self) -> bool:
         """Say whether a call runs, for the first time or again."""
@@ -61,28 +82,24 @@ class Context:
         return runs or bool(self.recomputing)
 
 
-class _Threads(threading.local):
+class _ThreadContext(threading.local):
     def __init__(self) -> None:
         self.context = Context()
 
 
-_THREADS = _Threads()
+_THREAD = _ThreadContext()
 
 
 def here() -> Context:
     """Return what the thread that asks is in the middle of."""
-    return _THREADS.context
+    return _THREAD.context
 
 
 class Decisions:
-    """What the calls within a call decided to do with their records.
+    """What the calls within a call decided to do with their records, in order.
 
-    They do the same when the call around is recomputed: what it saves of them depends
-    on it.
-
-    Args:
-        made: the decisions, in order; the forward adds them.
-        again: whether the call around is recomputed.
+    They do the same when the call around is recomputed (`again`): what it saves of them
+    depends on it.
     """
 
     __slots__ = ("_made", "_next", "again")

@@ -60,3 +60,12 @@ class KeyReuseError(RandomnessError):
 # Tracebacks name them as users import them.
 for _error in (RematError, *RematError.__subclasses__(), KeyReuseError):
     _error.__module__ = "remat"
+
+
+def missing(package: str) -> str:
+    """Say that a package is not installed, and what to run.
+
+    >>> missing("scipy")
+    'scipy is not installed (pip install scipy)'
+    """
+    return f"{package} is not installed (pip install {package})"

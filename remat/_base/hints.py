@@ -23,27 +23,16 @@ from typing_extensions import override
 
 
 def at(name: str) -> None:
-    """Have a module say what to write where it is called, or has no such name.
-
-    Args:
-        name: of the module, which is imported.
-    """
+    """Have a module say what to write where it is called, or has no such name."""
     sys.modules[name].__class__ = _Hinting
 
 
 def on(function: Any, package: str) -> None:
-    """Have a function that is named like its package say so where names are looked up.
-
-    Args:
-        function: which gets an attribute for each public name.
-        package: of these names.
-    """
-    for name in dir(sys.modules[package]):
-        if not name.startswith("_") and name != function.__name__:
-            setattr(function, name, _Misplaced(name, package))
-    for room, names in IN_ROOMS.items():
-        for name in names:
-            setattr(function, name, _Misplaced(f"{room}.{name}", package))
+    """Have a function named like its package say so where names are looked up."""
+    names = {n: n for n in dir(sys.modules[package]) if not n.startswith("_")}
+    names |= {n: f"{room}.{n}" for room, found in IN_ROOMS.items() for n in found}
+    for name in names.keys() - {function.__name__}:
+        setattr(function, name, _Misplaced(names[name], package))
 
 
 class _Hinting(types.ModuleType):

@@ -41,12 +41,7 @@ _SITE = re.compile(r".*[\\/](?:site|dist)-packages[\\/]", re.DOTALL)
 
 
 class _Answers:
-    """What was found of files while `sys.path` was as it is here.
-
-    Attributes:
-        path: a copy of `sys.path`.
-        of: whether a file is a package's, by its name. The oldest are dropped.
-    """
+    """Which files are a package's, while `sys.path` is as it is here: oldest first."""
 
     __slots__ = ("of", "path")
 
@@ -138,10 +133,8 @@ def _distributions(folder: str) -> Iterator[metadata.Distribution]:
 
 
 def _is_editable(file: str, site: str) -> bool:
-    """Say whether a file is of an editable install that is not outside of a folder.
-
-    It may be a link: `flit install --symlink` puts one into the folder of packages.
-    """
+    """Say whether a file is of an editable install that is not outside of a folder."""
+    # It may be a link: `flit install --symlink` puts one into the folder of packages.
     roots = [r for f in _folders() for r in _editable_in(f, _changed(f))]
     if not roots:
         return False

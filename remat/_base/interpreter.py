@@ -26,11 +26,7 @@ RUN = ("3.11", "3.13")
 
 
 def refuse_free_threads() -> None:
-    """Refuse a Python that runs threads at the same time.
-
-    Raises:
-        ImportError: this is a free-threaded build, even if its lock is on.
-    """
+    """Raise an ImportError in a free-threaded build, even if its lock is on."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise ImportError(_FREE_THREADED.format(version=_version()))
 
@@ -128,10 +124,9 @@ def may_refer_to_others(cls: type) -> bool:
 
 def _read_in_memory(values: Iterable[Any]) -> bytes:
     held = tuple(values)
-    count = len(held)
-    read = _READERS.get(count)
+    read = _READERS.get(len(held))
     if read is None:
-        read = _READERS[count] = (c_char * (count * _POINTER)).from_address
+        read = _READERS[len(held)] = (c_char * (len(held) * _POINTER)).from_address
     return read(id(held) + tuple.__basicsize__).raw
 
 

@@ -8,15 +8,7 @@ from typing_extensions import override
 
 
 class Label(str):
-    """Text that names a function.
-
-    Args:
-        text: the text.
-        name: of the function.
-
-    Attributes:
-        name: of the function.
-    """
+    """Text that names a function, whose `name` it knows."""
 
     __slots__ = ("name",)
     name: str
@@ -33,12 +25,7 @@ class Label(str):
 
 
 def label_of(name: str, where: str = "") -> Label:
-    """Return what to call a function.
-
-    Args:
-        name: of the function.
-        where: the file and line where it was rematerialized; "" if it was not.
-    """
+    """Return what to call a function that was rematerialized at a line, or nowhere."""
     text = f"`{name}` (rematerialized at {where})" if where else f"`{name}`"
     return Label(text, name)
 

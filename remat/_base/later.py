@@ -19,10 +19,7 @@ def later(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and the `__dir__` of a package.
 
-    Args:
-        package: its name.
-        names: for each module, the names that are imported from it when they are first
-            used. Those of the package itself are modules in it.
+    `names` are those of each module. Those of the package itself are modules in it.
 
     >>> get, listed = later("email", {"email": ["mime"], "email.message": ["Message"]})
     >>> get("Message"), get("mime").__name__

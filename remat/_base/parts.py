@@ -1,10 +1,11 @@
-"""The strided tensors that a tensor consists of: one, or those of a wrapper.
+"""The strided tensors that a tensor consists of; what a wrapper, as a DTensor, wraps.
 
-Invariant: each has one storage. Rejected: to ask a tensor for its storage. A sparse one
-has none, and that of a wrapper is empty.
+Invariant: each part has one storage. Nothing here runs an operation or reads a value.
+Rejected: to ask a tensor for its storage. A sparse one has none, and that of a wrapper
+is empty. DTensor by name: other subclasses follow the same protocol.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from remat._base.absent import Absent
 from remat._base.errors import CaptureError
+from remat._base.types import TENSORS
+from remat._torch import no_torch_functions
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -55,3 +58,44 @@ _NO_STORAGE = (
     "remat: a saved tensor of {kind} and layout {layout} has no storage whose bytes "
     "could be counted. Report on a function of strided or sparse tensors."
 )
+
+
+# --- Wrappers of one tensor ---
+
+
+def wrapped_by(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a wrapper is made of; None if there is not just one."""
+    if type(tensor) in TENSORS or not is_traceable_wrapper_subclass(tensor):
+        return None
+    parts = _parts(tensor)[0].values()
+    inner = [part for part in parts if isinstance(part, Tensor)]
+    return inner[0] if len(inner) == 1 else None
+
+
+def taken_apart(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return what is inside of all wrappers, and a function that wraps it again."""
+    inner = wrapped_by(tensor)
+    if inner is None:
+        return tensor, _as_it_is
+    inside, context = _parts(tensor)
+    kind: Any = type(tensor)
+    layout = tensor.size(), tensor.stride()
+    own = {name: part for name, part in inside.items() if part is not inner}
+    names = inside.keys() - own.keys()
+    innermost, again = taken_apart(inner)
+
+    def wrap(new: Tensor) -> Tensor:
+        filled = {**own, **dict.fromkeys(names, again(new))}
+        return kind.__tensor_unflatten__(filled, context, *layout)
+
+    return innermost, wrap
+
+
+def _parts(tensor: Any) -> tuple[dict[str, Any], Any]:
+    with no_torch_functions():
+        names, context = tensor.__tensor_flatten__()
+        return {name: getattr(tensor, name) for name in names}, context
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -15,12 +15,21 @@ call: nobody could tell which of it was known when.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from remat._base.types import Outputs
 from remat._torch import function_mode_count, set_grad_enabled, without_hooks
+
+
+# What an index counts. The results of an evaluation are, in this order, the outputs of
+# the function, the values that updated inputs had before, and the residuals. Outputs
+# have the same index among the results.
+InputIndex: TypeAlias = int
+OutputIndex: TypeAlias = int
+PerInput: TypeAlias = Sequence[bool]
+PerResult: TypeAlias = Sequence[bool]
 
 
 class Request(NamedTuple):
@@ -36,7 +45,7 @@ class Request(NamedTuple):
         is_batched: whether a vmap is around the call.
     """
 
-    needs: Sequence[bool]
+    needs: PerInput
     at_base: bool
     in_forward_mode: bool = False
     is_split: bool = False
@@ -45,9 +54,6 @@ class Request(NamedTuple):
 
 class Evaluation(NamedTuple):
     """What an evaluation found, besides the results.
-
-    The results are the outputs of the function, the values that updated inputs had
-    before, and the residuals.
 
     Attributes:
         request: what was asked, as it arrived at the base.
@@ -64,19 +70,19 @@ class Evaluation(NamedTuple):
     """
 
     request: Request
-    used: Sequence[int]
-    differentiable: Sequence[bool] = ()
-    updated: Sequence[int] = ()
+    used: Sequence[InputIndex]
+    differentiable: PerResult = ()
+    updated: Sequence[InputIndex] = ()
     residuals: int = 0
     recomputation: Any = None
-    shared: Collection[int] = ()
+    shared: Collection[OutputIndex] = ()
     asks_grad_mode: bool = False
-    certain: Collection[Any] = ()
+    certain: Collection[InputIndex | None] = ()
     has_inference: bool = False
 
 
 class OutsideVmap(NamedTuple):
-    """What is differentiated only outside a vmap, by index.
+    """What is differentiated only outside a vmap.
 
     Attributes:
         used: the inputs.
@@ -85,10 +91,10 @@ class OutsideVmap(NamedTuple):
         certain: the inputs that the outputs depend on, for certain.
     """
 
-    used: Sequence[int]
-    differentiable: Sequence[int]
+    used: Sequence[InputIndex]
+    differentiable: Sequence[OutputIndex]
     asks_grad_mode: bool
-    certain: Collection[Any]
+    certain: Collection[InputIndex | None]
 
 
 class Program:
@@ -131,7 +137,7 @@ class Program:
         """Whether the next run is the forward of a user's call."""
         return False
 
-    def uses(self, count: int) -> Sequence[int]:
+    def uses(self, count: int) -> Sequence[InputIndex]:
         """Return which of `count` inputs the outputs may depend on differentiably."""
         return range(count)
 
@@ -150,8 +156,8 @@ class Program:
     def pulled(
         self,
         program: "Program",
-        wanted: Sequence[int],
-        given: Sequence[int],
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
     ) -> "Program | None":
         """Return the vjp of a program that has one of its own, otherwise None.
 
@@ -207,14 +213,19 @@ class Program:
         set_grad_enabled(True)
         outs = without_hooks(self.run, *fresh_leaves(inputs, request.needs))
         set_grad_enabled(False)
-        differentiable = [o is not None and o.requires_grad for o in outs]
+        differentiable = [*map(requires_grad, outs)]
         results = [None if o is None else o.detach() for o in outs]
         return results, Evaluation(request, used, differentiable, asks_grad_mode=True)
 
 
-def _without_graph(output: Tensor | None) -> Tensor | None:
+def _without_graph(output: Any) -> Tensor | None:
     """Detach an output that has a graph, where a rule had to turn grad mode on."""
-    return output.detach() if output is not None and output.requires_grad else output
+    return output.detach() if requires_grad(output) else output
+
+
+def requires_grad(output: Tensor | None) -> bool:
+    """Say whether an output can be differentiated."""
+    return output is not None and output.requires_grad
 
 
 def has_derivatives(tensor: Tensor | None) -> bool:

@@ -1,19 +1,25 @@
 """Pytrees: the only importer of optree, to decide namespace and `None` once.
 
+`remat.register` makes a user's class a pytree, for remat and for torch.
+
 Invariant: `unflatten(treedef, leaves)` undoes `flatten(tree)`. `None` is part of the
 structure, as in JAX. Dataclasses, and classes registered only with torch.utils._pytree,
 are registered in our namespace when first met.
-Rejected: torch.utils._pytree, ten times slower and without key paths for every node.
+A user's class is registered in both registries or in neither, and once.
+Rejected: torch.utils._pytree, ten times slower and without key paths for every node. To
+register a user's class with remat alone: the `in_dims` of vmap, and the outputs of a
+function that torch.func transforms, are pytrees of torch.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import optree
 from torch import Tensor, nn
 
-from remat._base.types import CONSTANTS, TENSORS, Leaf
+from remat._base.types import CONSTANTS, INERT, TENSORS, Leaf
 from remat._torch import TORCH_NODES, register_torch_class, register_torch_node
 
 
@@ -25,14 +31,7 @@ Treedef: TypeAlias = optree.PyTreeSpec
 
 
 def flatten(tree: Any) -> tuple[list[Leaf], Treedef]:
-    """Return the leaves of a pytree and what rebuilds it.
-
-    Args:
-        tree: any nesting of dict, list, tuple, namedtuple, dataclass and registered
-            classes.
-
-    Returns:
-        The leaves in order (dictionaries by sorted key), and the treedef.
+    """Return the leaves of a pytree, dictionaries by sorted key, and what rebuilds it.
 
     Example:
         >>> leaves, treedef = flatten({"b": [1, None], "a": 2})
@@ -139,14 +138,8 @@ def register_attributes(
 ) -> None:
     """Make a class of ours a pytree node, here and for torch.func and torch.compile.
 
-    It is rebuilt past `__init__`: what a tree is mapped to need not be valid.
-
-    Args:
-        cls: the class.
-        name: that it is known by in a saved program.
-        children: the attributes that are subtrees.
-        static: the attributes that are part of the structure, comparable and of types
-            that JSON has.
+    It is rebuilt past `__init__`: what a tree is mapped to need not be valid. `name` is
+    for saved programs; `static` attributes are comparable and of types that JSON has.
     """
 
     def flatten_node(instance: Any) -> tuple[list[Any], list[Any]]:
@@ -170,36 +163,13 @@ def register_attributes(
 
 
 class Registered(NamedTuple):
-    """How a class that a user registered is taken apart and rebuilt.
-
-    Attributes:
-        flatten: takes an instance, and returns its children and what else there is.
-        unflatten: takes what else there is, and children.
-    """
+    """How a class that a user registered is taken apart and rebuilt."""
 
     flatten: Callable[[Any], tuple[Iterable[Any], Any]]
     unflatten: Callable[[Any, Iterable[Any]], Any]
 
 
 REGISTERED: dict[type, Registered] = {}
-
-
-def register_functions(cls: type, how: Registered) -> None:
-    """Make a user's class a pytree node, here and for torch.func and torch.compile."""
-
-    def flatten_node(instance: Any) -> tuple[list[Any], Any]:
-        children, context = how.flatten(instance)
-        return [*children], context
-
-    def unflatten_torch(children: Iterable[Any], context: Any) -> Any:
-        return how.unflatten(context, children)
-
-    register_torch_class(cls, flatten_node, unflatten_torch)
-    if cls in _ADOPTED:
-        _unregister(cls, namespace=_NAMESPACE)
-        _ADOPTED.remove(cls)
-    _register(cls, flatten_node, how.unflatten, namespace=_NAMESPACE)
-    REGISTERED[cls] = how
 
 
 def registration_of(cls: type) -> Registered | None:
@@ -217,3 +187,162 @@ def _unflatten_with(node: Any) -> Callable[[Any, Iterable[Any]], Any]:
         return node.unflatten_fn([*children], context)
 
     return unflatten_node
+
+
+# --- `remat.register` ---
+
+C = TypeVar("C", bound=type)
+
+
+def register(
+    cls: C,
+    flatten: Callable[[Any], tuple[Iterable[Any], Any]] | None = None,
+    unflatten: Callable[[Any, Iterable[Any]], Any] | None = None,
+) -> C:
+    """Make a class a pytree, for remat, torch.func and torch.compile.
+
+    Most classes need not be registered. remat sees the tensors in dataclasses, in
+    mappings, and in the attributes of any Python object. Register a class that holds
+    its tensors elsewhere, such as one of a C extension. Register also a class that is
+    an argument or a result of a function that `torch.func` itself transforms.
+
+    Once registered, a class is rebuilt by `unflatten`, as an argument too.
+
+    As in JAX, it is also a decorator, of a class with a method `tree_flatten` and a
+    class method `tree_unflatten`.
+
+    Args:
+        cls: the class. An instance of a subclass is not registered with it.
+        flatten: takes an instance. Returns what it holds that has tensors, in a list or
+            tuple, and what else is needed to rebuild it. The latter holds no tensor.
+        unflatten: takes what else is needed, and a list. Returns an instance. It must
+            not check what is in the list: that need not be tensors.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: `cls` is not a class, or is one that cannot be registered; or a
+            function cannot be called as above.
+        ValueError: it is registered already, with other functions or with torch.
+
+    Example:
+        >>> import remat, torch
+        >>> class Box:
+        ...     def __init__(self, value):
+        ...         self.value = value
+        >>> remat.register(Box, lambda b: ([b.value], None), lambda _, v: Box(*v))
+        <class 'remat._base.pytree.Box'>
+        >>> sine = remat.remat(lambda box: Box(box.value.sin()))
+        >>> out, pullback = torch.func.vjp(sine, Box(torch.zeros(2)))
+        >>> pullback(Box(torch.ones(2)))[0].value
+        tensor([1., 1.])
+    """
+    _refuse_class(cls)
+    if flatten is None and unflatten is None:
+        flatten, unflatten = _methods_of(cls)
+    name = cls.__qualname__
+    if not (callable(flatten) and callable(unflatten)):
+        raise TypeError(_FUNCTIONS.format(name=name))
+    _check_takes(flatten, 1, name, "flatten")
+    _check_takes(unflatten, 2, name, "unflatten")
+    known, how = REGISTERED.get(cls), Registered(flatten, unflatten)
+    if known is not None and all(map(_is_same, known, how)):
+        return cls
+    if known is not None:
+        raise ValueError(_TWICE.format(name=name))
+    if cls in TORCH_NODES:
+        raise ValueError(_BY_TORCH.format(name=name))
+    _register_everywhere(cls, how)
+    return cls
+
+
+def _register_everywhere(cls: type, how: Registered) -> None:
+    """Make a user's class a pytree node, here and for torch.func and torch.compile."""
+
+    def flatten_node(instance: Any) -> tuple[list[Any], Any]:
+        children, context = how.flatten(instance)
+        return [*children], context
+
+    def unflatten_torch(children: Iterable[Any], context: Any) -> Any:
+        return how.unflatten(context, children)
+
+    register_torch_class(cls, flatten_node, unflatten_torch)
+    if cls in _ADOPTED:
+        _unregister(cls, namespace=_NAMESPACE)
+        _ADOPTED.remove(cls)
+    _register(cls, flatten_node, how.unflatten, namespace=_NAMESPACE)
+    REGISTERED[cls] = how
+
+
+def _refuse_class(cls: Any) -> None:
+    if not isinstance(cls, type):
+        raise TypeError(_NO_CLASS.format(what=repr(cls)))
+    if cls in INERT or cls is object:
+        raise TypeError(_REFUSED.format(name=cls.__qualname__, why="holds no tensors"))
+    for base, why in _REFUSED_BASES.items():
+        if issubclass(cls, base):
+            raise TypeError(_REFUSED.format(name=cls.__qualname__, why=why))
+
+
+_CONTAINER = "is a container that needs no registration"
+_REFUSED_BASES: Mapping[type, str] = {
+    Tensor: "is a tensor, which is an input itself",
+    nn.Module: "is a module, whose parameters are found",
+    **dict.fromkeys((dict, list, tuple), _CONTAINER),
+}
+
+
+def _methods_of(cls: Any) -> tuple[Any, Any]:
+    """Return what a class itself says of how it is taken apart and rebuilt."""
+    if not (hasattr(cls, "tree_flatten") and hasattr(cls, "tree_unflatten")):
+        raise TypeError(_FUNCTIONS.format(name=cls.__qualname__))
+    return cls.tree_flatten, cls.tree_unflatten
+
+
+def _check_takes(fn: Callable[..., Any], count: int, name: str, what: str) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a built-in one may have none
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        message = _TAKES.format(name=name, what=what, signature=signature)
+        raise TypeError(message) from error
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Say whether functions are one, or were made by the same code run again."""
+    if one == other:
+        return True
+    code = getattr(one, "__code__", None)
+    return code is not None and code == getattr(other, "__code__", None)
+
+
+_HOW = (
+    "remat.register({name}, lambda value: ([value.tensor, ...], None), "
+    "lambda rest, tensors: {name}(*tensors))"
+)
+_NO_CLASS = "remat: register takes a class, and got {what}. Write `" + (
+    _HOW.format(name="Class") + "`."
+)
+_REFUSED = "remat: {name} cannot be registered: it {why}."
+_FUNCTIONS = (
+    "remat: register({name}) needs two functions: write `" + _HOW + "`. Without them, "
+    "the class must have a method tree_flatten() and a class method "
+    "tree_unflatten(rest, tensors)."
+)
+_TAKES = (
+    "remat: register({name}): {what}{signature} cannot be called as it should be. "
+    "flatten takes an instance, and unflatten takes what else is needed and a list of "
+    "tensors: `" + _HOW + "`."
+)
+_TWICE = (
+    "remat: {name} is registered already, with other functions. A class is registered "
+    "once: define the class again first, or leave this out."
+)
+_BY_TORCH = (
+    "remat: {name} is registered already with torch.utils._pytree, which remat asks as "
+    "well. Leave this out."
+)

@@ -20,16 +20,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
 def bytes_in(size: object, taker: str) -> int:
-    """Return a number of bytes, given as a number or as a text.
+    """Return a number of bytes, given as a number or as a text such as "512 MiB".
 
-    Args:
-        size: an int, or a text such as "512 MiB". Capitals do not matter. A fraction of
-            a byte is left out.
-        taker: what takes it, for errors.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: the text cannot be read, or the number is negative.
+    A fraction of a byte is left out. Errors name what takes it.
 
     Example:
         >>> bytes_in("8GB", "within"), bytes_in("1.5 KiB", "within"), bytes_in(7, "fit")

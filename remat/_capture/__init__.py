@@ -1,18 +1,15 @@
 """How a call is run again: what it refers to, as it was.
 
 In: a function and its arguments. Out: a `Snapshot`, which holds nodes in place of the
-user's objects, and a `Run`, which makes them again around other tensors.
+user's objects, and a `SnapshotRun`, which makes them again around other tensors.
 
     search                  finds what a call refers to: what is done at which kind
-    walk, found             a walk over values, each once; the tensors and code found
-    visits, module_visits   what a walk does at a value
+    walk                    a walk over values, each once; the tensors and code found
     paths, kinds            where values are found; kinds of values
     nodes, containers, callables, modules, objects
                             each kind of value, and how it is made again
     stream_search           random streams in what is not made again
     snapshot, restore       a call as it was, and the run that puts it back
-    registered              values that only their class can take apart
-    structure               where the tensors of a result are
     result_walk, results    a result taken apart, and put together around others
     between                 what objects hold between two steps of a chain
     handing_on              the forward under torch.func, whose changes are kept

@@ -18,11 +18,11 @@ from torch import Tensor
 from remat._base.types import INERT
 from remat._capture.callables import CellNode
 from remat._capture.containers import DictNode, SequenceNode
-from remat._capture.handing_on import Forward, assign, named_change, state_of
+from remat._capture.handing_on import ForwardRun, assign, named_change, state_of
 from remat._capture.modules import ViewNode
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import members_of, set_attributes
-from remat._capture.restore import Run
+from remat._capture.restore import SnapshotRun
 
 
 class _New(NamedTuple):
@@ -37,7 +37,7 @@ class _New(NamedTuple):
     items: tuple[Any, ...]
 
 
-class _Held(NamedTuple):
+class _HeldBetween(NamedTuple):
     """What an object held.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Held(NamedTuple):
 
 
 # Of each object that changed since the call, by its node.
-Between: TypeAlias = Mapping[Composite, _Held]
+Between: TypeAlias = Mapping[Composite, _HeldBetween]
 Nodes: TypeAlias = dict[Composite, None]  # in the order in which they were found
 NOTHING: Between = {}
 
@@ -59,7 +59,7 @@ class Unnoted(Exception):  # noqa: N818
     """What changed cannot be noted; its text is what a message calls it."""
 
 
-class Change(NamedTuple):
+class ChangedObject(NamedTuple):
     """An object that differs from what it was at the call.
 
     Attributes:
@@ -75,7 +75,7 @@ class Change(NamedTuple):
     now: dict[Any, Any]
 
 
-def noted(changes: Iterable[Change], known: Mapping[int, Node]) -> Between:
+def noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Between:
     """Note what objects hold.
 
     Args:
@@ -85,7 +85,7 @@ def noted(changes: Iterable[Change], known: Mapping[int, Node]) -> Between:
     Raises:
         Unnoted: one holds what cannot be put back.
     """
-    found: dict[Composite, _Held] = {}
+    found: dict[Composite, _HeldBetween] = {}
     for change in changes:
         held = _held(change, known)
         if held is None:
@@ -94,20 +94,20 @@ def noted(changes: Iterable[Change], known: Mapping[int, Node]) -> Between:
     return found
 
 
-def in_forward(run: Forward) -> Between:
+def in_forward(run: ForwardRun) -> Between:
     """Note what differs from the call, while its forward runs.
 
     Raises:
         Unnoted: something cannot be put back.
     """
-    changes = [Change(*change) for change in run.changes()]
+    changes = [ChangedObject(*change) for change in run.changes()]
     if not changes:
         return NOTHING
     known = {id(value): node for node, value in run.given()}
     return noted(changes, _tensors_of(run.tensors) | known)
 
 
-class Recomputing:
+class RecomputedObjects:
     """What is noted of a recompute.
 
     Args:
@@ -119,7 +119,7 @@ class Recomputing:
     __slots__ = ("_before", "_known", "_run")
 
     def __init__(
-        self, run: Run, nodes: Iterable[Composite], others: Iterable[Composite]
+        self, run: SnapshotRun, nodes: Iterable[Composite], others: Iterable[Composite]
     ) -> None:
         self._run = run
         self._before = [(n, v, state_of(n, v)) for n in nodes for v in [n.build(run)]]
@@ -142,7 +142,9 @@ class Recomputing:
 
     def noted(self) -> Between:
         """Note what objects hold now."""
-        changes = (Change(n, v, was, state_of(n, v)) for n, v, was in self._before)
+        changes = (
+            ChangedObject(n, v, was, state_of(n, v)) for n, v, was in self._before
+        )
         return noted(changes, self._known)
 
 
@@ -150,7 +152,7 @@ def _tensors_of(tensors: Sequence[Tensor]) -> dict[int, Node]:
     return {id(t): TensorNode.of(i) for i, t in enumerate(tensors)}
 
 
-def _held(change: Change, known: Mapping[int, Node]) -> _Held | None:
+def _held(change: ChangedObject, known: Mapping[int, Node]) -> _HeldBetween | None:
     """Return what an object holds; None if it cannot be put back."""
     node, before, now = change.node, change.before, change.now
     entries, gone = now, ()
@@ -165,7 +167,7 @@ def _held(change: Change, known: Mapping[int, Node]) -> _Held | None:
         return None
     items = {k: _item(v, known) for k, v in entries.items()}
     is_known = all(item is not _UNKNOWN for item in items.values())
-    return _Held(items, gone) if is_known else None
+    return _HeldBetween(items, gone) if is_known else None
 
 
 def _item(value: Any, known: Mapping[int, Node]) -> Any:
@@ -183,7 +185,7 @@ def _item(value: Any, known: Mapping[int, Node]) -> Any:
     return _UNKNOWN if any(item is _UNKNOWN for item in items) else _New(kind, items)
 
 
-def _made(item: Any, run: Run) -> Any:
+def _made(item: Any, run: SnapshotRun) -> Any:
     if isinstance(item, Node):
         return item.build(run)
     if type(item) is not _New:

@@ -1,4 +1,4 @@
-"""Nodes of what can be called: functions with their variables, methods, partials.
+"""Nodes of functions, and of their variables.
 
 Invariant: that of `nodes`. A function that is made again has the code and the globals
 of the user's function, and variables of its own.
@@ -15,106 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.types import INERT
-from remat._capture.nodes import Building, Composite, Node, Part
-
-
-class PartialNode(Composite):
-    """A `functools.partial`."""
-
-    __slots__ = ("_kind", "_parts")
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._kind = type(value)
-        self._parts = [value.func, value.args, value.keywords]
-
-    @override
-    def parts(self) -> Iterator[Part]:
-        for i, part in enumerate(self._parts):
-            yield i, part, ""
-
-    @override
-    def hold(self, key: Any, node: Node) -> None:
-        super().hold(key, node)
-        self._parts[key] = None
-
-    @override
-    def new(self, run: Building) -> Any:
-        parts = self._parts.copy()
-        for i, child in self.children.items():
-            parts[i] = child.build(run)
-        fn, args, kwargs = parts
-        new = run.built[self.identity] = self._kind(fn, *args, **kwargs)
-        return new
-
-
-class MethodNode(Composite):
-    """A bound method, of a Python class or of a built-in one."""
-
-    __slots__ = ("_function", "_owner")
-
-    def __init__(self, function: Any, owner: Any) -> None:
-        super().__init__()
-        self._function, self._owner = function, owner
-
-    @override
-    def parts(self) -> Iterator[Part]:
-        yield "function", self._function, ""
-        yield "owner", self._owner, "self"
-
-    @override
-    def hold(self, key: Any, node: Node) -> None:
-        super().hold(key, node)
-        if key == "owner":
-            self._owner = None
-        else:
-            self._function = None
-
-    @override
-    def new(self, run: Building) -> Any:
-        children = self.children
-        owner, function = self._owner, self._function
-        if "owner" in children:
-            owner = children["owner"].build(run)
-        if "function" in children:
-            function = children["function"].build(run)
-        if isinstance(function, str):
-            new = getattr(owner, function)
-        else:
-            new = types.MethodType(function, owner)
-        run.built[self.identity] = new
-        return new
-
-
-class WrapperNode(Composite):
-    """A rematerialized function."""
-
-    __slots__ = ("_kind", "_rest", "_wrapped")
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._kind, self._rest = type(value), value.__remat_options__
-        self._wrapped = value.__wrapped__
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether it has a policy, which may refer to anything."""
-        return self._rest[-1].policy is not None
-
-    @override
-    def parts(self) -> Iterator[Part]:
-        yield "fn", self._wrapped, ""
-
-    @override
-    def hold(self, key: Any, node: Node) -> None:
-        super().hold(key, node)
-        self._wrapped = None
-
-    @override
-    def new(self, run: Building) -> Any:
-        fn = self.children["fn"].build(run) if self.children else self._wrapped
-        new = run.built[self.identity] = self._kind(fn, *self._rest)
-        return new
+from remat._capture.nodes import Composite, Node, Part, Rebuilding
 
 
 class CellNode(Composite):
@@ -142,12 +43,12 @@ class CellNode(Composite):
         self._content = None
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         """Make an empty cell. What it holds may be the function that it belongs to."""
         new = run.built[self.identity] = types.CellType()
         return new
 
-    def fill(self, run: Building) -> None:
+    def fill(self, run: Rebuilding) -> None:
         """Put in what the variable held."""
         content = self._content
         for child in self.children.values():
@@ -234,7 +135,7 @@ class FunctionNode(Composite):
         return not (self.children or self.variables or self._cells)
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         fresh = [cell for cell in self._cells if cell.identity not in run.built]
         cells = tuple([cell.build(run) for cell in self._cells])
         scope = self._scope_of_run()

@@ -1,4 +1,4 @@
-"""Nodes of containers, of iterators, and of buffers of numbers.
+"""Nodes of containers, iterators, buffers of numbers, and registered classes.
 
 Invariant: that of `nodes`, with one exception. A container that is too large to be
 copied in each call is held by its node, which compares it.
@@ -16,15 +16,17 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.errors import RecomputeError
+from remat._base.errors import CaptureError, RecomputeError
+from remat._base.pytree import Registered
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._capture.kinds import COPIED_ITERATORS, SEQUENCES
 from remat._capture.nodes import (
-    Building,
     Composite,
+    MadeNode,
     Node,
     Part,
+    Rebuilding,
     TensorNode,
     filled,
     named,
@@ -74,7 +76,7 @@ class ContainerNode(Composite):
         super().settle()
         self.live = self.live or bool(self.tensors)
 
-    def _filled(self, run: Building) -> list[Any]:
+    def _filled(self, run: Rebuilding) -> list[Any]:
         """Return the items around a run's tensors."""
         items, tensors = self.items.copy(), run.tensors
         for i, index in self.tensors:
@@ -84,7 +86,7 @@ class ContainerNode(Composite):
                 items[key] = child.build(run)
         return items
 
-    def _give_entries(self, new: Any, run: Building) -> None:
+    def _give_entries(self, new: Any, run: Rebuilding) -> None:
         entries = self.entries
         if not entries:
             return
@@ -105,7 +107,7 @@ class SequenceNode(ContainerNode):
         self._rest = (value.maxlen,) if self._base is deque else ()
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         base, kind = self._base, self._kind
         if base in (tuple, frozenset):
             is_struct = hasattr(kind, "n_sequence_fields")
@@ -141,7 +143,7 @@ class DictNode(ContainerNode):
         self.children[str(i)] = node
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         new = self._base.__new__(self._kind)
         run.built[self.identity] = new  # it may hold itself
         keys, values = self.keys, self._filled(run)
@@ -180,7 +182,7 @@ class LargeNode(Composite):
         self._versions = _versions_in(self._entries)
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         """Return the container, without what was added to its end since.
 
         Raises:
@@ -239,7 +241,7 @@ class CopyNode(Composite):
         self._copy, self.live = copy.copy(value), False
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         new = run.built[self.identity] = copy.copy(self._copy)
         return new
 
@@ -258,7 +260,7 @@ class IteratorNode(Composite):
         self._then = _progress_of(value)
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         """Return the iterator, or what raises an error as soon as it is read."""
         is_same = _progress_of(self._value) == self._then
         new = self._value if is_same else _spent(self._what)
@@ -293,4 +295,58 @@ def _spent(what: str) -> Iterator[None]:
 _SPENT = (
     "remat: a recompute reads {what}, which the forward has read already. Pass "
     "what was read as an argument, or make the iterator inside the function."
+)
+
+
+# --- Values that only their own class can take apart ---
+
+
+class RegisteredNode(MadeNode):
+    """An instance of a class that is registered as a pytree.
+
+    What it is rebuilt from besides its children is a part like them: it may change, and
+    may hold tensors.
+    """
+
+    __slots__ = ("_how",)
+
+    def __init__(self, value: Any, how: Registered) -> None:
+        self._how = how
+        items, context = taken_apart(value, how)
+        texts = [*(f"<child {i}>" for i in range(len(items))), "<rest>"]
+        make = functools.partial(_put_together, how)
+        super().__init__(make, [*items, context], texts)
+
+    @property
+    def items(self) -> Sequence[Any]:
+        """Its children, without those that are held as nodes."""
+        return self._parts[:-1]
+
+    def now(self, value: Any) -> list[Any]:
+        """Return the children that an instance has now."""
+        return taken_apart(value, self._how)[0]
+
+
+def _put_together(how: Registered, *parts: Any) -> Any:
+    return how.unflatten(parts[-1], [*parts[:-1]])
+
+
+def taken_apart(value: Any, how: Registered) -> tuple[list[Any], Any]:
+    """Return the children of an instance, and what else it is rebuilt from.
+
+    Raises:
+        CaptureError: its class is registered with a function that returns no such pair.
+    """
+    found: Any = how.flatten(value)
+    try:
+        children, context = found[:2]
+        return [*children], context
+    except (KeyError, TypeError, ValueError) as error:
+        name, kind = type(value).__qualname__, type(found).__name__
+        raise CaptureError(_NO_PAIR.format(name=name, kind=kind)) from error
+
+
+_NO_PAIR = (
+    "remat: the function that {name} is registered with returned a {kind}. It must "
+    "return a pair: a list of what holds tensors, and what else is needed to rebuild."
 )

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from remat._base.errors import CaptureError
 from remat._capture.callables import EMPTY, CellNode, FunctionNode, content_of
-from remat._capture.containers import DictNode, SequenceNode
+from remat._capture.containers import DictNode, RegisteredNode, SequenceNode
 from remat._capture.modules import HOOKS, REGISTRIES, ModuleNode, ViewNode
 from remat._capture.nodes import Composite, ObjectNode
 from remat._capture.objects import (
@@ -31,11 +31,10 @@ from remat._capture.objects import (
     set_attributes,
     slots_in,
 )
-from remat._capture.registered import RegisteredNode
-from remat._capture.restore import Run
+from remat._capture.restore import SnapshotRun
 
 
-class _Noted(NamedTuple):
+class _HeldBefore(NamedTuple):
     """What a value held before the function ran.
 
     Attributes:
@@ -49,7 +48,7 @@ class _Noted(NamedTuple):
     state: dict[Any, Any]
 
 
-class Forward(Run):
+class ForwardRun(SnapshotRun):
     """The first run of a call.
 
     Args:
@@ -71,8 +70,8 @@ class Forward(Run):
         self._found, self._originals = found, originals
         self._made: list[tuple[Composite, Any]] = []
         self._given: list[tuple[Composite, Any]] = []
-        self._noted: list[_Noted] = []
-        self._plain: list[_Noted] = []
+        self._noted: list[_HeldBefore] = []
+        self._plain: list[_HeldBefore] = []
 
     @override
     def make(self, node: Composite) -> Any:
@@ -123,7 +122,7 @@ class Forward(Run):
         return ""
 
     def changes(
-        self, since: Sequence[_Noted] | None = None
+        self, since: Sequence[_HeldBefore] | None = None
     ) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield what changed: its node, its value, what it held, and what it holds.
 
@@ -134,7 +133,7 @@ class Forward(Run):
         for was, now in _changed(noted):
             yield was.node, was.value, was.state, now
 
-    def noted_now(self) -> Sequence[_Noted]:
+    def noted_now(self) -> Sequence[_HeldBefore]:
         """Note what each value holds now."""
         return _noted((was.node, was.value) for was in [*self._noted, *self._plain])
 
@@ -154,14 +153,16 @@ _MUTABLE = (
 )
 
 
-def _noted(pairs: Iterable[tuple[Any, Any]]) -> list[_Noted]:
+def _noted(pairs: Iterable[tuple[Any, Any]]) -> list[_HeldBefore]:
     """Note what values hold now, those of them that can change and tell it."""
     mutable = [(n, value) for n, value in pairs if isinstance(n, _MUTABLE)]
     telling = [pair for pair in mutable if _tells_changes(*pair)]
-    return [_Noted(node, value, state_of(node, value)) for node, value in telling]
+    return [_HeldBefore(node, value, state_of(node, value)) for node, value in telling]
 
 
-def _changed(noted: Iterable[_Noted]) -> Iterator[tuple[_Noted, dict[Any, Any]]]:
+def _changed(
+    noted: Iterable[_HeldBefore],
+) -> Iterator[tuple[_HeldBefore, dict[Any, Any]]]:
     """Yield what was noted of each value that changed, with what it holds now."""
     for was in noted:
         now = state_of(was.node, was.value)

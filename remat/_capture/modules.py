@@ -17,7 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.code import VIEWED
-from remat._capture.nodes import Building, Node, ObjectNode, Part, named
+from remat._capture.nodes import Node, ObjectNode, Part, Rebuilding, named
 from remat._capture.objects import slots_in
 
 
@@ -88,7 +88,7 @@ class ModuleNode(ObjectNode):
         return named({n: v for n, v in self.entries.items() if n not in TEMPLATE})
 
     @override
-    def contents(self, run: Building, value: Any) -> dict[str, Any]:
+    def contents(self, run: Rebuilding, value: Any) -> dict[str, Any]:
         contents = super().contents(run, value)
         now = vars(nn.Module() if value is None else value)
         for name in _ASIDE:
@@ -128,7 +128,7 @@ class ViewNode(ObjectNode):
             yield name, value, "" if name == VIEWED else f".{name}"
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         return run.make_view(self)
 
 

@@ -11,8 +11,9 @@ be made anew.
 Rejected: `copy.deepcopy`. It runs the user's code, and copies what nobody changes.
 """
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -21,7 +22,7 @@ from remat._capture.kinds import can_be_made_anew
 from remat._capture.objects import attributes
 
 
-class Building(Protocol):
+class Rebuilding(Protocol):
     """What a node asks of a run.
 
     Attributes:
@@ -52,7 +53,7 @@ class Node:
     __slots__ = ()
     live = True
 
-    def build(self, run: Building) -> Any:
+    def build(self, run: Rebuilding) -> Any:
         """Return the value around the run's tensors."""
         raise NotImplementedError
 
@@ -73,7 +74,7 @@ class TensorNode(Node):
         return _TENSOR_NODES[index]
 
     @override
-    def build(self, run: Building) -> Any:
+    def build(self, run: Rebuilding) -> Any:
         """Return the run's tensor."""
         return run.tensors[self.index]
 
@@ -112,14 +113,49 @@ class Composite(Node):
         self.live = any(child.live for child in self.children.values())
 
     @override
-    def build(self, run: Building) -> Any:
+    def build(self, run: Rebuilding) -> Any:
         """Return the value, the same one each time in a run."""
         built = run.built.get(self.identity)
         return run.make(self) if built is None else built
 
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         """Make the value anew."""
         raise NotImplementedError
+
+
+class MadeNode(Composite):
+    """A value that a function makes of its parts: a partial, a method, a view.
+
+    Args:
+        make: makes it.
+        parts: what it is given.
+        texts: how each part is written, after the value.
+    """
+
+    __slots__ = ("_make", "_parts", "_texts")
+
+    def __init__(
+        self, make: Callable[..., Any], parts: list[Any], texts: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self._make, self._parts, self._texts = make, parts, texts
+
+    @override
+    def parts(self) -> Iterator[Part]:
+        yield from zip(itertools.count(), self._parts, self._texts, strict=False)
+
+    @override
+    def hold(self, key: Any, node: Node) -> None:
+        super().hold(key, node)
+        self._parts[key] = None
+
+    @override
+    def new(self, run: Rebuilding) -> Any:
+        parts = self._parts.copy()
+        for i, child in self.children.items():
+            parts[i] = child.build(run)
+        new = run.built[self.identity] = self._make(*parts)
+        return new
 
 
 def named(entries: dict[str, Any]) -> Iterator[Part]:
@@ -129,7 +165,7 @@ def named(entries: dict[str, Any]) -> Iterator[Part]:
 
 
 def filled(
-    entries: dict[str, Any], children: dict[Any, Node], run: Building
+    entries: dict[str, Any], children: dict[Any, Node], run: Rebuilding
 ) -> dict[str, Any]:
     """Return attributes around a run's tensors."""
     contents = entries.copy()
@@ -166,10 +202,10 @@ class ObjectNode(Composite):
         self.entries[key] = None
 
     @override
-    def new(self, run: Building) -> Any:
+    def new(self, run: Rebuilding) -> Any:
         return run.make_object(self)
 
-    def contents(self, run: Building, value: Any) -> dict[str, Any]:
+    def contents(self, run: Rebuilding, value: Any) -> dict[str, Any]:
         """Return what it held, around the run's tensors.
 
         Args:

@@ -46,7 +46,7 @@ class _View(NamedTuple):
     attributes: dict[str, Any]
 
 
-class Run:
+class SnapshotRun:
     """A context in which everything is as it was, for one run.
 
     Args:

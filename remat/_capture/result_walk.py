@@ -36,9 +36,8 @@ from remat._capture.kinds import (
 from remat._capture.nodes import Node, ObjectNode, TensorNode
 from remat._capture.objects import by_class, defines
 from remat._capture.paths import Path, written
-from remat._capture.search import Search
+from remat._capture.search import CallSearch, visit_registered, visit_sequence
 from remat._capture.stream_search import is_stream
-from remat._capture.visits import visit_registered, visit_sequence
 from remat._capture.walk import Visit
 
 
@@ -104,7 +103,7 @@ class OwnNode(Node):
         return self._value if self._node is None else self._node.build(run)
 
 
-class ResultWalk(Search):
+class ResultWalk(CallSearch):
     """A walk over one result.
 
     Args:
@@ -163,7 +162,7 @@ class ResultWalk(Search):
             return visit_nothing
         if _gives_parts(kind):
             return visit_parts
-        visit = Search.visit_of(kind)
+        visit = CallSearch.visit_of(kind)
         return visit_instance if visit.__name__ == "visit_object" else visit
 
     def later(self, value: Any, path: Path) -> None:
@@ -198,7 +197,7 @@ class ResultWalk(Search):
 
         What the result holds anyway, and stays that very value, is not looked at again.
         """
-        search = Search()
+        search = CallSearch()
         for known, node in self.walked():
             if node is not None and is_changed(node, known):
                 search.remember(known, None)

@@ -1,53 +1,371 @@
-"""Find what a call refers to: its arguments, and what its function reaches besides.
+"""Finds what a call refers to: its arguments, and what its function reaches besides.
 
-A `Search` walks arguments, closures, defaults, globals, bound objects, modules and
+A `CallSearch` walks arguments, closures, defaults, globals, bound objects, modules and
 plain objects. The tensors that it finds are inputs of the call. What else it finds
-becomes nodes, which are a snapshot: each mutable object as it is now. This file says
-what is done at which kind of value.
+becomes nodes, which are a snapshot: each mutable object as it is now. A visit says what
+is done at one kind of value, and a table at the end which visit that is. It returns the
+node of the value; None if nothing has to be made again.
 
 Invariant: whatever can hold a tensor or change is either walked or listed as inert, and
-a value is walked once. Globals of installed packages are not walked, for time, and
-neither are the hooks of modules, which may lead to the whole model.
+a value is remembered before its parts are walked, for it may hold itself. Not walked
+are globals of installed packages, for time, and the hooks of modules, which may lead to
+the whole model.
 Rejected: a snapshot of what a call turns out to use. When that is known it has changed.
+A method of each node in place of visits: a walk may decide that it needs no node.
 """
 
 import enum
 import functools
 import types
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from remat._base.code import known_code
+from remat._base.interpreter import mapping_of
+from remat._base.pytree import REGISTERED, Registered
+from remat._base.types import INERT
+from remat._capture.callables import CellNode, FunctionNode
+from remat._capture.containers import (
+    ContainerNode,
+    CopyNode,
+    DictNode,
+    IteratorNode,
+    LargeNode,
+    RegisteredNode,
+    SequenceNode,
+)
 from remat._capture.kinds import (
     COPIED_ITERATORS,
     SEQUENCES,
+    can_be_made_anew,
     is_buffer,
+    is_left_alone,
     is_rematerialized,
+    is_sharded,
     is_spent_by_use,
+    is_stateless,
+    is_view,
 )
-from remat._capture.module_visits import visit_module
+from remat._capture.modules import ModuleNode, ViewNode
+from remat._capture.nodes import MadeNode, Node, ObjectNode, TensorNode
 from remat._capture.objects import by_class
-from remat._capture.stream_search import is_stream
-from remat._capture.visits import (
-    visit_as_it_is,
-    visit_buffer,
-    visit_builtin,
-    visit_cell,
-    visit_copied,
-    visit_dict,
-    visit_function,
-    visit_iterator,
-    visit_method,
-    visit_object,
-    visit_partial,
-    visit_proxy,
-    visit_sequence,
-    visit_tensor,
-    visit_wrapper,
+from remat._capture.paths import Path, written
+from remat._capture.stream_search import (
+    has_defaults,
+    has_user_code,
+    is_scripted,
+    is_stream,
 )
-from remat._capture.walk import Visit, Walk
+from remat._capture.walk import ValueWalk, Visit
+from remat._torch import is_compiled
+
+
+_LARGE = 1000  # entries, above which a container is not copied in each call
+
+
+def visit_tensor(walk: ValueWalk, value: Tensor, path: Path) -> Node:
+    """Add a tensor."""
+    return TensorNode.of(walk.found.index_of(value, path))
+
+
+def visit_as_it_is(walk: ValueWalk, value: Any, path: Path) -> None:
+    """Use a value as it is, and look for random streams in it."""
+    del path
+    walk.found.is_contained = False
+    walk.found.stream_search.walk(value)
+
+
+# --- Containers ---
+
+
+def visit_sequence(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk the items of a list, tuple, set, frozenset or deque."""
+    if _is_compared(value):
+        return _visit_large(walk, value, path)
+    found = walk.found
+    is_fixed = isinstance(value, (tuple, frozenset))
+    if is_fixed and type(value) in SEQUENCES and INERT.issuperset(map(type, value)):
+        found.note_constants(value)
+        return None
+    node = SequenceNode(value)
+    walk.remember(value, node)
+    found.note_constants(node.items)
+    _walk_items(walk, node, range(len(node.items)), path)
+    walk.walk_parts(value, node, path)
+    if is_fixed and not (node.children or node.tensors):
+        walk.remember(value, None)
+        return None
+    return node
+
+
+def visit_dict(walk: ValueWalk, value: Any, path: Path) -> Node:
+    """Walk the keys and the items of a dict."""
+    if _is_compared(value):
+        return _visit_large(walk, value, path)
+    node = DictNode(value)
+    walk.remember(value, node)
+    keys = node.keys
+    walk.found.note_constants((*keys, *node.items))
+    for i, key in enumerate(keys):
+        if type(key) not in INERT:
+            child = walk.visit(key, path)
+            if child is not None:
+                node.hold_key(i, child)
+    _walk_items(walk, node, keys, path)
+    return walk.walk_parts(value, node, path)
+
+
+def _walk_items(
+    walk: ValueWalk, node: ContainerNode, keys: Sequence[Any], path: Path
+) -> None:
+    for i, part in enumerate(node.items):
+        if type(part) not in INERT:
+            child = walk.visit(part, (path, keys[i], None))
+            if child is not None:
+                node.hold_item(i, child)
+
+
+def _is_compared(value: Any) -> bool:
+    """Say whether a container is compared, and not copied."""
+    if len(value) <= _LARGE:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return INERT.issuperset({*map(type, value), *map(type, items)})
+
+
+def _visit_large(walk: ValueWalk, value: Any, path: Path) -> Node:
+    node = LargeNode(value, _name(path))
+    walk.remember(value, node)
+    return node
+
+
+def _name(path: Path) -> str:
+    return written(path)[1].lstrip(".")
+
+
+def visit_iterator(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Note how far an iterator was read that cannot be copied."""
+    streams = walk.found.stream_search.streams
+    before = len(streams)
+    visit_as_it_is(walk, value, path)
+    if len(streams) > before:
+        return None  # it draws: its stream is set back, and it is used as it is
+    node = IteratorNode(value, f"the {type(value).__name__} `{_name(path)}`")
+    walk.remember(value, node)
+    return node
+
+
+def visit_copied(walk: ValueWalk, value: Any, path: Path) -> Node:
+    """Copy an iterator or a buffer."""
+    del path
+    node = CopyNode(value)
+    walk.remember(value, node)
+    return node
+
+
+def visit_buffer(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Copy a buffer of numbers, if it is small."""
+    rows = len(value) if getattr(value, "shape", True) else 1  # without dimensions
+    return visit_copied(walk, value, path) if rows <= _LARGE else None
+
+
+# --- What can be called ---
+
+
+def visit_function(walk: ValueWalk, fn: types.FunctionType, path: Path) -> Node | None:
+    """Walk the variables of a function, and the globals that its code names."""
+    walk.found.code.append(fn.__code__)
+    known = known_code(fn)
+    has_more = fn.__dict__ or has_defaults(fn)
+    if known.is_settled and not (fn.__closure__ or has_more):
+        walk.remember(fn, None)
+        return None
+    walk.found.stream_search.look_at_function(fn, known)
+    outer = walk.is_compiled
+    # Compiled code reads globals from where it was compiled.
+    walk.is_compiled = outer or is_compiled(fn.__dict__)
+    names = ((), ()) if walk.is_compiled else (known.open, known.names.stored)
+    node = FunctionNode(fn, *names)
+    if node.is_settled and not has_more:
+        walk.remember(fn, None)
+        found = None
+    else:
+        found = walk.walk_parts(fn, node, path)
+    walk.is_compiled = outer
+    return found
+
+
+def visit_cell(walk: ValueWalk, cell: types.CellType, path: Path) -> Node:
+    """Walk what a variable of an outer function holds."""
+    node = CellNode(cell)
+    walk.cells.append(node)
+    walk.walk_parts(cell, node, path)
+    walk.cells.pop()
+    return node
+
+
+def visit_builtin(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk the owner of a method of a built-in class."""
+    walk.found.code.append(value.__name__)
+    visit_as_it_is(walk, value, path)
+    owner = value.__self__
+    if owner is None or isinstance(owner, types.ModuleType):
+        return None
+    node = MadeNode(getattr, [owner, value.__name__], ("self", ""))
+    return walk.walk_fixed(value, node, path)
+
+
+def visit_method(walk: ValueWalk, value: types.MethodType, path: Path) -> Node | None:
+    """Walk the owner and the function of a bound method."""
+    parts = [value.__func__, value.__self__]
+    node = MadeNode(types.MethodType, parts, ("", "self"))
+    return walk.walk_fixed(value, node, path)
+
+
+def visit_partial(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk the function and the arguments of a partial."""
+    kind, parts = type(value), [value.func, value.args, value.keywords]
+    make = functools.partial(_made_partial, kind)
+    return walk.walk_fixed(value, MadeNode(make, parts, ("", "", "")), path)
+
+
+def _made_partial(kind: Any, fn: Any, args: Any, keywords: Any) -> Any:
+    return kind(fn, *args, **keywords)
+
+
+def visit_wrapper(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk the function of another remat."""
+    walk.found.code.append(value.__remat_options__[-1].key)
+    kind, rest = type(value), value.__remat_options__
+
+    def make(fn: Any) -> Any:
+        return kind(fn, *rest)
+
+    return walk.walk_fixed(value, MadeNode(make, [value.__wrapped__], ("",)), path)
+
+
+# --- Objects ---
+
+
+def visit_object(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk the attributes of an object, unless it is used as it is."""
+    kind = type(value)
+    if kind in REGISTERED:
+        return visit_registered(walk, value, REGISTERED[kind], path)
+    if is_left_alone(kind):
+        return visit_as_it_is(walk, value, path)
+    look_at_class(walk, kind)
+    if is_scripted(kind):
+        walk.found.stream_search.compiled = True
+    if is_stateless(kind):
+        walk.found.code.append(kind)
+        return visit_as_it_is(walk, value, path)
+    node = ObjectNode(value)
+    if not (node.entries or can_be_made_anew(kind)):
+        return visit_as_it_is(walk, value, path)  # of an extension module
+    return walk.walk_parts(value, node, path)
+
+
+def visit_registered(walk: ValueWalk, value: Any, how: Registered, path: Path) -> Node:
+    """Walk what the class of a value says that it holds."""
+    node = RegisteredNode(value, how)
+    walk.found.note_constants(node.items)
+    return walk.walk_parts(value, node, path)
+
+
+def visit_proxy(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk the mapping that a read-only view is of."""
+    mapping = mapping_of(value)
+    if mapping is None:
+        return visit_as_it_is(walk, value, path)
+    node = MadeNode(types.MappingProxyType, [mapping], ("",))
+    return walk.walk_fixed(value, node, path)
+
+
+def look_at_class(walk: ValueWalk, kind: type) -> None:
+    """Look for random streams in the code of a class."""
+    if has_user_code(kind):
+        walk.found.stream_search.look_at_class(kind)
+
+
+# --- Modules ---
+
+
+def visit_module(walk: ValueWalk, module: nn.Module, path: Path) -> Node | None:
+    """Walk a module."""
+    if issubclass(type(module), torch.jit.ScriptModule):
+        return _visit_script_module(walk, module, path)
+    if is_view(type(module)):
+        return _visit_view(walk, module, path)
+    return _walk_module(walk, module, path)
+
+
+def _visit_view(walk: ValueWalk, view: Any, path: Path) -> Node | None:
+    """Walk the module that a view is of."""
+    outer = walk.is_sharded
+    walk.is_sharded = outer or is_sharded(type(view))
+    node = walk.walk_fixed(view, ViewNode(view), path)
+    walk.is_sharded = outer
+    return node
+
+
+def _walk_module(walk: ValueWalk, module: nn.Module, path: Path) -> Node:
+    kind = type(module)
+    look_at_class(walk, kind)
+    node, outer = ModuleNode(module), walk.is_sharded
+    walk.remember(module, node)
+    walk.found.code += kind, node.entries.get("training")
+    node.is_sharded = walk.is_sharded = outer or is_sharded(kind)
+    for name, part, text in node.parts():
+        if type(part) not in INERT:
+            child = walk.visit(part, (path, text))
+            if child is not None:
+                node.hold(name, child)
+    parameters, buffers, modules = node.registries
+    node.parameters = _indices(walk, parameters, path, is_buffer=False)
+    node.buffers = _indices(walk, buffers, path, is_buffer=True)
+    node.modules = {
+        name: None if value is None else walk.visit(value, (path, f".{name}"))
+        for name, value in modules.items()
+    }
+    node.seal()
+    walk.is_sharded = outer
+    return node
+
+
+def _indices(
+    walk: ValueWalk, registered: dict[str, Any], path: Path, *, is_buffer: bool
+) -> dict[str, int | None]:
+    """Return the indices of the tensors that are registered, by name."""
+    found = walk.found
+    indices: dict[str, int | None] = {}
+    for name, value in registered.items():
+        if value is None:
+            indices[name] = None
+            continue
+        if type(value) is not nn.Parameter and is_lazy(value):
+            found.is_lazy = True
+        where = path, f".{name}"
+        indices[name] = found.index_of(value, where, registered=is_buffer)
+    return indices
+
+
+def _visit_script_module(walk: ValueWalk, module: Any, path: Path) -> None:
+    """Add the parameters of a module that cannot be taken apart."""
+    found = walk.found
+    found.stream_search.compiled = True
+    found.scripted = found.scripted or module.original_name
+    for name, value in module.named_parameters():
+        found.index_of(value, (path, f".{name}"))
+
+
+# --- Which visit ---
 
 
 _OF_CLASS: dict[type, Visit] = {
@@ -72,7 +390,7 @@ _OF_SUBCLASSES: tuple[tuple[Any, Visit], ...] = (
 )
 
 
-class Search(Walk):
+class CallSearch(ValueWalk):
     """A walk over what a call refers to."""
 
     __slots__ = ()

@@ -1,6 +1,6 @@
 """A snapshot: a call's function and arguments as they were, to be called again.
 
-Made by `_transform` before the function runs. A `Run` or a `Forward` calls it.
+Made by `_transform` before the function runs. A `SnapshotRun` calls it.
 
 Invariant: that of `nodes`. A snapshot holds no tensor: who asked for it holds them, and
 frees them in time.
@@ -20,9 +20,9 @@ from remat._base.code import static_of
 from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
 from remat._capture.kinds import is_spent_by_use
-from remat._capture.nodes import Building, Node, TensorNode
+from remat._capture.nodes import Node, Rebuilding, TensorNode
 from remat._capture.paths import argument_name, code_of_arguments, parts_of, written
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._torch import (
     function_mode_count,
     function_modes,
@@ -67,7 +67,7 @@ class Snapshot:
         label: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        search: Search,
+        search: CallSearch,
     ) -> None:
         self.label = label
         self._count, self._names = len(args), [*kwargs]
@@ -98,7 +98,7 @@ class Snapshot:
         self.streams = [*streams.streams.values()]
         self.handles_states, self.compiled = streams.handles_states, streams.compiled
 
-    def _visit(self, k: int, value: Any, search: Search) -> None:
+    def _visit(self, k: int, value: Any, search: CallSearch) -> None:
         if is_spent_by_use(type(value)):
             raise spent(value, self._argument(k))
         node = search.visit(value, k)
@@ -122,7 +122,7 @@ class Snapshot:
         code = map(_code_of, self._code)
         return self._count, *self._names, *values, *self._constants, *code
 
-    def call(self, run: Building) -> Any:
+    def call(self, run: Rebuilding) -> Any:
         """Call the function again, under the modes of the call and no others."""
         if self._modes or function_mode_count() or self._caches():
             return call_under(*self.built(run))
@@ -133,14 +133,14 @@ class Snapshot:
         """Say whether parametrizations are cached, at the call or now."""
         return not (self._cache is None and parametrization_cache() is None)
 
-    def built(self, run: Building) -> tuple[Any, Any, Any]:
+    def built(self, run: Rebuilding) -> tuple[Any, Any, Any]:
         """Return the function with its arguments, the modes, and a cache."""
         args, kwargs = self._arguments(run)
-        fn = Bound(_built(self._fn, run), args, kwargs)
+        fn = BoundFunction(_built(self._fn, run), args, kwargs)
         modes = [_built(mode, run) for mode in self._modes]
         return fn, modes, None if self._cache is None else self._cache.build(run)
 
-    def _arguments(self, run: Building) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(self, run: Rebuilding) -> tuple[list[Any], dict[str, Any]]:
         values = self._values
         if self._nodes:
             values = values.copy()
@@ -171,7 +171,7 @@ class Snapshot:
         return argument_name(self._target, self._names, k, self._count)
 
 
-class Bound(NamedTuple):
+class BoundFunction(NamedTuple):
     """A function and its arguments.
 
     Not a partial, which joins its arguments to those of a partial that it is made of.
@@ -196,7 +196,7 @@ def call_under(fn: Fn, modes: list[Any], cache: Any) -> Any:
     return fn()
 
 
-def _built(found: Any, run: Building) -> Any:
+def _built(found: Any, run: Rebuilding) -> Any:
     return found.build(run) if isinstance(found, Node) else found
 
 

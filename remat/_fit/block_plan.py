@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from typing_extensions import override
 
-from remat._base.optional import missing
+from remat._base.errors import missing
 from remat._fit.step_plan import drawn, mib, notes, title
 from remat._report import render as _render
 from remat._transform.api import caller

@@ -40,7 +40,7 @@ from remat._fit.simulate import (
 from remat._fit.step_plan import too_small
 from remat._transform.refused import has_forward
 from remat.nn._applied import refuse_others
-from remat.nn._select import as_selectors, selected
+from remat.nn._apply import as_selectors, selected
 from remat.policies import Policy
 
 

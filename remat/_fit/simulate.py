@@ -30,7 +30,7 @@ from remat._base.context import is_recomputing
 from remat._base.errors import CaptureError
 from remat._fit.meter import Meter, Window
 from remat._partial.cache import CACHES
-from remat._partial.naming import told_of_names
+from remat._partial.names import told_of_names
 from remat._report.labels import one_by_one
 from remat._torch import copied_as_fake, device_generators, fake_mode, is_fake
 

@@ -14,8 +14,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 from typing_extensions import override
 
-from remat._base.errors import BudgetError
-from remat._base.optional import missing
+from remat._base.errors import BudgetError, missing
 from remat._report import plots as _plots, render as _render
 from remat._scope.following import Course
 from remat._transform.api import caller

@@ -19,15 +19,15 @@ Edge: TypeAlias = tuple[Any, int]
 
 
 def edge_of(value: Any) -> Edge:
-    """Return where the graph of a tensor begins; a GradientEdge or a Root as that."""
+    """Return where the graph of a tensor begins; a GradientEdge as that."""
     if isinstance(value, Tensor):
         node = value.grad_fn
         return (id(value), 0) if node is None else (node, value.output_nr)
-    node, number = value[:2]  # of a Root, too
+    node, number = value[:2]  # of an OutputEdge, too
     return (id(node.variable), 0) if type(node) is AccumulateGrad else (node, number)
 
 
-class Root(NamedTuple):
+class OutputEdge(NamedTuple):
     """Where the graph of an output begins. It does not hold the value of the output."""
 
     grad_fn: Any
@@ -40,11 +40,11 @@ class Root(NamedTuple):
         return GradientEdge(self.grad_fn, self.output_nr)
 
 
-def root_of(output: Tensor | None) -> Tensor | Root | None:
+def root_of(output: Tensor | None) -> Tensor | OutputEdge | None:
     """Return where the graph of an output begins; the output if it has no node."""
     if output is None or output.grad_fn is None:
         return output
-    return Root(output.grad_fn, output.output_nr)
+    return OutputEdge(output.grad_fn, output.output_nr)
 
 
 def edges_behind(edges: Iterable[Edge]) -> set[Edge]:

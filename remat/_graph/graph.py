@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from remat._base import pytree
 from remat._base.absent import tensors_of
 from remat._base.program import Program
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._graph.handles import (
     Handle,
     PackedOutside,
@@ -95,7 +95,7 @@ def _flat(tree: Any) -> list[Any]:
 
 def tensors_reached(tree: Any) -> list[Tensor]:
     """Return the tensors of a pytree, and those in objects that are its leaves."""
-    search = Search()
+    search = CallSearch()
     for leaf in pytree.flatten(tree)[0]:
         search.visit(leaf, None)
     return search.found.tensors

@@ -68,12 +68,9 @@ class Handle:
 
 
 class VersionedTensor:
-    """Stands for a tensor that is saved itself.
+    """Stands for a tensor that is saved itself, by how often it had been changed.
 
-    Attributes:
-        tensor: the tensor.
-        version: how often it had been changed; None if that is not counted.
-        reach: of the call, for the name.
+    That is None if it is not counted. The reach of the call knows its name.
     """
 
     __slots__ = ("reach", "tensor", "version")
@@ -123,16 +120,10 @@ class PackedOutside(ReadOnce):
 _CHEAP = (Handle, VersionedTensor, PackedOutside)
 
 
-def meta_of(tensor: Tensor, node: Any) -> tuple[Any, ...]:
-    """Return the shape and dtype of a saved tensor, and the type of its node."""
-    try:
-        return tensor.shape, tensor.dtype, type(node)
-    except RuntimeError:  # a nested tensor has no shape
-        return None, tensor.dtype, type(node)
-
-
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
+    if type(packed) is Handle and packed.value is not None and not keeps_graph():
+        return packed.value  # most often: here at once
     if not hasattr(type(packed), "unpacked"):
         return packed
     try:
@@ -162,10 +153,10 @@ def stored_by(packed: Any) -> list[Tensor]:
 def _are_harmless() -> bool:
     """Say whether the hooks here leave alone what torch.func saves at its levels."""
     context = here()
-    if context.only_our_hooks or context.scope_pack is None:
+    if context.only_our_hooks or context.block_pack is None:
         return context.only_our_hooks
     hooks = top_hooks(True)
-    return hooks is not None and hooks[0] is context.scope_pack
+    return hooks is not None and hooks[0] is context.block_pack
 
 
 leave_hooks_on(_are_harmless)

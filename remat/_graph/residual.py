@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat._base.errors import MutationError
 from remat._base.op import Op
-from remat._base.wrappers import taken_apart
+from remat._base.parts import taken_apart
 from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._torch import base_tensor, current_task, when_done
 from remat.policies import Decision
@@ -26,10 +26,7 @@ OFFLOAD = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
 
 
 class ReadOnce:
-    """What is brought back once in a backward, however often it is read.
-
-    It stays until the backward ends, or until nothing refers to this any more.
-    """
+    """What is brought back once in a backward, and stays until that ends."""
 
     __slots__ = ("__weakref__", "_read")
 
@@ -43,23 +40,20 @@ class ReadOnce:
             read = bring()
             if current_task() >= 0:
                 self._read = read
-                when_done(functools.partial(_forget, weakref.ref(self)))
+                when_done(functools.partial(_let_go, weakref.ref(self)))
         return read
 
 
-def _forget(ref: weakref.ref[ReadOnce]) -> None:
+def _let_go(ref: weakref.ref[ReadOnce]) -> None:
     found = ref()
     if found is not None:
         found._read = None
 
 
 class Residual(ReadOnce):
-    """One tensor that is kept.
+    """One tensor that is kept, or what the hooks around the call packed it as.
 
-    Args:
-        tensor: the tensor.
-        op: made it; for an error.
-        hooks: for saved tensors, around the call: a pair, or None.
+    `op` made it, for an error.
     """
 
     __slots__ = ("_tensor", "_unpack", "_version", "op")
@@ -159,15 +153,10 @@ def store(
     *,
     nested: bool,
 ) -> list[Residual | Offloaded]:
-    """Store residuals where a policy wants them.
+    """Store the residuals of a call where a policy wants them.
 
-    Args:
-        tensors: the residuals of a call.
-        decisions: where each of them is to be kept.
-        ops: what made them.
-        hooks: for saved tensors, around the call. They pack what is not offloaded.
-        nested: whether those are of a call of remat. Then that decides what is
-            offloaded.
+    The hooks for saved tensors around the call pack what is not offloaded. If they are
+    of a call of remat (`nested`), that decides what is offloaded.
     """
     offloads = Offloads()
     residuals: list[Residual | Offloaded] = []

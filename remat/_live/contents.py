@@ -23,8 +23,8 @@ from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import COPIED_ITERATORS
 from remat._live.holders import FUNCTIONS, MISSING, Kind, dict_of
-from remat._live.kinds import is_opaque
 from remat._live.layout import Layout, Taken
+from remat._live.walk import is_opaque
 
 
 Place = tuple[int, bool]  # position, whether among the keys
@@ -40,12 +40,12 @@ class At:
         self.number = number
 
 
-_FIRST = tuple(map(At, range(64)))
+FIRST = tuple(map(At, range(64)))
 
 
 def at(number: int) -> At:
     """Return what is in place of the tensor with a number."""
-    return _FIRST[number] if number < len(_FIRST) else At(number)
+    return FIRST[number] if number < len(FIRST) else At(number)
 
 
 class Ref:
@@ -81,8 +81,12 @@ class _Keeper:
         self.places: list[Place] = []
         self.opaque: list[int] = []
 
-    def keep(self, value: Any, place: Place) -> Any:
-        """Return what is held of a value that was found at a place."""
+    def keep_all(self, values: Sequence[Any], *, as_keys: bool) -> list[Any]:
+        """Return what is held of all values, or of all keys."""
+        keep = self._keep
+        return [keep(v, (p, as_keys)) for p, v in enumerate(values)]
+
+    def _keep(self, value: Any, place: Place) -> Any:
         kind = type(value)
         if kind in _OF_CLASSES or kind in COPIED_ITERATORS:
             return Ref(value)
@@ -96,22 +100,14 @@ class _Keeper:
         if _is_number(value, kind):
             return value
         if kind is threading.Thread or is_opaque(value, kind):
-            return self._opaque(value, place)
+            # The call holds it: contents outlive calls.
+            if not kind.__weakrefoffset__ or place[1]:
+                return value
+            self.opaque.append(place[0])
+            return Ref(value)
         if place[1] and issubclass(kind, weakref.ref):
             return value  # a key of a weak dictionary, which its entry goes with
         return Ref(value)
-
-    def _opaque(self, value: Any, place: Place) -> Any:
-        """Return what is held of a value that a call holds: contents outlive calls."""
-        if not type(value).__weakrefoffset__ or place[1]:
-            return value
-        self.opaque.append(place[0])
-        return Ref(value)
-
-    def keep_all(self, values: Sequence[Any], *, as_keys: bool) -> list[Any]:
-        """Return what is held of all values, or of all keys."""
-        keep = self.keep
-        return [keep(v, (p, as_keys)) for p, v in enumerate(values)]
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -228,11 +224,7 @@ class Contents:
         return self.kept[spans[i].start]
 
     def containers(self, layout: Layout) -> dict[int, tuple[int, Span]]:
-        """Return where each container is, by its identity.
-
-        Returns:
-            Its position, and where what it holds is.
-        """
+        """Return where each container is, and what it holds, by its identity."""
         if self._containers is None:
             found: dict[int, tuple[int, Span]] = {}
             self._containers = found
@@ -265,13 +257,7 @@ def _spans(sizes: Sequence[tuple[Kind, int]], lengths: Sequence[int]) -> Iterato
 
 
 def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:
-    """Return the identities of the values and of the keys of a holder.
-
-    Args:
-        ids: of all values, then of all keys.
-        span: where the values are.
-        keys: where the keys begin.
-    """
+    """Return the identities of the values and of the keys of a holder."""
     first = keys + span.first_key
     last = first + (span.end - span.start) * span.kind.keyed
     return ids[span.start * 8 : span.end * 8], ids[first * 8 : last * 8]

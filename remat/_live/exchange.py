@@ -66,28 +66,34 @@ class Exchange:
         layout = self._layout
         groups = [held for _, held in groups_of(layout.holders(self._owners))]
         spans = deque(self._contents.spans())
-        values = self._start_level(_up_to(spans, len(groups)), groups)
+        # A level is written before the next one is looked up in it.
+        values = self._start_level(spans, groups)
         for first, last in itertools.pairwise((*layout.levels, len(layout.below))):
             for _, places in layout.below[first:last]:
                 groups.append([values[p] for p in places])
-            values += self._start_level(_up_to(spans, len(groups)), groups)
+            values += self._start_level(spans, groups)
 
     def _start_level(
-        self, spans: Sequence[Span], groups: Sequence[Sequence[Any]]
+        self, spans: deque[Span], groups: Sequence[Sequence[Any]]
     ) -> list[Any]:
-        """Write the holders of a level; return what they hold then."""
-        found = [_read(span.kind, groups[span.group][span.number]) for span in spans]
-        for _, now_keys, now in found:
-            self._alive.update(zip(map(id, now), now, strict=True))
-            self._alive.update(zip(map(id, now_keys), now_keys, strict=True))
-        values: list[Any] = []
-        for span, (holder, now_keys, now) in zip(spans, found, strict=True):
+        """Write the next holders, those of the groups so far; return what they hold."""
+        found: list[tuple[Span, Any, list[Any], list[Any]]] = []
+        while spans and spans[0].group < len(groups):
+            span = spans.popleft()
+            holder = groups[span.group][span.number]
+            keys, values = span.kind.held(holder)
+            found.append((span, holder, keys, values))
+            self._alive.update(zip(map(id, values), values, strict=True))
+            self._alive.update(zip(map(id, keys), keys, strict=True))
+        held: list[Any] = []
+        for span, holder, now_keys, now in found:
             then, keys = self._then(span, now), self._keys(span)
-            values += then
+            held += then
             if span.kind.frozen:
                 continue
             is_same = _are_same(now, then) and _are_same(now_keys, keys)
-            if is_same and not self._is_effect(span[1:3]):
+            # What the forward wrote, the run may write: it is put back in any case.
+            if is_same and self._effects is not None and span[1:3] not in self._effects:
                 continue
             for written in written_to(span.kind, holder, now_keys, now):
                 self._written.append(written)
@@ -96,10 +102,7 @@ class Exchange:
                 token = span.kind.write(holder, keys, then)
                 if token is not None:  # of a context variable
                     self._tokens.append((holder, token))
-        return values
-
-    def _is_effect(self, holder: Holder) -> bool:
-        return self._effects is None or holder in self._effects
+        return held
 
     def container(self, key: int) -> Any:
         """Return a container that an owner leads to, by its identity; None if none."""
@@ -133,12 +136,12 @@ class Exchange:
             return []
         last = span.first_key + span.end - span.start
         keys = self._contents.keys[span.first_key : last]
-        return [self._value(key) for key in keys]
-
-    def _value(self, kept: Any) -> Any:
-        if type(kept) is At:
-            return self._tensors[kept.number]
-        return self.found(kept, None) if type(kept) is Ref else kept
+        for i, kept in enumerate(keys):
+            if type(kept) is At:
+                keys[i] = self._tensors[kept.number]
+            elif type(kept) is Ref:
+                keys[i] = self.found(kept, None)
+        return keys
 
     def found(self, kept: Ref, here: Any) -> Any:
         """Return a value that was not held: itself, or what was revived.
@@ -150,15 +153,13 @@ class Exchange:
         if kept.is_of(here) and not self._exchanges:
             return here
         made = self._made.get(kept.id)
+        if made is None and self._exchanges:
+            made = self._around_others(kept)
         if made is not None:
             return made
-        if self._exchanges:
-            made = self._around_others(kept)
-            if made is not None:
-                return made
         value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
         if value is None or not kept.is_of(value):
-            value = self._revived(kept)
+            value = self._made[kept.id] = self._new(kept.id, kept.kind(), kept.limit)
         return value
 
     def _around_others(self, kept: Ref) -> Any:
@@ -171,7 +172,7 @@ class Exchange:
             return None
         value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
         then = self._then(span, ())
-        if value is not None and _are_same(then, _read(span.kind, value)[2]):
+        if value is not None and _are_same(then, span.kind.held(value)[1]):
             return None
         made = self._made[kept.id] = span.kind.new(kind, then, kept.limit)
         return made
@@ -186,13 +187,11 @@ class Exchange:
             raise RecomputeError(GONE.format(name="A class"))
         self._check_classes(layout.objects)
         self._check_classes(layout.slotted)
-        first = layout.functions.start
         for i in self._gone(layout.slotted):
             owners[i] = self._made[layout.births[i]]
         for i in self._gone(layout.functions):
-            owners[i] = self._made.setdefault(
-                layout.births[i], self._function(i - first)
-            )
+            fn = self._function(i - layout.functions.start)
+            owners[i] = self._made.setdefault(layout.births[i], fn)
         for i in self._gone(layout.objects):
             key = layout.births[i]
             if key not in self._made:
@@ -211,37 +210,35 @@ class Exchange:
             key = self._layout.births[i]
             if owner is not None:
                 check_class(kind, type(owner))
-            elif key not in self._made and not _is_container(kind):
-                self._made[key] = _replica(kind)
+            elif key in self._made:
+                continue
+            elif kind is None:
+                raise RecomputeError(GONE.format(name="An object"))
+            elif container_kind(kind) is None:
+                if hasattr(kind, "__del__"):
+                    name = f"A {kind.__qualname__}, which has `__del__`,"
+                    raise RecomputeError(GONE.format(name=name))
+                self._made[key] = without_contents(kind)
 
     def _function(self, i: int) -> types.FunctionType:
-        cells = self._cells()
-        for key in self._layout.cells[i]:
-            if key not in cells:
-                cells[key] = self._made.setdefault(key, types.CellType())
-        closure = tuple(cells[key] for key in self._layout.cells[i])
-        code = self._contents.code_of(i)
-        return types.FunctionType(
-            code, self._namespaces[i], code.co_name, None, closure or None
-        )
-
-    def _cells(self) -> dict[int, Any]:
-        """Return the variables of functions that are still there."""
+        """Return a function like one that is gone, with the variables that are left."""
         cells: dict[int, Any] = {}
-        functions = self._owners[self._layout.functions]
-        for fn, keys in zip(functions, self._layout.cells, strict=True):
+        functions, layout = self._owners[self._layout.functions], self._layout
+        for fn, keys in zip(functions, layout.cells, strict=True):
             if fn is not None:
                 cells.update(zip(keys, fn.__closure__ or (), strict=True))
-        return cells
+        for key in layout.cells[i]:
+            if key not in cells:
+                cells[key] = self._made.setdefault(key, types.CellType())
+        closure = tuple(cells[key] for key in layout.cells[i]) or None
+        code = self._contents.code_of(i)
+        namespace = self._namespaces[i]
+        return types.FunctionType(code, namespace, code.co_name, None, closure)
 
     def _span_of(self, key: int) -> Span | None:
         """Return where what a container holds is, by its identity."""
         found = self._contents.containers(self._layout).get(key)
         return None if found is None else found[1]
-
-    def _revived(self, kept: Ref) -> Any:
-        made = self._made[kept.id] = self._new(kept.id, kept.kind(), kept.limit)
-        return made
 
     def _new(self, key: int, kind: Any, limit: int | None) -> Any:
         """Return a container like one that is gone."""
@@ -249,7 +246,7 @@ class Exchange:
         if span is not None and kind is not None:
             values = self._then(span, ()) if span.kind.frozen else ()
             return span.kind.new(kind, values, limit)
-        if kind in _EMPTY:
+        if kind in (dict, set, OrderedDict):
             return kind()  # of a module, and always empty
         name = "An object" if kind is None else f"A value of {kind.__qualname__}"
         if kind is types.FunctionType:
@@ -257,39 +254,8 @@ class Exchange:
         raise RecomputeError(GONE.format(name=name))
 
 
-def _up_to(spans: deque[Span], group: int) -> list[Span]:
-    """Take the holders of the groups before one."""
-    found: list[Span] = []
-    while spans and spans[0].group < group:
-        found.append(spans.popleft())
-    return found
-
-
-def _is_container(kind: Any) -> bool:
-    return kind is not None and container_kind(kind) is not None
-
-
-# What a module holds besides its tensors, modules and hooks.
-_EMPTY = (dict, set, OrderedDict)
-
-
-def _read(kind: Kind, holder: Any) -> tuple[Any, list[Any], list[Any]]:
-    return holder, *kind.held(holder)
-
-
 def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _replica(kind: Any) -> Any:
-    if kind is None or hasattr(kind, "__del__"):
-        name = (
-            "An object"
-            if kind is None
-            else f"A {kind.__qualname__}, which has `__del__`,"
-        )
-        raise RecomputeError(GONE.format(name=name))
-    return without_contents(kind)
 
 
 # --- What was there just before ---
@@ -311,7 +277,7 @@ class Written:
         with _LOCK:
             _RUNNING.setdefault(self.key, []).append(self)
             # Another run may have ended since it was read.
-            _, self.keys, self.values = _read(self.kind, self.holder)
+            self.keys, self.values = self.kind.held(self.holder)
 
     def end(self) -> None:
         """Give back what was there, or hand it to a run that began later."""
@@ -324,7 +290,7 @@ class Written:
                 return
             if not runs:
                 del _RUNNING[self.key]
-            _, keys, values = _read(self.kind, self.holder)
+            keys, values = self.kind.held(self.holder)
             if not (_are_same(keys, self.keys) and _are_same(values, self.values)):
                 self.kind.put_back(self.holder, self.keys, self.values)
 

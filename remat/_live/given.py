@@ -30,9 +30,9 @@ from remat._capture.stream_search import (
     is_stream,
 )
 from remat._live.containers import CONTAINERS, FACTORIES, OWNED, Items, container_kind
-from remat._live.contents import At, Ref, at
+from remat._live.contents import FIRST, At, Ref, at
 from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
-from remat._live.kinds import has_objects, is_of_library, is_used_as_it_is
+from remat._live.walk import has_objects, is_of_library, is_used_as_it_is
 
 
 class Copied:
@@ -64,13 +64,11 @@ class Box:
         self.items: Any
         self.keys, self.items = how.held(value)
         self.attributes: dict[str, Any] = {}
-        if type(value) not in CONTAINERS:
+        if type(value) not in CONTAINERS and how is not PART and how is not SLOTS:
             self.attributes = _attributes_of(value, how)
 
 
 def _attributes_of(value: Any, how: Kind) -> dict[str, Any]:
-    if how is PART or how is SLOTS:
-        return {}
     held = {} if how is OWNED else {**(dict_of(value) or {})}
     held |= zip(names_of(type(value)), SLOTS.values([value]), strict=True)
     if issubclass(type(value), defaultdict):
@@ -114,8 +112,16 @@ class Given:
 
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
-        if type(value) in INERT:
+        kind = type(value)
+        if kind in INERT:
             return value
+        if kind in TENSORS:
+            number = self.index.setdefault(id(value), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(value)
+            return FIRST[number] if number < len(FIRST) else At(number)
+        if kind is types.FunctionType:
+            return self._root(value)
         kept = self._kept(value)
         if self._todo:
             for box in self._todo:  # which grows
@@ -191,7 +197,11 @@ class Given:
         return box
 
     def _root(self, value: Any) -> Any:
-        if type(value) is types.FunctionType and _is_settled(value):
+        if (
+            type(value) is types.FunctionType
+            and not (value.__closure__ or value.__dict__ or has_defaults(value))
+            and known_code(value).is_settled  # it is its code and nothing that changes
+        ):
             return value
         self.roots[id(value)] = value
         return Ref(value)
@@ -216,13 +226,6 @@ class Given:
         self.index.update(new)
         self.tensors += tensors
         return numbers
-
-
-def _is_settled(fn: types.FunctionType) -> bool:
-    """Say whether a function is its code and nothing that changes."""
-    if fn.__closure__ or fn.__dict__ or has_defaults(fn):
-        return False
-    return known_code(fn).is_settled
 
 
 def structure_of(values: Sequence[Any]) -> list[Any]:
@@ -280,27 +283,18 @@ class Building:
 
     def values(self, kept: Sequence[Any]) -> list[Any]:
         """Return many values."""
-        tensors, value = self._tensors, self.value
+        tensors, found = self._tensors, list[Any]()
         if type(kept) is range:
             return [*tensors[kept.start : kept.stop]]
-        return [tensors[k.number] if type(k) is At else value(k) for k in kept]
+        for k in kept:
+            found.append(tensors[k.number] if type(k) is At else self.value(k))
+        return found
 
-    def _make(self, box: Box) -> Any:
-        """Return a container, made of what it held if it is not there."""
-        if box.is_flat:
-            made = self._there(box)
-            if made is None:
-                items = self.values(box.items)
-                made = box.how.filled(box.ref.kind(), box.keys, items, box.ref.limit)
-            self._made[box.ref.id] = made
-        else:
-            self._make_with_parts(box)
-        return self._made[box.ref.id]
+    def _make(self, root: Box) -> Any:
+        """Return a container, made of what it held if it is not there.
 
-    def _make_with_parts(self, root: Box) -> None:
-        """Make a container and what it holds, without recursion.
-
-        What can be written is made empty, and filled last: it may hold itself.
+        Also what it holds, without recursion. What can be written is made empty, and
+        filled last: it may hold itself.
         """
         new = self._to_be_made(root)
         for box in new:
@@ -316,10 +310,11 @@ class Building:
                     self._made[box.items[2].ref.id] = made.keywords
         for box in new:
             if not box.how.frozen:
-                keys, items = self.values(box.keys), self.values(box.items)
-                box.how.write(self._made[box.ref.id], keys, items)
+                keys = box.keys and self.values(box.keys)
+                box.how.write(self._made[box.ref.id], keys, self.values(box.items))
             if box.attributes:
                 self._give_attributes(self._made[box.ref.id], box)
+        return self._made[root.ref.id]
 
     def _to_be_made(self, root: Box) -> list[Box]:
         """Return the containers that are not there; those that are, are noted."""
@@ -333,6 +328,8 @@ class Building:
             there = self._there(box)
             if there is None:
                 new[key] = box
+                if box.is_flat:
+                    continue
                 held = *box.items, *box.keys, *box.attributes.values()
                 todo += (kept for kept in held if type(kept) is Box)
             else:

@@ -36,6 +36,21 @@ class MovedError(Exception):
     """Something is not where it was found before."""
 
 
+class Held:
+    """What holders hold.
+
+    Attributes:
+        values: one after the other.
+        keys: of those values that have any.
+        lengths: how many values each holder has, of those for which that is not fixed.
+    """
+
+    __slots__ = "keys", "lengths", "values"
+    values: list[Any]
+    keys: list[Any]
+    lengths: list[int]
+
+
 class Kind:
     """How holders of one kind are read and written.
 
@@ -49,31 +64,24 @@ class Kind:
     keyed = frozen = adds = False
     fixed = 0
 
-    def read(
-        self,
-        holders: Sequence[Any],
-        values: list[Any],
-        keys: list[Any],
-        lengths: list[int],
-    ) -> None:
-        """Add what all of these holders hold to lists.
-
-        Args:
-            holders: to read.
-            values: what they hold, one after the other.
-            keys: the keys of these, for kinds that have keys.
-            lengths: how many values each holder has, where that is not fixed.
+    def read(self, holders: Sequence[Any], to: Held) -> None:
+        """Add what all of these holders hold.
 
         Raises:
             MovedError: another thread changed something meanwhile.
         """
-        first = len(values)
-        values += self.values(holders)
-        if not self.fixed:
-            now = [*self.lengths(holders)]
-            if sum(now) != len(values) - first:
-                raise MovedError
-            lengths += now
+        values, keys = len(to.values), len(to.keys)
+        to.values += self.values(holders)
+        if self.fixed:
+            return
+        lengths = [*self.lengths(holders)]
+        count = sum(lengths)
+        if self.keyed:
+            to.keys += self.keys(holders)
+            keys += count
+        if len(to.values) != values + count or len(to.keys) != keys:
+            raise MovedError
+        to.lengths += lengths
 
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         """Return what all of these holders hold, one after the other."""
@@ -109,15 +117,6 @@ class Kind:
             limit: how long it may get, where that is limited.
         """
         raise NotImplementedError
-
-    def filled(
-        self, kind: Any, keys: Sequence[Any], values: Sequence[Any], limit: int | None
-    ) -> Any:
-        """Return a holder of a class that holds this; arguments as of `new`."""
-        made = self.new(kind, values if self.frozen else (), limit)
-        if not self.frozen:
-            self.write(made, keys, values)
-        return made
 
 
 class Cells(Kind):
@@ -156,18 +155,6 @@ class Scopes(Kind):
     """Global variables: pairs of a namespace and the names that code refers to."""
 
     @override
-    def read(
-        self,
-        holders: Sequence[Any],
-        values: list[Any],
-        keys: list[Any],
-        lengths: list[int],
-    ) -> None:
-        for scope, names in holders:
-            values += [scope.get(name, MISSING) for name in names]
-            lengths.append(len(names))
-
-    @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         return [scope.get(name, MISSING) for scope, names in holders for name in names]
 
@@ -175,32 +162,21 @@ class Scopes(Kind):
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
         scope, names = holder
         for name, value in zip(names, values, strict=True):
-            _set(scope, name, value)
+            if value is MISSING:
+                scope.pop(name, None)
+            elif scope.get(name, MISSING) is not value:
+                scope[name] = value
 
 
-def _set(entries: dict[str, Any], name: str, value: Any) -> None:
-    if value is MISSING:
-        entries.pop(name, None)
-    elif entries.get(name, MISSING) is not value:
-        entries[name] = value
+# The code is first: `contents` reads it there.
+_DEFAULTS = ("__code__", "__defaults__", "__kwdefaults__")
+_DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
 
 
 class Functions(Kind):
     """What a function has besides its variables: its code and its defaults."""
 
     fixed = 3
-
-    @override
-    def read(
-        self,
-        holders: Sequence[Any],
-        values: list[Any],
-        keys: list[Any],
-        lengths: list[int],
-    ) -> None:
-        for fn in holders:
-            # In the order of `_DEFAULTS`.
-            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
@@ -213,36 +189,18 @@ class Functions(Kind):
                 setattr(holder, name, value)
 
 
-# The code is first: `contents` reads it there.
-_DEFAULTS = ("__code__", "__defaults__", "__kwdefaults__")
-_DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
-
-
 class Classes(Kind):
     """Classes of the user's, with their attributes and methods."""
 
     keyed = True
 
     @override
-    def read(
-        self,
-        holders: Sequence[Any],
-        values: list[Any],
-        keys: list[Any],
-        lengths: list[int],
-    ) -> None:
-        before = len(values) - len(keys)
-        for cls in holders:
-            table = cls.__dict__
-            lengths.append(len(table))
-            values += table.values()
-            keys += table
-        if len(values) - len(keys) != before:
-            raise MovedError
-
-    @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
         return flatten(cls.__dict__.values() for cls in holders)
+
+    @override
+    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
+        return map(len, map(_table_of, holders))
 
     @override
     def keys(self, holders: Sequence[Any]) -> Iterable[Any]:

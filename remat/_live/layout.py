@@ -35,14 +35,14 @@ from remat._live.holders import (
     SCRIPTED,
     SLOTS,
     VARIABLES,
+    Held,
     Kind,
     MovedError,
     dict_of,
     flatten,
     names_of,
 )
-from remat._live.kinds import can_be_revived
-from remat._live.walk import Walk
+from remat._live.walk import Walk, can_be_revived
 
 
 Group = tuple[Kind, list[Any]]
@@ -59,11 +59,8 @@ class Layout:
         owners: weak references to the owners: in turn to objects that have a dict, to
             functions, to classes of the user's, to objects with slots, to the user's
             Python modules, and to modules of TorchScript.
-        objects: where the first of these are among the owners.
-        functions: where functions are.
-        classes: where classes are.
-        slotted: where objects with slots are.
-        scripted: where modules of TorchScript are.
+        objects: where the first of these are among the owners. So `functions`,
+            `classes`, `slotted` and `scripted`.
         births: the identities of the owners.
         cells: the identities of the variables of each function.
         below: kinds of holders that are no owners, and the positions of these.
@@ -92,27 +89,7 @@ class Layout:
     )
 
     def __init__(self, walk: Walk) -> None:
-        self._list_owners(walk)
-        self._variables = walk.variables
-        self.linked = [*map(weakref.ref, walk.linked)]
-        self._vacant, self.hooks_known = walk.vacant, hooks_so_far()
-        self.streams = [*map(_reference, walk.streams.streams.values())]
-        self.handles_states = walk.streams.handles_states
-        self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
-        self.is_module, self._hooked = walk.is_module, walk.hooked
-        self.special: dict[int, str] = {}
-        kinds = enumerate(map(type, walk.objects))
-        self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
-        code = [fn.__code__ for fn in walk.functions]
-        types_of = map(type, (*walk.objects, *walk.slotted))
-        held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
-        self.signature = (*held, *map(static_of, walk.builtins))
-        self.below: list[tuple[Kind, list[int]]] = []
-        self.levels: list[int] = []
-        self.last: Any = None
-
-    def _list_owners(self, walk: Walk) -> None:
-        # Those with variables come first, and are read by one slice.
+        # Functions with variables come first, and are read by one slice.
         closed = [fn for fn in walk.functions if fn.__closure__]
         functions = closed + [fn for fn in walk.functions if not fn.__closure__]
         spaces = [module for module, _ in walk.spaces]
@@ -126,12 +103,30 @@ class Layout:
         names = [tuple(names) for _, names in walk.spaces]
         self._spaces = [*zip(range(ends[3], ends[4]), names, strict=True)]
         self.scripted, self._dicted = sections[5], self.functions.stop
+        self._variables = walk.variables
         self._has_others = bool(walk.slotted or walk.scripted or walk.variables)
         first = self.functions.start
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
         self._closed = slice(first, first + len(closed))
         numbers = {id(fn): i for i, fn in enumerate(functions, first)}
         self._names = [(numbers[id(fn)], (*held,)) for fn, held in walk.names.values()]
+        self.linked = [*map(weakref.ref, walk.linked)]
+        self._vacant, self._hooked = walk.vacant, walk.hooked
+        self.hooks_known = RemovableHandle.next_id
+        self.streams = [*map(_reference, walk.streams.streams.values())]
+        self.handles_states = walk.streams.handles_states
+        self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
+        self.is_module = walk.is_module
+        self.special: dict[int, str] = {}
+        kinds = enumerate(map(type, walk.objects))
+        self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
+        code = [fn.__code__ for fn in walk.functions]
+        types_of = map(type, (*walk.objects, *walk.slotted))
+        held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
+        self.signature = (*held, *map(static_of, walk.builtins))
+        self.below: list[tuple[Kind, list[int]]] = []
+        self.levels: list[int] = []
+        self.last: Any = None
 
     def holders(self, owners: list[Any]) -> Holders:
         """Return what owners hold by.
@@ -185,11 +180,6 @@ class Layout:
                 raise MovedError
 
 
-def hooks_so_far() -> int:
-    """Return how many hooks were set anywhere: the number of the next one."""
-    return RemovableHandle.next_id
-
-
 def _reference(value: Any) -> Callable[[], Any]:
     """Return what gives a value, weakly if that can be."""
     if type(value).__weakrefoffset__:
@@ -197,40 +187,26 @@ def _reference(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-class Taken:
+class Taken(Held):
     """What holders hold at one moment.
 
-    Args:
+    Attributes:
         owners: the owners.
         holders: what these hold by.
-
-    Attributes:
-        owners: see above.
-        holders: see above.
         below: the other holders, by kind, level by level.
-        values: what all of them hold, one after the other.
-        keys: the keys of these.
-        lengths: how many values each holder has, of those for which that is not fixed.
         marks: what differs if something differs: identities, and the lengths.
     """
 
-    __slots__ = "below", "holders", "keys", "lengths", "marks", "owners", "values"
+    __slots__ = "below", "holders", "marks", "owners"
 
     def __init__(self, owners: list[Any], holders: Holders) -> None:
-        self.owners, self.holders = owners, holders
-        self.below: list[Group] = []
         self.values: list[Any] = []
         self.keys: list[Any] = []
         self.lengths: list[int] = []
-        self._read(holders)
+        self.owners, self.holders = owners, holders
+        self.below: list[Group] = []
         self.marks: tuple[bytes, list[int]] = b"", self.lengths
-
-    def _read(self, holders: Holders) -> None:
-        """Read holders: here at once, as most calls reach few of each kind.
-
-        Raises:
-            MovedError: another thread changed something meanwhile.
-        """
+        # Read here at once, as most calls reach few of each kind.
         values, keys, lengths = self.values, self.keys, self.lengths
         tables, cells, scopes, functions, classes, others = holders
         for table in tables:
@@ -250,21 +226,17 @@ class Taken:
         for fn in functions:
             values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
         if classes:
-            CLASSES.read(classes, values, keys, lengths)
+            CLASSES.read(classes, self)
         for kind, found in others:
-            kind.read(found, values, keys, lengths)
+            kind.read(found, self)
 
     def add(self, below: Iterable[tuple[Kind, list[int]]]) -> None:
-        """Read the holders that were found at positions.
-
-        Args:
-            below: kinds of holders, and their positions among the values so far.
-        """
+        """Read the holders that were found at positions among the values so far."""
         values = self.values
         for kind, places in below:
             found = [values[p] for p in places]
             self.below.append((kind, found))
-            kind.read(found, values, self.keys, self.lengths)
+            kind.read(found, self)
 
     def groups(self) -> list[Group]:
         """Return all holders by kind, in the order in which they were read."""
@@ -280,7 +252,7 @@ class Taken:
         now = Taken(self.owners, self.holders)
         now.below = self.below
         for kind, found in self.below:
-            kind.read(found, now.values, now.keys, now.lengths)
+            kind.read(found, now)
         now.mark()
         return now
 
@@ -356,22 +328,20 @@ def _written(layout: Layout, taken: Taken, p: int) -> str:
         for n, holder in enumerate(holders):
             length = kind.fixed or next(lengths)
             if p < start + length:
-                name = _entry(kind, holder, taken.keys, key, p - start)
+                i = p - start
+                name: Any = taken.keys[key + i] if kind.keyed else i
+                if kind is SCOPES:
+                    name = holder[1][i]
+                elif kind is SLOTS:
+                    name = names_of(type(holder))[i]
+                if kind is CELLS and g < first:
+                    return _variable(layout, taken, p)
                 if g < first:
-                    return _variable(layout, taken, p) if kind is CELLS else str(name)
+                    return str(name)
                 above = layout.below[g - first][1][n]
                 return f"{_written(layout, taken, above)}[{name!r}]"
             start, key = start + length, key + length * kind.keyed
     return ""
-
-
-def _entry(kind: Kind, holder: Any, keys: Sequence[Any], key: int, i: int) -> Any:
-    """Return the name or the number of what a holder holds."""
-    if kind.keyed:
-        return keys[key + i]
-    if kind is SCOPES:
-        return holder[1][i]
-    return names_of(type(holder))[i] if kind is SLOTS else i
 
 
 def _variable(layout: Layout, taken: Taken, p: int) -> str:

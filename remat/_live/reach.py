@@ -2,9 +2,11 @@
 
 A `Reach` is made before the forward. It notes what the call was given, and what all
 that holds. After the forward it notes what the forward changed there. `restored` is a
-context in which everything holds what it held at the call.
+context in which everything holds what it held at the call, for one run.
 
-Invariant: no tensor is held here, and no object of the user's that could hold one.
+Invariant: no tensor is held here, and no object of the user's that could hold one. If
+nothing differs, a run writes nothing. Afterwards everything holds what it held just
+before, also after an error, and no hook that the run set on a module stays.
 Rejected: to rebuild functions and containers, as under torch.func. Code that the walk
 does not reach, such as a hook, holds the originals.
 """
@@ -13,24 +15,33 @@ import contextlib
 import operator
 import types
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import is_library
+from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.kinds import is_spent_by_use
+from remat._capture.modules import HOOKS
 from remat._capture.paths import argument_name, code_of_arguments
-from remat._capture.search import Search
-from remat._capture.snapshot import Bound, Snapshot, call_under, spent
+from remat._capture.search import CallSearch
+from remat._capture.snapshot import BoundFunction, Snapshot, call_under, spent
 from remat._capture.stream_search import has_user_code
+from remat._live.containers import CONTAINERS
+from remat._live.contents import Ref
+from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
-from remat._live.layout import hooks_so_far
-from remat._live.roots import roots_of
-from remat._live.running import Running, bytes_of
+from remat._live.roots import Root, roots_of
 from remat._torch import function_mode_count, function_modes, parametrization_cache
+
+
+if TYPE_CHECKING:
+    from remat._live.layout import Taken
 
 
 _PARAMETERS = frozenset({nn.Parameter})
@@ -62,45 +73,46 @@ class Reach:
     """
 
     __slots__ = (
-        *("_buffers", "_cache", "_count", "_fn", "_modes", "_names", "_refs"),
-        *("_roots", "_running", "_values", "buffers", "compiled"),
-        *(
-            "first_parameter",
-            "handles_states",
-            "hooks",
-            "is_lazy",
-            "label",
-            "streams",
-            "tensors",
-        ),
+        *("_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
+        *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
+        *("handles_states", "hooks", "is_lazy", "label", "streams", "tensors"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
-        self.hooks, given = hooks_so_far(), Given()
+        self.hooks, given = RemovableHandle.next_id, Given()
         self._values: list[Any] = []
         for k, value in enumerate((*args, *kwargs.values())):
             if type(value) not in TENSORS and is_spent_by_use(type(value)):
                 target = code_of_arguments(fn)
                 raise spent(value, argument_name(target, self._names, k, self._count))
             self._values.append(given.put_aside(value))
-        self._fn = given.put_aside(fn)
+        self._values.append(given.put_aside(fn))  # the last
         self._modes: Sequence[Any] = ()
         if function_mode_count():
             self._modes = [*map(given.put_aside, function_modes())]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
-        self._roots = roots_of(given.roots.values()) if given.roots else []
-        if given.has_containers:
-            self._find_in_hooks(given)
+        self._running: Running | None = None
         self.buffers: dict[int, bool] = {}
-        self._find_tensors(given)
-        self._note_streams(given)
+        self._roots: list[Root] = []
+        parameters: list[Tensor] = []
+        if given.roots:
+            self._roots = roots_of(given.roots.values())
+            if given.has_containers:
+                self._find_in_hooks(given)
+            parameters = self._number_all(given)
+        self._refs = [*map(weakref.ref, given.tensors)]
+        self.first_parameter = len(given.tensors)
+        self.tensors = given.tensors + parameters
+        self.streams: Sequence[Any] = ()
+        self.handles_states = self.compiled = self.is_lazy = False
+        if given.search is not None or self._roots:
+            self._note_streams(given)
         buffers = given.buffers
         for root in self._roots:
             buffers += root.buffers
-        self._buffers = [(buffer, bytes_of(buffer)) for buffer in buffers]
-        self._running: Running | None = None
+        self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
 
     def _find_in_hooks(self, given: Given) -> None:
         """Reach what hooks of modules hold: it may be a container that was passed.
@@ -115,20 +127,30 @@ class Reach:
         if len(given.roots) > known:
             self._roots = roots_of(given.roots.values())
 
-    def _find_tensors(self, given: Given) -> None:
-        """Number the tensors that the roots reach.
+    def _number_all(self, given: Given) -> list[Tensor]:
+        """Number the tensors that the roots reach; return those that come last.
 
-        Parameters come last, and nothing is noted of each by itself. If one is found
+        Those are parameters, and nothing is noted of each by itself. If one is found
         twice, none of them is apart: each has one number.
         """
-        parameters: list[Tensor] = []
         each = [root.tensors() for root in self._roots]
-        if any(each):
-            parameters = self._parameters(given, each)
-            self._number(given, each, apart=bool(parameters))
-        self._refs = [*map(weakref.ref, given.tensors)]
-        self.first_parameter = len(given.tensors)
-        self.tensors = given.tensors + parameters
+        if not any(each):
+            return []
+        parameters = self._parameters(given, each)
+        passed = len(given.tensors)
+        for root, tensors in zip(self._roots, each, strict=True):
+            contents = root.contents
+            if parameters and len(contents.others) < len(tensors):
+                tensors = [*map(tensors.__getitem__, contents.others)]
+            root.entries, is_module = given.numbers_of(tensors), root.layout.is_module
+            for i, t in zip(root.entries, tensors, strict=True):
+                if not t.requires_grad and (is_module or i >= passed):
+                    self.buffers[i] = self.buffers.get(i, False) or is_module
+        if parameters:
+            first = len(given.tensors)
+            for root in self._roots:
+                root.first, first = first, first + len(root.contents.refs)
+        return parameters
 
     def _parameters(self, given: Given, each: Sequence[list[Tensor]]) -> list[Tensor]:
         """Return the parameters that the roots reach, or none if one is found twice."""
@@ -145,28 +167,9 @@ class Reach:
         # Another tensor may have the identity of one that is gone.
         return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []
 
-    def _number(
-        self, given: Given, each: Sequence[list[Tensor]], *, apart: bool
-    ) -> None:
-        """Number the tensors of all roots, of which the parameters may come last."""
-        passed = len(given.tensors)
-        for root, tensors in zip(self._roots, each, strict=True):
-            contents = root.contents
-            if apart and len(contents.others) < len(tensors):
-                tensors = [*map(tensors.__getitem__, contents.others)]
-            root.entries, is_module = given.numbers_of(tensors), root.layout.is_module
-            for i, t in zip(root.entries, tensors, strict=True):
-                if not t.requires_grad and (is_module or i >= passed):
-                    self.buffers[i] = self.buffers.get(i, False) or is_module
-        if apart:
-            first = len(given.tensors)
-            for root in self._roots:
-                root.first, first = first, first + len(root.contents.refs)
-
     def _note_streams(self, given: Given) -> None:
-        found: dict[int, Any] = {}
-        self.handles_states = self.compiled = self.is_lazy = False
         search = given.search
+        found: dict[int, Any] = {}
         if search is not None:
             found, self.compiled = search.streams, search.compiled
             self.handles_states = search.handles_states
@@ -188,7 +191,7 @@ class Reach:
         structure of the arguments and those that are constants. It holds no tensor and
         no user's object.
         """
-        values = structure_of([self._fn, *self._values])
+        values = structure_of(self._values)
         roots = [root.signature for root in self._roots]
         return self._count, *self._names, *values, *roots
 
@@ -205,37 +208,39 @@ class Reach:
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any], *, exchanges: bool) -> Running:
+    def restored(self, tensors: Sequence[Any], values: Sequence[Any]) -> "Running":
         """Return a context in which everything holds what it held at the call.
 
         Args:
             tensors: to run on.
-            exchanges: whether others stand for some of the parameters.
+            values: what the call saved of its inputs; of parameters, these themselves.
         """
-        if not exchanges:
-            originals = [ref() for ref in self._refs]
+        exchanges, first = False, self.first_parameter
+        if self._roots:  # of which holders may have to hold other tensors
+            originals = (*(ref() for ref in self._refs), *values[first:])
             exchanges = not all(map(operator.is_, originals, tensors))
         return Running(
             self._roots, self._buffers, self.hooks, tensors, exchanges=exchanges
         )
 
-    def call(self, running: Running, tensors: Sequence[Any]) -> Any:
+    def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running.found, running.container)
         cache = None if self._cache is None else building.value(self._cache)
-        fn, modes = self._bound(building), building.values(self._modes)
+        *args, fn = building.values(self._values)
+        modes = building.values(self._modes) if self._modes else []
+        kwargs: dict[str, Any] = {}
+        if self._names:
+            kwargs = dict(zip(self._names, args[self._count :], strict=True))
+            del args[self._count :]
         self._running = running  # for names in errors
         try:
-            return call_under(fn, modes, cache)
+            is_plain = cache is None and parametrization_cache() is None
+            if is_plain and not (modes or function_mode_count()):
+                return fn(*args, **kwargs)
+            return call_under(BoundFunction(fn, args, kwargs), modes, cache)
         finally:
             self._running = None
-
-    def _bound(self, building: Building) -> Bound:
-        values, fn = building.values(self._values), building.value(self._fn)
-        if not self._names:
-            return Bound(fn, values, {})
-        kwargs = dict(zip(self._names, values[self._count :], strict=True))
-        return Bound(fn, values[: self._count], kwargs)
 
     # --- Names ---
 
@@ -262,12 +267,15 @@ class Reach:
         running = self._running
         if running is None:
             tensors = self._alive()
-            fn = self._bound(Building(tensors, _itself, _itself))
+            building = Building(tensors, _itself, _itself)
         else:
             tensors = running.tensors
-            fn = self._bound(Building(tensors, running.found, running.container))
-        search = Search()
-        snapshot = Snapshot(fn.fn, self.label, (*fn.args,), fn.kwargs, search)
+            building = Building(tensors, running.found, running.container)
+        search = CallSearch()
+        *values, fn = building.values(self._values)
+        kwargs = dict(zip(self._names, values[self._count :], strict=True))
+        args = (*values[: self._count],)
+        snapshot = Snapshot(fn, self.label, args, kwargs, search)
         same = [t is tensors[index] for t in search.found.tensors]
         return snapshot.name_of(same.index(True))
 
@@ -287,3 +295,153 @@ def _is_of_library(hook: Any) -> bool:
 def _itself(kept: Any) -> Any:
     """Return a value that is still there, or None."""
     return None if kept.ref is None else kept.ref()
+
+
+# --- One run ---
+
+
+class Running:
+    """A run of a call, as a context.
+
+    Args:
+        roots: of the call.
+        buffers: the buffers of numbers that it reaches, with their bytes then.
+        hooks: how many hooks had been set anywhere at the call.
+        tensors: to run on.
+        exchanges: whether some of these are others than at the call.
+    """
+
+    __slots__ = (
+        *("_buffers", "_exchanges", "_first", "_hooks", "_made", "_now", "_roots"),
+        *("_undo", "tensors"),
+    )
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        buffers: Sequence[tuple[Any, bytes]],
+        hooks: int,
+        tensors: Sequence[Any],
+        *,
+        exchanges: bool,
+    ) -> None:
+        self._roots, self._buffers, self._hooks = roots, buffers, hooks
+        self.tensors, self._exchanges = tensors, exchanges
+        self._made: dict[int, Any] = {}
+        self._now: list[tuple[Root, Taken | Exchange]] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Self:
+        self._first = RemovableHandle.next_id
+        try:
+            if self._first != self._hooks:
+                self._hide_hooks()
+            if self._roots:
+                self._exchange()
+            for buffer, then in self._buffers:
+                self._exchange_bytes(buffer, then)
+        except BaseException:
+            self._put_back()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if RemovableHandle.next_id != self._first:
+            # Those that the run set: before the dicts of hooks are written again.
+            for hooks in self._hooks_of_modules():
+                for key in [key for key in hooks if key >= self._first]:
+                    del hooks[key]
+        if self._undo:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def found(self, kept: Ref) -> Any:
+        """Return a value that the call was given: itself, or what was revived."""
+        value = None if kept.ref is None else kept.ref()
+        value = self._made.get(kept.id) if value is None else value
+        if value is None:
+            raise RecomputeError(_GONE)
+        return value
+
+    def container(self, kept: Ref) -> Any:
+        """Return a container that was passed and that an owner leads to, or None."""
+        for root, now in self._now:
+            if isinstance(now, Exchange):
+                value = now.container(kept.id)
+                if value is not None:
+                    return value
+                continue
+            place = root.contents.containers(root.layout).get(kept.id)
+            if place is not None:
+                return now.values[place[0]]
+        return None
+
+    def _exchange(self) -> None:
+        started: list[Exchange] = []
+        for root in self._roots:
+            now: Any = root.as_it_was(self.tensors)
+            if now is None:
+                now = root.exchange(self.tensors, self._made, exchanges=self._exchanges)
+                # What is gone of any root may be in another: all are made first.
+                now.revive_owners()
+                started.append(now)
+            self._now.append((root, now))
+        for exchange in started:
+            self._undo.append(exchange.end)
+            exchange.start()
+        for root in self._roots:
+            for large in root.large.values():
+                if large.has_grown():
+                    self._write(large.kind, large.value, large.keys, large.values)
+
+    def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
+        now = bytes_of(buffer)
+        self._undo.append(lambda: bytes_of(buffer) == now or _set_bytes(buffer, now))
+        if now != then:
+            _set_bytes(buffer, then)
+
+    def _write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
+        now_keys, now = kind.held(holder)
+        written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
+        written.start()
+        self._undo.append(written.end)
+        kind.write(holder, keys, values)
+
+    def _hide_hooks(self) -> None:
+        """Take off the hooks of modules that were set since the call."""
+        for hooks in self._hooks_of_modules():
+            kept = [key for key in hooks if key < self._hooks]
+            if len(kept) < len(hooks):
+                how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
+                self._write(how, hooks, kept, [hooks[key] for key in kept])
+
+    def _hooks_of_modules(self) -> list[Any]:
+        dicts = [held for root in self._roots for held in root.module_dicts()]
+        return [held[n] for held in dicts for n in HOOKS if held.get(n)]
+
+
+def bytes_of(buffer: Any) -> bytes:
+    """Return what a buffer of numbers holds."""
+    return buffer.tobytes() if hasattr(buffer, "tobytes") else bytes(buffer)
+
+
+def _set_bytes(buffer: Any, held: bytes) -> None:
+    """Have a buffer of numbers hold this, in place."""
+    if hasattr(buffer, "dtype"):  # of NumPy
+        array = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
+        then = array(buffer.shape, buffer.dtype, held)
+        array.__setitem__(buffer, ..., then)
+    elif isinstance(buffer, bytearray):
+        buffer[:] = held
+    else:
+        del buffer[:]
+        buffer.frombytes(held)
+
+
+_GONE = (
+    "remat: what the function was called with is gone, and cannot be made again for "
+    "the recompute. Keep it alive until the backward."
+)

@@ -5,9 +5,12 @@ ends: no other value gets the identity of one.
 Rejected: recursion. A linked list may be longer than Python's stack.
 """
 
+import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,7 +23,10 @@ from remat._base.interpreter import nested
 from remat._base.types import INERT, TENSORS
 from remat._capture.kinds import (
     COPIED_ITERATORS,
+    can_be_made_anew,
     is_buffer,
+    is_left_alone,
+    is_rematerialized,
     is_sharded,
     is_spent_by_use,
     is_view,
@@ -29,6 +35,7 @@ from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
 from remat._capture.objects import slots_of
 from remat._capture.stream_search import (
     StreamSearch,
+    is_scripted,
     is_stream,
     user_bases,
 )
@@ -44,12 +51,6 @@ from remat._live.holders import (
     is_variable,
     parts_of,
     value_of,
-)
-from remat._live.kinds import (
-    has_objects,
-    is_of_library,
-    is_used_as_it_is,
-    size_of,
 )
 from remat._torch import is_compiled
 
@@ -322,3 +323,68 @@ def _are_plain(items: Iterable[Any]) -> bool:
     return kinds <= TENSORS and not any(
         type(v) in TENSORS and v.requires_grad for v in items
     )
+
+
+# --- How a value is treated, by its class ---
+
+
+def size_of(buffer: Any) -> int:
+    """Return how many numbers a buffer holds."""
+    return buffer.size if hasattr(buffer, "size") else len(buffer)
+
+
+def has_objects(buffer: Any) -> bool:
+    """Say whether an array holds objects, which are no numbers."""
+    return hasattr(buffer, "dtype") and buffer.dtype.hasobject
+
+
+def can_be_revived(kind: type) -> bool:
+    """Say whether an instance need not be held to be there for a recompute.
+
+    One with `__del__` is not held: a recompute refuses it once it is gone.
+    """
+    if hasattr(kind, "__del__"):
+        return True
+    return container_kind(kind) is not None or can_be_made_anew(kind)
+
+
+def is_of_library(value: Any) -> bool:
+    """Say whether a value is a function in C, and no method of a value."""
+    kinds = types.BuiltinFunctionType, types.MethodWrapperType
+    if not issubclass(type(value), kinds):
+        return False
+    owner = value.__self__
+    if owner is None or isinstance(owner, (types.ModuleType, type)):
+        return True
+    return not hasattr(type(owner), value.__name__)  # a function that pybind11 made
+
+
+def is_opaque(value: Any, kind: type) -> bool:
+    """Say whether a value is held as it is: a stream, an array, what is not walked."""
+    if is_stream(kind) or is_buffer(kind):
+        return True
+    if issubclass(kind, (*_WALKED, *PARTS)) or container_kind(kind) is not None:
+        return issubclass(kind, PARTS) and is_of_library(value)
+    is_iterator = is_spent_by_use(kind) or kind in COPIED_ITERATORS
+    return not is_iterator and is_used_as_it_is(value, kind)
+
+
+_WALKED = types.FunctionType, types.CellType, nn.Module, type, ContextVar
+
+
+def is_used_as_it_is(value: Any, kind: type) -> bool:
+    """Say whether a value is neither read nor put back."""
+    if is_rematerialized(kind):
+        return False
+    if issubclass(kind, (types.ModuleType, weakref.ref)) or is_scripted(kind):
+        return True
+    if is_left_alone(kind) and not issubclass(kind, _SEARCHED):
+        return True
+    return dict_of(value) is None and not slots_of(kind)
+
+
+# Classes of the standard library whose instances hold what users put there.
+_SEARCHED = (
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+    threading.local,
+)

@@ -1,9 +1,5 @@
 """Moves residuals to host memory or to a file, and back.
 
-In: tensors. Out: a tensor for each in the other place, which gives it back.
-
-    offload     pinned host memory, and files without a name
-    bytes       the bytes of a tensor, and a tensor of bytes
-
+In: tensors. Out: a tensor for each in the other place, which gives it back (`offload`).
 Called by `_graph` and `_partial`, for residuals that a policy offloads.
 """

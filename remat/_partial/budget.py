@@ -5,7 +5,6 @@
     problem    operations with costs, values with bytes, and what a backward reads
     evaluate   what a choice costs: work to recompute, and bytes saved
     solve      the best choice within a number of bytes
-    front      the best choices for several numbers of bytes
 
 The model is a mixed-integer program. With s_i for "operation i is saved", r_i for "it
 runs again" and n_v for "value v is needed":
@@ -25,18 +24,18 @@ recomputed for one is there for others too, so costs do not add up: such choices
 quarter more work on random programs.
 """
 
+import functools
 import importlib
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from remat.policies._within import NO_SCIPY
 
 
-class Operation(NamedTuple):
+class CostedOperation(NamedTuple):
     """One operation of a problem.
 
     Attributes:
@@ -69,7 +68,7 @@ class Problem:
         roots: the values that the backward reads.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[CostedOperation, ...]
     nbytes: tuple[tuple[int, int], ...]
     roots: frozenset[int]
     _hash: int = field(init=False, repr=False, compare=False, default=0)
@@ -81,6 +80,14 @@ class Problem:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def makers(self) -> dict[int, list[int]]:
+        """Return the operations that make each value."""
+        found = defaultdict[int, list[int]](list)
+        for i, op in enumerate(self.operations):
+            for v in op.makes:
+                found[v].append(i)
+        return found
 
     @property
     def may_save(self) -> frozenset[int]:
@@ -124,13 +131,8 @@ class Solution:
 def evaluate(problem: Problem, saved: Collection[int]) -> Solution:
     """Return what a choice costs: the work and the bytes.
 
-    Args:
-        problem: the problem.
-        saved: operations that may be saved. The others that must be are added, and
-            those that no recompute would read are left out.
-
     Example:
-        >>> chain = Operation(1.0, (0,), (1,)), Operation(2.0, (1,), (2,))
+        >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
         >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
         >>> evaluate(problem, {1})
         Solution(saved=frozenset({1}), work=1.0, nbytes=4, gap=0.0)
@@ -145,7 +147,7 @@ def _followed(
     problem: Problem, saved: Collection[int]
 ) -> tuple[set[int], set[int], set[int]]:
     """Return what runs again, the operations that are saved, and their values."""
-    operations, makers = problem.operations, _makers(problem)
+    operations, makers = problem.operations, problem.makers()
     chosen = {*saved} | problem.must_save
     needed, used, runs = set[int](), set[int](), set[int]()
 
@@ -171,18 +173,7 @@ def _followed(
     return runs, used, {v for i in used for v in operations[i].makes if v in needed}
 
 
-def _makers(problem: Problem) -> dict[int, list[int]]:
-    makers: dict[int, list[int]] = {}
-    for i, op in enumerate(problem.operations):
-        for v in op.makes:
-            makers.setdefault(v, []).append(i)
-    return makers
-
-
-# --- What was solved before ---
-
-
-class _Known:
+class _Solved:
     """What is known of one problem.
 
     Attributes:
@@ -191,8 +182,8 @@ class _Known:
             the work.
     """
 
-    def __init__(self) -> None:
-        self.solutions: set[Solution] = set()
+    def __init__(self, problem: Problem) -> None:
+        self.solutions = {evaluate(problem, ())}
         self.tried: dict[int, tuple[float, float]] = {}
 
     def best(self, limit: int) -> Solution | None:
@@ -202,18 +193,7 @@ class _Known:
         return min(fitting, key=lambda s: (s.work, s.nbytes, [*s.saved]), default=None)
 
 
-_KNOWN: OrderedDict[Problem, _Known] = OrderedDict()
-_LOCK = threading.Lock()
-_SIZE = 256  # problems that are remembered
-
-
-def _known(problem: Problem) -> _Known:
-    with _LOCK:
-        known = _KNOWN.setdefault(problem, _Known())
-        _KNOWN.move_to_end(problem)
-        while len(_KNOWN) > _SIZE:
-            _KNOWN.popitem(last=False)
-    return known
+_solved = functools.lru_cache(maxsize=256)(_Solved)
 
 
 def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution:
@@ -222,26 +202,20 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     The same problem is solved once. When the time is up, the best choice that was found
     is returned, also if it was found for fewer bytes.
 
-    Args:
-        problem: the problem.
-        limit: the bytes. If what must be saved takes more, nothing else is saved, and
-            the solution has more bytes than the limit.
-        time_limit: the seconds after which the solver stops.
-
     Raises:
         ImportError: scipy is not installed.
 
     Example:
-        >>> chain = Operation(1.0, (0,), (1,)), Operation(2.0, (1,), (2,))
+        >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
         >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
         >>> [solve(problem, limit).work for limit in (0, 4, 8)]
         [3.0, 1.0, 0.0]
     """
-    known = _known(problem)
+    known = _solved(problem)
     seconds, bound = known.tried.get(limit, (-1.0, 0.0))
     if seconds < time_limit:
         all_of_it = evaluate(problem, problem.may_save)
-        known.solutions |= {evaluate(problem, ()), all_of_it}
+        known.solutions.add(all_of_it)
         found, bound = [all_of_it], all_of_it.work
         if all_of_it.nbytes > limit or problem.has_loose_ends:
             found, bound = _searched(problem, limit, time_limit)
@@ -251,28 +225,6 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     best = known.best(limit) or evaluate(problem, ())
     gap = 0.0 if best.work <= bound else (best.work - bound) / best.work
     return Solution(best.saved, best.work, best.nbytes, gap)
-
-
-def front(
-    problem: Problem, limits: Iterable[int], *, time_limit: float = 10.0
-) -> list[Solution]:
-    """Return what to save for each number of bytes.
-
-    More bytes never cost more work.
-
-    Args:
-        problem: the problem.
-        limits: the numbers of bytes.
-        time_limit: the seconds for each of them.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
-    limits = [*limits]
-    for limit in sorted(limits):
-        solve(problem, limit, time_limit=time_limit)
-    # What was found for few bytes is used for more.
-    return [solve(problem, limit, time_limit=time_limit) for limit in limits]
 
 
 # --- The solver ---
@@ -313,93 +265,70 @@ class _Model:
     """
 
     def __init__(self, problem: Problem, limit: int) -> None:
-        self._problem, ops = problem, problem.operations
-        self._values = sorted({v for op in ops for v in op.makes})
-        self._ops, self._count = len(ops), len(self._values)
-        self._index = {v: k for k, v in enumerate(self._values)}
-        self._rows: list[tuple[Sequence[tuple[int, float]], float]] = []  # >=
-        for i, op in enumerate(ops):
-            self._add_operation(i, op)
-        self._add_limit(limit)
-
-    def _s(self, i: int) -> int:
-        return i
-
-    def _r(self, i: int) -> int:
-        return self._ops + i
-
-    def _n(self, v: int) -> int:
-        return 2 * self._ops + self._index[v]
-
-    def _k(self, v: int) -> int:
-        return 2 * self._ops + self._count + self._index[v]
-
-    def _add_operation(self, i: int, op: Operation) -> None:
-        runs, saved = (self._r(i), 1.0), (self._s(i), 1.0)
-        for v in {*op.makes}:
-            needed = self._n(v), -1.0
-            self._rows.append(((runs, saved, needed), 0.0))
-            kept = self._k(v), 1.0
-            self._rows.append(((kept, needed, (self._s(i), -1.0)), -1.0))
-        for v in {*op.reads, *op.makes} & self._index.keys():
-            self._rows.append((((self._n(v), 1.0), (self._r(i), -1.0)), 0.0))
-        if op.always_runs:
-            self._rows.append(((runs, saved), 1.0))
-
-    def _add_limit(self, limit: int) -> None:
-        sizes = [(v, n) for v, n in self._problem.nbytes if v in self._index and n]
+        ops = problem.operations
+        values, count = sorted({v for op in ops for v in op.makes}), len(ops)
+        self._problem, self._size = problem, 2 * (count + len(values))
+        self._needed = {v: 2 * count + k for k, v in enumerate(values)}
+        self._kept = {v: n + len(values) for v, n in self._needed.items()}
+        # The factor of each variable, and what their sum is at least.
+        self._rows: list[tuple[dict[int, float], float]] = []
+        for s, op in enumerate(ops):
+            r = count + s
+            for v in {*op.makes}:
+                n, k = self._needed[v], self._kept[v]
+                self._rows.append(({r: 1.0, s: 1.0, n: -1.0}, 0.0))
+                self._rows.append(({k: 1.0, n: -1.0, s: -1.0}, -1.0))
+            for v in {*op.reads, *op.makes} & self._needed.keys():
+                self._rows.append(({self._needed[v]: 1.0, r: -1.0}, 0.0))
+            if op.always_runs:
+                self._rows.append(({r: 1.0, s: 1.0}, 1.0))
+        sizes = [(self._kept[v], n) for v, n in problem.nbytes if v in self._kept and n]
         # Whole numbers, as small as can be: the solver compares with 1e-6.
         unit = math.gcd(*(n for _, n in sizes)) or 1
         most = max((n for _, n in sizes), default=unit) // unit
-        kept = [(self._k(v), -(n // unit) / most) for v, n in sizes]
-        self._rows.append((kept, -(limit // unit) / most))
+        row = {k: -(n // unit) / most for k, n in sizes}
+        self._rows.append((row, -(limit // unit) / most))
 
     def refuse(self, saved: Collection[int]) -> None:
         """Refuse a choice that takes too many bytes, and those that save more."""
         _, _, kept = _followed(self._problem, saved)
-        row = [(self._k(v), -1.0) for v in kept]
+        row = {self._kept[v]: -1.0 for v in kept}
         self._rows.append((row, 1.0 - len(row)))
 
     def solve(self, time_limit: float) -> tuple[frozenset[int] | None, float]:
         """Return the operations to save, None if none are found, and a bound."""
         optimize, sparse = _scipy()
-        ops, size = self._problem.operations, 2 * (self._ops + self._count)
-        costs = [op.cost for op in ops]
+        ops, size = self._problem.operations, self._size
+        count, costs = len(ops), [op.cost for op in ops]
         # The solver compares with 1e-6, whatever the unit.
         unit = max(costs, default=0.0) / _SCALE or 1.0
         objective = [0.0] * size
-        objective[self._ops : 2 * self._ops] = [cost / unit for cost in costs]
+        objective[count : 2 * count] = [cost / unit for cost in costs]
+        lower, upper = [0.0] * size, [1.0] * size
+        for s, op in enumerate(ops):
+            lower[s] = float(op.must_save)
+            upper[s] = float(op.must_save or op.may_save)
+        for v in self._problem.roots & self._needed.keys():
+            lower[self._needed[v]] = 1.0
+        rows, least = zip(*self._rows, strict=True)
+        entries = [(j, k, x) for j, row in enumerate(rows) for k, x in row.items()]
+        where = [j for j, _, _ in entries], [k for _, k, _ in entries]
+        factors = [x for _, _, x in entries]
+        matrix = sparse.csr_array((factors, where), shape=(len(rows), size))
         found = optimize.milp(
             objective,
-            integrality=[1] * self._ops + [0] * (size - self._ops),
-            bounds=optimize.Bounds(*self._bounds(size)),
-            constraints=self._constraints(optimize, sparse, size),
+            integrality=[1] * count + [0] * (size - count),
+            bounds=optimize.Bounds(lower, upper),
+            constraints=optimize.LinearConstraint(matrix, lb=[*least]),
             options={"mip_rel_gap": 0.0, "time_limit": max(time_limit, 0.0)},
         )
         if found.status == _INFEASIBLE:
             return None, math.inf
         bound = found.get("mip_dual_bound")
-        least = 0.0 if bound is None or not math.isfinite(bound) else max(bound, 0.0)
+        proven = 0.0 if bound is None or not math.isfinite(bound) else max(bound, 0.0)
         if found.x is None:
-            return None, least * unit
-        chosen = (i for i in range(self._ops) if found.x[i] > 0.5)
-        return frozenset(chosen), least * unit
-
-    def _bounds(self, size: int) -> tuple[list[float], list[float]]:
-        lower, upper = [0.0] * size, [1.0] * size
-        for i, op in enumerate(self._problem.operations):
-            lower[self._s(i)] = float(op.must_save)
-            upper[self._s(i)] = float(op.must_save or op.may_save)
-        for v in self._problem.roots & self._index.keys():
-            lower[self._n(v)] = 1.0
-        return lower, upper
-
-    def _constraints(self, optimize: Any, sparse: Any, size: int) -> Any:
-        entries = [(j, k, x) for j, (row, _) in enumerate(self._rows) for k, x in row]
-        where = [j for j, _, _ in entries], [k for _, k, _ in entries]
-        data = [x for _, _, x in entries]
-        matrix = sparse.csr_array((data, where), shape=(len(self._rows), size))
-        return optimize.LinearConstraint(matrix, lb=[least for _, least in self._rows])
+            return None, proven * unit
+        return frozenset(i for i in range(count) if found.x[i] > 0.5), proven * unit
 
 
 _SCALE = 1e4

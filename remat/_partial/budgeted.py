@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from remat._base.op import Value
-from remat._offload.bytes import extent
-from remat._partial.budget import Operation, Problem, Solution, evaluate, solve
+from remat._offload.offload import extent
+from remat._partial.budget import CostedOperation, Problem, Solution, evaluate, solve
 from remat._partial.candidates import overwritten
-from remat._partial.cost import work
-from remat._partial.measured import measured_work
+from remat._partial.cost import measured_work, work
 from remat._partial.plan import Record, Step, makers_of, overwrites, plan, saveable_in
 from remat.policies import Decision, Policy
 from remat.policies._within import Budget, Within
@@ -66,13 +65,6 @@ def spent(
     prune: bool,
 ) -> Spent | None:
     """Return what the budget in a policy keeps; None if there is no budget in it.
-
-    Args:
-        policy: of the call.
-        record: of a forward.
-        decisions: what the policy allows for each operation.
-        exposed: storages that are needed, and that the graph did not save.
-        prune: whether a recompute leaves out what is not needed.
 
     Raises:
         ImportError: scipy is not installed.
@@ -124,19 +116,7 @@ def problem_of(
     *,
     prune: bool = True,
 ) -> tuple[Problem, list[list[int]]]:
-    """Return what there is to choose in a record.
-
-    Args:
-        record: of a forward.
-        may: for each operation, where its results go if they are kept.
-        must: the operations whose results must be kept.
-        extra_roots: storages that are needed, and that the graph did not save.
-        cost: says what an operation costs.
-        prune: whether a recompute leaves out what is not needed.
-
-    Returns:
-        The problem, and the steps of the record that each of its operations stands for.
-    """
+    """Return what there is to choose in a record."""
     found = _Reading(record, may, extra_roots, prune=prune)
     groups = _groups(record)
     operations = tuple(found.operation(group, must, cost) for group in groups)
@@ -189,7 +169,7 @@ class _Reading:
 
     def operation(
         self, group: Sequence[int], must: Container[int], cost: Callable[[Step], float]
-    ) -> Operation:
+    ) -> CostedOperation:
         """Return the operation of some steps."""
         steps = [self._record.steps[i] for i in group]
         makes = self.values(s for i in group for s in self._made.get(i, ()))
@@ -199,7 +179,7 @@ class _Reading:
             for i, step in zip(group, steps, strict=True)
         )
         always = any(s.always_runs or s.draws or s.on_subclass for s in steps)
-        return Operation(
+        return CostedOperation(
             math.fsum(cost(step) for step in steps),
             tuple(sorted(reads)),
             tuple(sorted(makes)),

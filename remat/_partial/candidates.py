@@ -16,17 +16,13 @@ from torch import Tensor
 from remat._base.absent import Absent
 from remat._base.op import Op, Value
 from remat._partial.plan import Record, Step, overwrites
-from remat._partial.storages import is_strided, sees_operations
-from remat._partial.values import value_of
+from remat._partial.values import is_strided, sees_operations, value_of
 from remat._torch import below_all_levels, is_lazy, viewed
 from remat.policies import Decision, Policy
 
 
 class Candidates:
     """What may be saved of a forward that is recorded.
-
-    Args:
-        policy: of the call; None if it has none.
 
     Attributes:
         statics: of each operation, the arguments that are no tensors, if there is a
@@ -48,14 +44,7 @@ class Candidates:
         outputs: list[Tensor],
         makes: Sequence[int],
     ) -> None:
-        """Note what the policy says of an operation, and hold what it would save.
-
-        Args:
-            op: the operation; None if its outputs cannot be saved.
-            statics: its arguments that are no tensors.
-            outputs: its outputs.
-            makes: the storages of those.
-        """
+        """Note what the policy says of an operation, and hold what it would save."""
         self.statics.append(statics)
         # `hold_named` asks for them. Of several outputs one may be named and another
         # be needed, which nobody else may hold by then.
@@ -88,13 +77,7 @@ class Candidates:
             self._held[number] = tensor
 
     def hold_named(self, number: int, tensor: Tensor, steps: Sequence[Step]) -> None:
-        """Hold a value that got a name: the policy is asked again by that.
-
-        Args:
-            number: of its storage.
-            tensor: the value, or a view of it.
-            steps: the operations so far.
-        """
+        """Hold a value that got a name: the policy is asked again by that."""
         for outputs, step in zip(self._outputs, steps, strict=False):
             if number in step.makes and number not in step.reads:
                 for ref, s in zip(outputs, step.makes, strict=True):
@@ -118,12 +101,7 @@ class Candidates:
             raise self._error
 
     def decisions(self, record: Record, exposed: Collection[int]) -> list[Decision]:
-        """Return what the policy says of each operation, by its names too.
-
-        Args:
-            record: of the forward.
-            exposed: the storages whose memory Python read or wrote.
-        """
+        """Return what the policy says of each operation, by its names too."""
         if self._policy is None:
             return [Decision.RECOMPUTE] * len(record.steps)
         found = [

@@ -1,13 +1,18 @@
-"""Estimates what operations cost: FLOPs, bytes moved, time at nominal rates.
+"""Says what operations cost: FLOPs, bytes moved, time at nominal rates or measured.
 
 Called by `decide`, to judge whether a plan is worth it, by `budgeted`, and by the
 reports.
 
-Invariant: metadata alone is read, and nothing is measured, so that two processes decide
-alike. Rejected: timing the operations of the first call. It waits for the device, and
-decides by the noise of the machine. Only a budget may ask for that (`measured`).
+Invariant: metadata alone is read, so that two processes decide alike. Only a budget
+with `costs="measured"` has the operations of the first call timed: each once in a
+process, on the tensors that it was first called with.
+Rejected: to time all operations. That waits for the device, and decides by the noise of
+the machine. And to repeat one until its time is steady: it would run several times in
+the user's forward.
 """
 
+import time
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -91,3 +96,51 @@ def reason_against(record: Record, plan: Plan) -> str:
         f"it would save about {saved * 1e6:.0f} us of work, and cost "
         f"{cost * 1e6:.0f} us of bookkeeping"
     )
+
+
+_SECONDS: dict[Hashable, float] = {}
+_MOST = 2**16  # operations that are remembered
+
+
+class Timing:
+    """Calls operations, and notes how long they take."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call, self._last = call, 0.0
+
+    def __call__(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an operation, and wait until it is done."""
+        _wait()
+        start = time.perf_counter()
+        result = self._call(func, *args, **kwargs)
+        _wait()
+        self._last = time.perf_counter() - start
+        return result
+
+    def note(self, op: Op) -> None:
+        """Note what the last operation was, unless it was timed before."""
+        if len(_SECONDS) < _MOST and not any(
+            v.device.type == "meta" for v in op.outputs
+        ):
+            _SECONDS.setdefault(_key(op), self._last)
+
+
+def _wait() -> None:
+    # What was asked of an accelerator before must not count.
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _key(op: Op) -> Hashable:
+    return op.func, op.args, op.kwargs
+
+
+def measured_work(step: Step) -> float:
+    """Return what it costs to run an operation again, in seconds.
+
+    Where it was not timed, that is an estimate.
+    """
+    if step.is_view:
+        return 0.0
+    seconds = _SECONDS.get(_key(step.op))
+    return work(step) if seconds is None else seconds

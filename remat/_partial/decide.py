@@ -11,14 +11,16 @@ lowerings would differ, and reports would be wrong.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from remat._partial.budgeted import Spent, spent
+from remat._partial.budgeted import Spent, spent as spent_by
+from remat._partial.cache import CallCache, Plans, full_plan
+from remat._partial.candidates import Candidates
 from remat._partial.cost import reason_against
 from remat._partial.options import Prune
 from remat._partial.plan import Plan, Record
-from remat._partial.plans import full_plan
+from remat._partial.recorder import Recorder
 from remat.policies import Decision, Policy
 
 
@@ -57,13 +59,7 @@ WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing re
 
 
 def has_no_reason(policy: Policy | None, prune: Prune, elements: int) -> bool:
-    """Say whether nothing would be gained by a record, whatever the call is.
-
-    Args:
-        policy: the policy.
-        prune: the option of that name.
-        elements: how many the inputs have in all.
-    """
+    """Say whether nothing would be gained by a record, whatever the call is."""
     return policy is None and (prune is False or (prune == "auto" and elements < SMALL))
 
 
@@ -111,18 +107,10 @@ def planned(
     prune: Prune,
     extra_roots: Collection[int],
 ) -> Planned:
-    """Return what the calls after a recorded one do.
-
-    Args:
-        record: of a forward.
-        decisions: what the policy says of each operation.
-        policy: the policy.
-        prune: the option of that name.
-        extra_roots: storages that are needed, and that the graph did not save.
-    """
+    """Return what the calls after a recorded one do."""
     unpruned = _why_unpruned(prune, record)
     pruned = not unpruned
-    budget = spent(policy, record, decisions, extra_roots, prune=pruned)
+    budget = spent_by(policy, record, decisions, extra_roots, prune=pruned)
     kept = decisions if budget is None else budget.decisions
     made = full_plan(record, kept, prune=pruned, extra_roots=extra_roots)
     if policy is None and prune == "auto":
@@ -140,6 +128,60 @@ def _why_unpruned(prune: Prune, record: Record) -> str:
     return _HIDDEN.format(where=hidden[0]) if hidden else ""
 
 
+def plan_recorded(
+    cache: CallCache,
+    recorder: Recorder,
+    record: Record,
+    roots: Iterable[int],
+    policy: Policy | None,
+    prune: Prune,
+    label: str,
+) -> Plans | None:
+    """Plan a record, for this call and those after it; return the plans for this one.
+
+    None if a replay is not worth it. A backward may ask for `roots`.
+    """
+    asked = asked_for(policy, prune)
+    if recorder.misses:
+        cache.refuse(UNSEEN)
+        warn_if_not_followed(asked, label, UNSEEN)
+        return None
+    decisions, exposed = recorder.decisions(record), recorder.exposed
+    found = planned(record, decisions, policy, prune, exposed)
+    if found.why_unpruned and prune is True:
+        warn_once(_NOT_PRUNED.format(label=label, why=found.why_unpruned))
+    if found.plan is None:
+        cache.reason = found.why_none
+        return None
+    spent = found.spent
+    if spent is not None and spent.overdrawn:
+        nbytes, most = spent.overdrawn, spent.budget.nbytes
+        warn_once(_OVERDRAWN.format(label=label, nbytes=nbytes, most=most))
+    pruned = not found.why_unpruned
+    args = record, decisions, found.plan
+    plans = Plans(*args, prune=pruned, extra_roots=exposed, spent=spent)
+    cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(roots)
+    cache.names = frozenset() if policy is None else policy.names
+    cache.asked = asked and f"{asked} of {label}"
+    return _with_what_was_held(plans, recorder.candidates)
+
+
+def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:
+    """Return the plans for the call that was recorded.
+
+    A result that got its name after it was freed is saved by later calls only.
+    """
+    record = plans.record
+    residuals = plans.full.plan.residuals
+    if candidates.has(record.steps[i].makes[k] for i, k in residuals):
+        return plans
+    decisions = [
+        decision if candidates.has(step.makes) else Decision.RECOMPUTE
+        for step, decision in zip(record.steps, plans.decisions, strict=True)
+    ]
+    return plans.planned_again(decisions, plans.extra_roots)
+
+
 def inputs_to_drop(
     made: Plan,
     prune: Prune,
@@ -148,17 +190,7 @@ def inputs_to_drop(
     *,
     is_differentiated: Callable[[int], bool] | None,
 ) -> Sequence[int]:
-    """Return the inputs that a call need not keep, if dropping them is worth it.
-
-    Args:
-        made: the plan for all roots.
-        prune: the option of that name.
-        droppable: the inputs that the plan does not need, and whose kind of tensor may
-            be dropped.
-        nbytes: the bytes of an input, given its index.
-        is_differentiated: whether it requires grad; None if the graph is plain's own.
-            Else what is saved is differentiated again through what it depends on.
-    """
+    """Return the inputs that a call need not keep, if dropping them is worth it."""
     found = droppable
     if is_differentiated is not None:
         sources = made.residual_sources
@@ -187,28 +219,9 @@ def warn_if_asked(
 
 
 def warn_if_not_followed(asked: str, label: str, why: str) -> None:
-    """Warn, once for each function, that what was asked for, if anything, is not done.
-
-    Args:
-        asked: the policy or `prune=True`, in words; "" if there is none.
-        label: what the function is called.
-        why: the reason.
-    """
+    """Warn, once for each function, that what was asked for is not done."""
     if asked:
         warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
-
-
-def warn_if_unpruned(prune: Prune, label: str, why: str) -> None:
-    """Warn, once for each function, that `prune=True` does not prune."""
-    if why and prune is True:
-        warn_once(_NOT_PRUNED.format(label=label, why=why))
-
-
-def warn_if_overdrawn(budget: Spent | None, label: str) -> None:
-    """Warn, once for each function, that what must be kept exceeds the budget."""
-    if budget is not None and budget.overdrawn:
-        nbytes, most = budget.overdrawn, budget.budget.nbytes
-        warn_once(_OVERDRAWN.format(label=label, nbytes=nbytes, most=most))
 
 
 def warn_once(message: str) -> None:

@@ -1,6 +1,6 @@
 """Says what an operation does besides returning values: writes, draws, reads by Python.
 
-Called by `recorder` and `classify`, and by the reports.
+Called by `recorder`, by the blocks of `remat.scope`, and by the reports.
 
 Invariant: the schema and the tags of an operation tell, or what it was seen to do. An
 operator that nobody knows is taken to do whatever it may.
@@ -8,12 +8,14 @@ Rejected: a list of all operations. torch has thousands, and users add to them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from remat._ambient.draws import is_tagged_random
 from remat._ambient.streams import global_streams
@@ -185,3 +187,48 @@ def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             given = _given((k, argument.name), args, kwargs)
             return argument.default_value if given is None else given
     return None
+
+
+class Exposures(TorchFunctionMode):
+    """Tells of tensors whose memory Python takes, other than by operations.
+
+    Args:
+        expose: is told of each.
+        assign: is told of each tensor to whose `.data` another is assigned, and which.
+    """
+
+    is_remats_check = True
+
+    def __init__(
+        self,
+        expose: Callable[[Tensor], None],
+        assign: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._expose, self._assign = expose, assign
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        # One look-up, for this is asked of everything that Python calls.
+        if func in _NOTICED:
+            self._notice(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _notice(self, func: Any, args: Any) -> None:
+        if func == _ASSIGNS:
+            if self._assign is not None:
+                self._assign(*args)
+        elif args and isinstance(args[0], Tensor):
+            self._expose(args[0])
+
+
+_TENSOR: Any = Tensor
+_ASSIGNS = _TENSOR.data.__set__
+_NOTICED = {
+    _ASSIGNS,
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
+    *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),
+}

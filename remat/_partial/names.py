@@ -1,21 +1,75 @@
 """`checkpoint_name`: gives a value a name, for policies to find it by.
 
-Called by users. `naming` tells a recorder or a report of the name.
+Users call it. A `recorder`, scopes and reports listen.
 
-Invariant: naming a value changes nothing, and costs next to nothing while nothing is
-recorded. Rejected: an operation of its own, as in JAX. Its result would be another
-value, and a user who goes on with the old one would pay for both.
+Invariant: naming a value changes nothing, and costs next to nothing while nobody
+listens. A listener hears the names that its own thread gives, and no others.
+Rejected: an operation of its own, as in JAX. Its result would be another value, and a
+user who goes on with the old one would pay for both. And to write names on tensors: a
+view or an alias would not have them.
 """
 
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat._base import pytree
-from remat._base.operators import named
-from remat._partial.naming import give_name
+from remat._base.context import here
+from remat._base.operators import LIBRARY, named
 from remat._torch import makes_graph, must_inline
+
+
+class Listener(Protocol):
+    """An object that is told of names."""
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Be told that the value of a tensor has a name."""
+
+
+_NAMES: set[str] = set()
+
+
+def tell_of_names(listener: Listener) -> None:
+    """Tell a listener of the names that this thread gives from now on."""
+    here().listeners.append(listener)
+
+
+def tell_no_more(listener: Listener) -> None:
+    """Undo `tell_of_names`."""
+    here().listeners.remove(listener)
+
+
+@contextmanager
+def told_of_names(listener: Listener) -> Iterator[None]:
+    """Tell a listener of the names that this thread gives in the body."""
+    tell_of_names(listener)
+    try:
+        yield
+    finally:
+        tell_no_more(listener)
+
+
+def give_name(tensors: Iterable[Tensor], name: str) -> None:
+    """Tell the listeners of this thread of a name."""
+    _NAMES.add(name)
+    for listener in here().listeners:
+        for t in tensors:
+            listener.name(t, name)
+
+
+# An operation gives the name where code is compiled for no graph of AOTAutograd.
+@torch.library.impl(LIBRARY, "named", "CompositeExplicitAutograd")
+def _named(x: Tensor, name: str) -> None:
+    give_name([x], name)
+
+
+def names_given() -> frozenset[str]:
+    """Return every name that was ever given to a value."""
+    return frozenset(_NAMES)
 
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 A record lists the operations of one forward, and by number the storages that each
 touches. From the storages that the backward reads, `plan` walks back through what made
-them, and stops at results that the policy saves. Called by `plans`, and by reports.
+them, and stops at results that the policy saves. Called by `cache`, and by reports.
 
 Invariant: a storage is needed as a whole or not at all. Whatever makes or changes a
 needed storage runs again, in order; an operation that is left out has neither read nor

@@ -1,40 +1,42 @@
 """Records what one forward does: its operations, and what its graph saved.
 
-`forward_plan` has the first call of a kind run under this mode. Each part of a record
-has an owner: `storages` the numbers, `classify` what an operation may become, `roots`
-what the graph saved, `candidates` what the policy says.
+`planned_call` has the first call of a kind run under this mode.
 
 Invariant: a record holds no tensor, and recording changes no value. It is only ever an
 optimization: what it gets wrong shows in the replay (`replay`), as an error or as an
-operation that is not the one expected.
+operation that is not the one expected. An operation is left out or saved only if
+everything that it did is known; what a node does not tell is taken for everything that
+it may have saved.
 Rejected: recording on fake tensors, a second run. The user's code may look at values,
 and some operations choose another kernel.
 """
 
-from collections.abc import Container, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._partial.assemble import completed
+from remat._base.op import Op
+from remat._base.source import user_line
+from remat._graph.graph import nodes_of
 from remat._partial.candidates import Candidates
-from remat._partial.classify import Seen, may_be_saved, step_of
+from remat._partial.cost import Timing
 from remat._partial.effects import (
     DrawDetector,
+    Exposures,
+    Traits,
     declared_writes,
+    metadata_only_outputs,
     traits_of,
     updated_statistics,
 )
-from remat._partial.exposures import Exposures
-from remat._partial.match import UNRECORDED, statics_of
-from remat._partial.measured import Timing
-from remat._partial.naming import tell_no_more, tell_of_names
-from remat._partial.plan import Record, Step
-from remat._partial.roots import Roots
-from remat._partial.storages import Storages
-from remat._partial.values import Arguments, Results
+from remat._partial.names import tell_no_more, tell_of_names
+from remat._partial.plan import Pack, Record, Step
+from remat._partial.runnable import UNRECORDED, statics_of
+from remat._partial.values import Arguments, Results, Storages, value_of
 from remat._torch import (
     SNAPSHOT,
     LeanDispatchMode,
@@ -42,6 +44,7 @@ from remat._torch import (
     call_kernel,
     current_task,
     eager_only,
+    is_lazy,
     no_torch_functions,
     transforms,
 )
@@ -50,6 +53,26 @@ from remat.policies._within import times_operations
 
 
 _NEW_EMPTY = torch.ops.aten.new_empty_strided.default
+
+
+class SeenOperation(NamedTuple):
+    """One operation that ran.
+
+    Attributes:
+        func: the overload.
+        traits: what its schema and tags say of it.
+        arguments: its arguments.
+        results: what it returned.
+        written: the tensors that it wrote to, by its schema.
+        draws: whether it moved a random stream.
+    """
+
+    func: Any
+    traits: Traits
+    arguments: Arguments
+    results: Results
+    written: Sequence[Tensor]
+    draws: bool
 
 
 class Recorder(LeanDispatchMode):
@@ -96,6 +119,21 @@ class Recorder(LeanDispatchMode):
         self.assigns = self.misses = False
 
     @override
+    def __enter__(self) -> Any:
+        tell_of_names(self)
+        self._exposures = Exposures(self.expose, self.assign)
+        self._exposures.__enter__()
+        self._transforms = transforms()
+        return super().__enter__()
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        tell_no_more(self)
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._exposures.__exit__(exc_type, exc_val, exc_tb)
+        del self._exposures  # which refers to this
+
+    @override
     @eager_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -112,16 +150,17 @@ class Recorder(LeanDispatchMode):
         with no_torch_functions():
             traits = traits_of(func)
             moves = traits.may_move_a_stream
+            # Before the operation, which may draw, and may change its arguments.
             detector = DrawDetector(func, args, kwargs) if moves else None
-            arguments = Arguments(args, kwargs)  # before the operation changes them
+            arguments = Arguments(args, kwargs)
             result = (self._timing or call_kernel)(func, *args, **kwargs)
             draws = detector is not None and detector.has_drawn()
             written = declared_writes(traits, args, kwargs)
             results = Results(result, arguments)
-            self._note(Seen(func, traits, arguments, results, written, draws))
+            self._note(SeenOperation(func, traits, arguments, results, written, draws))
         return result
 
-    def _note(self, seen: Seen) -> None:
+    def _note(self, seen: SeenOperation) -> None:
         storages, arguments, results = self._storages, seen.arguments, seen.results
         if seen.func is _NEW_EMPTY and current_task() != self._task:
             self.copies_gradients = True
@@ -130,45 +169,26 @@ class Recorder(LeanDispatchMode):
         writes = tuple(map(storages.number, seen.written))
         updated = updated_statistics(seen.traits, args, kwargs)
         self._updates.append(tuple(map(storages.number, updated)))
+        # What gets a number from here on was made by this operation.
         known = len(storages)
         makes = storages.numbers(results.tensors, results.strided)
         met = not writes or all(s in self._made or s in self.inputs for s in writes)
-        step = step_of(seen, reads, makes, writes, writes_known=met)
+        step = _step_of(seen, reads, makes, writes, writes_known=met)
         self._made.update(range(known, len(storages)))
         self.steps.append(step)
         if self._timing is not None:
             self._timing.note(step.op)
         if self._policy is not None:
-            op = step.op if may_be_saved(step, results.tensors) else None
+            op = step.op if _may_be_saved(step, results.tensors) else None
             statics = statics_of(args, kwargs)
             self.candidates.ask(op, statics, results.tensors, makes)
             if step.is_collective:
                 self.candidates.ask_of_collective(step, seen.written)
 
     @override
-    def __enter__(self) -> Any:
-        tell_of_names(self)
-        self._exposures = Exposures(self.expose, self.assign)
-        self._exposures.__enter__()
-        self._transforms = transforms()
-        return super().__enter__()
-
-    @override
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        tell_no_more(self)
-        super().__exit__(exc_type, exc_val, exc_tb)
-        self._exposures.__exit__(exc_type, exc_val, exc_tb)
-        del self._exposures  # which refers to this
-
-    @override
     def note_unseen(self) -> None:
         """Note that the record lacks operations."""
         self.misses = True
-
-    def end(self) -> None:
-        """Let go of the graph; raise what the policy raised, if it did."""
-        self.candidates.let_go_of_graph()
-        self.candidates.raise_error()
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give the value of a tensor a name."""
@@ -193,28 +213,214 @@ class Recorder(LeanDispatchMode):
         """Note what the graph of each output saved."""
         self.roots.note_saved(outs)
 
-    def record(self, outs: Sequence[Any], gone: Container[int] = ()) -> Record:
-        """Return the record.
+    def end(self) -> None:
+        """Let go of the graph; raise what the policy raised, if it did."""
+        self.candidates.let_go_of_graph()
+        self.candidates.raise_error()
 
-        Args:
-            outs: of the function.
-            gone: the handles that no backward can reach.
-        """
-        steps = completed(self.steps, self._names, self._updates, self.exposed)
-        ends = tuple(map(self._storages.known, outs))
-        roots = self.roots
-        inside = tuple(self._storages.inside.items())
-        packs = roots.packs()
+    def record(self, outs: Sequence[Any], gone: Container[int] = ()) -> Record:
+        """Return the record."""
         return Record(
-            steps,
+            _completed(self.steps, self._names, self._updates, self.exposed),
             self.inputs,
-            roots.roots(gone),
-            ends,
-            packs,
-            inside,
+            self.roots.roots(gone),
+            tuple(map(self._storages.known, outs)),
+            tuple(self.roots.packs),
+            tuple(self._storages.inside.items()),
             self._transforms,
         )
 
     def decisions(self, record: Record) -> list[Decision]:
         """Return what the policy says of each operation of the record."""
         return self.candidates.decisions(record, self.exposed)
+
+
+# --- What a recompute may do with an operation ---
+
+
+def _step_of(
+    seen: SeenOperation,
+    reads: tuple[int, ...],
+    makes: tuple[int, ...],
+    writes: tuple[int, ...],
+    *,
+    writes_known: bool,
+) -> Step:
+    """Return what a record holds of an operation, given the storages it touched.
+
+    `writes_known` says whether the call has met before all that it wrote to.
+    """
+    arguments, results, traits = seen.arguments, seen.results, seen.traits
+    values, written = tuple(results.values), seen.written
+    op = Op(seen.func, *arguments.described, values, source=user_line())
+    hides = arguments.hides_aliases or results.hides_aliases
+    always_runs = (
+        traits.is_read_by_python
+        # For tensors of a subclass `on_subclass` says what may be left out.
+        or not (hides or (arguments.all_strided and results.all_strided))
+        or not (results.tensors or written)
+        or any(map(is_lazy, results.tensors))
+        or not writes_known
+        or (bool(written) and _resizes(written, arguments))
+    )
+    return Step(
+        op,
+        reads,
+        makes,
+        writes,
+        draws=seen.draws,
+        may_draw=traits.may_draw,
+        metadata_only=metadata_only_outputs(seen.func, len(values)),
+        always_runs=always_runs,
+        hides_aliases=hides,
+        on_subclass=arguments.on_subclass,
+        result=results.form,
+    )
+
+
+def _resizes(written: Iterable[Tensor], arguments: Arguments) -> bool:
+    """Say whether an operation changed the metadata of what it wrote to."""
+    before = dict(zip(map(id, arguments.tensors), arguments.values, strict=True))
+    return any(value_of(t) != before[id(t)] for t in written)
+
+
+def _may_be_saved(step: Step, outputs: Iterable[Tensor]) -> bool:
+    """Say whether a policy may be asked to save what an operation returned."""
+    if not step.reads or step.always_runs or step.writes:
+        return False
+    return not any(t.is_inference() for t in outputs)
+
+
+# --- What is known only at the end ---
+
+
+def _completed(
+    steps: Sequence[Step],
+    names: Mapping[int, Iterable[str]],
+    updates: Sequence[tuple[int, ...]],
+    exposed: Iterable[int],
+) -> tuple[Step, ...]:
+    """Return the operations, with names, hidden draws and updates of statistics."""
+    if names:
+        steps = [_named(step, names) for step in steps]
+    if any(step.draws for step in steps):
+        # An operation of others may draw from a stream that nobody knows of.
+        steps = [
+            step._replace(draws=True) if traits_of(step.op.func).is_of_others else step
+            for step in steps
+        ]
+    if any(updates):
+        steps = _with_updates(steps, updates, exposed)
+    return tuple(steps)
+
+
+def _named(step: Step, names: Mapping[int, Iterable[str]]) -> Step:
+    made = {*step.makes}.difference(step.reads)
+    own = frozenset[str]().union(*(names.get(s, ()) for s in made))
+    if not own:
+        return step
+    return step._replace(op=dataclasses.replace(step.op, names=own))
+
+
+def _with_updates(
+    steps: Sequence[Step], updates: Sequence[tuple[int, ...]], exposed: Iterable[int]
+) -> list[Step]:
+    """Have a batch norm write to the statistics that something reads afterwards.
+
+    To those that nothing reads it does not write: a recompute drops them, and what
+    writes to memory that is not its own could not be saved.
+    """
+    read, found = {*exposed}, list[Step]()
+    for step, updated in zip(steps[::-1], updates[::-1], strict=True):
+        if read.isdisjoint(updated):
+            read.update({*step.reads}.difference(updated))
+            found.append(step)
+        else:
+            read.update(step.reads)
+            found.append(step._replace(writes=step.writes + updated))
+    return found[::-1]
+
+
+# --- What the graph saved: the roots of a plan ---
+
+
+class Roots:
+    """What a graph saved, for each handle or each output.
+
+    Under base autograd hooks say what is saved, one handle at a time; under torch.func
+    the graph of each output is read. One set of roots for a call would not do: a
+    backward that reaches few of them would recompute for all.
+
+    Attributes:
+        packs: what each handle stands for.
+    """
+
+    def __init__(
+        self, storages: Storages, steps: Sequence[Step], made: Collection[int]
+    ) -> None:
+        self._storages, self._steps, self._made = storages, steps, made
+        self._roots: list[set[int]] = []
+        self.packs: list[Pack | None] = []
+
+    def pack(self, tensor: Tensor | None) -> None:
+        """Note that a handle stands for a tensor; None for what is saved itself."""
+        if tensor is None:
+            self.packs.append(None)
+            self._roots.append(set())
+            return
+        base = base_tensor(tensor)
+        number = self._storages.number(base)
+        pack = Pack(number, value_of(base), len(self._steps), is_lazy(base))
+        self.packs.append(pack)
+        self._roots.append({number})
+
+    def note_copy(self, place: int, tensor: Tensor | None) -> None:
+        """Note that a tensor has the value of what was saved at a place."""
+        pack = self.packs[place]
+        if pack is not None and tensor is not None:
+            self._storages.alias(tensor, pack.storage)
+
+    def note_saved(self, outs: Sequence[Any]) -> None:
+        """Note what the graph of each output saved.
+
+        To be called while there is a graph; of several levels, for each.
+        """
+        while len(self._roots) < len(outs):
+            self._roots.append(set())
+        found = [*zip(outs, self._roots, strict=True)]
+        if len(outs) <= _MANY:
+            for out, roots in found:
+                roots.update(self._saved([out]))
+        else:
+            saved = self._saved(outs)
+            for _, roots in found:
+                roots.update(saved)
+
+    def _saved(self, outs: Iterable[Any]) -> set[int]:
+        """Return the storages that the backward of some outputs reads."""
+        found, known = set[int](), self._storages.known
+        for node, tensors in nodes_of(outs):
+            kind = type(node).__name__
+            if kind in SILENT:
+                found.update(self._changed() if kind == "CopySlices" else self._made)
+            else:
+                found.update(s for s in map(known, tensors) if s is not None)
+        return found
+
+    def _changed(self) -> Iterator[int]:
+        """Yield what is read by operations that change something in place."""
+        for step in self._steps:
+            if step.writes:
+                yield from (*step.reads, *step.makes)
+
+    def roots(self, gone: Container[int]) -> tuple[frozenset[int], ...]:
+        """Return the roots, none for the handles that are gone."""
+        return tuple(
+            frozenset(() if place in gone else roots)
+            for place, roots in enumerate(self._roots)
+        )
+
+
+_MANY = 16  # outputs, up to which the graph is walked for each
+# Nodes that do not tell what they saved: of in-place operations on views, and in C++.
+SILENT = {"CopySlices", "CppFunction"}

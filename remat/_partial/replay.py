@@ -1,7 +1,8 @@
-"""Runs a function again along a plan: residuals are handed in, dead work is left out.
+"""The modes of a recompute: along a plan, or in full and compared with the record.
 
-Called by `following` and `recomputation`, in a backward. An operation that is dead
-returns absent tensors (`_base/absent.py`), which raise an error when they are read.
+`planned_call` makes them. In a `Replay` residuals are handed in, and dead work is left
+out: such an operation returns absent tensors (`_base/absent.py`), which raise an error
+when they are read.
 
 Invariant: each value of a replay was computed by it, or saved by this very call. A plan
 that does not fit the call shows as another operation, or as a read of an absent tensor.
@@ -32,17 +33,26 @@ from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._base.operators import named
 from remat._base.types import TENSORS
-from remat._partial.match import (
+from remat._partial.plan import Fate, Slot, Step, filled
+from remat._partial.runnable import (
     CAST,
     CLONE,
     UNRECORDED,
+    Follow,
+    RunnablePlan,
+    described,
     fits_metadata,
     is_reflection,
     statics_of,
 )
-from remat._partial.plan import Fate, Slot, Step, filled
-from remat._partial.schedule import Follow, Schedule
-from remat._torch import base_tensor, eager_only, is_fake, is_view_op, storage_id
+from remat._torch import (
+    base_tensor,
+    call_kernel,
+    eager_only,
+    is_fake,
+    is_view_op,
+    storage_id,
+)
 
 
 class Replay(Follow):
@@ -60,7 +70,7 @@ class Replay(Follow):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: RunnablePlan,
         residuals: Sequence[Tensor | None],
         take: Any,
         statics: Any,
@@ -247,6 +257,20 @@ def what_differs(trouble: Trouble, error: Exception | None) -> str:
     return trouble.differs or _READ.format(error=error)
 
 
+def is_of_memory(error: Exception) -> bool:
+    """Say whether torch refused to read an absent tensor, or found no memory there."""
+    text = str(error)
+    return "Absent" in text or any(words in text for words in _REFUSALS)
+
+
+_REFUSALS = (
+    "data is not allocated yet",
+    "data pointer",
+    "tensor subclass",
+    "non-wrapper subclass",
+)
+
+
 def input_dropped(what: str) -> RecomputeError:
     """Return the error that a recompute needs an input that was not kept."""
     return RecomputeError(_DROPPED.format(what=what))
@@ -290,3 +314,78 @@ def _references() -> int:
 
 
 _UNHELD = _references()
+
+
+class Check(Follow):
+    """Follows a function that runs again in full, and must do what its forward did.
+
+    Views, copies and casts are not compared. Module hooks may make views, as those of
+    torch's FLOP counter do; autograd may copy what is changed in place; and autocast
+    may find a cast in its cache. An operation that depends on no input may be missing:
+    the function may have cached its result, a table of positions for instance.
+    """
+
+    def __init__(self, schedule: RunnablePlan) -> None:
+        super().__init__(schedule)
+        self._error: Exception | None = None
+        steps = schedule.record.steps
+        constant = zip(steps, _are_constant(steps), strict=True)
+        pairs = [(s, c) for s, c in constant if not _may_differ(s.op.func)]
+        self._steps = [step for step, _ in pairs]
+        self._is_constant = [is_constant for _, is_constant in pairs]
+        self._funcs = [*[step.op.func for step in self._steps], None]
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not _may_differ(func):
+            then = self._funcs[self._next]
+            while then not in (func, None) and self._is_constant[self._next]:
+                self._next += 1
+                then = self._funcs[self._next]
+            if then is not func and not is_reflection(func, of=then):
+                raise self._differs(func)
+            self._next += 1
+        return call_kernel(func, *args, **(kwargs or {}))
+
+    @override
+    def _differs(self, func: Any) -> Exception:
+        error = RecomputeError(_DIFFERENT + described(self._steps, self._next, func))
+        self._give_up()
+        self._error = self._error or error
+        return error
+
+    @override
+    def end(self) -> None:
+        """Check that every operation has run; raise what the function has caught."""
+        super().end()
+        if self._error is not None:
+            raise self._error
+
+
+def _may_differ(func: Any) -> bool:
+    """Say whether a recompute may run an operation more or less often."""
+    return func in (CLONE, CAST) or func in UNRECORDED or is_view_op(func)
+
+
+def _are_constant(steps: Sequence[Step]) -> list[bool]:
+    """Return which steps depend on no input and no draw."""
+    constant: set[int] = set()
+    found = []
+    for step in steps:
+        is_constant = not step.draws and constant.issuperset(step.reads)
+        found.append(is_constant and bool(step.makes))
+        if is_constant:
+            constant.update(step.makes)
+        else:
+            constant.difference_update(step.writes)
+    return found
+
+
+_DIFFERENT = (
+    "remat: the recompute ran other operations than the forward did. The function "
+    "must compute the same thing twice: if it depends on outside state that changed, "
+    "pass that state as an argument.\n"
+)

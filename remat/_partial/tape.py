@@ -1,9 +1,12 @@
 """What a call in a graph keeps: what its policy says, and the states before draws.
 
-`_transform/traced.py` has each run of a call go under a `Tape`. The first run keeps,
-and a recompute is given what was kept, in the order of the operations.
+`_transform` has each run of a call go under a `Tape`. The first run keeps, and a
+recompute is given what was kept, in the order of the operations. A budget is spent when
+the first run ends, by a `Sketch` of it.
 
 Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
+What is not known of a graph leads to fewer results being kept, never to more bytes than
+the budget.
 Rejected: record, plan and replay, as outside of graphs. Who makes a graph drops what
 nobody reads.
 """
@@ -20,13 +23,15 @@ from typing_extensions import override
 from remat._ambient.draws import draws, drew_in, out_of_place, with_defaults
 from remat._base.absent import inputs_of
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
-from remat._base.op import Op
+from remat._base.op import Op, Value
 from remat._base.operators import named
 from remat._base.source import user_line
-from remat._partial.barrier import after_cotangents
+from remat._graph.graph import nodes_of
+from remat._partial.barrier import Order, after_cotangents
+from remat._partial.budgeted import spent
 from remat._partial.effects import declared_writes, traits_of
-from remat._partial.order import Order
-from remat._partial.sketch import Sketch
+from remat._partial.plan import Record, Step
+from remat._partial.recorder import SILENT
 from remat._partial.values import Arguments, Results
 from remat._torch import (
     OpOverload,
@@ -34,22 +39,19 @@ from remat._torch import (
     base_tensor,
     draw_again,
     draw_and_keep_state,
+    is_symbolic,
     is_view_op,
     let_graphs_draw,
     no_torch_functions,
+    size_hint,
     storage_id,
     unlevelled,
 )
 from remat.policies import Decision, Policy
 
 
-class Kept:
+class TapedCall:
     """What one call keeps.
-
-    Args:
-        label: what messages call the function.
-        policy: says which results to keep; None for none.
-        refuses_draws: whether draws from global streams are errors.
 
     Attributes:
         entries: what was kept of each operation, in order.
@@ -67,23 +69,23 @@ class Kept:
         self, label: str, policy: Policy | None, *, refuses_draws: bool = False
     ) -> None:
         self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
-        self.entries: list[Entry] = []
+        self.entries: list[TapedOperation] = []
         self.draws: list[tuple[Any, Any]] = []
         self.is_first, self.order = True, Order(())
 
     def next_tape(self, inputs: Iterable[Any]) -> "Tape":
         """Return the mode for the next run, which is given these inputs."""
         if not self.is_first:
-            return Recompute(self)
+            return LaterTape(self)
         self.is_first, self.order = False, Order(inputs)
-        return Forward(self)
+        return FirstTape(self)
 
     def may_read_early(self, tensor: Tensor) -> bool:
         """Say whether a recompute may read an input before the cotangents."""
         return self.order.is_free(tensor)
 
 
-class Entry:
+class TapedOperation:
     """What is kept of one operation.
 
     Attributes:
@@ -110,7 +112,7 @@ class Entry:
         results = [t.detach() if _is_tensor(t) else t for t in tree_leaves(out)]
         self.devices = [t.device if _is_tensor(t) else None for t in results]
         if decision is Decision.OFFLOAD:
-            results = [_on_host(t) if _is_tensor(t) else t for t in results]
+            results = [t.to("cpu") if _is_tensor(t) else t for t in results]
         self.results = results
 
     def given(self) -> Any:
@@ -127,10 +129,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu")
-
-
 def _back(tensor: Tensor, device: torch.device) -> Tensor:
     back = after_cotangents(tensor)
     return back if back.device == device else back.to(device)
@@ -143,13 +141,9 @@ _DISK = (
 
 
 class Tape(TracedMode):
-    """A mode under which a call runs while a graph is made.
+    """A mode under which a call runs while a graph is made."""
 
-    Args:
-        kept: what the call keeps.
-    """
-
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: TapedCall) -> None:
         super().__init__()
         self._kept, self._is_copying = kept, False
 
@@ -223,17 +217,17 @@ _GENERATOR = (
 )
 
 
-class Forward(Tape):
+class FirstTape(Tape):
     """The first run, which keeps."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: TapedCall) -> None:
         super().__init__(kept)
         # By storage: what made it, with the tensor, so that the number stays its own.
-        self._made: dict[int, tuple[Entry, Any]] = {}
+        self._made: dict[int, tuple[TapedOperation, Any]] = {}
         policy = kept.policy
         has_budget = policy is not None and policy.has_budget
         self._sketch = Sketch(policy) if policy is not None and has_budget else None
-        self._sketched: dict[Entry, int] = {}
+        self._sketched: dict[TapedOperation, int] = {}
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
@@ -273,7 +267,7 @@ class Forward(Tape):
     def _note(
         self, func: Any, arguments: Arguments, out: Any, written: Sequence[Tensor] = ()
     ) -> None:
-        entry = Entry(func)
+        entry = TapedOperation(func)
         self._kept.entries.append(entry)
         may_keep = _computes(func) and bool(arguments.tensors)
         if not may_keep and self._sketch is None:
@@ -291,7 +285,7 @@ class Forward(Tape):
             tensors = arguments.tensors, results.tensors, written
             self._sketched[entry] = self._sketch.note(op, decision, *tensors)
 
-    def _keep(self, entry: Entry, out: Any) -> Decision:
+    def _keep(self, entry: TapedOperation, out: Any) -> Decision:
         policy, op = self._kept.policy, entry.op
         assert policy is not None
         assert op is not None
@@ -344,10 +338,10 @@ def _computes(func: Any) -> bool:
     return is_known and not func._schema.is_mutable and not is_view_op(func)
 
 
-class Recompute(Tape):
+class LaterTape(Tape):
     """A later run, which is given what the first one kept."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: TapedCall) -> None:
         super().__init__(kept)
         self._entries, self._states = iter(kept.entries), iter(kept.draws)
         self._differs = False
@@ -369,7 +363,7 @@ class Recompute(Tape):
             return func(*args, **kwargs)
         return entry.given()
 
-    def _entry_of(self, func: Any) -> Entry | None:
+    def _entry_of(self, func: Any) -> TapedOperation | None:
         """Return what was kept of the next operation, while they are the same."""
         entry = None if self._differs else next(self._entries, None)
         self._differs = entry is None or entry.func is not func
@@ -380,3 +374,77 @@ _OTHER = (
     "remat: the recompute of {label} draws with {op} where its forward did not, while "
     "a graph is made. Make it draw the same numbers in both runs."
 )
+
+
+class Sketch:
+    """The operations of a forward, and what may be kept of them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._steps: list[Step] = []
+        self._may: list[Decision] = []
+        self._numbers: dict[int, int] = {}
+        self._held: list[Any] = []  # so that no storage gets the number of another
+
+    def note(
+        self,
+        op: Op,
+        decision: Decision,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        written: Sequence[Tensor] = (),
+    ) -> int:
+        """Note an operation; return its index."""
+        self._held += [*inputs, *outputs]
+        tensors = inputs, outputs, written
+        reads, makes, writes = (tuple(map(self._number, each)) for each in tensors)
+        is_view = bool(makes) and {*makes} <= {*reads}
+        known = is_view or not is_view_op(op.func)
+        step = Step(_hinted(op), reads, makes, writes, always_runs=not known)
+        self._steps.append(step)
+        has_sizes = all(size_hint(n) is not None for v in op.outputs for n in v.shape)
+        self._may.append(decision if has_sizes else Decision.RECOMPUTE)
+        return len(self._steps) - 1
+
+    def _number(self, tensor: Tensor) -> int:
+        key = storage_id(base_tensor(tensor))
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def rename(self, index: int, op: Op, decision: Decision) -> None:
+        """Note that an operation got a name, and what is decided by that."""
+        self._steps[index] = self._steps[index]._replace(op=_hinted(op))
+        self._may[index] = decision
+
+    def chosen(self, outs: Iterable[Any]) -> frozenset[int]:
+        """Return the operations whose results the budget keeps."""
+        roots = frozenset(self._saved([o for o in outs if isinstance(o, Tensor)]))
+        record = Record(tuple(self._steps), (), (roots,))
+        found = spent(self._policy, record, self._may, (), prune=True)
+        self._held.clear()
+        assert found is not None
+        return found.solution.saved
+
+    def _saved(self, outs: Sequence[Tensor]) -> Iterable[int]:
+        """Return the storages that the graph of the outputs saved."""
+        found = set[int]()
+        for node, tensors in nodes_of(outs):
+            if type(node).__name__ in SILENT:
+                return self._numbers.values()
+            keys = (storage_id(base_tensor(t)) for t in tensors)
+            found.update(self._numbers[k] for k in keys if k in self._numbers)
+        return found
+
+
+def _hinted(op: Op) -> Op:
+    """Return an operation with the sizes that a trace has for those that vary."""
+    args, kwargs = _part(op.args), _part(op.kwargs)
+    return Op(op.func, args, kwargs, _part(op.outputs), op.names, op.source)
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return tuple(map(_part, part))
+    if isinstance(part, Value):
+        shape, stride = _part(part.shape), _part(part.stride)
+        return Value(shape, part.dtype, part.device, stride, _part(part.offset))
+    return size_hint(part) or 0 if is_symbolic(part) else part

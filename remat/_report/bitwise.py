@@ -22,7 +22,7 @@ from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
-from remat._partial.storages import Storages
+from remat._partial.values import Storages
 from remat._torch import (
     undisturbed,
 )

@@ -23,20 +23,17 @@ from typing_extensions import override
 from remat._ambient.draws import without_draws
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
-from remat._capture.results import Result
-from remat._capture.structure import Out
-from remat._live.reach import Reach
-from remat._live.running import Running
+from remat._capture.results import Out, Result
+from remat._live.reach import Reach, Running
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
 from remat._report.bitwise import CompareValues, KeepValues, has_values
 from remat._report.inputs import Inputs
 from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
-from remat._transform.filling import Filling
+from remat._transform.leaves import UNKNOWN
 from remat._transform.module import recomputed_by
-from remat._transform.refill import recompute
-from remat._transform.saved import Saved
+from remat._transform.saved import Filling, Saved, recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +171,8 @@ class _Twice(Saved):
 
     def run_recompute(self, mode: Any) -> None:
         """Run the recompute."""
-        filling = _ToTheEnd([*self.alive()], self.metas, self.label)
-        tensors = self.inputs.to_run_on(leaves_themselves=True)
+        filling = _ToTheEnd(self.alive(), self)
+        tensors = self.inputs.to_run_on(UNKNOWN)
         below_all_levels(recompute, self, filling, tensors, mode)
         if mode.difference is None and filling.error is not None:
             raise filling.error

@@ -30,14 +30,13 @@ from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
 from remat._live.reach import Reach
 from remat._partial.budgeted import moves
-from remat._partial.cache import Kind
-from remat._partial.classify import Seen
+from remat._partial.cache import CallKind
 from remat._partial.decide import ACCUMULATES, Situation
-from remat._partial.forward_plan import is_droppable
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Record
-from remat._partial.recorder import Recorder
-from remat._partial.storages import Storages
+from remat._partial.planned_call import is_droppable
+from remat._partial.recorder import Recorder, SeenOperation
+from remat._partial.values import Storages
 from remat._report.inputs import Inputs, Ledger, is_parameter
 from remat._report.labels import reader_of, stream_name
 from remat._torch import base_tensor, current_task
@@ -115,7 +114,7 @@ class CallNotes(Recorder):
         super().__init__(leaves, None, self.storages)
 
     @override
-    def _note(self, seen: Seen) -> None:
+    def _note(self, seen: SeenOperation) -> None:
         super()._note(seen)
         self._inside.append(here().inside[1:])
         self.differentiates |= current_task() >= 0
@@ -295,7 +294,7 @@ class Examined:
     inner: tuple[tuple[int, str], ...]
     calls: tuple[CallWithin, ...]
     exposed: frozenset[int]
-    kind: Kind
+    kind: CallKind
     streams: tuple[str, ...]
 
 
@@ -360,12 +359,12 @@ class _Examining(Saved):
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         context = here()
-        before, context.examining = context.examining, self._noting
+        before, context.reporter = context.reporter, self._noting
         try:
             with self._noting:
                 return super().forward(fn, args, kwargs, inputs)
         finally:
-            context.examining = before
+            context.reporter = before
 
     def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
         """Return what was found."""

@@ -31,9 +31,9 @@ from remat._report.reports import (
 from remat._report.step import peak_of
 from remat._transform.api import options_of
 from remat._transform.module import recomputed_by
-from remat._transform.refill import DIFFERENTIATED_AGAIN
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
+from remat._transform.saved import DIFFERENTIATED_AGAIN
 
 
 def explain(

@@ -29,7 +29,7 @@ from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._capture.snapshot import Snapshot
 from remat._partial.effects import written_by
 from remat._report.render import short
@@ -253,7 +253,7 @@ class Inputs:
     """
 
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        search = Search()
+        search = CallSearch()
         self._snapshot = Snapshot(_named(fn), "", args, kwargs, search)
         if search.found.is_lazy:
             raise CaptureError(_LAZY)

@@ -19,9 +19,8 @@ from remat._base.labels import Label, name_in
 from remat._base.program import Program
 from remat._base.tracebacks import note
 from remat._torch import current_layer, dual_level_active
-from remat._transform.batch import Batch
-from remat._transform.dual import Dual
-from remat._transform.primal import Primal
+from remat._transform.function import Primal
+from remat._transform.levels import Below
 
 
 def refuse_transforms(report: str, instead: str) -> None:
@@ -88,6 +87,6 @@ def reader_of(node: Any) -> str:
 
 def call_of(program: Any) -> Primal | None:
     """Return the call that a program is, or evaluates; None if it is another rule."""
-    while isinstance(program, (Batch, Dual)):
-        program = program.unbatched if isinstance(program, Batch) else program.primal
+    while isinstance(program, Below):
+        program = program.program
     return program if isinstance(program, Primal) else None

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from remat._base.optional import missing
+from remat._base.errors import missing
 from remat._report.render import COLOURS
 
 

@@ -33,8 +33,8 @@ from remat._graph.graph import (
     tensors_reached,
 )
 from remat._graph.handles import Handle
-from remat._partial.naming import told_of_names
-from remat._partial.recomputation import Recomputation
+from remat._partial.names import told_of_names
+from remat._partial.stores import SavedInNode
 from remat._report.bitwise import has_values
 from remat._report.inputs import (
     CONSTANT,
@@ -60,7 +60,7 @@ from remat._torch import (
     sequence_number,
     storage_id,
 )
-from remat._transform.primal import Primal
+from remat._transform.function import Primal
 from remat.policies import Decision
 
 
@@ -239,7 +239,8 @@ class _Notes:
             self._note_residuals(saved[len(leaves) :], recomputation, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in evaluation.updated:
-                origin = f"copy of `{call.name_of(i)}` as it was before the call"
+                name = call.call.snapshot.name_of(i)
+                origin = f"copy of `{name}` as it was before the call"
                 for t in tensors_in(value):
                     for entry in self._note(t, reader, origin):
                         entry.origin = origin
@@ -283,7 +284,7 @@ class _Notes:
                     entry.place = _PLACES.get(decision, "")
 
     def _note_residuals(
-        self, residuals: Sequence[Any], recomputation: Recomputation, reader: str
+        self, residuals: Sequence[Any], recomputation: SavedInNode, reader: str
     ) -> None:
         """Note the residuals of a call under torch.func."""
         saved = zip(residuals, _saved_by_policy(recomputation), strict=True)
@@ -354,9 +355,10 @@ def _saved_by_call(node: Any, count: int) -> list[Any]:
     return saved if len(saved) == count else [*saved[0]]
 
 
-def _saved_by_policy(recomputation: Recomputation) -> Iterator[tuple[Op, Decision]]:
+def _saved_by_policy(recomputation: SavedInNode) -> Iterator[tuple[Op, Decision]]:
     """Yield for each residual of a call what made it, and where it is saved."""
     plans = recomputation.plans
+    assert plans is not None
     for i, _ in plans.full.plan.residuals:
         yield plans.record.steps[i].op, plans.decisions[i]
 

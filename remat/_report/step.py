@@ -46,7 +46,7 @@ from remat._torch import (
     storage_id,
 )
 from remat._transform.lowering import Lowering
-from remat._transform.refill import DIFFERENTIATED_AGAIN
+from remat._transform.saved import DIFFERENTIATED_AGAIN
 
 
 MARK, OURS = "remat watches #", "remat keeps"
@@ -73,7 +73,7 @@ def peak_of(fn: Fn, args: Any, kwargs: Any, *, again: bool) -> Peak | None:
 def _run(fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: "StepWatch") -> Any:
     """Run a step, and return what is alive at its end."""
     context = here()
-    before, context.examining = context.examining, watch
+    before, context.reporter = context.reporter, watch
     leaves = [t for t in inputs.tensors if t.is_leaf]
     try:
         for t in leaves:
@@ -96,7 +96,7 @@ def _run(fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: "StepWatch") -> 
             return result
         return None
     finally:
-        context.examining = before
+        context.reporter = before
 
 
 def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:

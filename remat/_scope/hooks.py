@@ -96,9 +96,9 @@ class Hooks:
     def install(self) -> None:
         """Have ours asked first, before all hooks that there are now."""
         stack = suspend_hooks()
-        own = here().scope_pack
+        own = here().block_pack
         if own is None:
-            here().scope_pack = own = Asking(self, None)
+            here().block_pack = own = Asking(self, None)
         around = [pair for pair in stack if pair[0] is not own]
         resume_hooks([*map(self._wrapped, around), (own, unpack)])
 
@@ -131,7 +131,7 @@ class Hooks:
         # Others may be in use just now.
         self._is_due = top is not None and type(top[0]) is not Asking
         if not self._is_due:
-            here().scope_pack = None
+            here().block_pack = None
             stack = suspend_hooks()
             inner = (p[0].inner if type(p[0]) is Asking else p for p in stack)
             resume_hooks([*filter(None, inner)])

@@ -26,13 +26,13 @@ from remat._base.source import user_line
 from remat._base.types import CONSTANTS
 from remat._graph.residual import OFFLOAD, Offloads
 from remat._partial.effects import (
+    Exposures,
     Traits,
     declared_writes,
     traits_of,
     updated_statistics,
 )
-from remat._partial.exposures import Exposures
-from remat._partial.naming import tell_no_more, tell_of_names
+from remat._partial.names import tell_no_more, tell_of_names
 from remat._partial.values import value_of
 from remat._scope.table import Operands, ValueEntry, ValueTable
 from remat._scope.values import (

@@ -5,29 +5,25 @@
     modes           function modes and dispatch modes
     tracing         Dynamo, torch.fx, TorchScript
     graphs          graphs that AOTAutograd and make_fx make
-    nodes           nodes of Dynamo's graphs
-    operators       what `torch.ops` holds; torch's keyed draws
-    tensors         tensors without data, lazy bits, fake tensors
-    fakes           a mode of fake tensors, and copies for it
+    nodes           nodes of Dynamo's graphs, and runs of their bodies
+    operators       what `torch.ops` holds; keyed draws; classes of pytrees
+    tensors         tensors without data, lazy bits, fake tensors and copies
     noted           what a run does to torch's state that torch tells nobody
-    renorms         which rows `max_norm=` scales
-    seeds           which seeds `torch.seed()` takes
-    twisters        the state of CPU generators, from memory
     storages        numbers of storages, references to them, copies that share one
-    pytrees         torch's registry of pytree classes
-    process         settings, and the global generators
+    process         settings, the global generators and what they hold
     distributed     collectives under way, and in a graph
     surroundings    autocast, cached parametrizations, torch's checkpoint
-    selftest, expected_*    what each name expects of torch, checked
+    versions        whether torch is one that is known
 
 Called by all rooms.
 
-Invariant: every name says which upstream change would delete it, and has a self-test.
+Invariant: every name says which upstream change would delete it, and has a test in
+`tests/torch`.
 Rejected: private API where it is used. An upgrade would be read for in all files.
 """
 
 # First, as it says which torch lacks what the others import.
-from remat._torch import selftest as selftest  # isort: skip
+from remat._torch import versions as versions  # isort: skip
 
 from remat._torch.autograd import (
     NODES_ASKING_GRAD_MODE as NODES_ASKING_GRAD_MODE,
@@ -67,23 +63,10 @@ from remat._torch.autograd import (
     when_done as when_done,
     without_hooks as without_hooks,
 )
-from remat._torch.bodies import (
-    UnknownLevelError as UnknownLevelError,
-    inputs_of_body as inputs_of_body,
-    is_body as is_body,
-    run_body as run_body,
-)
 from remat._torch.distributed import (
     CollectivesInGraph as CollectivesInGraph,
     finished as finished,
     wait_for as wait_for,
-)
-from remat._torch.fakes import (
-    NO_VALUES as NO_VALUES,
-    copied_as_fake as copied_as_fake,
-    empty_in as empty_in,
-    fake_mode as fake_mode,
-    is_fake as is_fake,
 )
 from remat._torch.graphs import (
     FunctionalValue as FunctionalValue,
@@ -162,12 +145,24 @@ from remat._torch.modes import (
 )
 from remat._torch.nodes import (
     OF_THIS_PROCESS as OF_THIS_PROCESS,
+    UnknownLevelError as UnknownLevelError,
     as_node as as_node,
     faking as faking,
+    inputs_of_body as inputs_of_body,
+    is_body as is_body,
     let_dynamo_see_nodes as let_dynamo_see_nodes,
+    run_body as run_body,
 )
-from remat._torch.noted import Noted as Noted
+from remat._torch.noted import (
+    Noted as Noted,
+    Renorm as Renorm,
+    Renorms as Renorms,
+    later_renorms as later_renorms,
+    renorms_taken_back as renorms_taken_back,
+    seed as seed,
+)
 from remat._torch.operators import (
+    TORCH_NODES as TORCH_NODES,
     HigherOrderOperator as HigherOrderOperator,
     OpOverload as OpOverload,
     OpOverloadPacket as OpOverloadPacket,
@@ -176,25 +171,17 @@ from remat._torch.operators import (
     kernel_of as kernel_of,
     native_random as native_random,
     overload_of as overload_of,
+    register_torch_class as register_torch_class,
+    register_torch_node as register_torch_node,
 )
 from remat._torch.process import (
     default_generators as default_generators,
     device_generators as device_generators,
     read_settings as read_settings,
+    twister_memory as twister_memory,
+    twister_state as twister_state,
     write_settings as write_settings,
 )
-from remat._torch.pytrees import (
-    TORCH_NODES as TORCH_NODES,
-    register_torch_class as register_torch_class,
-    register_torch_node as register_torch_node,
-)
-from remat._torch.renorms import (
-    Renorm as Renorm,
-    Renorms as Renorms,
-    later_renorms as later_renorms,
-    renorms_taken_back as renorms_taken_back,
-)
-from remat._torch.seeds import seed as seed
 from remat._torch.storages import (
     SNAPSHOT as SNAPSHOT,
     StorageRef as StorageRef,
@@ -218,7 +205,12 @@ from remat._torch.surroundings import (
     swap_parametrization_cache as swap_parametrization_cache,
 )
 from remat._torch.tensors import (
+    NO_VALUES as NO_VALUES,
     as_fake as as_fake,
+    copied_as_fake as copied_as_fake,
+    empty_in as empty_in,
+    fake_mode as fake_mode,
+    is_fake as is_fake,
     is_lazy as is_lazy,
     no_torch_function as no_torch_function,
     refuse_data_ptr as refuse_data_ptr,
@@ -239,8 +231,4 @@ from remat._torch.tracing import (
     show_to_traced_modes as show_to_traced_modes,
     size_hint as size_hint,
     uncompiled as uncompiled,
-)
-from remat._torch.twisters import (
-    twister_memory as twister_memory,
-    twister_state as twister_state,
 )

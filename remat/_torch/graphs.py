@@ -28,19 +28,18 @@ from torch.utils import _python_dispatch, _pytree
 from typing_extensions import override
 
 from remat._torch.levels import base_tensor, get_interpreter_stack
-from remat._torch.tracing import has_proxies
 
 
 # Deleted by: a public way to ask what traces.
 def is_below_tracer() -> bool:
     """Say whether tensors here are fake, functional, or stand for nodes of a graph."""
     # On a path taken by each call of torch.func: a loop costs three times as much.
-    return has_proxies() or not (_mode(_FUNCTIONAL) is _mode(_FAKE) is None)
+    return not (_mode(_PROXY) is _mode(_FUNCTIONAL) is _mode(_FAKE) is None)
 
 
 _mode: Any = torch._C._get_dispatch_mode
 _keys: Any = torch._C._TorchDispatchModeKey
-_FUNCTIONAL, _FAKE = _keys.FUNCTIONAL, _keys.FAKE
+_FUNCTIONAL, _FAKE, _PROXY = _keys.FUNCTIONAL, _keys.FAKE, _keys.PROXY
 
 
 # Deleted by: Dynamo entering levels of torch.func as torch.func itself does.

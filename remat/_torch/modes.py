@@ -8,7 +8,7 @@ than an operation.
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -143,26 +143,10 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
         """Be told that the function runs operations that this mode does not see."""
 
 
-# Deleted by: a dispatch mode that can be left by those inside of it.
-@contextmanager
-def without_dispatch_mode(mode: Any) -> Iterator[None]:
-    """Run the body without a dispatch mode, if it is the innermost."""
-    if _python_dispatch._get_current_dispatch_mode() is not mode:
-        yield
-        return
-    # Dynamo traces nothing under such a mode, and should trace nothing here either.
-    before = dynamo.set_eval_frame(None)
-    _python_dispatch._pop_mode()
-    try:
-        yield
-    finally:
-        _python_dispatch._push_mode(mode)
-        dynamo.set_eval_frame(before)
-
-
 @contextmanager
 def _popped(count: int) -> Iterator[list[Any]]:
     """Run the body without the innermost modes; yield them, the innermost first."""
+    # Dynamo traces nothing under some modes, and should trace nothing here either.
     before = dynamo.set_eval_frame(None)
     modes: list[Any] = [_python_dispatch._pop_mode() for _ in range(count)]
     try:
@@ -171,6 +155,13 @@ def _popped(count: int) -> Iterator[list[Any]]:
         for mode in reversed(modes):
             _python_dispatch._push_mode(mode)
         dynamo.set_eval_frame(before)
+
+
+# Deleted by: a dispatch mode that can be left by those inside of it.
+def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
+    """Return a context without a dispatch mode, if it is the innermost."""
+    is_innermost = _python_dispatch._get_current_dispatch_mode() is mode
+    return _popped(1) if is_innermost else nullcontext()
 
 
 # Deleted by: the same.

@@ -1,10 +1,12 @@
-"""Operators: what `torch.ops` holds, what an overload calls, torch's keyed draws.
+"""What torch has registered: operators, its keyed draws, classes of pytrees.
 
-Invariant: an operator is called as torch calls it. Rejected: to tell operators by their
-names. A custom operator may have any name.
+Invariant: an operator is called as torch calls it. What is registered here as a pytree
+is registered with torch alone; `_base/pytree` has another registry.
+Rejected: to tell operators by their names. A custom operator may have any name. One
+registry of pytrees for both: Dynamo and torch.func ask that of torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -16,6 +18,7 @@ from torch._ops import (
     OpOverloadPacket as OpOverloadPacket,
 )
 from torch.library import CustomOpDef
+from torch.utils import _pytree
 
 
 try:
@@ -65,3 +68,44 @@ def native_random(device: str) -> Any:
         return _random if all(has_kernel(op, key) for op in ops) else None
     except RuntimeError:  # of no dispatch key
         return None
+
+
+# --- Pytrees ---
+
+
+# Deleted by: a public registry of torch's pytree classes.
+TORCH_NODES: dict[type, Any] = _pytree.SUPPORTED_NODES
+
+
+# Deleted by: a public torch.utils.pytree in which a class can be registered.
+def register_torch_node(
+    cls: type,
+    name: str,
+    children: Sequence[str],
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+) -> None:
+    """Register a class whose children are attributes with torch's own pytrees."""
+
+    def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        leaves, context = flatten(instance)
+        keys = map(_pytree.GetAttrKey, children)
+        return list(zip(keys, leaves, strict=True)), context
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=name,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+# Deleted by: as above.
+def register_torch_class(
+    cls: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+) -> None:
+    """Register a class with torch's own pytrees."""
+    _pytree.register_pytree_node(cls, flatten, unflatten)

@@ -1,16 +1,30 @@
-"""Tensors of kinds that torch gives no public way to make or to tell.
+"""Tensors of kinds that torch gives no public way to make or to tell; fake ones.
 
-Invariant: nothing here reads a value. Rejected: tensors on the meta device in place of
-those without data. Their device would not be that of what they stand for.
+Invariant: nothing here reads a value. What is copied as fake keeps its devices, its
+ties and the memory that it shares; no byte is allocated for it, and nothing of the
+user's is changed.
+Rejected: tensors on the meta device. Autocast and the choice of attention kernels
+depend on the device, so other operations would run there.
 """
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
+
+T = TypeVar("T")
 
 # Deleted by: a public fake tensor that needs no mode.
 tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass
@@ -19,7 +33,6 @@ tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass
 refuse_data_ptr: Callable[[Tensor], None] = vars(torch._C)[
     "_set_throw_on_mutable_data_ptr"
 ]
-
 
 # Deleted by: a public way for a subclass to have no `__torch_function__`.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -35,13 +48,83 @@ def is_lazy(tensor: Tensor) -> bool:
 def as_fake(tensor: Tensor) -> Tensor:
     """Return a tensor that has no wrapper as one of the FakeTensorMode there is."""
     mode: Any = torch._C._get_dispatch_mode(_FAKE)
-    if (
-        mode is None
-        or type(tensor) is not Tensor
-        or is_functorch_wrapped_tensor(tensor)
-    ):
+    if mode is None or type(tensor) is not Tensor:
         return tensor
-    return mode.from_tensor(tensor)
+    return tensor if is_functorch_wrapped_tensor(tensor) else mode.from_tensor(tensor)
 
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+# Deleted by: a public class of what fake tensors refuse.
+NO_VALUES = DataDependentOutputException, DynamicOutputShapeException
+
+
+# Deleted by: a public FakeTensorMode.
+def fake_mode() -> Any:
+    """Return a mode in which operations make fake tensors, also of real ones."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Say whether a tensor is fake."""
+    return isinstance(tensor, FakeTensor)
+
+
+def empty_in(mode: Any, tensor: Tensor) -> Tensor:
+    """Return a fake tensor like one of any level, of memory of its own."""
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+
+# Deleted by: a public way to copy a module as fake tensors.
+def copied_as_fake(value: T, mode: Any, device: torch.device) -> T:
+    """Return a deep copy whose tensors are fake.
+
+    Args:
+        value: any object that can be copied, or a container of such objects.
+        mode: that of the fake tensors.
+        device: of what is copied from a tensor on the meta device.
+    """
+    with _Copying(mode, device):
+        return copy.deepcopy(value)
+
+
+class _Copying(TorchFunctionMode):
+    """Makes copies of tensors fake."""
+
+    def __init__(self, mode: Any, device: torch.device) -> None:
+        super().__init__()
+        self._mode, self._device = mode, device
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func is torch._C.TensorBase.clone:  # by the copy of a parameter
+            return self._fake(args[0])
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._copied(tensor)
+            return memo[id(tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            fake = self._fake(tensor.detach()).requires_grad_(tensor.requires_grad)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+
+    def _fake(self, tensor: Tensor) -> Any:
+        if not (is_fake(tensor) or tensor.is_meta):
+            return self._mode.from_tensor(tensor, static_shapes=True)
+        device = self._device if tensor.is_meta else tensor.device
+        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        return FakeTensor(
+            self._mode, empty.set_(tensor.untyped_storage(), *view), device
+        )

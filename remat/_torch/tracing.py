@@ -34,7 +34,7 @@ def must_inline() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or has_proxies()
+        or torch._C._get_dispatch_mode(_PROXY) is not None
         or torch.is_inference_mode_enabled()
         or torch._C._is_tracing()
         or _symbolic_trace.is_fx_symbolic_tracing()

@@ -6,35 +6,25 @@ To follow a call, read the files in this order.
     api, refused        the decorator, and what it refuses
     rematerialized      what it returns: a callable
     module              what it returns for a module: a module
-    lowering            the one file that chooses
-    lowered, traced     runs a call as chosen: outside of graphs, and in one
-    node_keys           what tells a call in a graph from others, in every process
+    lowering            the one file that chooses, and runs a call as chosen
+    traced              runs it in a graph
 
 Under base autograd: plain's own graph, which holds handles.
 
-    saved               the forward, from its start to its end
-    saved_call          what is known of the call
-    saved_inputs        what is saved of its inputs
-    copies              what a forward may write to unseen, and how it is put back
-    still               which buffers are copied, and which are watched
-    packing             the hook of the forward: what becomes a handle
-    refill              the recompute, once a handle is read
-    filling             the hook of the recompute: it fills the handles
+    saved               the whole lowering, from the call to the end of a recompute
+    inputs              what it saves of the inputs of a call
     leaves              what a recompute must leave as it was
 
 Under torch.func: one Function, whose backward is again a program.
 
     call                a user's call, taken apart
-    primal              the call as a program: the forward, then recomputes
-    function            the node of a program, and how it is evaluated at each level
-    forward             the forward, below all levels
+    function            the call as a program, how it is evaluated at each level, the
+                        forward, the node, and the vjp: read it from top to bottom
+    levels              a program under vmap and under jvp, as programs
     checks              what a call must not do, and a recompute must do
     reached             what the graph of a call reaches
     state               what recomputes restore
-    vjp, batch, dual    a program's vjp, under vmap and under jvp, as programs
-    outer_levels        refuses tensors and graphs of levels further up
     changes             what changes an input in place, for an error
-    keeping             what keeps a tensor of a call, for an error
     buffers             what a function updates in place is updated once
 
 Called by users, and by `_report`, which runs calls to look at them.

@@ -1,6 +1,6 @@
 """Buffers that a function updates in place are updated once, by its forward.
 
-`forward` uses it under torch.func. Under base autograd `saved_inputs` copies buffers.
+`function` uses it under torch.func. Under base autograd `inputs` copies buffers.
 
 Invariant: the forward works on copies, which share memory until they are written. What
 it wrote is written back. A recompute starts from the values before that.

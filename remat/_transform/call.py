@@ -1,6 +1,11 @@
 """A user's call, taken apart: its tensors, and the rest as a snapshot.
 
-`api` makes one for a call under torch.func. `primal` makes a program of it.
+`lowered` makes one under torch.func, and `function` a program of it.
+
+Under torch.func a function runs below the levels that it was called in, on tensors
+without the graphs of those levels. A tensor of such a level cannot be used there. And
+where one input was computed from another, code that differentiates the one by the other
+would find no path between them, and give zeros. Both are refused.
 
 Invariant: the tensors of the call are taken out of it once, and every run is given its
 own. The first run is the forward, whose effects on the user's objects stay. The effects
@@ -9,31 +14,41 @@ Rejected: a program for each module of a model. What a function reaches is one s
 inputs, whatever holds it.
 """
 
-import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from remat._ambient.draws import without_draws
+from remat._base.absent import inputs_of
 from remat._base.errors import CaptureError
+from remat._base.program import Program
+from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
-from remat._capture.handing_on import Forward
-from remat._capture.restore import Run
+from remat._capture.handing_on import ForwardRun
+from remat._capture.restore import SnapshotRun
 from remat._capture.result_walk import Hidden, Own
-from remat._capture.results import Emptied, Result
-from remat._capture.search import Search
-from remat._capture.snapshot import Bound, Snapshot, call_under
-from remat._capture.structure import Out, slots_of
+from remat._capture.results import Emptied, Out, Result, slots_of
+from remat._capture.search import CallSearch
+from remat._capture.snapshot import BoundFunction, Snapshot, call_under
+from remat._graph.edges import Edge, edge_of, edges_behind
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (
     current_layer,
+    is_of_level_above,
+    is_of_torch_func,
     levels_requiring_grad,
     unwrap_dead,
 )
-from remat._transform.outer_levels import RefuseOuterLevels, holds_graph
+from remat._transform.reached import NOT_LIFTED
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -79,7 +94,7 @@ class Call:
         self.is_differentiated_once = True
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self._fn: Any = fn
-        self._search: Search | None = Search()
+        self._search: CallSearch | None = CallSearch()
         self.snapshot = Snapshot(fn, label, args, kwargs, self._search)
         self._inputs = self._search.found.tensors
 
@@ -101,7 +116,8 @@ class Call:
         passed = self._inputs
         self._inputs: list[Tensor] = []
         inputs = [*map(unwrap_dead, passed)]
-        if True in map(operator.is_not, inputs, passed) and holds_graph(passed, inputs):
+        is_any_dead = True in map(operator.is_not, inputs, passed)
+        if is_any_dead and holds_graph(passed, inputs):
             message = _PULLBACK.format(label=self.snapshot.label)
             warnings.warn(message, stacklevel=3)
             return inputs, [False] * len(inputs)
@@ -112,8 +128,31 @@ class Call:
         self.is_differentiated_once = max(counts, default=0) < 2
         return inputs, [count > 0 for count in counts]
 
-    def body(self, fn: Bound, run: Forward) -> Fn:
-        """Return what the forward calls: the function, or what calls it repeatedly.
+    def run_forward(self, inputs: Sequence[Tensor]) -> Result:
+        """Call the function on other tensors; what it does to objects stays."""
+        search = self._search
+        assert search is not None
+        if search.found.scripted:
+            raise CaptureError(_SCRIPTED.format(name=search.found.scripted))
+        run = ForwardRun(inputs, search.found.tensors, search.originals())
+        with run:
+            fn, *around = self.snapshot.built(run)
+            run.note()
+            body = self.body(fn, run)
+            if self.wrapped:
+                body = self._without_outer_levels(body, inputs)
+            value = call_under(body, *around)
+            self.wrapped = ()
+            # The run holds replicas. What changed goes to the user's own objects, and
+            # so does what the result holds, before the run ends.
+            self.hand_on(run)
+            if type(value) is Tensor:
+                return Result(value)
+            tensors = slots_of(search.found.tensors)
+            return Result(value, Own(run.owners(), tensors, search.known()))
+
+    def body(self, fn: BoundFunction, run: ForwardRun) -> Fn:
+        """Return what the forward calls. A hook for who calls the function repeatedly.
 
         Args:
             fn: the function, with its arguments.
@@ -122,38 +161,18 @@ class Call:
         del run
         return fn
 
-    def hand_on(self, run: Forward) -> None:
+    def hand_on(self, run: ForwardRun) -> None:
         """Let the user's objects hold what the function changed in the forward."""
         run.hand_on()
 
-    def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
-        """Return the value that the function returned, around tensors of its level."""
-        assert self.structure is not None
-        assert self._emptied is not None
-        emptied, self._emptied = self._emptied, None  # which holds what is the user's
-        return emptied.filled(self.structure.put_in(outs, inputs))
+    def _without_outer_levels(self, body: Fn, inputs: Sequence[Tensor]) -> Fn:
+        refused = RefuseOuterLevels(self.wrapped, inputs, self.snapshot.name_of)
 
-    def run_forward(self, inputs: Sequence[Tensor]) -> Result:
-        """Call the function on other tensors; what it does to objects stays."""
-        search = self._search
-        assert search is not None
-        if search.found.scripted:
-            raise CaptureError(_SCRIPTED.format(name=search.found.scripted))
-        run = Forward(inputs, search.found.tensors, search.originals())
-        with run:
-            fn, *around = self.snapshot.built(run)
-            run.note()
-            body = self.body(fn, run)
-            if self.wrapped:
-                refused = RefuseOuterLevels(self.wrapped, inputs, self.snapshot.name_of)
-                body = functools.partial(_called_under, refused, body)
-            value = call_under(body, *around)
-            self.wrapped = ()
-            self.hand_on(run)
-            if type(value) is Tensor:
-                return Result(value)
-            tensors = slots_of(search.found.tensors)
-            return Result(value, Own(run.owners(), tensors, search.known()))
+        def run() -> Any:
+            with refused:
+                return body()
+
+        return run
 
     def split(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
         """Return the tensors of a forward's result, and keep its structure.
@@ -174,15 +193,98 @@ class Call:
         self._fn: Any = None
         self._search = None
 
+    def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
+        """Return the value that the function returned, around tensors of its level."""
+        assert self.structure is not None
+        assert self._emptied is not None
+        emptied, self._emptied = self._emptied, None  # which holds what is the user's
+        return emptied.filled(self.structure.put_in(outs, inputs))
+
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
-        with Run(inputs) as run:
+        with SnapshotRun(inputs) as run:
             return Result(self.snapshot.call(run))
 
+    def labelled(self, fn: Fn, *args: Any) -> Any:
+        """Call something, whose errors are to name the call."""
+        try:
+            return fn(*args)
+        except CaptureError as error:
+            if str(error).startswith("remat"):
+                raise
+            raise CaptureError(f"remat: in {self.snapshot.label}, {error}") from None
 
-def _called_under(mode: RefuseOuterLevels, fn: Fn) -> Any:
-    with mode:
-        return fn()
+    def run_on_copies(self, program: Program, copies: Sequence[Tensor]) -> None:
+        """Run the forward once more, as `program`, to see what it changes."""
+        self.structure = None
+        try:
+            program.run(*copies)
+        finally:
+            self.structure = None
+
+
+# --- Tensors and graphs of outer levels ---
+
+
+class RefuseOuterLevels(TorchFunctionMode):
+    """A mode that refuses tensors and graphs of levels that a function is run below.
+
+    The inputs of the call were passed as `wrapped`, and the function runs on `inner`.
+    """
+
+    is_remats_check = True
+
+    def __init__(
+        self,
+        wrapped: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        name_of: Callable[[int], str],
+    ) -> None:
+        super().__init__()
+        self._wrapped, self._inner, self._name_of = wrapped, inner, name_of
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        tensors = inputs_of(args, kwargs)
+        if True in map(is_of_torch_func, tensors):
+            for tensor in filter(is_of_level_above, tensors):
+                raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))
+        if func is torch.autograd.grad:
+            self._check_graph(*args, **(kwargs or {}))
+        elif func is Tensor.requires_grad_ and current_layer() is None:
+            raise RuntimeError(_REQUIRES_GRAD)  # as torch does within a level
+        return func(*args, **(kwargs or {}))
+
+    def _check_graph(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
+        """Refuse a gradient along a path that leads through an outer level."""
+        single = (Tensor, GradientEdge)
+        outputs = [outputs] if isinstance(outputs, single) else outputs
+        inputs = [inputs] if isinstance(inputs, single) else inputs
+        reached = edges_behind(map(edge_of, outputs))
+        asked = {*map(edge_of, inputs)}
+        inner, wrapped = map(edge_of, self._inner), map(edge_of, self._wrapped)
+        edges = [*zip(inner, wrapped, itertools.count(), strict=False)]
+        outside = {up for down, up, _ in edges if down in asked and down != up}
+        for down, up, i in edges:
+            behind = edges_behind([up]) - {up} if down in reached else set[Edge]()
+            if not behind.isdisjoint(outside | asked):
+                raise CaptureError(_COMPUTED.format(name=f"`{self._name_of(i)}`"))
+        if not reached.isdisjoint(outside):
+            raise CaptureError(_COMPUTED.format(name="a GradientEdge"))
+
+
+def holds_graph(passed: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Say whether an input was computed from another, in a level that is gone by now.
+
+    Only the pullback of `torch.func.vjp` holds both. `inputs` are those passed, without
+    wrappers of such levels.
+    """
+    dead = compress(passed, map(operator.is_not, passed, inputs))
+    edges = {*map(edge_of, dead)}
+    return any(len(edges & edges_behind([edge])) > 1 for edge in edges)
 
 
 _PULLBACK = (
@@ -195,3 +297,13 @@ _SCRIPTED = (
     "Pass the eager module instead."
 )
 _OPAQUE = "remat: {label} returned a {kind} (`result{where}`) that {why}."
+_COMPUTED = (
+    "{name} was computed outside of the function from what it is differentiated by "
+    "in it. Between the two there is no graph where the function runs: compute it "
+    "inside."
+)
+_REQUIRES_GRAD = (
+    "remat: Tensor.requires_grad_() is called, perhaps by torch.autograd.functional, "
+    "in a function that torch.func transforms. As without remat, that is refused: use "
+    "the transforms of torch.func inside, or create_graph=True."
+)

@@ -1,6 +1,6 @@
 """Finds which inputs are changed in place, and by what: by running on copies.
 
-`saved` and `forward` ask about a call, when they refuse it. `traced` asks about the
+`saved` and `function` ask about a call, when they refuse it. `traced` asks about the
 body of a node, once.
 
 Invariant: what it does to objects is undone.
@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient
+from remat._base.parts import taken_apart
 from remat._base.source import user_line
 from remat._base.types import TENSORS
-from remat._base.wrappers import taken_apart
 from remat._live.reach import Origin
 from remat._partial.effects import written_by
 from remat._torch import (
@@ -39,15 +39,9 @@ def changes_of(
     inputs: Sequence[Tensor],
     run: Callable[[Sequence[Tensor]], object],
 ) -> dict[int, str]:
-    """Run a function once more; return what changes each input, the first one first.
+    """Run a function once more, on copies; return what changes each input.
 
-    Args:
-        snapshot: of the call.
-        inputs: what it runs on copies of.
-        run: runs it.
-
-    Returns:
-        For the index of each input that is changed, the operation and the user's line.
+    By its index: the operation and the user's line, the first change first.
     """
     if not all(map(_can_be_copied, inputs)):
         return {}

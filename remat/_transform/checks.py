@@ -1,17 +1,28 @@
-"""Checks that a call can be recomputed, and that a recompute is what the forward was.
+"""Refuses what would be lost or wrong, and says who did it, at which line.
 
-`forward` and `primal` call these under torch.func; `refill` shares `reading_refused`.
-Errors name inputs as the snapshot of the call does.
+    of a forward      it changes an input, or keeps its graph
+    of a recompute    it computes something else, or reads what was changed since
+    for a message     what keeps a graph, and the line that put it there
+
+`function` asks under torch.func, and `saved` under base autograd.
 
 Invariant: a check raises an error or returns what it found. None changes a value.
 Rejected: methods of the call. What a check depends on would be hidden in its state.
 """
 
 import contextlib
-import functools
 import gc
 import operator
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+import types
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
@@ -24,26 +35,29 @@ from typing_extensions import override
 
 from remat._base.context import is_followed
 from remat._base.errors import CaptureError, MutationError, RecomputeError
+from remat._base.installed import is_installed
+from remat._base.interpreter import lines_storing
 from remat._base.parts import parts
+from remat._base.source import shown
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
+from remat._graph.edges import edge_of, edges_behind
 from remat._live.reach import Origin
 from remat._torch import (
     base_tensor,
     call_kernel,
     current_layer,
     is_graph_held,
+    no_torch_functions,
     storage_id,
 )
 from remat._transform.changes import changes_of
-from remat._transform.keeping import keeper_of
 from remat._transform.leaves import addresses_of
 from remat._transform.reached import reached_inputs
 
 
-_name = operator.attrgetter("__name__")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -61,17 +75,7 @@ def refuse_changed_inputs(
 ) -> None:
     """Refuse a function that changed an input, or made one require grad.
 
-    Args:
-        snapshot: of the call.
-        inputs: of the call.
-        inner: what the function ran on.
-        versions: how often each input had been changed.
-        needs: which inputs require grad.
-        updated: the inputs that it may change.
-        run: runs it on other inputs.
-
-    Raises:
-        MutationError: it did.
+    It ran on `inner`, may have changed those in `updated`, and `run` runs it again.
     """
     now = [*map(_requires_grad, inner)]
     if versions == versions_of(inputs) and needs == now:
@@ -80,10 +84,8 @@ def refuse_changed_inputs(
         if version_of(t) != versions[i] and i not in updated:
             raise changed_inside(snapshot, i, changes_of(snapshot, inner, run))
         if not needs[i] and inner[i].requires_grad:
-            message = _REQUIRES_GRAD.format(
-                name=snapshot.name_of(i), label=snapshot.label
-            )
-            raise MutationError(message)
+            name, label = snapshot.name_of(i), snapshot.label
+            raise MutationError(_REQUIRES_GRAD.format(name=name, label=label))
 
 
 def changed_inside(
@@ -105,11 +107,7 @@ def changed_inside(
 
 
 def refuse_backward(snapshot: Origin, inner: Sequence[Tensor]) -> None:
-    """Refuse a function that called backward(), which left gradients on its inputs.
-
-    Raises:
-        CaptureError: it did.
-    """
+    """Refuse a function that called backward(), which left gradients on its inputs."""
     for t in inner:
         if t.requires_grad and t.grad is not None:
             raise CaptureError(_BACKWARD.format(label=snapshot.label))
@@ -121,22 +119,15 @@ def refuse_assigned_data(
     inner: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> None:
-    """Refuse a function that assigned to `.data` of an input.
-
-    Raises:
-        MutationError: it did.
-    """
+    """Refuse a function that assigned to `.data` of an input."""
     addresses = addresses_of([*compress(inputs, needs)])
-    if addresses is None or addresses != addresses_of([*compress(inner, needs)]):
-        for i, need in enumerate(needs):
-            if need and _was_assigned(inputs[i], inner[i]):
-                raise changed_inside(snapshot, i)
-
-
-def _was_assigned(tensor: Tensor, inner: Tensor) -> bool:
-    if type(tensor) not in TENSORS or tensor.layout is not torch.strided:
-        return False
-    return current_layer() is None and tensor.data_ptr() != inner.data_ptr()
+    if addresses is not None and addresses == addresses_of([*compress(inner, needs)]):
+        return
+    for i in compress(range(len(inputs)), needs):
+        t = inputs[i]
+        is_plain = type(t) in TENSORS and t.layout is torch.strided
+        if is_plain and current_layer() is None and t.data_ptr() != inner[i].data_ptr():
+            raise changed_inside(snapshot, i)
 
 
 def refuse_leaks(
@@ -144,18 +135,10 @@ def refuse_leaks(
 ) -> None:
     """Refuse a function if something holds its graph, which should be gone by now.
 
-    Args:
-        snapshot: of the call.
-        inner: what the function ran on.
-        hidden: what in its result may hold it.
-
-    Raises:
-        CaptureError: it is.
+    `hidden` is what in its result may hold it.
     """
     # A mode around this holds results for its call, which looks itself.
-    if snapshot.is_contained or is_followed():
-        return
-    if not is_graph_held(inner):
+    if snapshot.is_contained or is_followed() or not is_graph_held(inner):
         return
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
@@ -173,11 +156,7 @@ def refuse_leaks(
 def check_differentiable(
     snapshot: Origin, outs: Sequence[Any], then: Sequence[bool]
 ) -> None:
-    """Check that outputs require grad where those of the forward did.
-
-    Raises:
-        RecomputeError: they do not.
-    """
+    """Check that outputs require grad where those of the forward did."""
     now = [*map(_requires_grad, outs)]
     if now != then and now != then[: len(now)]:
         message = _GRADLESS.format(label=snapshot.label, now=now, then=then)
@@ -190,11 +169,7 @@ def check_reached(
     inputs: Sequence[Tensor],
     missing: Sequence[int],
 ) -> None:
-    """Check that the graph of outputs reaches the inputs that have no gradient.
-
-    Raises:
-        RecomputeError: it does not reach one, whose gradient would be lost.
-    """
+    """Check that the graph of outputs reaches the inputs that have no gradient."""
     reached = {*reached_inputs(outs, inputs).inputs}
     for i in missing:
         if i not in reached:
@@ -205,11 +180,7 @@ def check_reached(
 def refuse_needed(
     snapshot: Origin, needed: Collection[int], changed: Sequence[int]
 ) -> None:
-    """Refuse to recompute on inputs that were changed and are needed for it.
-
-    Raises:
-        MutationError: there is one.
-    """
+    """Refuse to recompute on inputs that were changed and are needed for it."""
     for i in changed:
         if i in needed:
             name = snapshot.name_of(i)
@@ -222,25 +193,14 @@ def reading_refused(
     changed: Sequence[int],
     state: AbstractContextManager[Any],
 ) -> AbstractContextManager[Any]:
-    """Return a context in which inputs that were changed are not to be read.
-
-    Args:
-        snapshot: of the call.
-        inputs: of the recompute.
-        changed: which of them were changed since the forward.
-        state: the context in which it runs besides.
-    """
+    """Return a context, with `state`, in which `changed` inputs are not to be read."""
     refused = RefuseReads()
     for i in changed:
-        refused.refuse(inputs[i], functools.partial(_quoted_name_of, snapshot, i))
+        refused.refuse(inputs[i], lambda i=i: f"`{snapshot.name_of(i)}`")
     both = contextlib.ExitStack()
     both.enter_context(state)
     both.enter_context(refused)
     return both
-
-
-def _quoted_name_of(snapshot: Origin, i: int) -> str:
-    return f"`{snapshot.name_of(i)}`"
 
 
 class RefuseReads(TorchDispatchMode):
@@ -256,9 +216,7 @@ class RefuseReads(TorchDispatchMode):
     def refuse(self, tensor: Tensor, name: Callable[[], str]) -> None:
         """Refuse to read a tensor from now on, and what shares its memory.
 
-        Args:
-            tensor: the tensor.
-            name: returns what messages call it.
+        Its name is asked for if it is read.
         """
         if id(tensor) not in self._held:
             self._held[id(tensor)] = tensor
@@ -269,26 +227,19 @@ class RefuseReads(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        self._look()
-        # A detached alias reads nothing.
-        if func is not torch.ops.aten.detach.default:
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor):
-                    self._check(value, func)
-        return call_kernel(func, *args, **(kwargs or {}))
-
-    def _look(self) -> None:
-        """Note the storages of new tensors: here, as to ask a sparse one reads it."""
+        # Noted here, where modes are off: to ask a sparse one for its parts reads it.
         for tensor, name in self._new:
             for storage in _storages_of(base_tensor(tensor)):
                 self._names.setdefault(storage, name)
         self._new.clear()
-
-    def _check(self, tensor: Tensor, func: Any) -> None:
-        for storage in _storages_of(tensor):
-            if storage in self._names:
-                name = self._names[storage]()
-                raise MutationError(_READ.format(name=name, func=func))
+        # A detached alias reads nothing.
+        if func is not torch.ops.aten.detach.default:
+            for value in tree_leaves((args, kwargs)):
+                found = _storages_of(value) if isinstance(value, Tensor) else ()
+                for storage in self._names.keys() & found:
+                    name = self._names[storage]()
+                    raise MutationError(_READ.format(name=name, func=func))
+        return call_kernel(func, *args, **(kwargs or {}))
 
 
 def _storages_of(tensor: Tensor) -> list[int]:
@@ -303,6 +254,92 @@ def _storages_of(tensor: Tensor) -> list[int]:
 
 
 _OPAQUE = -1  # no storage has this number
+
+
+# --- What keeps a graph, and the line that put it there ---
+
+
+def keeper_of(leaves: Sequence[Tensor], codes: Iterable[Any]) -> str:
+    """Return what keeps a tensor computed from leaves, and the line; "" if unknown.
+
+    The garbage collector says what refers to it, and `codes`, which the call reaches,
+    which lines store into a thing of that name. Nothing of the user's is run.
+    """
+    # A mode of ours refuses to look at tensors of other levels.
+    with no_torch_functions():
+        ends = {*map(edge_of, leaves)}
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+        tensors = [t for t in tensors if t.grad_fn]
+        held = [t for t in tensors if not ends.isdisjoint(edges_behind([edge_of(t)]))]
+    places = [place for tensor in held for place in _places(tensor, [tensors, held])]
+    name, text = min(places, key=lambda place: not place[0], default=("", ""))
+    functions = _functions(codes) if name else ()
+    for code in functions:
+        for line in lines_storing(code, name):
+            return f"{text}, at {shown(code.co_filename)}:{line}"
+    return text
+
+
+def _places(value: Any, ours: list[Any], depth: int = 3) -> Iterator[tuple[str, str]]:
+    """Yield where a value is kept: its name there, if it has one, and the text."""
+    for owner in gc.get_referrers(value):
+        if isinstance(owner, types.FrameType) or any(owner is x for x in ours):
+            continue
+        name, text = _place_in(owner, value)
+        if name:
+            yield name, text
+        elif depth and isinstance(owner, (list, set, tuple, dict)):
+            for name, text in _places(owner, [*ours, value], depth - 1):
+                if name:
+                    yield name, f"in {text.removeprefix('as ').removeprefix('in ')}"
+            yield "", f"in a {type(owner).__name__}"
+
+
+def _place_in(owner: Any, value: Any) -> tuple[str, str]:
+    """Return the name of a value in its owner, if it has one, and the text."""
+    if isinstance(owner, types.CellType):
+        name = _variable(owner)
+        return name, f"as the variable `{name}`"
+    entries = owner if isinstance(owner, dict) else _dict_of(owner)
+    name = next((k for k, v in (entries or {}).items() if v is value), None)
+    if not isinstance(name, str):
+        return "", ""
+    if isinstance(owner, dict):
+        if "__builtins__" in owner:
+            return name, f"as the global `{name}`"
+        owner = next((o for o in gc.get_referrers(owner) if _dict_of(o) is owner), None)
+        if owner is None:
+            return "", ""
+    return name, f"as `{name}` of a {type(owner).__qualname__}"
+
+
+def _dict_of(value: Any) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _variable(cell: types.CellType) -> str:
+    """Return the name that functions have for a cell."""
+    for closure in gc.get_referrers(cell):
+        for fn in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
+            if isinstance(fn, types.FunctionType) and fn.__closure__ is closure:
+                return fn.__code__.co_freevars[[*map(id, closure)].index(id(cell))]
+    return ""
+
+
+def _functions(codes: Iterable[Any]) -> Iterator[types.CodeType]:
+    """Yield the code of the user's functions, with those inside of them."""
+    for code in codes:
+        if isinstance(code, type):
+            methods = (v for k, v in vars(code).items() if k != "__init__")
+            found = (getattr(method, "__code__", None) for method in methods)
+            yield from _functions(method for method in found if method is not None)
+        elif isinstance(code, types.CodeType) and not is_installed(code.co_filename):
+            yield code
+            yield from _functions(code.co_consts)
 
 
 _IN_PLACE = (

@@ -1,73 +1,286 @@
-"""The lowering to one recursive Function, whose backward is again a program.
+"""The lowering to one recursive Function: the life of a call under torch.func.
 
-    dispatch(program, inputs)      run the program, then make a node of the graph
-    backward(ctx, *cotangents)  =  call(Vjp(program), *inputs, *cotangents)
-    vmap(in_dims)               =  dispatch(Batch(program, in_dims), ...), a level down
-    jvp(duals)                  =  dispatch(Dual(program), ...), a level down
+    Primal              a user's call (`call`) as a program of its tensors
+    call, dispatch      a program is evaluated by the innermost level, which goes down:
+        vmap            Batch(program)   the same program for all examples (`levels`)
+        jvp             Dual(program)    the same program with tangents (`levels`)
+        grad, the base  the program, and then one node is made of the graph
+    evaluate_forward    below all levels, the first time: the user's function runs
+    Remat               the node; its backward is `call(Vjp(program), ...)`
+    Vjp                 recomputes a program and pulls cotangents back; again a program
 
-`api` calls `evaluate_differentiably` with a user's call as a program (`primal`).
+`lowered` calls it, and `remat.chain`, whose chains are programs like any other.
 
-The forward runs first, a level down. The node is made once it is known which inputs
-the outputs depend on. It has edges to those, and where there are none there is no node.
-Only levels of `grad`, and the base, have nodes.
+The node is made once it is known which inputs the outputs depend on. It has edges to
+those, and where there are none there is no node.
 
 Invariant: a graph made here holds the inputs of a call and what its policy keeps, and
 nothing else that was computed in it, at every level and order. So a backward is itself
 a call: `torch.func.grad` keeps the graph of the backward, and would keep all that a
 recompute inside saves.
-Rejected: a Function made anew for each call (functorch's way, eight times the cost).
+Rejected: a Function made anew for each call (functorch's way, eight times the cost). A
+forward without grad mode: composite operations decompose differently there, so that a
+recompute would be another function, and what the outputs depend on could not be told.
+`torch.func.vjp` for a backward at the base, where plain autograd costs half of it.
 """
 
+import contextlib
 import functools
+import itertools
 import operator
-from collections.abc import Collection, Sequence
-from itertools import compress
+from collections.abc import Mapping, Sequence
+from itertools import compress, filterfalse
+from types import NoneType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.program import Evaluation, Program, Request
+from remat._base.absent import may_be_absent
+from remat._base.context import differentiated, here, within
+from remat._base.parts import taken_apart
+from remat._base.program import (
+    Evaluation,
+    InputIndex,
+    OutputIndex,
+    Program,
+    Request,
+    fresh_leaves,
+    requires_grad,
+)
 from remat._base.tensors import outside_inference_mode
-from remat._base.tracebacks import hide_frames
+from remat._base.tracebacks import hide_frames, note
+from remat._base.types import Fn, Outputs
+from remat._graph.edges import root_of
+from remat._partial.barrier import behind, recomputing_after
+from remat._partial.cache import cache_of
+from remat._partial.decide import (
+    Situation,
+    has_no_reason,
+    warn_if_asked,
+    why_no_record,
+)
+from remat._partial.options import reference
+from remat._partial.recorder import Recorder
+from remat._partial.stores import SavedInNode
 from remat._torch import (
     GRAD,
     JVP,
     VMAP,
+    CollectivesInGraph,
     SingleLevelFunction,
     alias,
     apply_at_level,
     base_dual_level_active,
     batched,
     call_below,
+    call_below_vmap,
     counted_levels,
     current_layer,
     dual_level_active,
     eager_only,
+    grad_level,
+    grad_mode,
+    has_proxies,
+    hooks_of_trackers,
+    is_batch_of_cotangents,
     is_below_tracer,
     is_forward_ad_enabled,
     kind_of,
+    leaf_at,
     lifted,
+    pull_back,
+    pull_in_grad_mode,
+    remove_hooks_since,
     requires_grad_at_any_level,
     saved_tensors,
+    set_grad_enabled,
+    torch_functions,
     unwrap_dead,
     unwrap_for_grad,
     without_grad_mode,
+    without_hooks,
     without_node,
     wrap_for_grad,
 )
-from remat._transform.batch import Batch
-from remat._transform.dual import Duals, duals_at_level, duals_here, taken_apart
-from remat._transform.vjp import is_recorded, replace, vjp_of
+from remat._transform import checks
+from remat._transform.buffers import (
+    copies_of_buffers,
+    copy_buffers,
+    update,
+    written_to,
+)
+from remat._transform.call import Call
+from remat._transform.changes import changes_of
+from remat._transform.levels import Batch, Dual, Duals
+from remat._transform.reached import (
+    Reached,
+    once_differentiable,
+    reached_inputs,
+    reaches_only_inputs,
+    sharing_memory,
+)
+from remat._transform.state import CallState, state_of
+
+
+# Cheaper than comprehensions, on a path taken on every call.
+_requires_grad = operator.attrgetter("requires_grad")
+
+Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
+
+
+# --- A user's call as a program ---
+
+
+class Primal(Program):
+    """A user's call as a program: its first run is the forward, later ones recompute.
+
+    Attributes:
+        call: the call.
+        state: what the forward ran in; None until it has.
+        evaluation: of the forward; None until then.
+    """
+
+    __slots__ = ("__weakref__", "_counts", "call", "evaluation", "state")
+
+    def __init__(self, call: Call) -> None:
+        self.call, self._counts = call, (0, 0)  # of inputs and outputs
+        self.state: CallState | None = None
+        self.evaluation: Evaluation | None = None
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.call.snapshot.label
+
+    @property
+    @override
+    def signature(self) -> tuple[Any, ...]:
+        return self.call.snapshot.signature
+
+    @property
+    @override
+    def is_forward(self) -> bool:
+        return self.call.structure is None
+
+    @override
+    def may_read_early(self, tensor: Tensor) -> bool:
+        """Ask who traces the call."""
+        says = self.call.may_read_early
+        return says is not None and says(tensor)
+
+    @override
+    def forward(
+        self, program: Program, inputs: Sequence[Tensor], request: Request
+    ) -> Evaluated:
+        results, evaluation, state = evaluate_forward(
+            self.call, program, inputs, request
+        )
+        self.evaluation, self.state = evaluation, state
+        if request.in_forward_mode:  # recomputes are given no tangents beside primals
+            arity, count = self._counts
+            differentiable = evaluation.differentiable[:count]
+            self.evaluation = evaluation._replace(differentiable=differentiable)
+            self.state = state.of_first(arity)
+        return results, evaluation
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Recompute, in the state of the forward; the first time, be the forward."""
+        if self.call.structure is None:
+            outs = self.run_forward(inputs, mode)
+            self._counts = len(inputs), len(outs)
+            return outs
+        context = here()
+        context.recomputing = (*context.recomputing, self)
+        try:
+            return self.recompute(inputs, mode)
+        except Exception as error:
+            note(error, f"remat: raised while recomputing {self.label}.")
+            raise
+        finally:
+            context.recomputing = context.recomputing[:-1]
+
+    def run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
+        """Run the function for the first time; return the tensors of its result."""
+        context = here()
+        if context.reporter is not None:
+            context.reporter.entered(self, inputs)
+        context.functions += 1
+        try:
+            result = self._under(mode, self.call.run_forward, inputs)
+        finally:
+            context.functions -= 1
+        return self.call.split(result, inputs)
+
+    def recompute(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
+        """Run the function again; return the tensors of its result, in that order."""
+        assert self.call.structure is not None
+        result, inputs = self.again(self.call.run_again, inputs, mode, self.state)
+        return self.call.structure.split_again(result, inputs)
+
+    def again(
+        self, run: Fn, inputs: Sequence[Tensor], mode: Any, state: CallState | None
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Run something on inputs, in a state. Also return the inputs it was given."""
+        evaluation = self.evaluation
+        assert state is not None
+        assert evaluation is not None
+        with state.restored(self.call.snapshot, inputs, mode):
+            if evaluation.updated:
+                inputs = copies_of_buffers(inputs, evaluation.updated)
+            if not state.has_classes():
+                return self._under(mode, run, inputs), inputs
+            inputs = state.in_classes(inputs)
+            with torch_functions():
+                return self._under(mode, run, inputs), inputs
+
+    def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:
+        """Run the function under the policy of the call, and a mode if there is one."""
+        policy = self.call.policy
+        if mode is None and policy is None:
+            return run(inputs)
+        around = within(policy, followed=mode is not None)
+        with around, mode or contextlib.nullcontext():
+            result = run(inputs)
+        if mode is not None:
+            mode.end()
+        return result
+
+    @override
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        assert self.state is not None
+        self.state.refuse_changed(self.call.snapshot, inputs)
+
+    @override
+    def check_outputs(self, outs: Sequence[Any]) -> bool:
+        assert self.evaluation is not None
+        then = self.evaluation.differentiable
+        checks.check_differentiable(self.call.snapshot, outs, then)
+        return True
+
+    @override
+    def check_reached(
+        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+    ) -> None:
+        evaluation, snapshot = self.evaluation, self.call.snapshot
+        assert evaluation is not None
+        # Where nobody looked what the forward reached, there is nothing to compare.
+        is_known = not reaches_only_inputs(snapshot, evaluation.request)
+        missing = [i for i in missing if i in evaluation.certain]
+        if is_known and missing:
+            checks.check_reached(snapshot, outs, inputs, missing)
+
+
+# --- Evaluation, level by level ---
 
 
 def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
     """Evaluate `program`, differentiably at every level."""
     if torch.is_grad_enabled():
-        outs = evaluate_differentiably(
-            program, inputs, [*map(requires_grad_at_any_level, inputs)]
-        )
+        needs = [*map(requires_grad_at_any_level, inputs)]
+        outs = evaluate_differentiably(program, inputs, needs)
         if outs is not None:
             return outs
     layer = current_layer()
@@ -85,153 +298,64 @@ def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
 def evaluate_differentiably(
     program: Program, inputs: Sequence[Tensor], needs: Sequence[bool]
 ) -> Sequence[Any] | None:
-    """Evaluate `program` if something is differentiated; else return None.
-
-    Args:
-        program: to evaluate.
-        inputs: to evaluate it on.
-        needs: which of them require grad, at any level.
-    """
+    """Evaluate `program` if an input requires grad, at any level; else return None."""
     if True not in needs:
         return None
-    layer = current_layer()
-    return _dispatch_at(layer, program, inputs, Request(needs, layer is None))[0]
+    return dispatch(program, inputs, Request(needs, current_layer() is None))[0]
 
 
-Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
-
-
-def dispatch(program: Program, inputs: Sequence[Tensor], request: Request) -> Evaluated:
-    """Evaluate `program` by the innermost torch.func transform."""
-    return _dispatch_at(current_layer(), program, inputs, request)
-
-
-def _dispatch_at(
-    layer: Any,
+def dispatch(
     program: Program,
     inputs: Sequence[Tensor],
     request: Request,
     saved: Sequence[Tensor] | None = None,
 ) -> Evaluated:
-    """Evaluate `program` at a level.
+    """Evaluate `program` by the innermost torch.func transform.
 
     Args:
-        layer: the level; None for the base.
         program: to evaluate.
         inputs: to evaluate it on.
         request: what is asked.
-        saved: what a node saves in place of the inputs.
+        saved: what a node saves in place of the inputs, if these are the user's dual
+            numbers, taken apart.
     """
-    if layer is None:
-        return _dispatch_at_base(program, inputs, request)
-    kind = kind_of(layer)
+    layer = current_layer()
+    kind: Any = None if layer is None else kind_of(layer)
     if kind == VMAP:
         below_vmap = functools.partial(_dispatch_below_vmap, program, request)
         return batched(inputs, below_vmap)
     if kind == JVP:
         return _dispatch_at_jvp(layer, program, inputs, request)
-    level = layer.level()
-    if dual_level_active():
+    if layer is not None and dual_level_active():
         inputs = lifted(layer, kind, inputs)
-        if _are_dual():
-            duals = duals_here(inputs)
-            if duals.given:
-                return _dispatch_dual(layer, program, inputs, duals, request)
-    below = [unwrap_for_grad(t, level) for t in inputs]
-    results, evaluation = call_below(layer, kind, dispatch, program, below, request)
-    outs = _wrapped(results, level)
-    ends = inputs
-    if True in map(_requires_grad, below):
-        # A constant of this level must have no edge to what is differentiated below.
-        ends = lifted(layer, kind, inputs)
+    if saved is None and _are_dual():
+        duals = Duals.here(inputs)
+        if duals.given:
+            return _dispatch_dual(program, inputs, duals, request)
+    ends: Sequence[Tensor] = inputs
+    if layer is None:
+        outs, evaluation = without_grad_mode(program.evaluate, inputs, request)
+        # If only levels above differentiate, nothing is to be saved down here.
+        if not (request.at_base or is_recorded(inputs)):
+            return outs, evaluation
+    else:
+        level = layer.level()
+        below = [unwrap_for_grad(t, level) for t in inputs]
+        results, evaluation = call_below(layer, kind, dispatch, program, below, request)
+        outs = _wrapped(results, level)
+        if True in map(_requires_grad, below):
+            # A constant of this level has no edge to what is differentiated below.
+            ends = lifted(layer, kind, inputs)
     ends = _ends(evaluation, ends)
     if ends:
-        evaluated = program, evaluation, saved or inputs, outs
-        outs = apply_at_level(_apply, evaluated, *ends)
+        apply = _apply if layer is None else functools.partial(apply_at_level, _apply)
+        outs = apply((program, evaluation, saved or inputs, outs), *ends)
     return outs, evaluation
-
-
-def _dispatch_at_jvp(
-    layer: Any, program: Program, inputs: Sequence[Tensor], request: Request
-) -> Evaluated:
-    """Evaluate values and tangents below. There is no node at this level."""
-    level, duals = layer.level(), duals_at_level(layer, inputs)
-    if not duals.given:
-        below = duals.primals
-        results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
-        return _wrapped(results, level), evaluation
-    needs_below = map(requires_grad_at_any_level, duals.primals)
-    pairs = zip(request.needs, needs_below, strict=True)
-    dual = duals.of(program, [need and not below for need, below in pairs])
-    flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
-    results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
-    found = taken_apart(dual, _wrapped(results, level), evaluation)
-    return found.joined(found.outs), found.evaluation
 
 
 def _wrapped(results: Sequence[Any], level: int) -> list[Any]:
     """Return results from below a level as tensors of that level."""
     return [None if o is None else wrap_for_grad(o, level) for o in results]
-
-
-def _dispatch_at_base(
-    program: Program, inputs: Sequence[Tensor], request: Request
-) -> Evaluated:
-    if _are_dual():
-        duals = duals_here(inputs)
-        if duals.given:
-            return _dispatch_dual(None, program, inputs, duals, request)
-    return _evaluate_at_base(program, inputs, request)
-
-
-def _are_dual() -> bool:
-    """Say whether tensors here may be dual numbers of a `dual_level` of the user's."""
-    return base_dual_level_active() and is_forward_ad_enabled()
-
-
-def _dispatch_dual(
-    layer: Any,
-    program: Program,
-    inputs: Sequence[Tensor],
-    duals: Duals,
-    request: Request,
-) -> Evaluated:
-    """Evaluate a program on dual numbers that the user made, at this level.
-
-    Values and tangents have a node in common, for gradients of the tangents. Values
-    get another one, evaluated on dual numbers, so that their gradients have tangents.
-    """
-    dual = duals.of(program, [*map(_requires_grad, duals.primals)])
-    flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
-    saved = [*inputs, *duals.tangents]  # so that gradients of tangents have tangents
-    if layer is None:
-        evaluated = _evaluate_at_base(dual, flat, request, saved)
-    else:
-        evaluated = _dispatch_at(layer, dual, flat, request, saved)
-    found = taken_apart(dual, *evaluated)
-    evaluation, outs = found.evaluation._replace(shared=()), found.outs
-    is_needed = is_recorded(duals.primals)
-    ends = _ends(evaluation, duals.primals) if is_needed else ()
-    if ends:
-        alone = Tensor.detach if layer is None else without_node
-        outs = [None if o is None else alone(o) for o in outs]
-        outs = apply_at_level(_apply, (program, evaluation, inputs, outs), *ends)
-    return found.joined(outs), found.evaluation
-
-
-def _evaluate_at_base(
-    program: Program,
-    inputs: Sequence[Tensor],
-    request: Request,
-    saved: Sequence[Tensor] | None = None,
-) -> Evaluated:
-    outs, evaluation = without_grad_mode(program.evaluate, inputs, request)
-    # If only levels above differentiate, nothing is to be saved down here.
-    if request.at_base or is_recorded(inputs):
-        ends = _ends(evaluation, inputs)
-        if ends:
-            outs = _apply((program, evaluation, saved or inputs, outs), *ends)
-    return outs, evaluation
 
 
 def _ends(evaluation: Evaluation, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -249,6 +373,7 @@ def _dispatch_below_vmap(
     size: int,
     randomness: str,
 ) -> tuple[Any, Any, Evaluation]:
+    """Evaluate all examples at once, below the vmap."""
     needs = [*map(requires_grad_at_any_level, inputs)]
     pairs = zip(request.needs, needs, strict=True)
     needs_outside = [need and not below for need, below in pairs]
@@ -258,6 +383,216 @@ def _dispatch_below_vmap(
     updated = [in_dims[i] for i in evaluation.updated]
     out_dims = (*batch.out_dims, *updated, *[None] * evaluation.residuals)
     return tuple(outs), out_dims, evaluation
+
+
+def _dispatch_at_jvp(
+    layer: Any, program: Program, inputs: Sequence[Tensor], request: Request
+) -> Evaluated:
+    """Evaluate values and tangents below. There is no node at this level."""
+    level, duals = layer.level(), Duals.at_level(layer, inputs)
+    if not duals.given:
+        below = duals.primals
+        results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
+        return _wrapped(results, level), evaluation
+    needs_below = map(requires_grad_at_any_level, duals.primals)
+    pairs = zip(request.needs, needs_below, strict=True)
+    needs = [need and not below for need, below in pairs]
+    dual = Dual(program, needs, duals.given)
+    flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
+    results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
+    found = dual.taken_apart(_wrapped(results, level), evaluation)
+    return found.joined(found.outs), found.evaluation
+
+
+def _are_dual() -> bool:
+    """Say whether tensors here may be dual numbers of a `dual_level` of the user's."""
+    return base_dual_level_active() and is_forward_ad_enabled()
+
+
+def _dispatch_dual(
+    program: Program, inputs: Sequence[Tensor], duals: Duals, request: Request
+) -> Evaluated:
+    """Evaluate a program on dual numbers that the user made, at this level.
+
+    Values and tangents have a node in common, for gradients of the tangents. Values
+    get another one, evaluated on dual numbers, so that their gradients have tangents.
+    """
+    dual = Dual(program, [*map(_requires_grad, duals.primals)], duals.given)
+    flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
+    saved = [*inputs, *duals.tangents]  # so that gradients of tangents have tangents
+    found = dual.taken_apart(*dispatch(dual, flat, request, saved))
+    evaluation, outs = found.evaluation._replace(shared=()), found.outs
+    ends = _ends(evaluation, duals.primals) if is_recorded(duals.primals) else ()
+    if ends:
+        alone = Tensor.detach if current_layer() is None else without_node
+        outs = [None if o is None else alone(o) for o in outs]
+        outs = apply_at_level(_apply, (program, evaluation, inputs, outs), *ends)
+    return found.joined(outs), found.evaluation
+
+
+# --- The forward, below all levels ---
+
+
+def evaluate_forward(
+    call: Call, program: Program, inputs: Sequence[Tensor], request: Request
+) -> tuple[Sequence[Any], Evaluation, CallState]:
+    """Run the forward of a call, and drop its graph.
+
+    What runs is `program`: that of the call, or this under vmap or in forward mode.
+    Returns also what the function ran in.
+    """
+    snapshot, needs = call.snapshot, request.needs
+    inner = fresh_leaves(inputs, needs)
+    # In a function of its own, so that nothing here holds the graph that it drops.
+    evaluated = _evaluate(call, program, inputs, inner, request)
+    call.forward_done()
+    # The graph is gone by now, unless the function let something of it escape.
+    checks.refuse_backward(snapshot, inner)
+    checks.refuse_assigned_data(snapshot, inputs, inner, needs)
+    checks.refuse_leaks(snapshot, inner, call.hidden)
+    return evaluated
+
+
+def _evaluate(
+    call: Call,
+    program: Program,
+    inputs: Sequence[Tensor],
+    inner: list[Tensor],
+    request: Request,
+) -> tuple[Sequence[Any], Evaluation, CallState]:
+    """Run the forward on `inner`, the fresh leaves for `inputs`."""
+    snapshot, needs = call.snapshot, request.needs
+    # Before the function draws or changes anything: recomputes start from here.
+    state = state_of(snapshot, inputs)
+    has_inference = None in state.versions
+    # Before the plan, which is to know what the function runs on.
+    copies = copy_buffers(inner, needs, snapshot.buffers)
+    plan = _plan(call, program, inputs, inner, request, state)
+    outs = _run(call, program, inner, None if plan is None else plan.mode, state)
+    # Before inputs are compared: an update of a buffer is no change that is refused.
+    again = functools.partial(call.run_on_copies, program)
+    before: dict[int, Tensor] = {}
+    for i in written_to(inputs, copies, snapshot.buffers):
+        if i not in snapshot.buffers:
+            changes = changes_of(snapshot, inner, again)
+            raise checks.changed_inside(snapshot, i, changes)
+        before[i] = update(inputs[i], copies[i])
+    if before:
+        state = state.updated(before)
+    checks.refuse_changed_inputs(
+        snapshot, inputs, inner, state.versions, needs, before, again
+    )
+    # While the graph is there; the results have none.
+    used, asks_grad_mode, certain = _reached(call, outs, inner, request)
+    differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
+    results = [*map(Tensor.detach, outs), *before.values()]
+    recomputation, tensors = None, list[Tensor]()
+    if plan is not None:
+        if isinstance(plan.mode, Recorder):
+            plan.mode.note_saved(outs)
+        # Under a second vmap the recompute may run other operations than the plan
+        # holds. Then it does not follow the plan, and needs the inputs.
+        may_drop = call.is_differentiated_once and not here().only_our_hooks
+        may_drop = may_drop and not (program.outside or request.in_forward_mode)
+        residuals = plan.finish(outs, may_drop=may_drop)
+        if residuals is not None:
+            recomputation, tensors = plan, residuals
+            results += tensors
+            differentiable += [False] * len(tensors)
+    if program.outside:
+        used, certain = {*used}, {*certain}
+        for found in program.outside:
+            used |= {*found.used}
+            certain |= {*found.certain}
+            asks_grad_mode = asks_grad_mode or found.asks_grad_mode
+            for j in found.differentiable:
+                differentiable[j] = True
+        used = sorted(used)
+    evaluation = Evaluation(
+        request=request,
+        used=used,
+        differentiable=differentiable,
+        updated=[*before],
+        residuals=len(tensors),
+        recomputation=recomputation,
+        shared=sharing_memory(outs, inner, copies),
+        asks_grad_mode=asks_grad_mode,
+        certain=certain,
+        has_inference=has_inference,
+    )
+    return results, evaluation, state
+
+
+def _plan(
+    call: Call,
+    program: Program,
+    inputs: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    request: Request,
+    state: CallState,
+) -> SavedInNode | None:
+    """Return what the forward does with the records of calls like it, if anything."""
+    policy, prune, label = call.policy, call.prune, call.snapshot.label
+    elements = sum(map(Tensor.numel, inputs))
+    if has_no_reason(policy, prune, elements):
+        return None
+    others = filterfalse(may_be_absent, inputs if state.classes else ())
+    situation = Situation(
+        is_saved=False,
+        is_compiled=call.snapshot.compiled,
+        is_traced=is_below_tracer(),
+        is_split=request.is_split,
+        kind=next((type(t).__name__ for t in others), ""),
+        elements=elements,
+    )
+    why = why_no_record(policy, prune, situation)
+    warn_if_asked(policy, prune, situation, label, why)
+    if why:
+        return None
+    options = reference(policy), prune, *request.needs, state.ambient.key
+    cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
+    return SavedInNode(cache, policy, prune, inputs, label, inner)
+
+
+def _run(
+    call: Call, program: Program, inner: list[Tensor], mode: Any, state: CallState
+) -> Sequence[Any]:
+    """Run with grad mode on, under a mode if there is one."""
+    run = program.run if mode is None else functools.partial(program.run, mode=mode)
+    if call.wrapped:
+        run = functools.partial(call.labelled, run)
+    tracked = hooks_of_trackers()
+    set_grad_enabled(True)
+    try:
+        outs = without_hooks(run, *inner)
+    except BaseException as error:
+        state.ambient.forget_casts()
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        if "a leaf Variable that requires grad" not in text:
+            raise
+        again = functools.partial(call.run_on_copies, program)
+        changes = changes_of(call.snapshot, inner, again)
+        index = next(iter(changes), None)
+        raise checks.changed_inside(call.snapshot, index, changes) from error
+    set_grad_enabled(False)
+    remove_hooks_since(tracked)  # they are on the graph that is dropped, and hold it
+    state.ambient.forward_done()
+    return outs
+
+
+def _reached(
+    call: Call, outs: Sequence[Any], inner: list[Tensor], request: Request
+) -> Reached:
+    """Return what the graph of the outputs reaches."""
+    if reaches_only_inputs(call.snapshot, request):
+        nodes = [o.grad_fn for o in outs if o.requires_grad]
+        if None not in nodes:
+            # To look costs a tenth of a call. The backward finds out which they are.
+            return Reached([*compress(itertools.count(), request.needs)])
+    return call.labelled(reached_inputs, outs, inner)
+
+
+# --- The node ---
 
 
 class Remat(SingleLevelFunction):
@@ -274,22 +609,27 @@ class Remat(SingleLevelFunction):
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, evaluated: tuple[Any, ...], *_: Tensor
     ) -> Any:
-        """Save the inputs of the program, and the residuals."""
-        program, evaluation, inputs, outs = evaluated
+        """Save the inputs of the program as they were before, and the residuals."""
+        program, evaluation, saved, outs = evaluated
         ctx.program, ctx.evaluation = program, evaluation
         ctx.set_materialize_grads(False)
         request, differentiable = evaluation.request, evaluation.differentiable
-        saved: Sequence[Tensor] = inputs
-        if evaluation.updated or evaluation.recomputation is not None:
-            saved = _saved(evaluation, inputs, outs)
-            if request.at_base and evaluation.residuals:
-                # No level further up saves them.
-                outs = outs[: -evaluation.residuals]
-                differentiable = differentiable[: -evaluation.residuals]
+        updated, residuals = evaluation.updated, evaluation.residuals
+        end = len(outs) - residuals
+        if updated:
+            saved = replaced_at(saved, updated, outs[end - len(updated) : end])
+        if evaluation.recomputation is not None:
+            saved = [*evaluation.recomputation.kept(saved), *outs[end:]]
+            if request.at_base and residuals:  # no level further up saves them
+                outs, differentiable = outs[:end], differentiable[:end]
         if evaluation.shared:
-            # The levels below record the views: there this node does not replace them.
+            # Views, so that torch refuses to change them. The levels below record the
+            # views: there this node does not replace them. Past the modes of a tracer
+            # nobody would know what the alias is of.
+            view = torch.ops.aten.alias.default if is_below_tracer() else alias
+            shared = evaluation.shared
             with torch.set_grad_enabled(not request.at_base):
-                outs = _as_views(outs, evaluation.shared)
+                outs = [view(o) if j in shared else o for j, o in enumerate(outs)]
         if evaluation.has_inference:
             # Inference tensors cannot be saved, but copies of them can.
             saved = [t.clone() if t.is_inference() else t for t in saved]
@@ -318,7 +658,9 @@ class Remat(SingleLevelFunction):
         primals: Sequence[Tensor] = saved_tensors(ctx)
         if not evaluation.request.at_base:  # their level may be gone
             primals = [*map(unwrap_dead, primals)]
-        rule = vjp_of(ctx.program, evaluation, len(primals), wanted, given)
+        program, arity = ctx.program, len(primals)
+        rule = program.pulled(program, wanted, given)
+        rule = rule or Vjp(program, evaluation, arity, wanted, given)
         there: list[Any] = [cotangents[j] for j in given]
         cts = [*map(unwrap_dead, there)]
         try:
@@ -333,31 +675,226 @@ class Remat(SingleLevelFunction):
         return (None, *map(grads.get, ends))
 
 
+_apply: Any = Remat.apply
+
+
 def _pulled(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any:
     """Evaluate a vjp. No node can save a cotangent that inference mode made."""
     cts = [ct.clone() if ct.is_inference() else ct for ct in cts]
     return call(rule, [*primals, *cts])
 
 
-_apply: Any = Remat.apply
-_requires_grad = operator.attrgetter("requires_grad")
+# --- The vjp of a program ---
 
 
-def _saved(
-    evaluation: Evaluation, inputs: Sequence[Tensor], outs: Sequence[Any]
-) -> Sequence[Tensor]:
-    """Return what a node saves: the inputs as they were before, and the residuals."""
-    end = len(outs) - evaluation.residuals
-    updated, recomputation = evaluation.updated, evaluation.recomputation
-    if updated:
-        inputs = replace(inputs, updated, outs[end - len(updated) : end])
-    if recomputation is None:
-        return inputs
-    return [*recomputation.kept(inputs), *outs[end:]]
+class Vjp(Program):
+    """`(*primals, *cotangents) -> gradients` of a program.
+
+    It recomputes what it needs and keeps nothing.
+
+    Args:
+        program: to be differentiated.
+        evaluation: of its forward.
+        arity: how many primals the node saved: inputs and residuals.
+        wanted: the inputs to give the gradients of.
+        given: the outputs that have cotangents.
+    """
+
+    __slots__ = (
+        *("_arity", "_at_base", "_evaluation", "_given", "_in_grad_mode", "_program"),
+        *("_wanted", "once"),
+    )
+    once: Mapping[int, Any]
+
+    def __init__(
+        self,
+        program: Program,
+        evaluation: Evaluation,
+        arity: int,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
+    ) -> None:
+        self._program, self._evaluation = program, evaluation
+        self._arity, self._wanted, self._given = arity, wanted, given
+        self._in_grad_mode = torch.is_grad_enabled()
+        self._at_base = current_layer() is None
+        self.once = {}
+
+    @override
+    def uses(self, count: int) -> Sequence[InputIndex]:
+        """Return the primals that the program uses, and the cotangents."""
+        evaluation = self._evaluation
+        used, recomputation = evaluation.used, evaluation.recomputation
+        if recomputation is not None and recomputation.dropped:
+            saved = recomputation.kept(range(len(evaluation.request.needs)))
+            used = [k for k, i in enumerate(saved) if i in used]
+        return (*used, *range(self._arity, count))
+
+    @override
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        self._program.refuse_changed(inputs[: self._arity])
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Recompute the program and pull the cotangents back through it."""
+        del mode
+        saved, cts = inputs[: self._arity], inputs[self._arity :]
+        if not has_proxies():
+            return self._recompute_and_pull(saved, cts)
+        # In a graph. Changes are refused first: behind the barrier none would show.
+        self._program.refuse_changed(saved)
+        collectives = CollectivesInGraph()
+        may_read_early = self._program.may_read_early
+        with recomputing_after(cts) as after:
+            read = [t if may_read_early(t) else behind(t, after) for t in saved]
+            grads = self._recompute_and_pull(read, cts)
+        if current_layer() is None and not is_recorded(inputs):
+            # Nobody reads the recompute from here on.
+            tensors = [taken_apart(g)[0] for g in grads if isinstance(g, Tensor)]
+            collectives.drop_unread(tensors)
+        return grads
+
+    def _recompute_and_pull(
+        self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]
+    ) -> Outputs:
+        recomputation = self._evaluation.recomputation
+        with differentiated():
+            if recomputation is None:
+                return self._pull(cts, saved, None)
+            pull = functools.partial(self._pull, cts)
+            return recomputation.carry_out(self._given, saved, pull)
+
+    def _pull(
+        self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
+    ) -> Outputs:
+        program, evaluation = self._program, self._evaluation
+        create_graph, is_checked = is_recorded((*primals, *cts)), False
+        if current_layer() is None:
+            inner, outs = self._recompute(primals, create_graph, mode)
+            is_checked = program.check_outputs(outs)
+        elif evaluation.request.is_batched or not is_batch_of_cotangents(primals):
+            create_graph = torch.is_grad_enabled()  # perhaps below this level
+            if self._in_grad_mode and evaluation.asks_grad_mode:
+                # Kernels for a backward without a graph lose tangents.
+                create_graph = create_graph or dual_level_active()
+            inner, outs = self._recompute_at_level(primals, mode)
+        else:
+            # One recompute, and one set of draws, serves a batch of cotangents. Below
+            # their vmap they, or the primals, may be differentiated once more.
+            tensors = (*primals, *cts)
+            is_below = any(map(requires_grad_at_any_level, tensors))
+            create_graph = create_graph or (torch.is_grad_enabled() and is_below)
+            inner, outs = call_below_vmap(self._recompute, primals, create_graph, mode)
+            is_checked = program.check_outputs(outs)
+        outs = tuple(map(root_of, outs))  # the values may be freed
+        grads = self._pull_back(
+            outs, cts, inner, create_graph=create_graph, is_checked=is_checked
+        )
+        if NoneType in map(type, grads):
+            pairs = zip(self._wanted, grads, strict=True)
+            program.check_reached(outs, inner, [i for i, g in pairs if g is None])
+        if program.once:
+            self._check_once(grads)
+        return grads
+
+    def _recompute(
+        self, primals: Sequence[Tensor], create_graph: bool, mode: Any
+    ) -> tuple[Sequence[Tensor], Outputs]:
+        """Recompute at the base; return the inputs in the graph, and the outputs."""
+        needs = self._evaluation.request.needs
+        if create_graph:
+            # What requires grad here stays itself, for the new graph is to reach it.
+            pairs = zip(needs, primals, strict=True)
+            needs = [need and not t.requires_grad for need, t in pairs]
+        inner = fresh_leaves(primals, needs)
+        run = self._program.run
+        if mode is not None:
+            run = functools.partial(run, mode=mode)
+        with grad_mode(True):
+            outs = run(*inner) if create_graph else without_hooks(run, *inner)
+        return inner, outs
+
+    def _recompute_at_level(
+        self, primals: Sequence[Tensor], mode: Any
+    ) -> tuple[Sequence[Tensor], Outputs]:
+        """Recompute under transforms: in a level of its own."""
+        # Formulas of forward mode ask for the grad mode below, too.
+        mode_below = torch.is_grad_enabled() or dual_level_active()
+        with grad_mode(mode_below), grad_level() as level, grad_mode(True):
+            leaves = [
+                leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
+            ]
+            inner = replaced_at(primals, self._wanted, leaves)
+            return inner, self._program.run(*inner, mode=mode)
+
+    def _pull_back(
+        self,
+        outs: Sequence[Any],
+        cts: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        *,
+        create_graph: bool,
+        is_checked: bool,
+    ) -> Outputs:
+        given: Any = tuple(map(outs.__getitem__, self._given))
+        if not (is_checked or all(map(requires_grad, given))):
+            pairs = zip(given, cts, strict=True)
+            pairs = [(o, ct) for o, ct in pairs if requires_grad(o)]
+            if not pairs:
+                return (None,) * len(self._wanted)
+            given, cts = zip(*pairs, strict=True)
+        asks_grad_mode = self._evaluation.asks_grad_mode
+        if self._in_grad_mode and asks_grad_mode and not create_graph:
+            pull_in_grad_mode(given)
+        inputs = tuple(map(inner.__getitem__, self._wanted))
+        if create_graph:
+            self.once = once_differentiable(given, inputs, at_base=self._at_base)
+        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in given)
+        return pull_back(edges, tuple(cts), inputs, create_graph=create_graph)
+
+    def recorded(
+        self, primals: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        """Run the program with its graph; return the inputs in it, and the outputs.
+
+        For a backward that comes later, by `pulled_back`.
+        """
+        if current_layer() is None:
+            return self._recompute(primals, False, None)
+        return self._recompute_at_level(primals, None)
+
+    def pulled_back(
+        self, outs: Sequence[Any], cts: Sequence[Tensor], inner: Sequence[Tensor]
+    ) -> Outputs:
+        """Pull cotangents back through what `recorded` returned."""
+        roots = tuple(map(root_of, outs))
+        return self._pull_back(roots, cts, inner, create_graph=False, is_checked=False)
+
+    def _check_once(self, grads: Outputs) -> None:
+        """Refuse second derivatives that torch refuses, and would be lost here."""
+        none_left, once = {*map(type, grads)} == {NoneType}, self._program.once
+        for j in once.keys() & {*self._given}:
+            function, is_dropped = once[j]
+            if not is_dropped or (none_left and self._at_base):
+                raise RuntimeError(_ONCE.format(name=function.__qualname__))
 
 
-def _as_views(outs: Sequence[Any], shared: Collection[int]) -> list[Any]:
-    """Make outputs that share memory views, so that torch refuses to change them."""
-    # Past the modes of a tracer nobody would know what the alias is of.
-    view = torch.ops.aten.alias.default if is_below_tracer() else alias
-    return [view(o) if j in shared else o for j, o in enumerate(outs)]
+def is_recorded(inputs: Sequence[Tensor]) -> bool:
+    """Say whether autograd records what is done with `inputs`."""
+    return torch.is_grad_enabled() and True in map(_requires_grad, inputs)
+
+
+def replaced_at(
+    values: Sequence[Any], where: Sequence[int], by: Sequence[Any]
+) -> list[Any]:
+    """Return `values` with those at `where` replaced."""
+    replaced = list(values)
+    for i, value in zip(where, by, strict=True):
+        replaced[i] = value
+    return replaced
+
+
+_ONCE = (
+    "remat: trying to differentiate twice a function that was marked with "
+    "@once_differentiable: {name}. Its second derivative would be lost."
+)

@@ -1,26 +1,36 @@
-"""The user's own leaves: a recompute runs on them, and leaves nothing on them.
+"""The user's own tensors: a recompute runs on them, and leaves nothing on them.
 
-`saved` asks here what a forward set on them. `refill` recomputes in these contexts.
+`saved` asks here what a forward set on leaves, and recomputes in these contexts.
 
 Invariant: after a recompute a leaf has the hooks, the attributes and the memory that it
-had before, and no gradient is gone.
+had before, no gradient is gone, and what was written in place holds what it held.
 Rejected: stand-ins for all leaves, as for other inputs. What the function keeps by the
 identity of a leaf would not be found. And in a module that several threads use, the
 gradients of the other threads would be lost.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import string_at
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from remat._base.tensors import version_of
 from remat._base.types import TENSORS
-from remat._live.layout import hooks_so_far
-from remat._torch import function_mode_count, no_torch_functions, unseen
+from remat._torch import (
+    Renorm,
+    function_mode_count,
+    is_shared,
+    no_torch_functions,
+    preserved_version,
+    renorms_taken_back,
+    unseen,
+)
 
 
 class Effects(NamedTuple):
@@ -55,18 +65,18 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
     return [entries.copy() for entries in found] if any(found) else None
 
 
-class Watched:
+class WatchedLeaves:
     """What a forward may change of leaves, noted before it.
 
     Args:
         leaves: the user's own, which the call saves itself.
     """
 
-    __slots__ = ("_addresses", "_gradients", "_hooks", "_leaves")
+    __slots__ = ("_hooks", "_leaves", "_state")
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._leaves, self._hooks = leaves, hooks_so_far()
-        self._gradients, self._addresses = _gradients_of(leaves), addresses_of(leaves)
+        self._leaves, self._state = leaves, _state_of(leaves)
+        self._hooks = RemovableHandle.next_id  # the number of the next hook anywhere
 
     def effects(self, inputs: Sequence[Tensor]) -> Effects:
         """Return what the forward did to the leaves.
@@ -75,20 +85,21 @@ class Watched:
             inputs: of the call. If it set no hook anywhere, and no input has attributes
                 by now, a recompute is taken to set nothing either.
         """
-        accumulates = _gradients_of(self._leaves) != self._gradients
-        moves = addresses_of(self._leaves) != self._addresses
-        marks = hooks_so_far() != self._hooks or any(map(_attributes_of, inputs))
-        if accumulates or moves or marks:
-            return Effects(accumulates, moves, marks)
+        now, then = _state_of(self._leaves), self._state
+        marks = RemovableHandle.next_id != self._hooks or any(
+            map(_attributes_of, inputs)
+        )
+        if marks or now != then:
+            return Effects(now[0] != then[0], now[1] != then[1], marks)
         return NO_EFFECTS
 
 
-def _gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
-    """Return what changes when a gradient is set, or added to in place."""
-    grads = [*map(grad_of, leaves)]
-    if _NONES.issuperset(map(type, grads)):
-        return grads
-    return [g if g is None else (id(g), version_of(g)) for g in grads]
+def _state_of(leaves: Sequence[Tensor]) -> tuple[list[Any], list[int] | None]:
+    """Return what changes when a gradient is set or added to, and when memory is."""
+    grads: list[Any] = [*map(grad_of, leaves)]
+    if not _NONES.issuperset(map(type, grads)):
+        grads = [g if g is None else (id(g), version_of(g)) for g in grads]
+    return grads, addresses_of(leaves)
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -107,20 +118,41 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
         return None
 
 
-def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
-    """Remove the hooks from a number on that were set on what accumulates gradients."""
-    for t in leaves:
-        if t.requires_grad:
-            node = get_gradient_edge(t).node
-            for register in (node.register_prehook, node.register_hook):
-                handle = register(_nothing)  # which has all that there are
-                hooks: Any = handle.hooks_dict_ref()
-                for key in [key for key in hooks if key >= first]:
-                    del hooks[key]
+# Those of which the bytes are the values, whatever the tensor is marked as.
+_DTYPES = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+Memory = tuple[int, bytes]  # an address, and what is there
 
 
-def _nothing(*_: Any) -> None:
-    """Do nothing."""
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Return where a tensor is and what it holds; None if that cannot be read at once.
+
+    To read it costs a tenth of making a copy and comparing it. None of a copy that
+    shares memory until it is written: to torch this is a write.
+    """
+    if function_mode_count():
+        with no_torch_functions():  # a mode may note who reads memory
+            return _memory_of(tensor)
+    return _memory_of(tensor)
+
+
+def _memory_of(tensor: Tensor) -> Memory | None:
+    if (
+        type(tensor) is not Tensor
+        or not tensor.is_cpu
+        or tensor.dtype not in _DTYPES
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or is_shared(tensor)
+    ):
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # it has no memory
+        return None
+    return address, string_at(address, tensor.nbytes)
 
 
 class PreserveGradients:
@@ -147,76 +179,99 @@ class PreserveGradients:
                 t.grad = grad
 
 
-class PreserveMarks:
-    """A context in which leaves have the attributes and hooks that they had at a call.
+@contextmanager
+def preserved_marks(
+    leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, then: int
+) -> Iterator[None]:
+    """Have leaves hold the attributes and hooks of a call for the body.
 
-    After it they have those of before.
+    Afterwards they have those of before.
 
     Args:
         leaves: the user's own.
         attributes: what was set on them at the call; None where nothing was.
-        hooks: how many hooks had been set anywhere at the call.
+        then: how many hooks had been set anywhere at the call.
     """
-
-    __slots__ = ("_after", "_attributes", "_first", "_hooks", "_leaves", "_then")
-
-    def __init__(
-        self,
-        leaves: Sequence[Tensor],
-        attributes: list[dict[str, Any]] | None,
-        hooks: int,
-    ) -> None:
-        self._leaves, self._attributes, self._then = leaves, attributes, hooks
-
-    def __enter__(self) -> None:
-        leaves = self._leaves
-        self._first = hooks_so_far()
-        self._hooks = _hooks(leaves)
-        if self._hooks is not None:
-            _hide_hooks(leaves, self._then)
-        self._after = attributes_of(leaves)
-        if self._attributes or self._after:
-            _set_attributes(leaves, self._attributes)
-
-    def __exit__(self, *_: object) -> None:
-        leaves = self._leaves
-        if hooks_so_far() != self._first:
-            _forget_hooks_of_nodes(leaves, self._first)
-        if self._hooks is not None or _hooks(leaves) is not None:
-            befores = self._hooks or [_NONE] * len(leaves)
-            for t, before in zip(leaves, befores, strict=True):
-                for name, hooks in zip(_HOOKS, before, strict=True):
-                    _put_back(t, name, hooks)
-        if self._after or any(map(_attributes_of, leaves)):
-            _set_attributes(leaves, self._after)
+    first, hooks = RemovableHandle.next_id, _hooks(leaves)
+    for held in (held for t in leaves for held in _hooks_of(t) if held):
+        for key in [key for key in held if key >= then]:
+            del held[key]
+    after = attributes_of(leaves)
+    if attributes or after:
+        _set_attributes(leaves, attributes)
+    try:
+        yield
+    finally:
+        if RemovableHandle.next_id != first:
+            _forget_hooks_of_nodes(leaves, first)
+        if hooks is not None or _hooks(leaves) is not None:
+            for t, before in zip(leaves, hooks or [_NONE] * len(leaves), strict=True):
+                for name, held in zip(_HOOKS, before, strict=True):
+                    _put_back(t, name, held)
+        if after or any(map(_attributes_of, leaves)):
+            _set_attributes(leaves, after)
 
 
-class PreserveMemory:
-    """A context after which leaves have the memory that they had.
+def _hooks(leaves: Sequence[Tensor]) -> list[Any] | None:
+    """Return copies of the hooks of leaves; None where there are none."""
+    hooks = [*map(_hooks_of, leaves)]
+    if hooks.count(_NONE) == len(hooks):
+        return None
+    return [tuple(h if h is None else h.copy() for h in both) for both in hooks]
+
+
+def _put_back(tensor: Tensor, name: str, before: Any) -> None:
+    now = getattr(tensor, name)
+    if now is None or before is None:
+        if now is not before:
+            setattr(tensor, name, before)
+    elif now != before:
+        now.clear()
+        now.update(before)
+
+
+def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
+    """Remove the hooks from a number on that were set on what accumulates gradients."""
+    for t in leaves:
+        if t.requires_grad:
+            node = get_gradient_edge(t).node
+            for register in (node.register_prehook, node.register_hook):
+                handle = register(_nothing)  # which has all that there are
+                hooks: Any = handle.hooks_dict_ref()
+                for key in [key for key in hooks if key >= first]:
+                    del hooks[key]
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _set_attributes(leaves: Sequence[Tensor], attributes: Any) -> None:
+    for t, entries in zip(leaves, attributes or [{}] * len(leaves), strict=True):
+        t.__dict__.clear()
+        t.__dict__.update(entries)
+
+
+@contextmanager
+def preserved_memory(
+    leaves: Sequence[Tensor], error: Callable[[int], Exception]
+) -> Iterator[None]:
+    """Have leaves be in the memory that they were in, after the body.
 
     Args:
         leaves: the user's own.
         error: returns the error for a leaf, by its index, whose values were exchanged:
             a run inside would start from those that the run before left.
     """
-
-    __slots__ = ("_before", "_error", "_leaves")
-
-    def __init__(
-        self, leaves: Sequence[Tensor], error: Callable[[int], Exception]
-    ) -> None:
-        self._leaves, self._error = leaves, error
-
-    def __enter__(self) -> None:
-        self._before = [t.data for t in self._leaves]
-
-    def __exit__(self, *_: object) -> None:
-        for k, (t, before) in enumerate(zip(self._leaves, self._before, strict=True)):
+    befores = [t.data for t in leaves]
+    try:
+        yield
+    finally:
+        for k, (t, before) in enumerate(zip(leaves, befores, strict=True)):
             address = _address_of(t)
             if address != _address_of(before):
                 now, t.data = t.data, before
                 if address is not None and not _is_equal(now, before):
-                    raise self._error(k) from None
+                    raise error(k) from None
 
 
 def _address_of(tensor: Tensor) -> int | None:
@@ -232,32 +287,46 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape and torch.equal(a, b)
 
 
-def _hooks(leaves: Sequence[Tensor]) -> list[Any] | None:
-    """Return copies of the hooks of leaves; None where there are none."""
-    hooks = [*map(_hooks_of, leaves)]
-    if hooks.count(_NONE) == len(hooks):
-        return None
-    return [tuple(h if h is None else h.copy() for h in both) for both in hooks]
+# --- What is written in place for a recompute; no version is counted ---
 
 
-def _hide_hooks(leaves: Sequence[Tensor], first: int) -> None:
-    """Take off the hooks from a number on."""
-    for hooks in (hooks for t in leaves for hooks in _hooks_of(t) if hooks):
-        for key in [key for key in hooks if key >= first]:
-            del hooks[key]
+@contextmanager
+def holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Have tensors hold other values for the body, in place."""
+    with preserved_version((*tensors,)):
+        with unseen():
+            before = [t.detach().clone() for t in tensors]
+        _write(tensors, values)
+        try:
+            yield
+        finally:
+            _write(tensors, before)
 
 
-def _put_back(tensor: Tensor, name: str, before: Any) -> None:
-    now = getattr(tensor, name)
-    if now is None or before is None:
-        if now is not before:
-            setattr(tensor, name, before)
-    elif now != before:
-        now.clear()
-        now.update(before)
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with unseen():
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)
+            tensor.data.copy_(value)
 
 
-def _set_attributes(leaves: Sequence[Tensor], attributes: Any) -> None:
-    for t, entries in zip(leaves, attributes or [{}] * len(leaves), strict=True):
-        t.__dict__.clear()
-        t.__dict__.update(entries)
+@contextmanager
+def holding_rows(pairs: Sequence[tuple[Tensor, Sequence[Renorm]]]) -> Iterator[None]:
+    """Have weights of embeddings hold the rows of before a forward, for the body.
+
+    Args:
+        pairs: a weight, and what embeddings did to it from that forward on, in order.
+    """
+    with renorms_taken_back(), preserved_version(tuple(t for t, _ in pairs)):
+        with unseen(), torch.no_grad():
+            now = [(t, r.rows, t.detach()[r.rows]) for t, found in pairs for r in found]
+            for t, found in pairs:
+                for renorm in reversed(found):  # the oldest last: it was there first
+                    t.data[renorm.rows] = renorm.before
+        try:
+            yield
+        finally:
+            with unseen(), torch.no_grad():
+                for t, rows, held in now:
+                    t.data[rows] = held

@@ -1,22 +1,30 @@
-"""Chooses what becomes of a call, by who differentiates it.
+"""Chooses what becomes of a call, by who differentiates it, and runs it so.
 
     base autograd, and vmap  saved handles: plain's own graph (`saved`)
     a level of torch.func    one Function whose backward is again a call (`function`)
     who makes a graph        the same, with a barrier before the recompute (`traced`)
     nobody, or an export     the function itself
 
-`api` asks once for each call.
+`rematerialized` and `remat.compat` ask once for each call, `traced` for what runs
+after a graph broke.
 
-Invariant: nothing else decides this.
+Invariant: nothing else decides this. If there is nothing to differentiate, the function
+is just called.
 Rejected: one lowering for all. torch.func refuses hooks for saved tensors, and it
 records its own backward: all that a recompute inside saves would be retained.
 """
 
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from remat._ambient.draws import without_draws
 from remat._base.context import here
+from remat._base.labels import Label
+from remat._base.types import Fn
 from remat._partial.options import Options
 from remat._torch import (
     are_all_vmaps,
@@ -27,6 +35,9 @@ from remat._torch import (
     makes_graph,
     must_inline,
 )
+from remat._transform.call import Call
+from remat._transform.function import Primal, evaluate_differentiably
+from remat._transform.saved import call_saved
 
 
 class Lowering(Enum):
@@ -62,3 +73,44 @@ def _is_traced(options: Options) -> bool:
     # Forward mode alone stores nothing: it is so in `torch.func.linearize`.
     is_dynamo = torch.compiler.is_dynamo_compiling()
     return torch.is_grad_enabled() and (is_dynamo or not base_dual_level_active())
+
+
+def call_lowered(
+    lowering: Lowering,
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Any:
+    """Call a function so that a backward recomputes it."""
+    if lowering is Lowering.SAVED:
+        return call_saved(fn, label, args, kwargs, options)
+    plain = without_draws(fn, label) if options.rng == "error" else fn
+    if lowering is Lowering.FUNCTION:
+        return call_as_function(fn, label, args, kwargs, options, plain)
+    return plain(*args, **kwargs)
+
+
+def call_as_function(
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    plain: Fn,
+    *,
+    may_read_early: Callable[[Tensor], bool] | None = None,
+) -> Any:
+    """Call a function as one Function; if nothing is differentiated, call `plain`.
+
+    `may_read_early` says of an input whether a recompute in a graph may read it before
+    the cotangents.
+    """
+    call = Call(fn, label, args, kwargs, options)
+    call.may_read_early = may_read_early
+    inputs, needs = call.take_inputs()
+    outs = None
+    if not call.is_lazy:
+        outs = evaluate_differentiably(Primal(call), inputs, needs)
+    return plain(*args, **kwargs) if outs is None else call.join(outs, inputs)

@@ -1,6 +1,6 @@
 """What the graph of a call's outputs reaches, and which of them share memory.
 
-`function`, `forward` and `checks` ask.
+`function`, `levels` and `checks` ask.
 
 Invariant: a graph is walked once for each forward, and nothing of it is held.
 Rejected: to ask autograd for gradients of zeros. It runs the backward.
@@ -18,10 +18,13 @@ from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, Request
 from remat._base.tensors import describe
 from remat._capture.snapshot import Snapshot
+from remat._graph.edges import edge_of, edges_behind
 from remat._torch import (
     NODES_ASKING_GRAD_MODE,
     AccumulateGrad,
+    is_for_transforms,
     is_held,
+    once_differentiable_function,
 )
 
 
@@ -110,15 +113,30 @@ def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
     return snapshot.is_contained and request.at_base
 
 
+def once_differentiable(
+    roots: Sequence[Any], inputs: Sequence[Tensor], *, at_base: bool
+) -> dict[int, tuple[Any, bool]]:
+    """Return which inputs lead to a Function that is marked `once_differentiable`.
+
+    With it, and with whether torch drops its second derivative, as torch.func does,
+    and raises no error.
+    """
+    found: dict[int, tuple[Any, bool]] = {}
+    for node, number in edges_behind(map(edge_of, roots)):
+        function = once_differentiable_function(node)
+        if function is not None:
+            behind = edges_behind([(node, number)])
+            known = function, not at_base and is_for_transforms(function)
+            found |= {j: known for j, t in enumerate(inputs) if edge_of(t) in behind}
+    return found
+
+
 def sharing_memory(
     outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[int]
 ) -> Collection[int]:
     """Return the outputs that share memory with an input or with another output.
 
-    Args:
-        outs: the outputs.
-        inputs: of the run.
-        copies: the inputs that are copies, whose memory is nobody else's.
+    The memory of inputs that are `copies` is nobody else's.
     """
     if True not in map(Tensor._is_view, outs):
         return ()

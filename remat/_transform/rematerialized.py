@@ -24,8 +24,7 @@ from remat._base.labels import Label, label_of
 from remat._base.tracebacks import hide_frames
 from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
-from remat._transform.lowered import call_lowered
-from remat._transform.lowering import Lowering, lowering_of
+from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.traced import call_in_graph
 
 
@@ -63,9 +62,9 @@ class Rematerialized:
         if lowering is Lowering.INLINED:
             return fn(*args, **kwargs)
         label = self._label or self.__remat_label__
-        examining = here().examining
-        if examining is not None:
-            lowering, options = examining.asked(self, lowering, args)
+        reporter = here().reporter
+        if reporter is not None:
+            lowering, options = reporter.asked(self, lowering, args)
         try:
             return call_lowered(lowering, fn, label, args, kwargs, options)
         except Exception as error:

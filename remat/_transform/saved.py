@@ -1,57 +1,98 @@
-"""The lowering to saved handles: the graph of a call is the one that plain code makes.
+"""The lowering under base autograd: a call has the graph that plain code makes.
 
-The forward runs the function as it is, on the user's own tensors and objects, under a
-hook that puts handles in place of what the graph saves. The first handle that a
-backward reads has the function run again, under a hook that puts the j-th saved tensor
-into the j-th handle, and that ends the run once each handle that is alive has its
-value. A handle of a node that no backward can reach any more is not alive.
+Read it from the top: it follows one call.
 
-`api` calls `call_saved`. A handle that is read calls `Saved.value_of`.
+    the call        `call_saved` takes its tensors; `Saved` is what is known of it
+    the forward     runs the function as it is, on the user's own tensors and objects
+    packing         its hook puts handles in place of what the graph saves
+    the recompute   the first handle that a backward reads has the function run again
+    filling         the hook of that run puts the j-th saved tensor into the j-th handle
+
+A recompute ends once each handle that is alive has its value. A handle of a node that
+no backward can reach any more is not alive.
 
 Invariant: both runs save alike. The forward alone decides what is saved itself and what
 becomes a handle. A recompute counts all that is saved, and to save something else is an
-error.
+error. Nothing that a recompute does stays, and its graph is differentiated by nobody
+but the function itself.
 Rejected: one node for a call, whose backward is again a call (`function`). What leaves
 the function other than by being returned would have no graph, hooks would fire at other
 times, and gradients of all inputs would arrive together, whichever were asked for.
 """
 
+import contextlib
 import functools
 import operator
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
+from remat._ambient.ambient import NOTHING, Ambient
 from remat._ambient.draws import without_draws
 from remat._base.context import Context, Decisions, here, within
+from remat._base.errors import MutationError, RecomputeError
+from remat._base.source import user_line
+from remat._base.tensors import outside_inference_mode, version_of
+from remat._base.tracebacks import note
 from remat._base.types import Fn
-from remat._graph.handles import Handle, unpack
-from remat._live.reach import Reach
-from remat._partial.decide import warn_if_asked, why_no_record
-from remat._partial.following import Following
-from remat._partial.forward_plan import ForwardPlan
+from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
+from remat._live.reach import Reach, Running
+from remat._partial.cache import CallKind, metas_of
+from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.options import Options
+from remat._partial.planned_call import Replaying
+from remat._partial.stores import SavedInHandles
 from remat._torch import (
     Noted,
     Renorm,
+    batched_again,
+    below_all_levels,
     current_layer,
+    current_task,
     eager_only,
+    execution_group,
+    is_below_tracer,
+    is_fake,
+    is_of_torch_func,
+    keeps_graph,
     pop_hooks,
     push_hooks,
+    reads_what_is_written_late,
+    resume_hooks,
+    set_grad_enabled,
+    suspend_hooks,
+    top_hooks,
+    torch_functions,
     unbatched,
     unwrap_dead,
+    when_done,
+    without_node,
 )
-from remat._transform import refill
 from remat._transform.changes import changes_of
-from remat._transform.checks import changed_inside
-from remat._transform.leaves import Effects, Watched
-from remat._transform.packing import Packing
-from remat._transform.saved_call import SavedCall
+from remat._transform.checks import changed_inside, reading_refused
+from remat._transform.inputs import SavedInputs
+from remat._transform.leaves import (
+    NO_EFFECTS,
+    UNKNOWN,
+    PreserveGradients,
+    WatchedLeaves,
+    preserved_marks,
+    preserved_memory,
+)
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+# The labels of calls whose backward recorded a graph, for `explain` to tell.
+DIFFERENTIATED_AGAIN: set[str] = set()
+
+
+# --- The call ---
 
 
 @eager_only
@@ -77,14 +118,81 @@ def call_saved(
     if reach.is_lazy or True not in needs:
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
-    call.follow(getattr(fn, "__self__", fn), inputs)
+    if call.policy is not None or options.prune is True:
+        call.follow(getattr(fn, "__self__", fn), inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
-class Saved(SavedCall):
-    """One call, which can be run."""
+class Saved:
+    """One call.
 
-    __slots__ = ()
+    It holds no tensor that the call computed, and not the user's module: the graph
+    holds its handles, which hold the call.
+
+    Args:
+        reach: what it reaches, without its tensors.
+        options: of the call.
+        inputs: its tensors.
+        needs: which of them require grad.
+        vmaps: how each level of vmap around the call batches its inputs.
+
+    Attributes:
+        reach: see above.
+        options: see above.
+        vmaps: see above.
+        label: what messages call it.
+        policy: of the call, joined with those of the calls around.
+        hooks: for saved tensors, around the call: a pair, or None.
+        is_nested: whether those are of a call of remat.
+        inputs: what it saves of its inputs.
+        ambient: what it reads besides.
+        handles: by position; None for what was saved itself.
+        metas: of what the handles stand for, by position.
+        effects: of the forward.
+        is_done: whether the forward has ended.
+        following: what it does with its record, if anything.
+        inner: what the calls within decided, in order.
+        seeds: those that the forward took from the machine.
+        index: of the call among those within the call around; None outside of one.
+    """
+
+    __slots__ = (
+        *("__weakref__", "ambient", "effects", "following", "handles", "hooks"),
+        *("index", "inner", "inputs", "is_done", "is_nested", "label", "metas"),
+        *("options", "policy", "reach", "seeds", "vmaps"),
+    )
+
+    def __init__(
+        self,
+        reach: Reach,
+        options: Options,
+        inputs: Sequence[Tensor],
+        needs: list[bool],
+        vmaps: Sequence[Any] = (),
+    ) -> None:
+        self.reach, self.label = reach, reach.label
+        self.options, self.vmaps = options, vmaps
+        context, self.hooks = here(), top_hooks(True)
+        hooks = self.hooks
+        is_nested = hooks is not None and hooks[1] is unpack
+        self.is_nested = is_nested and hooks[0] is not context.block_pack
+        self.policy = options.policy if context.policy is None else options.joined()
+        self.inputs = SavedInputs(
+            inputs,
+            needs,
+            reach.first_parameter,
+            reach.buffers,
+            hooks,
+            nested=self.is_nested,
+        )
+        self.ambient = Ambient(reach.streams, reach.handles_states)
+        self.handles: Sequence[weakref.ref[Handle] | None] = ()
+        self.metas: Sequence[Any] = ()
+        self.effects, self.is_done = UNKNOWN, False
+        self.following: SavedInHandles | None = None
+        self.inner: list[Any] = []
+        self.seeds: Sequence[int] = ()
+        self.index: int | None = None
 
     def follow(self, owner: Any, inputs: Sequence[Tensor]) -> None:
         """Decide whether the call is recorded, or follows a record.
@@ -93,41 +201,92 @@ class Saved(SavedCall):
             owner: the object that the function is a method of, or the function.
             inputs: of the call.
         """
-        policy, prune = self.policy, self.options.prune
-        if policy is None and prune is not True:
-            return
-        label, hooks = self.label, self.residual_hooks
+        hooks = None
+        if self.is_nested or self.options.hooks_residuals:
+            hooks = self.hooks
         around = here().decisions
         if around is not None and around.again:
             decision = around.next()
             if decision is not None:
-                self.following = Following.of_decision(decision, inputs, hooks)
+                self.following = SavedInHandles.of_decision(decision, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
+        policy, prune = self.policy, self.options.prune
         situation = self.situation(inputs)
         why = why_no_record(policy, prune, situation)
-        warn_if_asked(policy, prune, situation, label, why)
+        warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            plan = ForwardPlan(cache, policy, prune, inputs, label)
-            self.following = Following(plan, hooks, nested=self.is_nested)
+            self.following = SavedInHandles(
+                cache, policy, prune, inputs, self.label, hooks, nested=self.is_nested
+            )
+
+    def situation(self, inputs: Sequence[Tensor]) -> Situation:
+        """Return what decides whether the call is recorded."""
+        return Situation(
+            is_saved=True,
+            is_compiled=self.reach.compiled,
+            elements=sum(map(Tensor.numel, inputs)),
+            given_up=_NESTED if any(t.is_nested for t in inputs) else "",
+        )
+
+    def kind(self, inputs: Sequence[Tensor]) -> CallKind:
+        """Return what the call has in common with those that share its record."""
+        signature = self.reach.signature, str(self.vmaps), self.ambient.key
+        return CallKind((*signature, *self.inputs.needs), metas_of(inputs))
+
+    def alive(self) -> list[Handle]:
+        """Return the handles that a node still holds, but for residuals."""
+        found: list[Handle] = []
+        for ref in self.handles:
+            handle = None if ref is None else ref()
+            if handle is not None and handle.residual is None:
+                found.append(handle)
+        return found
+
+    def handle_at(self, position: int) -> Handle | None:
+        """Return a handle by its position, if it is alive."""
+        ref = self.handles[position]
+        return None if ref is None else ref()
+
+    def name_of(self, index: int) -> str:
+        """Write where an input comes from, as the function's author would."""
+        return self.reach.name_of(index)
+
+    def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
+        """Call the function as it was called."""
+        self.reach.call(running, tensors)
+
+    def value_of(self, handle: Handle) -> Tensor:
+        """Return the value of a handle, by a recompute."""
+        return _value_of(self, handle)
+
+    # --- The forward ---
 
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         """Run the function as it is."""
-        following, watched = self.following, Watched(self.inputs.leaves())
-        packing = Packing(self, inputs, None if following is None else following.pack)
+        context, following = here(), self.following
+        # Read before the function runs, which may change it.
+        watched = WatchedLeaves(self.inputs.leaves)
+        packing = _Packing(self, inputs, context)
         self.handles, self.metas = packing.handles, packing.metas
-        context, noted = here(), Noted()
+        noted = Noted()
         self.seeds = noted.seeds
         before = context.only_our_hooks, context.policy, context.decisions
         inside = context.inside
-        context.only_our_hooks = self._only_ours(context)
+        hooks = self.hooks
+        context.only_our_hooks = (
+            hooks is None
+            or hooks[0] is context.block_pack
+            or (context.only_our_hooks and self.is_nested)
+        )
         context.policy, context.decisions = self.policy, Decisions(self.inner)
-        if context.examining is not None:
+        if context.reporter is not None:
             context.inside = (*inside, self)
         noted.start()
+        # The hook comes last: the graphs of all of the above are not the call's.
         push_hooks(packing.pack, unpack)
         try:
             if following is None or following.mode is None:
@@ -146,32 +305,20 @@ class Saved(SavedCall):
             context.only_our_hooks, context.policy, context.decisions = before
             context.inside = inside
             noted.end()
+            # Also after an error: the graph refers to the hook, and the roots of the
+            # reach to the holders.
             packing.done()
             self.reach.forward_done()
-        handles = [None if ref is None else ref() for ref in self.handles]
-        if handles.count(None) < len(handles):
-            self._end(inputs, handles, watched.effects(inputs), noted.renorms)
+        for ref in self.handles:
+            if ref is not None and ref() is not None:
+                self._end(inputs, watched, noted.renorms)
+                break
         return result
-
-    def _only_ours(self, context: Context) -> bool:
-        """Say whether all hooks for saved tensors here are of calls of remat."""
-        hooks = self.hooks
-        if hooks is None or hooks[0] is context.scope_pack:
-            return True
-        return context.only_our_hooks and self.is_nested
-
-    def _follow_nothing(self, inputs: Sequence[Tensor], why: str) -> None:
-        """Recompute all, and warn if that is not what was asked for."""
-        self.following = None
-        policy, prune = self.policy, self.options.prune
-        situation = self.situation(inputs)
-        warn_if_asked(policy, prune, situation, self.label, why)
 
     def _end(
         self,
         inputs: Sequence[Tensor],
-        handles: Sequence[Handle | None],
-        effects: Effects,
+        watched: WatchedLeaves,
         renorms: Sequence[Renorm],
     ) -> None:
         """Keep what a recompute needs, now that the forward has ended.
@@ -179,36 +326,477 @@ class Saved(SavedCall):
         Raises:
             MutationError: the function changed an input that is not copied.
         """
-        self.effects = effects
+        self.effects = effects = watched.effects(inputs)
         self.ambient.forward_done(keeps_casts=True)
         following = self.following
         if following is not None:
             why = following.gives_up(accumulates=effects.accumulates)
-            if why:
-                self._follow_nothing(inputs, why)
-                following = None
+            if why:  # all is recomputed, with a warning if that is not what was asked
+                self.following = following = None
+                policy, prune = self.policy, self.options.prune
+                warn_if_asked(policy, prune, self.situation(inputs), self.label, why)
             else:
                 # Before the inputs: a recompute of the call around has residuals packed
                 # while this call runs, and has to pack in the same order.
-                following.finish(handles)
+                refs = self.handles
+                following.finish([None if ref is None else ref() for ref in refs])
         changed = self.inputs.note_changes(inputs, renorms)
         if changed is not None:
-            reach = self.reach
-            run = functools.partial(refill.run_again, self)
-            changes = changes_of(reach, inputs, run)
-            raise changed_inside(reach, changed, changes)
+            run = functools.partial(_run_again, self)
+            changes = changes_of(self.reach, inputs, run)
+            raise changed_inside(self.reach, changed, changes)
         if following is not None:
+            # After their changes were noted: what is absent has none.
             self.inputs.let_go(following.dropped)
             around = here().decisions
             if around is not None and self.index is not None:
                 around.note(self.index, following.decision)
         self.is_done = True
 
-    def value_of(self, handle: Handle) -> Tensor:
-        """Return the value of a handle, by a recompute."""
-        return refill.value_of(self, handle)
+
+# --- Packing: the hook of the forward ---
 
 
+class _Packing:
+    """The hook of one forward, and what it has packed.
+
+    An input as it was at the call is saved itself, and so is a leaf that requires grad:
+    to give one back by a handle, the function would have to run. All else becomes a
+    handle.
+
+    Args:
+        call: that gives the values of handles.
+        inputs: of the call.
+        context: of the thread.
+
+    Attributes:
+        handles: in order; None for what stays itself.
+        metas: of what the handles stand for, in the same order.
+    """
+
+    __slots__ = (
+        *("_call", "_frozen", "_index", "_is_traced", "_observe", "_saved"),
+        *("_versions", "handles", "metas"),
+    )
+
+    def __init__(self, call: Saved, inputs: Sequence[Tensor], context: Context) -> None:
+        saved, first = call.inputs, call.reach.first_parameter
+        self._call, self._saved, self._versions = call, saved.values, saved.versions
+        self._index = dict(zip(map(id, inputs[:first]), range(first), strict=True))
+        self._frozen: set[int] = set()
+        if False in saved.needs[first:]:
+            pairs = zip(inputs[first:], saved.needs[first:], strict=True)
+            self._frozen = {id(t) for t, need in pairs if not need}
+        self._is_traced = is_below_tracer()
+        self.handles: list[weakref.ref[Handle] | None] = []
+        self.metas: list[Any] = []
+        # Is told what is saved at each position, None for what stays itself.
+        self._observe: Callable[[int, Tensor | None], None] | None = None
+        if call.following is not None:
+            self._observe = call.following.pack
+        if context.reporter is not None:
+            self._observe = context.reporter.observe(call, self._observe)
+
+    def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
+        """Be the hook that saves a tensor."""
+        if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
+            return t
+        handles, version = self.handles, None
+        i = self._index.get(id(t))
+        if i is not None:
+            version = self._versions[i]
+            if version is not None and t._version != version:
+                i = None  # it holds another value by now
+        if i is None:
+            if is_of_torch_func(t):
+                t = unwrap_dead(t)
+                if is_of_torch_func(t):  # of a level that was opened inside
+                    handles.append(None)
+                    self.metas.append(None)
+                    if self._observe is not None:
+                        self._observe(len(handles) - 1, None)
+                    return without_node(t)
+            node = t.grad_fn
+            if node is not None or not (t.requires_grad or id(t) in self._frozen):
+                position = len(handles)
+                handle = Handle(self._call, position)
+                handles.append(weakref.ref(handle))
+                try:
+                    self.metas.append((t.shape, t.dtype, type(node)))
+                except RuntimeError:  # a nested tensor has no shape
+                    self.metas.append((None, t.dtype, type(node)))
+                if self._observe is not None:
+                    self._observe(position, t)
+                return handle
+            version = version_of(t)
+        handles.append(None)
+        self.metas.append(None)
+        if self._observe is not None:
+            self._observe(len(handles) - 1, None)
+        if i is not None and type(self._saved[i]) is PackedOutside:
+            return self._saved[i]
+        return VersionedTensor(t, version, self._call.reach)
+
+    def done(self) -> None:
+        """Drop the references to the call: the graph refers to the hook."""
+        del self._call, self._saved, self._observe, self.handles, self.metas
+
+
+def _is_of_trace(t: Tensor, is_traced: bool) -> bool:
+    """Say whether torch traces a part of the function, as the body of its `scan`.
+
+    What the graph of that trace saves is none of what the graph of the call saves.
+
+    Args:
+        t: what is saved.
+        is_traced: whether the function itself runs below a tracer, or on fake tensors.
+    """
+    return is_fake(t) and not is_traced and is_below_tracer()
+
+
+# --- The recompute ---
+
+
+@eager_only
+def _value_of(call: Saved, asked: Handle) -> Tensor:
+    """Return the value of a handle; fill all others that the backward may read.
+
+    Raises:
+        RecomputeError: the function does something else than it did.
+        MutationError: it reads what was changed in place since.
+    """
+    in_backward = current_task() >= 0
+    if in_backward and torch.is_grad_enabled() and call.is_done:
+        DIFFERENTIATED_AGAIN.add(call.label)
+    handles = call.alive() if in_backward else [asked]
+    if len(handles) > 1:
+        # Before the run, which may fail: values that nobody reads are dropped at the
+        # end of the backward, or of its group.
+        forget, group = functools.partial(_forget, weakref.ref(call)), execution_group()
+        if group is None:
+            when_done(forget)
+        else:
+            weakref.finalize(group, forget)
+    fill = _fill_fully if call.following is None else _fill_or_follow
+    try:
+        with torch_functions():  # those of a loss may have called the backward
+            outside_inference_mode(below_all_levels, fill, call, handles)
+    except Exception as error:
+        note(error, f"remat: raised while recomputing {call.label}.")
+        describe = call.options.describe
+        if describe is not None and isinstance(error, RecomputeError):
+            note(error, describe())
+        for handle in handles:
+            handle.value = None
+        raise
+    value = asked.value
+    assert value is not None
+    if keeps_graph():
+        asked.value = None
+    return value
+
+
+def _forget(ref: weakref.ref[Saved]) -> None:
+    call = ref()
+    for handle in () if call is None else call.alive():
+        handle.value = None
+
+
+def _fill_or_follow(call: Saved, handles: Sequence[Handle]) -> None:
+    """Recompute what handles stand for, along a plan if there is one that fits."""
+    following: Any = call.following
+    if not call.is_done:
+        # Unseen by the mode that records the forward.
+        with following.outside():
+            _fill_fully(call, handles)
+        following.note_read(handles)
+        return
+    replaying = following.replay(handles)
+    if replaying is not None and _fill_along_plan(call, handles, replaying):
+        return
+    _fill_fully(call, handles, following.check())
+
+
+def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> None:
+    """Run the function as it is, under a mode that checks it if there is one."""
+    stops = call.options.stops_early and not reads_what_is_written_late()
+    # Of a forward that still runs, nobody knows yet where it ends.
+    stops = stops or not call.is_done
+    filling = Filling(handles, call, stops=stops, compares=call.options.compares)
+    recompute(call, filling, call.inputs.to_run_on(call.effects), check)
+    filling.end()
+
+
+def _fill_along_plan(
+    call: Saved, handles: Sequence[Handle], replaying: Replaying
+) -> bool:
+    """Recompute along a plan; say whether it fit."""
+    stops = call.options.stops_early and not reads_what_is_written_late()
+    filling = Filling(handles, call, stops=stops, is_replay=True)
+    tensors = call.inputs.to_run_on(call.effects)
+    try:
+        # No name for the stand-ins: `escaped` counts who else holds them.
+        recompute(call, filling, replaying.stand_ins(tensors), replaying.mode)
+    except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
+        replaying.failed(error)
+        return False
+    if filling.left or replaying.escaped():
+        replaying.failed(None)
+        return False
+    replaying.succeeded()
+    return True
+
+
+def recompute(
+    call: Saved, filling: "Filling", tensors: Sequence[Tensor], mode: Any
+) -> None:
+    """Run the function again, until all handles are filled.
+
+    Args:
+        call: the call.
+        filling: the hook that fills its handles.
+        tensors: to run on.
+        mode: to run under, or None.
+    """
+    context = here()
+    before = context.only_our_hooks, context.policy, context.decisions
+    inside, recomputing = context.inside, context.recomputing
+    context.only_our_hooks, context.policy = True, call.policy
+    context.decisions = Decisions(call.inner, again=True)
+    context.recomputing = (*recomputing, call)
+    if context.reporter is not None:
+        context.inside = (*inside, call)
+    # The hooks and the grad mode of the backward do not count.
+    suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
+    set_grad_enabled(True)
+    push_hooks(filling.pack, unpack)
+    try:
+        # Outside of the mode, which is to see what the function does and nothing else.
+        with _restored(call, tensors):
+            try:
+                if mode is None:
+                    _run_again(call, tensors)
+                else:
+                    with within(call.policy, followed=True), mode:
+                        _run_again(call, tensors)
+                        mode.end()
+            except Stop:
+                pass
+            except Exception:
+                # TorchScript's interpreter raises another error in place of `Stop`.
+                if filling.left:
+                    raise
+    finally:
+        # Ours is on top of those that were there: it goes first.
+        pop_hooks()
+        context.only_our_hooks, context.policy, context.decisions = before
+        context.inside, context.recomputing = inside, recomputing
+        set_grad_enabled(grad_mode)
+        if suspended:
+            resume_hooks(suspended)
+
+
+def _run_again(call: Saved, tensors: Sequence[Tensor]) -> None:
+    """Call the function of a call on other tensors, with its objects as they were."""
+    if not (call.vmaps or call.inputs.copied):
+        _run(call, *tensors)
+        return
+    run = functools.partial(_run, call)
+    if call.vmaps:
+        run = batched_again(run, call.vmaps)
+    with call.inputs.put_back(tensors):
+        run(*tensors)
+
+
+def _run(call: Saved, *tensors: Tensor) -> tuple[()]:
+    noted = Noted(call.seeds)
+    with call.reach.restored(tensors, call.inputs.values) as running:
+        noted.start()
+        try:
+            call.run_again(running, tensors)
+        finally:
+            noted.end()
+    return ()
+
+
+def _restored(call: Saved, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Restore the state of the call; leave nothing on the user's own leaves.
+
+    What changed since, and is no longer known, is not to be read.
+    """
+    ambient, effects, saved = call.ambient, call.effects, call.inputs
+    state = ambient.restored() if call.is_done else ambient.restored_within()
+    changed, leaves = saved.changed(), saved.leaves
+    gradients = PreserveGradients(leaves)
+    if state is NOTHING and effects is NO_EFFECTS and not (changed or saved.renorms):
+        return gradients
+    everything = contextlib.ExitStack()
+    if changed:
+        state = reading_refused(call.reach, tensors, changed, state)
+    everything.enter_context(state)
+    everything.enter_context(gradients)
+    if effects.moves or effects.marks or saved.renorms:
+        everything.enter_context(saved.rows_put_back())
+        attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
+        everything.enter_context(preserved_marks(leaves, attributes, hooks))
+    if effects.moves:
+
+        def moved(k: int) -> MutationError:
+            return changed_inside(call.reach, saved.leaves_at[k])
+
+        # Innermost: leaves are in their memory again before rows of it are put back.
+        everything.enter_context(preserved_memory(leaves, moved))
+    return everything
+
+
+# --- Filling: the hook of the recompute ---
+
+
+class Stop(BaseException):
+    """Ends a recompute: every handle that is alive has its value."""
+
+
+class Filling:
+    """The hook of one recompute.
+
+    The j-th tensor saved goes into the j-th handle, if that is alive, and only if its
+    shape, dtype and node are those of the tensor that the forward saved there. What is
+    returned to the graph of the recompute has no node: it would be a cycle that Python
+    does not see.
+
+    Args:
+        handles: to be filled.
+        call: of which they are.
+        stops: whether the recompute ends once all handles have their values.
+        compares: whether shape, dtype and node are compared.
+        is_replay: whether the operations are compared with a record besides.
+
+    Attributes:
+        left: how many handles are empty.
+    """
+
+    __slots__ = (
+        *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
+        *("_saved", "_stops", "left"),
+    )
+
+    def __init__(
+        self,
+        handles: Iterable[Handle],
+        call: Saved,
+        *,
+        stops: bool = True,
+        compares: bool = True,
+        is_replay: bool = False,
+    ) -> None:
+        self._stops, self._compares, self._is_replay = stops, compares, is_replay
+        self._is_traced = is_below_tracer()
+        self._handles: dict[int, Handle] = {}
+        for handle in handles:
+            self._handles[handle.position] = handle
+        # Of all that the forward saved, None for what was saved itself.
+        self._metas, self._label = call.metas, call.label
+        self._saved: list[Any] = []
+        self.left = len(self._handles)
+
+    def pack(self, t: Tensor) -> Any:
+        """Be the hook that saves a tensor."""
+        if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
+            return t
+        if not self.left and self._stops:
+            raise Stop
+        saved, metas = self._saved, self._metas
+        position = len(saved)
+        if is_of_torch_func(t):
+            t = unwrap_dead(t)
+            if is_of_torch_func(t):
+                saved.append(None)
+                return without_node(t)
+        node = t.grad_fn
+        value = t if node is None else t.detach()
+        handle = self._handles.get(position)
+        if handle is None:
+            saved.append(None)
+            if position >= len(metas):
+                raise self.differs()
+            return value
+        try:
+            meta = t.shape, t.dtype, type(node)
+        except RuntimeError:  # a nested tensor has no shape
+            meta = None, t.dtype, type(node)
+        saved.append(meta)
+        if meta != metas[position] and self._is_other(meta, metas[position]):
+            raise self.differs()
+        handle.value = value
+        self.left -= 1
+        if not self.left and self._stops:
+            raise Stop
+        return value
+
+    def end(self) -> None:
+        """Check that the recompute, which has ended, has saved all.
+
+        Raises:
+            RecomputeError: it saved less than the forward did.
+        """
+        if self.left or not (self._stops or len(self._saved) == len(self._metas)):
+            raise self.differs()
+
+    def _is_other(self, meta: Any, then: Any) -> bool:
+        """Say whether what is saved differs from what the forward saved."""
+        if not self._compares:
+            return False
+        if then is None or meta[:2] != then[:2]:
+            return True
+        nodes = meta[2], then[2]
+        if self._is_replay or any(issubclass(node, FunctionCtx) for node in nodes):
+            # Hooks may put Functions in between that change nothing, as FSDP's do.
+            return False
+        names = [*map(_name_of, nodes)]
+        # TorchScript fuses operations into such a node once it has run them.
+        return names[0] != names[1] and "CppFunction" not in names
+
+    def differs(self) -> RecomputeError:
+        """Return the error that the recompute and the forward save different things."""
+        then, now = self._metas, self._saved
+        # What is saved itself is not compared, nor what nobody reads.
+        pairs = enumerate(zip(then, now, strict=False))
+        first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
+        listed = {"then": _listed(then, first), "now": _listed(now, first)}
+        where = user_line()
+        return RecomputeError(_DIFFERS.format(label=self._label, where=where, **listed))
+
+
+def _name_of(node: type) -> str:
+    """Return the name of a node, the same for both that `reshape` may make."""
+    name = node.__name__
+    # Which one it makes depends on whether a mode is active.
+    return "ViewBackward0" if name == "ReshapeAliasBackward0" else name
+
+
+def _listed(metas: Sequence[Any], first: int) -> str:
+    """Write what was saved around the first difference."""
+    start = max(0, first - 2)
+    lines = [_line(k, meta) for k, meta in enumerate(metas[start : first + 2], start)]
+    return "\n".join(lines if len(metas) > first else [*lines, "    nothing more"])
+
+
+def _line(k: int, meta: Any) -> str:
+    if meta is None:
+        return f"    {k}: an input, a leaf, or what is not read"
+    shape, dtype, node = meta
+    name = "no graph" if node is type(None) else node.__name__
+    return f"    {k}: {str(dtype).removeprefix('torch.')}{[*shape]} of {name}"
+
+
+_DIFFERS = (
+    "remat: recomputing {label} saves something else for the backward than the forward "
+    "did, at {where}.\n  forward:\n{then}\n  recompute:\n{now}\nThe function must "
+    "compute the same thing twice: if it depends on outside state that changed, pass "
+    "that state as an argument. remat.testing.check_replay shows where the two part."
+)
+# Its sizes are asked for by operations, in some runs and not in others.
+_NESTED = "an input is a nested tensor"
 _UNHASHABLE = (
     "remat: {label} reaches an object of an {error}, whose metaclass has no "
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "

@@ -1,6 +1,6 @@
 """What a call ran in, under torch.func: a recompute restores it, or is refused.
 
-`forward` notes it, and `primal` restores it for each recompute.
+`function` notes it in the forward, and restores it for each recompute.
 
 Invariant: no tensor is held here. The node that saves the inputs holds them.
 Rejected: to compare values. Versions tell of a change, and cost nothing.
@@ -28,7 +28,7 @@ from remat._torch import (
 from remat._transform.checks import reading_refused, refuse_needed
 
 
-class State(NamedTuple):
+class CallState(NamedTuple):
     """What one call ran in.
 
     Attributes:
@@ -43,7 +43,7 @@ class State(NamedTuple):
     classes: Sequence[type]
     values: Sequence[Any] = ()
 
-    def updated(self, before: Mapping[int, Tensor]) -> "State":
+    def updated(self, before: Mapping[int, Tensor]) -> "CallState":
         """Return it for recomputes on inputs as they were before some were updated."""
         versions, values = [*self.versions], [*self.values]
         for i, value in before.items():
@@ -52,7 +52,7 @@ class State(NamedTuple):
                 values[i] = FunctionalValue(value)
         return self._replace(versions=versions, values=values)
 
-    def of_first(self, count: int) -> "State":
+    def of_first(self, count: int) -> "CallState":
         """Return it for the first inputs: those of the call, without their tangents."""
         return self._replace(
             versions=self.versions[:count],
@@ -117,13 +117,13 @@ class State(NamedTuple):
         return [*map(_as_class, inputs, self.classes)]
 
 
-def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> State:
+def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     """Return what a call runs in, here and now."""
     ambient = Ambient(snapshot.streams, snapshot.handles_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
     values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()
-    return State(ambient, versions_of(inputs), classes, values)
+    return CallState(ambient, versions_of(inputs), classes, values)
 
 
 def _as_class(tensor: Tensor, kind: type) -> Tensor:

@@ -8,12 +8,16 @@ While a graph is made a call is one recursive Function (`function`), at every le
 at the base. So what it recomputes is explicit in the graph. `rules` puts a barrier
 before it, and a `Tape` gives it what the policy keeps and the states of its draws.
 
-Invariant: what leaves this file for Dynamo to trace are plain functions.
+Invariant: what leaves this file for Dynamo to trace are plain functions. What the
+lowering of a node depends on is in its graph or in its key.
 Rejected: to have Dynamo trace the Function. Under torch.func it drops a backward.
 """
 
 import functools
+import hashlib
+import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +31,9 @@ from remat._base.types import Fn, Opaque
 from remat._partial.barrier import behind
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT, Options
-from remat._partial.tape import Kept
+from remat._partial.tape import TapedCall
 from remat._torch import (
+    OF_THIS_PROCESS,
     UnknownLevelError,
     as_node,
     base_dual_level_active,
@@ -43,11 +48,19 @@ from remat._torch import (
     run_body,
     uncompiled,
 )
-from remat._transform import node_keys
 from remat._transform.changes import changed_by
-from remat._transform.lowered import call_as_function, call_lowered
-from remat._transform.lowering import Lowering, lowering_of
-from remat.policies._parts import offloads_to_disk, parts_of, whole
+from remat._transform.lowering import (
+    Lowering,
+    call_as_function,
+    call_lowered,
+    lowering_of,
+)
+from remat.policies._data import (
+    identity_of,
+    offloads_to_disk,
+    parts_of,
+    whole,
+)
 
 
 def call_traced(
@@ -119,15 +132,61 @@ uncompiled(
 )
 
 
+# --- The keys of nodes ---
+#
+# A node holds a key, as it takes constants and no objects. The key is part of the graph
+# and so of the key of AOTAutograd's cache on disk: two nodes that are lowered in
+# different ways have different keys, in every process. A number for each call would be
+# given to another call by another process.
+
+
+_CALLS: dict[str, tuple[Label, Options]] = {}
+_NUMBERED: dict[tuple[str, str, Options], str] = {}
+_PROCESS = secrets.token_hex(8)
+
+
 def key_of(name: str, where: str, options: Options) -> str:
     """Return what tells a node's label and options. Dynamo calls it as it traces."""
     let_dynamo_see_nodes()
-    return node_keys.key_of(name, where, options)
+    policy = identity_of(options.joined())
+    if policy is None:
+        number = f"{OF_THIS_PROCESS} {_PROCESS} {len(_NUMBERED)}"
+        key = _NUMBERED.setdefault((name, where, options), f"{name} {number}")
+    else:
+        key = f"{name} {_digest_of(name, where, policy, options)}"
+    _CALLS.setdefault(key, (label_of(name, where), options))
+    return key
+
+
+def _digest_of(name: str, where: str, policy: str, options: Options) -> str:
+    # The others are for a recompute in the backward, and a graph holds its own.
+    flags = options.prune, options.rng, options.higher_order
+    text = repr((name, where, policy, flags, _sources()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of remat's own code, which lowers a node.
+
+    Its version would not do: of an editable install the code changes without it. Code
+    that cannot be read, as in a zip file, has another digest in each process.
+    """
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    if not root.is_dir():
+        return _PROCESS
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+# --- A node runs ---
 
 
 def _lower(key: str, body: Any) -> Fn:
     """Return what runs a node that Dynamo made of a call."""
-    return functools.partial(_run_node, body, *node_keys.call_of(key))
+    return functools.partial(_run_node, body, *_CALLS[key])
 
 
 @eager_only
@@ -214,7 +273,7 @@ def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any
     policy = options.joined()
     is_forward_mode = is_under_jvp() or base_dual_level_active()
     followed = None if is_forward_mode else policy
-    kept = Kept(label, followed, refuses_draws=options.rng == "error")
+    kept = TapedCall(label, followed, refuses_draws=options.rng == "error")
     taped = _taped(fn, policy, Opaque(kept))
     with counted_levels():
         return call_as_function(
@@ -232,7 +291,7 @@ def _plain(fn: Fn, label: Label, options: Options) -> Fn:
     """Return what runs where nothing is recomputed; it may refuse draws."""
     if options.rng != "error":
         return fn
-    return _taped(fn, None, Opaque(Kept(label, None, refuses_draws=True)))
+    return _taped(fn, None, Opaque(TapedCall(label, None, refuses_draws=True)))
 
 
 def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:

@@ -9,24 +9,18 @@
     _forward              its forward, which leaves checkpoints
     _reversal             its backward, which runs a schedule
     _segment              some of the steps, as a program
-    _sweep                runs steps with the graph of one at a time
-    _columns              what is collected of all steps
-    _stored               stored carries, in memory and on disk
-    _steps                what is between two steps, as data
+    _stored               stored carries, and what is collected of all steps
+    _steps                what is between two steps, and how one runs
 
     _within     finds the schedule for a budget of bytes
-    _alike      which chains need not be measured again
     _measure    what a step takes: runs some on fake tensors
-    _budget     budgets, and which schedule of equal steps stays under one
-    _staged     the same for the unequal stages of `sequential`
+    _budget     which schedule stays under a budget, of equal steps or unequal stages
 
     _segments     schedule: equal segments, each reversed as a whole
     _multilevel   schedule: carries on disk, and the steps between them from memory
-    _online       schedule: chains whose length is known only at their end
-    _binomial     schedule: the fewest steps run again for a number of checkpoints
+    _binomial     schedules: the fewest steps run again for a number of checkpoints
     _rotor        plans for chains of unequal stages, under a budget
-    _held         what a chain holds while it follows a schedule, and its plot
-    _actions      what a schedule says, and what all schedules share
+    _actions      what a schedule says, what all share, and what is held
 
 Called by users.
 """

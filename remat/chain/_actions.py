@@ -13,7 +13,9 @@ import abc
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from remat._report import plots
 
 
 class Storage(enum.Enum):
@@ -111,23 +113,21 @@ class Reverse:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordStep:
     """Run step `step` from the live carry with recording, and hold its residuals.
 
     Its input and its output exist as long as the residuals. Carry `step + 1` is live
-    after it. `option` is the number of one of the ways in which the stage can be
-    recorded. Only plans of `rotor` say this.
+    after it. Only plans of `rotor` say this.
 
     Example:
-        >>> from remat.chain.schedules import Option, Stage, rotor
-        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> from remat.chain.schedules import StageCosts, rotor
+        >>> stage = StageCosts(1.0, output_bytes=1, saved_bytes=4)
         >>> plan = rotor([stage] * 6, budget=12)
-        >>> next(action for action in plan.forward(6) if isinstance(action, Record))
-        Record(step=4, option=0)
+        >>> next(action for action in plan.forward(6) if isinstance(action, RecordStep))
+        RecordStep(step=4)
     """
 
     step: int
-    option: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class Backward:
     The step was recorded before. Its residuals are let go. No carry is live after it.
 
     Example:
-        >>> from remat.chain.schedules import Option, Stage, rotor
-        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
+        >>> from remat.chain.schedules import StageCosts, rotor
+        >>> stage = StageCosts(1.0, output_bytes=1, saved_bytes=4)
         >>> plan = rotor([stage] * 6, budget=12)
         >>> next(action for action in plan.backward(6) if isinstance(action, Backward))
         Backward(step=5)
@@ -147,7 +147,7 @@ class Backward:
     step: int
 
 
-Action = Advance | Save | Load | Drop | Reverse | Record | Backward
+Action = Advance | Save | Load | Drop | Reverse | RecordStep | Backward
 """One thing that a schedule tells a chain to do.
 
 Example:
@@ -211,18 +211,7 @@ class Schedule(abc.ABC):
 
 
 def check_count(taker: str, name: str, value: object, least: int = 1) -> None:
-    """Refuse an argument of a schedule that is not a count.
-
-    Args:
-        taker: The name of the schedule.
-        name: The name of the argument.
-        value: Its value.
-        least: The least value that is allowed.
-
-    Raises:
-        TypeError: the value is not an integer.
-        ValueError: the value is too small.
-    """
+    """Refuse an argument of a schedule that is not a count."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(
             f"remat: {taker} takes an integer as {name}; got {value!r}, a "
@@ -230,3 +219,122 @@ def check_count(taker: str, name: str, value: object, least: int = 1) -> None:
         )
     if value < least:
         raise ValueError(f"remat: {taker} takes {name} >= {least}; got {value}")
+
+
+# --- What is held while a schedule is followed ---
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a chain holds at one time.
+
+    The live carry comes on top.
+
+    Attributes:
+        evaluations: how many steps have run.
+        memory: how many carries are stored in memory.
+        disk: how many carries are stored on disk.
+        recorded: how many steps have their residuals.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> max(held(Binomial(checkpoints=3), 10), key=lambda state: state.memory)
+        Held(evaluations=7, memory=3, disk=0, recorded=0)
+    """
+
+    evaluations: int
+    memory: int
+    disk: int
+    recorded: int
+
+
+def held(schedule: Schedule, length: int) -> Iterator[Held]:
+    """Return what a forward and a backward hold, after each change.
+
+    Args:
+        schedule: The schedule of the chain.
+        length: How many steps it has.
+
+    Example:
+        >>> from remat.chain.schedules import Binomial
+        >>> states = [*held(Binomial(checkpoints=10), 1000)]
+        >>> states[-1]
+        Held(evaluations=4640, memory=0, disk=0, recorded=0)
+        >>> max(state.memory for state in states)
+        10
+    """
+    state = _Count()
+    for action in schedule.forward(length):
+        yield from state.after(action)
+    for action in schedule.backward(length):
+        yield from state.after(action)
+
+
+def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
+    """Draw what a forward and a backward hold, over the steps that have run.
+
+    Args:
+        schedule: The schedule of the chain.
+        length: How many steps it has.
+        ax: the matplotlib axes to draw on; None for new ones.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> from remat.chain.schedules import Binomial
+        >>> axes = plot(Binomial(checkpoints=3), 10, ax=Figure().subplots())
+        >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()]
+        ('steps evaluated so far', ['carries in memory', 'recorded steps'])
+    """
+    states = [*held(schedule, length)]
+    series = {
+        "carries in memory": [state.memory for state in states],
+        "carries on disk": [state.disk for state in states],
+        "recorded steps": [state.recorded for state in states],
+    }
+    used = {name: counts for name, counts in series.items() if any(counts)}
+    at = [state.evaluations for state in states]
+    title = f"{schedule!r}, {length:,} steps"
+    axes = "steps evaluated so far", "carries and steps held"
+    return plots.lines(at, used, axes, title, ax)
+
+
+class _Count:
+    """Follows actions, and counts."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, Storage] = {}
+        self._run = self._recorded = self._on_disk = 0
+
+    def after(self, action: Action) -> Iterator[Held]:
+        """Do an action, and return what is held then."""
+        match action:
+            case Advance(start, stop):
+                self._run += stop - start
+            case Save(step, storage):
+                self._stored[step] = storage
+                self._on_disk += storage is Storage.DISK
+            case Drop(step):
+                self._on_disk -= self._stored.pop(step) is Storage.DISK
+            case RecordStep():
+                self._run += 1
+                self._recorded += 1
+            case Backward():
+                self._recorded -= 1
+            case Reverse(start, stop):
+                self._run += stop - start
+                self._recorded += stop - start
+                yield self._now()
+                self._recorded -= stop - start
+            case _:
+                return
+        yield self._now()
+
+    def _now(self) -> Held:
+        memory = len(self._stored) - self._on_disk
+        return Held(self._run, memory, self._on_disk, self._recorded)

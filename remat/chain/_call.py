@@ -26,16 +26,17 @@ from remat._transform.lowering import Lowering, lowering_of
 from remat.chain._actions import Schedule
 from remat.chain._budget import LoopBudget
 from remat.chain._chain import Chain
-from remat.chain._columns import Collected, Columns
 from remat.chain._forward import ChainCall, Progress
 from remat.chain._segments import Segments, Sqrt, ranges_of
 from remat.chain._steps import (
+    Collected,
     Live,
     Steps,
     refuse_other_form,
     taken_apart,
     through,
 )
+from remat.chain._stored import Columns
 from remat.chain._within import schedule_within
 
 

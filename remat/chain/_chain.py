@@ -20,15 +20,13 @@ from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.types import Outputs
 from remat._torch import current_layer, requires_grad_at_any_level
-from remat._transform.batch import Batch
-from remat._transform.dual import Dual
-from remat._transform.function import call as evaluate
-from remat._transform.primal import Primal
+from remat._transform.function import Primal, call as evaluate
+from remat._transform.levels import Below
 from remat.chain._forward import CHANGED, ChainCall
 from remat.chain._reversal import Reversal, is_recorded
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt, Uniform, ranges_of
-from remat.chain._sweep import cutting
+from remat.chain._steps import cutting
 
 
 class Chain(Primal):
@@ -59,7 +57,7 @@ class Chain(Primal):
         call.stores = program is self and not request.in_forward_mode
         results, evaluation = super().forward(program, inputs, request)
         if evaluation.updated and call.steps.is_repeated:
-            name = self.name_of(evaluation.updated[0])
+            name = call.snapshot.name_of(evaluation.updated[0])
             raise CaptureError(CHANGED.format(label=self.label, what=f"`{name}`"))
         assert self.state is not None
         if not self.state.ambient.moved:
@@ -79,22 +77,22 @@ class Chain(Primal):
         return Reversal(self, self.call, wanted, given)
 
     @override
-    def _run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
+    def run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         call = self.call
         with cutting(inputs, call.needs, are_leaves=True) as cut:
             call.cut = cut
-            outs: Any = super()._run_forward(cut.inputs, mode)
+            outs: Any = super().run_forward(cut.inputs, mode)
             needs = call.note_outs(outs)
             outs = [*map(cut.value, outs)]
         return _connected(outs, needs, inputs)
 
     @override
-    def _recompute(self, out: Any, inputs: Sequence[Tensor], mode: Any) -> Outputs:
+    def recompute(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         """Run all steps for who differentiates them: forward mode, or around a vmap.
 
         A graph of it holds a carry for each of about sqrt(n) segments.
         """
-        del out, mode
+        del mode
         call, length = self.call, self.call.length
         cuts = Sqrt() if is_recorded(inputs) else Uniform(1)
         live = call.first(inputs)
@@ -124,13 +122,10 @@ def _cut_rows(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
 def _needs_of(program: Program, request: Request) -> Sequence[bool]:
     """Return which inputs some level differentiates, inside a vmap or outside."""
     needs = request.needs
-    while isinstance(program, (Batch, Dual)):
-        if isinstance(program, Dual):
-            needs, program = needs[: program.arity], program.primal
-            continue
-        pairs = zip(needs, program.needs_outside, strict=True)
+    while isinstance(program, Below):
+        pairs = zip(needs[: program.arity], program.needs, strict=True)
         needs = [inside or outside for inside, outside in pairs]
-        program = program.unbatched
+        program = program.program
     return needs
 
 

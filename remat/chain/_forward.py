@@ -22,30 +22,29 @@ from remat._capture.between import (
     NOTHING,
     Between,
     Nodes,
-    Recomputing,
+    RecomputedObjects,
     Unnoted,
     in_forward,
 )
-from remat._capture.handing_on import Forward, named_change
-from remat._capture.restore import Run
-from remat._capture.snapshot import Bound
+from remat._capture.handing_on import ForwardRun, named_change
+from remat._capture.restore import SnapshotRun
+from remat._capture.snapshot import BoundFunction
 from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
-from remat._transform.forward import labelled
 from remat._transform.reached import reached_inputs
-from remat.chain._actions import Action, Advance, Drop, Record, Save, Schedule
-from remat.chain._columns import Columns
-from remat.chain._online import Online
+from remat.chain._actions import Action, Advance, Drop, RecordStep, Save, Schedule
+from remat.chain._binomial import Online
 from remat.chain._steps import (
+    Cut,
     Live,
     Steps,
     refuse_opaque,
     refuse_other_form,
+    run_step,
     taken_apart,
 )
-from remat.chain._stored import Stored
-from remat.chain._sweep import Cut, run_step
+from remat.chain._stored import Columns, Stored
 
 
 class Outs(NamedTuple):
@@ -66,16 +65,9 @@ Progress: TypeAlias = Callable[[int], object] | None
 class ChainCall(Call):
     """A call of a chain, taken apart. Its function is that of one step.
 
-    Args:
-        fn: the function of a step.
-        args: of the chain: the initial carry, and what is scanned.
+    Attributes:
         steps: how a step calls the function.
         schedule: of checkpoints.
-        progress: called after each step of the forward.
-
-    Attributes:
-        steps: see above.
-        schedule: see above.
         length: how many steps there are; for some chains only after the forward.
         initial: the inputs that are the initial carry, by index.
         scanned: the inputs that are cut into slices.
@@ -136,28 +128,20 @@ class ChainCall(Call):
         return cut
 
     @override
-    def body(self, fn: Bound, run: Forward) -> Fn:
+    def body(self, fn: BoundFunction, run: ForwardRun) -> Fn:
         """Return what runs all steps."""
         assert self._search is not None
         run.watch(self._search.walked())
         return functools.partial(self._run_all, run, fn.fn, fn.args)
 
     @override
-    def hand_on(self, run: Forward) -> None:
-        """Note which objects changed, and have the user's hold it.
-
-        Raises:
-            CaptureError: one cannot be put back, and the steps repeat.
-        """
+    def hand_on(self, run: ForwardRun) -> None:
+        """Note which objects changed, and have the user's hold it."""
         self.note_changes(run)
         super().hand_on(run)
 
-    def note_changes(self, run: Forward) -> None:
-        """Note which objects changed: a recompute of later steps puts them back.
-
-        Raises:
-            CaptureError: one cannot be put back, and the steps repeat.
-        """
+    def note_changes(self, run: ForwardRun) -> None:
+        """Note which objects changed: a recompute of later steps puts them back."""
         changed = self.changed(run)
         if changed:
             # Those that changed and changed back are in checkpoints alone.
@@ -170,12 +154,8 @@ class ChainCall(Call):
         if self._changing:
             self._others = dict.fromkeys(node for node, _ in run.given())
 
-    def changed(self, run: Forward) -> Between:
-        """Return what objects hold that differ from the call.
-
-        Raises:
-            CaptureError: one cannot be put back, and the steps repeat.
-        """
+    def changed(self, run: ForwardRun) -> Between:
+        """Return what objects hold that differ from the call."""
         try:
             return in_forward(run)
         except Unnoted as error:
@@ -184,11 +164,11 @@ class ChainCall(Call):
             label = self.steps.label
             raise CaptureError(CHANGED.format(label=label, what=error)) from None
 
-    def recomputing(self, run: Run) -> Recomputing | None:
+    def recomputing(self, run: SnapshotRun) -> RecomputedObjects | None:
         """Return what notes and puts back the objects that change, if some do."""
         if not self._changing:
             return None
-        return Recomputing(run, self._changing, self._others)
+        return RecomputedObjects(run, self._changing, self._others)
 
     def forget_streams(self) -> None:
         """Forget where random streams were, from which no step drew."""
@@ -213,7 +193,7 @@ class ChainCall(Call):
         super().forward_done()
         self._progress = self.cut = None
 
-    def _run_all(self, run: Forward, fn: Any, args: Sequence[Any]) -> Any:
+    def _run_all(self, run: ForwardRun, fn: Any, args: Sequence[Any]) -> Any:
         """Run all steps; return the last carry and what was collected."""
         cut = self.cut
         assert cut is not None
@@ -222,7 +202,7 @@ class ChainCall(Call):
         for action in loop.actions():
             if isinstance(action, Advance):
                 loop.advance(action)
-            elif isinstance(action, Record):
+            elif isinstance(action, RecordStep):
                 # Residuals would outlive the forward: the carry is stored instead.
                 if stored is not None:
                     loop.store(Save(action.step), stored)
@@ -242,7 +222,7 @@ class _Loop:
     """The forward of a chain, while it runs."""
 
     def __init__(
-        self, call: ChainCall, run: Forward, fn: Any, args: Sequence[Any], cut: Cut
+        self, call: ChainCall, run: ForwardRun, fn: Any, args: Sequence[Any], cut: Cut
     ) -> None:
         self._call, self._fn, self._args, self._cut = call, fn, args, cut
         self._run = run
@@ -274,11 +254,7 @@ class _Loop:
             yield Advance(k, k + 1)
 
     def _goes_on(self, asked: Callable[[Any, Any], bool]) -> bool:
-        """Ask whether there is another step.
-
-        Raises:
-            CaptureError: the answer changed an object. It is not asked again.
-        """
+        """Ask whether there is another step."""
         looks = not self.count or self.is_noting
         before = self._run.noted_now() if looks else ()
         goes_on = asked(self._fn, self.live.carry)
@@ -327,7 +303,7 @@ class _Loop:
         known = [*self._cut.inputs, *leaves]
         ids = {*map(id, known)}
         computed = [o for o in outs if id(o) not in ids]
-        labelled(self._call, reached_inputs, computed, known)
+        self._call.labelled(reached_inputs, computed, known)
 
 
 CHANGED = (

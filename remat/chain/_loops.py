@@ -19,7 +19,7 @@ from remat._base import pytree
 from remat._torch import must_inline
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
-from remat.chain._binomial import Binomial
+from remat.chain._binomial import Binomial, Online
 from remat.chain._budget import budget_of
 from remat.chain._call import (
     call_chain,
@@ -30,9 +30,8 @@ from remat.chain._call import (
     policed,
 )
 from remat.chain._forward import Progress
-from remat.chain._online import Online
 from remat.chain._segments import EveryStep, Sqrt
-from remat.chain._steps import Functions, Steps
+from remat.chain._steps import FunctionList, Steps
 
 
 C = TypeVar("C")
@@ -285,7 +284,7 @@ def while_loop(
     schedule = schedule or _online(checkpoints)
     label = label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on)
-    both = Functions((cond, policed(body, policy)))
+    both = FunctionList((cond, policed(body, policy)))
     return call_chain(both, (init,), steps, schedule, progress)[0]
 
 
@@ -320,13 +319,13 @@ def _counted_step(
 
 
 def _while_step(
-    both: Functions, args: Sequence[Any], k: int, carry: Any, offset: int
+    both: FunctionList, args: Sequence[Any], k: int, carry: Any, offset: int
 ) -> tuple[Any, None]:
     del args, k, offset
     return both.fns[1](carry), None
 
 
-def _goes_on(both: Functions, carry: Any) -> bool:
+def _goes_on(both: FunctionList, carry: Any) -> bool:
     return bool(both.fns[0](carry))
 
 
@@ -334,12 +333,7 @@ def _goes_on(both: Functions, carry: Any) -> bool:
 
 
 def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
-    """Return the schedule that a user asks for.
-
-    Raises:
-        TypeError: `checkpoints` is nothing of the kind.
-        ValueError: there is no unit of so many steps, or not with these checkpoints.
-    """
+    """Return the schedule that a user asks for."""
     if checkpoints is None or isinstance(checkpoints, Schedule):
         if unroll != 1:
             raise ValueError(_UNROLL.format(unroll=unroll, checkpoints=checkpoints))

@@ -22,7 +22,7 @@ from typing_extensions import override
 from remat._base.context import differentiated
 from remat._base.program import Request
 from remat._base.types import TENSORS
-from remat._capture.handing_on import Forward
+from remat._capture.handing_on import ForwardRun
 from remat._fit.meter import Meter, MissingValueError, has_storage
 from remat._fit.simulate import undisturbed
 from remat._live.reach import Reach
@@ -36,42 +36,29 @@ from remat._torch import (
     outside_all_dispatch_modes,
     storage_id,
 )
-from remat._transform import vjp
+from remat._transform.function import replaced_at
 from remat.chain._actions import (
     Action,
     Advance,
     Backward,
     Evaluations,
-    Record,
+    RecordStep,
     Reverse,
     Schedule,
 )
-from remat.chain._budget import StepBytes, counts_together
+from remat.chain._budget import Staged, StepBytes, counts_together
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall
-from remat.chain._plan import Option, Stage, Stages
 from remat.chain._reversal import Reversing
+from remat.chain._rotor import StageCosts, Stages
 from remat.chain._segment import Segment
-from remat.chain._staged import Staged
-from remat.chain._steps import Functions, Live, Steps, taken_apart
+from remat.chain._steps import FunctionList, Live, Steps, taken_apart
 
 
 def measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
 ) -> StepBytes | Staged | Exception:
-    """Return the numbers of the steps of a chain, as they are inside all vmaps.
-
-    Args:
-        fn: the function of a step.
-        args: of the chain.
-        steps: how a step calls the function.
-        nbytes: of interest: it is not measured how many steps take more.
-        is_batched: whether a vmap is around it.
-
-    Returns:
-        Those of one step, or of all where each one differs. If the steps raise an
-        error, that. They may ask for values, which a vmap does not have.
-    """
+    """Return the numbers of the steps of a chain, as they are inside all vmaps."""
     lengths: Sequence[int] = (steps.length or 0,)
     if steps.length is None:  # there may be fewer than are tried
         lengths = len(taken_apart(args[0])[0]) + 2, 2, 1
@@ -143,7 +130,8 @@ def _set_back(trial: "Trial") -> Iterator[None]:
     states = [stream.read() for stream in streams]
     try:
         # It is as for a recompute, which leaves everything as it was before.
-        with trial.reach.restored(trial.reach.take_tensors(), exchanges=False):
+        tensors = trial.reach.take_tensors()
+        with trial.reach.restored(tensors, tensors):
             yield
     finally:
         for stream, state in zip(streams, states, strict=True):
@@ -151,11 +139,7 @@ def _set_back(trial: "Trial") -> Iterator[None]:
 
 
 class Unsettled(Exception):  # noqa: N818
-    """Carries of the first steps are unlike those after them.
-
-    Args:
-        steps: how many there are until all are alike.
-    """
+    """Carries of the first steps are unlike those after them."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -193,13 +177,13 @@ def _stages_of(rehearsal: "Rehearsal") -> Staged:
     """Return the numbers of all stages."""
     count = rehearsal.call.length
     lives = [rehearsal.call.first(rehearsal.inputs)]
-    advanced: list[Taken] = []
+    advanced: list[Usage] = []
     for k in range(count):
         live, taken = rehearsal.advanced(lives[-1], k)
         lives.append(live)
         advanced.append(taken)
-    recorded = [rehearsal.reversed(lives[k], Record(k)) for k in range(count)]
-    gradients, pulled = [rehearsal.cotangent], list[Taken]()
+    recorded = [rehearsal.reversed(lives[k], RecordStep(k)) for k in range(count)]
+    gradients, pulled = [rehearsal.cotangent], list[Usage]()
     givers = Counter[int]()  # how many stages give the gradient of an input
     for k in reversed(range(count)):
         before = rehearsal.gradients
@@ -222,19 +206,21 @@ def _stages_of(rehearsal: "Rehearsal") -> Staged:
 def _stage(
     output: int,
     gradients: Sequence[int],
-    advanced: "Taken",
-    recorded: "Taken",
-    pulled: "Taken",
-) -> Stage:
+    advanced: "Usage",
+    recorded: "Usage",
+    pulled: "Usage",
+) -> StageCosts:
     saved = max(recorded.left, output)
-    option = Option(
+    return StageCosts(
+        advanced.seconds,
+        output,
         saved,
         advanced.seconds,
+        gradients[1],
+        extra_bytes=max(advanced.peak - output, 0),
         forward_extra=max(recorded.peak - saved, 0),
         backward_extra=max(pulled.peak - sum(gradients), 0),
     )
-    extra = max(advanced.peak - output, 0)
-    return Stage(advanced.seconds, output, (option,), gradients[1], extra)
 
 
 class _First(Schedule):
@@ -260,12 +246,6 @@ class _First(Schedule):
 class Trial(ChainCall):
     """A call of some steps of a chain, of which nothing stays.
 
-    Args:
-        fn: the function of a step.
-        args: of the chain.
-        steps: how a step calls the function.
-        count: how many steps its forward runs, of those that are alike.
-
     Attributes:
         reach: what is to be put back.
     """
@@ -278,16 +258,16 @@ class Trial(ChainCall):
         assert steps.length is not None
         count = min(steps.length, count) if steps.is_repeated else steps.length
         super().__init__(fn, args, steps, _First(count), None)
-        fns = fn.fns if isinstance(fn, Functions) else (fn,)
+        fns = fn.fns if isinstance(fn, FunctionList) else (fn,)
         self.reach = Reach(fns[0], steps.label, (*fns, *args), {})
 
     @override
-    def hand_on(self, run: Forward) -> None:
+    def hand_on(self, run: ForwardRun) -> None:
         self.note_changes(run)
 
 
 @dataclass(slots=True)
-class Taken:
+class Usage:
     """What a piece of work took.
 
     Attributes:
@@ -303,12 +283,6 @@ class Taken:
 
 class Rehearsal:
     """A forward of a trial that has run, and steps of it that run again.
-
-    Args:
-        chain: the chain, of a trial.
-        inputs: to run it on.
-        needs: which of them are differentiated.
-        meter: that is entered.
 
     Attributes:
         call: the trial.
@@ -328,7 +302,7 @@ class Rehearsal:
             outs, evaluation = chain.evaluate(inputs, Request(needs, at_base=True))
         updated = evaluation.updated  # buffers, whose values from before come last
         if updated:
-            inputs = vjp.replace(inputs, updated, outs[-len(updated) :])
+            inputs = replaced_at(inputs, updated, outs[-len(updated) :])
         self.inputs = inputs
         places = chain.call.outs
         self.forward = taken.peak - _nbytes([outs[j] for j in places.of_collected])
@@ -338,7 +312,7 @@ class Rehearsal:
         wanted = [i for i, need in enumerate(needs) if need]
         self._run = Reversing(chain, chain.call, inputs, wanted, cotangents)
 
-    def advanced(self, live: Live, k: int) -> tuple[Live, Taken]:
+    def advanced(self, live: Live, k: int) -> tuple[Live, Usage]:
         """Run a step; return the carry after it, and what it took."""
         inputs = self.call.cut_to(self.inputs, k, k + 1)
         segment = Segment(self._chain, self.call, live, k, k + 1)
@@ -346,16 +320,13 @@ class Rehearsal:
             after = segment.advance(live, inputs)
         return after, taken
 
-    def settled(self) -> tuple[list[Live], list[Taken]]:
+    def settled(self) -> tuple[list[Live], list[Usage]]:
         """Run steps until carries are alike; return these, and what steps took.
 
         The first carries may hold tensors that were passed, as a window of states does,
         and need no gradients yet.
-
-        Raises:
-            Unsettled: they became alike after more steps than the forward ran.
         """
-        lives, taken = [self.call.first(self.inputs)], list[Taken]()
+        lives, taken = [self.call.first(self.inputs)], list[Usage]()
         assert self.call.steps.length is not None
         most = min(self.call.steps.length, len(lives[0].tensors) + 2)
         while len(taken) < most:
@@ -372,7 +343,7 @@ class Rehearsal:
     def _form(self, live: Live) -> tuple[int, Sequence[bool]]:
         return self.size(live), [*live.needs]
 
-    def reversed(self, live: Live, action: Action) -> Taken:
+    def reversed(self, live: Live, action: Action) -> Usage:
         """Do an action of a backward from a carry; return what it took.
 
         The cotangents that it was given count, and what is new of the gradients of
@@ -401,8 +372,8 @@ class Rehearsal:
         return _nbytes(live.tensors, self.inputs)
 
     @contextmanager
-    def _measuring(self) -> Iterator[Taken]:
-        meter, taken = self._meter, Taken()
+    def _measuring(self) -> Iterator[Usage]:
+        meter, taken = self._meter, Usage()
         before = meter.live
         meter.begin(costs=True)
         yield taken

@@ -45,10 +45,10 @@ from remat.chain._binomial import (
 )
 
 
-class Blocks(NamedTuple):
+class DiskBlocks(NamedTuple):
     """How a chain is cut: equal blocks that begin on disk, and a last one that doesn't.
 
-    Args:
+    Attributes:
         count: How many blocks begin on disk.
         size: The units of all of them.
         last: The units of the last block.
@@ -65,16 +65,11 @@ class Blocks(NamedTuple):
         return block * self.size // self.count if self.count else 0
 
 
-def cut(length: int, count: int, slots: int) -> Blocks:
+def cut(length: int, count: int, slots: int) -> DiskBlocks:
     """Cut a chain where the fewest units run again.
 
     Block sizes are optimal when one unit more costs the same in each. It costs `r`
     advances in a block, and one fewer in the last block: the forward did its first run.
-
-    Args:
-        length: How many units the chain has, more than `count`.
-        count: How many blocks begin on disk.
-        slots: How many carries the memory holds.
     """
     most = length + 1  # the forward goes over the last unit too: see `descent`
     r = _slope(most, count, slots)
@@ -84,7 +79,7 @@ def cut(length: int, count: int, slots: int) -> Blocks:
         less, longer = divmod(size, count)
         again += longer * advances(less + 1, slots)
         again += (count - longer) * advances(less, slots)
-    return Blocks(count, size, last - 1, again)
+    return DiskBlocks(count, size, last - 1, again)
 
 
 def _slope(most: int, count: int, slots: int) -> int:
@@ -172,7 +167,7 @@ class Multilevel(Schedule):
         """Return how many carries are written to disk, and read once each."""
         return self._blocks(length).count if length else 0
 
-    def _blocks(self, length: int) -> Blocks:
+    def _blocks(self, length: int) -> DiskBlocks:
         """Add blocks while one more spares as many steps as its carry costs."""
         chain = units(0, length, self.unroll)
         price = self.write_cost + self.read_cost

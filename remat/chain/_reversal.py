@@ -32,36 +32,26 @@ from remat._torch import (
     unwrap_dead,
 )
 from remat._transform.checks import RefuseReads
-from remat._transform.function import call as evaluate
-from remat._transform.primal import Primal
-from remat._transform.vjp import Vjp
+from remat._transform.function import Primal, Vjp, call as evaluate
 from remat.chain._actions import (
     Action,
     Advance,
     Backward,
     Drop,
     Load,
-    Record,
+    RecordStep,
     Reverse,
     Save,
 )
-from remat.chain._columns import can_be_written
 from remat.chain._forward import ChainCall
 from remat.chain._segment import Segment
 from remat.chain._segments import Sqrt
 from remat.chain._steps import Live
-from remat.chain._stored import Stored
+from remat.chain._stored import Stored, can_be_written
 
 
 class Reversal(Program):
-    """The vjp of a chain.
-
-    Args:
-        chain: the chain.
-        call: its call.
-        wanted: the inputs to give the gradients of.
-        given: the outputs that have cotangents.
-    """
+    """The vjp of a chain."""
 
     __slots__ = ("_call", "_chain", "_given", "_wanted")
 
@@ -113,13 +103,6 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
 class Reversing:
     """One run of a reversal.
 
-    Args:
-        chain: the chain.
-        call: its call.
-        inputs: of the chain.
-        wanted: those whose gradients are wanted.
-        cotangents: of the outputs of the chain, by index.
-
     Attributes:
         surroundings: the context of its actions, in which no carry is read that was
             changed in place since the forward.
@@ -151,11 +134,7 @@ class Reversing:
         self._refused: RefuseReads | None = None
 
     def actions(self, is_watched: bool) -> Iterator[Action]:
-        """Return what to do.
-
-        Args:
-            is_watched: whether this run is itself differentiated.
-        """
+        """Return what to do."""
         call, self._is_watched = self._call, is_watched
         length, schedule = call.length, call.schedule
         taken = None if is_watched else call.take_stored()
@@ -195,7 +174,7 @@ class Reversing:
                 self._stored.drop(step)
             case Reverse(start, stop):
                 self._reverse(start, stop)
-            case Record(step):
+            case RecordStep(step):
                 self._record(step)
             case Backward(step) if step in self._recorded:
                 self._pull_recorded(step)
@@ -291,13 +270,7 @@ class Reversing:
         return wanted + [len(needs) + i for i in self._wanted]
 
     def _cotangents(self, start: int, stop: int, count: int) -> dict[int, Tensor]:
-        """Take the cotangents of the outputs of a segment, by index.
-
-        Args:
-            start: its first step.
-            stop: the step after its last.
-            count: how many tensors the carry at its start has.
-        """
+        """Take the cotangents of the outputs of a segment, by index."""
         cts = {j: ct for j, ct in enumerate(self._cts) if ct is not None}
         cts |= self._of_collected(start, stop, len(self._cts))
         self._cts = [None] * count

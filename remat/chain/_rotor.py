@@ -1,57 +1,259 @@
 """Rotor: the plan with the least work for a chain of unequal stages, under a budget.
 
-A dynamic program over subchains and bytes. For subchain `i, j` with `m` bytes:
+The parts of a plan cover the stages in order. A stage is recorded until its backward,
+or several run without recording and run again by a plan of their own, when the backward
+arrives. A dynamic program finds the parts. For subchain `i, j` with `m` bytes:
 
     V(i, j, m) = min of
-        keep stage i by option o: f_i + b_o + V(i + 1, j, m - saved_o)
-        recompute i .. e - 1:     f_i + .. + f_{e-1} + V(e, j, m - carry_e) + V(i, e, m)
+        record stage i:    f_i + b_i + V(i + 1, j, m - saved_i)
+        run i .. e - 1:    f_i + .. + f_{e-1} + V(e, j, m - carry_e) + V(i, e, m)
 
 where what the first stages need must fit in `m`. The plan is optimal among *persistent*
-schedules, in which a stored value stays until the backward of its stage. For some
-chains with little room another schedule has less work.
+schedules: a stored value stays until the backward of its stage.
 
-Invariant: no plan exceeds the budget. Bytes are counted in slots, sizes rounded up. The
-rounding wastes bytes, so plans for a few more slots are tried as well; the bytes of
-each plan are counted exactly before it is taken.
+Invariant: no plan exceeds the budget. Bytes are counted in slots, sizes rounded up. To
+waste few, more slots are tried as well, and the bytes of each plan counted exactly.
 Rejected: one table for all budgets. Its slots would be too coarse for small budgets.
 
-Source: Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, INRIA RR-9302, 2019.
-Several options for a stage: Zhao et al., "Rockmate", ICML 2023.
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for
+heterogeneous chains", INRIA RR-9302, arXiv 1911.13214.
 """
 
+import functools
 import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from remat.chain._actions import check_count
-from remat.chain._plan import Keep, Parts, Recompute, Rotor, Stage, Stages
+from remat.chain._actions import (
+    Action,
+    Advance,
+    Backward,
+    Drop,
+    Evaluations,
+    Load,
+    RecordStep,
+    Save,
+    Schedule,
+    check_count,
+)
 
 
-class Choice(NamedTuple):
-    """What may be done with the first stages of a subchain.
+@dataclass(frozen=True)
+class StageCosts:
+    """The numbers of one stage of a chain.
 
     Args:
-        keep: Record the first stage. None: recompute the stages before `rest`.
-        need: The bytes that the first stages need while they run.
-        held: The bytes that exist while the rest of the subchain is reversed.
-        work: The work of the first stages, in this run.
-        rest: The subchain after them.
-        inner: The subchain that is run again afterwards. It may be empty.
+        forward_cost: The work of the stage.
+        output_bytes: The bytes of its output.
+        saved_bytes: What exists from a recorded run of the stage to its backward: its
+            residuals and its output.
+        backward_cost: The work of its backward.
+        gradient_bytes: The bytes of the cotangent of its output. None: as many as those
+            of the output.
+        extra_bytes: The bytes that exist besides, while it runs without recording.
+        forward_extra: The bytes that exist besides, while it is recorded.
+        backward_extra: The bytes that exist besides, while its backward runs.
+
+    Example:
+        >>> from remat.chain.schedules import rotor
+        >>> cheap = StageCosts(1.0, output_bytes=1, saved_bytes=4)
+        >>> dear = StageCosts(9.0, output_bytes=1, saved_bytes=4)
+        >>> rotor([cheap, cheap, dear, dear], budget=16).evaluations(4)
+        Evaluations(forward=4, backward=1)
     """
 
-    keep: Keep | None
-    need: int
-    held: int
-    work: float
-    rest: tuple[int, int]
-    inner: tuple[int, int]
+    forward_cost: float
+    output_bytes: int
+    saved_bytes: int
+    backward_cost: float = 0.0
+    gradient_bytes: int | None = None
+    extra_bytes: int = 0
+    forward_extra: int = 0
+    backward_extra: int = 0
+
+    def __post_init__(self) -> None:
+        if self.saved_bytes < self.output_bytes:
+            raise ValueError(
+                "remat: saved_bytes of a stage contains its output, "
+                f"{self.output_bytes} bytes; got {self.saved_bytes}"
+            )
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """Run stages `start` .. `stop - 1`, and again by `inner` when needed."""
+
+    start: int
+    stop: int
+    inner: "Parts"
+
+
+# In order. A number is a stage that is recorded until its backward.
+Parts = tuple[int | Rerun, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The numbers of a chain. Carry 0, its input, exists all the time.
+
+    Subchain `i`, `j` has the stages `i` .. `j - 1`. Carry `i` and the cotangent of
+    carry `j` exist when it is reversed.
+    """
+
+    stages: tuple[StageCosts, ...]
+    input_bytes: int = 0
+    input_gradient_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def carry(self, k: int) -> int:
+        """Return the bytes of carry `k`."""
+        return self.stages[k - 1].output_bytes if k else self.input_bytes
+
+    def gradient(self, k: int) -> int:
+        """Return the bytes of the cotangent of carry `k`."""
+        if not k:
+            return self.input_gradient_bytes
+        given = self.stages[k - 1].gradient_bytes
+        return self.carry(k) if given is None else given
+
+    @functools.cached_property
+    def work(self) -> tuple[float, ...]:
+        """The work of all stages before each one."""
+        return (0, *itertools.accumulate(stage.forward_cost for stage in self.stages))
+
+    def recording(self, k: int, stop: int) -> int:
+        """Return the peak of recording a stage, and of reversing it."""
+        stage = self.stages[k]
+        forward = self.gradient(stop) + stage.forward_extra
+        backward = self.gradient(k + 1) + self.gradient(k) + stage.backward_extra
+        return stage.saved_bytes + max(forward, backward)
+
+    def running(self, start: int) -> list[int]:
+        """Return the peak of running stages `start` .. `stop - 1`, for each `stop`.
+
+        Carry `start` does not count, as it stays.
+        """
+        peaks = (
+            (self.carry(k) if k > start else 0)
+            + self.carry(k + 1)
+            + self.stages[k].extra_bytes
+            for k in range(start, len(self))
+        )
+        return [*([0] * (start + 1)), *itertools.accumulate(peaks, max)]
+
+    def cost(self, parts: Parts) -> float:
+        """Return the work of parts, forward and backward."""
+        total = 0.0
+        for part in parts:
+            if isinstance(part, int):
+                stage = self.stages[part]
+                total += stage.forward_cost + stage.backward_cost
+            else:
+                again = self.work[part.stop] - self.work[part.start]
+                total += again + self.cost(part.inner)
+        return total
+
+    def peak(self, parts: Parts, stop: int) -> int:
+        """Return the peak of the parts of subchain `_, stop`, without its input."""
+        held, peak = 0, 0
+        for part in parts:
+            if isinstance(part, int):
+                peak = max(peak, held + self.recording(part, stop))
+                held += self.stages[part].saved_bytes
+            else:
+                run = self.running(part.start)[part.stop] + self.gradient(stop)
+                inner = self.peak(part.inner, part.stop)
+                peak = max(peak, held + run, held + inner)
+                held += self.carry(part.stop)
+        return peak
+
+
+@dataclass(frozen=True)
+class Rotor(Schedule):
+    """A plan for a chain of unequal stages, as `rotor` finds it.
+
+    Its forward ends with the last stage recorded.
+
+    Example:
+        >>> stage = StageCosts(1.0, output_bytes=1, saved_bytes=4)
+        >>> plan = rotor([stage] * 6, budget=12)
+        >>> plan.peak, plan.cost
+        (12, 10.0)
+    """
+
+    numbers: Stages
+    parts: Parts
+
+    @property
+    def cost(self) -> float:
+        """The work of a forward and a backward."""
+        return self.numbers.cost(self.parts)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that exist at once, with the input of the chain."""
+        inside = self.numbers.peak(self.parts, len(self.numbers))
+        return self.numbers.input_bytes + inside
+
+    def forward(self, length: int) -> Iterator[Action]:
+        """Record the stages that are kept, and run the others."""
+        self._check(length)
+        return _first_run(self.parts)
+
+    def backward(self, length: int) -> Iterator[Action]:
+        """Reverse the stages that are kept, and run the others by their own plans."""
+        self._check(length)
+        return _reversed(self.parts)
+
+    def evaluations(self, length: int) -> Evaluations:
+        """Count the runs of all stages."""
+        self._check(length)
+        return Evaluations(length, _runs(self.parts) - length)
+
+    def _check(self, length: int) -> None:
+        count = len(self.numbers)
+        if length != count:
+            raise ValueError(_OTHER.format(count=count, length=length))
+
+
+def _first_run(parts: Parts, stored: int | None = None) -> Iterator[Action]:
+    """Run parts once. Carry `stored` is stored already."""
+    for part in parts:
+        if isinstance(part, int):
+            yield RecordStep(part)
+            continue
+        if part.start != stored:
+            yield Save(part.start)
+        yield Advance(part.start, part.stop)
+
+
+def _reversed(parts: Parts, stored: int | None = None) -> Iterator[Action]:
+    """Reverse parts that ran once. Whoever stored carry `stored` drops it."""
+    for part in reversed(parts):
+        if isinstance(part, int):
+            yield Backward(part)
+            continue
+        yield Load(part.start)
+        yield from _first_run(part.inner, part.start)
+        yield from _reversed(part.inner, part.start)
+        if part.start != stored:
+            yield Drop(part.start)
+
+
+def _runs(parts: Parts) -> int:
+    """Count the runs of stages."""
+    again = [part for part in parts if isinstance(part, Rerun)]
+    inside = sum(part.stop - part.start + _runs(part.inner) for part in again)
+    return len(parts) - len(again) + inside
 
 
 def rotor(
-    stages: Sequence[Stage],
+    stages: Sequence[StageCosts],
     budget: int,
     *,
     input_bytes: int = 0,
@@ -60,8 +262,8 @@ def rotor(
 ) -> Rotor:
     """Find the plan with the least work whose peak is under a budget.
 
-    The last stage is recorded in the forward. If a loss follows the chain whose bytes
-    matter, it is a last stage: then no residuals of the stage before have to wait.
+    The last stage is recorded in the forward. If the bytes of a loss after the chain
+    matter, make it the last stage: then no residuals of the stage before have to wait.
 
     Args:
         stages: The stages of the chain.
@@ -69,8 +271,8 @@ def rotor(
         input_bytes: The bytes of the input.
         input_gradient_bytes: The bytes of its cotangent, if there is one.
         slots: In how many parts the budget is divided. More find better plans. The time
-            is proportional to it, and to the third power of the number of stages: about
-            a second for 50 stages and 500 slots.
+            grows with it, and with the third power of the number of stages: about a
+            second for 50 stages and 500 slots.
 
     Returns:
         The plan.
@@ -78,119 +280,90 @@ def rotor(
     Raises:
         ValueError: the budget is too small. The message has the least that works.
 
-    Source: Beaumont et al., INRIA RR-9302, arXiv 1911.13214, 2019.
-
     Example:
-        >>> from remat.chain.schedules import Option
-        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4, backward_cost=2.0),))
+        >>> stage = StageCosts(1.0, 1, saved_bytes=4, backward_cost=2.0)
         >>> plan = rotor([stage] * 6, budget=12)
         >>> plan.peak, plan.cost, plan.evaluations(6)
         (12, 22.0, Evaluations(forward=6, backward=4))
     """
     check_count("rotor", "slots", slots)
     numbers = Stages(tuple(stages), input_bytes, input_gradient_bytes)
-    fastest = tuple(Keep(i, _fastest(stage)) for i, stage in enumerate(stages))
-    if Rotor(numbers, fastest).peak <= budget:
-        return Rotor(numbers, fastest)
+    fastest = Rotor(numbers, tuple(range(len(stages))))
+    if fastest.peak <= budget:
+        return fastest
     smallest = Rotor(numbers, _smallest(numbers))
     if smallest.peak > budget:
-        raise ValueError(
-            f"remat: a budget of {budget} bytes is too small for this chain of "
-            f"{len(numbers)} stages. The least budget that works is {smallest.peak} "
-            "bytes"
-        )
-    plans = map(partial(Rotor, numbers), _solve(numbers, budget - input_bytes, slots))
-    found = next((plan for plan in plans if plan.peak <= budget), smallest)
-    return min(found, smallest, key=lambda plan: plan.cost)
+        shown = {"count": len(numbers), "least": smallest.peak}
+        raise ValueError(_TOO_SMALL.format(budget=budget, **shown))
+    for parts in _solve(numbers, budget - input_bytes, slots):
+        plan = Rotor(numbers, parts)
+        if plan.peak <= budget:
+            return min(plan, smallest, key=lambda plan: plan.cost)
+    return smallest
 
 
-def least_budget(
-    stages: Sequence[Stage], *, input_bytes: int = 0, input_gradient_bytes: int = 0
-) -> int:
-    """Return the least budget for which `rotor` finds a plan, in bytes.
+class FirstPart(NamedTuple):
+    """What may be done with the first stages of a subchain."""
 
-    Args:
-        stages: The stages of the chain.
-        input_bytes: The bytes of the input.
-        input_gradient_bytes: The bytes of its cotangent, if there is one.
-
-    Example:
-        >>> from remat.chain.schedules import Option
-        >>> stage = Stage(1.0, output_bytes=1, options=(Option(4),))
-        >>> least_budget([stage] * 6)
-        7
-    """
-    numbers = Stages(tuple(stages), input_bytes, input_gradient_bytes)
-    return Rotor(numbers, _smallest(numbers)).peak
+    is_kept: bool  # the first stage is recorded; if not, those before `rest` run again
+    need: int  # bytes, while the first stages run
+    held: int  # bytes, while the rest of the subchain is reversed
+    work: float  # of the first stages, in this run
+    rest: tuple[int, int]  # the subchain after them
+    inner: tuple[int, int]  # the subchain that is run again afterwards; may be empty
 
 
-def _fastest(stage: Stage) -> int:
-    """Return the option with the least work, of these the one with the fewest bytes."""
-    return min(
-        range(len(stage.options)),
-        key=lambda o: (stage.options[o].backward_cost, stage.options[o].saved_bytes),
-    )
-
-
-# --- Choices ------------------------------------------------------------------------
-
-
-def _choices(numbers: Stages) -> Callable[[int, int], Iterator[Choice]]:
+def _choices(numbers: Stages) -> Callable[[int, int], Iterator[FirstPart]]:
     """Return what lists the choices for a subchain."""
     running = [numbers.running(i) for i in range(len(numbers))]
 
-    def keep(i: int, j: int) -> Iterator[Choice]:
-        for number, option in enumerate(numbers.stages[i].options):
-            part, held = Keep(i, number), option.saved_bytes
-            work = numbers.stages[i].forward_cost + option.backward_cost
-            need = numbers.recording(part, j)
-            yield Choice(part, need, held, work, (i + 1, j), (i, i))
-
-    def recompute(i: int, j: int) -> Iterator[Choice]:
+    def choices(i: int, j: int) -> Iterator[FirstPart]:
+        stage = numbers.stages[i]
+        work = stage.forward_cost + stage.backward_cost
+        need = numbers.recording(i, j)
+        yield FirstPart(True, need, stage.saved_bytes, work, (i + 1, j), (i, i))
         for e in range(i + 1, j):
             held, work = numbers.carry(e), numbers.work[e] - numbers.work[i]
             need = max(held, running[i][e] + numbers.gradient(j))
-            yield Choice(None, need, held, work, (e, j), (i, e))
+            yield FirstPart(False, need, held, work, (e, j), (i, e))
 
-    return lambda i, j: itertools.chain(keep(i, j), recompute(i, j))
+    return choices
 
 
-def _subchains(length: int) -> Iterator[tuple[int, int]]:
-    """Iterate over all subchains, the short ones first."""
-    for size in range(1, length + 1):
-        for i in range(length - size + 1):
-            yield i, i + size
+def _subchains(length: int) -> list[tuple[int, int]]:
+    """Return all subchains, the short ones first."""
+    sizes = range(1, length + 1)
+    return [(i, i + size) for size in sizes for i in range(length - size + 1)]
 
 
 def _follow(
-    choose: Callable[[int, int, int], Choice],
+    choose: Callable[[int, int, int], FirstPart],
     slots_of: Callable[[int], int],
     i: int,
     j: int,
     room: int,
 ) -> Parts:
     """Make the choices for a subchain one after the other."""
-    parts: list[Keep | Recompute] = []
+    parts: list[int | Rerun] = []
     while i < j:
         choice = choose(i, j, room)
         e = choice.rest[0]
-        inner = () if choice.keep else _follow(choose, slots_of, i, e, room)
-        parts.append(choice.keep or Recompute(i, e, inner))
+        if choice.is_kept:
+            parts.append(i)
+        else:
+            parts.append(Rerun(i, e, _follow(choose, slots_of, i, e, room)))
         room -= slots_of(choice.held)
         i = e
     return tuple(parts)
-
-
-# --- The least bytes ----------------------------------------------------------------
 
 
 def _smallest(numbers: Stages) -> Parts:
     """Return the parts with the least peak, of these some with little work."""
     length, choices = len(numbers), _choices(numbers)
     best = {(i, i): (0, 0.0) for i in range(length + 1)}
-    chosen: dict[tuple[int, int], Choice] = {}
+    chosen: dict[tuple[int, int], FirstPart] = {}
 
-    def worth(choice: Choice) -> tuple[int, float]:
+    def worth(choice: FirstPart) -> tuple[int, float]:
         (rest, work), (inner, again) = best[choice.rest], best[choice.inner]
         peak = max(choice.need, choice.held + rest, inner)
         return peak, choice.work + work + again
@@ -201,17 +374,11 @@ def _smallest(numbers: Stages) -> Parts:
     return _follow(lambda i, j, _: chosen[i, j], lambda _: 0, 0, length, 0)
 
 
-# --- The least work -----------------------------------------------------------------
-
-
 def _solve(numbers: Stages, room: int, slots: int) -> Iterator[Parts]:
-    """Solve for some more slots than there are, then for fewer, down to the right ones.
-
-    The last parts fit in the room. Earlier ones have less work, and may fit too.
-    """
+    """Solve for some more slots than there are, then for fewer; the last ones fit."""
     length = len(numbers)
     unit, spare = _unit(numbers, room, slots)
-    table = _Table(numbers, unit, room // unit + spare)
+    table = _WorkTable(numbers, unit, room // unit + spare)
     for most in range(room // unit + spare, room // unit - 1, -1):
         if table.rows[0, length][most] < math.inf:
             yield _follow(table.choose, table.slots_of, 0, length, most)
@@ -222,22 +389,20 @@ def _unit(numbers: Stages, room: int, slots: int) -> tuple[int, int]:
     length = len(numbers)
     sizes = [f(k) for k in range(length + 1) for f in (numbers.carry, numbers.gradient)]
     for stage in numbers.stages:
-        sizes.append(stage.extra_bytes)
-        for option in stage.options:
-            sizes += option.saved_bytes, option.forward_extra, option.backward_extra
+        sizes += stage.extra_bytes, stage.saved_bytes
+        sizes += stage.forward_extra, stage.backward_extra
     divisor = math.gcd(*sizes)
     if divisor * slots >= room:
         return divisor, 0
     return -(-room // slots), length + 1
 
 
-class _Table:
+class _WorkTable:
     """The least work of each subchain, for each number of slots."""
 
     def __init__(self, numbers: Stages, unit: int, slots: int) -> None:
         self._unit, self._slots = unit, slots
-        self._choices = _choices(numbers)
-        length = len(numbers)
+        self._choices, length = _choices(numbers), len(numbers)
         empty = array("d", [0.0]) * (slots + 1)
         self.rows: dict[tuple[int, int], Sequence[float]]
         self.rows = {(i, i): empty for i in range(length + 1)}
@@ -248,10 +413,10 @@ class _Table:
         """Return how many slots so many bytes take."""
         return -(-size // self._unit)
 
-    def choose(self, i: int, j: int, room: int) -> Choice:
+    def choose(self, i: int, j: int, room: int) -> FirstPart:
         """Return the choice with the least work for a subchain."""
 
-        def work(choice: Choice) -> float:
+        def work(choice: FirstPart) -> float:
             if self.slots_of(choice.need) > room:
                 return math.inf
             rest = self.rows[choice.rest][room - self.slots_of(choice.held)]
@@ -273,3 +438,13 @@ class _Table:
             sums = [work + a + b for a, b in zip(rest, inner, strict=True)]
             found.append([*never[:need], *sums])
         return array("d", map(min, *found))
+
+
+_OTHER = (
+    "remat: this plan is for {count} stages; got a chain of {length}. Make a plan with "
+    "remat.chain.schedules.rotor"
+)
+_TOO_SMALL = (
+    "remat: a budget of {budget} bytes is too small for this chain of {count} stages. "
+    "The least budget that works is {least} bytes"
+)

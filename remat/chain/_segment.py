@@ -22,13 +22,12 @@ from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._capture.between import NOTHING
-from remat._capture.restore import Run
+from remat._capture.restore import SnapshotRun
 from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
-from remat._transform.primal import Primal
+from remat._transform.function import Primal
 from remat.chain._forward import ChainCall
-from remat.chain._steps import Live, taken_apart, through
-from remat.chain._sweep import Cut, cutting, run_step
+from remat.chain._steps import Cut, Live, cutting, run_step, taken_apart, through
 
 
 class Segment(Program):
@@ -37,13 +36,6 @@ class Segment(Program):
     Its inputs are the tensors of a carry, and the inputs of the chain, where what is
     scanned is cut to the steps. Its outputs are the tensors of the carry after the
     steps, and then what is collected of each step.
-
-    Args:
-        chain: the chain.
-        call: its call.
-        live: the carry at its start.
-        start: the first step.
-        stop: the step after the last.
 
     Attributes:
         after: the carry at its end, without its tensors; None until it has run.
@@ -95,12 +87,7 @@ class Segment(Program):
         return values, Evaluation(request, range(len(inputs)), flags)
 
     def advance(self, live: Live, inputs: Sequence[Tensor]) -> Live:
-        """Run the steps from a carry, and return the carry after them.
-
-        Args:
-            live: the carry.
-            inputs: of the chain.
-        """
+        """Run the steps from a carry, and return the carry after them."""
         values, _ = self._sweep(live, inputs, self._call.needs, collects=False)
         assert self.after is not None
         return self.after._replace(tensors=values)
@@ -152,7 +139,7 @@ class Segment(Program):
             state = state._replace(ambient=self._live.ambient)
 
         def run(inputs: Sequence[Tensor]) -> Any:
-            with Run(inputs) as run:
+            with SnapshotRun(inputs) as run:
                 fn, *around = snapshot.built(run)
                 recomputing = self._call.recomputing(run)
                 if recomputing is not None:

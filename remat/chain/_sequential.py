@@ -22,9 +22,8 @@ from remat.chain._call import (
 )
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
-from remat.chain._plan import Rotor
 from remat.chain._segments import Uniform
-from remat.chain._steps import Functions, Steps
+from remat.chain._steps import FunctionList, Steps
 
 
 def sequential(
@@ -61,9 +60,8 @@ def sequential(
             functions of a segment again, and holds the residuals of all of them.
         checkpoints: as of `scan`; not together with `segments`. `None` with no
             `segments`: about sqrt(n) segments. For functions that differ in work and
-            bytes, a plan of `schedules.rotor` with one option for each stage. Where its
-            forward records a stage, the chain stores the input of the stage instead,
-            and runs it once more.
+            bytes, a plan of `schedules.rotor`. Where its forward records a stage, the
+            chain stores the input of the stage instead, and runs it once more.
         budget: as of `scan`, in place of `segments` and `checkpoints`. Each function is
             measured, and the schedule with the least work is followed.
         disk: as of `scan`.
@@ -100,15 +98,13 @@ def sequential(
     given = {"segments": segments, "checkpoints": checkpoints}
     asked = budget_of("sequential", budget, policy, disk=disk, **given)
     schedule = asked or _schedule(segments, checkpoints)
-    if isinstance(schedule, Rotor) and max(map(len, _options(schedule))) > 1:
-        raise ValueError(_OPTIONS)
     if not layers:
         return x
     name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
     label = label_for(f"sequential of {len(layers)} {name}")
     steps = Steps(_call, label, len(layers), is_repeated=False)
     called = tuple(policed(fn, policy) for fn in layers)
-    return call_chain(Functions(called), (x, args), steps, schedule, progress)[0]
+    return call_chain(FunctionList(called), (x, args), steps, schedule, progress)[0]
 
 
 def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
@@ -119,21 +115,13 @@ def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
     return Uniform(segments)
 
 
-def _options(plan: Rotor) -> list[Sequence[object]]:
-    return [stage.options for stage in plan.numbers.stages]
-
-
 def _call(
-    layers: Functions, args: Sequence[Any], k: int, carry: Any, offset: int
+    layers: FunctionList, args: Sequence[Any], k: int, carry: Any, offset: int
 ) -> tuple[Any, None]:
     del offset
     return layers.fns[k](carry, *args[1]), None
 
 
-_OPTIONS = (
-    "remat: sequential records a stage in one way, but a stage of the plan has several "
-    "options. Make a plan with one option for each stage."
-)
 _BOTH = (
     "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass "
     "one of them."

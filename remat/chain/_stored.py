@@ -1,22 +1,32 @@
-"""The carries that a chain stores, in memory and on disk.
+"""What a chain holds: stored carries, in memory and on disk, and what it collects.
 
 Invariant: a carry that is let go of is freed, and its file with it. Files have no
 names, so that nothing is left behind, whatever ends the process. A carry in memory
-shares it with what steps return, so it knows how often that was changed.
+shares it with what steps return, so it knows how often that was changed. No collected
+row is held longer than its step: a row that is a view of a carry would keep it alive.
 Rejected: tensors that autograd saves for the node of the chain. They would live until
-the node is done, and a schedule lets go of them one by one.
+the node is done, and a schedule lets go of them one by one. Rejected: a list of rows
+that is stacked at the end, which holds all of them twice.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from remat._base.tensors import versions_of
 from remat._offload.offload import Fetched, Origin, in_file, origin_of
-from remat._torch import batched_here, unbatched
+from remat._torch import (
+    batched_here,
+    current_layer,
+    is_fake,
+    is_legacy_batch,
+    unbatched,
+)
 from remat.chain._actions import Storage
-from remat.chain._steps import Live
+from remat.chain._steps import COLLECTED, Collected, Live, refuse_other_form
 
 
 class _OnDisk(NamedTuple):
@@ -43,11 +53,7 @@ class Stored:
         self._versions: dict[int, Sequence[int | None]] = {}
 
     def save(self, step: int, live: Live, storage: Storage) -> None:
-        """Store a carry.
-
-        Raises:
-            OffloadError: there is no room on the disk.
-        """
+        """Store a carry."""
         if storage is Storage.MEMORY:
             self._carries[step] = live
             self._versions[step] = versions_of(live.tensors)
@@ -90,3 +96,67 @@ class Stored:
             else:
                 live = found.live._replace(ambient=None)
                 self._carries[step] = found._replace(live=live)
+
+
+# --- What is collected of all steps ---
+
+
+class Columns:
+    """What is collected of all steps, each tensor of it stacked.
+
+    A tensor is written to its place at once. A row that is a view of a carry would keep
+    the carry alive.
+
+    Attributes:
+        frame: of each step; None if nothing is collected.
+        needs: which of the tensors require grad, in any step.
+    """
+
+    def __init__(self, length: int, label: str, *, is_reversed: bool) -> None:
+        self._length, self._label, self._is_reversed = length, label, is_reversed
+        self._columns: list[Any] = []
+        self._count = 0
+        self.frame: Any = None
+        self.needs: list[bool] = []
+
+    def add(self, row: Collected) -> None:
+        """Add what was collected of the next step."""
+        if self.frame is None:
+            self.frame, self.needs = row.frame, [*row.needs]
+            self._columns = [*map(self._column, row.tensors)]
+        else:
+            # Of a whole column, so that no row of the first step is held.
+            then = Live([column[0] for column in self._columns], self.frame, ())
+            now = Live(row.tensors, row.frame, ())
+            refuse_other_form(now, then, self._count, self._label, COLLECTED)
+        self.needs = [*map(operator.or_, self.needs, row.needs)]
+        for column, t in zip(self._columns, row.tensors, strict=True):
+            if isinstance(column, list):
+                column.append(t)
+            else:
+                last = self._length - 1
+                column[last - self._count if self._is_reversed else self._count] = t
+        self._count += 1
+
+    def _column(self, first: Tensor) -> Any:
+        if not can_be_written(first):
+            return list[Tensor]()
+        return first.new_empty((self._length, *first.shape))
+
+    def stacked(self) -> list[Tensor]:
+        """Return the tensors, stacked, and forget them."""
+        columns, self._columns = self._columns, list[Any]()
+        return [self._stacked(c) if isinstance(c, list) else c for c in columns]
+
+    def _stacked(self, rows: list[Tensor]) -> Tensor:
+        return torch.stack(rows[::-1] if self._is_reversed else rows)
+
+
+def can_be_written(row: Tensor) -> bool:
+    """Say whether a tensor that holds rows like this one can be written to.
+
+    Below a vmap it would need a dimension that it does not have.
+    """
+    if current_layer() is not None or is_legacy_batch(row):
+        return False
+    return row.layout is torch.strided and (type(row) is Tensor or is_fake(row))

@@ -4,31 +4,48 @@
 
 Invariant: steps that are alike are measured once. What cannot be measured runs without
 a budget, and a warning says so, once the steps have run: an error in them is raised by
-the chain.
+the chain. To tell what is alike, nothing of the user's is held: code and settings,
+shapes, and a hash of the numbers that a step refers to. The walk to these is bounded.
 Rejected: to measure each call. It takes as long as some sixty steps on fake tensors.
+Rejected: the identity of objects. A closure is a new one in each call.
 """
 
 import functools
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+import types
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from remat._ambient.ambient import Ambient
+from remat._base.code import known_code
 from remat._base.errors import BudgetError
+from remat._base.types import INERT
+from remat._partial.cache import metas_of
 from remat._report.render import mebibytes
 from remat._torch import VMAP, batch_size, current_layer, kind_of
-from remat.chain._alike import Kind, kind_of_chain
-from remat.chain._budget import LoopBudget, StepBytes, chosen, least, online
+from remat.chain._binomial import Online
+from remat.chain._budget import (
+    TOGETHER,
+    LoopBudget,
+    Staged,
+    StepBytes,
+    chosen,
+    chosen_staged,
+    least,
+    least_staged,
+    online,
+)
 from remat.chain._forward import ChainCall
 from remat.chain._measure import measured
-from remat.chain._online import Online
 from remat.chain._segments import Sqrt
-from remat.chain._staged import Staged, chosen_staged, least_staged
-from remat.chain._steps import Steps
+from remat.chain._steps import FunctionList, Steps
 from remat.chain.schedules import Schedule
+from remat.policies import Policy
 
 
 def schedule_within(
@@ -38,21 +55,7 @@ def schedule_within(
     inputs: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> tuple[Schedule, str]:
-    """Return the schedule with the least work that stays under a budget.
-
-    Args:
-        budget: what the user asks for.
-        call: the chain.
-        called: its function, and its arguments.
-        inputs: its tensors.
-        needs: which of them are differentiated.
-
-    Returns:
-        The schedule, and what to warn of: "" if it keeps the budget.
-
-    Raises:
-        BudgetError: none does. The error names the least budget.
-    """
+    """Return the schedule with the least work that stays under a budget."""
     layer, steps = current_layer(), call.steps
     if layer is not None and kind_of(layer) == VMAP:
         return Sqrt(), _OUTSIDE.format(label=steps.label)
@@ -99,44 +102,6 @@ def _too_small(nbytes: int, few: int, label: str) -> BudgetError:
     return BudgetError(_TOO_SMALL.format(label=label, **shown), few)
 
 
-class _Known:
-    """What was measured, by kind. The least recently used is forgotten first.
-
-    A step that counts refers to another number in each call. Once some measurements
-    with other numbers were all the same, no more are made.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size, self._lock = size, threading.Lock()
-        self._found: OrderedDict[Hashable, dict[int, StepBytes | Staged]]
-        self._found = OrderedDict()
-
-    def get(self, kind: Kind) -> StepBytes | Staged | None:
-        """Return what was measured of a kind; None if nothing was."""
-        with self._lock:
-            found = self._found.get(kind.code)
-            if found is None:
-                return None
-            self._found.move_to_end(kind.code)
-            if len(found) == _TIMES and len({*found.values()}) == 1:
-                return next(iter(found.values()))
-            return found.get(kind.numbers)
-
-    def add(self, kind: Kind, numbers: StepBytes | Staged) -> None:
-        """Remember what was measured."""
-        with self._lock:
-            found = self._found.setdefault(kind.code, {})
-            found[kind.numbers] = numbers
-            if len(found) > _TIMES:
-                del found[next(iter(found))]
-            if len(self._found) > self._size:
-                self._found.popitem(last=False)
-
-
-_TIMES = 4
-_KNOWN = _Known(128)
-
-
 _OUTSIDE = (
     "remat: {label} is differentiated outside of a vmap, where no checkpoints are "
     "stored: its budget is not kept. Its backward holds about sqrt(n) carries. "
@@ -151,3 +116,145 @@ _TOO_SMALL = (
     "(budget={bytes}). It holds the carries that are stored, and the steps that run at "
     "a time. Pass more, or make a step smaller, for example by policy=."
 )
+
+
+# --- Chains that are alike ---
+
+
+_MOST = 2_000  # values that are walked to
+
+
+class ChainKind(NamedTuple):
+    """What chains have in common whose steps are alike.
+
+    Attributes:
+        code: what it does, with which shapes and settings.
+        numbers: a hash of those that its steps refer to.
+    """
+
+    code: Hashable
+    numbers: int
+
+
+class _Measured:
+    """What was measured, by kind. The least recently used is forgotten first.
+
+    A step that counts refers to another number in each call. Once some measurements
+    with other numbers were all the same, no more are made.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, threading.Lock()
+        self._found: OrderedDict[Hashable, dict[int, StepBytes | Staged]]
+        self._found = OrderedDict()
+
+    def get(self, kind: ChainKind) -> StepBytes | Staged | None:
+        """Return what was measured of a kind; None if nothing was."""
+        with self._lock:
+            found = self._found.get(kind.code)
+            if found is None:
+                return None
+            self._found.move_to_end(kind.code)
+            if len(found) == _TIMES and len({*found.values()}) == 1:
+                return next(iter(found.values()))
+            return found.get(kind.numbers)
+
+    def add(self, kind: ChainKind, numbers: StepBytes | Staged) -> None:
+        """Remember what was measured."""
+        with self._lock:
+            found = self._found.setdefault(kind.code, {})
+            found[kind.numbers] = numbers
+            if len(found) > _TIMES:
+                del found[next(iter(found))]
+            if len(self._found) > self._size:
+                self._found.popitem(last=False)
+
+
+_TIMES = 4
+_KNOWN = _Measured(128)
+
+
+def kind_of_chain(
+    call: ChainCall,
+    fn: Any,
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+    budget: LoopBudget,
+) -> ChainKind:
+    """Return what a chain has in common with those whose steps are alike."""
+    steps = call.steps
+    # Of more steps, none more is run to measure them.
+    most = TOGETHER + len(call.initial) + 2
+    is_long = steps.is_repeated and (steps.length or 0) > most
+    rows = {*call.scanned} if is_long else ()
+    wholes = [t for i, t in enumerate(inputs) if i not in rows]
+    shapes = metas_of(wholes), *((inputs[i].shape[1:], inputs[i].dtype) for i in rows)
+    settings = Ambient().key, torch.get_default_dtype()
+    length = None if is_long else steps.length
+    code = call.snapshot.signature, shapes, tuple(needs), settings, length
+    return ChainKind((code, budget.nbytes), _hash([fn, budget.policy, steps.apply]))
+
+
+def _hash(values: Iterable[Any]) -> int:
+    """Hash the numbers that values lead to."""
+    todo, seen, found = deque(values), set[int](), list[str]()
+    while todo and len(found) < _MOST:
+        value = todo.popleft()
+        if type(value) in INERT:
+            found.append(repr(value))
+        elif not isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            found.append(type(value).__qualname__)
+            todo.extend(_parts(value))
+    return hash(tuple(found))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what a value refers to."""
+    if isinstance(value, (type, types.ModuleType)):
+        return ()
+    if isinstance(value, Policy):
+        return (value.cache_key,)
+    if isinstance(value, FunctionList):
+        return value.fns
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, types.FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, dict):
+        return *value.keys(), *value.values()
+    if isinstance(value, (list, tuple)):
+        return value[:_MOST]
+    return _attributes(value)
+
+
+def _parts_of_function(fn: types.FunctionType) -> list[Any]:
+    cells = [*map(_content, fn.__closure__ or ())]
+    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    names = map(fn.__globals__.get, known_code(fn).open)
+    return [*cells, *defaults, *names, *vars(fn).values()]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return what an object holds, and what runs where it is called."""
+    kind = type(value)
+    slots = [name for cls in kind.__mro__ for name in _slots(cls)]
+    held = [getattr(value, name, None) for name in slots]
+    held += getattr(value, "__dict__", {}).values()
+    is_module = isinstance(value, nn.Module)
+    return [*held, kind.forward if is_module else kind.__dict__.get("__call__")]
+
+
+def _slots(cls: type) -> Sequence[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    slots = (slots,) if isinstance(slots, str) else tuple(slots)
+    return [name for name in slots if name not in ("__dict__", "__weakref__")]

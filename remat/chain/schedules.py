@@ -30,31 +30,26 @@ from remat.chain._actions import (
     Backward as Backward,
     Drop as Drop,
     Evaluations as Evaluations,
+    Held as Held,
     Load as Load,
-    Record as Record,
+    RecordStep as RecordStep,
     Reverse as Reverse,
     Save as Save,
     Schedule as Schedule,
     Storage as Storage,
+    held as held,
+    plot as plot,
 )
 from remat.chain._binomial import (
     Binomial as Binomial,
-    advances as advances,
-    beta as beta,
-    repetitions as repetitions,
+    Online as Online,
 )
-from remat.chain._held import Held as Held, held as held, plot as plot
 from remat.chain._multilevel import Multilevel as Multilevel
-from remat.chain._online import Online as Online, Placer as Placer
-from remat.chain._plan import (
-    Keep as Keep,
-    Option as Option,
-    Parts as Parts,
-    Recompute as Recompute,
+from remat.chain._rotor import (
     Rotor as Rotor,
-    Stage as Stage,
+    StageCosts as StageCosts,
+    rotor as rotor,
 )
-from remat.chain._rotor import least_budget as least_budget, rotor as rotor
 from remat.chain._segments import (
     EveryStep as EveryStep,
     Sqrt as Sqrt,

@@ -2,9 +2,7 @@
 
     _checkpoint   checkpoint, and the function that it calls under a user's contexts
     _sequential   checkpoint_sequential
-    _selective    the policy that contexts of selective checkpointing have
     _settings     what the two `set_checkpoint_...` contexts set
-    _debug        the operations of both runs, for `debug=True`
     _patch        patch, install and uninstall
 
 In: calls written for torch's checkpoint. Out: the results of the function, with a graph

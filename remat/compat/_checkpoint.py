@@ -6,10 +6,13 @@ calls the function as `remat` calls it.
 Invariant: in a trace it is what `remat` is there. Only contexts that no graph can hold
 are left to torch's own checkpoint, which refuses them.
 Rejected: a `Rematerialized` for each call. To copy the names and attributes of the
-function costs as much as to search a small one.
+function costs as much as to search a small one. Rejected: to run a function under the
+contexts of selective checkpointing. They store all that the policy saves, read or not,
+and give it back once. Its policy is followed as that of `remat(policy=...)`.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,23 +23,31 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as theirs
 from torch.utils.checkpoint import noop_context_fn
+from typing_extensions import override
 
 from remat._base.context import here
 from remat._base.errors import RematError
 from remat._base.labels import Label, label_of
-from remat._base.source import shown
+from remat._base.observer import Observer
+from remat._base.source import shown, user_line
 from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
-from remat._torch import checkpoint_settings, constant_in_traces, eager_only
-from remat._transform.lowered import call_lowered
-from remat._transform.lowering import Lowering, lowering_of
+from remat._report.bitwise import RunOperation, around, same_statics, statics_of
+from remat._torch import (
+    checkpoint_settings,
+    constant_in_traces,
+    eager_only,
+    selective_policy,
+)
+from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.traced import call_as_node, call_in_graph, call_traced, key_of
-from remat.compat._debug import Log
-from remat.compat._selective import policy_of
 from remat.compat._settings import with_signature_of
+from remat.policies import Policy, as_policy
+from remat.policies._functions import Selective, checked_hash
+from remat.policies._policy import Function
 
 
 ContextFn = Callable[
@@ -214,16 +225,7 @@ def call(
     caller: FrameType,
     name: str = "",
 ) -> Any:
-    """Call a function as `checkpoint` does.
-
-    Args:
-        fn: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        asked: what `checkpoint` was asked for.
-        caller: the frame that called `checkpoint`, for messages.
-        name: what messages call the function; "" for its own name.
-    """
+    """Call a function as `checkpoint` does."""
     refuse_function(fn)
     options = _OPTIONS
     lowering = lowering_of(options)
@@ -236,7 +238,7 @@ def call(
     if lowering is Lowering.TRACED:  # by make_fx
         where = f"{shown(file)}:{line}"
         return call_in_graph(fn, name, where, options, *args, **kwargs)
-    if here().examining is not None:  # a report, which asks each block how to run
+    if here().reporter is not None:  # a report, which asks each block how to run
         block = Rematerialized(fn, f"{shown(file)}:{line}", options, name)
         return block(*args, **kwargs)
     try:
@@ -292,12 +294,7 @@ _DEBUG = (
 
 
 class _Contexts:
-    """The contexts of one call. Its first run is the forward.
-
-    Args:
-        first: for the forward.
-        second: for each recompute.
-    """
+    """The contexts of one call. Its first run is the forward."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self._next, self._second = first, second
@@ -331,3 +328,74 @@ _SUPPRESSED = (
     "remat: the first context of context_fn suppressed an exception of the function, "
     "so there is no result. Let the exception out of the context."
 )
+
+
+# --- The operations of both runs, for `debug=True` ---
+
+
+class Log:
+    """The operations of both runs.
+
+    Attributes:
+        forward: the mode for the forward.
+        recompute: the mode for a recompute.
+    """
+
+    def __init__(self) -> None:
+        self.forward, self.recompute = _Operations(), _Operations()
+
+    def describe(self) -> str:
+        """Write the operations of both runs around the first that differs."""
+        then, now = self.forward.steps, self.recompute.steps
+        pairs = itertools.zip_longest(then, now)
+        i = next((k for k, pair in enumerate(pairs) if _differ(*pair)), len(then))
+        lines = [*around("forward", then, i), *around("recompute", now, i)]
+        return "\n".join([_TITLE, *lines])
+
+
+_TITLE = (
+    "remat: the operations of the forward and of the recompute, around the first that "
+    "differs. A recompute ends at the difference, or with the last value that is read."
+)
+
+
+class _Operations(Observer):
+    """Notes each operation of a run, and the user's line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[RunOperation] = []
+
+    @override
+    def __enter__(self) -> Any:
+        self.steps.clear()  # a retained graph is recomputed again
+        return super().__enter__()
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Noted first: an operation may raise.
+        self.steps.append(RunOperation(func, statics_of((args, kwargs)), user_line()))
+        return super().run(func, args, kwargs)
+
+
+def _differ(then: RunOperation | None, now: RunOperation | None) -> bool:
+    if then is None or now is None or then.func is not now.func:
+        return True
+    return not same_statics(now.statics, then.statics)
+
+
+# --- Policies of contexts ---
+
+
+def policy_of(context: object) -> Policy | None:
+    """Return the policy of the context for the forward, or None for another context."""
+    policy = selective_policy(context)
+    if policy is None:
+        if hasattr(context, "respect_saved_tensors_hooks"):
+            # A subclass, which runs as it is. The hooks around it are those of the
+            # call, which count what the graph saves.
+            vars(context)["respect_saved_tensors_hooks"] = False
+        return None
+    if isinstance(policy, list):
+        return as_policy(policy)
+    return Function(Selective(checked_hash(policy)))

@@ -3,11 +3,10 @@
 In: a model. Out: the same model, whose blocks are recomputed in a backward.
 
     _apply      recompute chosen submodules in place, and undo it
-    _applied    what recomputes which module: listed, shown, refused a second time
-    _select     which submodules are meant
+    _applied    what recomputes which module: listed, shown, refused a second time; the
+                switches that libraries have for it
     _blocks     the repeated blocks of a model
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
-    _switches   the switches that these libraries have for it
     _followed   forwards that follow a plan for a whole step
     _noise      a parametrization that adds noise to a weight
 

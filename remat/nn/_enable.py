@@ -26,24 +26,22 @@ from remat._transform.module import RematModule, recompute_in_place, undone
 from remat._transform.rematerialized import Rematerialized
 from remat.nn._applied import (
     ENABLE,
+    FLAG,
+    FUNCTION,
     LIBRARY,
     REMAT,
     Applied,
     Claiming,
-    mark,
-    refuse_others,
-)
-from remat.nn._followed import unfollow
-from remat.nn._switches import (
-    FLAG,
-    FUNCTION,
     function_of,
     is_layer,
     is_on,
     library_of,
+    mark,
     recomputes,
+    refuse_others,
     switchable,
 )
+from remat.nn._followed import unfollow
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -174,11 +172,7 @@ class Checkpoint:
 
 
 class _Keeping(Claiming):
-    """The hook before a forward that keeps our function where the library put its own.
-
-    Args:
-        checkpoint: our function.
-    """
+    """The hook before a forward that puts our function in place of the library's."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint

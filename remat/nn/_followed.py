@@ -27,18 +27,20 @@ from remat._scope.api import scope
 from remat._scope.following import ByPosition, Course
 from remat._torch import constant_in_traces, current_layer
 from remat._transform.module import recompute_in_place
-from remat.nn._applied import PLAN, Applied, Claiming, mark, refuse_others, unmark
-from remat.nn._switches import Refusing, refuse_later
+from remat.nn._applied import (
+    PLAN,
+    Applied,
+    Claiming,
+    Refusing,
+    mark,
+    refuse_later,
+    refuse_others,
+    unmark,
+)
 
 
 class FollowedScope:
-    """A context in which a plan is followed, if a scope can.
-
-    Args:
-        label: what messages call the plan.
-        courses: which results are saved.
-        model: what is called; None if that is not known.
-    """
+    """A context in which a plan is followed, if a scope can."""
 
     def __init__(
         self, label: str, courses: Sequence[Course], model: Any = None
@@ -145,19 +147,7 @@ def follow(
     blocks: Sequence[str],
     where: str,
 ) -> None:
-    """Have each forward of a module follow a plan.
-
-    Args:
-        model: the module.
-        label: what messages call the plan.
-        courses: which results are saved.
-        blocks: the modules that are recomputed where no scope can follow the plan.
-        where: the line that asked for it.
-
-    Raises:
-        ValueError: the module, or one in it, is recomputed already.
-        AttributeError: it has no such block.
-    """
+    """Have each forward of a module follow a plan."""
     refuse_others(model, "plan.apply")
     # The names are those of a model that is not compiled.
     inner: Any = getattr(model, "_orig_mod", model)

@@ -26,22 +26,24 @@ the product has a batch dimension and is recomputed. Use `dots_saveable` or name
 
 from remat._base import hints as _hints
 from remat._base.op import Op as Op, Value as Value
-from remat.policies._collectives import save_collectives as save_collectives
 from remat.policies._decision import Decision as Decision
-from remat.policies._dots import (
-    checkpoint_dots as checkpoint_dots,
-    checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims,
-    dots_saveable as dots_saveable,
-    dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
-    offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
-    register_dot as register_dot,
-)
 from remat.policies._names import (
     save_and_offload_only_these_names as save_and_offload_only_these_names,
     save_any_names_but_these as save_any_names_but_these,
     save_anything_except_these_names as save_anything_except_these_names,
     save_names_matching as save_names_matching,
     save_only_these_names as save_only_these_names,
+)
+from remat.policies._operations import (
+    checkpoint_dots as checkpoint_dots,
+    checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims,
+    dots_saveable as dots_saveable,
+    dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
+    offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
+    register_dot as register_dot,
+    save_collectives as save_collectives,
+    save_larger_than as save_larger_than,
+    save_smaller_than as save_smaller_than,
 )
 from remat.policies._policy import (
     Policy as Policy,
@@ -50,10 +52,6 @@ from remat.policies._policy import (
     nothing_saveable as nothing_saveable,
     save_from_both_policies as save_from_both_policies,
     save_ops as save_ops,
-)
-from remat.policies._sizes import (
-    save_larger_than as save_larger_than,
-    save_smaller_than as save_smaller_than,
 )
 from remat.policies._within import within as within
 

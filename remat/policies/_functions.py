@@ -1,24 +1,167 @@
-"""Functions as policies: which kind a function is, and advice on likely mistakes.
+"""What users give in place of a policy: operators, functions, and likely mistakes.
 
-Called by `as_policy`.
+Operators are held by name: names pickle and compare, and operator objects do not. A
+function is asked about an `Op`. One of torch's selective checkpointing is called as
+torch would call it, with tensors that have metadata and no data.
 
-Invariant: the returned function can be hashed, and called with one operation.
-Rejected: guessing the policy that the user meant. `policy="dots"` would have to mean
-the same in every later version.
+Invariant: `name` of an overload differs from `name` of its packet. Each name with
+`torch.ops.` in front is an expression for the operator.
+Rejected: names from users, such as `"aten::mm"`. A typo would make a policy that does
+nothing. Guessing the policy that the user meant: `policy="dots"` would have to mean the
+same in every later version. And tensors on the meta device: a function that reads the
+device would decide differently.
 """
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
-from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+from typing_extensions import override
 
-from remat._base.op import Op
-from remat._torch import is_operator
-from remat.policies._decision import Answer
-from remat.policies._selective import Selective
+from remat._base.op import Op, Value
+from remat._torch import (
+    HigherOrderOperator,
+    is_operator,
+    overload_of,
+    tensor_without_data,
+)
+from remat.policies._decision import Answer, Decision
+
+
+@cache
+def name(operator: Any) -> str:
+    """Return the path of `operator` under `torch.ops`.
+
+    Example:
+        >>> name(torch.ops.aten.mm), name(torch.ops.aten.mm.default)
+        ('aten.mm', 'aten.mm.default')
+    """
+    operator = overload_of(operator)
+    if isinstance(operator, HigherOrderOperator):
+        return f"higher_order.{operator.name()}"
+    return str(operator)
+
+
+@cache
+def family(operator: Any) -> str:
+    """Return the name of an operator without its overload.
+
+    Example:
+        >>> family(torch.ops.aten.add.Tensor)
+        'aten.add'
+    """
+    operator = overload_of(operator)
+    return name(getattr(operator, "overloadpacket", operator))
+
+
+def checked(operator: object, taker: str) -> Any:
+    """Return `operator`, which was passed to the function called `taker`.
+
+    Raises:
+        TypeError: `operator` is not an operator.
+    """
+    if is_operator(operator):
+        return operator
+    said = operator if isinstance(operator, str) else getattr(operator, "__name__", "")
+    base = said.split("::")[-1].split(".")[0]
+    known = base.isidentifier() and hasattr(torch.ops.aten, base)
+    raise TypeError(
+        f"remat: {taker} takes operators, such as torch.ops.aten.mm (all overloads) or "
+        f"torch.ops.aten.mm.default (one overload); got {operator!r}, a "
+        f"{type(operator).__name__}."
+        + (f" Do you mean torch.ops.aten.{base}?" if known else "")
+    )
+
+
+@dataclass(frozen=True)
+class Selective:
+    """A policy function of torch's selective checkpointing, as a function of an `Op`.
+
+    As in torch, it is not asked about `detach` and metadata operations, and
+    `ctx.is_recompute` is False. MUST and PREFER mean the same here; only a compiler
+    distinguishes them.
+    """
+
+    fn: Callable[..., Answer]
+
+    def __call__(self, op: Op) -> Answer:
+        """Return what the function says."""
+        if op.func in SAC_IGNORED_OPS:
+            return Decision.RECOMPUTE
+        outputs = tuple(map(stand_in, op.outputs))
+        ctx = SelectiveCheckpointContext(is_recompute=False)
+        ctx.op_output = outputs[0] if len(outputs) == 1 else outputs
+        args, kwargs = call_of(op)
+        return self.fn(ctx, op.func, *args, **kwargs)
+
+
+class StandIn(Tensor):
+    """A tensor that has only metadata, on any device."""
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, *call: Any
+    ) -> Any:
+        """Refuse every operation."""
+        del call  # there is nothing to compute with
+        raise TypeError(
+            "remat: a policy may read the shape, dtype and device of a tensor, but not "
+            f"its values; it called {func}"
+        )
+
+
+def stand_in(value: Value) -> Tensor:
+    """Return a tensor with the metadata of `value` and no data.
+
+    Example:
+        >>> import torch
+        >>> value = Value((2, 3), torch.half, torch.device("cuda", 0))
+        >>> x = stand_in(value)
+        >>> x.shape, x.numel(), x.device
+        (torch.Size([2, 3]), 6, device(type='cuda', index=0))
+    """
+    told = len(value.stride) == len(value.shape)
+    return tensor_without_data(
+        StandIn,
+        value.shape,
+        value.stride if told else None,
+        storage_offset=value.offset if told else None,
+        dtype=value.dtype,
+        device=value.device,
+    )
+
+
+def call_of(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `op`, with metadata-only tensors for its tensors.
+
+    Example:
+        >>> import torch
+        >>> x = Value((2,), torch.float32, torch.device("cpu"))
+        >>> args, kwargs = call_of(Op(torch.ops.aten.cat.default, ((x, x), 0)))
+        >>> len(args[0]), args[1], kwargs
+        (2, 0, {})
+    """
+    # Operators take lists. Higher-order operators take what they were passed.
+    kind = tuple if isinstance(op.func, HigherOrderOperator) else list
+
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return stand_in(arg)
+        return kind(map(argument, arg)) if isinstance(arg, tuple) else arg
+
+    kwargs = {name: argument(arg) for name, arg in op.kwargs}
+    return tuple(map(argument, op.args)), kwargs
 
 
 Ask: TypeAlias = Callable[[Op], Answer]

@@ -40,9 +40,15 @@ from remat.policies._decision import (
     decision_of,
     destination,
 )
-from remat.policies._functions import Ask, asked, printed
-from remat.policies._operators import checked, family, name
-from remat.policies._selective import Selective
+from remat.policies._functions import (
+    Ask,
+    Selective,
+    asked,
+    checked,
+    family,
+    name,
+    printed,
+)
 
 
 class Policy(ABC):
@@ -411,7 +417,7 @@ def as_policy(obj: object) -> Policy:
         return Always(decision)
     if isinstance(obj, _COLLECTIONS):
         return save_ops(*obj)
-    # Dynamo cannot trace the check, which `_parts` makes up for.
+    # Dynamo cannot trace the check, which `_data` makes up for.
     is_traced = torch.compiler.is_compiling() and isinstance(obj, FunctionType)
     return Function(obj if is_traced else asked(obj))
 

@@ -27,8 +27,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from typing_extensions import override
 
+from remat._base.errors import missing
 from remat._base.op import Op
-from remat._base.optional import missing
 from remat._base.sizes import bytes_in
 from remat.policies._decision import Decision
 from remat.policies._policy import (

@@ -107,7 +107,7 @@ _COMPOSITES: dict[Any, Any] = {
 # --- The mode ---------------------------------------------------------------------
 
 
-class Bound(TorchFunctionMode):
+class KeyedMode(TorchFunctionMode):
     """Draws from a key where torch would draw from a global stream.
 
     Attributes:
@@ -173,7 +173,7 @@ class Bound(TorchFunctionMode):
             return rule(self.draw, *args, **kwargs)
 
 
-class _Guard(Guard):
+class _BindGuard(Guard):
     """Refuses draws outside a recompute. In a recompute remat restores the streams."""
 
     @override
@@ -271,20 +271,20 @@ _RUNS_LATER = (
 )
 
 
-class _Block:
+class _BindBlock:
     """What `bind` returns: a reusable context manager that is also a decorator."""
 
     def __init__(self, key: Key) -> None:
         self._key = key
-        self._open: list[tuple[Guard | None, Bound]] = []
+        self._open: list[tuple[Guard | None, KeyedMode]] = []
 
     @eager_only  # after a graph break it runs as a frame of its own; inlined, it traces
     def __enter__(self) -> None:
         # Dynamo traces no dispatch mode.
-        guard = None if torch.compiler.is_compiling() else _Guard(_REFUSED)
+        guard = None if torch.compiler.is_compiling() else _BindGuard(_REFUSED)
         if guard is not None:
             guard.__enter__()
-        bound = Bound(self._key, guard)
+        bound = KeyedMode(self._key, guard)
         bound.__enter__()
         self._open.append((guard, bound))
 
@@ -300,13 +300,13 @@ class _Block:
 
         @functools.wraps(fn)
         def bound(*args: Any, **kwargs: Any) -> Any:
-            with _Block(self._key):
+            with _BindBlock(self._key):
                 return fn(*args, **kwargs)
 
         return bound  # pyrefly: ignore[bad-return]
 
 
-def bind(key: KeyLike) -> _Block:
+def bind(key: KeyLike) -> _BindBlock:
     """Make torch's own randomness in a block, or a function, a function of a key.
 
     The i-th call that draws, counted from 0, uses ``fold_in(key, i)`` and the samplers
@@ -382,4 +382,4 @@ def bind(key: KeyLike) -> _Block:
         )
     if torch.compiler.is_compiling():
         _show_draws()
-    return _Block(Key(data))
+    return _BindBlock(Key(data))

@@ -15,10 +15,17 @@ from torch import Tensor
 
 from remat.random import _ops
 from remat.random._continuous import gumbel
-from remat.random._draw import Shape, as_shape, consumed, draw, fits, is_readable
+from remat.random._draw import (
+    Shape,
+    as_shape,
+    consumed,
+    draw,
+    fits,
+    is_readable,
+    shape_like,
+)
 from remat.random._key import Key, KeyLike, data_of
 from remat.random._samplers import randint
-from remat.random._sharded import shape_like
 
 
 def permutation(

@@ -15,11 +15,10 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from remat._torch import current_layer, must_inline
-from remat.random import _ops, _sharded
-from remat.random._draw import Value, consumed, fits, is_number
+from remat.random import _ops
+from remat.random._draw import Value, consumed, draw_each, fits, is_dtensor, is_number
 from remat.random._key import KeyLike, data_of
 from remat.random._samplers import check_probability
-from remat.random._sharded import is_dtensor
 
 
 def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
@@ -97,7 +96,7 @@ def _drop(x: Tensor, data: Tensor, p: float) -> Tensor:
 
 def _numbers_for(x: Tensor, data: Tensor) -> Tensor:
     if is_dtensor(x):
-        return _sharded.draw_each(_ops.uniform, data, x, torch.float32)
+        return draw_each(_ops.uniform, data, x, torch.float32)
     n = math.prod(x.shape[data.ndim - 1 :])
     return _ops.uniform(data, n, torch.float32).reshape(x.shape)
 

@@ -38,16 +38,7 @@ PAD = 32
 
 
 def philox(counter: Any, key: Any, lanes: int = 1) -> Any:
-    """Encrypt a counter of four 32-bit words under a key of two.
-
-    Args:
-        counter: Four words. Or four large integers, with one word in every 128 bits.
-        key: Two words, or two such integers.
-        lanes: An integer with the lowest bit of each word set.
-
-    Returns:
-        Four words, or four such integers.
-    """
+    """Encrypt a counter of four 32-bit words under a key of two."""
     (a, b, c, d), (k, m) = counter, key
     low, step, other = MASK * lanes, WEYL[0] * lanes, WEYL[1] * lanes
     for _ in range(ROUNDS):
@@ -106,14 +97,7 @@ _WEYL = [_constant(number) for number in WEYL]
 
 
 def _by_tensors(seed: Tensor, offset: Tensor, index: Tensor, scratch: Tensor) -> Tensor:
-    """Compute the blocks at `offset + index` in the scratch, padded: int64[:].
-
-    Args:
-        seed: int64, broadcasts with the next two.
-        offset: int64.
-        index: int64.
-        scratch: int64[:], large enough for five buffers of the padded size.
-    """
+    """Compute the blocks at `offset + index` in the scratch, padded: int64[:]."""
     shape = torch.broadcast_shapes(offset.shape, index.shape)
     size = _padded(shape.numel())
     buffers = scratch[: 5 * size].view(5, size)
@@ -179,7 +163,7 @@ def _chunks(
 # --- Blocks as values -------------------------------------------------------------
 
 
-class Reading(NamedTuple):
+class BlockReading(NamedTuple):
     """How blocks become values.
 
     Attributes:
@@ -196,17 +180,9 @@ class Reading(NamedTuple):
 
 
 def draw(
-    keys: Tensor, n: int, dtype: torch.dtype, reading: Reading, start: int = 0
+    keys: Tensor, n: int, dtype: torch.dtype, reading: BlockReading, start: int = 0
 ) -> Tensor:
-    """Return the first values of every stream: dtype[k, n].
-
-    Args:
-        keys: uint64[k, 2].
-        n: How many values of each stream.
-        dtype: The dtype of the result.
-        reading: How blocks become values.
-        start: The first block, as an int64.
-    """
+    """Return the first values of every stream: dtype[k, n]."""
     per_block = reading.per_block
     count = -(-n // per_block)
     out = torch.empty(len(keys), n, dtype=dtype, device=keys.device)
@@ -221,7 +197,7 @@ def draw(
     return out
 
 
-def _write(out: Tensor, words: Tensor, flipped: bool, reading: Reading) -> None:
+def _write(out: Tensor, words: Tensor, flipped: bool, reading: BlockReading) -> None:
     """Write the values of some padded blocks of some keys."""
     rows, n = out.shape
     per_block, read, low, step = reading
@@ -244,7 +220,7 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
-KEYS = Reading(2, _same)
+KEYS = BlockReading(2, _same)
 
 
 def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
@@ -271,18 +247,18 @@ def _halves(words: Tensor) -> Tensor:
 
 
 BITS = {
-    8: Reading(4, _quarters, _constant(0xFF, torch.int32)),
-    16: Reading(4, _quarters, _constant(0xFFFF, torch.int32)),
-    32: Reading(4, _unsigned_quarters),
-    64: Reading(2, _halves),
+    8: BlockReading(4, _quarters, _constant(0xFF, torch.int32)),
+    16: BlockReading(4, _quarters, _constant(0xFFFF, torch.int32)),
+    32: BlockReading(4, _unsigned_quarters),
+    64: BlockReading(2, _halves),
 }
 
 
-def _uniform(precision: int, dtype: torch.dtype) -> Reading:
+def _uniform(precision: int, dtype: torch.dtype) -> BlockReading:
     low, step = (1 << precision) - 1, _constant(2.0**-precision, dtype)
     if precision > 32:
-        return Reading(2, _halves, _constant(low), step)
-    return Reading(4, _quarters, _constant(low, torch.int32), step)
+        return BlockReading(2, _halves, _constant(low), step)
+    return BlockReading(4, _quarters, _constant(low, torch.int32), step)
 
 
 # Uniform numbers in [0, 1) are the low bits, times 2**-precision.
@@ -332,5 +308,5 @@ def _wide(words: Tensor) -> Tensor:
     return _WIDE.pairs(u.mul_(_WIDE.step))
 
 
-NORMAL = dict.fromkeys(UNIFORM, Reading(4, _narrow))
-NORMAL[torch.float64] = Reading(2, _wide)
+NORMAL = dict.fromkeys(UNIFORM, BlockReading(4, _narrow))
+NORMAL[torch.float64] = BlockReading(2, _wide)

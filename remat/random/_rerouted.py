@@ -1,25 +1,27 @@
 """Rules for torch's random functions inside `bind`: each draws from a key instead.
 
 A rule is called with `draw` and the arguments of the torch function that it replaces.
-`draw()` returns the next key.
+`draw()` returns the next key. The numbers have torch's dtypes and defaults: samplers of
+this package draw only floats, and have other defaults.
 
 Invariant: a call that draws nothing (dropout in evaluation mode) takes no key, and runs
-torch's own kernel.
+torch's own kernel. Parameters that torch refuses are refused, if their values can be
+read at no cost.
 Rejected: filling `torch.empty(...)` in place. Under vmap the key may be batched when
 the empty tensor is not. Batched values cannot be written to such a tensor.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from remat.random import _numbers as numbers
 from remat.random._choices import permutation
+from remat.random._draw import is_readable, shape_like
 from remat.random._key import Key
-from remat.random._samplers import uniform
-from remat.random._sharded import shape_like
+from remat.random._samplers import bernoulli, bits, normal, randint, uniform
 
 
 Draw = Callable[[], Key]
@@ -114,9 +116,8 @@ def laid_out(
     is_plain = memory_format in (torch.preserve_format, torch.contiguous_format)
     if is_plain and like.is_contiguous():
         return value
-    strides = torch.empty_like(
-        like, device="meta", memory_format=memory_format
-    ).stride()
+    there: Any = {"device": "meta", "memory_format": memory_format}
+    strides = torch.empty_like(like, **there).stride()
     order = sorted(range(like.ndim), key=lambda dim: -strides[dim])
     back = sorted(range(like.ndim), key=order.__getitem__)
     # Not copied into an empty tensor, which under vmap may not be batched.
@@ -137,7 +138,7 @@ def _randint(
     low = left.pop() if left else (low or 0)
     key = draw()
     return _deliver(
-        lambda device, dtype: numbers.integers(key.to(device), shape, low, high, dtype),
+        lambda device, dtype: integers(key.to(device), shape, low, high, dtype),
         torch.int64,
         **options,
     )
@@ -156,7 +157,7 @@ def _randint_like(
     low = left.pop() if left else (low or 0)
     key = draw()
     return _deliver_like(
-        lambda device, dtype: numbers.integers(
+        lambda device, dtype: integers(
             key.to(device), shape_like(input), int(low), int(high), dtype
         ),
         input,
@@ -202,20 +203,16 @@ def _constant_in(value: Tensor, *parameters: Any) -> Tensor:
 
 
 def _into(out: Tensor | None, value: Tensor) -> Tensor:
-    if out is None:
-        return value
-    if out.shape != value.shape:
+    if out is not None and out.shape != value.shape:
         out.resize_(value.shape)
-    return out.copy_(value)
+    return value if out is None else out.copy_(value)
 
 
 def _bernoulli(
     draw: Draw, input: Tensor, p: float | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    numbers.check_floats("bernoulli", input)
-    value = numbers.coin(
-        draw().to(input.device), input if p is None else p, shape_like(input)
-    )
+    check_floats("bernoulli", input)
+    value = coin(draw().to(input.device), input if p is None else p, shape_like(input))
     return _into(out, _constant_in(value.to(input.dtype), input))
 
 
@@ -232,19 +229,17 @@ def _normal(
     key = draw()
     if not given:
         return _deliver(
-            lambda device, dtype: numbers.gaussian(
-                key.to(device), size, dtype, mean, std
-            ),
+            lambda device, dtype: gaussian(key.to(device), size, dtype, mean, std),
             None,
             out=out,
             **options,
         )
     if isinstance(std, Tensor):
-        numbers.check_all(lambda: std >= 0, std, "a standard deviation is at least 0")
+        check_all(lambda: std >= 0, std, "a standard deviation is at least 0")
     shape = torch.broadcast_shapes(*(p.shape for p in given))
     loc, scale = (p.detach() if isinstance(p, Tensor) else p for p in (mean, std))
     first = given[0]
-    value = numbers.gaussian(key.to(first.device), shape, first.dtype, loc, scale)
+    value = gaussian(key.to(first.device), shape, first.dtype, loc, scale)
     return _into(out, _constant_in(value, *given))
 
 
@@ -256,20 +251,18 @@ def _multinomial(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    numbers.check_floats("multinomial", input)
-    numbers.check(
+    check_floats("multinomial", input)
+    check(
         input.ndim in (1, 2),
         "multinomial takes weights of 1 or 2 dimensions",
         input.ndim,
     )
-    numbers.check(num_samples > 0, "multinomial draws at least 1 sample", num_samples)
+    check(num_samples > 0, "multinomial draws at least 1 sample", num_samples)
     p = input.detach()
     key = draw().to(p.device)
     enough = replacement or num_samples <= p.shape[-1]
-    numbers.check(
-        enough, f"multinomial has {p.shape[-1]} categories to draw", num_samples
-    )
-    numbers.check_all(
+    check(enough, f"multinomial has {p.shape[-1]} categories to draw", num_samples)
+    check_all(
         lambda: ((p >= 0) & p.isfinite()).all(-1) & (p.sum(-1) > 0),
         p,
         "multinomial needs finite weights, none negative and not all zero",
@@ -280,7 +273,7 @@ def _multinomial(
 
 def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
     # Divided by the last sum, so that it becomes exactly one: no draw is beyond it.
-    total = p.to(numbers.wide(p)).cumsum(-1)
+    total = p.to(wide(p)).cumsum(-1)
     cumulative = total / total[..., -1:]
     u = uniform(key, (*p.shape[:-1], num), cumulative.dtype)
     return torch.searchsorted(cumulative, u, right=True)
@@ -289,14 +282,154 @@ def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
 def _without_replacement(key: Key, p: Tensor, num: int) -> Tensor:
     # Largest weight over an exponential number, as in torch: Efraimidis and Spirakis,
     # "Weighted random sampling with a reservoir", 2006.
-    return (p / numbers.exponential_(key, p)).topk(num).indices
+    return (p / exponential_(key, p)).topk(num).indices
+
+
+# -- Numbers, with the dtypes and defaults of torch ------------------------------------
+
+
+# Not `dtype.to_real()`, which Dynamo does not trace.
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+def uniform_of(key: Key, shape: Any, dtype: Any, low: Any = 0, high: Any = 1) -> Tensor:
+    if not dtype.is_complex:
+        return uniform(key, shape, dtype, low, high)
+    return torch.view_as_complex(uniform(key, (*shape, 2), _REAL[dtype], low, high))
+
+
+def gaussian(key: Key, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> Tensor:
+    if not dtype.is_complex:
+        return normal(key, shape, dtype, mean, std)
+    # Half of the variance in each part.
+    parts = normal(key, (*shape, 2), _REAL[dtype]) * math.sqrt(0.5)
+    return torch.view_as_complex(parts) * std + mean
+
+
+def integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
+    check(low < high, "integers from [low, high) need low < high", (low, high))
+    if dtype in _DRAWN:
+        return randint(key, shape, low, high, dtype)
+    if high - low < 2**63:
+        return randint(key, shape, low, high, torch.int64).to(dtype)
+    return _wide_integers(key, shape, low, high - low).to(dtype)
+
+
+_DRAWN = {
+    *(torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32),
+}
+
+
+def _wide_integers(key: Key, shape: Any, low: int, span: int) -> Tensor:
+    """Return `low` plus words modulo a span from 2**63 to 2**64, as int64 patterns."""
+    words = bits(key, shape, torch.uint64).view(torch.int64)
+    if span < 2**64:
+        # As an int64 the span is negative, and so are the words that reach it.
+        span -= 2**64
+        words = torch.where((words < 0) & (words >= span), words - span, words)
+    return words + low
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype to draw in for a distribution with tails."""
+    exact = x.dtype is torch.float64 or not x.is_floating_point()
+    return torch.float64 if exact else torch.float32
+
+
+def check(is_valid: bool, what: str, got: Any) -> None:
+    if not is_valid:
+        raise ValueError(f"remat: {what}, got {got}.")
+
+
+def check_all(holds: Callable[[], Tensor], t: Tensor, what: str) -> None:
+    """Check values if reading them is free."""
+    if is_readable(t):
+        check(bool(holds().all()), what, t.detach())
+
+
+def uniform_(key: Key, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return uniform_of(key, shape_like(x), x.dtype, low, high)
+
+
+def normal_(key: Key, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return gaussian(key, shape_like(x), x.dtype, mean, std)
+
+
+def bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
+    return coin(key, p, shape_like(x)).to(x.dtype)
+
+
+def coin(key: Key, p: Any, shape: Any) -> Tensor:
+    if isinstance(p, Tensor):
+        check_all(lambda: (p >= 0) & (p <= 1), p, "probabilities are between 0 and 1")
+    return bernoulli(key, p, shape)
+
+
+def check_floats(name: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"remat: {name} draws floating-point numbers, got {x.dtype}.")
+
+
+def exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
+    check_floats("exponential_", x)
+    check(lambd > 0, "exponential_ needs lambd > 0", lambd)
+    u = uniform(key, shape_like(x), wide(x))
+    # Never zero: callers take its logarithm.
+    least = torch.finfo(u.dtype).eps / 2
+    return (-torch.log1p(-u)).clamp_min(least) / lambd
+
+
+def log_normal_(key: Key, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    check_floats("log_normal_", x)
+    return normal(key, shape_like(x), wide(x), mean, std).exp()
+
+
+def cauchy_(key: Key, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    check_floats("cauchy_", x)
+    check(sigma > 0, "cauchy_ needs sigma > 0", sigma)
+    u = uniform(key, shape_like(x), wide(x))
+    return torch.tan(math.pi * (u - 0.5)) * sigma + median
+
+
+def geometric_(key: Key, x: Tensor, p: float) -> Tensor:
+    check(0 < p < 1, "geometric_ needs 0 < p < 1", p)
+    u = uniform(key, shape_like(x), wide(x))
+    return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp_min(1)
+
+
+# The bits of the integers with which `random_` fills a floating dtype, as in torch.
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def random_(key: Key, x: Tensor, *bounds: int, **named: int) -> Tensor:
+    low, high = _bounds(x.dtype, *bounds, **named)
+    return integers(key, shape_like(x), low, high, torch.int64).to(x.dtype)
+
+
+def _bounds(
+    dtype: torch.dtype, *bounds: int | None, low: int = 0, high: int | None = None
+) -> tuple[int, int]:
+    if len(bounds) == 1:
+        high = bounds[0]
+    elif bounds:
+        low, high = bounds[0] or 0, bounds[1]
+    if high is not None:
+        return low, high
+    if dtype is torch.bool:
+        return low, 2
+    most = 2 ** _DIGITS[dtype] if dtype in _DIGITS else torch.iinfo(dtype).max
+    return low, most + 1
 
 
 DRAWS: dict[Any, Rule] = {
-    torch.rand: _factory(numbers.uniform_of),
-    torch.randn: _factory(numbers.gaussian),
-    torch.rand_like: _like(numbers.uniform_of),
-    torch.randn_like: _like(numbers.gaussian),
+    torch.rand: _factory(uniform_of),
+    torch.randn: _factory(gaussian),
+    torch.rand_like: _like(uniform_of),
+    torch.randn_like: _like(gaussian),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
@@ -305,12 +438,12 @@ DRAWS: dict[Any, Rule] = {
     torch.multinomial: _multinomial,
     Tensor.bernoulli: _bernoulli,
     Tensor.multinomial: _multinomial,
-    Tensor.bernoulli_: _in_place(numbers.bernoulli_),
-    Tensor.cauchy_: _in_place(numbers.cauchy_),
-    Tensor.exponential_: _in_place(numbers.exponential_),
-    Tensor.geometric_: _in_place(numbers.geometric_),
-    Tensor.log_normal_: _in_place(numbers.log_normal_),
-    Tensor.normal_: _in_place(numbers.normal_),
-    Tensor.random_: _in_place(numbers.random_),
-    Tensor.uniform_: _in_place(numbers.uniform_),
+    Tensor.bernoulli_: _in_place(bernoulli_),
+    Tensor.cauchy_: _in_place(cauchy_),
+    Tensor.exponential_: _in_place(exponential_),
+    Tensor.geometric_: _in_place(geometric_),
+    Tensor.log_normal_: _in_place(log_normal_),
+    Tensor.normal_: _in_place(normal_),
+    Tensor.random_: _in_place(random_),
+    Tensor.uniform_: _in_place(uniform_),
 }

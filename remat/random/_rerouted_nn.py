@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from remat.random._continuous import gumbel
+from remat.random._draw import shape_like
 from remat.random._dropout import dropout
 from remat.random._key import Key, clone, fold_in
 from remat.random._rerouted import Draw, Rule, laid_out
 from remat.random._samplers import bernoulli, check_probability, uniform
-from remat.random._sharded import shape_like
 
 
 # -- Dropout --------------------------------------------------------------------------

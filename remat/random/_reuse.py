@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Ledger:
+class _Consumed:
     """The keys consumed so far, and where.
 
     Attributes:
@@ -47,19 +47,19 @@ class _Ledger:
 
 # One entry for each open block, in any thread, and one while the program is checked.
 _open: list[None] = []
-_ledger: ContextVar[_Ledger | None] = ContextVar("_ledger", default=None)
+_ledger: ContextVar[_Consumed | None] = ContextVar("_ledger", default=None)
 
 
-class _Program:
+class _ProgramCheck:
     """What `debug_key_reuse` has switched on.
 
     Attributes:
         ledger: of the whole program; None if it is not checked.
     """
 
-    ledger: _Ledger | None = None
+    ledger: _Consumed | None = None
 
-    def check(self, ledger: _Ledger | None) -> None:
+    def check(self, ledger: _Consumed | None) -> None:
         """Count in a ledger from now on, or no more."""
         if ledger is not None and self.ledger is None:
             _open.append(None)
@@ -68,23 +68,23 @@ class _Program:
         self.ledger = ledger
 
 
-_program = _Program()
+_program = _ProgramCheck()
 
 
-def _current() -> _Ledger | None:
+def _current() -> _Consumed | None:
     """Return the ledger that counts here: of the block, else of the program."""
     return _ledger.get() or _program.ledger
 
 
-class _Block(AbstractContextManager[None]):
+class _CheckedBlock(AbstractContextManager[None]):
     """A block that checks keys. It may be entered again inside itself."""
 
     def __init__(self) -> None:
-        self._tokens: list[Token[_Ledger | None]] = []
+        self._tokens: list[Token[_Consumed | None]] = []
 
     @override
     def __enter__(self) -> None:
-        self._tokens.append(_ledger.set(_current() or _Ledger()))
+        self._tokens.append(_ledger.set(_current() or _Consumed()))
         _open.append(None)
 
     @override
@@ -98,7 +98,7 @@ class _Block(AbstractContextManager[None]):
 
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            with _Block():
+            with _CheckedBlock():
                 return fn(*args, **kwargs)
 
         return checked
@@ -116,7 +116,7 @@ _RUNS_LATER = (
 )
 
 
-def check_key_reuse() -> _Block:
+def check_key_reuse() -> _CheckedBlock:
     """Raise an error when a key is consumed twice: the numbers would be the same.
 
     Samplers and :func:`split` consume a key. Each key of an array counts by itself.
@@ -147,7 +147,7 @@ def check_key_reuse() -> _Block:
         Traceback (most recent call last):
         remat.KeyReuseError: remat: a key was consumed twice, ...
     """
-    return _Block()
+    return _CheckedBlock()
 
 
 class debug_key_reuse(AbstractContextManager[None]):  # noqa: N801
@@ -186,7 +186,7 @@ class debug_key_reuse(AbstractContextManager[None]):  # noqa: N801
         if not isinstance(enabled, bool):
             raise TypeError(_NO_BOOL.format(got=enabled))
         self._before = _program.ledger
-        _program.check((self._before or _Ledger()) if enabled else None)
+        _program.check((self._before or _Consumed()) if enabled else None)
 
     @override
     def __exit__(self, *exception: object) -> None:
@@ -224,7 +224,7 @@ def _consume(data: Tensor) -> None:
             _count(ledger, row, here)
 
 
-def _count(ledger: _Ledger, row: tuple[int, int], here: str) -> None:
+def _count(ledger: _Consumed, row: tuple[int, int], here: str) -> None:
     if row not in ledger.used:
         ledger.used[row] = here
     elif ledger.allowed[row]:

@@ -16,7 +16,7 @@ from torch.func import grad, grad_and_value, vjp, vmap
 
 from remat import RandomnessError, remat
 from remat._ambient import streams as _streams
-from remat._torch import process as _process, twisters as _twisters
+from remat._torch import process as _process
 from remat._transform.saved import Saved
 from remat.testing import assert_same, count_ops, live_bytes
 
@@ -248,8 +248,8 @@ def test_only_the_states_of_streams_that_moved_are_stashed(fn, streams):
 
 @pytest.fixture
 def fresh_memory():
-    _twisters._start.cache_clear()
-    return _twisters._start
+    _process._start_of_state.cache_clear()
+    return _process._start_of_state
 
 
 def test_the_state_is_found_in_memory_within_a_vmap(fresh_memory):

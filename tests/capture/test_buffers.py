@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.changes import Wrapped
 from support.runs import assert_replayed, configurations, leaf
+from support.tables import crossed
 from torch import distributed, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
@@ -103,9 +104,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("step", "plain", "sines"), STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
-def test_buffers_are_updated_once_when_the_forward_runs(make, step, plain, sines):
+@crossed("name, how", MODULES, STEPS)
+def test_buffers_are_updated_once_when_the_forward_runs(name, how):
+    make, (step, plain, sines) = MODULES[name], STEPS[how]
+
     def program(wrap):
         module, states = with_sines(make), []
 

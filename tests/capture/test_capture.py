@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.holders import WAYS, Module, Object, called, use, wrapping
 from support.runs import assert_replayed, leaf
+from support.tables import crossed
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, jvp, vmap
@@ -42,11 +43,12 @@ TENSOR_WAYS = WAYS | {
     "module buffer": wrapping(Buffer),
     "two ways at once": wrapping(by_two_ways),
 }
+NESTED_WAY = "rematerialized function in a closure"
 NESTED = wrapping(by_a_rematerialized_function)
 ways = pytest.mark.parametrize(
     "way",
     [*TENSOR_WAYS.values(), NESTED],
-    ids=[*TENSOR_WAYS, "rematerialized function in a closure"],
+    ids=[*TENSOR_WAYS, NESTED_WAY],
 )
 
 
@@ -90,9 +92,9 @@ TRANSFORMS = {
 }
 
 
-@ways
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_reached_tensor_is_transformed(way, transform):
+@crossed("transform, name", TRANSFORMS, [*TENSOR_WAYS, NESTED_WAY], each=16)
+def test_a_reached_tensor_is_transformed(transform, name):
+    way = TENSOR_WAYS.get(name, NESTED)
     w, x = torch.randn(3), torch.randn(3)
     run, sines, nested = TRANSFORMS[transform]
     assert_replayed(

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 from support.changes import CHANGES, ODD, OF_VALUES, Block, Part, is_remembered
 from support.runs import assert_replayed
+from support.tables import crossed
 from support.zoo import Evaluations, make, plainly
 from torch import nn
 
@@ -41,8 +42,7 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("change", [*CHANGES, *ODD, *OF_VALUES])
+@crossed("change, style", [*CHANGES, *ODD, *OF_VALUES], STYLES)
 def test_a_change_is_seen_by_later_calls_and_not_by_a_recomputation(change, style):
     def program(wrap):
         model = model_of(Block)

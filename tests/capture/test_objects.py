@@ -19,6 +19,7 @@ from support.objects import (
     scalar_of,
 )
 from support.runs import leaf
+from support.tables import crossed
 from support.transforms import TRANSFORMS
 from support.zoo import plainly
 from torch import nn
@@ -58,14 +59,12 @@ def step_of(kind):
 # --- Each kind under each transform ---
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", TRANSFORMS)
+@crossed("how, kind", TRANSFORMS, KINDS, each=2, whole=("backward", "vmap_grad"))
 def test_a_kind_is_an_argument_and_a_result(how, kind):
     assert_as_plain(how, partial(scalar_of, kind), step_of(kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", AT_BASE)
+@crossed("how, kind", AT_BASE, KINDS, each=8)
 def test_a_kind_with_higher_order(how, kind):
     loss_of, step = partial(scalar_of, kind), step_of(kind)
     assert_as_plain(how, loss_of, step, wrap=higher, calls=True)

@@ -11,7 +11,7 @@ from support.runs import assert_replayed, configurations, gradients, leaf
 from torch import nn
 
 from remat import RecomputeError, remat
-from remat._capture.search import Search
+from remat._capture.search import CallSearch
 from remat._live import walk as _walk
 from remat.testing import count_ops
 
@@ -122,7 +122,7 @@ def test_hooks_are_not_walked():
     """The hook leads to fifty layers, and the call is about one."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))).double()
     model[0].register_forward_hook(lambda *_: model and None)
-    search = Search()
+    search = CallSearch()
     search.visit(model[0], None)
     assert len(search.found.tensors) == 2
     with count_ops() as ops:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -73,15 +72,6 @@ def test_a_container_is_an_argument(put, get):
         return a.sin().exp() * b
 
     check(fn, put(leaf(3), leaf(3)))
-
-
-@containers
-def test_a_container_is_a_keyword_argument(put, get):
-    def fn(x, *, tree):
-        a, b = get(tree)
-        return a.sin().exp() * b + x
-
-    check(fn, leaf(3), tree=put(leaf(3), leaf(3)))
 
 
 @containers
@@ -256,27 +246,6 @@ def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs()
 
 
 # --- Results ---------------------------------------------------------------------
-
-
-def test_leaves_that_are_no_tensors_are_returned():
-    static = {"n": None, "s": "text", "k": [1, True, 2.5, 1j, ...]}
-
-    def fn(x):
-        return {"y": x.sin().exp()} | static
-
-    check(fn, leaf(3))
-    out = remat(fn)(leaf(3))
-    assert {k: out[k] for k in static} == static
-    assert out["k"][1] is True
-
-
-def test_an_object_that_is_no_pytree_is_returned_as_it_is():
-    token = MappingProxyType({})
-    y, out = remat(lambda x: (x.sin().exp(), token))(leaf(3))
-    assert out is token
-    with count_ops() as ops:
-        y.sum().backward()
-    assert ops["sin"] == 1
 
 
 def test_what_a_function_without_a_result_keeps_has_its_graph():

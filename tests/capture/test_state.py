@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.as_plain import leaf
 from support.runs import assert_replayed
+from support.tables import crossed
 from torch import nn
 from torch.func import grad
 from torch.utils._pytree import tree_map
@@ -95,6 +96,7 @@ def tensor_removed(state, x):
 CHANGES = [counter, grown_list, lazy_table, dictionary, new_attribute]
 CHANGES += [removed_attribute, bounded_queue, tensor_rebound, tensors_added]
 CHANGES += [tensor_added_within, tensor_replaced, tensor_removed]
+CHANGES = {fn.__name__: fn for fn in CHANGES}
 
 
 class Stateful(nn.Module):
@@ -147,16 +149,17 @@ WHERE = {
     "module": in_a_module,
     "forward": in_the_module_of_a_forward,
 }
-in_each_place = pytest.mark.parametrize("where", WHERE.values(), ids=WHERE.keys())
-of_each_kind = pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__)
 
 
-@in_each_place
-@of_each_kind
+def in_each_place(each):
+    return crossed("change, where", CHANGES, WHERE, each=each)
+
+
+@in_each_place(3)
 def test_each_call_is_recomputed_with_the_state_that_it_read(where, change):
     def program(wrap):
         x = leaf(2)
-        call, state = where(wrap, change)
+        call, state = WHERE[where](wrap, CHANGES[change])
         first = call(x).sum()
         second = call(x).sum()
         first.backward()  # after the state has changed twice
@@ -166,12 +169,11 @@ def test_each_call_is_recomputed_with_the_state_that_it_read(where, change):
     assert_replayed(program, sin=4)
 
 
-@in_each_place
-@of_each_kind
+@in_each_place(1)
 def test_state_is_changed_once_by_each_of_several_steps(where, change):
     def program(wrap):
         x = leaf(2)
-        call, state = where(wrap, change)
+        call, state = WHERE[where](wrap, CHANGES[change])
         for _ in range(3):
             call(x).sum().backward()
         return state.tell(), x.grad
@@ -179,11 +181,10 @@ def test_state_is_changed_once_by_each_of_several_steps(where, change):
     assert_replayed(program, sin=6)
 
 
-@in_each_place
-@of_each_kind
+@in_each_place(2)
 def test_state_is_changed_once_under_grad(where, change):
     def program(wrap):
-        call, state = where(wrap, change)
+        call, state = WHERE[where](wrap, CHANGES[change])
         found = grad(lambda x: (call(x) + call(x)).sum())(leaf(2).detach())
         # The tensors may be dead ones of the transform.
         return tree_map(lambda leaf: None, state.tell()), found

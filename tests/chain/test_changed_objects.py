@@ -20,7 +20,7 @@ from remat.chain.schedules import Multilevel, Uniform
 from remat.testing import count_ops
 
 
-STEPS = 9
+STEPS = 7
 
 
 class Counter:
@@ -157,7 +157,7 @@ def counted(run, *args, **options):
     return found, ops["sin"]
 
 
-@rows("checkpoints", CHECKPOINTS)
+@rows("checkpoints", CHECKPOINTS, fast=("none", "two"))
 @pytest.mark.parametrize("name", NAMES)
 def test_each_step_changes_objects_once(name, checkpoints, folder):
     def run(body, x):
@@ -178,7 +178,7 @@ WAYS = {
 }
 
 
-@rows("way", WAYS)
+@rows("way", WAYS, fast=("vmap of grad",))
 @pytest.mark.parametrize("name", NAMES)
 def test_under_transforms(name, way):
     (steps, changed, _), (plain_steps, plainly, _) = bodies(), bodies()

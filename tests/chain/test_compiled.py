@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.loops import Plain, by_fori_loop, by_sequential
+from support.loops import Plain, by_scan, by_sequential
 from support.tables import rows
 from support.traced import ran
 from support.zoo import W, X, leaves_of, scalar
@@ -24,7 +24,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
-@rows("program", {"fori_loop": by_fori_loop, "sequential": by_sequential})
+@rows("program", {"scan": by_scan, "sequential": by_sequential})
 def test_loops_of_known_length_are_compiled(program):
     def gradients(loops, w, x):
         return torch.autograd.grad(scalar(program(loops, w, x)), (w, x))
@@ -88,7 +88,6 @@ def traced_runs(**options):
     return ops[torch.ops.aten.tanh.default], ops[barrier]
 
 
-RUNS = {"torch.compile": compiled_runs, "make_fx": traced_runs}
 SEGMENTS = {
     "None": ({}, 4),
     "all": ({"checkpoints": "all"}, 12),
@@ -96,11 +95,13 @@ SEGMENTS = {
     "uniform": ({"checkpoints": schedules.Uniform(5)}, 5),
     "sqrt": ({"checkpoints": schedules.Sqrt()}, 4),
 }
+# A schedule gives the same segments to both: one is compiled, all are traced.
+GRAPHS = [(traced_runs, name) for name in SEGMENTS] + [(compiled_runs, "uniform")]
 
 
-@rows("options, count", SEGMENTS)
-@rows("runs", RUNS)
-def test_a_graph_has_the_segments_of_the_schedule(runs, options, count):
+@pytest.mark.parametrize(("runs", "name"), GRAPHS)
+def test_a_graph_has_the_segments_of_the_schedule(runs, name):
+    options, count = SEGMENTS[name]
     assert runs(**options) == (24, count)
 
 
@@ -112,8 +113,10 @@ OTHERS = {
 
 
 @pytest.mark.usefixtures("_nothing_said")
-@pytest.mark.parametrize("name", OTHERS)
-@rows("runs", RUNS)
+@pytest.mark.parametrize(
+    ("runs", "name"),
+    [*((traced_runs, name) for name in OTHERS), (compiled_runs, "Binomial")],
+)
 def test_a_graph_that_cannot_follow_a_schedule_says_so_once(runs, name):
     says = f"fori_loop is a part of a graph, which cannot follow {name} checkpoints"
     with pytest.warns(UserWarning, match=says) as told:
@@ -132,7 +135,7 @@ def test_without_gradients_a_graph_needs_no_schedule():
 
 
 @pytest.mark.usefixtures("_nothing_said")
-@rows("runs", RUNS)
+@pytest.mark.parametrize("runs", [compiled_runs, traced_runs])
 def test_a_graph_says_that_it_does_not_call_progress(runs):
     done = []
     with pytest.warns(UserWarning, match="without Python: progress= is not called"):
@@ -149,6 +152,7 @@ def test_a_while_loop_is_refused_in_compiled_code():
         compiled(leaves_of(X)[0])
 
 
+@pytest.mark.slow
 def test_decoder_layers_of_transformers():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(

@@ -374,7 +374,7 @@ OTHER_ROWS = {
 }
 
 
-@rows("way", {**WAYS, "nothing": lambda f: f(V)})
+@rows("way", {"base": WAYS["base"], "nothing": lambda f: f(V)})
 @rows("f, says", OTHER_ROWS)
 def test_what_is_collected_keeps_its_form(f, says, way):
     with pytest.raises(TypeError, match=says):

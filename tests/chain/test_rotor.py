@@ -9,51 +9,49 @@ import pytest
 from hypothesis import given, strategies as st
 from support.interpreter import ByteInterpreter, Interpreter, WrongScheduleError
 
+from remat.chain._binomial import advances
+from remat.chain._rotor import Rerun, Rotor, Stages, _smallest
 from remat.chain.schedules import (
     Advance,
     Backward,
     Drop,
-    Keep,
     Load,
-    Option,
-    Recompute,
-    Record,
+    RecordStep,
     Save,
-    Stage,
-    advances,
-    least_budget,
+    StageCosts,
     rotor,
 )
 
 
-def some_stage(random, options=1, scale=1):
+def some_stage(random, scale=1):
     """A stage of random numbers."""
     size = random.randint(1, 6) * scale
     given = random.choice([None, 0, random.randint(1, 20) * scale])
-    kinds = tuple(
-        Option(
-            saved_bytes=size + random.randint(0, 8) * scale,
-            backward_cost=random.randint(0, 9),
-            forward_extra=random.randint(0, 3) * scale,
-            backward_extra=random.randint(0, 3) * scale,
-        )
-        for _ in range(options)
+    saved = size + random.randint(0, 8) * scale
+    more = random.randint(0, 3) * scale
+    return StageCosts(
+        *(random.randint(0, 9), size, saved, random.randint(0, 9), given),
+        # Running a stage without recording needs no more than recording it.
+        extra_bytes=random.randint(0, (saved + more - size) // scale) * scale,
+        forward_extra=more,
+        backward_extra=random.randint(0, 3) * scale,
     )
-    # Running a stage without recording needs no more than recording it.
-    recorded = min(option.saved_bytes + option.forward_extra for option in kinds)
-    extra = random.randint(0, (recorded - size) // scale) * scale
-    return Stage(random.randint(0, 9), size, kinds, given, extra)
 
 
-def some_chain(seed, length, options=1, scale=1):
+def some_chain(seed, length, scale=1):
     """A chain of random stages, and the bytes of its input."""
-    random = Random(f"{seed} {length} {options} {scale}")
-    stages = [some_stage(random, options, scale) for _ in range(length)]
+    random = Random(f"{seed} {length} {scale}")
+    stages = [some_stage(random, scale) for _ in range(length)]
     sizes = {
         "input_bytes": random.randint(0, 6) * scale,
         "input_gradient_bytes": random.randint(0, 6) * scale,
     }
     return stages, sizes
+
+
+def least_budget(stages, **sizes):
+    numbers = Stages(tuple(stages), **sizes)
+    return Rotor(numbers, _smallest(numbers)).peak
 
 
 def interpret(plan, stages, sizes):
@@ -70,9 +68,12 @@ def assert_as_predicted(plan, stages, sizes):
 
 # --- The interpreter ----------------------------------------------------------------
 
-CHAIN = [Stage(1, 2, (Option(5, 3, 1, 2),)), Stage(10, 3, (Option(4, 30),))]
-FORWARD = [Save(0), Advance(0, 1), Record(1)]
-BACKWARD = [Backward(1), Load(0), Record(0), Backward(0), Drop(0)]
+CHAIN = [
+    StageCosts(1, 2, 5, 3, forward_extra=1, backward_extra=2),
+    StageCosts(10, 3, 4, 30),
+]
+FORWARD = [Save(0), Advance(0, 1), RecordStep(1)]
+BACKWARD = [Backward(1), Load(0), RecordStep(0), Backward(0), Drop(0)]
 
 
 def test_the_interpreter_counts_bytes_and_work():
@@ -93,8 +94,11 @@ def test_the_interpreter_counts_bytes_and_work():
         ([Backward(0), *BACKWARD], "step 0 is not recorded"),
         ([*BACKWARD[:3], *BACKWARD[4:]], "step 0 is not reversed"),
         (BACKWARD[:-1], "still stored"),
-        ([Load(0), Record(0), Load(0), Record(0), *BACKWARD], "recorded already"),
-        ([Load(0), Advance(0, 1), Record(1), *BACKWARD], "recorded already"),
+        (
+            [Load(0), RecordStep(0), Load(0), RecordStep(0), *BACKWARD],
+            "recorded already",
+        ),
+        ([Load(0), Advance(0, 1), RecordStep(1), *BACKWARD], "recorded already"),
     ],
 )
 def test_the_interpreter_refuses_wrong_backwards(backward, says):
@@ -106,8 +110,8 @@ def test_the_interpreter_refuses_wrong_backwards(backward, says):
 
 def test_the_interpreter_refuses_residuals_that_nobody_needs():
     interpreter = Interpreter(2)
-    interpreter.forward([Record(0), Record(1)])
-    interpreter.recorded[5] = 0
+    interpreter.forward([RecordStep(0), RecordStep(1)])
+    interpreter.recorded.add(5)
     with pytest.raises(WrongScheduleError, match=r"steps \[5\] are still recorded"):
         interpreter.backward([Backward(1), Backward(0)])
 
@@ -120,13 +124,12 @@ def all_parts(stages, i, j):
     if i == j:
         yield ()
         return
-    for number in range(len(stages[i].options)):
-        for rest in all_parts(stages, i + 1, j):
-            yield (Keep(i, number), *rest)
+    for rest in all_parts(stages, i + 1, j):
+        yield (i, *rest)
     for e in range(i + 1, j):
         for inner in all_parts(stages, i, e):
             for rest in all_parts(stages, e, j):
-                yield (Recompute(i, e, inner), *rest)
+                yield (Rerun(i, e, inner), *rest)
 
 
 def all_plans(stages, sizes):
@@ -149,12 +152,12 @@ def assert_best_of_all_plans(stages, sizes):
     return least
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 2))
-def test_no_other_plan_has_less_work(seed, length, options):
-    assert_best_of_all_plans(*some_chain(seed, length, options))
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_no_other_plan_has_less_work(seed, length):
+    assert_best_of_all_plans(*some_chain(seed, length))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_other_plan_of_five_stages_has_less_work(seed):
     assert_best_of_all_plans(*some_chain(seed, 5))
 
@@ -162,9 +165,7 @@ def test_no_other_plan_of_five_stages_has_less_work(seed):
 def test_the_least_budget_counts_what_the_stages_that_run_again_need():
     # The cotangent in the middle is larger than those after it.
     numbers = [(5, 5, 0), (2, 4, 0), (0, 7, 23), (3, 12, 8), (0, 6, 0), (0, 0, 0)]
-    stages = [
-        Stage(1, size, (Option(saved),), gradient) for size, saved, gradient in numbers
-    ]
+    stages = [StageCosts(1, size, saved, 0, given) for size, saved, given in numbers]
     sizes = {"input_bytes": 0, "input_gradient_bytes": 0}
     assert assert_best_of_all_plans(stages, sizes) == 43
 
@@ -186,10 +187,7 @@ def cheapest_schedule(stages, sizes, budget):
 
 
 class _States:
-    """States: the carry with a cotangent, stored carries, and recorded stages.
-
-    A stored carry is a number, a recorded stage a pair of its number and its option.
-    """
+    """States: the carry with a cotangent, stored carries, and recorded stages."""
 
     def __init__(self, stages, budget, input_bytes, input_gradient_bytes):
         self.stages, self.budget = stages, budget - input_bytes
@@ -205,39 +203,29 @@ class _States:
 
     def moves(self, top, stored, recorded):
         held = sum(self.carries[k] for k in stored) + self.gradients[top]
-        held += sum(self.stages[k].options[o].saved_bytes for k, o in recorded)
-        made = {0, *stored, *(k + 1 for k, _ in recorded)}
-        inputs = {k for k, _ in recorded}  # what a graph holds
-        for k in {*stored} - inputs:
+        held += sum(self.stages[k].saved_bytes for k in recorded)
+        made = {0, *stored, *(k + 1 for k in recorded)}
+        for k in {*stored} - {*recorded}:  # what a graph holds stays
             yield 0, (top, tuple(s for s in stored if s != k), recorded)
-        for record in recorded:
-            if record[0] + 1 not in inputs - {*stored}:
-                yield 0, (top, stored, tuple(r for r in recorded if r != record))
+        for k in recorded:
+            if k + 1 not in {*recorded} - {*stored}:
+                yield 0, (top, stored, tuple(r for r in recorded if r != k))
         for k in made & set(range(top)):
             yield from self._run(k, held, top, stored, recorded)
-            yield from self._reverse(k, held, top, stored, recorded)
+            extra = self.gradients[k] + self.stages[k].backward_extra
+            if k in recorded and k == top - 1 and held + extra <= self.budget:
+                rest = tuple(r for r in recorded if r != k)
+                kept = tuple(s for s in stored if s <= k)
+                yield self.stages[k].backward_cost, (k, kept, rest)
 
     def _run(self, k, held, top, stored, recorded):
         stage = self.stages[k]
         if held + self.carries[k + 1] + stage.extra_bytes <= self.budget:
             kept = tuple(sorted({*stored, k + 1}))
             yield stage.forward_cost, (top, kept, recorded)
-        for o, option in enumerate(stage.options):
-            size = held + option.saved_bytes + option.forward_extra
-            if size <= self.budget and all(k != r for r, _ in recorded):
-                kept = tuple(sorted({*recorded, (k, o)}))
-                yield stage.forward_cost, (top, stored, kept)
-
-    def _reverse(self, k, held, top, stored, recorded):
-        for r, o in recorded:
-            option = self.stages[r].options[o]
-            size = held + self.gradients[r] + option.backward_extra
-            if r == k == top - 1 and size <= self.budget:
-                rest = tuple(p for p in recorded if p[0] != k)
-                yield (
-                    option.backward_cost,
-                    (k, tuple(s for s in stored if s <= k), rest),
-                )
+        size = held + stage.saved_bytes + stage.forward_extra
+        if size <= self.budget and k not in recorded:
+            yield stage.forward_cost, (top, stored, tuple(sorted({*recorded, k})))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
@@ -263,7 +251,7 @@ def test_with_unit_costs_the_work_is_that_of_binomial_checkpointing(slots):
     # The residuals fit only once, beside the checkpoints and the live carry. So a stage
     # is kept only right before its backward.
     residuals = slots + 1
-    stage = Stage(1, 1, (Option(residuals),), gradient_bytes=0)
+    stage = StageCosts(1, 1, residuals, gradient_bytes=0)
     for length in range(1, 16):
         budget = slots + 1 + residuals
         plan = rotor([stage] * length, budget, input_bytes=1)
@@ -275,8 +263,8 @@ def test_with_unit_costs_the_work_is_that_of_binomial_checkpointing(slots):
 
 @given(st.integers(0, 10**6), st.integers(1, 10), st.integers(0, 100))
 def test_no_plan_exceeds_its_budget(seed, length, percent):
-    stages, sizes = some_chain(seed, length, 2, scale=1_000_003)
-    stages = [*stages, Stage(1, 7, (Option(11),))]  # nothing divides the sizes
+    stages, sizes = some_chain(seed, length, scale=1_000_003)
+    stages = [*stages, StageCosts(1, 7, 11)]  # nothing divides the sizes
     least = least_budget(stages, **sizes)
     most = rotor(stages, 10**12, **sizes).peak
     budget = least + (most - least) * percent // 100
@@ -285,18 +273,16 @@ def test_no_plan_exceeds_its_budget(seed, length, percent):
     assert_as_predicted(plan, stages, sizes)
 
 
-def test_a_large_budget_keeps_all_by_the_option_with_the_least_work():
-    stages, sizes = some_chain(3, 30, options=3)
+def test_a_large_budget_keeps_all():
+    stages, sizes = some_chain(3, 30)
     plan = rotor(stages, 10**6, **sizes)
-    for part, stage in zip(plan.parts, stages, strict=True):
-        costs = [option.backward_cost for option in stage.options]
-        assert costs[part.option] == min(costs)
+    assert plan.parts == (*range(30),)
     assert plan.evaluations(30) == (30, 0)
 
 
 def test_rounding_wastes_little():
     # Sizes are rounded up to multiples of a sixtieth of the budget, 30 of them.
-    for seed in range(6):
+    for seed in range(3):
         stages, sizes = some_chain(seed, 30, scale=1_000_003)
         budget = 2 * least_budget(stages, **sizes)
         plan = rotor(stages, budget, slots=60, **sizes)
@@ -306,7 +292,7 @@ def test_rounding_wastes_little():
 
 
 def test_fifty_stages_are_planned():
-    stages, sizes = some_chain(0, 50, options=2, scale=1_000_003)
+    stages, sizes = some_chain(0, 50, scale=1_000_003)
     budget = 2 * least_budget(stages, **sizes)
     plan = rotor(stages, budget, slots=200, **sizes)
     assert 0.97 * budget < plan.peak <= budget
@@ -333,9 +319,8 @@ def test_a_plan_is_for_its_own_length():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Stage(1, 4, ()), "at least one Option"),
-        (lambda: Stage(1, 4, (Option(3),)), "contains the output .* 4 bytes; got 3"),
-        (lambda: rotor([Stage(1, 4, (Option(4),))], 9, slots=0), "slots >= 1; got 0"),
+        (lambda: StageCosts(1, 4, 3), "contains its output, 4 bytes; got 3"),
+        (lambda: rotor([StageCosts(1, 4, 4)], 9, slots=0), "slots >= 1; got 0"),
     ],
 )
 def test_numbers_are_checked(make, says):

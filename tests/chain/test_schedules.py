@@ -15,22 +15,25 @@ from support.interpreter import (
     fewest_advances,
 )
 
+from remat.chain._binomial import advances, beta, repetitions
 from remat.chain.schedules import (
     Advance,
     Binomial,
     Drop,
     EveryStep,
+    Held,
     Load,
     Multilevel,
     Online,
     Reverse,
     Save,
     Sqrt,
+    StageCosts,
     Storage,
     Uniform,
-    advances,
-    beta,
-    repetitions,
+    held,
+    plot,
+    rotor,
 )
 
 
@@ -238,7 +241,7 @@ def test_with_one_checkpoint_the_count_is_quadratic():
 
 
 def test_long_chains_are_scheduled_lazily():
-    schedule, length = Binomial(10), 100_000
+    schedule, length = Binomial(10), 20_000
     first = list(itertools.islice(schedule.backward(10**12), 5))
     assert isinstance(first[0], Load)
     assert_as_predicted(schedule, length, memory=10, width=1)
@@ -271,3 +274,226 @@ def test_schedules_are_values():
     assert Binomial(3) == Binomial(3) != Binomial(4)
     assert len({Binomial(3), Binomial(3), Uniform(3), Sqrt(), EveryStep()}) == 4
     assert Advance(0, 3) != Reverse(0, 3)
+
+
+# --- Schedules with carries in memory and on disk, against all places on disk ---
+
+
+COSTS = st.sampled_from([0, 0.5, 1, 3, 10, 100])
+
+
+@given(LENGTHS, SLOTS, st.none() | st.integers(0, 30), COSTS, COSTS, WIDTHS)
+def test_two_levels_run_what_they_predict(length, memory, disk, write, read, unroll):
+    schedule = Multilevel(memory, disk, write, read, unroll)
+    most = math.inf if disk is None else disk
+    found = assert_as_predicted(
+        schedule, length, memory=memory, disk=most, width=unroll
+    )
+    assert found.peak[Storage.DISK] == schedule.on_disk(length)
+    assert len(found.written) == len(set(found.written)) == schedule.on_disk(length)
+    assert found.read == found.written[::-1]
+
+
+def price(schedule, length):
+    transfers = schedule.write_cost + schedule.read_cost
+    steps = schedule.evaluations(length).backward
+    return steps + transfers * schedule.on_disk(length)
+
+
+def least_price(length, memory, disk, transfers):
+    """The least price over all sets of carries on disk."""
+    return min(
+        length
+        + count * transfers
+        + fewest_advances(length - cuts[-1] + 1, memory)
+        - (length - cuts[-1])
+        + sum(fewest_advances(b - a, memory) for a, b in itertools.pairwise(cuts))
+        for count in range(min(length, disk + 1))
+        for rest in itertools.combinations(range(1, length), count)
+        for cuts in [(0, *rest)]
+    )
+
+
+@pytest.mark.parametrize("transfers", [0, 1, 2.5, 6])
+@pytest.mark.parametrize("disk", [0, 1, 3, 12])
+@pytest.mark.parametrize("memory", [1, 2, 3])
+def test_no_other_carries_on_disk_cost_less(memory, disk, transfers):
+    for length in range(1, 13):
+        schedule = Multilevel(memory, disk, transfers, 0)
+        assert price(schedule, length) == least_price(length, memory, disk, transfers)
+
+
+@given(st.integers(1, 80), SLOTS, COSTS)
+def test_no_other_number_of_carries_on_disk_costs_less(length, memory, transfers):
+    best = price(Multilevel(memory, None, transfers, 0), length)
+    for disk in range(length):
+        found = Multilevel(memory, disk, transfers, 0)
+        assert price(found, length) >= best
+
+
+def price_with_many_reads(longest, memory, write, read):
+    """The least price for each length, if a carry on disk may be read again and again.
+
+    The dynamic program of Aupy, Herrmann, Hovland and Robert, 2016, without a limit of
+    carries on disk.
+    """
+    in_memory = [fewest_advances(length, memory) for length in range(longest + 2)]
+    fresh, on_disk = [0], [0]  # by length, and by where the first carry is
+    for length in range(1, longest + 2):
+        splits = [k + fresh[length - k] + on_disk[k] for k in range(1, length)]
+        on_disk.append(read + min([in_memory[length], *splits]))
+        fresh.append(min([in_memory[length], *(write + split for split in splits)]))
+    # The forward goes over the last step: a chain that is one longer.
+    return fresh[1:]
+
+
+@pytest.mark.parametrize("memory", [3, 5, 10])
+@pytest.mark.parametrize(
+    ("write", "read", "most"),
+    [(0, 0, 1), (1, 1, 1), (5, 5, 1), (20, 20, 1), (5, 0, 1.1), (100, 1, 1.1)],
+)
+def test_many_reads_of_a_carry_on_disk_hardly_pay(memory, write, read, most):
+    best = price_with_many_reads(80, memory, write, read)
+    for length in range(1, 81):
+        found = price(Multilevel(memory, None, write, read), length)
+        assert best[length] <= found
+        assert found + length <= most * (best[length] + length)  # with the forward
+
+
+def test_without_a_disk_two_levels_are_binomial():
+    for length in range(30):
+        one, two = Binomial(4), Multilevel(4, disk=0)
+        assert list(one.forward(length)) == list(two.forward(length))
+        assert list(one.backward(length)) == list(two.backward(length))
+
+
+def test_a_free_disk_stores_what_it_takes_to_run_each_step_once_more():
+    schedule = Multilevel(4, None, 0, 0)
+    assert schedule.evaluations(100) == (100, 100)
+    assert schedule.on_disk(100) == 96
+
+
+# --- Schedules for chains of unknown length, against those that know the length ---
+
+
+@given(st.integers(0, 300), st.integers(1, 12))
+def test_online_runs_what_it_predicts(length, slots):
+    assert_as_predicted(Online(slots), length, memory=slots, width=1)
+
+
+@pytest.mark.parametrize("slots", range(1, 13))
+def test_online_is_close_to_a_schedule_that_knows_the_length(slots):
+    ratios = [
+        Online(slots).evaluations(length).backward
+        / Binomial(slots).evaluations(length).backward
+        for length in range(1, 301)
+    ]
+    assert min(ratios) == 1
+    assert max(ratios) < 1.4
+    assert sum(ratios) / len(ratios) < 1.12
+
+
+def test_online_stays_close_on_long_chains():
+    for slots, length in [(5, 10_000), (10, 10_000), (20, 10_000), (10, 100_000)]:
+        found = Online(slots).evaluations(length).backward
+        assert found < 1.25 * Binomial(slots).evaluations(length).backward
+
+
+@given(st.integers(1, 300), st.integers(2, 12))
+def test_no_step_is_repeated_more_often_than_it_must(length, slots):
+    times = [0] * length
+    for action in Online(slots).backward(length):
+        if isinstance(action, Advance):
+            for step in range(action.start, action.stop):
+                times[step] += 1
+    assert max(times) <= repetitions(length + 1, slots)
+
+
+@given(st.integers(1, 200), st.integers(1, 12))
+def test_a_placer_can_be_stopped_at_any_step(length, slots):
+    placer = Online(slots).online()
+    interpreter = Interpreter(length, memory=slots, width=1)
+    interpreter.forward(
+        action for k in range(length) for action in [*placer.at(k), Advance(k, k + 1)]
+    )
+    assert placer.stored == tuple(interpreter.stored)
+    found = interpreter.backward(Online(slots).backward(length, placer.stored))
+    assert found == Online(slots).evaluations(length).backward
+
+
+def test_a_placer_refuses_a_step_out_of_order():
+    placer = Online(3).online()
+    placer.at(0)
+    with pytest.raises(ValueError, match="expected carry 1; got carry 2"):
+        placer.at(2)
+
+
+# --- What a chain holds over time, by its schedule, and the plot of it ---
+
+
+STAGE = StageCosts(1.0, output_bytes=1, saved_bytes=4, backward_cost=2.0)
+SCHEDULES = [
+    Sqrt(),
+    Uniform(7),
+    EveryStep(),
+    Binomial(5),
+    Binomial(5, unroll=3),
+    Multilevel(memory=3, write_cost=5, read_cost=5),
+    Online(5),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@pytest.mark.parametrize("length", [1, 2, 50])
+def test_what_is_held_is_what_an_interpreter_counts(schedule, length):
+    states = [*held(schedule, length)]
+    interpreter = Interpreter(length, disk=length)
+    ran = interpreter.run(schedule)
+    assert states[-1] == Held(sum(ran), 0, 0, 0)
+    assert max(s.memory for s in states) == interpreter.peak[Storage.MEMORY]
+    assert max(s.disk for s in states) == interpreter.peak[Storage.DISK]
+    times = [s.evaluations for s in states]
+    assert times == sorted(times)
+
+
+def test_steps_of_a_segment_are_recorded_together():
+    assert max(s.recorded for s in held(Sqrt(), 1000)) == 32
+    assert max(s.recorded for s in held(EveryStep(unroll=4), 1000)) == 4
+    assert max(s.recorded for s in held(Binomial(10), 1000)) == 1
+
+
+def test_recorded_stages_of_a_plan_wait_for_their_backward():
+    plan = rotor([STAGE] * 6, budget=12)
+    states = [*held(plan, 6)]
+    assert states[-1] == Held(sum(plan.evaluations(6)), 0, 0, 0)
+    after_the_forward = next(s for s in states if s.evaluations == 6)
+    assert after_the_forward.recorded
+    assert max(s.recorded for s in states) < 6
+
+
+def test_a_chain_without_steps_holds_nothing():
+    assert not [*held(Binomial(3), 0)]
+
+
+@pytest.fixture
+def pyplot():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    yield pyplot
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_the_plot_draws_what_is_held(pyplot, schedule):
+    axes = plot(schedule, 50)
+    drawn = {line.get_label(): [*line.get_ydata()] for line in axes.get_lines()}
+    states = [*held(schedule, 50)]
+    assert drawn["carries in memory"] == [s.memory for s in states]
+    assert drawn["recorded steps"] == [s.recorded for s in states]
+    assert ("carries on disk" in drawn) == isinstance(schedule, Multilevel)
+    assert axes.get_xlabel() == "steps evaluated so far"
+    assert axes.get_ylabel() == "carries and steps held"
+    assert "50 steps" in axes.get_title(loc="left")
+    ours = pyplot.figure().add_subplot()
+    assert plot(schedule, 50, ours) is ours

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 import weakref
 
 import pytest
@@ -13,7 +12,6 @@ from support.loops import (
     Plain,
     StopError,
     assert_chained,
-    by_scan,
     of_backward,
     steps_run,
     stopping,
@@ -152,17 +150,6 @@ def test_autocast_inside_of_a_step():
     assert_chained(program, steps=STEPS, runs=RUNS)
 
 
-def test_a_step_that_autocast_decorates():
-    """It notes on itself what it finds when it is entered."""
-
-    def program(loops):
-        w, x = leaves_of(W.float(), X.float())
-        body = autocast()(lambda h: torch.tanh(h @ w).float())
-        return differentiated(loop(loops, body, x), w, x)
-
-    assert_chained(program, steps=STEPS, runs=RUNS)
-
-
 def test_a_part_of_a_step_without_gradients():
     def program(loops):
         def run(w, x):
@@ -255,39 +242,22 @@ WRAPS = {
 }
 
 
-@rows("wrap", WRAPS)
-def test_a_chain_inside_of_a_rematerialized_function(wrap):
+@rows("wrap", WRAPS, fast=("remat", "dots", "pruned"))
+def test_rematerialized_steps_inside_of_a_rematerialized_function(wrap):
     def program(loops):
-        def run(w, x):
-            def fn(x):
-                return loop(loops, lambda h: torch.tanh(h @ w), x).sin()
+        wrapped = wrap if loops is chain else lambda fn: fn
 
-            fn = wrap(fn) if loops is chain else fn
+        def run(w, x):
+            body = wrapped(lambda h: torch.tanh(h @ w))
+            fn = wrapped(lambda x: loop(loops, body, x).sin())
             return fn(fn(x))
 
-        return [derivatives(run) for _ in range(3)]
+        return [derivatives(run) for _ in range(2)]
 
     with count_ops() as ops:
         got = program(chain)
     assert_same(got, program(Plain), reassociated=True)
-    assert ops["tanh"] > 9 * 2 * RUNS
-
-
-@rows("wrap", WRAPS)
-def test_steps_that_are_rematerialized(wrap):
-    def program(loops):
-        def run(w, x):
-            def body(h):
-                return torch.tanh(h @ w)
-
-            return loop(loops, wrap(body) if loops is chain else body, x)
-
-        return [derivatives(run) for _ in range(3)]
-
-    with count_ops() as ops:
-        got = program(chain)
-    assert_same(got, program(Plain), reassociated=True)
-    assert ops["tanh"] >= 9 * RUNS
+    assert ops["tanh"] > 6 * 2 * RUNS
 
 
 def test_a_chain_inside_of_a_scope():
@@ -340,31 +310,8 @@ def test_a_chain_inside_of_a_module():
 # --- Threads, errors, memory --------------------------------------------------------
 
 
-def test_threads_run_chains_at_once():
-    def program(loops):
-        found = [None] * 4
-
-        def work(k):
-            def run(w, x):
-                return by_scan(loops, w, x, checkpoints=3)
-
-            found[k] = of_backward(run, W * (k + 1), X)
-
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    with count_ops() as ops:
-        by_scan(chain, *leaves_of(W, X), checkpoints=3)[0].sum().backward()
-    assert ops["tanh"] == steps_run(LENGTH, checkpoints=3)
-    assert_same(program(chain), program(Plain))
-
-
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad", "grad of grad"])
-@pytest.mark.parametrize("at", [0, 4, STEPS, STEPS + 3])
+@pytest.mark.parametrize("at", [0, STEPS + 3])
 def test_after_an_error_in_a_step_levels_are_as_before(transform, at):
     body = stopping(at)
     first = grad(lambda x: loop(chain, body, x).sum())
@@ -403,9 +350,9 @@ def test_a_long_training_keeps_nothing_of_its_steps():
         for k in range(10):
             step(k)
         before = len(gc.get_objects())
-        for k in range(100):
+        for k in range(50):
             step(k)
         after = len(gc.get_objects())
-    assert ops["tanh"] == 110 * RUNS
+    assert ops["tanh"] == 60 * RUNS
     assert not any(ref() is not None for ref in refs)
-    assert after - before <= 100 + 50  # the weak references, and caches of Python
+    assert after - before <= 50 + 50  # the weak references, and caches of Python

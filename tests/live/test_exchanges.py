@@ -157,8 +157,7 @@ def test_the_run_that_ends_first_hands_on_what_was_before():
     kind, holder = _exchange.container_kind(dict), {"a": 1}
 
     def start(value):
-        now = _exchange._read(kind, holder)
-        (one,) = _exchange.written_to(kind, holder, *now[1:])
+        (one,) = _exchange.written_to(kind, holder, *kind.held(holder))
         one.start()
         kind.write(holder, ["a"], [value])
         return one

@@ -15,7 +15,7 @@ from support.offloading import LAYOUTS, STORES, assert_same_bits, back
 from support.tables import rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat._offload import bytes as _bytes, offload as _offload
+from remat._offload import offload as _offload
 from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 
 
@@ -100,8 +100,7 @@ def lane(monkeypatch):
     monkeypatch.setattr(_offload, "undisturbed", contextlib.nullcontext)
     monkeypatch.setattr(_offload, "_LANES", {})
     cpu = torch.device("cpu")
-    for module in (_offload, _bytes):
-        monkeypatch.setattr(module, "room", lambda n, _: nothing(n))
+    monkeypatch.setattr(_offload, "room", lambda n, _: nothing(n))
     monkeypatch.setattr(_offload, "_pinned", nothing)
     lane = _offload._LANES[cpu] = _offload._lane_of(DEVICE)
     with Accelerator():
@@ -265,7 +264,7 @@ def test_every_layout_comes_back_to_cuda(layout, count, store, folder):
     x = torch.empty_strided(
         layout.shape, layout.stride(), dtype=layout.dtype, device="cuda"
     )
-    _bytes._unexpanded(x).copy_(_bytes._unexpanded(layout).resolve_neg())
+    _offload._unexpanded(x).copy_(_offload._unexpanded(layout).resolve_neg())
     stored = store(x)
     assert stored.device.type == "cpu"
     assert stored.untyped_storage().nbytes() == count * x.element_size()

@@ -23,6 +23,7 @@ from support.golden import (
     sin_plus,
     table,
 )
+from support.tables import crossed, rows
 from support.zoo import W, X, leaves_of
 from torch.func import grad, jacrev, vjp, vmap
 
@@ -88,9 +89,8 @@ def around(transform):
     return with_it - executed(forward) - executed(back)
 
 
-@pytest.mark.parametrize("how", TRANSFORMS)
-@pytest.mark.parametrize("row", ROWS)
-def test_transforms_run_forward_and_backward_what_they_do_in_jax(how, row):
+@crossed("row, how", ROWS, TRANSFORMS, each=2)
+def test_transforms_run_forward_and_backward_what_they_do_in_jax(row, how):
     plain, fn, *_ = ROWS[row]
     transform = TRANSFORMS[how]
     expected, _ = run(transform, plain)
@@ -100,7 +100,7 @@ def test_transforms_run_forward_and_backward_what_they_do_in_jax(how, row):
         assert_same(actual, expected, reassociated=row in REASSOCIATED)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@rows("row", {k: k for k in ROWS}, fast=["sin2", "dots", "remat(two)", "W@x"])
 def test_what_one_transform_recorded_does_not_spoil_another(row):
     """Nor what another row did: in any order, as in a program."""
     for name in (row, "remat(remat)", "remat(dots)", row):

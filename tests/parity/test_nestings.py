@@ -59,6 +59,8 @@ def is_fast(names, name):
         return name == "frozen first" or names[0] not in AS_JVP
     if len(names) > 2 or name != "frozen first" or "linearize" in names:
         return False
+    if "hessian" in names and "grad" not in names:  # of order three: a second each
+        return False
     is_one_dual_level = AROUND.issuperset(names) and len({*names}) > 1
     return "forward_ad" not in names or is_one_dual_level
 

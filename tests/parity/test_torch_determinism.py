@@ -1,6 +1,6 @@
 """What PyTorch's tests say of functions that are not the same when run again.
 
-Item 19 of the survey of those tests: see `test_torch_calls.py`.
+Item 19 of the survey of those tests: see `test_torch_graphs.py`.
 """
 
 import pytest

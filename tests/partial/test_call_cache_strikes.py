@@ -180,14 +180,6 @@ def reads(x):
     return (x * float(h.numpy().sum())).exp()
 
 
-def test_a_read_that_is_learned_is_no_strike():
-    ours = remat(reads, prune=True)
-    for _ in range(4):
-        assert_like_plain(ours, reads, X)
-    cache = last_call_cache()
-    assert (cache.misfits, cache.reason) == (0, "")
-
-
 def test_a_read_is_learned_once():
     noted, ran = counted(reads)
     ours = remat(noted, prune=True)

@@ -14,7 +14,7 @@ from support.pruning import (
     dead_end,
     each_case,
     each_policy,
-    each_way,
+    each_policy_and_way,
     of_backward,
 )
 from torch import nn
@@ -365,8 +365,7 @@ class OfBaseAutograd(Cases):
         return dead_end((g * w).exp() * u)
 
 
-@each_way
-@each_policy
+@each_policy_and_way
 @each_case(Modes, Derivatives)
 def test_a_mode_or_a_derivative_inside(case, policy, way):
     case.check(policy, way)

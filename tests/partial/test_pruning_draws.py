@@ -18,7 +18,7 @@ from support.pruning import (
     dead_end,
     each_case,
     each_policy,
-    each_way,
+    each_policy_and_way,
     given_up,
 )
 from torch import Tensor, nn
@@ -113,8 +113,7 @@ class DataDependent(Cases, calls=16):
         return dead_end((dropout(h) * x).exp())
 
 
-@each_way
-@each_policy
+@each_policy_and_way
 @each_case(Draws, DataDependent)
 def test_the_draws_that_are_needed_are_those_of_the_forward(case, policy, way):
     case.check(policy, way)
@@ -234,8 +233,7 @@ def test_a_function_looks_where_the_stream_stands(case, policy):
     case.check(policy)
 
 
-@each_way
-@each_policy
+@each_policy_and_way
 @pytest.mark.parametrize("outer_draws", [0, 1, 2])
 @pytest.mark.parametrize("prune", ["auto", True, False])
 def test_a_nested_call_draws_after_dead_draws(prune, outer_draws, policy, way):

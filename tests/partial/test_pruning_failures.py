@@ -16,6 +16,7 @@ from support.pruning import (
     dead_end,
     each_policy,
     last_call_cache,
+    nothing_or_everything,
     of_backward,
     strikes,
 )
@@ -35,7 +36,7 @@ class BrokenError(Exception):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("place", ["forward", "backward", "recomputation"])
-@each_policy
+@nothing_or_everything
 def test_a_call_works_after_an_exception(policy, place, at):
     broken, runs = [False], Evaluations()
 
@@ -59,7 +60,7 @@ def test_a_call_works_after_an_exception(policy, place, at):
         return dead_end(h.exp() * torch.full((4, 4), 0.5, dtype=h.dtype))
 
     ours = remat(fn, policy=policy, prune=True)
-    for call in range(6):
+    for call in range(5):
         runs.clear()
         if call == at:
             broken[0] = True

@@ -14,7 +14,7 @@ from support.pruning import (
     assert_exact,
     dead_end,
     each_policy,
-    each_way,
+    each_policy_and_way,
     of_backward,
     strikes,
     total,
@@ -66,8 +66,7 @@ def transposed_product(x, w):
     return dead_end(y.transpose(0, 1) @ w + torch.einsum("bij,jk->bik", y, x).mean())
 
 
-@each_way
-@each_policy
+@each_policy_and_way
 def test_a_product_decomposes_by_mode(policy, way):
     assert_exact(transposed_product, X, W, policy=policy, way=way, pruned=True)
 

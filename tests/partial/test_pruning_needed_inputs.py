@@ -11,7 +11,6 @@ from support.letting_go import called, gradients, warmed
 from support.pruning import (
     W,
     X,
-    assert_like_plain,
     given_up,
     last_call_cache,
     nothing_or_everything,
@@ -121,20 +120,6 @@ def test_a_read_by_python_now_and_then_is_an_error_once():
     for _ in range(3):
         assert_same(gradients(ours, X, W), gradients(fn, X, W))
     assert not last_call_cache().reason
-
-
-def test_a_read_by_python_of_a_leaf_is_no_error():
-    """A leaf is never let go."""
-    flag = {"on": False}
-
-    def fn(x, w):
-        factor = float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5
-        return (w * factor).sin() + x
-
-    ours = warmed(fn, X, W)
-    flag["on"] = True
-    for _ in range(2):
-        assert_like_plain(ours, fn, X, W)
 
 
 @given_up

@@ -14,7 +14,7 @@ from support.pruning import (
     dead_end,
     each_case,
     each_policy,
-    each_way,
+    each_policy_and_way,
     strikes,
     total,
 )
@@ -147,8 +147,7 @@ def results(x, w):
     }
 
 
-@each_way
-@each_policy
+@each_policy_and_way
 def test_results_are_of_every_kind(policy, way):
     assert_exact(results, X, W, policy=policy, way=way)
 

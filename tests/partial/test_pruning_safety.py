@@ -17,8 +17,9 @@ from support.pruning import (
     dead_end,
     each_case,
     each_policy,
-    each_way,
+    each_policy_and_way,
     given_up,
+    nothing_or_everything,
 )
 from torch import Tensor
 
@@ -159,8 +160,7 @@ class InPlaceUnknown(Cases):
         return dead_end(torch.cat([*parts]).exp())
 
 
-@each_way
-@each_policy
+@each_policy_and_way
 @each_case(InPlace, InPlaceUnknown)
 def test_an_operation_in_place_or_an_alias(case, policy, way):
     case.check(policy, way)
@@ -308,7 +308,7 @@ READ = {
 FICKLE = "storage", "deepcopy"  # are given up, which takes some calls
 
 
-@each_policy
+@nothing_or_everything
 @each_case(
     cases_of({name: read(READ[name]) for name in READ if name not in FICKLE}),
     cases_of({name: read(READ[name]) for name in FICKLE}, calls=20),

@@ -74,7 +74,7 @@ class Probes(Cases):
 def test_an_input_is_of_another_kind(case, kind, policy):
     ours = remat(case.fn, policy=policy, prune=True)
     # In each order, several times: what was recorded is of another one.
-    for x in [*INPUTS[kind] * 3, *INPUTS[kind][::-1] * 2]:
+    for x in [*INPUTS[kind] * 2, *INPUTS[kind][::-1]]:
         assert_same(gradient_of_view(ours, x), gradient_of_view(case.fn, x))
 
 
@@ -120,7 +120,7 @@ def test_inputs_share_memory_in_some_calls(policy):
 
     base = make(8, 4, seed=3)
     a = base[:4]
-    for b in [base[4:], a, base[2:6], base[4:].clone()] * 3:
+    for b in [base[4:], a, base[2:6], base[4:].clone()] * 2:
         assert_same(gradients(ours, a, b), gradients(fn, a, b))
         assert_same(of_the_same(ours, a), of_the_same(fn, a))
 
@@ -137,7 +137,7 @@ def test_calls_differ_in_training_and_autocast(policy):
             out = fn(leaf)
         return torch.autograd.grad(scalar(out), leaf)
 
-    for call in range(10):
+    for call in range(7):
         module.train(call % 2 == 0)
         assert_same(gradient(ours, call), gradient(module, call))
 

@@ -6,7 +6,7 @@ under another transform has another record or the same one.
 """
 
 import pytest
-from support.pruning import call_caches, each_policy, strikes
+from support.pruning import POLICIES, call_caches, strikes
 from support.transforms import ALL, some
 from support.zoo import ZOO, W, X, scalar
 
@@ -27,9 +27,17 @@ def derivative(transform, case, fn):
     return transform(loss, *((W,) if transform in REASSOCIATED.values() else (W, X)))
 
 
-@each_policy
-@pytest.mark.parametrize("name", [*FIRST, *REASSOCIATED])
-@pytest.mark.parametrize("case", ZOO)
+# Each case under each transform, with the policies in turn.
+CROSSED = [
+    pytest.param(case, name, policy, id=f"{case}-{name}-{kept}", marks=marks)
+    for i, case in enumerate(ZOO)
+    for k, name in enumerate([*FIRST, *REASSOCIATED])
+    for j, (kept, policy) in enumerate(POLICIES.items())
+    for marks in [() if (i + k + j) % 3 == 0 else pytest.mark.slow]
+]
+
+
+@pytest.mark.parametrize(("case", "name", "policy"), CROSSED)
 def test_the_zoo_under_a_transform(case, name, policy):
     if name == "batched_cotangents" and case in ("custom", "in_place"):
         pytest.skip("torch refuses it in plain code")
@@ -42,8 +50,8 @@ def test_the_zoo_under_a_transform(case, name, policy):
     assert (len(call_caches()) == 0) == transform.forward
 
 
-@each_policy
-@pytest.mark.parametrize("case", ZOO)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("case", ["matmul", "network", "in_place"])
 def test_the_zoo_under_all_transforms_in_turn(case, policy):
     """Of one function: a record made under one is not used wrongly under another."""
     fn = ZOO[case][0]

@@ -68,9 +68,20 @@ TRANSFORMS = {
 }
 
 
-@each_option
-@pytest.mark.parametrize("program", [entropy, attention, linear])
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+# Each program under each transform, with the options in turn.
+COMPOSITE = [
+    pytest.param(
+        *(transform, program, options),
+        id=f"{program.__name__}-{how}-{kept}",
+        marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow,
+    )
+    for i, (how, transform) in enumerate(TRANSFORMS.items())
+    for j, program in enumerate((entropy, attention, linear))
+    for k, (kept, options) in enumerate(OPTIONS.items())
+]
+
+
+@pytest.mark.parametrize(("transform", "program", "options"), COMPOSITE)
 def test_composite_operations_may_become_others(transform, program, options):
     """At second order, `linear` is other operations than in the forward."""
     wrapped, expected = remat(program, **options), transform(program)
@@ -193,6 +204,7 @@ def test_a_step_recorded_under_a_tracker_keeps_its_policy_later(tracker):
 # --- What torch compiles by itself ---
 
 
+_SLOWER = "each", "looped"
 FRESH = """
 import contextlib, os, sys, warnings
 import torch
@@ -257,7 +269,10 @@ if f is scanned:  # torch.func has no rule for the others
 """
 
 
-@pytest.mark.parametrize("program", ["cond", "each", "scanned", "looped"])
+@pytest.mark.parametrize(
+    "program",
+    ["cond", "scanned", *(pytest.param(p, marks=pytest.mark.slow) for p in _SLOWER)],
+)
 def test_a_higher_order_operator_is_compiled_as_without_remat(program):
     """Outside of remat's modes, under which torch compiles nothing."""
     command = [sys.executable, "-W", "ignore", "-c", FRESH, program]

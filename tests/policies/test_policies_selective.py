@@ -26,13 +26,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from remat.policies import (
-    Decision,
-    Op,
-    Value,
-    as_policy,
-)
-from remat.policies._selective import call_of, stand_in
+from remat.policies import Decision, Op, Value, as_policy
+from remat.policies._functions import call_of, stand_in
 
 
 aten = torch.ops.aten

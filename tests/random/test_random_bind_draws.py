@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from remat import random
 from remat.random import key
-from remat.random._numbers import _wide_integers
+from remat.random._rerouted import _wide_integers
 
 
 N = 40_000

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 from remat import random, remat
-from remat.random import _ops, _sharded
+from remat.random import _draw, _ops
 
 
 # --- Blocks of a draw, in one process ---
@@ -53,14 +53,14 @@ def test_a_block_has_the_numbers_of_the_whole(op, kind, shape, keys):
         part = whole
         for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = part.narrow(dim + len(keys), start, length)
-        drawn = _sharded.shard(op, data, shape, lengths, starts, kind)
+        drawn = _draw.shard(op, data, shape, lengths, starts, kind)
         assert torch.equal(drawn, part)
 
 
 def test_a_key_at_the_end_of_its_stream_goes_on_at_the_start():
     data = torch.tensor([5, 2**64 - 3], dtype=torch.uint64)
     whole = _ops.uniform(data, 40, torch.float32).view(8, 5)
-    drawn = _sharded.shard(_ops.uniform, data, (8, 5), (8, 2), (0, 3), torch.float32)
+    drawn = _draw.shard(_ops.uniform, data, (8, 5), (8, 2), (0, 3), torch.float32)
     assert torch.equal(drawn, whole[:, 3:])
 
 
@@ -74,7 +74,7 @@ def test_the_parts_of_all_processes_are_the_whole(shape, placements):
     sizes, count = (2, 3), torch.zeros(shape, dtype=torch.int64)
     for here in itertools.product(*map(range, sizes)):
         mesh = SimpleNamespace(get_coordinate=lambda h=here: h, size=sizes.__getitem__)
-        part = _sharded.local_part(_sharded.Sharded(shape, mesh, placements))
+        part = _draw.local_part(_draw.Sharded(shape, mesh, placements))
         assert part is not None
         rows, columns = (slice(s, s + n) for n, s in zip(*part, strict=True))
         count[rows, columns] += 1

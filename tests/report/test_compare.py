@@ -310,7 +310,7 @@ def test_the_blocks_keep_their_own_options_afterwards():
     sizes = {row.name: row.saved_bytes for row in found.rows}
     assert sizes["none"] < sizes["as written"] < sizes["plain"] + 1
     assert block._options.policy == DOTS
-    assert here().examining is None
+    assert here().reporter is None
     again = compare(lambda *args: block(*args), *args, policies=rows)
     assert [*map(costs, again.rows)] == [*map(costs, found.rows)]
 
@@ -321,7 +321,7 @@ def test_a_policy_of_no_block_is_an_error_that_names_the_blocks():
         compare(Model(), BATCH, policies={"typo": {"Blok": None}})
     with pytest.raises(ValueError, match="It calls: none"):
         compare(blk, *example(*SQUARE), policies={"no blocks": {"*": None}})
-    assert here().examining is None
+    assert here().reporter is None
 
 
 @pytest.mark.parametrize("policy", [{"row": {"*": "dots"}}, {"row": "dots"}, ["dots"]])

@@ -87,7 +87,7 @@ def test_without_scipy_the_front_is_left_out_and_that_is_said(monkeypatch, compa
         raise ImportError(NO_SCIPY)
 
     monkeypatch.setattr(budget, "_scipy", no_scipy)
-    budget._KNOWN.clear()
+    budget._solved.cache_clear()
     found = compare(layers, W, V, X)
     assert found.rows == compared.rows
     assert found.front == ()

@@ -10,5 +10,5 @@ from remat._torch import suspend_hooks
 @pytest.fixture(autouse=True)
 def _no_values_before() -> None:
     suspend_hooks()
-    here().scope_pack = None
+    here().block_pack = None
     api._THREADS.blocks = api._Blocks()

@@ -1,4 +1,4 @@
-"""Thirty faults that a change could bring in, and the tests that have to notice them.
+"""Forty faults that a change could bring in, and the tests that have to notice them.
 
 A fault replaces a text in a file of remat by another one. The text occurs there once,
 which `whole/test_faults.py` checks, so that the list follows the code.
@@ -37,19 +37,19 @@ class Fault:
 
 
 TRANSFORM, CAPTURE = "remat/_transform/", "remat/_capture/"
-PARTIAL, REPORT = "remat/_partial/", "remat/_report/"
+PARTIAL, REPORT, FIT = "remat/_partial/", "remat/_report/", "remat/_fit/"
 
 FAULTS = [
     Fault(
         "a recompute runs to its end",
-        TRANSFORM + "filling.py",
+        TRANSFORM + "saved.py",
         "        handle.value = value\n        self.left -= 1\n        if not self.left and",
         "        handle.value = value\n        self.left -= 0.5\n        if not self.left and",
         ("tests/parity/test_golden.py",),
     ),
     Fault(
         "a recompute that saves something else is not noticed",
-        TRANSFORM + "filling.py",
+        TRANSFORM + "saved.py",
         "if then is None or meta[:2] != then[:2]:\n            return True",
         "if then is None or meta[:2] != then[:2]:\n            return False",
         ("tests/transform/test_recompute_error.py",),
@@ -70,14 +70,14 @@ FAULTS = [
     ),
     Fault(
         "an input that changed before the backward is read",
-        TRANSFORM + "saved_inputs.py",
-        "            and version_of(value) != then[i]\n",
-        "            and False\n",
+        TRANSFORM + "inputs.py",
+        "                and (None if value.is_inference() else value._version) != then[i]\n",
+        "                and False\n",
         ("tests/transform/test_mutation.py",),
     ),
     Fault(
         "a buffer is updated by each recompute",
-        TRANSFORM + "saved_inputs.py",
+        TRANSFORM + "inputs.py",
         "tensors.append(value.clone())",
         "tensors.append(value)",
         ("tests/capture/test_buffers.py",),
@@ -134,8 +134,8 @@ FAULTS = [
     Fault(
         "a stream is not set back for a recompute",
         "remat/_ambient/ambient.py",
-        "        for s, state in states:\n            set_state(s, state)\n        yield\n",
-        "        yield\n",
+        "    for s, state in states:\n        set_state(s, state)\n",
+        "",
         ("tests/ambient/test_global_streams.py",),
     ),
     Fault(
@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "a name is given to no value",
-        PARTIAL + "naming.py",
+        PARTIAL + "names.py",
         "for listener in here().listeners:",
         "for listener in here().listeners[:0]:",
         ("tests/policies/test_names.py",),
@@ -175,7 +175,7 @@ FAULTS = [
     ),
     Fault(
         "matmuls are no dots",
-        "remat/policies/_dots.py",
+        "remat/policies/_operations.py",
         "mm addmm _addmm_activation",
         "addmm _addmm_activation",
         ("tests/policies/test_policies_dots.py", "tests/parity/test_golden.py"),
@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "assert_same takes every value for the same",
-        "remat/testing.py",
+        "remat/testing/_equality.py",
         "wrong = ~_equal(actual, expected)",
         "wrong = ~_equal(actual, actual)",
         ("tests/testing",),
@@ -249,5 +249,79 @@ FAULTS = [
         "if not traceback.tb_frame.f_code.co_filename.startswith(OURS):",
         "if traceback is not None:",
         ("tests/transform/test_tracebacks.py",),
+    ),
+    # Capture.
+    Fault(
+        "what a forward assigns under torch.func does not reach the user's objects",
+        CAPTURE + "handing_on.py",
+        "changes = [(was.node, now) for was, now in _changed(self._noted)]",
+        "changes = list[Any]()",
+        ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
+    ),
+    Fault(
+        "an entry that a forward deletes stays in the user's dict",
+        CAPTURE + "handing_on.py",
+        "    for key in value.keys() - held.keys():\n        del value[key]\n",
+        "",
+        ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
+    ),
+    Fault(
+        "a new list that a forward assigns holds tensors of a level",
+        CAPTURE + "handing_on.py",
+        "value[:] = [owners.get(id(v), v) for v in value]",
+        "value[:] = [*value]",
+        ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
+    ),
+    # Duals.
+    Fault(
+        "a tangent that changed before the backward is read",
+        TRANSFORM + "levels.py",
+        "                raise MutationError(_CHANGED)\n",
+        "                pass\n",
+        ("tests/transform/test_levels.py", "tests/transform/test_orders.py"),
+    ),
+    Fault(
+        "gradients of tangents have no tangents",
+        TRANSFORM + "function.py",
+        "    saved = [*inputs, *duals.tangents]  # so that",
+        "    saved = flat  # so that",
+        ("tests/transform/test_orders.py", "tests/transform/test_levels.py"),
+    ),
+    # The cache of compiled code.
+    Fault(
+        "two policies share compiled code",
+        TRANSFORM + "traced.py",
+        "text = repr((name, where, policy, flags, _sources()))",
+        "text = repr((name, where, flags, _sources()))",
+        ("tests/transform/test_traced_cache.py",),
+    ),
+    Fault(
+        "compiled code outlives the code of remat that made it",
+        TRANSFORM + "traced.py",
+        "text = repr((name, where, policy, flags, _sources()))",
+        "text = repr((name, where, policy, flags))",
+        ("tests/transform/test_traced_cache.py",),
+    ),
+    Fault(
+        "what a cache cannot tell is cached",
+        "remat/_torch/nodes.py",
+        "    if OF_THIS_PROCESS in key or not _is_cacheable(graph):",
+        "    if OF_THIS_PROCESS in key:",
+        ("tests/transform/test_traced_cache.py",),
+    ),
+    # Plans for a whole step.
+    Fault(
+        "a walk never frees what it recomputed",
+        FIT + "walk.py",
+        "            self._alive.discard(number)\n            self.live -= size",
+        "            self._alive.discard(number)",
+        ("tests/fit/test_step_plans.py", "tests/fit/test_fit.py"),
+    ),
+    Fault(
+        "a plan saves what it recomputes",
+        "remat/_scope/following.py",
+        "return Decision.SAVE if saves else Decision.RECOMPUTE",
+        "return Decision.RECOMPUTE if saves else Decision.SAVE",
+        ("tests/fit/test_step_plans.py",),
     ),
 ]

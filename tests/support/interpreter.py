@@ -12,7 +12,7 @@ from remat.chain.schedules import (
     Drop,
     Evaluations,
     Load,
-    Record,
+    RecordStep,
     Reverse,
     Save,
     Storage,
@@ -47,7 +47,7 @@ class Interpreter:
         self.limits = {Storage.MEMORY: memory, Storage.DISK: disk}
         self.stored = {}
         self.live = None
-        self.recorded = {}  # the option of each step that waits for its backward
+        self.recorded = set()  # the steps that wait for their backward
         self.reversed_to = length
         self.evaluations = 0
         self.peak = Counter()
@@ -59,7 +59,7 @@ class Interpreter:
         """Run a forward, and return how many steps it ran."""
         self.live, self.evaluations, self.returning = 0, 0, False
         for action in actions:
-            allowed = isinstance(action, Advance | Save | Drop | Record)
+            allowed = isinstance(action, Advance | Save | Drop | RecordStep)
             require(allowed, f"{action} in a forward")
             self.step(action)
         require(self.live == self.length, "the forward does not reach the result")
@@ -91,15 +91,15 @@ class Interpreter:
                 self.evaluate(start, stop)
                 require(stop - start <= self.width, f"{action} is too wide")
                 self.pull(stop, start)
-            case Record(step, option):
+            case RecordStep(step):
                 self.evaluate(step, step + 1)
                 require(step not in self.recorded, f"step {step} is recorded already")
-                self.recorded[step] = option
+                self.recorded.add(step)
                 self.live = step + 1
             case Backward(step):
                 require(step in self.recorded, f"step {step} is not recorded")
                 self.pull(step + 1, step)
-                del self.recorded[step]
+                self.recorded.remove(step)
             case Save(step, storage):
                 self.save(step, storage)
             case Load(step):
@@ -186,14 +186,13 @@ class ByteInterpreter(Interpreter):
             case Advance(start):
                 stage = self.stages[start]
                 self.note(stage.output_bytes + stage.extra_bytes, stage.forward_cost)
-            case Record(step, number):
+            case RecordStep(step):
                 stage = self.stages[step]
-                option = stage.options[number]
-                self.note(option.saved_bytes + option.forward_extra, stage.forward_cost)
+                self.note(stage.saved_bytes + stage.forward_extra, stage.forward_cost)
             case Backward(step) if step in self.recorded:
-                option = self.stages[step].options[self.recorded[step]]
-                extra = self.gradients[step] + option.backward_extra
-                self.note(extra, option.backward_cost)
+                stage = self.stages[step]
+                extra = self.gradients[step] + stage.backward_extra
+                self.note(extra, stage.backward_cost)
         super().step(action)
 
     def note(self, extra, work):
@@ -205,8 +204,6 @@ class ByteInterpreter(Interpreter):
         """What exists between actions. Recorded steps hold their input and output."""
         carries = {*self.stored, *self.recorded, self.live} - {None, 0}
         plain = (self.carries[k] for k in carries if k - 1 not in self.recorded)
-        residuals = (
-            self.stages[k].options[o].saved_bytes for k, o in self.recorded.items()
-        )
+        residuals = (self.stages[k].saved_bytes for k in self.recorded)
         gradient = self.gradients[self.reversed_to]
         return self.carries[0] + sum(plain) + sum(residuals) + gradient

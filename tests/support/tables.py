@@ -23,3 +23,30 @@ def rows(
         return pytest.param(*((member,) if is_one else member), id=key, marks=marks)
 
     return pytest.mark.parametrize(names, [case(*item) for item in table.items()])
+
+
+def crossed(
+    names: str,
+    first: Collection[Any],
+    second: Collection[Any],
+    *,
+    each: int = 1,
+    whole: Collection[Any] = (),
+) -> pytest.MarkDecorator:
+    """Parametrize by all pairs. Those that are not representative are slow.
+
+    Args:
+        names: of both parameters.
+        first: the values of the first one.
+        second: those of the second one.
+        each: how many of `second` are fast with each of `first`: others in turn.
+        whole: those of `first` with which all are fast.
+    """
+    count = len(second)
+
+    def case(i: int, a: Any, k: int, b: Any) -> Any:
+        is_fast = a in whole or (k - i * each) % count < each
+        return pytest.param(a, b, marks=() if is_fast else pytest.mark.slow)
+
+    pairs = [(*x, *y) for x in enumerate(first) for y in enumerate(second)]
+    return pytest.mark.parametrize(names.split(", "), [case(*pair) for pair in pairs])

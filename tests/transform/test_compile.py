@@ -27,10 +27,12 @@ from remat.testing import assert_same, count_ops
 # Dynamo and inductor warn of their own deprecations and of slow numerics.
 pytestmark = pytest.mark.filterwarnings("default")
 
-BACKENDS = ["eager", "aot_eager", "inductor"]
+OTHERS = [pytest.param(b, marks=pytest.mark.slow) for b in ("eager", "inductor")]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(
+    params=["aot_eager", *(pytest.param(b, marks=pytest.mark.slow) for b in OTHERS)]
+)
 def backend(request):
     torch._dynamo.reset()
     yield request.param

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from support.compositions import EVERY, assert_derivatives
+from support.tables import crossed
 from support.zoo import (
     XS,
     ZOO,
@@ -36,9 +37,27 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def each(hows):
-    rows = [(how, case) for how in hows for case in EVERY[how].cases]
-    return pytest.mark.parametrize(("how", "case"), rows)
+def each(hows, whole=()):
+    """Pairs of a transform and a function, once and nested.
+
+    All that are not nested are fast under those in `whole`. Under each of the others
+    two are, and one nested.
+    """
+
+    def row(i, how, k, case, nested):
+        place = (k - i) % len(EVERY[how].cases)
+        is_fast = place == 2 if nested else place < 2 or how in whole
+        marks = () if is_fast else pytest.mark.slow
+        name = f"{how}-{case}{'-nested' * nested}"
+        return pytest.param(how, case, nested, id=name, marks=marks)
+
+    rows = [
+        row(i, how, k, case, nested)
+        for i, how in enumerate(hows)
+        for k, case in enumerate(EVERY[how].cases)
+        for nested in (False, True)
+    ]
+    return pytest.mark.parametrize(("how", "case", "nested"), rows)
 
 
 WRONG = {
@@ -55,18 +74,13 @@ def test_the_comparison_of_derivatives_fails_for_another_function(case, monkeypa
         assert_derivatives("grad", *ZOO["matmul"])
 
 
-nested = pytest.mark.parametrize("nested", [False, True], ids=["once", "nested"])
-
-
-@each(EVERY)
-@nested
-def test_a_rematerialized_function_has_the_derivatives_of_plain(nested, how, case):
+@each(EVERY, whole=("backward", "grad", "jvp", "vmap_grad", "grad_vmap", "grad_grad"))
+def test_a_rematerialized_function_has_the_derivatives_of_plain(how, case, nested):
     assert_derivatives(how, *ZOO[case], nested=nested, saves=case != "linear")
 
 
-@each(AT_BASE)
-@nested
-def test_with_higher_order_each_backward_at_base_is_a_call(nested, how, case):
+@each(AT_BASE, whole=("backward",))
+def test_with_higher_order_each_backward_at_base_is_a_call(how, case, nested):
     assert_derivatives(how, *ZOO[case], nested=nested, calls=True)
 
 
@@ -98,8 +112,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("case", ZOO)
-@pytest.mark.parametrize("how", WRAPPED)
+@crossed("how, case", WRAPPED, ZOO, each=3)
 def test_a_derivative_may_be_wrapped(how, case):
     (derivative, x), (fn, call) = WRAPPED[how], ZOO[case]
 
@@ -115,8 +128,7 @@ def test_a_derivative_may_be_wrapped(how, case):
     )
 
 
-@pytest.mark.parametrize("how", ["grad_0", "vmap_grad"])
-@pytest.mark.parametrize("case", ZOO)
+@crossed("how, case", ["grad_0", "vmap_grad"], ZOO, each=5)
 def test_a_whole_loss_may_be_wrapped(case, how):
     fn, call = ZOO[case]
 

@@ -22,7 +22,7 @@ from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import RecomputeError, explain, policies, remat
-from remat._partial.match import statics_of
+from remat._partial.runnable import statics_of
 from remat.testing import assert_same, count_ops
 
 

@@ -70,9 +70,13 @@ LEFT_OUT = {
 
 
 def each(programs):
-    rows = [
-        (p, how) for p in programs for how in HOWS if how not in LEFT_OUT.get(p, ())
-    ]
+    """Each program under each transform; fast are those under a third of them."""
+    rows = []
+    for i, program in enumerate(programs):
+        hows = [how for how in HOWS if how not in LEFT_OUT.get(program, ())]
+        for k, how in enumerate(hows):
+            marks = () if (k - i) % 3 == 0 else pytest.mark.slow
+            rows.append(pytest.param(program, how, marks=marks))
     return pytest.mark.parametrize(("program", "how"), rows)
 
 

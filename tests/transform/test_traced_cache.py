@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from remat import policies, remat
-from remat._transform import node_keys
+from remat._transform import traced
 from remat.policies import Decision
-from remat.policies._identity import identity_of
+from remat.policies._data import identity_of
 
 
 PRELUDE = """
@@ -133,9 +133,7 @@ def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
         "a constant": f"nested({dots}, None, 3.0)",
     }
     assert found(tmp_path, written(changed)) == dict.fromkeys(changed, MISS)
-    newer = (
-        "from remat._transform import node_keys; node_keys._sources = lambda: 'new'\n"
-    )
+    newer = "from remat._transform import traced; traced._sources = lambda: 'new'\n"
     assert found(tmp_path, written({"none": "rows(None)"}), newer) == {"none": MISS}
 
 
@@ -185,7 +183,7 @@ def known():
 IDENTITIES = """
 import torch
 from remat import policies
-from remat.policies._identity import identity_of
+from remat.policies._data import identity_of
 for policy in POLICIES:
     print(identity_of(policy))
 """
@@ -226,7 +224,7 @@ def block(w, x):
 
 def key_of(where="here.py:1", name="block", **options):
     options = remat(block, **options).__remat_options__[1]
-    return node_keys.key_of(name, where, options)
+    return traced.key_of(name, where, options)
 
 
 def test_a_key_tells_what_the_lowering_depends_on():
@@ -237,7 +235,7 @@ def test_a_key_tells_what_the_lowering_depends_on():
     ]
     assert len({*keys}) == len(keys)
     assert key_of() == key_of()
-    label, options = node_keys.call_of(key_of(rng="error"))
+    label, options = traced._CALLS[key_of(rng="error")]
     assert "block" in str(label)
     assert options.rng == "error"
 
@@ -246,11 +244,11 @@ def test_a_key_of_a_users_function_is_known_in_this_process_alone():
     fn = policies.as_policy(lambda op: True)
     assert key_of(policy=fn) == key_of(policy=fn)
     assert key_of(policy=fn) != key_of(policy=policies.as_policy(lambda op: True))
-    assert node_keys._PROCESS in key_of(policy=fn)
-    assert node_keys._PROCESS not in key_of()
+    assert traced._PROCESS in key_of(policy=fn)
+    assert traced._PROCESS not in key_of()
 
 
 def test_the_sources_of_remat_are_in_a_key(monkeypatch):
     before = key_of()
-    monkeypatch.setattr(node_keys, "_sources", lambda: "another version")
+    monkeypatch.setattr(traced, "_sources", lambda: "another version")
     assert key_of() != before

@@ -154,14 +154,16 @@ def assert_euler(path, loss, *, backend="aot_eager", keyed=False):
 
 
 @rows("path", PATHS, fast=["backward"])
-@rows("fn", DRAWS)
+@rows(
+    "fn", DRAWS, fast=["dropped", "drawn_twice", "same_arguments", "by_key", "nested"]
+)
 def test_both_runs_have_the_same_masks(fn, path):
     assert_euler(path, loss_of(fn), keyed=fn.__name__ in KEYED)
 
 
 @rows("path", PATHS, fast=["grad"])
 @rows("policy", {k: p for k, p in POLICIES.items() if p is not None})
-@rows("fn", {k: DRAWS[k] for k in ("dropped", "same_arguments", "nested")})
+@rows("fn", {k: DRAWS[k] for k in ("dropped", "nested")}, fast=["nested"])
 def test_under_a_policy_both_runs_have_the_same_masks(fn, policy, path):
     assert_euler(path, loss_of(fn, policy))
 

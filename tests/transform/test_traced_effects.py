@@ -86,7 +86,7 @@ def gradients(fn):
     return value.detach(), w.grad, x.grad
 
 
-@rows("way", WAYS)
+@rows("way", WAYS, fast=["inside"])
 @rows("effect", EFFECTS)
 def test_an_effect_is_refused_in_a_full_graph(effect, way, capsys):
     notes = Notes()
@@ -107,7 +107,7 @@ def test_an_effect_is_refused_in_a_full_graph(effect, way, capsys):
 @pytest.mark.parametrize(
     "backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"]
 )
-@rows("way", WAYS)
+@rows("way", WAYS, fast=["inside"])
 @rows("effect", EFFECTS)
 def test_an_effect_breaks_the_graph_and_happens_once_in_each_call(
     effect, way, backend, capsys
@@ -179,7 +179,7 @@ BREAKS = {
 
 
 @pytest.mark.filterwarnings("default")  # Dynamo's, of what it was told not to compile
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@rows("backend", {k: k for k in ("eager", "aot_eager")}, fast=["aot_eager"])
 @rows("program", BREAKS)
 def test_a_graph_may_break(program, backend):
     reassociated = program is break_between

@@ -23,7 +23,7 @@ from remat.testing import assert_same
 DEAD = {"sin, exp": table("exp 1"), "sin2, exp2": table("exp 2")}
 # Of these rows nothing is recomputed, and nothing that is kept is read.
 NOTHING_AGAIN = "plain", "2x+1"
-# The others are slow tests, but for forward and backward.
+# The others are slow tests, where each is compiled.
 FEW = "sin2", "remat", "dots", "everything", "remat(dots)", "dots(remat)", "remat(two)"
 COTANGENT = torch.linspace(0.5, 2, 16, dtype=X.dtype).view(4, 4)
 
@@ -42,7 +42,10 @@ def backward(fn):
     return out.detach(), w.grad, x.grad
 
 
-@pytest.mark.parametrize("row", ROWS)
+few_rows = rows("row", {row: row for row in ROWS}, fast=FEW)
+
+
+@few_rows
 def test_the_graphs_of_forward_and_backward_hold_what_jax_runs(row):
     plain, fn, in_forward, in_backward = ROWS[row]
     graphs = Graphs()
@@ -96,7 +99,7 @@ AROUND = {how: table("mul 2") for how in UNDER_FUNC if "grad" in how}
 @pytest.mark.parametrize(
     "how", ["grad", *(pytest.param(how, marks=pytest.mark.slow) for how in REST)]
 )
-@pytest.mark.parametrize("row", ROWS)
+@few_rows
 def test_the_graph_of_a_transform_holds_what_jax_runs(how, row):
     plain, fn, *_ = ROWS[row]
     transform, args = UNDER_FUNC[how]
@@ -187,7 +190,7 @@ def test_a_policy_is_asked_about_the_same_operations_and_decides_alike(policy):
     assert asked(lambda fn: make_fx(by_vjp(fn))(*ARGS)) == eager
 
 
-@rows("row", {row: row for row in ROWS}, fast=FEW)
+@few_rows
 def test_the_backend_eager_runs_what_eager_code_does(row):
     """Its node is eager remat, which leaves out what no derivative reads."""
     plain, fn, *_ = ROWS[row]

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from support.tables import rows
 from support.traced import (
     TRANSFORMS,
     begins_again,
@@ -168,7 +169,11 @@ BRANCHES = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch, for a scan
-@pytest.mark.parametrize("program", BRANCHES.values(), ids=BRANCHES)
+@rows(
+    "program",
+    BRANCHES,
+    fast=["a call in branches", "levels in branches", "a call in a scan"],
+)
 def test_operators_with_branches_compile_as_in_plain_code(program):
     ops = assert_equals_plain(program, TRANSFORMS["backward"])
     assert begins_again(ops)
@@ -199,7 +204,7 @@ def hook_on_a_result(wrap):
 
 
 @pytest.mark.parametrize("program", [hook_inside, hook_on_a_result])
-@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
+@rows("transform", {k: k for k in ("backward", "grad", "vmap_grad")}, fast=["grad"])
 def test_hooks_change_gradients_as_in_plain_code(program, transform):
     assert begins_again(assert_equals_plain(program, TRANSFORMS[transform]))
 

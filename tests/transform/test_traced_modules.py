@@ -149,7 +149,7 @@ def assert_module_traced(program, backend, **options):
     assert_traced(program, kind, backend, **options)
 
 
-@rows("style", STYLES)
+@rows("style", STYLES, fast=["wrapped", "method", "decorated_method", "applied"])
 def test_a_module_is_recomputed(style):
     assert_module_traced(program_of(style), "aot_eager")
 
@@ -170,7 +170,7 @@ def norm():
     return nn.BatchNorm1d(SIZE, dtype=torch.double)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@rows("backend", {k: k for k in ("eager", "aot_eager")}, fast=["aot_eager"])
 @rows("style", {k: STYLES[k] for k in ("wrapped", "inside", "method", "decorated")})
 def test_batch_norm_is_updated_once(style, backend):
     def program(wrap):

@@ -237,4 +237,4 @@ def test_a_vulnerability_has_a_private_way_and_no_made_up_address():
 
 
 def test_ci_builds_what_is_released():
-    assert "make --no-print-directory dist" in (ROOT / ".ci/run").read_text()
+    assert re.search(r"^make .* dist", (ROOT / ".ci/run").read_text(), re.MULTILINE)

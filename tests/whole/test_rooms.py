@@ -42,3 +42,15 @@ def test_every_file_that_the_page_names_exists(file):
 
 def test_the_page_names_files():
     assert len(FILES) > 25
+
+
+def test_the_words_fit_one_screen():
+    table = PAGE.split("## Words")[1].split("## Caches")[0]
+    words = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:]
+    assert 20 < len(words) == len({*words}) <= 30
+
+
+@pytest.mark.parametrize("title", ["Under base autograd", "Under torch.func"])
+def test_the_life_of_a_call_fits_one_screen(title):
+    (life,) = re.findall(rf"(?ms)^### {title}.*?(?=^##)", PAGE)
+    assert life.count("\n") < 45

@@ -1,0 +1,249 @@
+"""A plan laid out for running, and the mode that follows it through a function.
+
+`cache` makes them; the modes of `replay` follow them. A *static* argument is one that
+is not a tensor.
+
+Invariant: what is looked up for each operation is a list index or one look in a dict.
+An operation that is left out returns the metadata that it returned then. That depends
+on the metadata of its tensor arguments and on its static ones, so these are compared.
+Rejected: comparing the static arguments of pointwise operations, such as a factor that
+is annealed. They change no metadata.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+from typing_extensions import override
+
+from remat._base.absent import IGNORED, MismatchError, are_tensors, tensors_of
+from remat._base.op import Op, Value
+from remat._base.source import user_line
+from remat._partial.plan import Fate, Plan, Record, Step
+from remat._torch import SNAPSHOT, LeanDispatchMode, call_kernel, kernel_of
+
+
+# No record has these. A nested call takes snapshots of what it may update (see
+# `_transform.buffers`), and how it does so depends on who differentiates it. Autograd
+# asks subclasses for sizes and strides, and how often depends on that, too.
+UNRECORDED = IGNORED | {*SAC_IGNORED_OPS, SNAPSHOT}
+CLONE = torch.ops.aten.clone.default
+# Autocast runs it on weights, unless its cache has the result from another call.
+CAST = torch.ops.aten._to_copy.default
+
+
+def fits_metadata(
+    step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
+) -> bool:
+    """Say, by its arguments, whether an operation returns metadata as recorded."""
+    if [*map(_metadata, inputs)] != step.metadata:
+        return False
+    pairs = zip(inputs, step.strides, strict=True)
+    if not all(not then or t.stride() == then for t, then in pairs):
+        return False
+    if step.has_statics:
+        return has_same_statics(step.op, args, kwargs, step.same)
+    # An argument that was left to its default then may be passed now.
+    return not kwargs and len(args) == len(inputs)
+
+
+_metadata = operator.attrgetter("shape", "dtype", "device")
+
+
+def statics_of(args: Any, kwargs: Any) -> list[str]:
+    """Write the static arguments, with their names if they have one."""
+    if are_tensors(args, kwargs):
+        return []
+    given = (*args, *(kwargs or {}).items())
+    return [repr(arg) for arg in given if not tensors_of(arg)]
+
+
+def is_reflection(func: Any, of: Any) -> bool:
+    """Say whether an operation is another one with its two arguments exchanged.
+
+    For `p > t` Python tries `t < p` first if the class of `t` is derived from that of
+    `p`. The class of an absent tensor is.
+
+    Example:
+        >>> gt, lt = torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor
+        >>> is_reflection(lt, of=gt), is_reflection(gt, of=gt), is_reflection(gt, None)
+        (True, False, False)
+    """
+    return (func, of) in _REFLECTIONS
+
+
+_REFLECTIONS = {
+    (getattr(torch.ops.aten, name).Tensor, getattr(torch.ops.aten, other).Tensor)
+    for name, other in (
+        *(("eq", "eq"), ("ne", "ne"), ("gt", "lt")),
+        *(("lt", "gt"), ("ge", "le"), ("le", "ge")),
+    )
+}
+
+
+class Expected:
+    """What is compared of an operation that is left out."""
+
+    __slots__ = ("has_statics", "metadata", "op", "same", "strides")
+
+    def __init__(self, op: Op) -> None:
+        self.op, inputs = op, op.inputs
+        self.metadata = [*map(_metadata, inputs)]
+        # () for a tensor without strides: then they are not compared.
+        self.strides = [value.stride for value in inputs]
+        alone = all(isinstance(arg, Value) for arg in op.args)
+        self.has_statics = bool(op.kwargs) or not alone
+        pointwise = torch.Tag.pointwise in op.func.tags
+        self.same = _same_type if pointwise else _same
+
+
+def _same_type(now: Any, then: Any) -> bool:
+    """Compare arguments of a pointwise operation, such as a factor."""
+    return type(now) is type(then) or _same(now, then)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if isinstance(then, Value):
+        return isinstance(now, Tensor)
+    if isinstance(then, tuple) and isinstance(now, (list, tuple)):
+        return len(now) == len(then) and all(map(_same, now, then))
+    if isinstance(then, type):
+        return type(now) is then
+    return type(now) is type(then) and (now == then or (now != now and then != then))
+
+
+def has_same_statics(
+    op: Op, args: Sequence[Any], kwargs: Any, same: Callable[[Any, Any], bool] = _same
+) -> bool:
+    """Say whether the static arguments are as recorded."""
+    if len(args) != len(op.args) or len(kwargs or ()) != len(op.kwargs):
+        return False
+    pairs = zip(args, op.args, strict=True)
+    if not all(same(now, then) for now, then in pairs):
+        return False
+    if not kwargs:
+        return True
+    return all(name in kwargs and same(kwargs[name], v) for name, v in op.kwargs)
+
+
+def described(steps: Sequence[Step], i: int, func: Any) -> str:
+    """Describe the first operation that is not as recorded, with those before."""
+    before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
+    then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
+    now = f"{func}  # {user_line()}" if func is not None else "nothing more"
+    return "\n".join(
+        [
+            "  forward:",
+            *(f"    {line}" for line in (*before, *then)),
+            "  recompute:",
+            *(f"    {line}" for line in (*before, now)),
+        ]
+    )
+
+
+def _line(op: Op) -> str:
+    return f"{op.func}" + (f"  # {op.source}" if op.source else "")
+
+
+class RunnablePlan:
+    """A plan laid out for running, one entry for each operation.
+
+    Attributes:
+        record: the record.
+        plan: the plan.
+        funcs: the operations, and None after the last.
+        kernels: what each calls.
+        runs: what each calls in a recompute; None for those that are not recomputed.
+        fates: what becomes of each.
+        expected: what is compared of those left out.
+        unneeded: the inputs whose values are not needed.
+        written: the storages that are changed in place.
+        residual_storages: of the residuals that it uses, the index and the storage.
+        residual_index: of the operations whose results are saved, which residual each
+            output is.
+        known: the storages of inputs, and those that operations made. Another one may
+            be that of a constant that is gone by now.
+    """
+
+    __slots__ = (
+        *("expected", "fates", "funcs", "kernels", "known", "plan", "record"),
+        *("residual_index", "residual_storages", "runs", "unneeded", "written"),
+    )
+
+    def __init__(
+        self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.record, self.plan = record, plan
+        funcs = [step.op.func for step in record.steps]
+        self.funcs = [*funcs, None]
+        self.kernels = [_kernel_of(step.op) for step in record.steps]
+        self.fates = [*plan.fates]
+        self.runs = [
+            kernel if fate is Fate.RECOMPUTED else None
+            for kernel, fate in zip(self.kernels, self.fates, strict=True)
+        ]
+        self.unneeded = sorted({*range(len(record.inputs))} - plan.needed)
+        self.written = {s for step in record.steps for s in step.writes}
+        made = (s for step in record.steps for s in {*step.makes} - {*step.reads})
+        self.known = {*record.inputs, *made}
+        self.expected = {
+            i: Expected(record.steps[i].op)
+            for i, fate in enumerate(plan.fates)
+            if fate is Fate.DEAD
+        }
+        self.residual_storages: list[tuple[int, int]] = []
+        self.residual_index: dict[int, dict[int, int]] = {}
+        used = {*plan.residuals}
+        for index, (i, k) in enumerate(order or plan.residuals):
+            if (i, k) in used:
+                self.residual_index.setdefault(i, {})[k] = index
+                self.residual_storages.append((index, record.steps[i].makes[k]))
+
+
+def _kernel_of(op: Op) -> Callable[..., Any]:
+    """Return what an operation calls from a dispatch mode."""
+    kernel = kernel_of(op.func)
+    if any(value.dtype.is_complex for value in (*op.inputs, *op.outputs)):
+        return functools.partial(call_kernel, kernel)
+    return kernel
+
+
+class Follow(LeanDispatchMode):
+    """Follows a schedule from operation to operation."""
+
+    def __init__(self, schedule: RunnablePlan) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self._funcs, self._kernels = schedule.funcs, schedule.kernels
+        self._next = 0
+
+    def note_saved(self, outs: Sequence[Any]) -> None:
+        """Do nothing: the record says what the graph saves."""
+
+    def end(self) -> None:
+        """Check that every recorded operation has run.
+
+        Raises:
+            MismatchError: one has not.
+        """
+        if self._funcs[self._next] is not None:
+            raise self._differs(None)
+
+    @override
+    def note_unseen(self) -> None:
+        """Let nothing fit: the record has no operations that a mode does not see."""
+        self._differs(None)
+
+    def _differs(self, func: Any) -> Exception:
+        """Return the error that another operation ran than was recorded."""
+        error = MismatchError(described(self.schedule.record.steps, self._next, func))
+        self._give_up()
+        return error
+
+    def _give_up(self) -> None:
+        """Let nothing fit from now on: the function may catch the error and go on."""
+        self._next = len(self._funcs) - 1

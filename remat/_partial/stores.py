@@ -1,0 +1,336 @@
+"""Where the residuals of a call are stored: in handles, or in its node.
+
+`_transform` makes one for each call with a policy or `prune=True`, runs the forward
+under its `mode`, and ends with `finish`. `planned_call` is what both have in common.
+
+Invariant: a handle of a residual gives that very tensor, whatever a plan says. Under
+more transforms of torch.func than the forward ran under, no replay is tried.
+Rejected: one list of residuals for a call, at base. A backward frees what it has used,
+node by node.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._base.errors import MutationError
+from remat._graph.handles import Handle
+from remat._graph.residual import OFFLOAD, Offloaded, Residual, store
+from remat._offload.offload import Fetched, Origin, origin_of
+from remat._partial.cache import CallCache, Plans
+from remat._partial.decide import ACCUMULATES, ASSIGNS, UNSEEN
+from remat._partial.options import Prune
+from remat._partial.planned_call import Collect, PlannedCall, Replaying
+from remat._partial.recorder import Recorder
+from remat._partial.values import key_of, value_of, viewed_as
+from remat._torch import (
+    base_tensor,
+    current_layer,
+    is_batch_of_cotangents,
+    is_lazy,
+    outside_dispatch_mode,
+    transforms,
+)
+from remat.policies import Policy
+
+
+# --- Under base autograd ---
+
+
+class SavedInHandles(PlannedCall):
+    """A call under base autograd, whose residuals are in handles.
+
+    If the graph saves every residual anyway, the call takes them from there, and no
+    mode follows its forward. A handle of a residual gives that very tensor, whatever
+    the plan of a backward says. `hooks` are those for saved tensors around the call: a
+    pair, or None. `nested` says whether they are of a call of remat.
+    """
+
+    __slots__ = ("_early", "_for_recompute", "_hooks", "_nested", "_taken")
+
+    def __init__(
+        self,
+        cache: CallCache,
+        policy: Policy | None,
+        prune: Prune,
+        leaves: Sequence[Tensor],
+        label: str,
+        hooks: Any,
+        *,
+        nested: bool,
+    ) -> None:
+        super().__init__(cache, policy, prune, leaves, label)
+        self._hooks, self._nested = hooks, nested
+        self._for_recompute: Sequence[Residual | Offloaded | None] = ()
+        self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
+        self._early: list[Residual] = []  # residuals that were put away at once
+
+    @classmethod
+    def of_decision(
+        cls, decision: Any, leaves: Sequence[Tensor], hooks: Any
+    ) -> "SavedInHandles":
+        """Return what does as a nested call did, while the call around is recomputed.
+
+        Its residuals are handed to the call around as soon as they are made, since the
+        recompute of that stops once it has all that it needs.
+        """
+        new = cls(_FOLLOWS_NOTHING, None, False, leaves, "", hooks, nested=True)
+        new._cache, new.plans = decision
+        plans, early = decision[1], new._early
+        steps, residuals = plans.record.steps, plans.full.plan.residuals
+
+        def on_residual(tensor: Tensor) -> None:
+            i, _ = residuals[len(early)]
+            early.append(Residual(tensor, steps[i].op, hooks))
+
+        if plans.destinations:
+            new.mode, new._was_seen = Collect(plans.full, on_residual), True
+        return new
+
+    @property
+    def decision(self) -> Any:
+        """What the call does, for `of_decision`."""
+        return None if self.plans is None else (self._cache, self.plans)
+
+    def pack(self, place: int, tensor: Tensor | None) -> None:
+        """Note a tensor that the graph saves at a place; None if it has no handle."""
+        mode, plans = self.mode, self.plans
+        if plans is None:
+            if mode is not None:
+                mode.roots.pack(tensor)
+        elif place in plans.residual_of_handle and tensor is not None:
+            self._taken[place] = tensor.detach()
+
+    def gives_up(self, *, accumulates: bool) -> str:
+        """Return why this call, and those after it, follow nothing; "" if they do.
+
+        If the forward `accumulates` gradients, what a backward inside runs for that
+        depends on who else holds them.
+        """
+        mode = self.mode
+        is_recorded = isinstance(mode, Recorder)
+        why = ""
+        if accumulates or (is_recorded and mode.copies_gradients):
+            why = ACCUMULATES
+        elif is_recorded and mode.assigns:
+            why = ASSIGNS
+        elif is_recorded and mode.misses:
+            why = UNSEEN
+        if why:
+            self._cache.refuse(why)
+        return why
+
+    def finish(self, handles: Sequence[Handle | None]) -> None:
+        """End the forward: give handles their residuals.
+
+        They are given by place: None where the tensor itself is saved, or it is gone.
+        """
+        gone = {place for place, handle in enumerate(handles) if handle is None}
+        roots = [place for place in range(len(handles)) if place not in gone]
+        tensors = self._end_forward(len(handles), roots, gone=gone)
+        self._taken.clear()
+        for residual in self._early:
+            residual.let_go_of_graph()
+        plans = self.plans
+        if plans is None or tensors is None:
+            return
+        steps, residuals = plans.record.steps, plans.full.plan.residuals
+        ops = [steps[i].op for i, _ in residuals]
+        saved = self._early or store(
+            tensors, plans.destinations, ops, self._hooks, nested=self._nested
+        )
+        packs = plans.record.packs
+        for place, k in plans.residual_of_handle.items():
+            handle, pack = handles[place], packs[place]
+            if handle is not None and pack is not None:
+                handle.call, handle.residual = None, saved[k]
+                handle.view = None if pack.value == value_of(tensors[k]) else pack.value
+        needed = plans.for_recompute
+        self._for_recompute = [r if k in needed else None for k, r in enumerate(saved)]
+
+    @override
+    def _collected(self, plans: Plans) -> list[Tensor] | None:
+        followed = self.mode is not None
+        residuals = super()._collected(plans) if followed else self._in_graph(plans)
+        if residuals is None:
+            return None
+        packs, taken = plans.record.packs, self._taken
+        for place, k in plans.residual_of_handle.items():
+            # A handle of a residual has to stand for it, as recorded.
+            saved, pack = taken.get(place), packs[place]
+            if saved is None or pack is None or value_of(saved) != pack.value:
+                return None
+            if is_lazy(saved) or key_of(saved) != key_of(residuals[k]):
+                return None
+        return residuals
+
+    def _in_graph(self, plans: Plans) -> list[Tensor] | None:
+        """Return the residuals, taken from the tensors that the graph saved."""
+        steps, found = plans.record.steps, dict[int, Tensor]()
+        residuals = plans.full.plan.residuals
+        for place, k in plans.residual_of_handle.items():
+            if k not in found and place in self._taken:
+                i, j = residuals[k]
+                view = viewed_as(self._taken[place], steps[i].op.outputs[j])
+                if view is None:
+                    return None
+                found[k] = view
+        if len(found) < len(residuals):
+            return None
+        return [found[k] for k in range(len(residuals))]
+
+    def residuals_held(self) -> list[Residual | Offloaded]:
+        """Return the residuals that the call holds for a recompute."""
+        return [r for r in self._for_recompute if r is not None]
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context in which no mode follows the forward."""
+        mode = self.mode
+        return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
+
+    def note_read(self, handles: Iterable[Handle]) -> None:
+        """Note that the forward itself reads what handles stand for."""
+        if isinstance(self.mode, Recorder):
+            for handle in handles:
+                self.mode.roots.note_copy(handle.position, handle.value)
+
+    def replay(self, handles: Iterable[Handle]) -> Replaying | None:
+        """Return a recompute along the plan that fills handles; None without a plan."""
+        if self.plans is None:
+            return None
+        roots = tuple(sorted(handle.position for handle in handles))
+        held = [None if r is None else r.value() for r in self._for_recompute]
+        return self._replaying(roots, held, held.__getitem__)
+
+
+# --- Under torch.func ---
+
+
+class SavedInNode(PlannedCall):
+    """A call under torch.func, whose node saves the residuals with the inputs.
+
+    Under more transforms of torch.func than the forward ran under, no replay is tried.
+    """
+
+    __slots__ = ("_count", "_origins", "_versions")
+
+    def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
+        """End the forward: return the residuals; None to recompute in full."""
+        self._count, self._origins = len(self._leaves), list[Origin]()
+        roots = [j for j, o in enumerate(outs) if o.requires_grad]
+        tensors = self._end_forward(len(outs), roots, outs, may_drop=may_drop)
+        plans = self.plans
+        if plans is None or tensors is None:
+            return None
+        destinations = plans.destinations
+        if not OFFLOAD.keys().isdisjoint(destinations):
+            self._origins = [*map(origin_of, tensors)]
+            pairs = zip(tensors, destinations, strict=True)
+            tensors = [OFFLOAD[d](t) if d in OFFLOAD else t for t, d in pairs]
+        self._versions = [t._version for t in tensors]
+        return tensors
+
+    def kept(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the leaves that are kept."""
+        if not self.dropped:
+            return leaves
+        return [t for i, t in enumerate(leaves) if i not in self.dropped]
+
+    def carry_out(
+        self,
+        given: Sequence[int],
+        saved: Sequence[Tensor],
+        pull: Callable[..., Any],
+    ) -> Any:
+        """Return `pull(leaves, mode)`, along the plan if it fits.
+
+        Raises:
+            RecomputeError: the function does something else than in the forward.
+            MutationError: a residual was changed since.
+        """
+        kept = self._count - len(self.dropped)
+        leaves, residuals = saved[:kept], saved[kept:]
+        if self.dropped:
+            ours = iter(leaves)
+            each = range(self._count)
+            leaves = [
+                self.dropped[i] if i in self.dropped else next(ours) for i in each
+            ]
+        elif not self._is_comparable(leaves):
+            return pull(leaves, None)
+        replaying = self._replaying(given, residuals, self._taker(residuals))
+        # No absent tensor is of a level of torch.func.
+        whole = current_layer() is None or not any(map(_is_of_level, leaves))
+        recorded = torch.is_grad_enabled()
+        may_stand_in = functools.partial(_may_stand_in, recorded) if whole else _never
+        try:
+            # No name for the stand-ins: `escaped` counts who else holds them.
+            grads = pull(replaying.stand_ins(leaves, may_stand_in), replaying.mode)
+        except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
+            replaying.failed(error)
+        else:
+            # Elsewhere a graph may hold them, and the forward refuses what escapes.
+            if current_layer() is None and not recorded:
+                replaying.escaped()
+            if not replaying.mode.trouble:
+                replaying.succeeded(proves=whole)
+                return grads
+            replaying.failed(None)
+        # Not above, where the error would hold what the replay computed.
+        return pull(leaves, self.check())
+
+    def _is_comparable(self, leaves: Sequence[Tensor]) -> bool:
+        """Say whether a recompute runs under the transforms of the forward.
+
+        Under others torch makes other operations of composite ones, such as `linear`.
+        """
+        assert self.plans is not None
+        now, then = transforms(), self.plans.record.transforms
+        if is_batch_of_cotangents(leaves):
+            # The function runs below this vmap, unless it is in a vmap of its own.
+            return not then
+        return now == then[: len(now)]  # the program enters the rest
+
+    def _taker(self, residuals: Sequence[Tensor]) -> Callable[[int], Tensor]:
+        """Return a function that gives a residual back, by its index."""
+        now = [base_tensor(t)._version for t in residuals]
+        if now != self._versions:
+            assert self.plans is not None
+            index = [*map(operator.ne, now, self._versions)].index(True)
+            i, k = self.plans.full.plan.residuals[index]
+            op = self.plans.record.steps[i].op
+            raise MutationError(_CHANGED.format(op=op.func, k=k, source=op.source))
+        if not self._origins:
+            return residuals.__getitem__
+        return Fetched(residuals, self._origins).take
+
+
+def _is_of_level(leaf: Tensor) -> bool:
+    return base_tensor(leaf) is not leaf
+
+
+def _may_stand_in(recorded: bool, leaf: Tensor) -> bool:
+    """Say whether an absent tensor may stand for a leaf, under a graph or not."""
+    reaches = recorded and leaf.requires_grad  # the graph has to reach it
+    return type(leaf) is Tensor and not (reaches or is_lazy(leaf))
+
+
+def _never(leaf: Tensor) -> bool:
+    del leaf
+    return False
+
+
+_FOLLOWS_NOTHING = CallCache()
+_FOLLOWS_NOTHING.reason = "it does what was decided before"
+_CHANGED = (
+    "remat: output {k} of {op} ({source}), which the policy saves for the backward, "
+    "was changed in place since the forward. Change a copy: it was returned, or shares "
+    "memory with what was."
+)

@@ -1,0 +1,174 @@
+"""Whether torch is as remat knows it: each name is there, and a newer one works alike.
+
+With a torch newer than every one that the tests ran with, a few things that all calls
+rely on are tried at import, in some milliseconds. What fails is one warning. The tests
+try every shim (`tests/torch`), and `python -m remat.testing.selftest` every lowering.
+
+Invariant: with a torch that was run, nothing is tried at import.
+Rejected: to check a shim where it is first used. That is mostly in a backward, and what
+is raised there says nothing of versions.
+"""
+
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+from typing_extensions import override
+
+
+# Every torch that all tests ran with; pyproject.toml and docs/limits.md name them too.
+RUN = ("2.13.0", "2.14.1")
+
+try:
+    from remat._torch import (
+        autograd,
+        distributed as distributed,
+        graphs as graphs,
+        levels,
+        modes,
+        nodes as nodes,
+        noted as noted,
+        operators as operators,
+        process as process,
+        storages,
+        surroundings as surroundings,
+        tensors as tensors,
+    )
+except (AttributeError, ImportError, KeyError) as missing:
+    raise ImportError(
+        f"remat: torch {torch.__version__} lacks private API that remat needs: "
+        f"{missing}. remat was run with torch {RUN[0]} to {RUN[-1]}. Install one of "
+        "these."
+    ) from missing
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version.
+
+    Example:
+        >>> release("2.14.1+cu130"), release("2.15.0.dev20260805")
+        ((2, 14, 1), (2, 15, 0))
+    """
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def examine() -> None:
+    """Warn of a torch that is newer than those that were run, and differs."""
+    if release(torch.__version__) <= release(RUN[-1]):
+        return
+    if found := differences():
+        what = ", ".join(found)
+        message = _DIFFERS.format(torch.__version__, RUN[-1], what)
+        warnings.warn(message, stacklevel=2)
+
+
+_DIFFERS = (
+    "remat: torch {} is newer than {}, the newest that remat was run with, and differs "
+    "in: {}. `python -m remat.testing.selftest` says what does not work. Install an "
+    "older torch, or a newer remat."
+)
+
+
+def differences() -> list[str]:
+    """Return what of torch is not as expected.
+
+    It is tried in a thread of its own, where there is no mode, no level of torch.func
+    and no inference mode, whatever surrounds the import.
+    """
+    found: list[str] = []
+
+    def run() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.extend(what for what, check in CHECKS.items() if not _holds(check))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found
+
+
+def _holds(check: Callable[[], bool]) -> bool:
+    try:
+        return check()
+    except Exception:  # noqa: BLE001 - whatever another torch raises
+        return False
+
+
+# --- What is tried ---
+
+
+def _suspends_hooks() -> bool:
+    with graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        hooks = autograd.suspend_hooks()
+        gone = autograd.top_hooks(True) is None
+        autograd.resume_hooks(hooks)
+        back = autograd.hooks_here() == hooks == [(_as_it_is, _as_it_is)]
+    return gone and back
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Same(levels.SingleLevelFunction):
+    @staticmethod
+    @override
+    def forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:  # pyrefly: ignore
+        below = levels.unwrap_for_grad(x, layer.level())
+        out = levels.call_below(layer, levels.GRAD, torch.clone, below)
+        return levels.wrap_for_grad(out, layer.level())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return None, cotangents[0]
+
+
+def _makes_a_node_at_one_level() -> bool:
+    x = torch.ones(2)
+    with levels.grad_level() as level:
+        t = levels.leaf_at(level, x, requires_grad=True)
+        out = levels.apply_at_level(_Same.apply, levels.current_layer(), t)
+        below = levels.base_tensor(out)
+        has_node = out.grad_fn is not None and below.grad_fn is None
+    return has_node and torch.equal(below, x)
+
+
+class _Seen(modes.LeanDispatchMode):
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.func = func
+        return modes.call_kernel(func, *args, **(kwargs or {}))
+
+
+def _enters_a_mode() -> bool:
+    x, depth = torch.ones(2), torch._C._len_torch_dispatch_stack
+    with _Seen() as mode:
+        entered = depth()
+        x.sin()
+    return mode.func is torch.ops.aten.sin.default and entered - depth() == 1
+
+
+def _reads_what_was_saved() -> bool:
+    x = torch.ones(2, requires_grad=True) * 1.0
+    (saved,) = autograd.saved_by(x.sin().grad_fn)
+    ref = storages.StorageRef(x.untyped_storage())
+    return storages.storage_id(saved) == storages.storage_id(x) == ref.address
+
+
+CHECKS: dict[str, Callable[[], bool]] = {
+    "hooks for saved tensors": _suspends_hooks,
+    "levels of torch.func": _makes_a_node_at_one_level,
+    "dispatch modes": _enters_a_mode,
+    "saved tensors and storages": _reads_what_was_saved,
+}
+
+examine()

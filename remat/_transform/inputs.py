@@ -1,0 +1,444 @@
+"""What a call under base autograd saves of its inputs.
+
+Leaves that require grad, and parameters, are saved themselves, and a recompute runs on
+them. Other inputs are saved without their graphs, and a recompute runs on stand-ins for
+them. Where torch may not count a write of the forward to an input, as to the running
+statistics of batch norm, the input is copied before, or its bytes are noted.
+
+What is large, or one of very many, is copied only until a forward has left it alone.
+From then on its version and a checksum of its bytes tell whether a forward wrote to it.
+
+Invariant: no graph is held here, and a write is never missed. A run that would read a
+value that changed since the call is refused. What is copied in each call is bounded.
+Rejected: stand-ins for leaves, too. In a module that several threads use, the gradients
+of the others would be lost. Rejected: a copy that shares memory until it is written.
+The write moves the user's buffer, and an array that NumPy made of it is left with
+memory that is freed.
+"""
+
+import contextlib
+import ctypes
+import operator
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from ctypes import string_at
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from remat._base.absent import Absent
+from remat._base.tensors import versions_of
+from remat._base.types import TENSORS
+from remat._graph.handles import PackedOutside
+from remat._torch import (
+    Renorm,
+    Renorms,
+    later_renorms,
+    storage_id,
+    unseen,
+)
+from remat._transform.buffers import is_same as has_same_bytes
+from remat._transform.leaves import (
+    Effects,
+    Memory,
+    addresses_of,
+    attributes_of,
+    holding,
+    holding_rows,
+    memory_of,
+)
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+_is_leaf = operator.attrgetter("is_leaf")
+_SMALL = 2**14  # elements
+_STATISTICS = 2**20  # elements of a buffer of a module that is a vector
+# What was let go of, and what the user's hooks may give back as another tensor.
+_NOT_OURS = Absent, PackedOutside
+
+
+class SavedInputs:
+    """The inputs of one call.
+
+    Args:
+        inputs: the tensors.
+        needs: which of them require grad.
+        first: from which of them on all are parameters.
+        buffers: those that the function may update, and whether they are registered.
+        hooks: for saved tensors, around the call: a pair, or None.
+        nested: whether those are of a call of remat.
+
+    Attributes:
+        needs: which of them require grad.
+        versions: how often each had been changed.
+        values: what is saved of each: itself, a copy, its value without a graph, what
+            the hooks around the call packed, or an absent tensor.
+        copied: the indices of those that were copied.
+        leaves_at: the indices of those that are saved themselves.
+        leaves: those.
+        renorms: for those that embeddings scaled rows of, these rows, in order: of the
+            forward, and of what ran since.
+    """
+
+    __slots__ = (
+        *("_are_leaves", "_attributes", "_classes", "_first", "_hooks", "_memory"),
+        *("_nodes", "_outside", "_refs", "_sums", "_watched", "copied", "leaves"),
+        *("leaves_at", "needs", "renorms", "values", "versions"),
+    )
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        needs: list[bool],
+        first: int,
+        buffers: Mapping[int, bool],
+        hooks: Any,
+        *,
+        nested: bool,
+    ) -> None:
+        self.needs, self._hooks, self._first = needs, hooks, first
+        self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
+        self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
+        entries = inputs[:first]
+        self._refs = [*map(weakref.ref, entries)]
+        # Which of those before the parameters had been computed, by a node.
+        self._nodes = [*map(operator.not_, map(_is_leaf, entries))]
+        self._classes: Sequence[type] = ()
+        self.copied: frozenset[int] = frozenset()
+        # What is copied is packed by a call around in any case: a forward and its
+        # recompute have to pack alike, also where only one of them goes on.
+        self._outside: dict[int, Any] | None = {} if nested else None
+        self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
+        self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls
+        self._sums: dict[int, int] = {}
+        # Whether all are saved themselves.
+        self._are_leaves = (
+            hooks is None and True not in self._nodes and False not in needs[:first]
+        )
+        if self._are_leaves:
+            self.leaves_at: Sequence[int] = range(len(inputs))
+            self.leaves = self.values = [*inputs]
+            return
+        if not TENSORS.issuperset(map(type, entries)):
+            self._classes = [*map(type, entries)]
+        self._choose_copies(entries, buffers)
+        self.values: list[Any] = []
+        self.leaves_at = []
+        for i, t in enumerate(entries):
+            if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
+                self.leaves_at.append(i)
+                self.values.append(t)
+            elif i in self.copied:
+                self.values.append(self._copy(i, t))
+            else:
+                self.values.append(t.detach() if hooks is None else self._value_of(t))
+        self.leaves = [*map(inputs.__getitem__, self.leaves_at), *inputs[first:]]
+        self.leaves_at += range(first, len(inputs))
+        self.values += inputs[first:]
+        if nested:
+            # The call around has to count them. There they may be no leaves.
+            for leaf in self.leaves:
+                hooks[0](leaf)
+
+    def _choose_copies(
+        self, entries: Sequence[Tensor], buffers: Mapping[int, bool]
+    ) -> None:
+        """Choose the inputs that are copied, since a write to them may not be counted.
+
+        Batch norm's update of its running statistics is not. These are vectors, and
+        buffers of a module if they are large.
+        """
+        found: list[int] = []
+        needs = self.needs
+        for i, t in enumerate(entries):
+            if (
+                not needs[i]
+                and (i in buffers or t.dim() == 1)
+                and (type(t) is Tensor or hasattr(t, "fake_mode"))
+                and t.layout is torch.strided
+                and t.numel()
+                <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
+                # FSDP frees the memory of what it gathers.
+                and t.untyped_storage().nbytes() >= t.nbytes
+            ):
+                found.append(i)
+        if found:
+            self.copied = frozenset(found)
+            if sum(entries[i].nbytes for i in found) > _OTHERS:
+                self._watched = _not_always_copied(entries, found)
+                known = [i for i in self._watched if id(entries[i]) in _STILL]
+                self._sums = {i: _sum_of(entries[i]) for i in known}
+                self.copied -= self._sums.keys()
+
+    def _copy(self, i: int, t: Tensor) -> Any:
+        """Return the value of an input, or a copy; its bytes are noted if they can be.
+
+        The hooks around the call may take a value away: then it is a copy.
+        """
+        memory = memory_of(t) if self._hooks is None else None
+        if memory is not None:
+            self._memory[i] = memory
+            return t.detach()
+        try:
+            if type(t) is not Tensor:
+                copy = t.clone()  # a fake one has no memory for a kernel to read
+            else:
+                with unseen():
+                    copy = t.clone()
+            if self._outside is not None:
+                self._outside[i] = self._value_of(t)
+            return copy
+        except RuntimeError:  # torch copies no such tensor; nothing writes to it
+            self.copied -= {i}
+            return self._value_of(t)
+
+    def _value_of(self, t: Tensor) -> Any:
+        return t.detach() if self._hooks is None else PackedOutside(t, self._hooks)
+
+    # --- After the forward ---
+
+    def note_changes(
+        self, inputs: Sequence[Tensor], renorms: Sequence[Renorm] = ()
+    ) -> int | None:
+        """Drop the copies of inputs that did not change.
+
+        Args:
+            inputs: of the call.
+            renorms: what embeddings did to weights in the forward.
+
+        Returns:
+            An input that changed and has no copy; None if there is none.
+        """
+        now, then = versions_of(inputs), self.versions
+        if self._memory:
+            self._copy_written(inputs, now)
+        for i in self.copied:
+            # On a device, to compare is to wait for it; a fake tensor has no values.
+            has_bytes = inputs[i].is_cpu and type(inputs[i]) is Tensor
+            if has_bytes and now[i] == then[i]:
+                with unseen():
+                    is_same = has_same_bytes(self.values[i], inputs[i])
+                if is_same:
+                    packed = None if self._outside is None else self._outside.pop(i)
+                    self.values[i] = packed or self._value_of(inputs[i])
+                    self.copied -= {i}
+        for i in self._watched:
+            t = inputs[i]
+            if i not in self.copied and t.is_cpu and not t.is_quantized:
+                _note_still(t)
+        changed = [i for i, was in self._sums.items() if _sum_of(inputs[i]) != was]
+        if now != then:
+            pairs = enumerate(zip(then, now, strict=True))
+            changed += [i for i, (a, b) in pairs if a != b and i not in self.copied]
+        if renorms:
+            changed = [i for i in changed if not self._is_renormed(i, now[i], renorms)]
+        for i in changed:  # those that a forward wrote to are copied in later calls
+            _STILL.pop(id(inputs[i]), None)
+        return min(changed, default=None)
+
+    def _copy_written(
+        self, inputs: Sequence[Tensor], now: Sequence[int | None]
+    ) -> None:
+        """Copy those of which the bytes are known and that hold others by now."""
+        befores = self._memory
+        self._memory = {}
+        addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
+        for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
+            is_same = where == address and string_at(address, len(held)) == held
+            if is_same and now[i] == self.versions[i]:
+                self.copied -= {i}
+            else:
+                self.values[i] = _with_bytes(self.values[i], held)
+
+    def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
+        """Say whether all that changed an input is known, and note it."""
+        then = self.versions[i]
+        if then is None or now is None or i not in self.leaves_at:
+            return False
+        number = storage_id(self.values[i])
+        found = [renorm for renorm in renorms if renorm.storage == number]
+        if len(found) != now - then:
+            return False
+        self.renorms[i], self.versions[i] = (found, later_renorms(number)), now
+        return True
+
+    def let_go(self, dropped: Mapping[int, Absent]) -> None:
+        """Put absent tensors in place of inputs that no recompute reads."""
+        for i, absent in dropped.items():
+            self.values[i] = absent
+        self.copied -= dropped.keys()
+
+    # --- For a recompute ---
+
+    def changed(self) -> list[int]:
+        """Return the inputs that were changed in place since."""
+        values, then, first = self.values, self.versions, self._first
+        if self._are_leaves and not self.renorms and versions_of(values) == then:
+            return []
+        if self.renorms:
+            then = then.copy()
+            for i, (_, later) in self.renorms.items():
+                then[i] = (then[i] or 0) + len(later.changes)
+        entries = values
+        if versions_of(values[first:]) == then[first:]:
+            entries = values[:first]
+        found: list[int] = []
+        for i, value in enumerate(entries):
+            if (
+                type(value) not in _NOT_OURS
+                and i not in self.copied
+                and (None if value.is_inference() else value._version) != then[i]
+            ):
+                found.append(i)
+        return found
+
+    def stored(self) -> list[tuple[int, Tensor]]:
+        """Return the tensors that are held here, and of which input each one is."""
+        values = enumerate(self.values)
+        return [(i, t) for i, t in values if type(t) not in _NOT_OURS]
+
+    def attributes_of_leaves(self) -> list[dict[str, Any]] | None:
+        """Return what had been set on the leaves; None where nothing had been."""
+        attributes = self._attributes
+        return attributes and [attributes[i] for i in self.leaves_at]
+
+    def to_run_on(self, effects: Effects) -> list[Tensor]:
+        """Return the tensors that a recompute runs on.
+
+        If the forward had no effects, these are the user's own, where they are still
+        there, and what is copied may be written to. If it changed gradients, not even
+        the leaves are: they would get them twice.
+        """
+        leaves_themselves, inputs_themselves = not effects.accumulates, not any(effects)
+        if self._memory:  # the forward still runs
+            for i, (_, held) in self._memory.items():
+                self.values[i] = _with_bytes(self.values[i], held)
+            self._memory = {}
+        values, needs, first = self.values, self.needs, self._first
+        parameters = values[first:]
+        are_ours = (
+            leaves_themselves and [*map(_requires_grad, parameters)] == needs[first:]
+        )
+        tensors: list[Tensor] = []
+        leaves_at = (
+            {*self.leaves_at} if leaves_themselves and not self._are_leaves else ()
+        )
+        for i, value in enumerate(values[:first] if are_ours else values):
+            t, need = None, needs[i]
+            if leaves_themselves and (self._are_leaves or i in leaves_at):
+                t = value
+            elif inputs_themselves and i < first:
+                t = self._itself(i, value)
+            if t is not None and t.requires_grad == need:
+                tensors.append(t)
+            elif i in self.copied:
+                tensors.append(value.clone())
+            else:
+                tensors.append(self._stand_in(i, value, need))
+        return tensors + parameters if are_ours else tensors
+
+    def _itself(self, i: int, value: Any) -> Tensor | None:
+        """Return an input, if it is still there and a recompute may run on it."""
+        t = self._refs[i]()
+        if t is None or type(value) in _NOT_OURS or t.is_leaf == self._nodes[i]:
+            return None
+        if i in self.copied:  # on a device, copies stand in for it
+            may_be_written = type(t) is Tensor and t.is_cpu and not t.is_inference()
+            return t if may_be_written else None
+        if type(t) is not Tensor:
+            return t
+        try:  # it may have got other memory, as by assigning to `.data`
+            return t if t.data_ptr() == value.data_ptr() else None
+        except RuntimeError:  # it has no memory, or none that can be asked for
+            return t
+
+    def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
+        """Return a tensor like an input, without its graph and its hooks."""
+        t: Tensor = value.unpacked() if type(value) is PackedOutside else value
+        if self._classes and type(t) is Tensor and self._classes[i] is not Tensor:
+            t = t.as_subclass(self._classes[i])  # hooks gave it back as a plain one
+        if type(t) is nn.Parameter:
+            new = Tensor._make_subclass(nn.Parameter, t, need)
+        else:
+            new = t.detach()
+            if need:
+                new.requires_grad_()
+                if i < self._first and self._nodes[i]:
+                    with torch.enable_grad():
+                        new = Computed.apply(new)
+        if self._attributes and self._attributes[i]:
+            new.__dict__.update(self._attributes[i])
+        return new
+
+    def put_back(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Return a context in which copied inputs, to run on, hold what they held."""
+        written = [i for i in self.copied if tensors[i] is self._refs[i]()]
+        if not written:
+            return contextlib.nullcontext()
+        return holding([tensors[i] for i in written], [self.values[i] for i in written])
+
+    def rows_put_back(self) -> AbstractContextManager[Any]:
+        """Return a context in which rows that embeddings scaled are as at the call."""
+        if not self.renorms:
+            return contextlib.nullcontext()
+        pairs = [
+            (self.values[i], [*ours, *later.changes])
+            for i, (ours, later) in self.renorms.items()
+        ]
+        return holding_rows(pairs)
+
+
+class Computed(torch.autograd.Function):
+    """Gives a tensor a node, as an input that was computed has one."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, t: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        return t.data
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _with_bytes(tensor: Tensor, held: bytes) -> Tensor:
+    with unseen():
+        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        ctypes.memmove(copy.data_ptr(), held, len(held))
+    return copy
+
+
+# --- Buffers that forwards leave as they are: watched, and not copied ---
+
+_EACH = 2**13  # bytes of one that is always copied
+_ALL = 2**18  # bytes of all of these
+_OTHERS = 2**16  # bytes of the others, below which they are always copied, too
+_STILL: dict[int, weakref.ref[Tensor]] = {}
+
+
+def _note_still(tensor: Tensor) -> None:
+    """Note that a forward left a tensor as it was."""
+    key = id(tensor)
+    if key not in _STILL:
+        _STILL[key] = weakref.ref(tensor, lambda _: _STILL.pop(key, None))
+
+
+def _not_always_copied(inputs: Sequence[Tensor], found: Sequence[int]) -> list[int]:
+    left, later = _ALL, list[int]()
+    for i in sorted(found, key=lambda i: inputs[i].nbytes):
+        left -= inputs[i].nbytes
+        if left < 0 or inputs[i].nbytes > _EACH:
+            later.append(i)
+    return later if sum(inputs[i].nbytes for i in later) > _OTHERS else []
+
+
+def _sum_of(tensor: Tensor) -> int:
+    with unseen():
+        held = tensor.contiguous()
+        memory = (ctypes.c_char * held.nbytes).from_address(held.data_ptr())
+        return zlib.crc32(memory)

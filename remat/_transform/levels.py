@@ -1,0 +1,336 @@
+"""Programs seen from below a level of torch.func: under a vmap, and in forward mode.
+
+    Batch    (*inputs) -> outs, for all examples at once
+    Dual     (*primals, *tangents) -> (*outs, *tangents of outs)
+
+`function` makes one where the innermost level is a vmap or a jvp, and evaluates it
+below that. The levels below see a program like any other: they batch it again, or make
+a node of it. The backward of that recomputes all examples, or values and tangents, at
+once.
+
+Invariant: the function sees inputs that require grad exactly where it does in plain
+code. Else other kernels would be chosen.
+Rejected: a node at the level. At a vmap nothing is differentiated. With a jvp rule the
+program would be evaluated once more for the tangents, and torch turns forward mode off
+within `Function.jvp`: a second level of it around would see tangents of zero.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from typing_extensions import override
+
+from remat._base.errors import MutationError
+from remat._base.program import (
+    Evaluation,
+    OutsideVmap,
+    Program,
+    Request,
+    requires_grad,
+)
+from remat._base.tensors import versions_of
+from remat._base.types import Outputs
+from remat._torch import (
+    JVP,
+    base_tensor,
+    batch,
+    grad_level,
+    has_proxies,
+    leaf_at,
+    lifted,
+    push_forward,
+    requires_grad_at_any_level,
+    taken_apart_at_jvp,
+    unpack_dual,
+    unwrap_for_grad,
+)
+from remat._transform.reached import reached_inputs
+
+
+class Below(Program):
+    """A program seen from below a level, which answers for it.
+
+    Attributes:
+        program: the program.
+        needs: which of its inputs some level differentiates that does not show below.
+    """
+
+    __slots__ = ("needs", "program")
+
+    def __init__(self, program: Program, needs: Sequence[bool]) -> None:
+        self.program, self.needs = program, needs
+
+    @property
+    def arity(self) -> int:
+        """How many inputs the program has. Others, if there are any, follow them."""
+        return len(self.needs)
+
+    @property
+    @override
+    def once(self) -> Mapping[int, Any]:  # pyrefly: ignore[bad-override]
+        return self.program.once
+
+    @property
+    @override
+    def outside(self) -> tuple[OutsideVmap, ...]:  # pyrefly: ignore[bad-override]
+        return self.program.outside
+
+    @property
+    @override
+    def is_forward(self) -> bool:
+        return self.program.is_forward
+
+    @override
+    def forward(
+        self, program: Program, inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        return self.program.forward(program, inputs, request)
+
+    @override
+    def uses(self, count: int) -> Sequence[int]:
+        return (*self.program.uses(self.arity), *range(self.arity, count))
+
+    @override
+    def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
+        self.program.refuse_changed(inputs[: self.arity])
+
+    @override
+    def check_reached(
+        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+    ) -> None:
+        missing = [i for i in missing if i < self.arity]
+        self.program.check_reached(outs, inputs, missing)
+
+    def _function(self, mode: Any, *, is_marked: bool) -> Callable[..., Any]:
+        """Return what is run at the level; marked inputs require grad there."""
+        run = self._run_marked if is_marked else self.program.run
+        return functools.partial(run, mode=mode)
+
+    def _run_marked(self, *inputs: Tensor, mode: Any) -> Outputs:
+        with grad_level() as level:
+            pairs = zip(inputs, self.needs, strict=True)
+            inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
+            outs = self.program.run(*inner, mode=mode)
+            self._note_marked(outs, inner, mode)
+            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+
+    def _note_marked(
+        self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
+    ) -> None:
+        """Note what the graph of a marked run is, before it is dropped."""
+
+
+class Batch(Below):
+    """A program under vmap: one evaluation computes all examples.
+
+    Its `needs` are the inputs that are differentiated only outside the vmap.
+
+    Args:
+        vmap: in_dims, batch size and randomness.
+
+    Attributes:
+        out_dims: where its outputs are batched, once it has run.
+    """
+
+    __slots__ = ("_found", "_vmap", "out_dims")
+
+    def __init__(
+        self, program: Program, needs: Sequence[bool], vmap: tuple[Any, int, str]
+    ) -> None:
+        super().__init__(program, needs)
+        self._vmap = vmap
+        self._found: tuple[OutsideVmap, ...] = ()
+        self.out_dims: tuple[Any, ...] = ()
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Evaluate the program on every element of the batch."""
+        is_marked = self.program.is_forward and True in self.needs
+        function = self._function(mode, is_marked=is_marked)
+        outs, self.out_dims = batch(function, *self._vmap)(*inputs)
+        return outs
+
+    @override
+    def _note_marked(
+        self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
+    ) -> None:
+        if mode is not None:
+            mode.note_saved(outs)
+        differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
+        used, asks_grad_mode, certain = reached_inputs(outs, inner)
+        found = OutsideVmap(used, differentiable, asks_grad_mode, certain)
+        self._found = (found,)
+
+    @property
+    @override
+    def outside(self) -> tuple[OutsideVmap, ...]:
+        return (*self.program.outside, *self._found)
+
+    @property
+    @override
+    def signature(self) -> tuple[Any, ...]:
+        return (*self.program.signature, *self.needs, *self._vmap)
+
+    @override
+    def may_read_early(self, tensor: Tensor) -> bool:
+        return self.program.may_read_early(tensor)
+
+    @override
+    def pulled(
+        self, program: Program, wanted: Sequence[int], given: Sequence[int]
+    ) -> Program | None:
+        return self.program.pulled(program, wanted, given)
+
+
+class Dual(Below):
+    """A program in forward mode: one evaluation gives values and tangents.
+
+    Its `needs` are the inputs that a level above differentiates, or that of the user's
+    dual numbers.
+
+    Args:
+        given: the inputs that have tangents.
+
+    Attributes:
+        is_split: whether there is such a level. Its node is of values alone.
+        count: how many outputs the program has, once it has run.
+        positions: of those that have tangents, once it has run.
+    """
+
+    __slots__ = ("_given", "_marked", "_versions", "count", "is_split", "positions")
+
+    def __init__(
+        self, program: Program, needs: Sequence[bool], given: Sequence[int]
+    ) -> None:
+        super().__init__(program, needs)
+        self._given, self.count = given, 0
+        self.is_split = True in needs
+        self._marked = self.is_split and program.is_forward
+        self.positions: list[int] | None = None
+        self._versions: Sequence[int | None] | None = None
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Evaluate the program on dual numbers, in a level of their own."""
+        primals, tangents = inputs[: self.arity], inputs[self.arity :]
+        if not has_proxies():
+            versions = versions_of([*map(base_tensor, tangents)])
+            if self._versions is None:
+                self._versions = versions
+            elif versions != self._versions:
+                raise MutationError(_CHANGED)
+        function = self._function(mode, is_marked=self._marked)
+        outs, found = push_forward(function, primals, self._given, tangents)
+        self.count = len(outs)
+        if self.positions is None:
+            self.positions = [j for j, t in enumerate(found) if t is not None]
+        pairs = ((outs[j], found[j]) for j in self.positions)
+        return (*outs, *(torch.zeros_like(o) if t is None else t for o, t in pairs))
+
+    @property
+    @override
+    def signature(self) -> tuple[Any, ...]:
+        return (*self.program.signature, "dual", *self._given)
+
+    def taken_apart(
+        self, results: Sequence[Any], evaluation: Evaluation
+    ) -> "DualResults":
+        """Take apart what an evaluation of this gave."""
+        positions = self.positions or ()
+        count, end = self.count, self.count + len(positions)
+        tangents = dict(zip(positions, results[count:end], strict=True))
+        request, differentiable = evaluation.request, evaluation.differentiable
+        last = len(results) - evaluation.residuals
+        of_program = evaluation._replace(
+            residuals=0,
+            recomputation=None,
+            request=request._replace(needs=request.needs[: self.arity]),
+            used=[i for i in evaluation.used if i < self.arity],
+            differentiable=[*differentiable[:count], *differentiable[end:last]],
+            shared=[j for j in evaluation.shared if j < count],
+        )
+        outs = [*results[:count], *results[end:last]]
+        return DualResults(outs, tangents, of_program)
+
+
+class Duals(NamedTuple):
+    """The inputs of a program in forward mode, from below the level.
+
+    Attributes:
+        primals: all inputs, without tangents.
+        given: those that have tangents, by index.
+        tangents: of those.
+    """
+
+    primals: Sequence[Tensor]
+    given: Sequence[int]
+    tangents: Sequence[Tensor]
+
+    @classmethod
+    def at_level(cls, layer: Any, inputs: Sequence[Tensor]) -> "Duals":
+        """Take the inputs of a program at a jvp level apart."""
+        level = layer.level()
+        pairs = [taken_apart_at_jvp(level, t) for t in lifted(layer, JVP, inputs)]
+        return cls.of_pairs(pairs)
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> "Duals":
+        """Return what pairs of a primal and a tangent, if it has one, are."""
+        given = [i for i, (_, t) in enumerate(pairs) if t is not None]
+        tangents = [t for _, t in pairs if t is not None]
+        return cls([t for t, _ in pairs], given, tangents)
+
+    @classmethod
+    def here(cls, inputs: Sequence[Tensor]) -> "Duals":
+        """Take inputs apart that may be dual numbers of a user's `dual_level`."""
+        return cls.of_pairs([*map(unpack_dual, inputs)])
+
+    def request(self, dual: Dual, request: Request) -> Request:
+        """Return what is asked of `dual`, given what is asked of its program."""
+        needs = [*request.needs, *map(requires_grad_at_any_level, self.tangents)]
+        is_split = request.is_split or dual.is_split
+        return request._replace(needs=needs, in_forward_mode=True, is_split=is_split)
+
+
+class DualResults(NamedTuple):
+    """What a program in forward mode gave, taken apart.
+
+    Attributes:
+        outs: the outputs, and what updated inputs held before.
+        tangents: of outputs, by index.
+        evaluation: of the program, without the tangents.
+    """
+
+    outs: Sequence[Any]
+    tangents: Mapping[int, Tensor]
+    evaluation: Evaluation
+
+    def joined(self, outs: Sequence[Any]) -> list[Any]:
+        """Return these outputs, or others in their places, as dual numbers here."""
+        joined = [*outs]
+        for j, tangent in self.tangents.items():
+            joined[j] = forward_ad.make_dual(_dense(joined[j]), tangent)
+        return joined
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Copy a tensor several of whose elements are one in memory, by `expand`.
+
+    torch copies a tangent into memory that is laid out like the value. Not to be called
+    in the forward of a Function, where levels below would record no copy.
+    """
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return tensor
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    is_expanded = any(size > 1 and stride == 0 for size, stride in pairs)
+    return tensor.contiguous() if is_expanded else tensor
+
+
+_CHANGED = (
+    "remat: a tangent was changed in place since the forward, and a backward needs it "
+    "as it was. Change a copy, or take the backward first."
+)

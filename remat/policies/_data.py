@@ -1,0 +1,111 @@
+"""Policies as data, for compiled code: a text that tells one, and its parts.
+
+The text is part of the key of a node in Dynamo's graph, for caches on disk. Dynamo
+calls a function of ours as it traces. An object that the trace itself has made has no
+attributes by then, so a policy is passed as its class and its fields.
+
+Invariant: policies of equal identity decide alike. A policy that asks a user's
+function, or is of a user's class, has none: nobody can tell what its code reads. And
+`whole(*parts_of(policy))` equals the policy.
+Rejected: `repr` and pickles. The first may be a user's own, and the second hold the
+order of sets, which differs between processes. And constructors that Dynamo calls: it
+cannot guard what they would return.
+"""
+
+import re
+import types
+from typing import Any
+
+from remat._torch import constant_in_traces
+from remat.policies._decision import Decision
+from remat.policies._functions import asked
+from remat.policies._policy import Function, Policy
+
+
+def identity_of(policy: Any) -> str | None:
+    """Return a text that tells a policy, or a part of one; None if there is none."""
+    if policy is None or type(policy) in (bool, int, float, str):
+        return repr(policy)
+    if isinstance(policy, Decision):
+        return str(policy)
+    if isinstance(policy, re.Pattern):
+        return f"{policy.pattern!r} {policy.flags}"
+    if isinstance(policy, frozenset):
+        return _joined("set", sorted(map(repr, policy)))
+    kind = type(policy)
+    fields = getattr(kind, "__dataclass_fields__", None)
+    if fields is None or not kind.__module__.startswith(_OURS):
+        return None
+    parts = [identity_of(getattr(policy, name)) for name in fields]
+    known = [part for part in parts if part is not None]
+    return _joined(kind.__qualname__, known) if len(known) == len(parts) else None
+
+
+_OURS = f"{__name__.rpartition('.')[0]}."
+
+
+def _joined(name: str, parts: list[str]) -> str:
+    return f"{name}({', '.join(parts)})"
+
+
+def parts_of(policy: Any) -> tuple[Any, Any]:
+    """Return the parts of a policy, and the policy itself where it has none.
+
+    Dynamo traces this.
+    """
+    # Of others Dynamo may take a number for one that changes from call to call.
+    if _is_made_here(policy) and _has_parts(policy):
+        return _part(policy), None
+    return None, policy
+
+
+@constant_in_traces
+def _is_made_here(policy: Any) -> bool:
+    """Say whether the trace has made a policy: then it has no attributes yet."""
+    fields = getattr(type(policy), "__dataclass_fields__", ())
+    return bool(fields) and not vars(policy)
+
+
+def offloads_to_disk(policy: Any) -> bool:
+    """Say whether a policy offloads to disk, as far as its fields tell."""
+    if policy == "disk" or policy is Decision.OFFLOAD_TO_DISK:
+        return True
+    fields = getattr(type(policy), "__dataclass_fields__", ())
+    return any(offloads_to_disk(getattr(policy, name)) for name in fields)
+
+
+def _has_parts(value: Any) -> bool:
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
+        is_object = isinstance(value, Policy) or not _is_constant(value)
+        return not is_object
+    # Dynamo traces no generators here.
+    return False not in [_has_parts(getattr(value, name)) for name in fields]
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(
+        value, (bool, int, float, str, frozenset, Decision, types.FunctionType)
+    )
+
+
+def _part(value: Any) -> Any:
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
+        return value
+    return type(value), tuple([_part(getattr(value, name)) for name in fields])
+
+
+def whole(part: Any, policy: Any) -> Policy | None:
+    """Return the policy that parts are of."""
+    return policy if part is None else _whole(part)
+
+
+def _whole(part: Any) -> Any:
+    if not isinstance(part, tuple):
+        return part
+    kind, fields = part
+    fields = [*map(_whole, fields)]
+    if kind is Function and isinstance(fields[0], types.FunctionType):
+        fields = [asked(fields[0])]  # nobody could ask for its signature in the trace
+    return kind(*fields)
