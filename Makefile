@@ -40,7 +40,7 @@ SLOW := transform/test_traced_% transform/test_adversarial.py \
 	random/test_random_training.py torch/test_versions.py parity/test_opinfo.py \
 	compat/%_compiled.py compat/test_compat_patch.py chain/test_compiled.py \
 	chain/test_counts.py chain/test_long_loops.py chain/test_programs.py \
-	fit/test_fake_replays.py fit/test_fit_blocks.py fit/test_simulated.py \
+	fit/test_fake_replays.py fit/test_fit.py fit/test_fit_blocks.py fit/test_simulated.py \
 	fit/test_step_plans.py \
 	offload/test_offload_files.py offload/test_offload_ranks.py partial/test_pruning_zoo.py \
 	partial/test_pruning_draws.py partial/test_pruning_properties.py \

@@ -227,7 +227,7 @@ def around(title: str, steps: Sequence[RunOperation], i: int) -> Iterator[str]:
 
 _MESSAGE = (
     "remat: recomputing {label} does something else than its forward did. "
-    "RunOperation {i}, {func} at {source}, {difference} The function must compute the "
+    "Operation {i}, {func} at {source}, {difference} The function must compute the "
     "same thing twice: what it reads, pass as an argument."
 )
 _OUTSIDE = " It is from outside of the function, and had another value in the forward."

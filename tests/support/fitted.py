@@ -218,10 +218,16 @@ def least(model, *args, **options):
 
 
 @functools.cache
+def refused(over):
+    """Return the error for `mlps()` in a kilobyte."""
+    with pytest.raises(remat.BudgetError, match=r"The least budget") as raised:
+        remat.fit(mlps(), X, loss=square, budget=1000, over=over)
+    return raised.value
+
+
+@functools.cache
 def _tight(over):
-    model = mlps()
-    options = {"loss": square, "over": over}
-    return remat.fit(model, X, budget=least(model, X, **options), **options)
+    return remat.fit(mlps(), X, loss=square, budget=refused(over).least, over=over)
 
 
 def tight(over="step"):
