@@ -67,11 +67,13 @@ class PlannedCall:
         mode: to run the forward in; None if it runs as it is.
         plans: the plans that the call follows; None if it follows none.
         dropped: the leaves that are not kept, and an absent tensor for each.
+        cache: of the signature.
+        statics: of the operations whose results are saved.
     """
 
     __slots__ = (
-        *("_cache", "_inner", "_label", "_leaves", "_policy", "_prune", "_statics"),
-        *("_was_seen", "dropped", "mode", "plans"),
+        *("_inner", "_label", "_leaves", "_policy", "_prune"),
+        *("_was_seen", "cache", "dropped", "mode", "plans", "statics"),
     )
 
     def __init__(
@@ -83,24 +85,23 @@ class PlannedCall:
         label: str,
         inner: Sequence[Tensor] | None = None,
     ) -> None:
-        self._cache, self._policy, self._prune = cache, policy, prune
+        self.cache, self._policy, self._prune = cache, policy, prune
         self._leaves, self._inner, self._label = leaves, inner, label
         self.plans: Plans | None = None if cache.reason else cache.plans
-        self.mode: Any = None if cache.reason else self._mode_of_forward()
-        self._was_seen = self.mode is not None
-        self._statics: dict[int, Any] = {}  # of the operations whose results are saved
+        self.statics: dict[int, Any] = {}
         self.dropped: dict[int, Absent] = {}
-
-    def _mode_of_forward(self) -> Any:
+        self.mode: Any = None
         plans = self.plans
-        inner = self._leaves if self._inner is None else self._inner
-        if plans is None:
-            return Recorder(inner, self._policy)
-        if self._cache.is_proven() and self._inputs_to_drop(plans):
-            return Verify(plans.full, inner)
-        if plans.destinations and not plans.each_has_handle:
-            return Collect(plans.full)
-        return None  # the graph saves each residual anyway
+        if not cache.reason:
+            runs_on = leaves if inner is None else inner
+            if plans is None:
+                self.mode = Recorder(runs_on, policy)
+            elif cache.is_proven() and self._inputs_to_drop(plans):
+                self.mode = Verify(plans.full, runs_on)
+            elif plans.destinations and not plans.each_has_handle:
+                self.mode = Collect(plans.full)
+            # Else the graph saves each residual anyway.
+        self._was_seen = self.mode is not None
 
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
         """Return the leaves that the call need not keep, if that is worth it."""
@@ -139,18 +140,18 @@ class PlannedCall:
         if isinstance(mode, Recorder):
             record, options = mode.record(outs, gone), (self._policy, self._prune)
             plans = plan_recorded(
-                self._cache, mode, record, roots, *options, self._label
+                self.cache, mode, record, roots, *options, self._label
             )
             self.plans = plans
             if plans is not None:
                 statics = mode.candidates.statics
-                self._statics = {i: statics[i] for i in plans.full.plan.saved}
+                self.statics = {i: statics[i] for i in plans.full.plan.saved}
                 residuals = plans.residuals_of(mode.candidates)
         elif plans is not None:
             if count == len(plans.record.roots):
                 residuals = self._collected(plans)
             if residuals is None:
-                self._cache.drop_record()
+                self.cache.drop_record()
                 self.plans = None
             elif may_drop and isinstance(mode, Verify):
                 leaves, unread = self._leaves, self._inputs_to_drop(plans)
@@ -164,22 +165,10 @@ class PlannedCall:
         del plans
         if self.mode is None:
             return []
-        self._statics = self.mode.statics
+        self.statics = self.mode.statics
         return self.mode.residuals()
 
     # --- The recompute ---
-
-    def _replaying(
-        self,
-        roots: Sequence[int],
-        residuals: Sequence[Tensor | None],
-        take: Callable[[int], Tensor | None],
-    ) -> "Replaying":
-        """Return a recompute along the plan, for some handles or outputs."""
-        assert self.plans is not None
-        schedule = self.plans.schedule_for(roots)
-        replay = Replay(schedule, residuals, take, self._statics)
-        return Replaying(self._cache, self.plans, roots, replay, self.dropped)
 
     def check(self) -> Check | None:
         """Return a mode that compares a full recompute with the recorded forward.
@@ -193,17 +182,31 @@ class PlannedCall:
 class Replaying:
     """One recompute along a plan, under a mode. What it shows corrects the plans.
 
-    `roots` are the handles or outputs for which it is made, `dropped` the inputs that
-    were not kept.
+    Args:
+        call: that is recomputed.
+        plans: that it follows.
+        roots: the handles or outputs for which it is recomputed.
+        residuals: what was saved, or what stands for it while it is offloaded.
+        take: returns a residual, given its index; None if it was freed.
+
+    Attributes:
+        mode: that replays.
     """
 
     __slots__ = ("_cache", "_dropped", "_plans", "_roots", "mode")
 
     def __init__(
-        self, cache: CallCache, plans: Plans, roots: Any, mode: Replay, dropped: Any
+        self,
+        call: PlannedCall,
+        plans: Plans,
+        roots: Sequence[int],
+        residuals: Sequence[Tensor | None],
+        take: Callable[[int], Tensor | None],
     ) -> None:
-        self._cache, self._plans, self._roots = cache, plans, roots
-        self.mode, self._dropped = mode, dropped
+        self._cache, self._dropped = call.cache, call.dropped
+        self._plans, self._roots = plans, roots
+        schedule = plans.schedule_for(roots)
+        self.mode = Replay(schedule, residuals, take, call.statics)
 
     def stand_ins(
         self,

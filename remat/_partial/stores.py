@@ -82,7 +82,7 @@ class SavedInHandles(PlannedCall):
         recompute of that stops once it has all that it needs.
         """
         new = cls(_FOLLOWS_NOTHING, None, False, leaves, "", hooks, nested=True)
-        new._cache, new.plans = decision
+        new.cache, new.plans = decision
         plans, early = decision[1], new._early
         steps, residuals = plans.record.steps, plans.full.plan.residuals
 
@@ -97,7 +97,7 @@ class SavedInHandles(PlannedCall):
     @property
     def decision(self) -> Any:
         """What the call does, for `of_decision`."""
-        return None if self.plans is None else (self._cache, self.plans)
+        return None if self.plans is None else (self.cache, self.plans)
 
     def pack(self, place: int, tensor: Tensor | None) -> None:
         """Note a tensor that the graph saves at a place; None if it has no handle."""
@@ -124,7 +124,7 @@ class SavedInHandles(PlannedCall):
         elif is_recorded and mode.misses:
             why = UNSEEN
         if why:
-            self._cache.refuse(why)
+            self.cache.refuse(why)
         return why
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
@@ -132,8 +132,10 @@ class SavedInHandles(PlannedCall):
 
         They are given by place: None where the tensor itself is saved, or it is gone.
         """
-        gone = {place for place, handle in enumerate(handles) if handle is None}
-        roots = [place for place in range(len(handles)) if place not in gone]
+        gone, roots = set[int](), list[int]()
+        if isinstance(self.mode, Recorder):
+            gone = {place for place, handle in enumerate(handles) if handle is None}
+            roots = [place for place in range(len(handles)) if place not in gone]
         tensors = self._end_forward(len(handles), roots, gone=gone)
         self._taken.clear()
         for residual in self._early:
@@ -203,11 +205,12 @@ class SavedInHandles(PlannedCall):
 
     def replay(self, handles: Iterable[Handle]) -> Replaying | None:
         """Return a recompute along the plan that fills handles; None without a plan."""
-        if self.plans is None:
+        plans = self.plans
+        if plans is None:
             return None
         roots = tuple(sorted(handle.position for handle in handles))
         held = [None if r is None else r.value() for r in self._for_recompute]
-        return self._replaying(roots, held, held.__getitem__)
+        return Replaying(self, plans, roots, held, held.__getitem__)
 
 
 # --- Under torch.func ---
@@ -224,7 +227,10 @@ class SavedInNode(PlannedCall):
     def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
         """End the forward: return the residuals; None to recompute in full."""
         self._count, self._origins = len(self._leaves), list[Origin]()
-        roots = [j for j, o in enumerate(outs) if o.requires_grad]
+        is_recorded = isinstance(self.mode, Recorder)
+        roots = (
+            [j for j, o in enumerate(outs) if o.requires_grad] if is_recorded else ()
+        )
         tensors = self._end_forward(len(outs), roots, outs, may_drop=may_drop)
         plans = self.plans
         if plans is None or tensors is None:
@@ -265,7 +271,9 @@ class SavedInNode(PlannedCall):
             ]
         elif not self._is_comparable(leaves):
             return pull(leaves, None)
-        replaying = self._replaying(given, residuals, self._taker(residuals))
+        assert self.plans is not None
+        take = self._taker(residuals)
+        replaying = Replaying(self, self.plans, given, residuals, take)
         # No absent tensor is of a level of torch.func.
         whole = current_layer() is None or not any(map(_is_of_level, leaves))
         recorded = torch.is_grad_enabled()

@@ -104,6 +104,7 @@ def die(folder, rank):
     out.backward()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_nothing_behind(tmp_path):
     ranks = folders(tmp_path)
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
