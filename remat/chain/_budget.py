@@ -147,7 +147,7 @@ class Priced(NamedTuple):
     Attributes:
         nbytes: that exist at a time, at most.
         cost: of a backward in steps; where stages differ, of all in seconds.
-        schedule: see above.
+        schedule: that is priced.
     """
 
     nbytes: int

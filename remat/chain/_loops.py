@@ -64,15 +64,14 @@ def scan(
 
     The forward stores only some carries. The backward runs the steps again from these,
     and reverses them one after the other. Gradients reach `init`, `xs` and the tensors
-    that `f` refers to. The whole loop is one node of the graph, for `.backward()` and
-    under every transform of `torch.func`. Its backward can be differentiated again.
+    that `f` refers to, under every transform of `torch.func` too. docs/chains.md says
+    which checkpoints to choose.
 
     Args:
         f: a step: takes a carry and a slice, and returns the next carry and what is
             collected. It may not change tensors in place, nor keep them. It may count,
-            and append numbers to a list. It may be rematerialized, with a policy of its
-            own. Random numbers that it draws from global streams are drawn again; a key
-            is best folded with the number of the step: `random.fold_in(key, i)`.
+            and append numbers to a list. Random numbers of global streams are drawn
+            again; fold a key with the number of the step: `random.fold_in(key, i)`.
         init: the initial carry, a pytree. Each carry keeps its structure, and the
             shapes, dtypes and devices of its tensors. It may hold Python numbers.
         xs: a pytree of tensors whose first dimension counts the steps. `None`: `f` is
@@ -85,17 +84,15 @@ def scan(
         checkpoints: how many carries are stored at a time, with the initial one: the
             backward then runs the fewest steps again (binomial checkpointing). `"all"`:
             each carry. `None`: the carries at the starts of about sqrt(length)
-            segments. The backward runs each segment again and holds the residuals of
-            all its steps. Or one of `remat.chain.schedules`, which may use the disk. A
-            graph, as of `torch.compile`, follows those that reverse segments: `None`,
-            `"all"`, `Uniform`, `Sqrt`. For others it has about sqrt(length) segments,
-            and warns once.
+            segments, each of which is reversed as a whole. Or one of
+            `remat.chain.schedules`. A graph, as of `torch.compile`, follows those that
+            reverse segments: `None`, `"all"`, `Uniform`, `Sqrt`. For others it has
+            about sqrt(length) segments, and warns once.
         budget: how many bytes there may be, as a number or a text such as "64 MiB", in
             place of `checkpoints`: for the carries that are stored, the live carry, and
-            the steps that run at a time. `init`, what is returned, and gradients come
-            on top. Some steps run on fake tensors first, and tell what a step takes:
-            all are taken to be alike. The schedule that runs the fewest steps again
-            under the budget is followed.
+            the steps that run at a time. Some steps run on fake tensors first, and tell
+            what a step takes. The schedule that runs the fewest steps again is
+            followed.
         disk: whether carries may be written to disk where that saves time, for a
             budget. It is taken to write and read 1 GB a second.
         policy: which results to save of a step that is reversed, as for `remat`.
@@ -169,15 +166,8 @@ def fori_loop(
 ) -> C:
     """Run `body` for each number from `lower` up to `upper`, which is left out.
 
-    The value is that of this loop::
-
-        carry = init
-        for i in range(lower, upper):
-            carry = body(i, carry)
-        return carry
-
-    The forward stores only some carries, and the backward runs the steps again from
-    these, as `scan` does.
+    The value is that of `for i in range(lower, upper): carry = body(i, carry)`. Carries
+    are stored, and steps run again, as by `scan`.
 
     Args:
         lower: the first number.
@@ -234,17 +224,10 @@ def while_loop(
 ) -> C:
     """Run `body` as long as `cond` says so.
 
-    The value is that of this loop::
-
-        carry = init
-        while cond(carry):
-            carry = body(carry)
-        return carry
-
-    The number of steps is known only at the end. So the forward stores carries where
-    they serve any number of steps well, and lets go of some as the loop goes on (online
-    checkpointing). The backward runs the steps again from these. `cond` is not called
-    again, and is not differentiated.
+    The value is that of `while cond(carry): carry = body(carry)`. The number of steps
+    is known only at the end. So the forward stores carries where they serve any number
+    of steps well, and lets go of some as the loop goes on (online checkpointing).
+    `cond` is not called again, and is not differentiated.
 
     Args:
         cond: takes a carry, and returns a bool or a tensor of one element.

@@ -286,7 +286,7 @@ class Rehearsal:
 
     Attributes:
         call: the trial.
-        inputs: see above, with the values that buffers had before the forward.
+        inputs: of the chain, with the values that buffers had before the forward.
         forward: the bytes that its forward took, without what was collected.
     """
 

@@ -39,16 +39,10 @@ def sequential(
 ) -> Any:
     """Call functions one after the other, each with the result of the one before.
 
-    The value is that of this loop::
-
-        for fn in fns:
-            x = fn(x, *args)
-        return x
-
-    The forward stores only some of the values between the functions. The backward calls
-    functions again, from these on, and reverses them one after the other. Gradients
-    reach `x`, `args`, and the parameters of the functions. All calls are one node of
-    the graph.
+    The value is that of `for fn in fns: x = fn(x, *args)`. The forward stores only some
+    of the values between the functions. The backward calls functions again, from these
+    on, and reverses them one after the other. Gradients reach `x`, `args`, and the
+    parameters of the functions.
 
     Args:
         fns: functions or modules, in a list, an `nn.Sequential` or an `nn.ModuleList`.

@@ -337,14 +337,11 @@ def bind(key: KeyLike) -> _BindBlock:
 
     To map over keys with ``torch.func.vmap``, call ``bind`` inside the mapped function:
     each example then draws its own numbers, with any ``randomness``. Examples that
-    share a key share the draws, so ``randomness="different"`` is refused there. A
-    tensor that all examples share cannot be filled in place with numbers that differ
-    between examples; torch raises an error.
+    share a key share the draws, so ``randomness="different"`` is refused there.
 
-    ``torch.compile`` traces a block by the same rules, into one graph. It cannot see
-    into operators that users register: one tagged ``nondeterministic_seeded`` is
-    refused. A compiled function that is called in a block from outside runs as if it
-    were not compiled; with ``fullgraph=True`` torch raises.
+    ``torch.compile`` traces a block by the same rules, into one graph, and refuses
+    operators tagged ``nondeterministic_seeded``. A compiled function that is called in
+    a block from outside runs as if it were not compiled.
 
     A recompute by :func:`remat.remat` draws the same numbers again. A recompute by
     ``torch.utils.checkpoint`` would not: a draw inside a checkpoint is refused, unless

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from hypothesis import given, strategies as st
-from support.interpreter import ByteInterpreter, Interpreter, WrongScheduleError
+from support.interpreter import ByteInterpreter, WrongScheduleError
 
 from remat.chain._binomial import advances
 from remat.chain._rotor import Rerun, Rotor, Stages, _smallest
@@ -106,14 +106,6 @@ def test_the_interpreter_refuses_wrong_backwards(backward, says):
     interpreter.forward(FORWARD)
     with pytest.raises(WrongScheduleError, match=says):
         interpreter.backward(backward)
-
-
-def test_the_interpreter_refuses_residuals_that_nobody_needs():
-    interpreter = Interpreter(2)
-    interpreter.forward([RecordStep(0), RecordStep(1)])
-    interpreter.recorded.add(5)
-    with pytest.raises(WrongScheduleError, match=r"steps \[5\] are still recorded"):
-        interpreter.backward([Backward(1), Backward(0)])
 
 
 # --- Against all plans, and against all schedules -----------------------------------

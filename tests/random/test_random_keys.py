@@ -127,24 +127,11 @@ def test_split_into_fewer_than_no_keys_is_refused():
         random.split(K, (2, -1))
 
 
-def test_fold_in_is_an_index_into_split():
-    many = random.split(K, 9)
-    assert [random.fold_in(K, i) == many[i] for i in range(9)] == [True] * 9
-    assert random.fold_in(K, torch.arange(9)) == many
-    assert random.fold_in(KEYS, 1) == random.split(KEYS)[1]
-
-
 def test_fold_in_broadcasts_keys_and_numbers():
     out = random.fold_in(KEYS, torch.tensor([5, 6, 7]))
     assert out.shape == (2, 3)
     assert out[1, 2] == random.fold_in(KEYS[1, 2], 7)
     assert random.fold_in(KEYS[:, :1], torch.arange(4)).shape == (2, 4)
-
-
-def test_a_number_in_a_tensor_is_folded_in_modulo_64_bits():
-    word = torch.tensor(-1)
-    assert random.fold_in(K, 2**64 - 1) == random.fold_in(K, word)
-    assert random.fold_in(K, word.view(torch.uint64)) == random.fold_in(K, word)
 
 
 NOT_FOLDED = {
@@ -174,11 +161,6 @@ def test_a_raw_key_gives_a_raw_key_of_the_same_bits():
     assert_same(random.clone(data), data)
     assert_same(random.key_data(data), data)
     assert_same(random.uniform(data, 3), random.uniform(KEYS, 3))
-
-
-def test_key_data_and_wrap_key_data_are_inverse():
-    assert random.key_data(KEYS) is KEYS.data
-    assert random.wrap_key_data(random.key_data(KEYS)) == KEYS
 
 
 def test_a_clone_is_an_equal_key_with_memory_of_its_own():

@@ -7,7 +7,6 @@ trained for twenty steps. A mask that differed once would show in every paramete
 import contextlib
 import functools
 
-import pytest
 import torch
 from support.tables import rows
 from support.zoo import plainly
@@ -60,17 +59,6 @@ class Block(nn.Module):
         x = x + dropped(self.out(a), source, 1)
         h = dropped(functional.gelu(self.up(self.norms[1](x))), source, 2)
         return x + dropped(self.down(h), source, 3)
-
-
-class Encoder(nn.TransformerEncoderLayer):
-    """Torch's own layer, which knows of no sources."""
-
-    def __init__(self):
-        shape = WIDTH, HEADS, 2 * WIDTH, P
-        super().__init__(*shape, activation="gelu", batch_first=True)
-
-    def forward(self, x, _):
-        return super().forward(x)
 
 
 class Model(nn.Module):
@@ -167,7 +155,7 @@ RUNS = {
     "keys": (keys, by_backward, Block, ADAM),
     "a generator": (a_generator, by_backward, Block, MOMENTUM),
     "the global stream": (the_global_stream, by_backward, Block, ADAM),
-    "bound keys": (bound_keys, by_backward, Encoder, MOMENTUM),
+    "bound keys": (bound_keys, by_backward, Block, MOMENTUM),
     "keys, func.grad": (keys, by_func_grad, Block, None),
     "the global stream, func.grad": (the_global_stream, by_func_grad, Block, None),
 }
@@ -231,22 +219,3 @@ def test_what_dropout_keeps(wrap, source, tensors, other):
         y.sum().backward()
     assert ops["sin"] == (0 if tensors > 1 else LAYERS)
     assert not x.grad.isnan().any()
-
-
-@pytest.mark.parametrize("source", [KEY, None], ids=["keys", "the global stream"])
-def test_a_block_keeps_its_input_alone(source):
-    block, x = Block(), torch.randn(2, LENGTH, WIDTH, requires_grad=True)
-    # With a key the scores are divided by a number.
-    number = 0 if source is None else NUMBER_BYTES
-    assert live_bytes(lambda: remat(block)(x, source)) == x.nbytes + number
-    assert live_bytes(lambda: block(x, source)) > 10 * x.nbytes
-
-
-def test_dropout_costs_a_key_outside_of_remat_and_nothing_within(monkeypatch):
-    model = Model(Block, remat)
-    run = lambda: model(TOKENS, KEY)
-    run()
-    with_dropout = live_bytes(run)
-    monkeypatch.setattr(random, "dropout", lambda _key, x, _p: x)
-    # The key of the dropout after the embedding. Those of the blocks are inputs.
-    assert with_dropout - live_bytes(run) == KEY_BYTES
