@@ -17,7 +17,7 @@ from typing_extensions import override
 from remat._base.errors import RecomputeError
 from remat._capture.objects import by_class
 from remat._live.holders import (
-    Held,
+    Holdings,
     Kind,
     MovedError,
     dict_of,
@@ -37,7 +37,7 @@ class Dicts(Kind):
         self._values, self._keys = base.values, base.keys
 
     @override
-    def read(self, holders: Sequence[Any], to: Held) -> None:
+    def read(self, holders: Sequence[Any], to: Holdings) -> None:
         values, keys, lengths = to.values, to.keys, [*map(dict.__len__, holders)]
         ends = len(values) + len(keys) + 2 * sum(lengths)
         to.lengths += lengths
@@ -103,7 +103,7 @@ class Owned(Attributes):
         return super().keys([*map(dict_of, holders)])
 
     @override
-    def read(self, holders: Sequence[Any], to: Held) -> None:
+    def read(self, holders: Sequence[Any], to: Holdings) -> None:
         super().read([*map(dict_of, holders)], to)
 
     @override

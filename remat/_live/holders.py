@@ -36,7 +36,7 @@ class MovedError(Exception):
     """Something is not where it was found before."""
 
 
-class Held:
+class Holdings:
     """What holders hold.
 
     Attributes:
@@ -64,7 +64,7 @@ class Kind:
     keyed = frozen = adds = False
     fixed = 0
 
-    def read(self, holders: Sequence[Any], to: Held) -> None:
+    def read(self, holders: Sequence[Any], to: Holdings) -> None:
         """Add what all of these holders hold.
 
         Raises:

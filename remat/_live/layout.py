@@ -35,7 +35,7 @@ from remat._live.holders import (
     SCRIPTED,
     SLOTS,
     VARIABLES,
-    Held,
+    Holdings,
     Kind,
     MovedError,
     dict_of,
@@ -187,7 +187,7 @@ def _reference(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-class Taken(Held):
+class Taken(Holdings):
     """What holders hold at one moment.
 
     Attributes:
