@@ -79,7 +79,7 @@ def assert_no_choice_costs_less(plan, choices):
 
 
 # Each takes seconds for a search.
-SLOW = "tied lm", "resnet", "unet", "llama"
+SLOW = "lm", "tied lm", "resnet", "unet", "llama"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,7 @@ def test_budgets_hold_and_no_uniform_choice_costs_less(name):
         assert_no_choice_costs_less(worse, choices)
 
 
+@pytest.mark.slow
 def test_less_memory_never_costs_less_work():
     model, low = mlps(), tight("blocks").budget
     high = tight("blocks").plain_peak
@@ -113,6 +114,7 @@ def test_less_memory_never_costs_less_work():
     assert tight("blocks").seconds >= costs[0] >= costs[1] > 0
 
 
+@pytest.mark.slow
 def test_modules_around_blocks_are_recomputed_where_that_pays():
     model, x = staged(), torch.randn(4096, 8)
     every = remat.nn.apply(copy.deepcopy(model), [*remat.nn.blocks(model)])
@@ -174,6 +176,7 @@ def test_blocks_that_are_called_twice_have_one_option():
     assert_followed(plan, model, X)
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_mode():
     model = ResNet().eval()
     image = torch.randn(2, 3, 16, 16)
@@ -200,6 +203,7 @@ def test_a_model_without_blocks_is_refused():
         fit(nn.Linear(8, 8), X, budget="1GB")
 
 
+@pytest.mark.slow
 def test_a_plan_refuses_a_function_and_another_model():
     with pytest.raises(TypeError, match=r"for the blocks of Sequential: pass the mod"):
         tight("blocks").apply(lambda x: x)

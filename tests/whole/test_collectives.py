@@ -180,6 +180,7 @@ def train_all(rank):
     return results
 
 
+@pytest.mark.slow
 def test_trainings_are_those_of_plain(tmp_path, subtests):
     for rank, results in enumerate(in_two_processes(tmp_path, train_all)):
         for name in TRAININGS:
@@ -348,6 +349,7 @@ def turn(rank):
     return sent
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_fit_its_record_repeats_collectives(tmp_path):
     assert in_two_processes(tmp_path, turn) == [[1, 1, 2]] * 2
 

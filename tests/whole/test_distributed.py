@@ -376,9 +376,9 @@ def test_the_comparison_fails_on_what_is_wrong(ours, said):
         assert_as_plain("wrong", {**ways, "remat": ours})
 
 
-# FSDP2 takes about half a minute.
-SLOW = ("FSDP2", "FSDP2 of four")
-KINDS = ["DDP", "tensor parallel"]
+# Each takes about half a minute.
+SLOW = ("FSDP2", "FSDP2 of four", "tensor parallel")
+KINDS = ["DDP"]
 KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 
 
@@ -416,6 +416,7 @@ def train_saving(rank):
     return results
 
 
+@pytest.mark.slow
 def test_no_collective_of_tensor_parallel_is_repeated_if_they_are_saved(
     tmp_path, subtests
 ):
@@ -452,6 +453,7 @@ def train_and_watch(rank):
     return results
 
 
+@pytest.mark.slow
 def test_every_parameter_gets_ready_once_in_each_step(tmp_path):
     both = in_two_processes(tmp_path, train_and_watch)
     for (want, sines, _), (got, more, ready) in both:

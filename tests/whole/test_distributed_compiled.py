@@ -173,6 +173,7 @@ def run_all(rank):
 compiled_eagerly = functools.partial(torch.compile, backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_compiled_code_recomputes_in_each_process(tmp_path, subtests):
     for rank, results in enumerate(in_two_processes(tmp_path, run_all)):
         for name, (_, more) in STEPS.items():

@@ -47,7 +47,15 @@ def is_like(shown, printed):
 WITH_EXAMPLES = [page for page in PAGES if any(blocks(page))]
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
+# They plan steps of models.
+SLOW = "fit.md", "recipes.md"
+EXAMPLES = [
+    pytest.param(p, marks=pytest.mark.slow) if p.name in SLOW else p
+    for p in WITH_EXAMPLES
+]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
 def test_the_examples_of_the_page_run(page, monkeypatch):
     module = ModuleType("example")
     namespace = vars(module)
