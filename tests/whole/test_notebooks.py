@@ -64,9 +64,17 @@ def golden(notebook):
     return [c for c in notebook.cells if tagged in c.metadata.get("tags", [])]
 
 
+# Those that compile, search for plans or load models take half a minute and more.
+SLOW = ("04", "05", "06", "07", "08")
+RUN = [
+    pytest.param(p, marks=pytest.mark.slow) if p.stem.startswith(SLOW) else p
+    for p in NOTEBOOKS
+]
+
+
 # jupyter_client and zmq warn from their own event loop on some platforms.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_the_notebook_runs_and_prints_what_is_stored(path):
     stored, fresh = run(path)
     assert golden(stored), "tag at least one cell golden, or nothing is compared"
