@@ -1,11 +1,11 @@
 """A tensor that is kept is named: what keeps it, and the line that puts it there."""
 
 import gc
+import itertools
 import linecache
 
 import pytest
 import torch
-from support.tables import rows
 from torch import nn
 from torch.func import grad
 
@@ -91,11 +91,21 @@ def _collector_sees_all():
     gc.unfreeze()
 
 
-@rows("way", WAYS)
-@rows("make, says", KEPT)
-def test_what_keeps_a_tensor_is_named(make, says, way):
+# Each looks at all objects of the process, of which pytest has very many.
+FAST = {("attribute", "grad"), ("attribute", "chain"), ("variable", "grad")}
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [
+        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
+        for pair in itertools.product(KEPT, WAYS)
+    ],
+)
+def test_what_keeps_a_tensor_is_named(place, way):
+    make, says = KEPT[place]
     with pytest.raises(CaptureError, match="left it other than by being ret") as error:
-        way(make())
+        WAYS[way](make())
     GLOBAL.clear()
     text = str(error.value)
     assert f"it is kept {says}, at {__file__}:" in text

@@ -88,6 +88,7 @@ assert torch.equal(got, gradient(w, x))
 """
 
 
+@pytest.mark.slow
 def test_results_may_be_views_of_each_other():
     """In a process of its own: a compilation that fails leaves torch with levels."""
     program = [sys.executable, "-W", "ignore", "-c", VIEW_OF_ANOTHER]

@@ -227,10 +227,8 @@ def test_a_block_around_sharded_modules_says_what_to_do(tmp_path):
         assert "remat.nn.apply(model, Block)" in told
 
 
-KINDS = ["DDP", *(pytest.param(k, marks=pytest.mark.slow) for k in ("FSDP2", "FSDP1"))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "FSDP1"])
 def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
     both = in_two_processes(tmp_path, train_all, kind)
     for name in ARRANGEMENTS[kind]:

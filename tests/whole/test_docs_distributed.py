@@ -50,6 +50,7 @@ def assert_saves_memory(ways, name, than):
     assert ours[-1] == theirs[-1]
 
 
+@pytest.mark.slow
 def test_the_example_saves_memory_on_each_rank():
     ways = trained()
     assert [*ways] == ["plain", "torch's checkpoint", "remat"]
