@@ -75,7 +75,7 @@ def assert_equals_plain(program, wrapper, transforms, used):
 used_results = st.sampled_from([slice(None), slice(None), slice(1)])
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(programs(), WRAPPERS, chosen(FIRST), used_results)
 def test_a_random_program_equals_plain_code(program, wrapper, transforms, used):
     assert_equals_plain(program, wrapper, transforms, used)
