@@ -230,6 +230,7 @@ def counted(rank):
     return drawn
 
 
+@pytest.mark.slow
 def test_each_process_draws_its_own_numbers_and_no_others(ranks):
     for _, _, (rows, columns, each) in ranks:
         assert rows == each == 10 * 100

@@ -76,6 +76,7 @@ def test_what_copies_cost_beyond_saving_was_not_beside_computation(
     assert scripts("_gpu_steps").overlap(times, sent=1) == share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [".backward()", "torch.func.grad"])
 def test_compiled_systems_are_compared(scripts, kind):
     steps, systems = scripts("_gpu_steps"), scripts("_systems")

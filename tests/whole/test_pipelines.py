@@ -126,14 +126,11 @@ def assert_as_plain(ways):
     assert ways["policy"][1]["addmm"] < ways["remat"][1]["addmm"]
 
 
-# Four processes take a second more for each schedule.
-ALL = [(2, (*SCHEDULES,)), pytest.param(4, (*SCHEDULES,), marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize(("count", "names"), ALL)
-def test_pipelines_are_those_of_plain(count, names, tmp_path, subtests):
-    found = in_processes(count, tmp_path, train_all, names)
-    for name in names:
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_pipelines_are_those_of_plain(count, tmp_path, subtests):
+    found = in_processes(count, tmp_path, train_all, (*SCHEDULES,))
+    for name in SCHEDULES:
         for rank, results in enumerate(found):
             with subtests.test(name, rank=rank):
                 assert_as_plain({way: results[name, way] for way in WRAPS})
