@@ -29,7 +29,10 @@ import remat
 from remat.testing import assert_same, count_ops, memory_timeline
 
 
-both = pytest.mark.parametrize("over", ["step", "blocks"])
+# A search by blocks takes seconds.
+both = pytest.mark.parametrize(
+    "over", ["step", pytest.param("blocks", marks=pytest.mark.slow)]
+)
 
 
 # --- The plan ------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def folders(tmp_path):
     return ranks
 
 
+@pytest.mark.slow
 def test_each_rank_offloads_to_its_own_folder(tmp_path):
     ranks = folders(tmp_path)
     both = in_two_processes(tmp_path, train_both, str(tmp_path / "ranks"))

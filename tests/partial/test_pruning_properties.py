@@ -75,14 +75,14 @@ def assert_equals_plain(program, wrapper, transforms, used):
 used_results = st.sampled_from([slice(None), slice(None), slice(1)])
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(programs(), WRAPPERS, chosen(FIRST), used_results)
 def test_a_random_program_equals_plain_code(program, wrapper, transforms, used):
     assert_equals_plain(program, wrapper, transforms, used)
     assert program.is_nested() or not any(strikes())
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     programs((*PURE, "stream", "stream", "asking", "asking")),
     *(WRAPPERS, chosen(FIRST | some("twice", "grad_grad")), used_results),
@@ -91,19 +91,19 @@ def test_a_random_program_draws_and_asks(program, wrapper, transforms, used):
     assert_equals_plain(program, wrapper, transforms, used)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(programs(SMOOTH), WRAPPERS, chosen(MANY, 2), used_results)
 def test_a_random_program_is_batched(program, wrapper, transforms, used):
     assert_equals_plain(program, wrapper, transforms, used)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(programs((*SMOOTH, "draw"), 5), WRAPPERS, chosen(SECOND, 2), used_results)
 def test_a_random_program_is_differentiated_twice(program, wrapper, transforms, used):
     assert_equals_plain(program, wrapper, transforms, used)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.lists(programs(size=5), min_size=2, max_size=3), WRAPPERS, chosen(FIRST, 2))
 def test_a_function_is_another_program_in_each_call(several, wrapper, transforms):
     """Of one signature: the record of the one is not that of the other."""
@@ -125,7 +125,7 @@ COPIES = {"clone", "copy_", "rand"}  # of cotangents, and what the loss draws
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", *COPIES}
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(programs(), POLICIES)
 def test_a_recomputation_runs_no_more_than_all_of_it(program, policy):
     def work(fn):

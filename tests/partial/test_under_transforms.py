@@ -208,7 +208,7 @@ def test_a_step_recorded_under_a_tracker_keeps_its_policy_later(tracker):
 # --- What torch compiles by itself ---
 
 
-_SLOWER = "each", "looped"
+_SLOWER = "each", "looped", "scanned"
 FRESH = """
 import contextlib, os, sys, warnings
 import torch
@@ -275,7 +275,7 @@ if f is scanned:  # torch.func has no rule for the others
 
 @pytest.mark.parametrize(
     "program",
-    ["cond", "scanned", *(pytest.param(p, marks=pytest.mark.slow) for p in _SLOWER)],
+    ["cond", *(pytest.param(p, marks=pytest.mark.slow) for p in _SLOWER)],
 )
 def test_a_higher_order_operator_is_compiled_as_without_remat(program):
     """Outside of remat's modes, under which torch compiles nothing."""

@@ -254,7 +254,7 @@ FAULTS = [
     Fault(
         "what a forward assigns under torch.func does not reach the user's objects",
         CAPTURE + "handing_on.py",
-        "changes = [(was.node, now) for was, now in _changed(self._noted)]",
+        "changes = [(change.node, change.now) for change in _changed(self._noted)]",
         "changes = list[Any]()",
         ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
     ),

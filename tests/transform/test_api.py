@@ -21,11 +21,11 @@ API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 
 FUNCTIONS = {
     *("remat", "checkpoint", "register", "scope"),
-    *("saved_residuals", "print_saved_residuals", "Residual"),
+    *("saved_residuals", "print_saved_residuals", "SavedResidual"),
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
     *("Peak", "Holder", "HeldValues", "fit", "FitPlan"),
-    *("FitBlock", "FitCandidate", "StepPlan", "FitSegment", "Followed"),
+    *("FitBlock", "StepPlan", "FitSegment", "Followed"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),

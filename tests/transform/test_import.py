@@ -192,6 +192,7 @@ def test_a_name_that_is_not_there_is_refused_and_loads_nothing(after):
         from remat.random import binds  # noqa: F401
 
 
+@pytest.mark.slow
 @copied
 def test_what_surrounds_the_first_use_does_not_matter():
     cases = run(FIRST_USE).split()

@@ -191,6 +191,7 @@ for policy in POLICIES:
 """
 
 
+@pytest.mark.slow
 def test_every_built_in_policy_has_an_identity_of_its_own():
     identities = {name: identity_of(policy) for name, policy in known().items()}
     assert None not in identities.values()

@@ -278,6 +278,7 @@ print(jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))[1].tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_failed_compilation_leaves_no_dual_level():
     """In a process of its own: what is left would be so for good."""
     done = subprocess.run(

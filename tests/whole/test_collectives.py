@@ -392,6 +392,7 @@ def await_gloo(alive):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_no_record_holds_what_a_collective_wrote_to(tmp_path):
     for alive in in_two_processes(tmp_path, still_alive):
         assert alive.keys() == POLICIES.keys()

@@ -164,6 +164,7 @@ def of_a_plan(rank):
     return grads, plain, ops["tanh"], plan.blocks, says
 
 
+@pytest.mark.slow
 def test_a_model_of_dtensors_follows_the_blocks_of_a_plan(tmp_path):
     for grads, plain, tanhs, blocks, says in in_two_processes(tmp_path, of_a_plan):
         assert_same(grads, plain)

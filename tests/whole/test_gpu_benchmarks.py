@@ -191,6 +191,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_run():
     assert "steps: not run: AttributeError: module 'torch' has no" in done.stdout
 
 
+@pytest.mark.slow
 def test_parts_print_their_tables():
     options = "--device", "cpu", "--small", "--rounds", "1", "offloading", "draws"
     done = run(*options)

@@ -40,6 +40,7 @@ def test_a_pattern_has_to_fit_one_place():
 # --- The picture ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_peaks_that_its_script_measures(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `viz`")
     picture = tmp_path / "memory.svg"
@@ -183,6 +184,7 @@ def test_the_programs_of_the_issues_peak_at_these_shares_of_plain(scripts):
         assert row.difference < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method:DeprecationWarning")
 def test_compiled_grad_peaks_below_this_share_of_compiled_plain(scripts):
     compiled = scripts("compiled")
@@ -197,6 +199,7 @@ def test_compiled_grad_peaks_below_this_share_of_compiled_plain(scripts):
     assert peaks[compiled.REMAT] < bound * peaks[compiled.PLAIN]
 
 
+@pytest.mark.slow
 def test_a_plan_for_half_of_the_memory_runs_so_much_again(scripts):
     model = scripts("model")
     sizes = scripts("_model").Sizes(layers=6, batch=4, time=256, width=256)
@@ -244,6 +247,7 @@ def test_masks_by_key_keep_these_bytes(scripts):
     assert dropout.kept(checkpointed, x, dropout.P) == torchs
 
 
+@pytest.mark.slow
 def test_a_long_loop_holds_these_carries(scripts):
     chain = scripts("chain")
     steps, ours, runs, plain, chunk, chunks = numbers(

@@ -102,6 +102,7 @@ def test_every_file_that_the_page_names_exists():
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diffs")
 def test_a_policy_that_is_left_out_of_a_table_is_noticed(copy):
     apply(copy, "policy")
