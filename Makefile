@@ -36,23 +36,28 @@ CORE := $(addprefix tests/,torch parity/test_golden.py transform/test_every_tran
 
 # The tests for the loop of changing and trying: files of every room, but for those that
 # compile, start programs, or run thousands of combinations. A new file is among them.
-SLOW := transform/test_traced_% transform/test_adversarial.py \
-	transform/test_every_transform.py transform/test_api.py transform/test_compile.py \
-	transform/test_tracebacks.py transform/test_type_checkers.py transform/test_import.py \
+SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
+	chain/test_long_loops.py chain/test_programs.py chain/test_budgets.py \
+	chain/test_schedules.py chain/test_rotor.py compat/%_compiled.py \
+	compat/test_compat_patch.py fit/test_fake_replays.py fit/test_fit.py \
+	fit/test_fit_blocks.py fit/test_simulated.py fit/test_step_plans.py \
+	fit/test_choices.py offload/test_offload_files.py offload/test_offload_ranks.py \
+	parity/test_opinfo.py parity/test_nestings.py parity/test_opinfo_forward.py \
+	partial/test_pruning_zoo.py partial/test_pruning_draws.py \
+	partial/test_pruning_properties.py partial/test_pruning_safety.py \
+	partial/test_pruning_state.py partial/test_under_transforms.py \
+	partial/test_pruning_layers.py partial/test_plan_random.py \
+	partial/test_pruning_signatures.py partial/test_pruning_interop.py \
 	policies/test_policies_transforms.py policies/test_within.py random/%_compiled.py \
 	random/test_random_euler.py random/test_random_keys_transforms.py \
-	random/test_random_samplers.py random/test_random_sharded.py random/test_random_stream.py \
-	random/test_random_training.py torch/test_versions.py parity/test_opinfo.py \
-	compat/%_compiled.py compat/test_compat_patch.py chain/test_compiled.py \
-	chain/test_counts.py chain/test_long_loops.py chain/test_programs.py \
-	fit/test_fake_replays.py fit/test_fit.py fit/test_fit_blocks.py fit/test_simulated.py \
-	fit/test_step_plans.py \
-	offload/test_offload_files.py offload/test_offload_ranks.py partial/test_pruning_zoo.py \
-	partial/test_pruning_draws.py partial/test_pruning_properties.py \
-	partial/test_pruning_safety.py partial/test_pruning_state.py \
-	partial/test_under_transforms.py parity/test_nestings.py \
-	parity/test_opinfo_forward.py \
-	report/test_compare.py report/test_sources.py whole/%
+	random/test_random_samplers.py random/test_random_sharded.py \
+	random/test_random_stream.py random/test_random_training.py report/test_compare.py \
+	report/test_sources.py report/test_explain_peak.py report/test_comparison.py \
+	scope/test_scope_compiled.py torch/test_versions.py transform/test_traced_% \
+	transform/test_adversarial.py transform/test_every_transform.py transform/test_api.py \
+	transform/test_compile.py transform/test_tracebacks.py \
+	transform/test_type_checkers.py transform/test_import.py \
+	transform/test_kept_tensors.py transform/test_growth.py whole/%
 QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
 	tests/whole/test_docs_state.py tests/whole/test_rooms.py
 
