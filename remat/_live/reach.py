@@ -130,8 +130,8 @@ class Reach:
     def _number_all(self, given: Given) -> list[Tensor]:
         """Number the tensors that the roots reach; return those that come last.
 
-        Those are parameters, and nothing is noted of each by itself. If one is found
-        twice, none of them is apart: each has one number.
+        Those are parameters: a block for each root, and nothing is noted of each by
+        itself. If one is found twice, all tensors are numbered one by one instead.
         """
         each = [root.tensors() for root in self._roots]
         if not any(each):

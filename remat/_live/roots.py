@@ -3,8 +3,9 @@
 The layout of a root is remembered while the root lives. A call reads what the holders
 hold now. If that is what they held at the last call, it shares the contents of that.
 
-Invariant: as of `contents`. Only until the end of the forward a root holds the holders
-themselves: the forward may put others in their places.
+Invariant: as in `contents`, it leads to no tensor and to nothing that can be held
+weakly. Only until the end of the forward it holds the holders themselves: the forward
+may put others in their places.
 Rejected: to compare along the paths again. A path may lead elsewhere by then.
 """
 

@@ -212,7 +212,7 @@ class _ToTheEnd(Filling):
 
 
 class _ByMode:
-    """Has a mode follow the call, in place of `Following`."""
+    """Has a mode follow the call, in place of `SavedInHandles`."""
 
     dropped: Mapping[int, Any] = types.MappingProxyType({})
     decision: Any = None

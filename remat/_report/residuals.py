@@ -1,8 +1,8 @@
 """`saved_residuals`: what a function keeps alive between its forward and its backward.
 
 Called by users. The function runs once under a mode that notes where each storage comes
-from (`ledger`). Then the report reads what the nodes of the graph saved, and drops the
-graph: the graph held every storage that loses a reference.
+from (a `Ledger`). Then the report reads what the nodes of the graph saved, and drops
+the graph: the graph held every storage that loses a reference.
 
 Invariant: a storage is listed once, with all its bytes, if and only if the graph of the
 outputs holds it. The report changes no tensor and moves no random stream.

@@ -8,8 +8,7 @@
 A `Made` refers to its operation, and that to what it was applied to. A view is a value
 and a layout, so it is no operation.
 
-`recording` makes them. `hooks` has handles refer to them, and `sweep` runs operations
-again.
+`recording` makes them. `hooks` has handles refer to them, and runs operations again.
 
 Invariant: references lead from results to what they were made of, never back. So a
 value that no handle and no later value needs is freed by reference counts.

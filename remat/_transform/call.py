@@ -1,6 +1,6 @@
 """A user's call, taken apart: its tensors, and the rest as a snapshot.
 
-`lowered` makes one under torch.func, and `function` a program of it.
+`lowering` makes one under torch.func, and `function` a program of it.
 
 Under torch.func a function runs below the levels that it was called in, on tensors
 without the graphs of those levels. A tensor of such a level cannot be used there. And

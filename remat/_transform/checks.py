@@ -193,14 +193,14 @@ def reading_refused(
     changed: Sequence[int],
     state: AbstractContextManager[Any],
 ) -> AbstractContextManager[Any]:
-    """Return a context, with `state`, in which `changed` inputs are not to be read."""
+    """Enter `state`; refuse to read `changed` inputs until what is returned exits."""
     refused = RefuseReads()
     for i in changed:
         refused.refuse(inputs[i], lambda i=i: f"`{snapshot.name_of(i)}`")
-    both = contextlib.ExitStack()
-    both.enter_context(state)
-    both.enter_context(refused)
-    return both
+    with contextlib.ExitStack() as both:
+        both.enter_context(state)
+        both.enter_context(refused)
+        return both.pop_all()
 
 
 class RefuseReads(TorchDispatchMode):

@@ -9,10 +9,9 @@
     Remat               the node; its backward is `call(Vjp(program), ...)`
     Vjp                 recomputes a program and pulls cotangents back; again a program
 
-`lowered` calls it, and `remat.chain`, whose chains are programs like any other.
-
-The node is made once it is known which inputs the outputs depend on. It has edges to
-those, and where there are none there is no node.
+`lowering` and `remat.chain` call `evaluate_differentiably`. Then come `dispatch` at
+each level, `evaluate_forward`, `_run` and `Call.run_forward`. A node is made once it is
+known which inputs the outputs depend on, with edges to those; without any there is none.
 
 Invariant: a graph made here holds the inputs of a call and what its policy keeps, and
 nothing else that was computed in it, at every level and order. So a backward is itself
@@ -162,7 +161,7 @@ class Primal(Program):
     @property
     @override
     def is_forward(self) -> bool:
-        return self.call.structure is None
+        return self.call.structure is None  # the forward sets it at its end
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:
@@ -436,15 +435,15 @@ def _dispatch_dual(
 def evaluate_forward(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
-    """Run the forward of a call, and drop its graph.
+    """Run the forward of a call, as a program, and drop its graph.
 
-    What runs is `program`: that of the call, or this under vmap or in forward mode.
     Returns also what the function ran in.
     """
     snapshot, needs = call.snapshot, request.needs
     inner = fresh_leaves(inputs, needs)
-    # In a function of its own, so that nothing here holds the graph that it drops.
+    # In a function of its own: nothing here may hold the graph.
     evaluated = _evaluate(call, program, inputs, inner, request)
+    # After all runs of the forward, and before leaks are looked for: it holds tensors.
     call.forward_done()
     # The graph is gone by now, unless the function let something of it escape.
     checks.refuse_backward(snapshot, inner)

@@ -80,8 +80,8 @@ class SavedInputs:
         copied: the indices of those that were copied.
         leaves_at: the indices of those that are saved themselves.
         leaves: those.
-        renorms: for those that embeddings scaled rows of, these rows, in order: of the
-            forward, and of what ran since.
+        renorms: for weights of which `max_norm=` of an embedding scaled rows in place,
+            these rows, in order: of the forward, and of what ran since.
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class SavedInputs:
         self._classes: Sequence[type] = ()
         self.copied: frozenset[int] = frozenset()
         # What is copied is packed by a call around in any case: a forward and its
-        # recompute have to pack alike, also where only one of them goes on.
+        # recompute have to pack alike, also where the recompute ends early.
         self._outside: dict[int, Any] | None = {} if nested else None
         self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
         self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls

@@ -196,7 +196,7 @@ class Dual(Below):
         given: the inputs that have tangents.
 
     Attributes:
-        is_split: whether there is such a level. Its node is of values alone.
+        is_split: whether `needs` has one. Its node is of values alone.
         count: how many outputs the program has, once it has run.
         positions: of those that have tangents, once it has run.
     """

@@ -5,8 +5,8 @@
     who makes a graph        the same, with a barrier before the recompute (`traced`)
     nobody, or an export     the function itself
 
-`rematerialized` and `remat.compat` ask once for each call, `traced` for what runs
-after a graph broke.
+`rematerialized`, `remat.compat` and `remat.chain` ask once for each call, `traced` for
+what runs after a graph broke.
 
 Invariant: nothing else decides this. If there is nothing to differentiate, the function
 is just called.
@@ -83,7 +83,10 @@ def call_lowered(
     kwargs: dict[str, Any],
     options: Options,
 ) -> Any:
-    """Call a function so that a backward recomputes it."""
+    """Call a function so that a backward recomputes it.
+
+    What is made in a graph is not for here: callers ask `traced` first.
+    """
     if lowering is Lowering.SAVED:
         return call_saved(fn, label, args, kwargs, options)
     plain = without_draws(fn, label) if options.rng == "error" else fn

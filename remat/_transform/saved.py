@@ -109,6 +109,7 @@ def call_saved(
             raise
         warnings.warn(_UNHASHABLE.format(label=label, error=error), stacklevel=3)
         return fn(*args, **kwargs)
+    # Parameters come last. What comes before may be of a level that has ended.
     inputs = reach.take_tensors()
     inputs[: reach.first_parameter] = map(unwrap_dead, inputs[: reach.first_parameter])
     vmaps: Sequence[Any] = ()
@@ -305,8 +306,8 @@ class Saved:
             context.only_our_hooks, context.policy, context.decisions = before
             context.inside = inside
             noted.end()
-            # Also after an error: the graph refers to the hook, and the roots of the
-            # reach to the holders.
+            # Also after an error, and in any order: the graph refers to the hook, and
+            # the roots of the reach to the holders.
             packing.done()
             self.reach.forward_done()
         for ref in self.handles:
@@ -326,6 +327,7 @@ class Saved:
         Raises:
             MutationError: the function changed an input that is not copied.
         """
+        # First: what looks for changes below may run the function again.
         self.effects = effects = watched.effects(inputs)
         self.ambient.forward_done(keeps_casts=True)
         following = self.following
@@ -343,7 +345,9 @@ class Saved:
         changed = self.inputs.note_changes(inputs, renorms)
         if changed is not None:
             changes = changes_of(
-                self.reach, inputs, lambda copies: _run_again(self, *copies)
+                self.reach,
+                inputs,
+                lambda copies: _run_batched_on_buffers(self, *copies),
             )
             raise changed_inside(self.reach, changed, changes)
         if following is not None:
@@ -352,6 +356,7 @@ class Saved:
             around = here().decisions
             if around is not None and self.index is not None:
                 around.note(self.index, following.decision)
+        # Last: until now a handle that is read belongs to a forward that still runs.
         self.is_done = True
 
 
@@ -384,6 +389,7 @@ class _Packing:
         saved, first = call.inputs, call.reach.first_parameter
         self._call, self._saved, self._versions = call, saved.values, saved.versions
         self._index = dict(zip(map(id, inputs[:first]), range(first), strict=True))
+        # Parameters have no index: those that are frozen are known by these.
         self._frozen: set[int] = set()
         if False in saved.needs[first:]:
             pairs = zip(inputs[first:], saved.needs[first:], strict=True)
@@ -573,12 +579,14 @@ def recompute(
         context.inside = (*inside, call)
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
-    run = _run_again if call.vmaps or call.inputs.copied else _run
+    run = (
+        _run_batched_on_buffers if call.vmaps or call.inputs.copied else _run_on_objects
+    )
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
     try:
         # Outside of the mode, which is to see what the function does and nothing else.
-        with _restored(call, tensors):
+        with _state_restored(call, tensors):
             try:
                 if mode is None:
                     run(call, *tensors)
@@ -602,16 +610,16 @@ def recompute(
             resume_hooks(suspended)
 
 
-def _run_again(call: Saved, *tensors: Tensor) -> None:
+def _run_batched_on_buffers(call: Saved, *tensors: Tensor) -> None:
     """Call the function again, under the levels of vmap and on buffers of the call."""
-    run = functools.partial(_run, call)
+    run = functools.partial(_run_on_objects, call)
     if call.vmaps:
         run = batched_again(run, call.vmaps)
     with call.inputs.put_back(tensors):
         run(*tensors)
 
 
-def _run(call: Saved, *tensors: Tensor) -> tuple[()]:
+def _run_on_objects(call: Saved, *tensors: Tensor) -> tuple[()]:
     """Call the function again on tensors, with its objects as they were."""
     noted = Noted(call.seeds)
     with call.reach.restored(tensors, call.inputs.values) as running:
@@ -623,7 +631,9 @@ def _run(call: Saved, *tensors: Tensor) -> tuple[()]:
     return ()
 
 
-def _restored(call: Saved, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+def _state_restored(
+    call: Saved, tensors: Sequence[Tensor]
+) -> AbstractContextManager[Any]:
     """Restore the state of the call; leave nothing on the user's own leaves.
 
     What changed since, and is no longer known, is not to be read.
@@ -634,23 +644,23 @@ def _restored(call: Saved, tensors: Sequence[Tensor]) -> AbstractContextManager[
     gradients = PreserveGradients(leaves)
     if state is NOTHING and effects is NO_EFFECTS and not (changed or saved.renorms):
         return gradients
-    everything = contextlib.ExitStack()
-    if changed:
-        state = reading_refused(call.reach, tensors, changed, state)
-    everything.enter_context(state)
-    everything.enter_context(gradients)
-    if effects.moves or effects.marks or saved.renorms:
-        everything.enter_context(saved.rows_put_back())
-        attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
-        everything.enter_context(preserved_marks(leaves, attributes, hooks))
-    if effects.moves:
+    with contextlib.ExitStack() as everything:
+        if changed:
+            state = reading_refused(call.reach, tensors, changed, state)
+        everything.enter_context(state)
+        everything.enter_context(gradients)
+        if effects.moves or effects.marks or saved.renorms:
+            everything.enter_context(saved.rows_put_back())
+            attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
+            everything.enter_context(preserved_marks(leaves, attributes, hooks))
+        if effects.moves:
 
-        def moved(k: int) -> MutationError:
-            return changed_inside(call.reach, saved.leaves_at[k])
+            def moved(k: int) -> MutationError:
+                return changed_inside(call.reach, saved.leaves_at[k])
 
-        # Innermost: leaves are in their memory again before rows of it are put back.
-        everything.enter_context(preserved_memory(leaves, moved))
-    return everything
+            # Innermost: leaves are in their memory again before rows are put back.
+            everything.enter_context(preserved_memory(leaves, moved))
+        return everything.pop_all()
 
 
 # --- Filling: the hook of the recompute ---

@@ -5,7 +5,7 @@
     make_fx       the same, with the function itself
 
 While a graph is made a call is one recursive Function (`function`), at every level and
-at the base. So what it recomputes is explicit in the graph. `rules` puts a barrier
+at the base. So what it recomputes is explicit in the graph. `Vjp` puts a barrier
 before it, and a `Tape` gives it what the policy keeps and the states of its draws.
 
 Invariant: what leaves this file for Dynamo to trace are plain functions. What the

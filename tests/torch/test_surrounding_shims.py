@@ -1,4 +1,4 @@
-"""What the shims of `process`, `surroundings` and `pytrees` expect of torch."""
+"""What the shims of `process` and `surroundings`, and of pytrees, expect of torch."""
 
 import inspect
 import types
