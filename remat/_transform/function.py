@@ -11,7 +11,7 @@
 
 `lowering` and `remat.chain` call `evaluate_differentiably`. Then come `dispatch` at
 each level, `evaluate_forward`, `_run` and `Call.run_forward`. A node is made once it is
-known which inputs the outputs depend on, with edges to those; without any there is none.
+known which inputs the outputs depend on: it has edges to those, or there is none.
 
 Invariant: a graph made here holds the inputs of a call and what its policy keeps, and
 nothing else that was computed in it, at every level and order. So a backward is itself
