@@ -78,13 +78,12 @@ def assert_no_choice_costs_less(plan, choices):
         assert peak > plan.budget or plan.seconds <= seconds + 1e-12, name
 
 
-# Each takes seconds for a search.
 SLOW = "lm", "tied lm", "resnet", "unet", "llama"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
-)
+# Each takes seconds for a search.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_budgets_hold_and_no_uniform_choice_costs_less(name):
     make, args, kwargs, loss = CASES[name]
     model = make()

@@ -110,6 +110,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_no_file_is_left_however_a_process_ends_and_forks_share_them(folder):
     done = run(FORKS)

@@ -84,7 +84,7 @@ def refusal(program):
     return run.stderr
 
 
-@rows("program", {"counted": COUNTED, "stream": STREAM}, fast=["stream"])
+@rows("program", {"counted": COUNTED, "stream": STREAM}, fast=[])
 def test_an_input_that_changes_before_the_backward_is_refused(program):
     """As outside of graphs."""
     said = refusal(program)

@@ -57,7 +57,7 @@ OUTSIDE = ("backward", "grad", "vmap_grad", "grad_grad", "jvp_grad", "jvp", "jac
 PLAIN_FAILS = {
     ("hessian", outside) for outside in ("vmap_grad", "grad_grad", "jvp_grad")
 }
-FEW = {("grad", "grad"), ("vjp", "vmap_grad"), ("jacfwd", "jvp"), ("vmap", "grad_grad")}
+FEW = {("grad", "grad"), ("vjp", "vmap_grad")}
 
 
 def twice(inside):

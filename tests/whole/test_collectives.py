@@ -314,6 +314,7 @@ def assert_follows(policy, ours, plain, without):
         assert once < ran <= again, f"{ran} run, {once} by plain, {again} without"
 
 
+@pytest.mark.slow
 def test_policies_save_what_collectives_return(tmp_path, subtests):
     for rank, found in enumerate(in_two_processes(tmp_path, follow_all)):
         repeated = 0

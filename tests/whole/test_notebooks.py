@@ -64,8 +64,8 @@ def golden(notebook):
     return [c for c in notebook.cells if tagged in c.metadata.get("tags", [])]
 
 
-# Those that compile, search for plans or load models take half a minute and more.
-SLOW = ("04", "05", "06", "07", "08")
+# The others take ten seconds to a minute: they compile, search for plans, load models.
+SLOW = ("02", "03", "04", "05", "06", "07", "08")
 RUN = [
     pytest.param(p, marks=pytest.mark.slow) if p.stem.startswith(SLOW) else p
     for p in NOTEBOOKS

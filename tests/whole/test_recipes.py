@@ -69,7 +69,9 @@ def apply(folder, name):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diffs")
-@each
+@pytest.mark.parametrize(
+    "name", ["policy", "lowering", pytest.param("sampler", marks=pytest.mark.slow)]
+)
 def test_the_recipe_passes_its_tests(name, copy):
     apply(copy, name)
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-n", "0")
