@@ -6,7 +6,7 @@ Rejected: nodes alone. The outputs of one node may depend on different inputs.
 `remat._transform` asks with these how one tensor was computed from another.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set as AbstractSet
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -45,6 +45,30 @@ def root_of(output: Tensor | None) -> Tensor | OutputEdge | None:
     if output is None or output.grad_fn is None:
         return output
     return OutputEdge(output.grad_fn, output.output_nr)
+
+
+def leads_to(edge: Edge, ends: AbstractSet[Edge], others: set[Edge]) -> bool:
+    """Say whether an edge leads to one of others, in a graph that may be large.
+
+    Args:
+        edge: the edge.
+        ends: where it may lead to.
+        others: edges that lead to none of these. Those that are found are added: so a
+            graph is walked once for all edges that are asked about.
+    """
+    todo, seen = [edge], set[Edge]()
+    while todo:
+        now = todo.pop()
+        if now in ends:
+            return True
+        if now in seen or now in others:
+            continue
+        seen.add(now)
+        node = now[0]
+        if not isinstance(node, int) and type(node) is not AccumulateGrad:
+            todo += [edge_of(e) for e in node.next_functions if e[0] is not None]
+    others |= seen
+    return False
 
 
 def edges_behind(edges: Iterable[Edge]) -> set[Edge]:

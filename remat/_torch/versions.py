@@ -85,7 +85,7 @@ def differences() -> list[str]:
     def run() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found.extend(what for what, check in CHECKS.items() if not _holds(check))
+            found.extend(filter(None, (_differs(*check) for check in CHECKS.items())))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -93,11 +93,13 @@ def differences() -> list[str]:
     return found
 
 
-def _holds(check: Callable[[], bool]) -> bool:
+def _differs(what: str, check: Callable[[], bool]) -> str:
+    """Return what is not as expected, and the error that says so, if any; or ""."""
     try:
-        return check()
-    except Exception:  # noqa: BLE001 - whatever another torch raises
-        return False
+        return "" if check() else what
+    except Exception as error:  # noqa: BLE001 - whatever another torch raises
+        text = str(error).partition("\n")[0]
+        return f"{what} ({type(error).__name__}: {text})"
 
 
 # --- What is tried ---

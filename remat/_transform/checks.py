@@ -43,7 +43,7 @@ from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
-from remat._graph.edges import edge_of, edges_behind
+from remat._graph.edges import Edge, edge_of, leads_to
 from remat._live.reach import Origin
 from remat._torch import (
     base_tensor,
@@ -267,10 +267,10 @@ def keeper_of(leaves: Sequence[Tensor], codes: Iterable[Any]) -> str:
     """
     # A mode of ours refuses to look at tensors of other levels.
     with no_torch_functions():
-        ends = {*map(edge_of, leaves)}
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         tensors = [t for t in tensors if t.grad_fn]
-        held = [t for t in tensors if not ends.isdisjoint(edges_behind([edge_of(t)]))]
+        ends, others = {*map(edge_of, leaves)}, set[Edge]()
+        held = [t for t in tensors if leads_to(edge_of(t), ends, others)]
     places = [place for tensor in held for place in _places(tensor, [tensors, held])]
     name, text = min(places, key=lambda place: not place[0], default=("", ""))
     functions = _functions(codes) if name else ()

@@ -267,7 +267,7 @@ class SavedInputs:
         return True
 
     def let_go(self, dropped: Mapping[int, Absent]) -> None:
-        """Put absent tensors in place of inputs that no recompute reads."""
+        """Put absent tensors in place of inputs that no recompute reads: no leaves."""
         for i, absent in dropped.items():
             self.values[i] = absent
         self.copied -= dropped.keys()

@@ -10,10 +10,33 @@ from torch import nn
 from torch.func import grad
 
 from remat import CaptureError, chain, remat
+from remat._graph import edges
 
 
 X = torch.ones(3)
 GLOBAL = []
+
+
+@pytest.mark.parametrize("live", [200])
+def test_graphs_of_others_are_walked_once(live, monkeypatch):
+    seen = []
+
+    def counted(value, edge_of=edges.edge_of):
+        seen.append(value)
+        return edge_of(value)
+
+    monkeypatch.setattr(edges, "edge_of", counted)
+    counts = []
+    for count in (live, 2 * live):
+        others = [torch.ones(3, requires_grad=True)]
+        for _ in range(count):
+            others.append(others[-1].sin())
+        seen.clear()
+        with pytest.raises(CaptureError, match="in the global `GLOBAL`"):
+            grad(lambda x: remat(to_a_global)(x).sum())(X)
+        GLOBAL.clear()
+        counts.append(len(seen))
+    assert 0 < counts[1] - counts[0] <= 4 * live
 
 
 class Layer(nn.Module):
