@@ -13,6 +13,9 @@ from torch import nn
 from torch.func import grad
 from torch.utils._pytree import tree_map
 
+from remat import remat
+from remat.testing import count_ops
+
 
 class Holder:
     """An object with state of many kinds."""
@@ -241,3 +244,37 @@ def test_a_list_of_tensors_in_an_argument_is_changed_once(how):
         return how(lambda x: call(x, log) + call(2 * x, log), x), len(log)
 
     assert_replayed(program, sin=2 * 2)
+
+
+# --- What a forward deletes, and new lists -----------------------------------------
+
+
+def test_an_entry_that_a_forward_deletes_is_gone_for_the_user():
+    scale = torch.tensor([2.0, 3.0])
+    table = {"scale": scale, "other": scale}
+
+    def f(x):
+        return (x * table.pop("scale")).sin().sum()
+
+    x = torch.ones(2)
+    with count_ops() as ops:
+        found = grad(remat(f))(x)
+    assert {*table} == {"other"}
+    assert torch.equal(found, scale * scale.cos())
+    assert ops["mul"] > 2  # one forward, one recompute, and the backward
+
+
+def test_a_new_list_that_a_forward_assigns_holds_the_users_own_tensors():
+    class Holder:
+        def __init__(self):
+            self.scale, self.seen = torch.tensor([2.0, 3.0]), None
+
+        def __call__(self, x):
+            self.seen = [self.scale]
+            return (x * self.scale).sin().sum()
+
+    holder = Holder()
+    with count_ops() as ops:
+        grad(remat(holder))(torch.ones(2))
+    assert holder.seen[0] is holder.scale
+    assert ops["mul"] > 2
