@@ -25,7 +25,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.absent import Absent, inputs_of, like, tensors_of
-from remat._base.errors import RecomputeError
 from remat._partial.cache import CallCache, Plans
 from remat._partial.decide import inputs_to_drop, plan_recorded
 from remat._partial.options import Prune
@@ -245,16 +244,17 @@ class Replaying:
         roots = (self._roots, self._plans.residual_of_handle) if proves else ()
         self._cache.note_success(self._plans, *roots)
 
-    def failed(self, error: Exception | None) -> None:
+    def failed(self, error: Exception | None, *, is_ours: bool = False) -> None:
         """Correct the plans after a replay that did not fit.
+
+        `is_ours` says that the error itself tells of that: a hook raised it.
 
         Raises:
             Exception: the error, if the user's code raised it.
             RecomputeError: inputs were dropped, so the function cannot run as it is.
         """
         trouble = self.mode.trouble
-        is_ours = trouble or error is None or isinstance(error, RecomputeError)
-        if error is not None and not (is_ours or is_of_memory(error)):
+        if error is not None and not (trouble or is_ours or is_of_memory(error)):
             raise error
         self._cache.note_misfit(self._plans, trouble)
         if self._dropped:

@@ -29,7 +29,6 @@ from remat._partial.decide import ACCUMULATES, ASSIGNS, UNSEEN
 from remat._partial.options import Prune
 from remat._partial.planned_call import Collect, PlannedCall, Replaying
 from remat._partial.recorder import Recorder
-from remat._partial.replay import is_of_memory
 from remat._partial.values import key_of, value_of, viewed_as
 from remat._torch import (
     base_tensor,
@@ -282,9 +281,7 @@ class SavedInNode(PlannedCall):
         try:
             # No name for the stand-ins: `escaped` counts who else holds them.
             grads = pull(replaying.stand_ins(leaves, may_stand_in), replaying.mode)
-        except Exception as error:
-            if not (replaying.mode.trouble or is_of_memory(error)):
-                raise  # it is the user's, also where it is of a call within
+        except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)
         else:
             # Elsewhere a graph may hold them, and the forward refuses what escapes.

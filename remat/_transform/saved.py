@@ -549,7 +549,8 @@ def _fill_along_plan(
         # No name for the stand-ins: `escaped` counts who else holds them.
         recompute(call, filling, replaying.stand_ins(tensors), replaying.mode)
     except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
-        replaying.failed(error)
+        # The hook raises it where the replay saves something else than the forward.
+        replaying.failed(error, is_ours=isinstance(error, RecomputeError))
         return False
     if filling.left or replaying.escaped():
         replaying.failed(None)

@@ -23,7 +23,7 @@ from support.pruning import (
 from support.zoo import Evaluations, leaves_of, make, scalar
 from torch.nn.functional import dropout
 
-from remat import MutationError, policies, remat
+from remat import MutationError, RecomputeError, policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -112,6 +112,29 @@ def in_threads(work, seeds=range(4)):
 
     with ThreadPoolExecutor(len(seeds)) as pool:
         return [*pool.map(run, seeds)]
+
+
+def test_an_error_of_a_recompute_within_is_raised_after_one_run():
+    """Under torch.func: it says nothing of the record, which stays."""
+    broken, runs = [False], Evaluations()
+
+    def fn(x, w):
+        runs.note(None)
+        y = (x @ w).sin()
+        if broken[0] and len(runs) > 1:
+            raise RecomputeError("of a call within")
+        return y.exp().sum() + dead_end(y).sum()
+
+    gradient = torch.func.grad(remat(fn, policy=policies.dots_saveable))
+    expected = gradient(X, W)
+    broken[0] = True
+    runs.clear()
+    with pytest.raises(RecomputeError, match="of a call within"):
+        gradient(X, W)
+    assert len(runs) == 2
+    assert not any(strikes())
+    broken[0] = False
+    assert_same(gradient(X, W), expected)
 
 
 @each_policy
