@@ -14,19 +14,16 @@ from typing_extensions import override
 
 from remat._ambient.streams import global_streams, moved_since, set_state, state_of
 from remat._base.errors import RandomnessError
+from remat._base.observer import Observer
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._torch import (
-    LeanDispatchMode,
-    OpOverload,
-    call_kernel,
-    default_generators,
-    eager_only,
-)
+from remat._torch import OpOverload, default_generators
 
 
-class Guard(LeanDispatchMode):
+class Guard(Observer):
     """Raises the error of `drew_in` on an operation that moves a global stream."""
+
+    unseen = frozenset[Any]()
 
     def __init__(self, message: str) -> None:
         super().__init__()
@@ -37,16 +34,11 @@ class Guard(LeanDispatchMode):
         return False
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not _may_draw(func) or self.is_off():
-            return call_kernel(func, *args, **kwargs)
+            return super().run(func, args, kwargs)
         before = [(g, state_of(g)) for g in default_generators()]
-        out = call_kernel(func, *args, **kwargs)
+        out = super().run(func, args, kwargs)
         moved = moved_since(before)
         if not moved:
             return out

@@ -1,4 +1,4 @@
-"""The one observer of operations, for reports, `remat.scope` and budgets.
+"""The observer of operations: of reports, `remat.scope`, budgets and guards.
 
 A subclass says what it does before and after an operation, in `run`; or only after it,
 in `seen`.

@@ -17,16 +17,14 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient
+from remat._base.observer import Observer
 from remat._base.parts import taken_apart
 from remat._base.source import user_line
 from remat._base.types import TENSORS
 from remat._live.reach import Origin
 from remat._partial.effects import written_by
 from remat._torch import (
-    LeanDispatchMode,
     base_tensor,
-    call_kernel,
-    eager_only,
     faking,
     inputs_of_body,
     run_body,
@@ -110,22 +108,20 @@ def _can_be_copied(tensor: Tensor) -> bool:
     return storage.nbytes() >= base_tensor(tensor).nbytes or tensor.is_meta
 
 
-class _NoteChanges(LeanDispatchMode):
+class _NoteChanges(Observer):
     """Notes the first operation that writes to each of some storages."""
+
+    unseen = frozenset[Any]()
 
     def __init__(self, index: dict[int, int], found: dict[int, str]) -> None:
         super().__init__()
         self._index, self._found = index, found
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Before it runs: it may give a tensor other memory.
         for tensor in written_by(func, args, kwargs):
             i = self._index.get(_memory(tensor))
             if i is not None:
                 self._found.setdefault(i, f"{func} at {user_line()}")
-        return call_kernel(func, *args, **kwargs)
+        return super().run(func, args, kwargs)

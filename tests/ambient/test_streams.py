@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support.holders import HOLDERS_OF_STREAMS, WAYS_OF_STREAMS, use
-from support.rotated import rotated
 from support.runs import CONFIGURATIONS, assert_replayed, leaf
+from support.tables import rotated
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, vmap

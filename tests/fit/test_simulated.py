@@ -13,7 +13,7 @@ from support.fitted import (
     measured_peak,
     square,
 )
-from support.rotated import rotated
+from support.tables import rotated
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.explained import CASES, POLICIES, SQUARE, blk, case_of, example, two
 from support.kept import total
-from support.rotated import rotated
+from support.tables import rotated
 from support.zoo import plainly
 from torch import nn
 from torch.nn import functional as F  # noqa: N812

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.rotated import rotated
+from support.tables import rotated
 from support.zoo import make
 from torch import nn
 from torch.nn import functional as F  # noqa: N812

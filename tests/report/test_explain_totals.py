@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.explained import CASES, POLICIES, SQUARE, blk, case_of, example, nest, two
 from support.kept import measured, total
-from support.rotated import rotated
+from support.tables import rotated
 from torch import nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves

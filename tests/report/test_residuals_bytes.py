@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from support.kept import leaves, measured, origins, total
-from support.rotated import rotated
+from support.tables import rotated
 from support.zoo import ZOO, X, plainly
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 from support.kept import fresh, measured, origins, total
-from support.rotated import rotated
+from support.tables import rotated
 from support.zoo import make, plainly
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

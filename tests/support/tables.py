@@ -1,5 +1,6 @@
-"""Tables of test cases."""
+"""Tables of test cases: some of them in each run, all where slow tests run."""
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -50,3 +51,22 @@ def crossed(
 
     pairs = [(*x, *y) for x in enumerate(first) for y in enumerate(second)]
     return pytest.mark.parametrize(names.split(", "), [case(*pair) for pair in pairs])
+
+
+def rotated(names, *factors):
+    """Parametrize by all combinations of factors; most of them are slow tests.
+
+    Each value of a factor is in a test that is not slow: the longest factor is gone
+    through, and the others go round with it.
+    """
+    longest = max(range(len(factors)), key=lambda k: len(factors[k]))
+    found = []
+    for indices in itertools.product(*(range(len(f)) for f in factors)):
+        first = indices[longest]
+        is_usual = all(
+            i == first % len(f) for i, f in zip(indices, factors, strict=True)
+        )
+        values = [list(f)[i] for i, f in zip(indices, factors, strict=True)]
+        marks = () if is_usual else pytest.mark.slow
+        found.append(pytest.param(*values, marks=marks))
+    return pytest.mark.parametrize(names, found)
