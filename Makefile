@@ -66,7 +66,7 @@ QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py))
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
-	@echo "make test       run the tests, doctests, docs examples and notebooks; with"
+	@echo "make test       run the tests, doctests and examples that are not slow; with"
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
 	@echo "make quick      run fast tests of every room, in less than two minutes"
 	@echo "make core       run ten files of tests, and those of shims, with every other torch"
@@ -76,7 +76,7 @@ help:
 	@echo "                Python that is installed; before a release"
 	@echo "make check      ruff, pyrefly, import-linter"
 	@echo "make docs       build docs/_build/html"
-	@echo "make dist       build a wheel and an sdist into out/dist, and try each in a fresh"
+	@echo "make dist       build a wheel and an sdist into out/dist, and try both in a fresh"
 	@echo "                environment, with the oldest torch and without extras"
 	@echo "make bench      run every benchmark, and make docs/benchmarks.md from them"
 	@echo "make model      bytes of a model under each policy, as a table and a plot"
