@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -377,6 +378,36 @@ def test_a_detached_view_of_an_input_shares_its_memory():
     x = leaf(3)
     y, out = remat(lambda x: (x.sin().exp(), x.detach()[1:]))(x)
     assert out.data_ptr() == x[1:].data_ptr()
+    with count_ops() as ops:
+        y.sum().backward()
+    assert ops["sin"] == 1
+
+
+@containers
+def test_a_container_is_a_keyword_argument(put, get):
+    def fn(x, *, tree):
+        a, b = get(tree)
+        return a.sin().exp() * b + x
+
+    check(fn, leaf(3), tree=put(leaf(3), leaf(3)))
+
+
+def test_leaves_that_are_no_tensors_are_returned():
+    static = {"n": None, "s": "text", "k": [1, True, 2.5, 1j, ...]}
+
+    def fn(x):
+        return {"y": x.sin().exp()} | static
+
+    check(fn, leaf(3))
+    out = remat(fn)(leaf(3))
+    assert {k: out[k] for k in static} == static
+    assert out["k"][1] is True
+
+
+def test_an_object_that_is_no_pytree_is_returned_as_it_is():
+    token = MappingProxyType({})
+    y, out = remat(lambda x: (x.sin().exp(), token))(leaf(3))
+    assert out is token
     with count_ops() as ops:
         y.sum().backward()
     assert ops["sin"] == 1

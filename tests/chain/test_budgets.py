@@ -549,3 +549,16 @@ def test_errors_of_steps_are_those_without_a_budget():
     x = X.clone().requires_grad_()
     with pytest.raises(TypeError, match=r"is float32\[4, 100\] on cpu at the start"):
         chain.fori_loop(0, 3, growing, x, budget="1 MiB")
+
+
+def test_torch_func_grad_keeps_a_budget():
+    few = least(lambda loops, x, **o: _counted(loops, x, US, W, **o), X)
+    with count_ops() as ops:
+        found = grad(lambda x: _counted(chain, x, US, W, budget=few).sum())(X)
+    assert ops["tanh"] > 3 * N
+    assert_same(found, grad(lambda x: _counted(Plain, x, US, W).sum())(X))
+
+
+def test_sequential_refuses_segments_beside_a_budget():
+    with pytest.raises(ValueError, match=r"sequential got budget=9 and segments=2"):
+        _sequenced(chain, X, US, W, budget=9, segments=2)

@@ -11,7 +11,7 @@ from support.loops import (
     steps_run,
 )
 from support.tables import rows
-from support.zoo import W, X, leaves_of
+from support.zoo import V, W, X, leaves_of
 
 from remat import chain
 from remat.chain.schedules import EveryStep, Online
@@ -171,3 +171,27 @@ def test_the_comparison_fails_for_loops_that_run_no_step_again(monkeypatch):
         assert_chained(ten_steps, steps=10, runs=runs)
     with pytest.raises(AssertionError, match="plain runs 10 steps, not 9"):
         assert_chained(ten_steps, steps=9, runs=runs)
+
+
+def test_a_loop_that_grows_without_bound_is_stopped_by_an_error_of_the_body():
+    class TooLongError(Exception):
+        pass
+
+    def body(c):
+        if c[1] == 20:
+            raise TooLongError("twenty")
+        return c[0].tanh(), c[1] + 1
+
+    (x,) = leaves_of(V)
+    with count_ops() as ops, pytest.raises(TooLongError, match="twenty"):
+        chain.while_loop(lambda c: True, body, (x, 0), checkpoints=2)
+    assert ops["tanh"] == 20
+
+
+def test_the_comparison_fails_for_other_gradients():
+    def program(loops):
+        h, (w, x) = ten_steps(loops)
+        return h, (w, x * (1 + (loops is chain) * 1e-6))
+
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_chained(program, steps=10, runs=steps_run(10, checkpoints=3))

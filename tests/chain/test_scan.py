@@ -337,3 +337,34 @@ def with_keys(loops, w, x, **options):
 def test_keys_are_carried_and_folded_with_the_number_of_the_step(options):
     is_alone = options in (SCHEDULES["three"], SCHEDULES["all"])
     assert_backward(with_keys, W, X, steps=LENGTH, reassociated=not is_alone, **options)
+
+
+@rows("options", SCHEDULES)
+def test_a_scan_of_one_step_runs_it_twice(options):
+    def run(loops, w, x, **options):
+        return loops.scan(lambda h, s: (torch.tanh(h @ w), h), x, x[None], **options)
+
+    assert_backward(run, W, X, steps=1, **options)
+
+
+@pytest.mark.parametrize("requiring", [0, 1, 2])
+def test_one_input_alone_requires_grad(requiring):
+    def program(loops):
+        leaves = [t.clone() for t in (W, X, SLICES)]
+        leaves[requiring].requires_grad_()
+        out = by_scan_of(loops, *leaves, checkpoints=3)
+        return torch.autograd.grad(scalar(out), leaves[requiring])
+
+    runs = steps_run(LENGTH, checkpoints=3)
+    assert_chained(program, steps=LENGTH, runs=runs)
+
+
+def test_gradients_are_added_to_those_of_leaves():
+    def program(loops):
+        w, x = leaves_of(W, X)
+        for _ in range(2):
+            scalar(by_scan_of(loops, w, x, SLICES, checkpoints=3)).backward()
+        return w.grad, x.grad
+
+    runs = 2 * steps_run(LENGTH, checkpoints=3)
+    assert_chained(program, steps=2 * LENGTH, runs=runs, reassociated=True)

@@ -218,3 +218,14 @@ def test_without_gradients_layers_run_once():
         assert_same(out.clone(), net.layers(x).detach())
         assert ops["tanh"] == 3
         assert not out.requires_grad
+
+
+def test_evaluation_mode_updates_no_buffer():
+    def program(loops):
+        torch.manual_seed(1)
+        net = Net().double().eval()
+        x = torch.randn(6, 8, dtype=torch.double, requires_grad=True)
+        loops.sequential(net.layers, x).sum().backward()
+        return x.grad, net.state_dict()
+
+    assert_chained(program, steps=3, runs=6)

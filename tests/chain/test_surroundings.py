@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from support.loops import (
     Plain,
     StopError,
     assert_chained,
+    by_scan,
     of_backward,
     steps_run,
     stopping,
@@ -356,3 +358,37 @@ def test_a_long_training_keeps_nothing_of_its_steps():
     assert ops["tanh"] == 60 * RUNS
     assert not any(ref() is not None for ref in refs)
     assert after - before <= 50 + 50  # the weak references, and caches of Python
+
+
+def test_a_step_that_autocast_decorates():
+    """It notes on itself what it finds when it is entered."""
+
+    def program(loops):
+        w, x = leaves_of(W.float(), X.float())
+        body = autocast()(lambda h: torch.tanh(h @ w).float())
+        return differentiated(loop(loops, body, x), w, x)
+
+    assert_chained(program, steps=STEPS, runs=RUNS)
+
+
+def test_threads_run_chains_at_once():
+    def program(loops):
+        found = [None] * 4
+
+        def work(k):
+            def run(w, x):
+                return by_scan(loops, w, x, checkpoints=3)
+
+            found[k] = of_backward(run, W * (k + 1), X)
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    with count_ops() as ops:
+        by_scan(chain, *leaves_of(W, X), checkpoints=3)[0].sum().backward()
+    assert ops["tanh"] == steps_run(LENGTH, checkpoints=3)
+    assert_same(program(chain), program(Plain))

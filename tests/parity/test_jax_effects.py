@@ -5,12 +5,13 @@ that leave a call (23) and prints (debugging_primitives) are in `whole/test_docs
 """
 
 import functools
+import traceback
 from queue import SimpleQueue
 
 import pytest
 import torch
 from support.compared import compared, points
-from support.zoo import counted
+from support.zoo import Evaluations, counted
 from torch import nn
 from torch.autograd import gradcheck
 from torch.func import grad
@@ -174,3 +175,45 @@ def test_zero_size_buffers_and_integer_carries(wrap, counting):
         out = step(out)
     assert (out["n"], out["n"].requires_grad, out["empty"].shape) == (3, False, (0,))
     return torch.autograd.grad(out["x"].sum() + out["empty"].sum(), (x, empty))
+
+
+def test_an_error_in_the_recompute_shows_the_users_line():
+    """74, 75."""
+    count = Evaluations()
+
+    def f(x):
+        count.note(None)
+        if len(count) == 2:
+            raise ValueError("on the second evaluation")
+        return x.sin().exp().sum()
+
+    out = remat(f)(points(3).requires_grad_())
+    with pytest.raises(ValueError, match="on the second evaluation") as info:
+        out.backward()
+    text = "".join(traceback.format_exception(info.value))
+    assert 'raise ValueError("on the second evaluation")' in text
+    assert "raised while recomputing" in text
+    assert f"{__file__}:" in "".join(info.value.__notes__)
+
+
+def test_an_output_without_tangent_stays_so():
+    """api_test: `stop_gradient(x) * 2` returned from remat is not differentiated."""
+    x = points(3).requires_grad_()
+    a, b = remat(lambda x: (x.detach() * 2, x.sin().sin()))(x)
+    assert (a.requires_grad, b.requires_grad) == (False, True)
+    with count_ops() as ops:
+        b.sum().backward()
+    assert ops["sin"] == 1
+    assert_same(x.grad, x.detach().sin().cos() * x.detach().cos())
+
+
+def test_a_backward_of_nothing_costs_nothing():
+    """equinox: with no cotangent for the call the body is not evaluated again."""
+    body, calls = counted(lambda x: x.sin().exp().sum())
+    x = points(3).requires_grad_()
+    out = remat(body)(x)
+    (got,) = torch.autograd.grad(x.cos().sum() + 0 * out.detach(), x)
+    assert len(calls) == 1
+    assert_same(got, -x.detach().sin())
+    (out + x.cos().sum()).backward()
+    assert len(calls) == 2

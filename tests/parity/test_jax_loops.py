@@ -3,6 +3,8 @@
 Numbers are items of the survey of JAX's tests: see `test_jax_transforms.py`.
 """
 
+import functools
+
 import pytest
 import torch
 from support.compared import compared, points
@@ -10,7 +12,7 @@ from support.zoo import counted
 from torch.func import grad, vjp
 
 from remat import remat
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 # --- 12-19: loops, redundant work, nesting, zeros, environments ---
@@ -138,3 +140,65 @@ def test_values_closed_over_by_a_loop_body_get_gradients(wrap, counting):
         return c.sum()
 
     return grad(f)(points(3) + 1)
+
+
+def test_a_constant_is_computed_again_with_the_rest():
+    """13: with pruning the sine of the constant would run in the forward only."""
+
+    def f(c, x):
+        return c.sin() * x
+
+    with count_ops() as ops:
+        got = grad(lambda x: remat(f)(torch.tensor(2.0), x))(points())
+    assert ops["sin"] == 2
+    assert_same(got, torch.tensor(2.0).sin())
+    with count_ops() as ops:
+        remat(f)(torch.tensor(2.0), points())
+    assert ops["sin"] == 1, "nothing to differentiate: nothing to do again"
+
+
+@compared(evaluations=12, plain=6, reassociated=True)  # uses of c
+def test_a_loop_inside_a_loop(wrap, counting):
+    """19."""
+    inner = counting(lambda c, x: ((c * x).sin(), c.exp()))
+
+    def outer(c, xs):
+        carry, outs = scan(inner, c, xs)
+        return carry, outs.sum()
+
+    def loss(c):
+        carry, outs = scan(wrap(outer), c, points(2, 3, 4))
+        return carry.sum() + outs.sum()
+
+    return grad(loss)(points(4))
+
+
+def test_a_call_in_a_call_evaluates_twice_forward_and_three_times_in_vjp():
+    """21."""
+    add_one, calls = counted(lambda x: x.sin().exp() + 1)
+    fn = remat(lambda x: add_one(remat(add_one)(x)))
+    *counts, got = both_ways(fn, calls)
+    assert counts == [2, 3]
+    assert_same(got, both_ways(lambda x: add_one(add_one(x)), calls)[2])
+
+
+@pytest.mark.parametrize(("count", "extra"), [(4, 2), (8, 8), (16, 24)])
+def test_recursive_checkpointing_costs_a_logarithmic_factor(count, extra):
+    """22: the same counts with pruning and without."""
+
+    def recursive(fns):
+        if len(fns) == 1:
+            return fns[0]
+        half = len(fns) // 2
+        first, second = recursive(fns[:half]), recursive(fns[half:])
+        if len(fns) == 2:
+            return lambda x: first(second(x))
+        return lambda x: first(remat(second)(x))
+
+    def chain(fns):
+        return lambda x: functools.reduce(lambda y, f: f(y), fns, x)
+
+    body, calls = counted(lambda x: x.sin() + x)
+    *counts, got = both_ways(recursive([body] * count), calls)
+    assert counts == [count, extra]
+    assert_same(got, both_ways(chain([body] * count), calls)[2])

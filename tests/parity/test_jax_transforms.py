@@ -14,18 +14,31 @@ import functools
 import pytest
 import torch
 from support.compared import compared, points
-from support.zoo import Evaluations, counted
+from support.zoo import Evaluations, counted, plainly
 from torch.func import (
     grad,
     grad_and_value,
     hessian,
+    jacfwd,
     jacrev,
     linearize,
     vjp,
+    vmap,
 )
 
 from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes
+
+
+ORDERS = {
+    "grad(grad(remat))": lambda wrap, f: grad(grad(wrap(f))),
+    "grad(remat(grad))": lambda wrap, f: grad(wrap(grad(f))),
+    "remat(grad(grad))": lambda wrap, f: grad(wrap(grad(grad(f)))),
+    "grad(grad(grad(remat)))": lambda wrap, f: grad(grad(grad(wrap(f)))),
+    "grad(remat(grad(remat)))": lambda wrap, f: grad(wrap(grad(wrap(f)))),
+    "hessian(remat)": lambda wrap, f: hessian(wrap(f)),
+    "jacrev(jacrev(remat))": lambda wrap, f: jacrev(jacrev(wrap(f))),
+}
 
 
 def sin_sin(x):
@@ -195,3 +208,71 @@ def test_the_value_recomputed_is_the_value_used(dtype):
     first, second = values
     assert_same(grad(f)(points(5, dtype=dtype)), got)
     assert_same(first, second)
+
+
+@pytest.mark.filterwarnings(IGNORE)
+@compared(evaluations=3, plain=2)
+def test_a_linearized_value_is_differentiated(wrap, counting):
+    """1, 7."""
+    body = counting(sin_sin)
+    return grad(lambda x: linearize(wrap(body), x)[0].sum())(points(3))
+
+
+@pytest.mark.parametrize("transform", ["jacrev", "vmap(grad)"])
+@compared(evaluations=2)
+def test_jacobians_are_the_analytic_diagonals(wrap, counting, transform):
+    """8: also of a function that brings in new constants while batched."""
+    body = wrap(counting(lambda x: (x * torch.arange(1, x.numel() + 1)).sin().sin()))
+    x, scale = points(5), torch.arange(1, 6)
+    if transform == "jacrev":
+        got = jacrev(body)(x).diagonal()
+    else:
+        scale = torch.ones(())
+        got = vmap(grad(lambda x: body(x).sum()))(x[:, None]).squeeze()
+    true = (scale * x).sin().cos() * (scale * x).cos() * scale
+    assert_same(got, true, reassociated=True)
+    return got
+
+
+@compared(evaluations=2, reassociated=True)  # x in value and tangent (promise 1)
+def test_forward_mode_inside_reverse_mode(wrap, counting):
+    """8: jacfwd of remat, differentiated. The sum of a Jacobian's rows is its own."""
+    body = counting(sin_sin)
+    return grad(lambda x: jacfwd(wrap(body))(x).sum())(points(4))
+
+
+@pytest.mark.parametrize("out_dim", [0, 1])
+@pytest.mark.parametrize("in_dim", [0, 1])
+@compared(evaluations=2 + 1, plain=2)  # and once for the shape
+def test_batching_along_any_axis(wrap, counting, in_dim, out_dim):
+    """9."""
+    body = wrap(counting(lambda x: x.sin().cumsum(0).sin()))
+    batched = vmap(body, in_dims=in_dim, out_dims=out_dim)
+
+    def loss(x):
+        return (batched(x) * points(*batched(x.detach()).shape)).sum()
+
+    return grad(loss)(points(3, 4))
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
+def test_higher_orders(order):
+    """7, 10: grad of grad in every order of nesting."""
+    body, calls = counted(lambda x: (x.sin() * x).sin())
+    want = order(plainly, body)(points())
+    plain_evaluations = len(calls)
+    calls.clear()
+    got = order(remat, body)(points())
+    assert len(calls) > plain_evaluations
+    # x has two uses inside, and more outside from the second order on (promise 1).
+    assert_same(got, want, reassociated=True)
+
+
+@pytest.mark.parametrize("what", ["primal", "cotangent", "both"])
+@compared(evaluations=2)
+def test_vmap_of_primal_and_of_cotangent(wrap, counting, what):
+    """equinox: vmap of the primal, of the cotangent, and of both."""
+    body = wrap(counting(lambda x: x.sin().cumsum(0).exp()))
+    in_dims = {"primal": (0, None), "cotangent": (None, 0), "both": (0, 0)}[what]
+    args = [points(2, 3) if d == 0 else points(3) for d in in_dims]
+    return vmap(lambda x, ct: vjp(body, x)[1](ct), in_dims=in_dims)(*args)

@@ -333,3 +333,25 @@ def test_an_error_in_a_recording_leaves_no_recorder_behind():
         checkpoint_name(x.sin(), "h")
     assert ops["sin"] == 1
     assert_like_plain(remat(fn, prune=True), fn, X, W)
+
+
+def test_a_block_records_once():
+    ours = remat(fn, prune=True)
+    of_backward(ours, (X, W))
+    plans = last_call_cache().plans
+    for _ in range(3):
+        of_backward(ours, (X, W))
+    assert last_call_cache().plans is plans
+    assert len(call_caches()) == 1
+
+
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_an_inner_call_is_called_on_its_own_as_well(outer_first):
+    plain_inner = lambda h, w: torch.tanh(h @ w).exp()
+    around = lambda inner: lambda x, w: dead_end(inner(x.sin(), w) * x)
+    inner = remat(plain_inner, prune=True)
+    pairs = [(remat(around(inner), prune=True), around(plain_inner))]
+    pairs.insert(outer_first, (inner, plain_inner))
+    for ours, plain in pairs * 3:
+        assert_like_plain(ours, plain, X, W)
+    assert strikes() == [0, 0]

@@ -234,3 +234,11 @@ def test_an_error_of_the_recomputation_is_no_strike_of_another_call():
     for _ in range(3):
         assert_like_plain(ours, changes, X)
     assert last_call_cache().misfits <= 1
+
+
+def test_a_read_that_is_learned_is_no_strike():
+    ours = remat(reads, prune=True)
+    for _ in range(4):
+        assert_like_plain(ours, reads, X)
+    cache = last_call_cache()
+    assert (cache.misfits, cache.reason) == (0, "")

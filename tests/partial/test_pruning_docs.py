@@ -16,7 +16,7 @@ from support.pruning import (
     of_func_grad,
     work,
 )
-from support.zoo import Evaluations
+from support.zoo import Evaluations, leaves_of, scalar
 from torch import Tensor
 
 from remat import remat
@@ -128,3 +128,44 @@ def test_a_value_that_is_left_out_is_of_another_class():
     ours = remat(fn, prune=True)
     of_backward(ours, (X, W))
     assert [*seen] == [(True, True), (True, False)]
+
+
+def test_calls_that_reach_compiled_code_are_recomputed_in_full():
+    compiled = torch.compile(torch.sin, backend="eager")
+    fn = lambda x: dead_end(compiled(x).exp())
+    ours = remat(fn, prune=True)
+    with pytest.warns(UserWarning, match="prune=True of .* it calls compiled code"):
+        work(ours, X)
+    for _ in range(3):
+        assert work(ours, X) == work(remat(fn, prune=False), X) > work(fn, X)
+    assert nothing_is_recorded()
+
+
+def test_forward_mode_is_not_recorded():
+    ours = remat(lambda x: dead_end(x.exp()), prune=True)
+    got = torch.func.jvp(ours, (X,), (W,))
+    assert_same(got, torch.func.jvp(lambda x: dead_end(x.exp()), (X,), (W,)))
+    assert nothing_is_recorded()
+    with count_ops() as ops:
+        torch.func.jvp(torch.func.grad(lambda x: scalar(ours(x))), (X,), (W,))
+    assert ops["exp"] >= 2
+
+
+def test_a_change_of_state_that_is_not_seen_gives_the_function_of_the_backward():
+    state = {"on": True}
+
+    def fn(x):
+        return dead_end(x.exp() if state["on"] else x.tanh())
+
+    def gradient(wrapped):
+        state["on"] = True
+        (x,) = leaves_of(X)
+        loss = scalar(wrapped(x))
+        state["on"] = False
+        return torch.autograd.grad(loss, x)[0]
+
+    ours = remat(fn, prune=True)
+    for _ in range(2):
+        state["on"] = True
+        of_backward(ours, (X,))
+    assert_same(gradient(ours), gradient(remat(fn, prune=False)))

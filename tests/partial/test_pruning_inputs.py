@@ -11,7 +11,7 @@ import gc
 import pytest
 import torch
 from support.letting_go import Held, activation, called, gradients, warmed
-from support.pruning import W, X, of_backward
+from support.pruning import W, X, assert_like_plain, of_backward
 from support.zoo import V, leaves_of, make, scalar
 from torch import nn
 
@@ -269,3 +269,39 @@ def test_an_outer_call_leaves_out_what_the_inner_one_let_go():
         counts.append((ops["sinh"], ops["abs"]))
     assert counts[0] == (2, 2)
     assert counts[-1] == (1, 2)
+
+
+def test_buffers_are_updated():
+    plain, module = (
+        nn.Sequential(nn.BatchNorm1d(4), nn.Flatten()).double() for _ in range(2)
+    )
+    ours = remat(module, prune=True)
+    for seed in range(5):
+        assert_like_plain(ours, plain, make(4, 4, seed=seed))
+    assert_same(dict(module.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_an_input_of_a_nested_call_is_not_needed():
+    """It counts as needed if the outer call was recorded before the inner one ran."""
+    inner = warmed(lambda h: 2 * h + 1, X)
+    fn = lambda x: inner(x.sin()) * 3
+    ours = warmed(fn, X)
+    with count_ops() as ops:
+        got = of_backward(ours, (X,))
+    assert_same(got, of_backward(fn, (X,)))
+    assert ops["sin"] == 2, "that of the forward, and that of the loss"
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_func_transform_sees_all_inputs(when):
+    """Under a level nothing is let go; the numbers are those of plain code."""
+    fn = lambda x, w: x.sin() + w * 2
+    ours = warmed(fn, X, W)
+
+    def derivative(fn):
+        if when == "backward":
+            return torch.func.vjp(fn, X, W)[1](W)
+        return torch.func.grad(lambda x, w: scalar(fn(x, w)), (0, 1))(X, W)
+
+    for _ in range(3):
+        assert_same(derivative(ours), derivative(fn))

@@ -11,6 +11,7 @@ from support.letting_go import called, gradients, warmed
 from support.pruning import (
     W,
     X,
+    assert_like_plain,
     given_up,
     last_call_cache,
     nothing_or_everything,
@@ -133,3 +134,17 @@ def test_nothing_is_let_go_until_a_recomputation_went_well():
         assert held
         scalar(out).backward()
     assert last_call_cache().reason
+
+
+def test_a_read_by_python_of_a_leaf_is_no_error():
+    """A leaf is never let go."""
+    flag = {"on": False}
+
+    def fn(x, w):
+        factor = float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5
+        return (w * factor).sin() + x
+
+    ours = warmed(fn, X, W)
+    flag["on"] = True
+    for _ in range(2):
+        assert_like_plain(ours, fn, X, W)

@@ -24,6 +24,16 @@ from remat.policies import (
 from remat.testing import assert_same, count_ops
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8, dtype=torch.double)
+        self.down = nn.Linear(8, 6, dtype=torch.double)
+
+    def forward(self, x):
+        return self.down(checkpoint_name(self.up(x).relu(), "hidden")) + x
+
+
 def points(*shape):
     size = torch.Size(shape).numel()
     return torch.linspace(0.2, 1.3, size, dtype=torch.double).reshape(shape)
@@ -387,3 +397,49 @@ def test_an_error_says_that_arguments_are_swapped():
         TypeError, match=r"write checkpoint_name\(x, name\): .* a Tensor"
     ):
         checkpoint_name("h", torch.ones(2))
+
+
+def test_it_runs_no_operation_and_changes_no_gradient():
+    def plain(x):
+        return x.sin().exp()
+
+    def fn(x):
+        return checkpoint_name(checkpoint_name(x, "x").sin(), "y").exp()
+
+    leaf = X.clone().requires_grad_()
+    with count_ops() as ops:
+        out = fn(leaf)
+        (actual,) = torch.autograd.grad(out.sum(), leaf)
+    with count_ops() as expected:
+        (wanted,) = torch.autograd.grad(plain(leaf).sum(), leaf)
+    assert ops == expected
+    assert_same(actual, wanted)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "layers.0/attn[out]", "ü", "name"])
+def test_any_string_is_a_name(name):
+    found = named(lambda x: checkpoint_name(x.exp(), name).sin(), X, policy=save(name))
+    assert found == [(f"named {name!r}", (2, 6))]
+
+
+def test_a_name_from_outside_means_nothing_to_an_inner_call():
+    def inner(y):
+        return y.sin().sin()
+
+    def fn(x):
+        y = checkpoint_name(x.exp(), "name")
+        return remat(inner, policy=save("name"))(y)
+
+    found = [r.origin for r in saved_residuals(fn, X)]
+    assert found[-1].startswith("named 'name'") or "exp" in found[-1]
+    assert_equal_and_recomputed(fn, X, None, exp=1)
+
+
+def test_a_name_given_in_a_module():
+    block = Block()
+    ((origin, shape),) = [
+        (r.origin, r.shape)
+        for r in saved_residuals(remat(block, policy=save("hidden")), X)
+        if "named" in r.origin
+    ]
+    assert (origin, shape) == ("named 'hidden'", (2, 8))

@@ -14,11 +14,29 @@ from support.zoo import leaves_of, plainly, scalar
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from remat import checkpoint_name, explain, random, remat
+from remat import checkpoint_name, explain, policies, random, remat
 from remat._partial import budget, cost as timing
 from remat.nn import apply, remove
 from remat.policies import dots_saveable, save_only_these_names, within
-from remat.testing import assert_same, count_ops, live_bytes
+from remat.testing import assert_same, assert_same_gradients, count_ops, live_bytes
+
+
+SIZE = 16
+
+
+MATRIX = SIZE * SIZE * 8
+
+
+class Decorated(nn.Module):
+    """A module whose forward is decorated."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE).double()
+
+    @remat(policy=within(MATRIX))
+    def forward(self, x):
+        return self.linear(self.linear(x).tanh()).tanh()
 
 
 SIZE = 16
@@ -535,3 +553,62 @@ def test_explain_shows_what_the_budget_keeps():
     assert "budget: 6,144 of 6,149 bytes; 2" in str(found)
     assert "of the work again, the least" in str(found)
     assert explain(remat(layers), w, x).budget is None
+
+
+def test_results_that_are_made_together_are_kept_together():
+    def f(w, x):
+        out, mean, scale = torch.native_layer_norm(x @ w, (SIZE,), None, None, 1e-5)
+        return out.sin() * mean * scale
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(2 * MATRIX + 2 * SIZE * 8 - 1))
+    assert kept_bytes(fn, w, x) <= 2 * MATRIX + 2 * SIZE * 8 - 1
+    assert again(fn, f, w, x)["native_layer_norm"] + again(fn, f, w, x)["mm"] >= 1
+    whole = remat(f, policy=within(10 * MATRIX))
+    assert not again(whole, f, w, x)["native_layer_norm"]
+
+
+def test_what_is_changed_in_place_is_recomputed():
+    def f(w, x):
+        h = x @ w
+        h.neg_()
+        return h.sin().exp()
+
+    w, x = matrix(1), matrix(2)
+    fn = remat(f, policy=within(MATRIX))
+    ops = again(fn, f, w, x)
+    assert kept_bytes(fn, w, x) <= MATRIX
+    assert (ops["exp"], ops["mm"], ops["neg_"]) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_under_grad_the_same_is_kept(count):
+    w, x = matrix(1).detach(), matrix(2).detach()
+    fn = remat(layers, policy=within(count * MATRIX))
+    for _ in range(3):
+        with count_ops() as ops:
+            torch.func.grad(lambda w: fn(w, x).sum())(w)
+        assert ops["tanh"] == 4 + 4 - count
+
+
+def test_a_decorated_method():
+    torch.manual_seed(0)
+    module, x = Decorated(), matrix(1)
+    for _ in range(2):
+        out = module(x).sum()
+        with count_ops() as ops:
+            torch.autograd.grad(out, [*module.parameters()])
+        assert ops["tanh"] == 1
+    assert_same_gradients(module, lambda x: Decorated.forward.__wrapped__(module, x), x)
+
+
+def test_where_forward_mode_differentiates_nothing_is_kept():
+    w, x = matrix(1).detach(), matrix(2).detach()
+    fn = remat(layers, policy=within(2**20))
+    found = torch.func.jvp(fn, (w, x), (w, x))
+    assert_same(found, torch.func.jvp(layers, (w, x), (w, x)))
+
+
+def test_policies_outside_know_nothing_of_a_budget():
+    assert not policies.dots_saveable.has_budget
+    assert (policies.dots_saveable | within(1)).has_budget

@@ -304,3 +304,26 @@ def test_a_thread_that_is_started_in_a_block_is_not_in_it():
     with unmoved():
         drawn = bound(1, threaded, bind(key(2))(lambda: torch.rand(3)))
     assert torch.equal(drawn, bound(2, torch.rand, 3))
+
+
+def test_an_inner_block_draws_from_its_own_key_and_the_outer_goes_on_after_it():
+    with bind(key(1)):
+        a = torch.rand(3)
+        with bind(key(2)):
+            inner = torch.rand(3)
+        b = torch.rand(3)
+    assert torch.equal(a, uniform(1, 0))
+    assert torch.equal(inner, uniform(2, 0))
+    assert torch.equal(b, uniform(1, 1))
+
+
+def test_seeding_inside_moves_the_stream_that_is_seeded():
+    bound(1, torch.manual_seed, 11)
+    assert torch.initial_seed() == 11
+
+
+def test_threads_have_blocks_of_their_own():
+    with ThreadPoolExecutor(4) as pool:
+        drawn = [*pool.map(lambda i: bound(i, F.dropout, X), range(16))]
+    for i, y in enumerate(drawn):
+        assert torch.equal(y, bound(i, F.dropout, X))

@@ -243,3 +243,19 @@ def test_a_key_changed_in_place_is_an_error():
     data.copy_(KEYS.data[0, 0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_the_mean_is_kept():
+    y = random.dropout(K, torch.ones(100_000), 0.3)
+    assert abs(y.mean() - 1) < 0.01
+    assert abs((y == 0).float().mean() - 0.3) < 0.01
+
+
+def test_the_graph_is_freed_without_cycles():
+    x = leaf(torch.ones(1000))
+
+    def used():
+        random.dropout(K, x, 0.5).sum().backward()
+        x.grad = None
+
+    assert live_bytes(used) == 0

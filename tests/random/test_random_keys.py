@@ -295,3 +295,21 @@ def test_a_key_has_no_truth_value():
 def test_torch_does_not_take_a_key_for_a_tensor(op):
     with pytest.raises(TypeError, match="Key"):
         op(K)
+
+
+def test_fold_in_is_an_index_into_split():
+    many = random.split(K, 9)
+    assert [random.fold_in(K, i) == many[i] for i in range(9)] == [True] * 9
+    assert random.fold_in(K, torch.arange(9)) == many
+    assert random.fold_in(KEYS, 1) == random.split(KEYS)[1]
+
+
+def test_a_number_in_a_tensor_is_folded_in_modulo_64_bits():
+    word = torch.tensor(-1)
+    assert random.fold_in(K, 2**64 - 1) == random.fold_in(K, word)
+    assert random.fold_in(K, word.view(torch.uint64)) == random.fold_in(K, word)
+
+
+def test_key_data_and_wrap_key_data_are_inverse():
+    assert random.key_data(KEYS) is KEYS.data
+    assert random.wrap_key_data(random.key_data(KEYS)) == KEYS

@@ -427,3 +427,28 @@ def test_a_function_compiled_in_the_block_is_not_checked(fullgraph):
         random.normal(K, 3)
         with is_reuse():
             random.normal(K, 3)
+
+
+@pytest.mark.usefixtures("checked")
+def test_the_program_is_checked_from_the_statement_on():
+    random.normal(K)  # the program's first line
+    with pytest.raises(KeyReuseError, match="consumed twice") as caught:
+        random.split(K)  # the program's second line
+    message = str(caught.value)
+    first, again = line_of("# the program's first line\n"), "program's second line\n"
+    assert re.search("first: " + re.escape(first), message)
+    assert re.search("again: " + re.escape(line_of("# the " + again)), message)
+
+
+@pytest.mark.usefixtures("checked")
+def test_other_threads_of_a_checked_program_are_checked():
+    use(K)
+    with ThreadPoolExecutor(1) as pool, is_reuse():
+        pool.submit(use, K).result()
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_clone_may_be_consumed_in_a_checked_program():
+    use(K, random.clone(K))
+    with is_reuse():
+        use(K)

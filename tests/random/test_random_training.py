@@ -7,6 +7,7 @@ trained for twenty steps. A mask that differed once would show in every paramete
 import contextlib
 import functools
 
+import pytest
 import torch
 from support.tables import rows
 from support.zoo import plainly
@@ -219,3 +220,22 @@ def test_what_dropout_keeps(wrap, source, tensors, other):
         y.sum().backward()
     assert ops["sin"] == (0 if tensors > 1 else LAYERS)
     assert not x.grad.isnan().any()
+
+
+@pytest.mark.parametrize("source", [KEY, None], ids=["keys", "the global stream"])
+def test_a_block_keeps_its_input_alone(source):
+    block, x = Block(), torch.randn(2, LENGTH, WIDTH, requires_grad=True)
+    # With a key the scores are divided by a number.
+    number = 0 if source is None else NUMBER_BYTES
+    assert live_bytes(lambda: remat(block)(x, source)) == x.nbytes + number
+    assert live_bytes(lambda: block(x, source)) > 10 * x.nbytes
+
+
+def test_dropout_costs_a_key_outside_of_remat_and_nothing_within(monkeypatch):
+    model = Model(Block, remat)
+    run = lambda: model(TOKENS, KEY)
+    run()
+    with_dropout = live_bytes(run)
+    monkeypatch.setattr(random, "dropout", lambda _key, x, _p: x)
+    # The key of the dropout after the embedding. Those of the blocks are inputs.
+    assert with_dropout - live_bytes(run) == KEY_BYTES

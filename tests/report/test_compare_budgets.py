@@ -1,6 +1,7 @@
 """What budgets reach, in `compare`: rows, and a line below the points of policies."""
 
 import pytest
+import torch
 from support.zoo import make
 from torch.nn import functional as F  # noqa: N812
 
@@ -93,3 +94,14 @@ def test_without_scipy_the_front_is_left_out_and_that_is_said(monkeypatch, compa
     assert found.front == ()
     assert "without what policies.within reaches. remat: a budget" in str(found)
     assert "pip install scipy" in " ".join(str(found).split())  # lines are wrapped
+
+
+def test_each_row_is_planned_on_one_run():
+    calls = []
+
+    def f(x):
+        calls.append(None)
+        return torch.tanh(torch.tanh(x))
+
+    compare(f, X)
+    assert len(calls) == 1

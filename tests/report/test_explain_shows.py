@@ -304,3 +304,12 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
 )
 def test_dtypes_are_written_as_by_jax(dtype, text):
     assert remat._report.render.short(dtype, (2,)) == text
+
+
+def test_labels_that_collide_are_found(pyplot):
+    axes = pyplot.figure().add_subplot()
+    axes.plot([0, 1], label="a line")
+    axes.legend(loc="center", bbox_to_anchor=(0.5, -0.05))
+    assert any(pair[0] == "a line" for pair in collisions(axes))
+    axes.set_title("a title that is too long for the figure" * 9, loc="left")
+    assert axes.get_title(loc="left") in collisions(axes)

@@ -171,3 +171,7 @@ def test_it_explains_all_kinds_of_functions(name):
     assert {op.fate for op in report.ops} & {"recomputed", "dead"}
     assert all(op.why for op in report.ops)
     assert all(row.why for row in report.inputs)
+
+
+def test_a_plain_backward_of_a_block_runs_four_products():
+    assert differentiate(blk, example(*SQUARE))[1]["mm"] == 4

@@ -434,3 +434,19 @@ def test_the_text_of_a_residual_on_another_device():
     assert str(made) == "f16[2] output of mm: 4 bytes"
     away = dataclasses.replace(made, place="pinned host")
     assert str(away) == "f16[2] output of mm, offloaded to pinned host: 4 bytes"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        (torch.float32, "f32"),
+        (torch.bfloat16, "bf16"),
+        (torch.uint8, "u8"),
+        (torch.complex64, "c64"),
+        (torch.bool, "bool"),
+    ],
+    ids=str,
+)
+def test_the_dtype_of_a_residual_is_written_as_in_jax(dtype, text):
+    line = str(SavedResidual(dtype, (2, 3), torch.device("cpu"), 6, "made", "", ()))
+    assert line.split("[")[0] == text

@@ -23,6 +23,16 @@ from remat import remat
 from remat.testing import assert_same, count_ops
 
 
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @remat
+    def forward(self, x):
+        return self.linear(x).sin()
+
+
 # Dynamo and inductor warn of their own deprecations and of slow numerics.
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -157,3 +167,38 @@ def test_values_and_gradients_are_those_of_plain_with_other_numbers(backend):
         got, ops = ran(functools.partial(compiled, *numbers))
         assert_same(got, plain(*numbers), reassociated=True)
         assert again(ops, backend, times=4)
+
+
+def test_remat_may_be_applied_inside_compiled_code(backend):
+    x = torch.linspace(-1, 1, 4, requires_grad=True)
+    step = torch.compile(
+        lambda x: remat(torch.sin)(x).exp(), backend=backend, fullgraph=True
+    )
+    value = step(x).sum()
+    (got,), ops = ran(lambda: torch.autograd.grad(value, x))
+    (want,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert_same(got, want, reassociated=True)
+    assert begins_again(ops) or backend == "eager"  # which has nothing to run again
+
+
+def test_a_decorated_method_is_compiled(backend):
+    module = Decorated()
+    (want,) = torch.autograd.grad(module(x).sum(), module.linear.weight)
+    for compiled in (lambda x: module(x), module):
+        compiled = torch.compile(compiled, backend=backend, fullgraph=True)
+        gradient = functools.partial(torch.autograd.grad, inputs=module.linear.weight)
+        (got,), ops = ran(functools.partial(gradient, compiled(x).sum()))
+        torch.testing.assert_close(got, want)
+        assert again(ops, backend, "addmm")
+
+
+def test_a_compiled_dropout_inside_draws_the_same_mask_again(backend, weight):
+    def dropped(w):
+        return torch.nn.functional.dropout(x @ w, 0.5)
+
+    compiled = torch.compile(dropped, backend=backend)
+    out = remat(lambda w: (compiled(w) ** 2).sum())(weight)
+    out.backward()
+    # Homogeneous of degree 2: this is 1 if both passes drew the same mask.
+    euler = (weight * weight.grad).sum() / (2 * out)
+    torch.testing.assert_close(euler, torch.ones(()))
