@@ -485,7 +485,7 @@ def _evaluate(
     used, asks_grad_mode, certain = _reached(call, outs, inner, request)
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
     results = [*map(Tensor.detach, outs), *before.values()]
-    recomputation, tensors = None, list[Tensor]()
+    residuals = None
     if plan is not None:
         if isinstance(plan.mode, Recorder):
             plan.mode.note_saved(outs)
@@ -494,10 +494,9 @@ def _evaluate(
         may_drop = call.is_differentiated_once and not here().only_our_hooks
         may_drop = may_drop and not (program.outside or request.in_forward_mode)
         residuals = plan.finish(outs, may_drop=may_drop)
-        if residuals is not None:
-            recomputation, tensors = plan, residuals
-            results += tensors
-            differentiable += [False] * len(tensors)
+    if residuals is not None:
+        results += residuals
+        differentiable += [False] * len(residuals)
     if program.outside:
         used, certain = {*used}, {*certain}
         for found in program.outside:
@@ -512,8 +511,8 @@ def _evaluate(
         used=used,
         differentiable=differentiable,
         updated=[*before],
-        residuals=len(tensors),
-        recomputation=recomputation,
+        residuals=len(residuals or ()),
+        recomputation=None if residuals is None else plan,
         shared=sharing_memory(outs, inner, copies),
         asks_grad_mode=asks_grad_mode,
         certain=certain,
