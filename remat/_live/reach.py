@@ -281,7 +281,7 @@ class Reach:
 
 
 # What knows the inputs of a call by name: at the base, or under torch.func.
-Origin = Reach | Snapshot
+CallOrigin = Reach | Snapshot
 
 
 def _is_of_library(hook: Any) -> bool:

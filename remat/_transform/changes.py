@@ -21,7 +21,7 @@ from remat._base.observer import Observer
 from remat._base.parts import taken_apart
 from remat._base.source import user_line
 from remat._base.types import TENSORS
-from remat._live.reach import Origin
+from remat._live.reach import CallOrigin
 from remat._partial.effects import written_by
 from remat._torch import (
     base_tensor,
@@ -33,7 +33,7 @@ from remat._torch import (
 
 
 def changes_of(
-    snapshot: Origin,
+    origin: CallOrigin,
     inputs: Sequence[Tensor],
     run: Callable[[Sequence[Tensor]], object],
 ) -> dict[int, str]:
@@ -47,7 +47,7 @@ def changes_of(
     with contextlib.suppress(Exception), torch.no_grad():  # the error is another one
         copies = [t.detach().clone() for t in inputs]
         index = {storage_id(t): i for i, t in enumerate(copies)}
-        ambient = Ambient(snapshot.streams, True)
+        ambient = Ambient(origin.streams, True)
         ambient.forward_done()
         with ambient.restored(), _NoteChanges(index, found):
             run(copies)

@@ -44,7 +44,7 @@ from remat._base.types import TENSORS
 from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
 from remat._graph.edges import Edge, edge_of, leads_to
-from remat._live.reach import Origin
+from remat._live.reach import CallOrigin
 from remat._torch import (
     base_tensor,
     call_kernel,
@@ -65,7 +65,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def refuse_changed_inputs(
-    snapshot: Origin,
+    origin: CallOrigin,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     versions: Sequence[int | None],
@@ -82,39 +82,39 @@ def refuse_changed_inputs(
         return
     for i, t in enumerate(inputs):
         if version_of(t) != versions[i] and i not in updated:
-            raise changed_inside(snapshot, i, changes_of(snapshot, inner, run))
+            raise changed_inside(origin, i, changes_of(origin, inner, run))
         if not needs[i] and inner[i].requires_grad:
-            name, label = snapshot.name_of(i), snapshot.label
+            name, label = origin.name_of(i), origin.label
             raise MutationError(_REQUIRES_GRAD.format(name=name, label=label))
 
 
 def changed_inside(
-    snapshot: Origin, index: int | None, changes: Mapping[int, str] | None = None
+    origin: CallOrigin, index: int | None, changes: Mapping[int, str] | None = None
 ) -> MutationError:
     """Return the error that a function changed an input in place.
 
     Args:
-        snapshot: of the call.
+        origin: of the call: its snapshot, or what it reaches.
         index: of the input; None if that is not known.
         changes: the operations that change inputs, by the index of these.
     """
-    name = "an input" if index is None else snapshot.name_of(index)
+    name = "an input" if index is None else origin.name_of(index)
     change = changes.get(index, "") if changes and index is not None else ""
     by = f", by {change}" if change else ""
     option = _OPTION if change.startswith(_ACTIVATIONS) else ""
-    message = _IN_PLACE.format(name=name, label=snapshot.label, by=by, option=option)
+    message = _IN_PLACE.format(name=name, label=origin.label, by=by, option=option)
     return MutationError(message)
 
 
-def refuse_backward(snapshot: Origin, inner: Sequence[Tensor]) -> None:
+def refuse_backward(origin: CallOrigin, inner: Sequence[Tensor]) -> None:
     """Refuse a function that called backward(), which left gradients on its inputs."""
     for t in inner:
         if t.requires_grad and t.grad is not None:
-            raise CaptureError(_BACKWARD.format(label=snapshot.label))
+            raise CaptureError(_BACKWARD.format(label=origin.label))
 
 
 def refuse_assigned_data(
-    snapshot: Origin,
+    origin: CallOrigin,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     needs: Sequence[bool],
@@ -127,7 +127,7 @@ def refuse_assigned_data(
         t = inputs[i]
         is_plain = type(t) in TENSORS and t.layout is torch.strided
         if is_plain and current_layer() is None and t.data_ptr() != inner[i].data_ptr():
-            raise changed_inside(snapshot, i)
+            raise changed_inside(origin, i)
 
 
 def refuse_leaks(
@@ -154,17 +154,17 @@ def refuse_leaks(
 
 
 def check_differentiable(
-    snapshot: Origin, outs: Sequence[Any], then: Sequence[bool]
+    origin: CallOrigin, outs: Sequence[Any], then: Sequence[bool]
 ) -> None:
     """Check that outputs require grad where those of the forward did."""
     now = [*map(_requires_grad, outs)]
     if now != then and now != then[: len(now)]:
-        message = _GRADLESS.format(label=snapshot.label, now=now, then=then)
+        message = _GRADLESS.format(label=origin.label, now=now, then=then)
         raise RecomputeError(message)
 
 
 def check_reached(
-    snapshot: Origin,
+    origin: CallOrigin,
     outs: Sequence[Any],
     inputs: Sequence[Tensor],
     missing: Sequence[int],
@@ -173,22 +173,22 @@ def check_reached(
     reached = {*reached_inputs(outs, inputs).inputs}
     for i in missing:
         if i not in reached:
-            name = snapshot.name_of(i)
-            raise RecomputeError(_LOST.format(name=name, label=snapshot.label))
+            name = origin.name_of(i)
+            raise RecomputeError(_LOST.format(name=name, label=origin.label))
 
 
 def refuse_needed(
-    snapshot: Origin, needed: Collection[int], changed: Sequence[int]
+    origin: CallOrigin, needed: Collection[int], changed: Sequence[int]
 ) -> None:
     """Refuse to recompute on inputs that were changed and are needed for it."""
     for i in changed:
         if i in needed:
-            name = snapshot.name_of(i)
-            raise MutationError(_NEEDED.format(name=name, label=snapshot.label))
+            name = origin.name_of(i)
+            raise MutationError(_NEEDED.format(name=name, label=origin.label))
 
 
 def reading_refused(
-    snapshot: Origin,
+    origin: CallOrigin,
     inputs: Sequence[Tensor],
     changed: Sequence[int],
     state: AbstractContextManager[Any],
@@ -196,7 +196,7 @@ def reading_refused(
     """Enter `state`; refuse to read `changed` inputs until what is returned exits."""
     refused = RefuseReads()
     for i in changed:
-        refused.refuse(inputs[i], lambda i=i: f"`{snapshot.name_of(i)}`")
+        refused.refuse(inputs[i], lambda i=i: f"`{origin.name_of(i)}`")
     with contextlib.ExitStack() as both:
         both.enter_context(state)
         both.enter_context(refused)
