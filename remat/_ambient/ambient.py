@@ -52,12 +52,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Ambient:
-    """The ambient state of one forward.
-
-    Args:
-        streams: those that the function can reach, besides the global ones.
-        always: whether to keep the states of all: a function may put back a stream.
-    """
+    """The ambient state of one forward."""
 
     __slots__ = (
         *("_always", "_autocast", "_before", "_global", "_moved", "_plain"),
@@ -81,11 +76,7 @@ class Ambient:
         return (*self._autocast.items(),)
 
     def forward_done(self, *, keeps_casts: bool = False) -> None:
-        """Keep only the streams that moved since.
-
-        Args:
-            keeps_casts: whether autocast's casts stay in its cache, as in plain code.
-        """
+        """Keep only the streams that moved since."""
         before, others = self._before
         del self._before
         always, now = self._always, self._global.read()

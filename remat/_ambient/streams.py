@@ -34,13 +34,7 @@ from remat._torch import (
 
 
 class Stream(NamedTuple):
-    """A random stream that a recompute sets back.
-
-    Attributes:
-        name: for messages.
-        read: returns its state, to be compared by `==`.
-        write: sets a state that `read` returned.
-    """
+    """A random stream that a recompute sets back."""
 
     name: str
     read: Callable[[], Any]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat._base.types import INERT
 from remat._capture.callables import CellNode
-from remat._capture.containers import DictNode, SequenceNode
+from remat._capture.containers import ContainerNode
 from remat._capture.handing_on import (
     ChangedObject,
     ForwardRun,
@@ -32,24 +32,14 @@ from remat._capture.restore import SnapshotRun
 
 
 class _New(NamedTuple):
-    """A container that is made anew.
-
-    Attributes:
-        kind: its class.
-        items: what it holds; of a dict, keys and values by turns.
-    """
+    """A container that is made anew."""
 
     kind: type
     items: tuple[Any, ...]
 
 
 class _HeldBetween(NamedTuple):
-    """What an object held.
-
-    Attributes:
-        entries: by key; of an object, only those that changed since the call.
-        gone: the attributes that it had at the call.
-    """
+    """What an object held."""
 
     entries: dict[Any, Any]
     gone: Sequence[str] = ()
@@ -66,11 +56,7 @@ class Unnoted(Exception):  # noqa: N818
 
 
 def noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Between:
-    """Note what objects hold. `known` are nodes of what a run was given, by identity.
-
-    Raises:
-        Unnoted: one holds what cannot be put back.
-    """
+    """Note what objects hold, in which `known` values stand as nodes."""
     found: dict[Composite, _HeldBetween] = {}
     for change in changes:
         held = _held(change, known)
@@ -81,11 +67,7 @@ def noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Betwee
 
 
 def in_forward(run: ForwardRun) -> Between:
-    """Note what differs from the call, while its forward runs.
-
-    Raises:
-        Unnoted: something cannot be put back.
-    """
+    """Note what differs from the call, while its forward runs."""
     changes = [*run.changes()]
     if not changes:
         return NOTHING
@@ -94,13 +76,7 @@ def in_forward(run: ForwardRun) -> Between:
 
 
 class RecomputedObjects:
-    """What is noted of a recompute.
-
-    Args:
-        run: the recompute, whose objects are built, as they were at the call.
-        nodes: of those that change.
-        others: of all that the call reached.
-    """
+    """What is noted of a recompute."""
 
     __slots__ = ("_before", "_known", "_run")
 
@@ -147,9 +123,9 @@ def _held(change: ChangedObject, known: Mapping[int, Node]) -> _HeldBetween | No
         gone = [k for k in before if k not in now]
         if not all(isinstance(k, str) for k in (*entries, *gone)):
             return None  # a parameter or buffer of a module
-    elif not isinstance(node, (CellNode, DictNode, SequenceNode)):
+    elif not isinstance(node, (CellNode, ContainerNode)):
         return None
-    if isinstance(node, DictNode) and not INERT.issuperset(map(type, entries)):
+    if isinstance(change.value, dict) and not INERT.issuperset(map(type, entries)):
         return None
     items = {k: _item(v, known) for k, v in entries.items()}
     is_known = all(item is not _UNKNOWN for item in items.values())

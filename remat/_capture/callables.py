@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.types import INERT
+from remat._capture.holders import MISSING, content_of
 from remat._capture.nodes import Composite, Node, Part, Rebuilding
 
 
@@ -34,7 +35,7 @@ class CellNode(Composite):
 
     @override
     def parts(self) -> Iterator[Part]:
-        if self._content is not EMPTY:
+        if self._content is not MISSING:
             yield "content", self._content, ""
 
     @override
@@ -53,36 +54,14 @@ class CellNode(Composite):
         content = self._content
         for child in self.children.values():
             content = child.build(run)
-        if content is not EMPTY:
+        if content is not MISSING:
             run.built[self.identity].cell_contents = content
-
-
-EMPTY = object()
-
-
-def content_of(cell: types.CellType) -> Any:
-    """Return what a variable holds; `EMPTY` if it was not assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return EMPTY
 
 
 class FunctionNode(Composite):
     """A Python function, with its variables and those globals that may change.
 
     Children are keyed by position for variables, by `(where, name)` for the rest.
-
-    Attributes:
-        code: of the function.
-        scope: its globals, the user's own.
-        stores: the names of globals that it assigns.
-        variables: the globals that are not settled, as they were.
-
-    Args:
-        fn: the function.
-        names: of the globals that are not settled.
-        stores: see above.
     """
 
     __slots__ = (
@@ -154,7 +133,7 @@ class FunctionNode(Composite):
     def _scope_of_run(self) -> dict[str, Any]:
         """Return the globals for a run: a copy if some of them are to be others."""
         scope, then = self.scope, self.variables
-        now = map(scope.get, then, repeat(EMPTY))
+        now = map(scope.get, then, repeat(MISSING))
         is_same = all(map(operator.is_, now, then.values()))
         return scope if is_same and not self.stores else {**scope, **then}
 

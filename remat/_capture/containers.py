@@ -1,26 +1,21 @@
-"""Nodes of containers, iterators, buffers of numbers, and registered classes.
+"""Nodes of containers, of values in one piece, and of registered classes.
 
-Invariant: that of `nodes`, with one exception. A container that is too large to be
-copied in each call is held by its node, which compares it.
+Invariant: that of `nodes`, with one exception. What `compared` knows of an iterator or
+of a large container holds that.
 Rejected: a node for each item. A list of numbers is copied in one piece.
 """
 
-import copy
 import functools
-import operator
-import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
-from remat._base.errors import CaptureError, RecomputeError
+from remat._base.errors import CaptureError
 from remat._base.pytree import Registered
-from remat._base.tensors import versions_of
-from remat._base.types import INERT
-from remat._capture.kinds import COPIED_ITERATORS, SEQUENCES
+from remat._capture.container_kinds import CONTAINERS
+from remat._capture.holders import Kind
 from remat._capture.nodes import (
     Composite,
     MadeNode,
@@ -38,21 +33,26 @@ class ContainerNode(Composite):
     """A container, or an instance of a subclass of one.
 
     Attributes:
+        how: it is read and written.
+        keys: of a dict, its keys, which are children by the text of their positions.
         items: what it holds, with None for tensors and children. Children are keyed
             by position, and attributes among them by name.
         tensors: the positions of tensors, and their indices among those found.
         entries: the attributes of an instance of a subclass.
     """
 
-    __slots__ = ("_base", "_kind", "entries", "items", "tensors")
+    __slots__ = ("_kind", "_limit", "entries", "how", "items", "keys", "tensors")
 
-    def __init__(self, value: Any, bases: Sequence[type], items: list[Any]) -> None:
+    def __init__(self, value: Any, how: Kind) -> None:
         super().__init__()
-        self._kind: Any = type(value)
-        self._base: Any = _base_of(self._kind, bases)
-        self.items = items
+        self._kind, self.how = type(value), how
+        self._limit = value.maxlen if isinstance(value, deque) else None
+        self.keys, self.items = how.held(value)
         self.tensors: list[tuple[int, int]] = []
-        self.entries = {} if self._kind is self._base else attributes(value)
+        self.entries = {} if self._kind in CONTAINERS else attributes(value)
+        factory = getattr(value, FACTORY, None) if how.keyed else None
+        if factory is not None:
+            self.entries[FACTORY] = factory
 
     @override
     def parts(self) -> Iterator[Part]:
@@ -71,10 +71,35 @@ class ContainerNode(Composite):
         else:
             self.children[i] = node
 
+    def hold_key(self, i: int, node: Node) -> None:
+        """Hold a node in place of a key."""
+        self.keys[i] = None
+        self.children[str(i)] = node
+
     @override
     def settle(self) -> None:
         super().settle()
         self.live = self.live or bool(self.tensors)
+
+    @override
+    def new(self, run: Rebuilding) -> Any:
+        how, kind = self.how, self._kind
+        new: Any
+        if issubclass(kind, frozenset):  # of tensors: in any order
+            new = run.built[self.identity] = frozenset.__new__(kind, self._filled(run))
+        elif how.frozen:
+            new = run.built[self.identity] = how.new(kind, self._filled(run), None)
+        else:
+            # It may hold itself.
+            new = run.built[self.identity] = how.new(kind, (), self._limit)
+            how.put_back(new, self._filled_keys(run), self._filled(run))
+        if self.entries:
+            entries = filled(self.entries, self.children, run)
+            if FACTORY in entries:
+                new.default_factory = entries.pop(FACTORY)
+            if entries:
+                set_attributes(new, entries)
+        return new
 
     def _filled(self, run: Rebuilding) -> list[Any]:
         """Return the items around a run's tensors."""
@@ -86,216 +111,30 @@ class ContainerNode(Composite):
                 items[key] = child.build(run)
         return items
 
-    def _give_entries(self, new: Any, run: Rebuilding) -> None:
-        entries = self.entries
-        if not entries:
-            return
-        entries = filled(entries, self.children, run)
-        if FACTORY in entries:
-            new.default_factory = entries.pop(FACTORY)
-        if entries:
-            set_attributes(new, entries)
-
-
-class SequenceNode(ContainerNode):
-    """A list, tuple, set, frozenset or deque."""
-
-    __slots__ = ("_rest",)
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value, SEQUENCES, [*value])
-        self._rest = (value.maxlen,) if self._base is deque else ()
-
-    @override
-    def new(self, run: Rebuilding) -> Any:
-        base, kind = self._base, self._kind
-        if base in (tuple, frozenset):
-            is_struct = hasattr(kind, "n_sequence_fields")
-            make: Any = kind if is_struct else functools.partial(base.__new__, kind)
-            new = run.built[self.identity] = make(self._filled(run))
-        else:
-            new = base.__new__(kind)
-            run.built[self.identity] = new  # it may hold itself
-            base.__init__(new, self._filled(run), *self._rest)
-        self._give_entries(new, run)
-        return new
-
-
-class DictNode(ContainerNode):
-    """A dict.
-
-    Attributes:
-        keys: its keys, which are children by `~position`.
-    """
-
-    __slots__ = ("keys",)
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value, (OrderedDict, dict), [*value.values()])
-        self.keys = [*value]
-        factory = getattr(value, FACTORY, None)
-        if factory is not None:
-            self.entries[FACTORY] = factory
-
-    def hold_key(self, i: int, node: Node) -> None:
-        """Hold a node in place of a key."""
-        self.keys[i] = None
-        self.children[str(i)] = node
-
-    @override
-    def new(self, run: Rebuilding) -> Any:
-        new = self._base.__new__(self._kind)
-        run.built[self.identity] = new  # it may hold itself
-        keys, values = self.keys, self._filled(run)
-        if None in keys:
-            built = ((k, self.children.get(str(i))) for i, k in enumerate(keys))
-            keys = [key if child is None else child.build(run) for key, child in built]
-        if self._base is dict:
-            dict.update(new, zip(keys, values, strict=True))
-        else:
-            for key, value in zip(keys, values, strict=True):
-                OrderedDict.__setitem__(new, key, value)
-        self._give_entries(new, run)
-        return new
+    def _filled_keys(self, run: Rebuilding) -> list[Any]:
+        keys, children = self.keys, self.children
+        if None not in keys:
+            return keys
+        built = ((key, children.get(str(i))) for i, key in enumerate(keys))
+        return [key if child is None else child.build(run) for key, child in built]
 
 
 FACTORY = "default_factory"
 
 
-def _base_of(kind: type, bases: Sequence[type]) -> type:
-    return kind if kind in bases else next(b for b in bases if issubclass(kind, b))
+class WholeNode(Composite):
+    """A value that is not taken apart: a buffer, an iterator, a large container."""
 
+    __slots__ = ("_give",)
 
-class LargeNode(Composite):
-    """A container of many numbers, words and tensors: not copied, only compared.
-
-    It holds the container, since nothing else would find it again. It also holds the
-    items that there were, so that their identities are not used again.
-    """
-
-    __slots__ = ("_entries", "_name", "_value", "_versions")
-
-    def __init__(self, value: Any, name: str) -> None:
+    def __init__(self, give: Callable[[], Any]) -> None:
         super().__init__()
-        self._value, self._name, self.live = value, name, False
-        self._entries = _entries_of(value)
-        self._versions = _versions_in(self._entries)
+        self._give, self.live = give, False
 
     @override
     def new(self, run: Rebuilding) -> Any:
-        """Return the container, without what was added to its end since.
-
-        Raises:
-            RecomputeError: it changed in another way.
-        """
-        value, then, now = self._value, self._entries, _entries_of(self._value)
-        added = len(now[0]) - len(then[0])
-        pairs = zip(now, then, strict=True)
-        is_same = added >= 0 and all(all(map(operator.is_, a, b)) for a, b in pairs)
-        can_be_cut = not added or type(value) in _GROWING
-        if not (is_same and can_be_cut and _versions_in(then) == self._versions):
-            count = f"{len(value):,}"
-            raise RecomputeError(_LARGE.format(name=self._name, count=count))
-        if added:
-            value = _cut(value, len(then[0]))
-        run.built[self.identity] = value
-        return value
-
-
-def _entries_of(value: Any) -> tuple[tuple[Any, ...], ...]:
-    keys = tuple(value)
-    return (keys, tuple(value.values())) if isinstance(value, dict) else (keys,)
-
-
-def _versions_in(entries: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    return versions_of([v for v in entries[-1] if isinstance(v, Tensor)])
-
-
-def _cut(value: Any, count: int) -> Any:
-    """Return a copy of the first entries of a container."""
-    new = copy.copy(value)
-    take = new.popitem if isinstance(new, dict) else new.pop
-    for _ in range(len(new) - count):
-        take()
-    return new
-
-
-_GROWING = (list, deque, dict, OrderedDict, defaultdict)
-
-
-_LARGE = (
-    "remat: `{name}` changed since the call. It has {count} entries, too many to be "
-    "copied in each call, and a recompute would read it as it is now. Pass what is "
-    "needed of it as an argument, or change it after the backward; if the function "
-    "changes it, outside of the function."
-)
-
-
-class CopyNode(Composite):
-    """A value that only `copy.copy` copies: an iterator, or a buffer of numbers."""
-
-    __slots__ = ("_copy",)
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._copy, self.live = copy.copy(value), False
-
-    @override
-    def new(self, run: Rebuilding) -> Any:
-        new = run.built[self.identity] = copy.copy(self._copy)
+        new = run.built[self.identity] = self._give()
         return new
-
-
-class IteratorNode(Composite):
-    """An iterator that cannot be copied: used as it is, unless it was read since.
-
-    It holds the iterator: of most of them there are no weak references.
-    """
-
-    __slots__ = ("_then", "_value", "_what")
-
-    def __init__(self, value: Any, what: str) -> None:
-        super().__init__()
-        self._value, self._what, self.live = value, what, False
-        self._then = _progress_of(value)
-
-    @override
-    def new(self, run: Rebuilding) -> Any:
-        """Return the iterator, or what raises an error as soon as it is read."""
-        is_same = _progress_of(self._value) == self._then
-        new = self._value if is_same else _spent(self._what)
-        run.built[self.identity] = new
-        return new
-
-
-def _progress_of(value: Any) -> Any:
-    """Return what tells how far an iterator was read, where that can be told."""
-    kind = type(value)
-    if kind is types.GeneratorType:
-        frame = value.gi_frame
-        # A generator that runs is around this call, which cannot read it.
-        if frame is None or value.gi_running:
-            return frame is None
-        return frame.f_lasti, [*map(_progress_of, frame.f_locals.values())]
-    if kind in COPIED_ITERATORS:
-        return operator.length_hint(value)
-    if kind in _ADAPTERS:
-        return [*map(_progress_of, value.__reduce__()[1])]
-    return value if kind in INERT else id(value)
-
-
-_ADAPTERS = (zip, map, filter, enumerate)
-
-
-def _spent(what: str) -> Iterator[None]:
-    raise RecomputeError(_SPENT.format(what=what))
-    yield  # a generator, then
-
-
-_SPENT = (
-    "remat: a recompute reads {what}, which the forward has read already. Pass "
-    "what was read as an argument, or make the iterator inside the function."
-)
 
 
 # --- Values that only their own class can take apart ---
@@ -327,16 +166,12 @@ class RegisteredNode(MadeNode):
         return taken_apart(value, self._how)[0]
 
 
-def _put_together(how: Registered, *parts: Any) -> Any:
+def _put_together(how: Registered, parts: Sequence[Any]) -> Any:
     return how.unflatten(parts[-1], [*parts[:-1]])
 
 
 def taken_apart(value: Any, how: Registered) -> tuple[list[Any], Any]:
-    """Return the children of an instance, and what else it is rebuilt from.
-
-    Raises:
-        CaptureError: its class is registered with a function that returns no such pair.
-    """
+    """Return the children of an instance, and what else it is rebuilt from."""
     found: Any = how.flatten(value)
     try:
         children, context = found[:2]

@@ -10,7 +10,6 @@ Rejected: exchanging the parameters of the user's own modules while the function
 """
 
 import operator
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +18,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.errors import CaptureError
-from remat._capture.callables import EMPTY, CellNode, FunctionNode, content_of
-from remat._capture.containers import DictNode, RegisteredNode, SequenceNode
+from remat._capture.callables import CellNode, FunctionNode
+from remat._capture.container_kinds import container_kind
+from remat._capture.containers import ContainerNode, RegisteredNode
+from remat._capture.holders import MISSING, content_of
 from remat._capture.modules import HOOKS, REGISTRIES, ModuleNode, ViewNode
 from remat._capture.nodes import Composite, ObjectNode
 from remat._capture.objects import (
@@ -35,13 +36,7 @@ from remat._capture.restore import SnapshotRun
 
 
 class _HeldBefore(NamedTuple):
-    """What a value held before the function ran.
-
-    Attributes:
-        node: that the value was found as.
-        value: the value, or its replica.
-        state: what it held, by key.
-    """
+    """What a value held before the function ran."""
 
     node: Composite
     value: Any
@@ -49,14 +44,7 @@ class _HeldBefore(NamedTuple):
 
 
 class ChangedObject(NamedTuple):
-    """An object that differs from what it was at the call.
-
-    Attributes:
-        node: that it was found as.
-        value: the object, or its replica.
-        before: what it held.
-        now: what it holds.
-    """
+    """An object that differs from what it was at the call."""
 
     node: Composite
     value: Any
@@ -65,13 +53,7 @@ class ChangedObject(NamedTuple):
 
 
 class ForwardRun(SnapshotRun):
-    """The first run of a call.
-
-    Args:
-        tensors: what stands for the tensors found.
-        found: the tensors found, the user's.
-        originals: the user's own value for each node, by the identity of the node.
-    """
+    """The first run of a call."""
 
     is_recompute = False
     __slots__ = ("_found", "_given", "_made", "_noted", "_originals", "_plain")
@@ -156,9 +138,7 @@ class ForwardRun(SnapshotRun):
         return {id(new): originals[id(node)] for node, new in self._made}
 
 
-_MUTABLE = (
-    *(CellNode, DictNode, FunctionNode, ObjectNode, RegisteredNode, SequenceNode),
-)
+_MUTABLE = CellNode, ContainerNode, FunctionNode, ObjectNode, RegisteredNode
 
 
 def _noted(pairs: Iterable[tuple[Any, Any]]) -> list[_HeldBefore]:
@@ -221,14 +201,14 @@ def state_of(node: Composite, value: Any) -> dict[Any, Any]:
         return attributes(value)
     if isinstance(node, CellNode):
         content = content_of(value)
-        return {} if content is EMPTY else {0: content}
+        return {} if content is MISSING else {0: content}
     if isinstance(node, FunctionNode):
         scope = value.__globals__
         return {name: scope[name] for name in node.stores if name in scope}
-    if isinstance(node, DictNode):
-        return dict(value)
     if isinstance(node, RegisteredNode):
         return dict(enumerate(node.now(value)))
+    if isinstance(value, dict):
+        return dict(value)
     if isinstance(value, (set, frozenset)):
         return {id(item): item for item in value}
     return dict(enumerate(value))
@@ -246,14 +226,8 @@ def assign(node: Composite, value: Any, held: dict[Any, Any]) -> None:
         value.cell_contents = held[0]
     elif isinstance(node, FunctionNode):
         value.__globals__.update(held)
-    elif isinstance(node, DictNode):
+    else:
         _refill(value, held)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(held.values())
-    elif isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(held.values())
 
 
 def _in_own_dicts(module: Any, held: dict[Any, Any]) -> dict[str, Any]:
@@ -271,10 +245,11 @@ def _in_own_dicts(module: Any, held: dict[Any, Any]) -> dict[str, Any]:
     return held | {name: own[name] for name in dicts}
 
 
-def _refill(value: dict[Any, Any], held: dict[Any, Any]) -> None:
-    for key in value.keys() - held.keys():
-        del value[key]
-    value.update(held)
+def _refill(value: Any, held: dict[Any, Any]) -> None:
+    """Have a container hold this and nothing else."""
+    how = container_kind(type(value))
+    if how is not None and not how.frozen:
+        how.put_back(value, [*held], [*held.values()])
 
 
 _REGISTERED = (

@@ -23,12 +23,7 @@ from remat._capture.objects import attributes
 
 
 class Rebuilding(Protocol):
-    """What a node asks of a run.
-
-    Attributes:
-        tensors: those of the run, in the order of those found.
-        built: the values made so far, by the identity of those that they stand for.
-    """
+    """What a node asks of a run."""
 
     tensors: Any
     built: dict[int, Any]
@@ -124,18 +119,12 @@ class Composite(Node):
 
 
 class MadeNode(Composite):
-    """A value that a function makes of its parts: a partial, a method, a view.
-
-    Args:
-        make: makes it.
-        parts: what it is given.
-        texts: how each part is written, after the value.
-    """
+    """A value that a function makes of its parts: a partial, a method, a view."""
 
     __slots__ = ("_make", "_parts", "_texts")
 
     def __init__(
-        self, make: Callable[..., Any], parts: list[Any], texts: Sequence[str]
+        self, make: Callable[[list[Any]], Any], parts: list[Any], texts: Sequence[str]
     ) -> None:
         super().__init__()
         self._make, self._parts, self._texts = make, parts, texts
@@ -154,7 +143,7 @@ class MadeNode(Composite):
         parts = self._parts.copy()
         for i, child in self.children.items():
             parts[i] = child.build(run)
-        new = run.built[self.identity] = self._make(*parts)
+        new = run.built[self.identity] = self._make(parts)
         return new
 
 
@@ -176,13 +165,7 @@ def filled(
 
 
 class ObjectNode(Composite):
-    """An object, its children keyed by attribute.
-
-    Attributes:
-        kind: its class.
-        ref: returns it, or None once it is gone.
-        entries: its attributes, without those that are children.
-    """
+    """An object, its children keyed by attribute."""
 
     __slots__ = ("entries", "kind", "ref")
 
@@ -206,12 +189,7 @@ class ObjectNode(Composite):
         return run.make_object(self)
 
     def contents(self, run: Rebuilding, value: Any) -> dict[str, Any]:
-        """Return what it held, around the run's tensors.
-
-        Args:
-            run: the run.
-            value: the object, None if it is gone.
-        """
+        """Return what it held, around the run's tensors."""
         del value
         contents = self.entries.copy()
         for name, child in self.children.items():

@@ -161,12 +161,7 @@ def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_class(then: type | None, now: type) -> None:
-    """Refuse an object whose class was changed, other than by remat.
-
-    Args:
-        then: its class at the call; None if that is gone.
-        now: its class.
-    """
+    """Refuse an object whose class was changed, other than by remat."""
     if then is None or now is then:
         return
     if class_without_us(now) is not class_without_us(then):

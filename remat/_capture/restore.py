@@ -47,14 +47,7 @@ class _View(NamedTuple):
 
 
 class SnapshotRun:
-    """A context in which everything is as it was, for one run.
-
-    Args:
-        tensors: what stands for the tensors found.
-
-    Attributes:
-        is_recompute: whether it is a recompute.
-    """
+    """A context in which everything is as it was, for one run."""
 
     is_recompute = True
 

@@ -36,7 +36,7 @@ from remat._capture.kinds import (
 from remat._capture.nodes import Node, ObjectNode, TensorNode
 from remat._capture.objects import by_class, defines
 from remat._capture.paths import Path, written
-from remat._capture.search import CallSearch, visit_registered, visit_sequence
+from remat._capture.search import CallSearch, visit_container, visit_registered
 from remat._capture.stream_search import is_stream
 from remat._capture.walk import Visit
 
@@ -59,13 +59,7 @@ NOTHING = Own({}, {}, ())
 
 
 class Hidden(NamedTuple):
-    """A value in a result, in which remat cannot see.
-
-    Attributes:
-        kind: its class.
-        where: how it is written, after the result.
-        why: what is wrong with it, and what to do; "" if it may hold no tensor.
-    """
+    """A value in a result, in which remat cannot see."""
 
     kind: type
     where: str
@@ -86,12 +80,7 @@ class Hidden(NamedTuple):
 
 
 class OwnNode(Node):
-    """A value of the user's, of which the run had a replica.
-
-    Args:
-        value: the value.
-        node: of it, if it holds tensors of the run.
-    """
+    """A value of the user's, of which the run had a replica."""
 
     __slots__ = ("_node", "_value")
 
@@ -104,16 +93,7 @@ class OwnNode(Node):
 
 
 class ResultWalk(CallSearch):
-    """A walk over one result.
-
-    Args:
-        own: what the user had before.
-
-    Attributes:
-        tensors: those found, each once.
-        places: where a tensor was found, and its index among those.
-        hidden: the values in which it cannot see.
-    """
+    """A walk over one result."""
 
     __slots__ = ("_later", "_own", "hidden", "places", "tensors")
 
@@ -161,7 +141,7 @@ class ResultWalk(CallSearch):
         if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_buffer(kind):
             return visit_nothing
         if _gives_parts(kind):
-            return visit_parts
+            return visit_iterated
         visit = CallSearch.visit_of(kind)
         return visit_instance if visit.__name__ == "visit_object" else visit
 
@@ -242,7 +222,7 @@ def visit_lazy(walk: Any, value: Any, path: Path) -> None:
 def visit_set(walk: Any, value: Any, path: Path) -> Node | None:
     """Walk a set, which must not have several tensors: their order is by chance."""
     before = len(walk.tensors)
-    node = visit_sequence(walk, value, path)
+    node = visit_container(walk, value, path)
     if len(walk.tensors) > before + 1:
         walk.hide(value, path, _SET)
     return node
@@ -254,7 +234,7 @@ def visit_hidden(walk: Any, value: Any, path: Path) -> None:
     walk.hide(value, path, _HOLDS if _tensors_behind(value, []) else "")
 
 
-def visit_parts(walk: Any, value: Any, path: Path) -> None:
+def visit_iterated(walk: Any, value: Any, path: Path) -> None:
     """Leave an iterator or a view as it is, unless it may give tensors."""
     walk.remember(value, None)
     walk.hide(value, path, _GIVES if walk.may_give_tensors(value) else "")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
-from remat._capture.containers import FACTORY, DictNode
+from remat._capture.containers import FACTORY, ContainerNode
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import set_attributes
 from remat._capture.paths import Path, written
@@ -28,17 +28,7 @@ from remat._torch import are_sizes_equal, is_below_tracer
 
 
 class Result:
-    """A result, taken apart.
-
-    Args:
-        value: the result.
-        own: what the user had before, where that may be in it.
-
-    Attributes:
-        tensors: those found, each once.
-        places: the path of each, and its index among those.
-        own: see above.
-    """
+    """A result, taken apart."""
 
     __slots__ = ("_node", "_value", "_walk", "own", "places", "tensors")
 
@@ -81,13 +71,7 @@ class Result:
 
 
 class Emptied:
-    """A result without its tensors.
-
-    Args:
-        value: the result.
-        node: of it, None if nothing is to be put in.
-        values: each value walked, by the identity of its node.
-    """
+    """A result without its tensors."""
 
     __slots__ = ("_node", "_value", "_values")
 
@@ -107,12 +91,7 @@ class Emptied:
 
 
 class _PuttingIn:
-    """Puts tensors in. What it changes it changes last: that may refer to itself.
-
-    Args:
-        tensors: to put in.
-        values: as of `Emptied`.
-    """
+    """Puts tensors in. What it changes it changes last: that may refer to itself."""
 
     __slots__ = ("_changed", "_values", "built", "tensors")
 
@@ -175,7 +154,7 @@ def _change(node: Any, value: Any, build: _Build) -> None:
 
 
 def _change_dict(
-    node: DictNode, value: dict[Any, Any], build: _Build, items: dict[int, Any]
+    node: ContainerNode, value: dict[Any, Any], build: _Build, items: dict[int, Any]
 ) -> None:
     # Past a method of the user's, which may do more than set an item.
     base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
@@ -239,11 +218,7 @@ class Out:
         return [outs[s] if s >= 0 else inputs[~s] for s in self._of_tensors]
 
     def split_again(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
-        """Take the result of a recompute apart, which must be built like this.
-
-        Raises:
-            RecomputeError: it is not.
-        """
+        """Take the result of a recompute apart, which must be built like this."""
         if result.places.keys() != self.slots.keys():
             now, then = [*map(_shown, result.places)], [*map(_shown, self.slots)]
             raise RecomputeError(_DIFFERENT.format(now=now, then=then))

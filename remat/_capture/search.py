@@ -14,11 +14,12 @@ Rejected: a snapshot of what a call turns out to use. When that is known it has 
 A method of each node in place of visits: a walk may decide that it needs no node.
 """
 
+import copy
 import enum
 import functools
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,15 +32,10 @@ from remat._base.interpreter import mapping_of
 from remat._base.pytree import REGISTERED, Registered
 from remat._base.types import INERT
 from remat._capture.callables import CellNode, FunctionNode
-from remat._capture.containers import (
-    ContainerNode,
-    CopyNode,
-    DictNode,
-    IteratorNode,
-    LargeNode,
-    RegisteredNode,
-    SequenceNode,
-)
+from remat._capture.compared import Iterated, Large
+from remat._capture.container_kinds import container_kind
+from remat._capture.containers import ContainerNode, RegisteredNode, WholeNode
+from remat._capture.holders import made_of, parts_of
 from remat._capture.kinds import (
     COPIED_ITERATORS,
     SEQUENCES,
@@ -84,51 +80,36 @@ def visit_as_it_is(walk: ValueWalk, value: Any, path: Path) -> None:
 # --- Containers ---
 
 
-def visit_sequence(walk: ValueWalk, value: Any, path: Path) -> Node | None:
-    """Walk the items of a list, tuple, set, frozenset or deque."""
+def visit_container(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk the keys and the items of a container."""
+    kind, found = type(value), walk.found
     if _is_compared(value):
-        return _visit_large(walk, value, path)
-    found = walk.found
-    is_fixed = isinstance(value, (tuple, frozenset))
-    if is_fixed and type(value) in SEQUENCES and INERT.issuperset(map(type, value)):
+        return _visit_whole(walk, value, Large(value, _name(path)).as_it_was)
+    how = container_kind(kind)
+    assert how is not None
+    if how.frozen and kind in SEQUENCES and INERT.issuperset(map(type, value)):
         found.note_constants(value)
         return None
-    node = SequenceNode(value)
-    walk.remember(value, node)
-    found.note_constants(node.items)
-    _walk_items(walk, node, range(len(node.items)), path)
-    walk.walk_parts(value, node, path)
-    if is_fixed and not (node.children or node.tensors):
-        walk.remember(value, None)
-        return None
-    return node
-
-
-def visit_dict(walk: ValueWalk, value: Any, path: Path) -> Node:
-    """Walk the keys and the items of a dict."""
-    if _is_compared(value):
-        return _visit_large(walk, value, path)
-    node = DictNode(value)
+    node = ContainerNode(value, how)
     walk.remember(value, node)
     keys = node.keys
-    walk.found.note_constants((*keys, *node.items))
+    found.note_constants((*keys, *node.items))
     for i, key in enumerate(keys):
         if type(key) not in INERT:
             child = walk.visit(key, path)
             if child is not None:
                 node.hold_key(i, child)
-    _walk_items(walk, node, keys, path)
-    return walk.walk_parts(value, node, path)
-
-
-def _walk_items(
-    walk: ValueWalk, node: ContainerNode, keys: Sequence[Any], path: Path
-) -> None:
+    names = keys if how.keyed else range(len(node.items))
     for i, part in enumerate(node.items):
         if type(part) not in INERT:
-            child = walk.visit(part, (path, keys[i], None))
+            child = walk.visit(part, (path, names[i], None))
             if child is not None:
                 node.hold_item(i, child)
+    walk.walk_parts(value, node, path)
+    if how.frozen and not (node.children or node.tensors):
+        walk.remember(value, None)
+        return None
+    return node
 
 
 def _is_compared(value: Any) -> bool:
@@ -139,8 +120,8 @@ def _is_compared(value: Any) -> bool:
     return INERT.issuperset({*map(type, value), *map(type, items)})
 
 
-def _visit_large(walk: ValueWalk, value: Any, path: Path) -> Node:
-    node = LargeNode(value, _name(path))
+def _visit_whole(walk: ValueWalk, value: Any, give: Callable[[], Any]) -> Node:
+    node = WholeNode(give)
     walk.remember(value, node)
     return node
 
@@ -156,17 +137,13 @@ def visit_iterator(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     visit_as_it_is(walk, value, path)
     if len(streams) > before:
         return None  # it draws: its stream is set back, and it is used as it is
-    node = IteratorNode(value, f"the {type(value).__name__} `{_name(path)}`")
-    walk.remember(value, node)
-    return node
+    return _visit_whole(walk, value, Iterated(value, _name(path)).again)
 
 
 def visit_copied(walk: ValueWalk, value: Any, path: Path) -> Node:
     """Copy an iterator or a buffer."""
     del path
-    node = CopyNode(value)
-    walk.remember(value, node)
-    return node
+    return _visit_whole(walk, value, functools.partial(copy.copy, copy.copy(value)))
 
 
 def visit_buffer(walk: ValueWalk, value: Any, path: Path) -> Node | None:
@@ -217,26 +194,17 @@ def visit_builtin(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     owner = value.__self__
     if owner is None or isinstance(owner, types.ModuleType):
         return None
-    node = MadeNode(getattr, [owner, value.__name__], ("self", ""))
-    return walk.walk_fixed(value, node, path)
+    return visit_parts(walk, value, path)
 
 
-def visit_method(walk: ValueWalk, value: types.MethodType, path: Path) -> Node | None:
-    """Walk the owner and the function of a bound method."""
-    parts = [value.__func__, value.__self__]
-    node = MadeNode(types.MethodType, parts, ("", "self"))
-    return walk.walk_fixed(value, node, path)
+def visit_parts(walk: ValueWalk, value: Any, path: Path) -> Node | None:
+    """Walk what a partial, a method or a read-only view is made of."""
+    make = functools.partial(made_of, type(value))
+    texts = ("", "self") if type(value) in _METHODS else ("", "", "")
+    return walk.walk_fixed(value, MadeNode(make, [*parts_of(value)], texts), path)
 
 
-def visit_partial(walk: ValueWalk, value: Any, path: Path) -> Node | None:
-    """Walk the function and the arguments of a partial."""
-    kind, parts = type(value), [value.func, value.args, value.keywords]
-    make = functools.partial(_made_partial, kind)
-    return walk.walk_fixed(value, MadeNode(make, parts, ("", "", "")), path)
-
-
-def _made_partial(kind: Any, fn: Any, args: Any, keywords: Any) -> Any:
-    return kind(fn, *args, **keywords)
+_METHODS = types.MethodType, types.BuiltinFunctionType
 
 
 def visit_wrapper(walk: ValueWalk, value: Any, path: Path) -> Node | None:
@@ -244,8 +212,8 @@ def visit_wrapper(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     walk.found.code.append(value.__remat_options__[-1].key)
     kind, rest = type(value), value.__remat_options__
 
-    def make(fn: Any) -> Any:
-        return kind(fn, *rest)
+    def make(parts: list[Any]) -> Any:
+        return kind(*parts, *rest)
 
     return walk.walk_fixed(value, MadeNode(make, [value.__wrapped__], ("",)), path)
 
@@ -281,11 +249,9 @@ def visit_registered(walk: ValueWalk, value: Any, how: Registered, path: Path) -
 
 def visit_proxy(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk the mapping that a read-only view is of."""
-    mapping = mapping_of(value)
-    if mapping is None:
+    if mapping_of(value) is None:
         return visit_as_it_is(walk, value, path)
-    node = MadeNode(types.MappingProxyType, [mapping], ("",))
-    return walk.walk_fixed(value, node, path)
+    return visit_parts(walk, value, path)
 
 
 def look_at_class(walk: ValueWalk, kind: type) -> None:
@@ -370,7 +336,7 @@ def _visit_script_module(walk: ValueWalk, module: Any, path: Path) -> None:
 
 _OF_CLASS: dict[type, Visit] = {
     types.FunctionType: visit_function,
-    types.MethodType: visit_method,
+    types.MethodType: visit_parts,
     types.CellType: visit_cell,
     types.SimpleNamespace: visit_object,
     types.BuiltinFunctionType: visit_builtin,
@@ -384,9 +350,8 @@ _OF_SUBCLASSES: tuple[tuple[Any, Visit], ...] = (
     (Tensor, visit_tensor),
     (nn.Module, visit_module),
     ((types.ModuleType, type, enum.Enum), visit_as_it_is),
-    (functools.partial, visit_partial),
-    (SEQUENCES, visit_sequence),
-    (dict, visit_dict),
+    (functools.partial, visit_parts),
+    ((*SEQUENCES, dict), visit_container),
 )
 
 

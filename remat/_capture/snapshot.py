@@ -35,15 +35,8 @@ from remat._torch import (
 class Snapshot:
     """What a call refers to.
 
-    Args:
-        fn: the function.
-        label: what errors call it.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        search: to find with; it holds the tensors found.
-
     Attributes:
-        label: see above.
+        label: what errors call it.
         origins: the path of each tensor found.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.

@@ -34,6 +34,7 @@ from remat._base.code import (
     known_code,
 )
 from remat._base.types import INERT, TENSORS
+from remat._capture.holders import PARTS, parts_of
 from remat._capture.kinds import SEQUENCES, is_rematerialized
 from remat._capture.objects import attributes, by_class, defines
 from remat._torch import default_generators, is_compiled
@@ -76,14 +77,7 @@ def has_user_code(cls: type) -> bool:
 
 
 class StreamSearch:
-    """The streams that one call can reach.
-
-    Attributes:
-        streams: each, by the identity of the object.
-        handles_states: whether code that was walked reads or sets states itself.
-        compiled: whether something walked is code that torch.compile or TorchScript
-            made.
-    """
+    """The streams that one call can reach."""
 
     __slots__ = (
         *("_is_walking", "_left", "_seen", "_todo"),
@@ -177,12 +171,8 @@ class StreamSearch:
         if kind is types.FunctionType:
             self.look_deeply(value)
             return ()
-        if kind is types.MethodType:
-            return value.__func__, value.__self__
-        if kind is property:
-            return (value.fget,)
-        if kind in (staticmethod, classmethod):
-            return (value.__func__,)
+        if issubclass(kind, PARTS):
+            return parts_of(value)
         if issubclass(kind, _CONTAINERS):
             return _parts_of_container(value)
         if is_rematerialized(kind):
@@ -190,8 +180,6 @@ class StreamSearch:
         return self._parts_of_object(kind, value)
 
     def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
-        if issubclass(kind, weakref.ref):
-            return (value(),)
         if kind is ContextVar:
             return (value.get(None),)
         if defines(kind, "__self__"):  # a method of an extension class

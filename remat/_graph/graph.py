@@ -32,12 +32,7 @@ from remat._torch import AccumulateGrad, saved_by, unpack_hooks_of
 def nodes_of(
     outs: Iterable[Any], ends: Container[Any] = ()
 ) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yield the nodes that outputs lead to, each with the tensors that it saved.
-
-    Args:
-        outs: the outputs.
-        ends: nodes to stop at, which are of other graphs.
-    """
+    """Yield the nodes that outputs lead to, each with the tensors that it saved."""
     roots = {o.grad_fn for o in outs if o is not None and o.requires_grad}
     todo = [node for node in roots if node is not None]
     seen = {*todo}

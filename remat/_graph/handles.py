@@ -79,11 +79,7 @@ class VersionedTensor:
         self.tensor, self.version, self.reach = tensor, version, reach
 
     def unpacked(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            MutationError: it was changed in place.
-        """
+        """Return the tensor."""
         tensor, version = self.tensor, self.version
         if version is not None and tensor._version != version:
             raise MutationError(self._changed())

@@ -77,11 +77,7 @@ class Residual(ReadOnce):
             self._tensor = self._tensor.detach()
 
     def value(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            MutationError: it was changed in place.
-        """
+        """Return the tensor."""
         if self._unpack is not None:
             return self.once(functools.partial(self._unpack, self._tensor))
         if base_tensor(self._tensor)._version != self._version:
@@ -117,9 +113,6 @@ class Offloads:
     """The residuals of a call that are kept elsewhere, in the order of the forward.
 
     A backward reads them from the end. While it uses one, the one before is fetched.
-
-    Attributes:
-        stored: what stands for each: of a DTensor, for what is inside.
     """
 
     __slots__ = ("_fetched", "_origins", "_wrap", "stored")

@@ -4,14 +4,12 @@ In: a function and its arguments. Out: a context in which all that they reach ho
 it held at the call.
 
     reach       all of this for one call, and the context of one run
-    roots       one root of a call; iterators and large containers, which stay
+    roots       one root of a call
     given       the function and the arguments, put aside and made again
     exchange    has holders hold what they held, in place, and puts them back
     contents    what holders held at a call, and what a forward changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
-    containers  how lists, dicts and sets are read and written
-    holders     how cells, globals, classes, slots are read and written
 
 Called by `_transform`, for calls under base autograd.
 """

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
+from remat._capture.holders import FUNCTIONS, MISSING, Kind, dict_of
 from remat._capture.kinds import COPIED_ITERATORS
-from remat._live.holders import FUNCTIONS, MISSING, Kind, dict_of
 from remat._live.layout import Layout, Taken
 from remat._live.walk import is_opaque
 
@@ -49,14 +49,7 @@ def at(number: int) -> At:
 
 
 class Ref:
-    """In place of a value that is not held.
-
-    Attributes:
-        id: its identity.
-        kind: gives its class.
-        ref: gives it, or None; None where there are no weak references of its class.
-        limit: how long it may get: of a deque.
-    """
+    """In place of a value that is not held."""
 
     __slots__ = ("id", "kind", "limit", "ref")
 

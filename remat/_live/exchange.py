@@ -19,26 +19,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat._base.errors import RecomputeError
+from remat._capture.container_kinds import container_kind
+from remat._capture.holders import GONE, SCOPES, Kind, without_contents
 from remat._capture.objects import check_class
-from remat._live.containers import container_kind
 from remat._live.contents import At, Contents, Holder, Ref, Span
-from remat._live.holders import GONE, SCOPES, Kind, without_contents
 from remat._live.layout import Layout, groups_of
 
 
 class Exchange:
-    """What the holders of one layout are given for one run.
-
-    Args:
-        layout: that of a root.
-        contents: what the holders held.
-        effects: the holders that the forward changed; None if that is not known.
-        namespaces: of the functions.
-        tensors: what stands for the tensors, by number.
-        special: what stands for iterators, by position.
-        made: what was revived so far, by the identity of what it stands for.
-        exchanges: whether some of these tensors are others than at the call.
-    """
+    """What the holders of one layout are given for one run."""
 
     def __init__(
         self,
@@ -144,12 +133,7 @@ class Exchange:
         return keys
 
     def found(self, kept: Ref, here: Any) -> Any:
-        """Return a value that was not held: itself, or what was revived.
-
-        Args:
-            kept: in place of it.
-            here: what is in its place now.
-        """
+        """Return a value that was not held: itself, or what was revived."""
         if kept.is_of(here) and not self._exchanges:
             return here
         made = self._made.get(kept.id)

@@ -22,6 +22,14 @@ from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
 from remat._base.types import INERT, TENSORS
+from remat._capture.container_kinds import (
+    CONTAINERS,
+    FACTORIES,
+    OWNED,
+    Items,
+    container_kind,
+)
+from remat._capture.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
 from remat._capture.kinds import COPIED_ITERATORS, is_buffer
 from remat._capture.objects import set_attributes, slots_of
 from remat._capture.stream_search import (
@@ -30,9 +38,7 @@ from remat._capture.stream_search import (
     has_user_code,
     is_stream,
 )
-from remat._live.containers import CONTAINERS, FACTORIES, OWNED, Items, container_kind
 from remat._live.contents import FIRST, At, Ref, at
-from remat._live.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
 from remat._live.walk import has_objects, is_of_library, is_used_as_it_is
 
 
@@ -78,16 +84,7 @@ def _attributes_of(value: Any, how: Kind) -> dict[str, Any]:
 
 
 class Given:
-    """What a call is given.
-
-    Attributes:
-        tensors: each once, in order.
-        roots: what has a layout.
-        buffers: the buffers of numbers.
-        search: for random streams; None while nothing leads to one.
-        index: the numbers of the tensors, by their identity.
-        has_containers: whether there are containers that may be changed.
-    """
+    """What a call is given."""
 
     __slots__ = (
         *("_boxes", "_todo", "buffers", "has_containers", "index", "roots"),
@@ -261,13 +258,7 @@ _PUT_ASIDE = Ref, Box, Copied
 
 
 class Building:
-    """What was given, made again for one run.
-
-    Args:
-        tensors: what stands for the tensors.
-        found: returns a value that was not copied.
-        container: returns one that an owner leads to, or None.
-    """
+    """What was given, made again for one run."""
 
     def __init__(self, tensors: Sequence[Any], found: Any, container: Any) -> None:
         self._tensors, self._found, self._container = tensors, found, container

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from remat._base.code import static_of
 from remat._base.interpreter import identities
 from remat._base.types import INERT, TENSORS
-from remat._live.containers import ATTRIBUTES
-from remat._live.holders import (
+from remat._capture.container_kinds import ATTRIBUTES
+from remat._capture.holders import (
     CELLS,
     CLASSES,
     FUNCTIONS,
@@ -129,11 +129,7 @@ class Layout:
         self.last: Any = None
 
     def holders(self, owners: list[Any]) -> Holders:
-        """Return what owners hold by.
-
-        Raises:
-            AttributeError: an owner is gone.
-        """
+        """Return what owners hold by."""
         try:
             tables = [owner.__dict__ for owner in owners[: self._dicted]]
         except Exception:  # noqa: BLE001 - whatever a proxy raises
@@ -169,11 +165,7 @@ class Layout:
         return [hook for hooks in dicts for hook in hooks.values()]
 
     def check_hooks(self, owners: Sequence[Any]) -> None:
-        """Check that no module has hooks of a kind that it had none of at the walk.
-
-        Raises:
-            MovedError: one has.
-        """
+        """Check that no module has hooks of a kind that it had none of at the walk."""
         for i, names in self._vacant:
             held = vars(owners[i])
             if any(held[name] for name in names):
@@ -265,11 +257,7 @@ def groups_of(holders: Holders) -> list[Group]:
 
 
 def take(layout: Layout) -> Taken:
-    """Return what the holders of a layout hold now.
-
-    Raises:
-        MovedError: something is not where it was.
-    """
+    """Return what the holders of a layout hold now, where they were found, or raise."""
     try:
         owners = [ref() for ref in layout.owners]
         taken = Taken(owners, layout.holders(owners))

@@ -26,13 +26,13 @@ from remat._base.code import is_library
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
+from remat._capture.container_kinds import CONTAINERS
 from remat._capture.kinds import is_spent_by_use
 from remat._capture.modules import HOOKS
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, spent
 from remat._capture.stream_search import has_user_code
-from remat._live.containers import CONTAINERS
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
@@ -50,14 +50,8 @@ _PARAMETERS = frozenset({nn.Parameter})
 class Reach:
     """What a call reaches.
 
-    Args:
-        fn: the function.
-        label: what messages call it.
-        args: its arguments.
-        kwargs: its keyword arguments.
-
     Attributes:
-        label: see above.
+        label: what messages call it.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether a module holds it.
         hooks: how many hooks had been set anywhere.
@@ -67,9 +61,6 @@ class Reach:
         is_lazy: whether some module has no parameters yet.
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
-
-    Raises:
-        CaptureError: an argument can be read only once.
     """
 
     __slots__ = (
@@ -209,12 +200,7 @@ class Reach:
     # --- A recompute ---
 
     def restored(self, tensors: Sequence[Any], values: Sequence[Any]) -> "Running":
-        """Return a context in which everything holds what it held at the call.
-
-        Args:
-            tensors: to run on.
-            values: what the call saved of its inputs; of parameters, these themselves.
-        """
+        """Return a context in which everything holds what it held at the call."""
         exchanges, first = False, self.first_parameter
         if self._roots:  # of which holders may have to hold other tensors
             originals = (*(ref() for ref in self._refs), *values[first:])
@@ -301,15 +287,7 @@ def _itself(kept: Any) -> Any:
 
 
 class Running:
-    """A run of a call, as a context.
-
-    Args:
-        roots: of the call.
-        buffers: the buffers of numbers that it reaches, with their bytes then.
-        hooks: how many hooks had been set anywhere at the call.
-        tensors: to run on.
-        exchanges: whether some of these are others than at the call.
-    """
+    """A run of a call, as a context."""
 
     __slots__ = (
         *("_buffers", "_exchanges", "_first", "_hooks", "_made", "_now", "_roots"),

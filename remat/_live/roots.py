@@ -9,46 +9,26 @@ may put others in their places.
 Rejected: to compare along the paths again. A path may lead elsewhere by then.
 """
 
-import ast
 import contextlib
-import copy
-import itertools
 import operator
-import types
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
-from remat._base.errors import RecomputeError
-from remat._base.interpreter import repeated_by
-from remat._base.tensors import versions_of
-from remat._base.types import INERT
-from remat._capture.kinds import COPIED_ITERATORS, is_buffer
-from remat._capture.objects import by_class
-from remat._capture.stream_search import StreamSearch
-from remat._live.containers import container_kind
+from remat._capture.compared import Iterated, Large
+from remat._capture.container_kinds import container_kind
+from remat._capture.holders import MovedError
+from remat._capture.kinds import is_buffer
 from remat._live.contents import Contents, Holder
 from remat._live.exchange import Exchange
-from remat._live.holders import MISSING, MovedError
 from remat._live.layout import Layout, Taken, lay_out, take
 
 
 class Root:
-    """What one root reached at a call.
-
-    Attributes:
-        layout: of the root.
-        contents: what the holders held.
-        entries: the numbers in the call of its tensors, or of those that are no
-            parameters.
-        first: the number of its first parameter; None if `entries` are of all tensors.
-        buffers: the buffers of numbers that it reaches.
-        large: the large containers, by position.
-    """
+    """What one root reached at a call."""
 
     __slots__ = (
         *("_effects", "_held", "_iterators", "_namespaces", "_taken", "buffers"),
@@ -59,6 +39,8 @@ class Root:
         self.layout, self.contents = layout, contents
         self._taken: Taken | None = taken
         self._effects: set[Holder] | None = None
+        # The numbers in the call of its tensors, or of those that are no parameters,
+        # and the number of the first parameter, if those have numbers of their own.
         self.entries: Sequence[int] = ()
         self.first: int | None = None
         owners = taken.owners
@@ -114,11 +96,7 @@ class Root:
     # --- For a recompute ---
 
     def as_it_was(self, tensors: Sequence[Any]) -> Taken | None:
-        """Return what is held now, if a run needs no exchange; else None.
-
-        Args:
-            tensors: that the run is on: all of the call.
-        """
+        """Return what is held now, if a run needs no exchange; else None."""
         if self._effects is None or self._effects or self._iterators:
             return None
         try:
@@ -134,13 +112,7 @@ class Root:
     def exchange(
         self, tensors: Sequence[Any], made: dict[int, Any], *, exchanges: bool
     ) -> Exchange:
-        """Return what has all that the root reaches hold what it held.
-
-        Args:
-            tensors: see above.
-            made: what was revived so far.
-            exchanges: whether some tensors are others than at the call.
-        """
+        """Return what has all that the root reaches hold what it held."""
         return Exchange(
             self.layout,
             self.contents,
@@ -194,11 +166,7 @@ def _root_of(value: Any) -> Root:
 
 
 def _root_with(layout: Layout) -> Root | None:
-    """Return what a root reached, by its layout; None if that fits no more.
-
-    Raises:
-        MovedError: it does not fit.
-    """
+    """Return what a root reached, by its layout; None if that fits no more."""
     taken, last = take(layout), layout.last  # which other threads may replace
     layout.hooks_known = RemovableHandle.next_id
     if not last.are_in(taken):
@@ -209,149 +177,3 @@ def _root_with(layout: Layout) -> Root | None:
 
 
 _NO_LAYOUT: Any = None, None
-
-
-# --- Iterators and large containers, which are not put back like other values ---
-
-# To copy them in each call would cost what they hold. A recompute that would read one
-# in another state gets an error.
-
-
-class Iterated:
-    """An iterator, as far as it was read at a call."""
-
-    __slots__ = ("_copy", "_name", "_spent", "_stays")
-
-    def __init__(self, value: Any, name: str) -> None:
-        self._name = f"the {type(value).__name__} `{name}`"
-        self._stays = _gives_streams(value)
-        self._copy = value if self._stays else _copy_of(value)
-        self._spent = _Spent(value, self._name)
-
-    def again(self) -> Any:
-        """Return an iterator that was read as far, or one that must not be read."""
-        if self._stays:
-            return self._copy
-        if self._copy is MISSING:
-            return self._spent
-        return _copy_of(self._copy)
-
-
-def _gives_streams(value: Any) -> bool:
-    """Say whether an iterator gives streams: the same one again, most often.
-
-    That is put back, so the iterator may stay as it is.
-    """
-    search = StreamSearch()
-    search.walk(value)
-    return bool(search.streams) and type(value) is not itertools.cycle
-
-
-def _copy_of(value: Any) -> Any:
-    """Return an iterator that gives what this one gives; MISSING if that cannot be."""
-    kind = type(value)
-    if kind in COPIED_ITERATORS:
-        return copy.copy(value)
-    if kind is itertools.count:
-        # Python 3.14 cannot copy it.
-        try:
-            start = ast.literal_eval(repr(value).removeprefix("count"))
-        except (SyntaxError, ValueError):
-            return MISSING
-        return itertools.count(*start if isinstance(start, tuple) else (start,))
-    if kind is itertools.repeat:
-        left = operator.length_hint(value, -1)
-        if left < 0:
-            return value
-        item = repeated_by(value)
-        if type(item) in INERT:
-            return itertools.repeat(item, left)
-    return MISSING
-
-
-class _Spent:
-    """In place of an iterator: an error where that is read, and else like it.
-
-    A cursor of a database, or a reader of a file, has other methods, too. Such a one is
-    held. Any other may hold a graph.
-    """
-
-    __slots__ = ("_kind", "_name", "_value")
-
-    def __init__(self, value: Any, name: str) -> None:
-        self._kind, self._name = type(value), name
-        self._value = value if _has_methods(self._kind) else None
-
-    @property
-    @override
-    def __class__(self) -> Any:  # pyrefly: ignore[bad-override]
-        return self._kind
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        raise RecomputeError(_SPENT.format(name=self._name))
-
-    def send(self, _: Any) -> Any:
-        return next(self)
-
-    def throw(self, *_: Any) -> Any:
-        return next(self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._value, name)
-
-
-@by_class
-def _has_methods(kind: type) -> bool:
-    """Say whether a class has attributes that iterators and generators do not have."""
-    names = {name for cls in kind.__mro__ for name in cls.__dict__}
-    return any(not name.startswith("_") for name in names - _OF_GENERATORS)
-
-
-_OF_GENERATORS = {*dir(types.GeneratorType)}
-
-
-class Large:
-    """A container of many numbers, words and tensors: not copied, only compared."""
-
-    __slots__ = ("_name", "_versions", "keys", "kind", "value", "values")
-
-    def __init__(self, value: Any, name: str) -> None:
-        kind = container_kind(type(value))
-        assert kind is not None
-        self.value, self.kind, self._name = value, kind, name
-        self.keys, self.values = tuple(kind.keys([value])), tuple(kind.values([value]))
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int | None]:
-        return versions_of([v for v in self.values if isinstance(v, Tensor)])
-
-    def has_grown(self) -> bool:
-        """Say whether something was added to its end since.
-
-        Raises:
-            RecomputeError: it changed in another way.
-        """
-        keys, values = self.kind.keys([self.value]), [*self.kind.values([self.value])]
-        added = len(values) - len(self.values)
-        is_same = added >= 0 and all(map(operator.is_, values, self.values))
-        is_same = is_same and all(map(operator.is_, keys, self.keys))
-        is_set = isinstance(self.value, (set, frozenset))
-        if not is_same or (added and is_set) or self._versions_now() != self._versions:
-            count = f"{len(values):,}"
-            raise RecomputeError(_LARGE.format(name=self._name, count=count))
-        return added > 0
-
-
-_SPENT = (
-    "remat: a recompute reads {name}, which the forward may have read already. Pass "
-    "what was read as an argument, or make the iterator inside the function."
-)
-_LARGE = (
-    "remat: `{name}` changed since the call. It has {count} entries, too many to be "
-    "copied in each call, and a recompute would read it as it is now. Pass what is "
-    "needed of it as an argument, or change it after the backward; if the function "
-    "changes it, outside of the function."
-)

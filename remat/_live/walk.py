@@ -21,6 +21,18 @@ from torch.nn.parameter import is_lazy
 from remat._base.code import is_library, known_code
 from remat._base.interpreter import nested
 from remat._base.types import INERT, TENSORS
+from remat._capture.container_kinds import CONTAINERS, FACTORIES, OWNED, container_kind
+from remat._capture.holders import (
+    CELLS,
+    MISSING,
+    PART,
+    PARTS,
+    SLOTS,
+    Kind,
+    dict_of,
+    parts_of,
+    value_of,
+)
 from remat._capture.kinds import (
     COPIED_ITERATORS,
     can_be_made_anew,
@@ -38,18 +50,6 @@ from remat._capture.stream_search import (
     is_scripted,
     is_stream,
     user_bases,
-)
-from remat._live.containers import CONTAINERS, FACTORIES, OWNED, container_kind
-from remat._live.holders import (
-    CELLS,
-    MISSING,
-    PART,
-    PARTS,
-    SLOTS,
-    Kind,
-    dict_of,
-    parts_of,
-    value_of,
 )
 from remat._torch import is_compiled
 

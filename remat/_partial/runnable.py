@@ -28,7 +28,7 @@ from remat._torch import SNAPSHOT, LeanDispatchMode, call_kernel, kernel_of
 
 
 # No record has these. A nested call takes snapshots of what it may update (see
-# `_transform.buffers`), and how it does so depends on who differentiates it. Autograd
+# `_transform.state`), and how it does so depends on who differentiates it. Autograd
 # asks subclasses for sizes and strides, and how often depends on that, too.
 UNRECORDED = IGNORED | {*SAC_IGNORED_OPS, SNAPSHOT}
 CLONE = torch.ops.aten.clone.default

@@ -99,11 +99,7 @@ def bottoms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 # Deleted by: AOTAutograd counting the changes of a tensor that autograd saved. It makes
 # functions of operations in place, and each detached tensor counts for itself.
 class FunctionalValue:
-    """The value that a tensor has in the graph of AOTAutograd, if it is in one.
-
-    Args:
-        tensor: the tensor, which is not held.
-    """
+    """The value that a tensor has in the graph of AOTAutograd, if it is in one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)

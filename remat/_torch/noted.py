@@ -33,15 +33,7 @@ class Renorm(NamedTuple):
 
 
 class Noted:
-    """What one run does.
-
-    Args:
-        seeds: those that it is to take first: of the forward that it repeats.
-
-    Attributes:
-        seeds: those that it takes, in order.
-        renorms: the changes of weights of embeddings, in order.
-    """
+    """What one run does."""
 
     __slots__ = ("_around", "_next", "renorms", "seeds")
 

@@ -58,12 +58,7 @@ def checkpoint_settings() -> tuple[bool | None, bool | None]:
 
 # Deleted by: contexts of selective checkpointing that tell their policy.
 def selective_policy(context: object) -> Any:
-    """Return the policy of the forward's context of selective checkpointing.
-
-    Returns:
-        A function of torch's kind; or the list of operators, if it was made of one;
-        or None for another context. A subclass may do something else.
-    """
+    """Return the policy of the forward's context of selective checkpointing."""
     if type(context) is not checkpoint._CachingTorchDispatchMode:
         return None
     policy = context.policy_fn

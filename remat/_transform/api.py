@@ -184,11 +184,7 @@ def _decorated(fn: Any, where: str, options: Options) -> Any:
 
 
 def caller(depth: int = 2) -> str:
-    """Return the line of the user's code that called the function that asks.
-
-    Args:
-        depth: how many calls lie between that line and this function.
-    """
+    """Return the line of the user's code that called the function that asks."""
     frame = sys._getframe(depth)
     return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
 
@@ -199,12 +195,7 @@ def options_of(
     rng: Any = "replay",
     higher_order: Any = False,
 ) -> Options:
-    """Check the options of `remat`.
-
-    Raises:
-        TypeError: `policy` is not a policy.
-        ValueError: another option has an unknown value.
-    """
+    """Check the options of `remat`."""
     if prune not in ("auto", True, False):
         raise ValueError(f"remat: prune={prune!r}: use 'auto', True or False")
     if rng not in ("replay", "error"):

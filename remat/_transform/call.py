@@ -152,12 +152,7 @@ class Call:
             return Result(value, Own(run.owners(), tensors, search.known()))
 
     def body(self, fn: BoundFunction, run: ForwardRun) -> Fn:
-        """Return what the forward calls. A hook for who calls the function repeatedly.
-
-        Args:
-            fn: the function, with its arguments.
-            run: the forward.
-        """
+        """Return what the forward calls: a chain calls the function repeatedly."""
         del run
         return fn
 
@@ -175,11 +170,7 @@ class Call:
         return run
 
     def split(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
-        """Return the tensors of a forward's result, and keep its structure.
-
-        Raises:
-            CaptureError: the result holds tensors that cannot be seen.
-        """
+        """Return the tensors of a forward's result, and keep its structure."""
         self.hidden = result.hidden()
         for hidden in self.hidden:
             if hidden.why:

@@ -55,12 +55,7 @@ def changes_of(
 
 
 class Changes(NamedTuple):
-    """What the body of a node changes in place.
-
-    Attributes:
-        inputs: which of its inputs.
-        is_shared: whether another input, or a result, shares memory with one of them.
-    """
+    """What the body of a node changes in place."""
 
     inputs: Sequence[int] = ()
     is_shared: bool = False

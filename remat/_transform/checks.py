@@ -91,13 +91,7 @@ def refuse_changed_inputs(
 def changed_inside(
     origin: CallOrigin, index: int | None, changes: Mapping[int, str] | None = None
 ) -> MutationError:
-    """Return the error that a function changed an input in place.
-
-    Args:
-        origin: of the call: its snapshot, or what it reaches.
-        index: of the input; None if that is not known.
-        changes: the operations that change inputs, by the index of these.
-    """
+    """Return the error that a function changed an input in place."""
     name = "an input" if index is None else origin.name_of(index)
     change = changes.get(index, "") if changes and index is not None else ""
     by = f", by {change}" if change else ""

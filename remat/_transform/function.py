@@ -104,12 +104,6 @@ from remat._torch import (
     wrap_for_grad,
 )
 from remat._transform import checks
-from remat._transform.buffers import (
-    copies_of_buffers,
-    copy_buffers,
-    update,
-    written_to,
-)
 from remat._transform.call import Call
 from remat._transform.changes import changes_of
 from remat._transform.levels import Batch, Dual, Duals
@@ -120,7 +114,14 @@ from remat._transform.reached import (
     reaches_only_inputs,
     sharing_memory,
 )
-from remat._transform.state import CallState, state_of
+from remat._transform.state import (
+    CallState,
+    copies_of_buffers,
+    copy_buffers,
+    state_of,
+    update,
+    written_to,
+)
 
 
 # Cheaper than comprehensions, on a path taken on every call.
@@ -133,13 +134,7 @@ Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
 
 
 class Primal(Program):
-    """A user's call as a program: its first run is the forward, later ones recompute.
-
-    Attributes:
-        call: the call.
-        state: what the forward ran in; None until it has.
-        evaluation: of the forward; None until then.
-    """
+    """A user's call as a program: its first run is the forward, others recompute."""
 
     __slots__ = ("__weakref__", "_counts", "call", "evaluation", "state")
 
@@ -689,13 +684,6 @@ class Vjp(Program):
     """`(*primals, *cotangents) -> gradients` of a program.
 
     It recomputes what it needs and keeps nothing.
-
-    Args:
-        program: to be differentiated.
-        evaluation: of its forward.
-        arity: how many primals the node saved: inputs and residuals.
-        wanted: the inputs to give the gradients of.
-        given: the outputs that have cotangents.
     """
 
     __slots__ = (

@@ -41,12 +41,12 @@ from remat._torch import (
     storage_id,
     unseen,
 )
-from remat._transform.buffers import is_same as has_same_bytes
 from remat._transform.leaves import (
     Effects,
     Memory,
     addresses_of,
     attributes_of,
+    has_same_bytes,
     holding,
     holding_rows,
     memory_of,
@@ -63,14 +63,6 @@ _NOT_OURS = Absent, PackedOutside
 
 class SavedInputs:
     """The inputs of one call.
-
-    Args:
-        inputs: the tensors.
-        needs: which of them require grad.
-        first: from which of them on all are parameters.
-        buffers: those that the function may update, and whether they are registered.
-        hooks: for saved tensors, around the call: a pair, or None.
-        nested: whether those are of a call of remat.
 
     Attributes:
         needs: which of them require grad.
@@ -204,15 +196,7 @@ class SavedInputs:
     def note_changes(
         self, inputs: Sequence[Tensor], renorms: Sequence[Renorm] = ()
     ) -> int | None:
-        """Drop the copies of inputs that did not change.
-
-        Args:
-            inputs: of the call.
-            renorms: what embeddings did to weights in the forward.
-
-        Returns:
-            An input that changed and has no copy; None if there is none.
-        """
+        """Drop the copies of inputs that did not change."""
         now, then = versions_of(inputs), self.versions
         if self._memory:
             self._copy_written(inputs, now)

@@ -66,11 +66,7 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 
 
 class WatchedLeaves:
-    """What a forward may change of leaves, noted before it.
-
-    Args:
-        leaves: the user's own, which the call saves itself.
-    """
+    """What a forward may change of leaves, noted before it."""
 
     __slots__ = ("_hooks", "_leaves", "_state")
 
@@ -79,12 +75,7 @@ class WatchedLeaves:
         self._hooks = RemovableHandle.next_id  # the number of the next hook anywhere
 
     def effects(self, inputs: Sequence[Tensor]) -> Effects:
-        """Return what the forward did to the leaves.
-
-        Args:
-            inputs: of the call. If it set no hook anywhere, and no input has attributes
-                by now, a recompute is taken to set nothing either.
-        """
+        """Return what the forward did to the leaves."""
         now, then = _state_of(self._leaves), self._state
         marks = RemovableHandle.next_id != self._hooks or any(
             map(_attributes_of, inputs)
@@ -153,6 +144,17 @@ def _memory_of(tensor: Tensor) -> Memory | None:
     except RuntimeError:  # it has no memory
         return None
     return address, string_at(address, tensor.nbytes)
+
+
+def has_same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors of the same shape hold the same bytes."""
+    if type(a) is not Tensor or a.device.type == "meta":
+        return not (a._version or b._version)
+    if a.is_quantized:  # torch compares scale and bytes, and crashes on views as bytes
+        return torch.equal(a, b)
+    # No view as bytes can say that a tensor is conjugate.
+    flat = [t.resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*flat)
 
 
 class PreserveGradients:
@@ -255,13 +257,7 @@ def _set_attributes(leaves: Sequence[Tensor], attributes: Any) -> None:
 def preserved_memory(
     leaves: Sequence[Tensor], error: Callable[[int], Exception]
 ) -> Iterator[None]:
-    """Have leaves be in the memory that they were in, after the body.
-
-    Args:
-        leaves: the user's own.
-        error: returns the error for a leaf, by its index, whose values were exchanged:
-            a run inside would start from those that the run before left.
-    """
+    """Have leaves be in the memory that they were in, after the body."""
     befores = [t.data for t in leaves]
     try:
         yield
@@ -313,11 +309,7 @@ def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @contextmanager
 def holding_rows(pairs: Sequence[tuple[Tensor, Sequence[Renorm]]]) -> Iterator[None]:
-    """Have weights of embeddings hold the rows of before a forward, for the body.
-
-    Args:
-        pairs: a weight, and what embeddings did to it from that forward on, in order.
-    """
+    """Have weights of embeddings hold the rows of before a forward, for the body."""
     with renorms_taken_back(), preserved_version(tuple(t for t, _ in pairs)):
         with unseen(), torch.no_grad():
             now = [(t, r.rows, t.detach()[r.rows]) for t, found in pairs for r in found]

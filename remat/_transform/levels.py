@@ -128,12 +128,6 @@ class Batch(Below):
     """A program under vmap: one evaluation computes all examples.
 
     Its `needs` are the inputs that are differentiated only outside the vmap.
-
-    Args:
-        vmap: in_dims, batch size and randomness.
-
-    Attributes:
-        out_dims: where its outputs are batched, once it has run.
     """
 
     __slots__ = ("_found", "_vmap", "out_dims")
@@ -191,14 +185,6 @@ class Dual(Below):
 
     Its `needs` are the inputs that a level above differentiates, or that of the user's
     dual numbers.
-
-    Args:
-        given: the inputs that have tangents.
-
-    Attributes:
-        is_split: whether `needs` has one. Its node is of values alone.
-        count: how many outputs the program has, once it has run.
-        positions: of those that have tangents, once it has run.
     """
 
     __slots__ = ("_given", "_marked", "_versions", "count", "is_split", "positions")
@@ -258,13 +244,7 @@ class Dual(Below):
 
 
 class Duals(NamedTuple):
-    """The inputs of a program in forward mode, from below the level.
-
-    Attributes:
-        primals: all inputs, without tangents.
-        given: those that have tangents, by index.
-        tangents: of those.
-    """
+    """The inputs of a program in forward mode, from below the level."""
 
     primals: Sequence[Tensor]
     given: Sequence[int]
@@ -297,13 +277,7 @@ class Duals(NamedTuple):
 
 
 class DualResults(NamedTuple):
-    """What a program in forward mode gave, taken apart.
-
-    Attributes:
-        outs: the outputs, and what updated inputs held before.
-        tangents: of outputs, by index.
-        evaluation: of the program, without the tangents.
-    """
+    """What a program in forward mode gave, taken apart."""
 
     outs: Sequence[Any]
     tangents: Mapping[int, Tensor]

@@ -48,11 +48,7 @@ class Reached(NamedTuple):
 
 
 def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
-    """Return what the graph of `outs` reaches.
-
-    Raises:
-        CaptureError: it reaches another leaf, not made inside the function.
-    """
+    """Return what the graph of `outs` reaches."""
     index = dict(zip(map(id, inputs), itertools.count(), strict=False))
     nodes = [o.grad_fn for o in outs if o.requires_grad]
     accumulators: list[Any] = []

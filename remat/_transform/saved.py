@@ -130,17 +130,9 @@ class Saved:
     It holds no tensor that the call computed, and not the user's module: the graph
     holds its handles, which hold the call.
 
-    Args:
-        reach: what it reaches, without its tensors.
-        options: of the call.
-        inputs: its tensors.
-        needs: which of them require grad.
-        vmaps: how each level of vmap around the call batches its inputs.
-
     Attributes:
-        reach: see above.
-        options: see above.
-        vmaps: see above.
+        reach: what it reaches, without its tensors.
+        vmaps: how each level of vmap around the call batches its inputs.
         label: what messages call it.
         policy: of the call, joined with those of the calls around.
         hooks: for saved tensors, around the call: a pair, or None.
@@ -196,12 +188,7 @@ class Saved:
         self.index: int | None = None
 
     def follow(self, owner: Any, inputs: Sequence[Tensor]) -> None:
-        """Decide whether the call is recorded, or follows a record.
-
-        Args:
-            owner: the object that the function is a method of, or the function.
-            inputs: of the call.
-        """
+        """Decide whether the call is recorded, or follows a record."""
         hooks = None
         if self.is_nested or self.options.hooks_residuals:
             hooks = self.hooks
@@ -322,11 +309,7 @@ class Saved:
         watched: WatchedLeaves,
         renorms: Sequence[Renorm],
     ) -> None:
-        """Keep what a recompute needs, now that the forward has ended.
-
-        Raises:
-            MutationError: the function changed an input that is not copied.
-        """
+        """Keep what a recompute needs, now that the forward has ended."""
         # First: what looks for changes below may run the function again.
         self.effects = effects = watched.effects(inputs)
         self.ambient.forward_done(keeps_casts=True)
@@ -369,15 +352,6 @@ class _Packing:
     An input as it was at the call is saved itself, and so is a leaf that requires grad:
     to give one back by a handle, the function would have to run. All else becomes a
     handle.
-
-    Args:
-        call: that gives the values of handles.
-        inputs: of the call.
-        context: of the thread.
-
-    Attributes:
-        handles: in order; None for what stays itself.
-        metas: of what the handles stand for, in the same order.
     """
 
     __slots__ = (
@@ -453,10 +427,6 @@ def _is_of_trace(t: Tensor, is_traced: bool) -> bool:
     """Say whether torch traces a part of the function, as the body of its `scan`.
 
     What the graph of that trace saves is none of what the graph of the call saves.
-
-    Args:
-        t: what is saved.
-        is_traced: whether the function itself runs below a tracer, or on fake tensors.
     """
     return is_fake(t) and not is_traced and is_below_tracer()
 
@@ -466,12 +436,7 @@ def _is_of_trace(t: Tensor, is_traced: bool) -> bool:
 
 @eager_only
 def _value_of(call: Saved, asked: Handle) -> Tensor:
-    """Return the value of a handle; fill all others that the backward may read.
-
-    Raises:
-        RecomputeError: the function does something else than it did.
-        MutationError: it reads what was changed in place since.
-    """
+    """Return the value of a handle; fill all others that the backward may read."""
     in_backward = current_task() >= 0
     if in_backward and torch.is_grad_enabled() and call.is_done:
         DIFFERENTIATED_AGAIN.add(call.label)
@@ -562,14 +527,7 @@ def _fill_along_plan(
 def recompute(
     call: Saved, filling: "Filling", tensors: Sequence[Tensor], mode: Any
 ) -> None:
-    """Run the function again, until all handles are filled.
-
-    Args:
-        call: the call.
-        filling: the hook that fills its handles.
-        tensors: to run on.
-        mode: to run under, or None.
-    """
+    """Run the function again, until all handles are filled."""
     context = here()
     before = context.only_our_hooks, context.policy, context.decisions
     inside, recomputing = context.inside, context.recomputing
@@ -678,16 +636,6 @@ class Filling:
     shape, dtype and node are those of the tensor that the forward saved there. What is
     returned to the graph of the recompute has no node: it would be a cycle that Python
     does not see.
-
-    Args:
-        handles: to be filled.
-        call: of which they are.
-        stops: whether the recompute ends once all handles have their values.
-        compares: whether shape, dtype and node are compared.
-        is_replay: whether the operations are compared with a record besides.
-
-    Attributes:
-        left: how many handles are empty.
     """
 
     __slots__ = (
@@ -749,11 +697,7 @@ class Filling:
         return value
 
     def end(self) -> None:
-        """Check that the recompute, which has ended, has saved all.
-
-        Raises:
-            RecomputeError: it saved less than the forward did.
-        """
+        """Check that the recompute, which has ended, has saved all."""
         if self.left or not (self._stops or len(self._saved) == len(self._metas)):
             raise self.differs()
 

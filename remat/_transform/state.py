@@ -1,12 +1,15 @@
-"""What a call ran in, under torch.func: a recompute restores it, or is refused.
+"""What a call under torch.func ran in and on: a recompute restores it, or is refused.
 
-`function` notes it in the forward, and restores it for each recompute.
+`function` notes it in the forward. Buffers that the function updates in place are
+updated once: the forward works on copies, which share memory until they are written,
+and what it wrote is written back. A recompute starts from the values before that.
 
 Invariant: no tensor is held here. The node that saves the inputs holds them.
-Rejected: to compare values. Versions tell of a change, and cost nothing.
+Rejected: to compare values. Versions tell of a change, and cost nothing. For buffers
+versions do not do: they do not count batch norm's update of its running statistics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -24,8 +27,11 @@ from remat._torch import (
     current_layer,
     has_proxies,
     is_below_tracer,
+    is_shared,
+    snapshot as shared_copy,
 )
 from remat._transform.checks import reading_refused, refuse_needed
+from remat._transform.leaves import has_same_bytes
 
 
 class CallState(NamedTuple):
@@ -61,11 +67,7 @@ class CallState(NamedTuple):
         )
 
     def refuse_changed(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
-        """Refuse inputs that were changed in place since, while a graph is made.
-
-        Raises:
-            MutationError: one was.
-        """
+        """Refuse inputs that were changed in place since, while a graph is made."""
         changed = self._changed([*map(base_tensor, inputs)])
         changed += [i for i, value in enumerate(self.values) if value.has_changed()]
         if changed:
@@ -124,3 +126,60 @@ def _as_class(tensor: Tensor, kind: type) -> Tensor:
     if type(tensor) is not Tensor or not issubclass(kind, Tensor):
         return tensor
     return tensor if kind is Absent else tensor.as_subclass(kind)
+
+
+# --- Buffers that the function updates ---
+
+
+def copy_buffers(
+    inner: list[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
+) -> dict[int, Tensor]:
+    """Put copies in place of inputs that may be updated; return the copies by index.
+
+    Inputs that require grad cannot be. `buffers` are those captured, and whether
+    registered as a module's buffer.
+    """
+    copies: dict[int, Tensor] = {}
+    if not buffers and False not in needs:
+        return copies
+    for i, t in enumerate(inner):
+        # Running statistics are vectors, and may be passed as arguments as well.
+        if needs[i] or not (i in buffers or t.dim() == 1):
+            continue
+        copy = shared_copy(t)
+        if copy is not None or buffers.get(i, False):
+            inner[i] = copies[i] = t.clone() if copy is None else copy
+    return copies
+
+
+def written_to(
+    inputs: Sequence[Tensor], copies: Mapping[int, Tensor], buffers: Mapping[int, bool]
+) -> Iterator[int]:
+    """Yield the inputs whose copies the forward wrote to."""
+    for i, copy in copies.items():
+        if is_shared(copy):
+            continue
+        # Memory of its own and the same value: it was written with that value, or a
+        # kernel that may write only read it.
+        captured = i in buffers and shared_copy(copy) is not None
+        if copy._version or captured or not has_same_bytes(copy, inputs[i]):
+            yield i
+
+
+def update(buffer: Tensor, copy: Tensor) -> Tensor:
+    """Write `copy` to `buffer`; return the value from before."""
+    before = buffer.clone()
+    if not has_same_bytes(copy, buffer):
+        buffer.copy_(copy)
+    return before
+
+
+def copies_of_buffers(
+    inputs: Sequence[Tensor], updated: Sequence[int]
+) -> Sequence[Tensor]:
+    """Return inputs with copies in place of those that a recompute updates again."""
+    copied = list(inputs)
+    for i in updated:
+        if type(copied[i]) is not Absent:
+            copied[i] = copied[i].clone()
+    return copied

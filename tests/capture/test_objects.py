@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -493,11 +494,11 @@ def test_an_object_costs_the_memory_of_a_tuple():
 
 
 def test_attributes_in_another_order_are_the_same_result():
-    orders = itertools.cycle([("left", "right"), ("right", "left")])
+    first = threading.Lock()  # which no recompute puts back
 
     def fn(x):
         y, out = x.sin().exp(), SimpleNamespace()
-        for name in next(orders):
+        for name in ("left", "right")[:: 1 if first.acquire(blocking=False) else -1]:
             setattr(out, name, y * 2 if name == "left" else y * y)
         return out
 
@@ -518,13 +519,29 @@ def test_attributes_in_another_order_are_the_same_result():
 
 
 def test_another_result_in_the_recompute_is_an_error():
-    names = itertools.chain(["left"], itertools.repeat("right"))
+    first = threading.Lock()  # which no recompute puts back
 
     def fn(x):
-        return SimpleNamespace(**{next(names): x.sin().exp()})
+        name = "left" if first.acquire(blocking=False) else "right"
+        return SimpleNamespace(**{name: x.sin().exp()})
 
     with pytest.raises(RecomputeError, match=r"result\.right'\] where .*\.left'\]"):
         grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)
+
+
+def test_a_counter_is_read_from_where_it_was_at_the_call():
+    def scaled(numbers):
+        return lambda x: (x.sin() * next(numbers)).exp().sum()
+
+    expected = grad(scaled(itertools.count(2)))(X)
+    assert torch.equal(grad(remat(scaled(itertools.count(2))))(X), expected)
+
+
+def test_an_iterator_that_cannot_be_copied_is_not_read_again():
+    numbers = itertools.cycle([2.0, 3.0])
+
+    with pytest.raises(RecomputeError, match="reads the cycle `numbers`, which the"):
+        grad(remat(lambda x: (x.sin() * next(numbers)).exp().sum()))(X)
 
 
 # --- Results that are expanded ---

@@ -8,7 +8,7 @@ import torch
 from support.runs import assert_replayed, leaf
 
 from remat import RecomputeError
-from remat._live.containers import in_order, new_frozenset, write_set
+from remat._capture.container_kinds import in_order, new_frozenset, write_set
 
 
 def curve(x, factor):

@@ -106,8 +106,8 @@ FAULTS = [
     Fault(
         "a list is not copied by a snapshot",
         CAPTURE + "containers.py",
-        "super().__init__(value, SEQUENCES, [*value])",
-        "super().__init__(value, SEQUENCES, value if type(value) is list else [*value])",
+        "self.keys, self.items = how.held(value)",
+        "self.keys, self.items = how.held(value)[0], value if type(value) is list else how.held(value)[1]",
         ("tests/capture/test_snapshot.py", "tests/capture/test_state.py"),
     ),
     Fault(
@@ -261,8 +261,8 @@ FAULTS = [
     Fault(
         "an entry that a forward deletes stays in the user's dict",
         CAPTURE + "handing_on.py",
-        "    for key in value.keys() - held.keys():\n        del value[key]\n",
-        "",
+        "        how.put_back(value, [*held], [*held.values()])",
+        "        held = {**value, **held} if isinstance(value, dict) else held\n        how.put_back(value, [*held], [*held.values()])",
         ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
     ),
     Fault(

@@ -37,13 +37,7 @@ class MovedError(Exception):
 
 
 class Holdings:
-    """What holders hold.
-
-    Attributes:
-        values: one after the other.
-        keys: of those values that have any.
-        lengths: how many values each holder has, of those for which that is not fixed.
-    """
+    """What holders hold."""
 
     __slots__ = "keys", "lengths", "values"
     values: list[Any]
@@ -65,11 +59,7 @@ class Kind:
     fixed = 0
 
     def read(self, holders: Sequence[Any], to: Holdings) -> None:
-        """Add what all of these holders hold.
-
-        Raises:
-            MovedError: another thread changed something meanwhile.
-        """
+        """Add what all of these holders hold."""
         values, keys = len(to.values), len(to.keys)
         to.values += self.values(holders)
         if self.fixed:
@@ -129,7 +119,7 @@ class Cells(Kind):
         try:
             return [cell.cell_contents for cell in holders]
         except ValueError:  # one is empty
-            return [*map(_content_of, holders)]
+            return [*map(content_of, holders)]
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
@@ -144,7 +134,8 @@ class Cells(Kind):
         return types.CellType()
 
 
-def _content_of(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> Any:
+    """Return what a variable holds, or `MISSING`."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -247,11 +238,7 @@ class Slots(Kind):
 
 
 def without_contents(kind: Any) -> Any:
-    """Return an instance of a class, without attributes.
-
-    Raises:
-        RecomputeError: its instances hold more than attributes.
-    """
+    """Return an instance of a class, without attributes."""
     if issubclass(kind, types.SimpleNamespace):
         return types.SimpleNamespace.__new__(kind)
     try:
@@ -346,15 +333,11 @@ class Parts(Kind):
 
     @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        return _made_of(kind, values)
+        return made_of(kind, values)
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
-    """Return what a value of `PARTS` refers to.
-
-    Raises:
-        TypeError: it is no such value.
-    """
+    """Return what a value of `PARTS` refers to."""
     kind = type(value)
     for cls, read in _READERS.items():
         if issubclass(kind, cls):
@@ -382,7 +365,7 @@ _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 PARTS = (*_READERS,)
 
 
-def _made_of(kind: Any, values: Sequence[Any]) -> Any:
+def made_of(kind: Any, values: Sequence[Any]) -> Any:
     """Return a value of `PARTS` from what it refers to."""
     if issubclass(kind, functools.partial):
         fn, args, kwargs = values

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
-from remat._capture.objects import by_class
-from remat._live.holders import (
+from remat._capture.holders import (
     Holdings,
     Kind,
     MovedError,
@@ -24,6 +23,7 @@ from remat._live.holders import (
     flatten,
     without_contents,
 )
+from remat._capture.objects import by_class
 
 
 class Dicts(Kind):
@@ -61,6 +61,9 @@ class Dicts(Kind):
         now = [*base.__iter__(holder)]
         if len(now) != len(keys) or not all(map(operator.is_, now, keys)):
             base.clear(holder)
+        if base is dict:
+            dict.update(holder, zip(keys, values, strict=True))
+            return
         for key, value in zip(keys, values, strict=True):
             base.__setitem__(holder, key, value)
 
@@ -224,9 +227,6 @@ def write_set(holder: Any, values: Sequence[Any]) -> None:
     """Have a set hold these, in this order.
 
     What differs is written first, which mostly keeps the order of the rest.
-
-    Raises:
-        RecomputeError: no such order was found.
     """
     slots = _GROWTH * max(len(holder), len(values)) + _SIZES[0]
     if others := set.difference(holder, values):
