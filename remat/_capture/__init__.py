@@ -5,17 +5,17 @@ user's objects, and a `SnapshotRun`, which makes them again around other tensors
 
     search                  finds what a call refers to: what is done at which kind
     walk                    a walk over values, each once; the tensors and code found
-    paths, kinds            where values are found; kinds of values
-    nodes, containers, callables, modules, objects
+    paths                   where values are found
+    objects                 kinds of values; what objects hold
+    nodes, containers, modules
                             each kind of value, and how it is made again
     holders                 how cells, globals, classes, slots are read and written
     container_kinds         how lists, dicts and sets are
     compared                iterators and large containers, which are not copied
     stream_search           random streams in what is not made again
-    snapshot, restore       a call as it was, and the run that puts it back
+    snapshot, runs          a call as it was, the run that puts it back, the forward
     result_walk, results    a result taken apart, and put together around others
     between                 what objects hold between two steps of a chain
-    handing_on              the forward under torch.func, whose changes are kept
 
 Called by `_transform` and `_live` for each call, by `_report`, and by `_graph`.
 """

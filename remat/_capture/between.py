@@ -16,19 +16,18 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from remat._base.types import INERT
-from remat._capture.callables import CellNode
 from remat._capture.containers import ContainerNode
-from remat._capture.handing_on import (
+from remat._capture.modules import ViewNode
+from remat._capture.nodes import CellNode, Composite, Node, ObjectNode, TensorNode
+from remat._capture.objects import members_of, set_attributes
+from remat._capture.runs import (
     ChangedObject,
     ForwardRun,
+    SnapshotRun,
     assign,
     named_change,
     state_of,
 )
-from remat._capture.modules import ViewNode
-from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
-from remat._capture.objects import members_of, set_attributes
-from remat._capture.restore import SnapshotRun
 
 
 class _New(NamedTuple):

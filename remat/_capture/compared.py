@@ -22,8 +22,7 @@ from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import MISSING
-from remat._capture.kinds import COPIED_ITERATORS
-from remat._capture.objects import by_class
+from remat._capture.objects import COPIED_ITERATORS, by_class
 from remat._capture.stream_search import StreamSearch
 
 

@@ -27,14 +27,15 @@ from typing_extensions import override
 
 from remat._base.pytree import REGISTERED, registration_of
 from remat._base.types import INERT
-from remat._capture.kinds import (
+from remat._capture.nodes import Node, ObjectNode, TensorNode
+from remat._capture.objects import (
+    by_class,
     can_be_made_anew,
+    defines,
     is_buffer,
     is_left_alone,
     is_spent_by_use,
 )
-from remat._capture.nodes import Node, ObjectNode, TensorNode
-from remat._capture.objects import by_class, defines
 from remat._capture.paths import Path, written
 from remat._capture.search import CallSearch, visit_container, visit_registered
 from remat._capture.stream_search import is_stream

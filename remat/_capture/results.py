@@ -11,7 +11,6 @@ Rejected: copies of objects. Weak references, tables by identity, and whatever e
 holds the object would know another one.
 """
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
-from remat._capture.containers import FACTORY, ContainerNode
+from remat._capture.containers import FACTORY
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import set_attributes
 from remat._capture.paths import Path, written
@@ -131,46 +130,25 @@ _Build: TypeAlias = Callable[[Node], Any]
 
 
 def _change(node: Any, value: Any, build: _Build) -> None:
-    """Put what `build` gives for the parts that lead to tensors into a value."""
-    live = {key: child for key, child in node.children.items() if child.live}
-    named = {n: build(live[n]) for n in node.entries.keys() & live.keys()}
+    """Put what `build` gives for the parts of a value into it."""
+    children = node.children
+    named = {n: build(children[n]) for n in node.entries.keys() & children.keys()}
     if FACTORY in named and hasattr(value, FACTORY):
         value.default_factory = named.pop(FACTORY)
     if named:
         set_attributes(value, named)
     if isinstance(node, ObjectNode):
         return
-    items = {i: build(live[i]) for i in live if isinstance(i, int)}
-    items |= {i: build(TensorNode.of(index)) for i, index in node.tensors}
-    if isinstance(value, dict):
-        _change_dict(node, value, build, items)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(items.get(i, item) for i, item in enumerate(node.items))
-    else:
-        base: Any = list if isinstance(value, list) else deque
-        for i, item in items.items():
-            base.__setitem__(value, i, item)
-
-
-def _change_dict(
-    node: ContainerNode, value: dict[Any, Any], build: _Build, items: dict[int, Any]
-) -> None:
-    # Past a method of the user's, which may do more than set an item.
-    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-    nodes: dict[int, Node | None] = {}
-    if node.children:
-        nodes = {i: node.children.get(str(i)) for i in range(len(node.keys))}
-    if not any(key is not None and key.live for key in nodes.values()):
-        keys = [*value]
-        for i, item in items.items():
-            base.__setitem__(value, keys[i], item)
-        return
-    base.clear(value)
-    for i, key in enumerate(node.keys):
-        child = nodes[i]
-        item = items.get(i, node.items[i])
-        base.__setitem__(value, key if child is None else build(child), item)
+    items, keys = node.items.copy(), node.keys.copy()
+    for key, child in children.items():
+        if isinstance(key, int):
+            items[key] = build(child)
+        elif key not in node.entries:
+            keys[int(key)] = build(child)
+    for i, index in node.tensors:
+        items[i] = build(TensorNode.of(index))
+    # Past methods of the user's, which may do more than set an item.
+    node.how.put_back(value, keys, items)
 
 
 # --- Where its tensors are ---

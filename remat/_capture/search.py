@@ -1,17 +1,14 @@
 """Finds what a call refers to: its arguments, and what its function reaches besides.
 
-A `CallSearch` walks arguments, closures, defaults, globals, bound objects, modules and
-plain objects. The tensors that it finds are inputs of the call. What else it finds
-becomes nodes, which are a snapshot: each mutable object as it is now. A visit says what
-is done at one kind of value, and a table at the end which visit that is. It returns the
-node of the value; None if nothing has to be made again.
+Tensors become inputs of the call, and what else is found becomes nodes, a snapshot. A
+visit says what is done at one kind of value, and returns its node; None if nothing has
+to be made again.
 
 Invariant: whatever can hold a tensor or change is either walked or listed as inert, and
 a value is remembered before its parts are walked, for it may hold itself. Not walked
-are globals of installed packages, for time, and the hooks of modules, which may lead to
-the whole model.
-Rejected: a snapshot of what a call turns out to use. When that is known it has changed.
-A method of each node in place of visits: a walk may decide that it needs no node.
+are globals of installed packages, for time, and the hooks of modules.
+Rejected: a snapshot of what a call turns out to use: by then it has changed. A method
+of each node in place of visits: a walk may decide that it needs no node.
 """
 
 import copy
@@ -31,14 +28,23 @@ from remat._base.code import known_code
 from remat._base.interpreter import mapping_of
 from remat._base.pytree import REGISTERED, Registered
 from remat._base.types import INERT
-from remat._capture.callables import CellNode, FunctionNode
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.containers import ContainerNode, RegisteredNode, WholeNode
 from remat._capture.holders import made_of, parts_of
-from remat._capture.kinds import (
+from remat._capture.modules import ModuleNode, ViewNode
+from remat._capture.nodes import (
+    CellNode,
+    FunctionNode,
+    MadeNode,
+    Node,
+    ObjectNode,
+    TensorNode,
+)
+from remat._capture.objects import (
     COPIED_ITERATORS,
     SEQUENCES,
+    by_class,
     can_be_made_anew,
     is_buffer,
     is_left_alone,
@@ -48,9 +54,6 @@ from remat._capture.kinds import (
     is_stateless,
     is_view,
 )
-from remat._capture.modules import ModuleNode, ViewNode
-from remat._capture.nodes import MadeNode, Node, ObjectNode, TensorNode
-from remat._capture.objects import by_class
 from remat._capture.paths import Path, written
 from remat._capture.stream_search import (
     has_defaults,

@@ -19,8 +19,8 @@ from torch import Tensor
 from remat._base.code import static_of
 from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
-from remat._capture.kinds import is_spent_by_use
 from remat._capture.nodes import Node, Rebuilding, TensorNode
+from remat._capture.objects import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments, parts_of, written
 from remat._capture.search import CallSearch
 from remat._torch import (

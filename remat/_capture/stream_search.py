@@ -1,14 +1,11 @@
 """Finds random streams, also in what is not made again around other tensors.
 
-Streams may be held by classes, by the globals of methods, by Python modules, iterators
-and objects of extension modules. A recompute sets such a stream back, in that object.
-
-Called by a search, for what it does not walk itself.
+They may be held by classes, by globals of methods, by Python modules, iterators and
+objects of extension modules. A recompute sets such a stream back, in that object.
 
 Invariant: what is walked in a call is bounded, and the insides of installed packages
 are not walked.
-Rejected: watching every draw for its generator. It takes a mode around every forward,
-which costs ten times as much.
+Rejected: watching every draw for its generator, at ten times the cost.
 """
 
 import contextlib
@@ -35,8 +32,13 @@ from remat._base.code import (
 )
 from remat._base.types import INERT, TENSORS
 from remat._capture.holders import PARTS, parts_of
-from remat._capture.kinds import SEQUENCES, is_rematerialized
-from remat._capture.objects import attributes, by_class, defines
+from remat._capture.objects import (
+    SEQUENCES,
+    attributes,
+    by_class,
+    defines,
+    is_rematerialized,
+)
 from remat._torch import default_generators, is_compiled
 
 

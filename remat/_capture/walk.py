@@ -12,8 +12,7 @@ from torch import Tensor
 
 from remat._base.code import static_of
 from remat._base.types import INERT, TENSORS
-from remat._capture.callables import CellNode, FunctionNode
-from remat._capture.nodes import Composite, Node, TensorNode
+from remat._capture.nodes import CellNode, Composite, FunctionNode, Node, TensorNode
 from remat._capture.paths import Path
 from remat._capture.stream_search import StreamSearch
 

@@ -5,7 +5,7 @@ In: a graph, or a tensor that one saves. Out: its nodes and what they saved; han
     handles     what stands for a tensor that a graph saved
     residual    what a policy keeps of a call, on the device or elsewhere
     graph       the nodes of a graph, and what they saved
-    edges       how one tensor of a graph was computed from another
+    edges       how one tensor was computed from another; what a call's graph reaches
 
 Called by `_transform`, which makes handles, by `_partial` and by `_report`.
 """

@@ -1,18 +1,39 @@
-"""Edges of a graph: a node and which of its outputs, or a leaf.
+"""How tensors of a graph were computed: edges, and what the outputs of a call reach.
 
-Invariant: two tensors have the same edge exactly if they have the same gradient.
-Rejected: nodes alone. The outputs of one node may depend on different inputs.
+An edge is a node and which of its outputs, or a leaf.
 
-`remat._transform` asks with these how one tensor was computed from another.
+Invariant: two tensors have the same edge exactly if they have the same gradient. A
+graph is walked once for each forward, and nothing of it is held.
+Rejected: nodes alone: the outputs of one may depend on different inputs. To ask
+autograd for gradients of zeros: it runs the backward.
 """
 
-from collections.abc import Iterable, Set as AbstractSet
+import itertools
+import operator
+from collections import Counter
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Sequence,
+    Set as AbstractSet,
+)
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from remat._torch import AccumulateGrad
+from remat._base.errors import CaptureError
+from remat._base.program import Evaluation, Request
+from remat._base.tensors import describe
+from remat._capture.snapshot import Snapshot
+from remat._torch import (
+    NODES_ASKING_GRAD_MODE,
+    AccumulateGrad,
+    is_for_transforms,
+    is_held,
+    once_differentiable_function,
+)
 
 
 Edge: TypeAlias = tuple[Any, int]
@@ -83,3 +104,131 @@ def edges_behind(edges: Iterable[Edge]) -> set[Edge]:
         todo += [parent for parent in new if type(parent) is not AccumulateGrad]
         seen |= new
     return found
+
+
+# --- What the graph of a call's outputs reaches ---
+
+
+_name = operator.attrgetter("__name__")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Reached(NamedTuple):
+    """What the graph of a call's outputs reaches.
+
+    Attributes:
+        inputs: their indices.
+        asks_grad_mode: whether its backward depends on whether grad mode is on.
+        certain: those that the outputs depend on. The node of a call inside has edges
+            to what any of its outputs depends on, also to one that is not used.
+    """
+
+    inputs: Sequence[int]
+    asks_grad_mode: bool = True
+    certain: Collection[Any] = ()
+
+
+def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
+    """Return what the graph of `outs` reaches."""
+    index = dict(zip(map(id, inputs), itertools.count(), strict=False))
+    nodes = [o.grad_fn for o in outs if o.requires_grad]
+    accumulators: list[Any] = []
+    seen = {*nodes}
+    if None in seen:
+        raise CaptureError(_RETURNED_LEAF)
+    seen.add(None)
+    calls = [n for n in nodes if _name(type(n)) == _CALL and _has_several_outputs(n)]
+    if calls:
+        nodes = [node for node in nodes if node not in calls]
+    _walk(nodes, seen, accumulators, calls)
+    certain = [*accumulators]
+    if calls:
+        _walk(calls, seen, accumulators, calls)
+    used = []
+    for node in accumulators:
+        i = index.get(id(node.variable))
+        if i is not None:
+            used.append(i)
+        elif is_held(node):
+            raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
+    names = {*map(_name, map(type, (*nodes, *calls)))}
+    asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(names)
+    if len(certain) == len(accumulators):
+        return Reached(sorted(used), asks_grad_mode, used)
+    known = {index.get(id(node.variable)) for node in certain}
+    return Reached(sorted(used), asks_grad_mode, known)
+
+
+def _walk(
+    nodes: list[Any], seen: set[Any], accumulators: list[Any], calls: list[Any]
+) -> None:
+    """Add what is behind nodes: other nodes, leaves, and calls with several outputs."""
+    for node in nodes:  # which grow
+        for parent, _ in node.next_functions:
+            if parent not in seen:
+                seen.add(parent)
+                kind = type(parent)
+                if kind is AccumulateGrad:
+                    accumulators.append(parent)
+                elif kind.__name__ == _CALL and _has_several_outputs(parent):
+                    calls.append(parent)
+                else:
+                    nodes.append(parent)
+
+
+_CALL = "RematBackward"  # the name of a call's nodes, see `function`
+
+
+def _has_several_outputs(node: Any) -> bool:
+    """Say whether several outputs of the call that a node is of have gradients."""
+    evaluation = getattr(node, "evaluation", None)  # a user's class may have that name
+    return isinstance(evaluation, Evaluation) and sum(evaluation.differentiable) > 1
+
+
+def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
+    """Say whether a call refers to nothing but its inputs that a graph could reach."""
+    return snapshot.is_contained and request.at_base
+
+
+def once_differentiable(
+    roots: Sequence[Any], inputs: Sequence[Tensor], *, at_base: bool
+) -> dict[int, tuple[Any, bool]]:
+    """Return which inputs lead to a Function that is marked `once_differentiable`.
+
+    With it, and with whether torch drops its second derivative, as torch.func does,
+    and raises no error.
+    """
+    found: dict[int, tuple[Any, bool]] = {}
+    for node, number in edges_behind(map(edge_of, roots)):
+        function = once_differentiable_function(node)
+        if function is not None:
+            behind = edges_behind([(node, number)])
+            known = function, not at_base and is_for_transforms(function)
+            found |= {j: known for j, t in enumerate(inputs) if edge_of(t) in behind}
+    return found
+
+
+def sharing_memory(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[int]
+) -> Collection[int]:
+    """Return the outputs that share memory with an input or with another output.
+
+    The memory of inputs that are `copies` is nobody else's.
+    """
+    if True not in map(Tensor._is_view, outs):
+        return ()
+    bases = [id(o._base if o._is_view() else o) for o in outs]
+    known = {id(t) for i, t in enumerate(inputs) if i not in copies}
+    times = Counter(bases)
+    return {j for j, base in enumerate(bases) if base in known or times[base] > 1}
+
+
+_RETURNED_LEAF = (
+    "a leaf that requires grad is returned but is no input of the call. Return a "
+    "tensor computed from the inputs, or pass the leaf as an argument."
+)
+NOT_LIFTED = (
+    "a tensor that is differentiated or batched is used but is no input of the call: "
+    "{what}. remat finds tensors in arguments, closures, defaults, globals, bound "
+    "objects and modules, but not this one. Pass it as an argument."
+)

@@ -1,13 +1,8 @@
-"""What a graph holds in place of a tensor that it saved.
-
-Under torch's hooks for saved tensors, a node of the graph holds what `pack` returned,
-and `unpack` gives the tensor back when the node runs.
+"""What a graph holds in place of a tensor that it saved: `pack` made it.
 
     Handle          of a value that the call recomputes, or that its policy keeps
     VersionedTensor of an input of the call, or of a leaf that requires grad: itself
     PackedOutside   of an input of the call, as the hooks around the call packed it
-
-`remat._transform` packs them, and `remat._partial` gives handles what a policy keeps.
 
 Invariant: none of them holds what the call computed with its graph. The graph holds
 them where Python's garbage collector does not look, so it would never be freed.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
 from remat._capture.holders import FUNCTIONS, MISSING, Kind, dict_of
-from remat._capture.kinds import COPIED_ITERATORS
+from remat._capture.objects import COPIED_ITERATORS
 from remat._live.layout import Layout, Taken
 from remat._live.walk import is_opaque
 

@@ -30,8 +30,7 @@ from remat._capture.container_kinds import (
     container_kind,
 )
 from remat._capture.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
-from remat._capture.kinds import COPIED_ITERATORS, is_buffer
-from remat._capture.objects import set_attributes, slots_of
+from remat._capture.objects import COPIED_ITERATORS, is_buffer, set_attributes, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
     has_defaults,

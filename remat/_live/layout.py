@@ -1,13 +1,9 @@
 """A layout: which holders one root reaches, and where each one is found.
 
-A root is a function, a module or another object that a call is given. Owners are what
-weak references can be made of: objects, functions, classes. They are listed, wherever
-they are. Other holders, as lists are, have positions among the values that were read
-before them: what owners hold is read first, then what containers in that hold, and so
-on, level by level.
-
-The walk over a root is a queue, and runs once for each structure. A later call only
-collects what the holders hold (`contents`).
+Owners are what weak references can be made of: objects, functions, classes. They are
+listed. Other holders, as lists, have positions among the values that were read before
+them, level by level. The walk runs once for each structure; a later call only collects
+what the holders hold.
 
 Invariant: no layout keeps anything alive but code, names, and what has no weak
 references. It is dropped with its root.

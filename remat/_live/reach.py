@@ -1,8 +1,7 @@
 """What a call reaches, and how it is run again on the user's own objects.
 
-A `Reach` is made before the forward. It notes what the call was given, and what all
-that holds. After the forward it notes what the forward changed there. `restored` is a
-context in which everything holds what it held at the call, for one run.
+A `Reach` notes what the call was given and what all that holds, and after the forward
+what that changed. In `restored` everything holds what it held at the call.
 
 Invariant: no tensor is held here, and no object of the user's that could hold one. If
 nothing differs, a run writes nothing. Afterwards everything holds what it held just
@@ -27,8 +26,8 @@ from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.container_kinds import CONTAINERS
-from remat._capture.kinds import is_spent_by_use
 from remat._capture.modules import HOOKS
+from remat._capture.objects import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, spent

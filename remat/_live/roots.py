@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import MovedError
-from remat._capture.kinds import is_buffer
+from remat._capture.objects import is_buffer
 from remat._live.contents import Contents, Holder
 from remat._live.exchange import Exchange
 from remat._live.layout import Layout, Taken, lay_out, take

@@ -33,7 +33,8 @@ from remat._capture.holders import (
     parts_of,
     value_of,
 )
-from remat._capture.kinds import (
+from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
+from remat._capture.objects import (
     COPIED_ITERATORS,
     can_be_made_anew,
     is_buffer,
@@ -42,9 +43,8 @@ from remat._capture.kinds import (
     is_sharded,
     is_spent_by_use,
     is_view,
+    slots_of,
 )
-from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
-from remat._capture.objects import slots_of
 from remat._capture.stream_search import (
     StreamSearch,
     is_scripted,

@@ -7,12 +7,10 @@
     graphs          graphs that AOTAutograd and make_fx make
     nodes           nodes of Dynamo's graphs, and runs of their bodies
     operators       what `torch.ops` holds; keyed draws; classes of pytrees
-    tensors         tensors without data, lazy bits, fake tensors and copies
+    tensors         tensors without data, fake tensors and copies; storages
     noted           what a run does to torch's state that torch tells nobody
-    storages        numbers of storages, references to them, copies that share one
-    process         settings, the global generators and what they hold
+    process         settings, global generators, autocast, torch's checkpoint
     distributed     collectives under way, and in a graph
-    surroundings    autocast, cached parametrizations, torch's checkpoint
     versions        whether torch is one that is known
 
 Called by all rooms.
@@ -172,46 +170,42 @@ from remat._torch.operators import (
     register_torch_node as register_torch_node,
 )
 from remat._torch.process import (
-    default_generators as default_generators,
-    device_generators as device_generators,
-    read_settings as read_settings,
-    twister_memory as twister_memory,
-    twister_state as twister_state,
-    write_settings as write_settings,
-)
-from remat._torch.storages import (
-    SNAPSHOT as SNAPSHOT,
-    StorageRef as StorageRef,
-    is_shared as is_shared,
-    preserved_version as preserved_version,
-    snapshot as snapshot,
-    storage_id as storage_id,
-    use_count as use_count,
-)
-from remat._torch.surroundings import (
     autocast_depth as autocast_depth,
     checkpoint_depth as checkpoint_depth,
     checkpoint_settings as checkpoint_settings,
+    default_generators as default_generators,
+    device_generators as device_generators,
     has_hooks_on_all_modules as has_hooks_on_all_modules,
     hooks_of_trackers as hooks_of_trackers,
     is_autocast_active as is_autocast_active,
     is_of_checkpoint as is_of_checkpoint,
     parametrization_cache as parametrization_cache,
+    read_settings as read_settings,
     remove_hooks_since as remove_hooks_since,
     selective_policy as selective_policy,
     swap_parametrization_cache as swap_parametrization_cache,
+    twister_memory as twister_memory,
+    twister_state as twister_state,
+    write_settings as write_settings,
 )
 from remat._torch.tensors import (
     NO_VALUES as NO_VALUES,
+    SNAPSHOT as SNAPSHOT,
+    StorageRef as StorageRef,
     as_fake as as_fake,
     copied_as_fake as copied_as_fake,
     empty_in as empty_in,
     fake_mode as fake_mode,
     is_fake as is_fake,
     is_lazy as is_lazy,
+    is_shared as is_shared,
     no_torch_function as no_torch_function,
+    preserved_version as preserved_version,
     refuse_data_ptr as refuse_data_ptr,
+    snapshot as snapshot,
+    storage_id as storage_id,
     tensor_without_data as tensor_without_data,
+    use_count as use_count,
 )
 from remat._torch.tracing import (
     are_sizes_equal as are_sizes_equal,

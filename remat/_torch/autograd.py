@@ -21,7 +21,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 
-from remat._torch.storages import use_count
+from remat._torch.tensors import use_count
 
 
 Outputs: TypeAlias = tuple[Tensor | None, ...]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.jit import _builtins
 
 from remat._torch.modes import unseen
-from remat._torch.storages import storage_id
+from remat._torch.tensors import storage_id
 
 
 class Renorm(NamedTuple):

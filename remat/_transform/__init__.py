@@ -22,10 +22,8 @@ Under torch.func: one Function, whose backward is again a program.
                         forward, the node, and the vjp: read it from top to bottom
     levels              a program under vmap and under jvp, as programs
     checks              what a call must not do, and a recompute must do
-    reached             what the graph of a call reaches
-    state               what recomputes restore
+    state               what recomputes restore; buffers, which are updated once
     changes             what changes an input in place, for an error
-    buffers             what a function updates in place is updated once
 
 Called by users, and by `_report`, which runs calls to look at them.
 """

@@ -1,17 +1,13 @@
 """A user's call, taken apart: its tensors, and the rest as a snapshot.
 
-`lowering` makes one under torch.func, and `function` a program of it.
+Under torch.func a function runs below the levels that it was called in. A tensor of
+such a level cannot be used there. And where one input was computed from another, code
+that differentiates the one by the other would find no path between them, and give
+zeros. Both are refused.
 
-Under torch.func a function runs below the levels that it was called in, on tensors
-without the graphs of those levels. A tensor of such a level cannot be used there. And
-where one input was computed from another, code that differentiates the one by the other
-would find no path between them, and give zeros. Both are refused.
-
-Invariant: the tensors of the call are taken out of it once, and every run is given its
-own. The first run is the forward, whose effects on the user's objects stay. The effects
-of later runs are dropped.
-Rejected: a program for each module of a model. What a function reaches is one set of
-inputs, whatever holds it.
+Invariant: each run is given tensors of its own. The first one is the forward, whose
+effects on the user's objects stay; those of later runs are dropped.
+Rejected: a program for each module. What a function reaches is one set of inputs.
 """
 
 import itertools
@@ -33,13 +29,12 @@ from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
-from remat._capture.handing_on import ForwardRun
-from remat._capture.restore import SnapshotRun
 from remat._capture.result_walk import Hidden, Own
 from remat._capture.results import Emptied, Out, Result, slots_of
+from remat._capture.runs import ForwardRun, SnapshotRun
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under
-from remat._graph.edges import Edge, edge_of, edges_behind
+from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (
     current_layer,
@@ -48,7 +43,6 @@ from remat._torch import (
     levels_requiring_grad,
     unwrap_dead,
 )
-from remat._transform.reached import NOT_LIFTED
 
 
 _requires_grad = operator.attrgetter("requires_grad")

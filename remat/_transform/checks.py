@@ -43,7 +43,7 @@ from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
-from remat._graph.edges import Edge, edge_of, leads_to
+from remat._graph.edges import Edge, edge_of, leads_to, reached_inputs
 from remat._live.reach import CallOrigin
 from remat._torch import (
     base_tensor,
@@ -55,7 +55,6 @@ from remat._torch import (
 )
 from remat._transform.changes import changes_of
 from remat._transform.leaves import addresses_of
-from remat._transform.reached import reached_inputs
 
 
 _requires_grad = operator.attrgetter("requires_grad")

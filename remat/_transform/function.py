@@ -51,7 +51,14 @@ from remat._base.program import (
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import hide_frames, note
 from remat._base.types import Fn, Outputs
-from remat._graph.edges import root_of
+from remat._graph.edges import (
+    Reached,
+    once_differentiable,
+    reached_inputs,
+    reaches_only_inputs,
+    root_of,
+    sharing_memory,
+)
 from remat._partial.barrier import behind, recomputing_after
 from remat._partial.cache import cache_of
 from remat._partial.decide import (
@@ -107,13 +114,6 @@ from remat._transform import checks
 from remat._transform.call import Call
 from remat._transform.changes import changes_of
 from remat._transform.levels import Batch, Dual, Duals
-from remat._transform.reached import (
-    Reached,
-    once_differentiable,
-    reached_inputs,
-    reaches_only_inputs,
-    sharing_memory,
-)
 from remat._transform.state import (
     CallState,
     copies_of_buffers,

@@ -1,19 +1,15 @@
 """What a call under base autograd saves of its inputs.
 
-Leaves that require grad, and parameters, are saved themselves, and a recompute runs on
-them. Other inputs are saved without their graphs, and a recompute runs on stand-ins for
-them. Where torch may not count a write of the forward to an input, as to the running
-statistics of batch norm, the input is copied before, or its bytes are noted.
+Leaves that require grad, and parameters, are saved themselves. Others are saved without
+their graphs, and a recompute runs on stand-ins. Where torch may not count a write of
+the forward, as to running statistics, the input is copied before, or its bytes noted.
+What is large, or one of very many, is copied only until a forward has left it alone:
+from then on its version and a checksum tell whether a forward wrote to it.
 
-What is large, or one of very many, is copied only until a forward has left it alone.
-From then on its version and a checksum of its bytes tell whether a forward wrote to it.
-
-Invariant: no graph is held here, and a write is never missed. A run that would read a
-value that changed since the call is refused. What is copied in each call is bounded.
-Rejected: stand-ins for leaves, too. In a module that several threads use, the gradients
-of the others would be lost. Rejected: a copy that shares memory until it is written.
-The write moves the user's buffer, and an array that NumPy made of it is left with
-memory that is freed.
+Invariant: no graph is held, a write is never missed, and what each call copies is
+bounded. A run that would read a value that changed since the call is refused.
+Rejected: stand-ins for leaves: gradients of other threads would be lost. A copy that
+shares memory until it is written: an array that NumPy made of it loses its memory.
 """
 
 import contextlib

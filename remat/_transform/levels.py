@@ -3,16 +3,12 @@
     Batch    (*inputs) -> outs, for all examples at once
     Dual     (*primals, *tangents) -> (*outs, *tangents of outs)
 
-`function` makes one where the innermost level is a vmap or a jvp, and evaluates it
-below that. The levels below see a program like any other: they batch it again, or make
-a node of it. The backward of that recomputes all examples, or values and tangents, at
-once.
+The levels below see a program like any other, and its backward recomputes all at once.
 
 Invariant: the function sees inputs that require grad exactly where it does in plain
 code. Else other kernels would be chosen.
-Rejected: a node at the level. At a vmap nothing is differentiated. With a jvp rule the
-program would be evaluated once more for the tangents, and torch turns forward mode off
-within `Function.jvp`: a second level of it around would see tangents of zero.
+Rejected: a node at the level. At a vmap nothing is differentiated. A jvp rule evaluates
+once more for the tangents, and below it torch turns forward mode off.
 """
 
 import functools
@@ -34,6 +30,7 @@ from remat._base.program import (
 )
 from remat._base.tensors import versions_of
 from remat._base.types import Outputs
+from remat._graph.edges import reached_inputs
 from remat._torch import (
     JVP,
     base_tensor,
@@ -48,7 +45,6 @@ from remat._torch import (
     unpack_dual,
     unwrap_for_grad,
 )
-from remat._transform.reached import reached_inputs
 
 
 class Below(Program):

@@ -5,11 +5,7 @@
     who makes a graph        the same, with a barrier before the recompute (`traced`)
     nobody, or an export     the function itself
 
-`rematerialized`, `remat.compat` and `remat.chain` ask once for each call, `traced` for
-what runs after a graph broke.
-
-Invariant: nothing else decides this. If there is nothing to differentiate, the function
-is just called.
+Invariant: nothing else decides this.
 Rejected: one lowering for all. torch.func refuses hooks for saved tensors, and it
 records its own backward: all that a recompute inside saves would be retained.
 """

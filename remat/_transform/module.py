@@ -1,17 +1,14 @@
 """Modules whose `forward` is recomputed: what `remat(module)` returns.
 
 Such a module has a class of its own: a subclass of the module's class, of the same
-name, whose `forward` is `remat` of the one that it inherits. Torch's parametrizations
-work like this, too. `recompute_in_place` gives a module that class. `view_of` makes
-another module of that class, a *view*: it shares the module's state, and its `forward`
-runs on the module.
+name, whose `forward` is `remat` of the inherited one. `recompute_in_place` gives a
+module that class. `view_of` makes another module of it, a *view*, which runs on the
+module.
 
-`api` and `remat.nn` call these.
-
-Invariant: a view has the module's own dictionary of attributes. So parameters, buffers,
-hooks, names and modes are the same in both, also after one of them changes.
-Rejected: a module that holds the module. It would add a level to all names. Rejected:
-to assign to `module.forward`. That is a cycle, and some libraries do it themselves.
+Invariant: a view has the module's own dictionary of attributes: parameters, buffers,
+hooks and modes are the same in both.
+Rejected: a module that holds the module: it adds a level to all names. To assign to
+`module.forward`: a cycle, which some libraries make themselves.
 """
 
 import copy

@@ -4,9 +4,8 @@
     AOTAutograd   runs that node while it traces, and so calls the body
     make_fx       the same, with the function itself
 
-While a graph is made a call is one recursive Function (`function`), at every level and
-at the base. So what it recomputes is explicit in the graph. `Vjp` puts a barrier
-before it, and a `Tape` gives it what the policy keeps and the states of its draws.
+There a call is one recursive Function, at the base too. `Vjp` puts a barrier before the
+recompute, and a `Tape` gives it what the policy keeps and the states of its draws.
 
 Invariant: what leaves this file for Dynamo to trace are plain functions. What the
 lowering of a node depends on is in its graph or in its key.

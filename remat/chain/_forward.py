@@ -26,13 +26,12 @@ from remat._capture.between import (
     Unnoted,
     in_forward,
 )
-from remat._capture.handing_on import ForwardRun, named_change
-from remat._capture.restore import SnapshotRun
+from remat._capture.runs import ForwardRun, SnapshotRun, named_change
 from remat._capture.snapshot import BoundFunction
+from remat._graph.edges import reached_inputs
 from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
-from remat._transform.reached import reached_inputs
 from remat.chain._actions import Action, Advance, Drop, RecordStep, Save, Schedule
 from remat.chain._binomial import Online
 from remat.chain._steps import (

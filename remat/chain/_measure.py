@@ -22,7 +22,7 @@ from typing_extensions import override
 from remat._base.context import differentiated
 from remat._base.program import Request
 from remat._base.types import TENSORS
-from remat._capture.handing_on import ForwardRun
+from remat._capture.runs import ForwardRun
 from remat._fit.meter import Meter, MissingValueError, has_storage
 from remat._fit.simulate import undisturbed
 from remat._live.reach import Reach

@@ -22,7 +22,7 @@ from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._capture.between import NOTHING
-from remat._capture.restore import SnapshotRun
+from remat._capture.runs import SnapshotRun
 from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
 from remat._transform.function import Primal

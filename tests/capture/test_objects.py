@@ -529,6 +529,25 @@ def test_another_result_in_the_recompute_is_an_error():
         grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)
 
 
+def test_a_dict_with_tensors_as_keys_is_returned_with_what_it_holds():
+    def fn(x):
+        y = x.sin()
+        return {y: [1, 2], "a": {"b": [3]}, y.exp(): (y.cos(), "c")}
+
+    def loss(fn, seen):
+        def called(x):
+            (first, held), (name, inner), (second, pair) = fn(x).items()
+            seen.append((held, name, inner, pair[1]))
+            return (first * second * pair[0]).sum()
+
+        return called
+
+    plain, ours = [], []
+    expected = grad(loss(fn, plain))(X)
+    assert torch.equal(grad(loss(remat(fn), ours))(X), expected)
+    assert ours == plain
+
+
 def test_a_counter_is_read_from_where_it_was_at_the_call():
     def scaled(numbers):
         return lambda x: (x.sin() * next(numbers)).exp().sum()

@@ -158,11 +158,11 @@ def test_the_other_functions_are_patched_too():
 
 
 def test_remats_own_uses_of_torchs_checkpoint_stay():
-    surroundings = importlib.import_module("remat._torch.surroundings")
+    process = importlib.import_module("remat._torch.process")
     depths = []
 
     def note(x):
-        depths.append(surroundings.checkpoint_depth())
+        depths.append(process.checkpoint_depth())
         return sin_exp(x)
 
     theirs = torchs.checkpoint

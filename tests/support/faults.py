@@ -112,7 +112,7 @@ FAULTS = [
     ),
     Fault(
         "what a recompute does to an object stays",
-        CAPTURE + "restore.py",
+        CAPTURE + "runs.py",
         "        _undo(self._undo)\n        for was in reversed(self._views):",
         "        for was in reversed(self._views):",
         ("tests/capture/test_state.py", "tests/capture/test_snapshot.py"),
@@ -253,21 +253,21 @@ FAULTS = [
     # Capture.
     Fault(
         "what a forward assigns under torch.func does not reach the user's objects",
-        CAPTURE + "handing_on.py",
+        CAPTURE + "runs.py",
         "changes = [(change.node, change.now) for change in _changed(self._noted)]",
         "changes = list[Any]()",
         ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
     ),
     Fault(
         "an entry that a forward deletes stays in the user's dict",
-        CAPTURE + "handing_on.py",
+        CAPTURE + "runs.py",
         "        how.put_back(value, [*held], [*held.values()])",
         "        held = {**value, **held} if isinstance(value, dict) else held\n        how.put_back(value, [*held], [*held.values()])",
         ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
     ),
     Fault(
         "a new list that a forward assigns holds tensors of a level",
-        CAPTURE + "handing_on.py",
+        CAPTURE + "runs.py",
         "value[:] = [owners.get(id(v), v) for v in value]",
         "value[:] = [*value]",
         ("tests/capture/test_state.py", "tests/capture/test_objects.py"),

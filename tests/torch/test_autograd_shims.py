@@ -9,7 +9,7 @@ from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import GraphExecGroup
 
-from remat._torch import autograd, storages
+from remat._torch import autograd, tensors
 
 
 @expects("set_grad_enabled", "grad_mode")
@@ -199,13 +199,13 @@ def _unpack(packed):
 @expects("snapshot", "is_shared")
 def test_clones_are_made_on_write():
     x = torch.ones(2)
-    copy = storages.snapshot(x)
+    copy = tensors.snapshot(x)
     assert isinstance(copy, Tensor)
-    assert storages.is_shared(copy) is True
+    assert tensors.is_shared(copy) is True
     copy.add_(1)
-    assert storages.is_shared(copy) is False
+    assert tensors.is_shared(copy) is False
     assert same(x, torch.ones(2))
-    assert storages.snapshot(nn.Parameter(x)) is None
+    assert tensors.snapshot(nn.Parameter(x)) is None
 
 
 @expects("AccumulateGrad", "is_held")
@@ -220,13 +220,13 @@ def test_leaves_are_found_in_the_graph():
 @expects("is_graph_held", "use_count")
 def test_references_are_counted():
     x = leaf()
-    before = storages.use_count(x)
+    before = tensors.use_count(x)
     assert autograd.is_graph_held([x]) is False
     node = x.sin().grad_fn
     assert autograd.is_graph_held([x]) is True
-    assert storages.use_count(x) > before
+    assert tensors.use_count(x) > before
     del node
-    assert storages.use_count(x) == before
+    assert tensors.use_count(x) == before
 
 
 @expects("NODES_ASKING_GRAD_MODE", "pull_in_grad_mode")
@@ -258,10 +258,10 @@ def test_nodes_are_numbered():
 @expects("StorageRef", "storage_id")
 def test_storages_are_referred_to():
     x = torch.ones(2)
-    ref = storages.StorageRef(x.untyped_storage())
-    assert ref.address == x.untyped_storage()._cdata == storages.storage_id(x)
-    assert storages.storage_id(x) == storages.storage_id(x.view(1, 2))
-    assert storages.storage_id(x) != storages.storage_id(x.clone())
+    ref = tensors.StorageRef(x.untyped_storage())
+    assert ref.address == x.untyped_storage()._cdata == tensors.storage_id(x)
+    assert tensors.storage_id(x) == tensors.storage_id(x.view(1, 2))
+    assert tensors.storage_id(x) != tensors.storage_id(x.clone())
     before = ref.count()
     view = x.view(1, 2)
     assert ref.count() > before > 0
@@ -273,7 +273,7 @@ def test_storages_are_referred_to():
 @expects("preserved_version")
 def test_a_change_is_not_counted():
     x = torch.ones(2)
-    with storages.preserved_version(x):
+    with tensors.preserved_version(x):
         x.add_(1)
     assert x._version == 0
     assert same(x, torch.full((2,), 2.0))

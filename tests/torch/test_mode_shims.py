@@ -9,7 +9,7 @@ from support.shims import expects, same
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
-from remat._torch import modes, storages, tensors
+from remat._torch import modes, tensors
 
 
 class _Mode(overrides.TorchFunctionMode):
@@ -66,8 +66,8 @@ class _Seen(modes.LeanDispatchMode):
 @expects("SNAPSHOT")
 def test_a_mode_sees_snapshots():
     with _Seen() as mode:
-        storages.snapshot(torch.ones(2))
-    assert mode.ops[-1] is storages.SNAPSHOT
+        tensors.snapshot(torch.ones(2))
+    assert mode.ops[-1] is tensors.SNAPSHOT
 
 
 @expects("compiled_outside_modes")

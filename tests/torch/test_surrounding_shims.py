@@ -1,4 +1,4 @@
-"""What the shims of `process` and `surroundings`, and of pytrees, expect of torch."""
+"""What the shims of `process`, and of pytrees, expect of torch."""
 
 import inspect
 import types
@@ -15,7 +15,6 @@ from remat._torch import (
     noted,
     operators,
     process,
-    surroundings,
 )
 
 
@@ -32,16 +31,16 @@ def test_settings_are_read_and_written():
 
 @expects("has_hooks_on_all_modules", "hooks_of_trackers", "remove_hooks_since")
 def test_hooks_of_trackers_are_removed():
-    assert surroundings.has_hooks_on_all_modules() is False
-    assert not surroundings.hooks_of_trackers()
+    assert process.has_hooks_on_all_modules() is False
+    assert not process.hooks_of_trackers()
     with ModuleTracker() as tracker:
-        assert surroundings.has_hooks_on_all_modules() is True
+        assert process.has_hooks_on_all_modules() is True
         nn.Linear(1, 1)(leaf().sum(0, keepdim=True))
         before = len(tracker._hooks)
-        then = surroundings.hooks_of_trackers()
+        then = process.hooks_of_trackers()
         nn.Linear(1, 1)(leaf().sum(0, keepdim=True))
         assert len(tracker._hooks) == 2 * before > 0
-        surroundings.remove_hooks_since(then)
+        process.remove_hooks_since(then)
         assert len(tracker._hooks) == before
 
 
@@ -54,32 +53,32 @@ def test_generators_are_found():
 
 @expects("autocast_depth", "is_autocast_active")
 def test_autocast_is_seen():
-    before = surroundings.autocast_depth()
-    assert surroundings.is_autocast_active() is False
+    before = process.autocast_depth()
+    assert process.is_autocast_active() is False
     with torch.autocast("cpu", torch.bfloat16):
-        assert surroundings.autocast_depth() == before + 1
-        assert surroundings.is_autocast_active() is True
+        assert process.autocast_depth() == before + 1
+        assert process.is_autocast_active() is True
 
 
 @expects("parametrization_cache", "swap_parametrization_cache")
 def test_parametrizations_are_cached():
-    assert surroundings.parametrization_cache() is None
+    assert process.parametrization_cache() is None
     fresh: dict[Any, Any] = {}
     with parametrize.cached():
-        before = surroundings.swap_parametrization_cache(({}, 0))
-        assert surroundings.parametrization_cache() is None
-        surroundings.swap_parametrization_cache((fresh, 1))
-        assert surroundings.parametrization_cache() is fresh
-        assert surroundings.swap_parametrization_cache(before) == (fresh, 1)
-        assert surroundings.parametrization_cache() is before[0]
+        before = process.swap_parametrization_cache(({}, 0))
+        assert process.parametrization_cache() is None
+        process.swap_parametrization_cache((fresh, 1))
+        assert process.parametrization_cache() is fresh
+        assert process.swap_parametrization_cache(before) == (fresh, 1)
+        assert process.parametrization_cache() is before[0]
 
 
 @expects("is_of_checkpoint")
 def test_hooks_of_checkpoint_are_known():
     frame = checkpoint._checkpoint_hook.__init__
-    assert not surroundings.is_of_checkpoint(leaf)
+    assert not process.is_of_checkpoint(leaf)
     # The hooks are functions within that.
-    assert surroundings.is_of_checkpoint(frame)
+    assert process.is_of_checkpoint(frame)
 
 
 @expects("checkpoint_depth")
@@ -89,33 +88,33 @@ def test_checkpoints_are_seen():
     depths: list[int] = []
 
     def note(x):
-        depths.append(surroundings.checkpoint_depth())
+        depths.append(process.checkpoint_depth())
         return x * 1
 
     call(note, leaf(), use_reentrant=True)
     if inspect.signature(call).parameters["function"].default is None:
         call(use_reentrant=True)(note)(leaf())
     assert {*depths} == {1}
-    assert surroundings.checkpoint_depth() == 0
+    assert process.checkpoint_depth() == 0
 
 
 def _of_list(
     operators: list[Any],
 ):
     cells = {"policy_fn_or_list": types.CellType(operators)}
-    code = surroundings._CODE_OF_LIST
+    code = process._CODE_OF_LIST
     closure = tuple(cells[name] for name in code.co_freevars)
     return types.FunctionType(code, {}, closure=closure)
 
 
 @expects("checkpoint_settings")
 def test_settings_of_checkpoints_are_read():
-    before = surroundings.checkpoint_settings()
+    before = process.checkpoint_settings()
     with checkpoint.set_checkpoint_early_stop(False):
-        assert surroundings.checkpoint_settings() == (False, before[1])
+        assert process.checkpoint_settings() == (False, before[1])
         with checkpoint.set_checkpoint_debug_enabled(True):
-            assert surroundings.checkpoint_settings() == (False, True)
-    assert surroundings.checkpoint_settings() == before
+            assert process.checkpoint_settings() == (False, True)
+    assert process.checkpoint_settings() == before
 
 
 @expects("selective_policy")
@@ -125,11 +124,11 @@ def test_selective_contexts_tell_their_policy():
     assert "policy_fn" in inspect.signature(kind).parameters
     context = object.__new__(kind)
     context.policy_fn = leaf
-    assert surroundings.selective_policy(context) is leaf
+    assert process.selective_policy(context) is leaf
     operators: list[Any] = []
     context.policy_fn = _of_list(operators)
-    assert surroundings.selective_policy(context) is operators
-    assert surroundings.selective_policy(None) is None
+    assert process.selective_policy(context) is operators
+    assert process.selective_policy(None) is None
 
 
 class _Node:
