@@ -19,7 +19,7 @@ from remat._base.types import INERT
 from remat._capture.containers import ContainerNode
 from remat._capture.modules import ViewNode
 from remat._capture.nodes import CellNode, Composite, Node, ObjectNode, TensorNode
-from remat._capture.objects import members_of, set_attributes
+from remat._capture.objects import assign_attributes, attributes
 from remat._capture.runs import (
     ChangedObject,
     ForwardRun,
@@ -96,8 +96,8 @@ class RecomputedObjects:
             value = node.build(self._run)
             entries = {k: _made(entry, self._run) for k, entry in was.entries.items()}
             if isinstance(node, ObjectNode):
-                set_attributes(value, entries)
-                _delete(value, was.gone)
+                now = {k: v for k, v in attributes(value).items() if k not in was.gone}
+                assign_attributes(value, now | entries)
             else:
                 assign(node, value, entries)
 
@@ -155,15 +155,6 @@ def _made(item: Any, run: SnapshotRun) -> Any:
     if item.kind is dict:
         return dict(zip(items[::2], items[1::2], strict=True))
     return item.kind(items)
-
-
-def _delete(value: Any, names: Iterable[str]) -> None:
-    members = {member.__name__: member for member in members_of(type(value))}
-    for name in names:
-        if name in members:
-            members[name].__delete__(value)
-        else:
-            del value.__dict__[name]
 
 
 _UNKNOWN: Any = object()

@@ -226,10 +226,7 @@ class ForwardRun(SnapshotRun):
             assign(node, originals[id(node)], owned)
 
     def changed(self) -> str:
-        """Name what the function changed; "" if it changed nothing.
-
-        Also what leads to no tensor, of which there is no replica.
-        """
+        """Name what the function changed; "" if it changed nothing."""
         return next((named_change(*change[1:]) for change in self.changes()), "")
 
     def changes(

@@ -8,13 +8,10 @@ are not walked.
 Rejected: watching every draw for its generator, at ten times the cost.
 """
 
-import contextlib
 import gc
 import random
 import sys
 import types
-import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import islice
@@ -31,9 +28,9 @@ from remat._base.code import (
     known_code,
 )
 from remat._base.types import INERT, TENSORS
-from remat._capture.holders import PARTS, parts_of
+from remat._capture.container_kinds import container_kind
+from remat._capture.holders import CELLS, MISSING, PARTS, Kind, parts_of, value_of
 from remat._capture.objects import (
-    SEQUENCES,
     attributes,
     by_class,
     defines,
@@ -44,12 +41,10 @@ from remat._torch import default_generators, is_compiled
 
 _LIMIT = 300  # values walked in a call
 _NOT_WALKED = TENSORS | INERT
-_MAPPINGS = (dict, weakref.WeakValueDictionary)
-_CONTAINERS = (*SEQUENCES, *_MAPPINGS)
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
 _OPENED = {
     *("argparse", "builtins", "collections", "contextlib", "functools", "itertools"),
-    *("queue", "types"),
+    *("queue", "types", "weakref"),
 }
 
 
@@ -153,7 +148,7 @@ class StreamSearch:
 
     def _walk_one(self, value: Any) -> None:
         kind = type(value)
-        if kind in _NOT_WALKED:
+        if kind in _NOT_WALKED or value is MISSING:
             return
         if is_stream(kind):
             self.add(value)
@@ -175,15 +170,16 @@ class StreamSearch:
             return ()
         if issubclass(kind, PARTS):
             return parts_of(value)
-        if issubclass(kind, _CONTAINERS):
-            return _parts_of_container(value)
+        how = container_kind(kind)
+        if how is not None:
+            return _parts_of_container(value, how)
         if is_rematerialized(kind):
             return (value.__wrapped__,)
         return self._parts_of_object(kind, value)
 
     def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
         if kind is ContextVar:
-            return (value.get(None),)
+            return (value_of(value),)
         if defines(kind, "__self__"):  # a method of an extension class
             return (value.__self__,)
         root = str(kind.__module__).partition(".")[0]
@@ -216,20 +212,12 @@ def has_defaults(fn: types.FunctionType) -> bool:
 
 
 def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:
-    cells = []
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not assigned yet
-            cells.append(cell.cell_contents)
-    scope = fn.__globals__
+    cells, scope = CELLS.values(fn.__closure__ or ()), fn.__globals__
     return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
 
 
-def _parts_of_container(value: Any) -> Iterable[Any]:
-    items = value.values() if isinstance(value, _MAPPINGS) else value
-    held = [*attributes(value).values()]
-    if isinstance(value, defaultdict):
-        held.append(value.default_factory)
+def _parts_of_container(value: Any, how: Kind) -> Iterable[Any]:
+    items = [*how.values([value])]
+    held = [*attributes(value).values(), getattr(value, "default_factory", None)]
     # A long list of numbers or words is looked at in one go.
-    if type(value) in (list, tuple, dict) and _NOT_WALKED.issuperset(map(type, items)):
-        return held
-    return [*items, *held]
+    return held if _NOT_WALKED.issuperset(map(type, items)) else [*items, *held]

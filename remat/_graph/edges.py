@@ -193,11 +193,7 @@ def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
 def once_differentiable(
     roots: Sequence[Any], inputs: Sequence[Tensor], *, at_base: bool
 ) -> dict[int, tuple[Any, bool]]:
-    """Return which inputs lead to a Function that is marked `once_differentiable`.
-
-    With it, and with whether torch drops its second derivative, as torch.func does,
-    and raises no error.
-    """
+    """Return which inputs lead to a Function that is marked `once_differentiable`."""
     found: dict[int, tuple[Any, bool]] = {}
     for node, number in edges_behind(map(edge_of, roots)):
         function = once_differentiable_function(node)

@@ -51,10 +51,7 @@ def _let_go(ref: weakref.ref[ReadOnce]) -> None:
 
 
 class Residual(ReadOnce):
-    """One tensor that is kept, or what the hooks around the call packed it as.
-
-    `op` made it, for an error.
-    """
+    """One tensor that is kept, or what the hooks around the call packed it as."""
 
     __slots__ = ("_tensor", "_unpack", "_version", "op")
     decision = Decision.SAVE

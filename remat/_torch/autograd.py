@@ -220,10 +220,7 @@ def pull_in_grad_mode(outs: Iterable[Tensor]) -> None:
 
 
 def nodes_behind(roots: Iterable[Any]) -> list[Any]:
-    """Return the nodes that some nodes of a graph lead to, those first.
-
-    A root may be None: a tensor without a graph.
-    """
+    """Return the nodes that some nodes of a graph lead to, those first."""
     seen = {*roots, None}
     nodes: list[Any] = [node for node in seen if node is not None]
     for node in nodes:  # which grow

@@ -282,10 +282,7 @@ How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness
 
 
 def unbatched(leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[How]]:
-    """Return the tensors below all vmap levels, and how `batched_again` puts them back.
-
-    The innermost level comes first.
-    """
+    """Return tensors below all vmap levels, and how `batched_again` puts them back."""
     hows: list[How] = []
     below: Any = tuple(leaves)
     for layer in reversed(get_interpreter_stack() or ()):

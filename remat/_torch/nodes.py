@@ -62,10 +62,7 @@ def let_dynamo_see_nodes() -> None:
 
 
 def _traced_under_modes(variable: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a body that TorchFunctionModes see.
-
-    Dynamo would show the node to a mode, and trace the body without it.
-    """
+    """Trace a body that TorchFunctionModes see."""
     modes = tracer.symbolic_torch_function_state.mode_stack
     with _stack_may_change(tracer), _modes_may_change([m.mutation_type for m in modes]):
         result = variable._call_function(tracer, args, kwargs)
@@ -341,10 +338,7 @@ _RUNS: dict[str, Callable[[_BodyRun, Any, Any, Any], Any]] = {
 
 
 def _levels_outside(graph: Any) -> int:
-    """Return how many levels Dynamo had entered before it traced a graph.
-
-    The highest number that is used is that of the innermost level that is open there.
-    """
+    """Return how many levels Dynamo had entered before it traced a graph."""
     found, depth = list[int](), 0
     for name, node in _of_levels(graph):
         depth += name.endswith("_increment_nesting")

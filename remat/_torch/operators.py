@@ -81,10 +81,7 @@ def register_torch_node(
     name: str | None = None,
     children: Sequence[str] = (),
 ) -> None:
-    """Register a class with torch's own pytrees.
-
-    If its children are attributes, it has a name for saved programs, too.
-    """
+    """Register a class with torch's own pytrees."""
 
     def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], Any]:
         leaves, context = flatten(instance)

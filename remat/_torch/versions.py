@@ -73,11 +73,7 @@ _DIFFERS = (
 
 
 def differences() -> list[str]:
-    """Return what of torch is not as expected.
-
-    It is tried in a thread of its own, where there is no mode, no level of torch.func
-    and no inference mode, whatever surrounds the import.
-    """
+    """Return what of torch is not as expected."""
     found: list[str] = []
 
     def run() -> None:

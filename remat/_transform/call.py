@@ -103,10 +103,7 @@ class Call:
         return self._search is not None and self._search.found.is_lazy
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
-        """Return the tensors of the call, and which require grad, at any level.
-
-        From then on the caller holds them, and the call does not.
-        """
+        """Return the tensors of the call, and which require grad, at any level."""
         passed = self._inputs
         self._inputs: list[Tensor] = []
         inputs = [*map(unwrap_dead, passed)]
@@ -212,10 +209,7 @@ class Call:
 
 
 class RefuseOuterLevels(TorchFunctionMode):
-    """A mode that refuses tensors and graphs of levels that a function is run below.
-
-    The inputs of the call were passed as `wrapped`, and the function runs on `inner`.
-    """
+    """A mode that refuses tensors and graphs of levels that a function is run below."""
 
     is_remats_check = True
 

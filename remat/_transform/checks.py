@@ -41,6 +41,7 @@ from remat._base.parts import parts
 from remat._base.source import shown
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
+from remat._capture.holders import dict_of
 from remat._capture.result_walk import Hidden
 from remat._capture.snapshot import Snapshot
 from remat._graph.edges import Edge, edge_of, leads_to, reached_inputs
@@ -72,10 +73,7 @@ def refuse_changed_inputs(
     updated: Container[int],
     run: Callable[[Sequence[Tensor]], object],
 ) -> None:
-    """Refuse a function that changed an input, or made one require grad.
-
-    It ran on `inner`, may have changed those in `updated`, and `run` runs it again.
-    """
+    """Refuse a function that changed an input, or made one require grad."""
     now = [*map(_requires_grad, inner)]
     if versions == versions_of(inputs) and needs == now:
         return
@@ -126,10 +124,7 @@ def refuse_assigned_data(
 def refuse_leaks(
     snapshot: Snapshot, inner: Sequence[Tensor], hidden: Sequence[Hidden]
 ) -> None:
-    """Refuse a function if something holds its graph, which should be gone by now.
-
-    `hidden` is what in its result may hold it.
-    """
+    """Refuse a function if something holds its graph, which should be gone by now."""
     # A mode around this holds results for its call, which looks itself.
     if snapshot.is_contained or is_followed() or not is_graph_held(inner):
         return
@@ -207,10 +202,7 @@ class RefuseReads(TorchDispatchMode):
         self._new: list[tuple[Tensor, Callable[[], str]]] = []
 
     def refuse(self, tensor: Tensor, name: Callable[[], str]) -> None:
-        """Refuse to read a tensor from now on, and what shares its memory.
-
-        Its name is asked for if it is read.
-        """
+        """Refuse to read a tensor from now on, and what shares its memory."""
         if id(tensor) not in self._held:
             self._held[id(tensor)] = tensor
             self._new.append((tensor, name))
@@ -293,25 +285,18 @@ def _place_in(owner: Any, value: Any) -> tuple[str, str]:
     if isinstance(owner, types.CellType):
         name = _variable(owner)
         return name, f"as the variable `{name}`"
-    entries = owner if isinstance(owner, dict) else _dict_of(owner)
-    name = next((k for k, v in (entries or {}).items() if v is value), None)
+    held = owner if isinstance(owner, dict) else dict_of(owner)
+    entries = held.items() if isinstance(held, dict) else ()
+    name = next((k for k, v in entries if v is value), None)
     if not isinstance(name, str):
         return "", ""
     if isinstance(owner, dict):
         if "__builtins__" in owner:
             return name, f"as the global `{name}`"
-        owner = next((o for o in gc.get_referrers(owner) if _dict_of(o) is owner), None)
+        owner = next((o for o in gc.get_referrers(owner) if dict_of(o) is owner), None)
         if owner is None:
             return "", ""
     return name, f"as `{name}` of a {type(owner).__qualname__}"
-
-
-def _dict_of(value: Any) -> dict[str, Any] | None:
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _variable(cell: types.CellType) -> str:

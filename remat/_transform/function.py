@@ -430,10 +430,7 @@ def _dispatch_dual(
 def evaluate_forward(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
-    """Run the forward of a call, as a program, and drop its graph.
-
-    Returns also what the function ran in.
-    """
+    """Run the forward of a call, as a program, and drop its graph."""
     snapshot, needs = call.snapshot, request.needs
     inner = fresh_leaves(inputs, needs)
     # In a function of its own: nothing here may hold the graph.
@@ -681,10 +678,7 @@ def _pulled(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any
 
 
 class Vjp(Program):
-    """`(*primals, *cotangents) -> gradients` of a program.
-
-    It recomputes what it needs and keeps nothing.
-    """
+    """`(*primals, *cotangents) -> gradients` of a program."""
 
     __slots__ = (
         *("_arity", "_at_base", "_evaluation", "_given", "_in_grad_mode", "_program"),
@@ -841,10 +835,7 @@ class Vjp(Program):
     def recorded(
         self, primals: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Any]]:
-        """Run the program with its graph; return the inputs in it, and the outputs.
-
-        For a backward that comes later, by `pulled_back`.
-        """
+        """Run the program with its graph; return the inputs in it, and the outputs."""
         if current_layer() is None:
             return self._recompute(primals, False, None)
         return self._recompute_at_level(primals, None)

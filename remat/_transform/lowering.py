@@ -101,11 +101,7 @@ def call_as_function(
     *,
     may_read_early: Callable[[Tensor], bool] | None = None,
 ) -> Any:
-    """Call a function as one Function; if nothing is differentiated, call `plain`.
-
-    `may_read_early` says of an input whether a recompute in a graph may read it before
-    the cotangents.
-    """
+    """Call a function as one Function; if nothing is differentiated, call `plain`."""
     call = Call(fn, label, args, kwargs, options)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()

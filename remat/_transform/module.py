@@ -24,6 +24,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.code import MADE
+from remat._capture.objects import set_attributes, slots_in
 from remat._partial.options import Options
 from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
 from remat._transform.traced import call_traced
@@ -118,10 +119,7 @@ def module_of(value: Any) -> Any:
 
 
 def recomputed_by(fn: Any) -> tuple[Any, Rematerialized] | None:
-    """Return what a rematerialized function recomputes, and that function.
-
-    Also of a method or a partial of one, and of a module.
-    """
+    """Return what a rematerialized function recomputes, and that function."""
     if isinstance(fn, types.MethodType) and isinstance(fn.__self__, RematModule):
         is_ours = fn.__func__ is vars(type(fn.__self__)).get("forward")
         fn = fn.__self__ if is_ours else fn
@@ -152,19 +150,10 @@ def _view(module: nn.Module, spec: Spec) -> nn.Module:
     view = object.__new__(_class_of(type(module), spec))
     # Some modules hand attributes on to others.
     object.__setattr__(view, "__dict__", vars(module))
-    for name in _slots_of(type(module)):
-        if hasattr(module, name):
-            object.__setattr__(view, name, getattr(module, name))
+    set_attributes(view, slots_in(module))
     # Last: a view of a view has this slot twice.
     object.__setattr__(view, "_remat_module", module)
     return view
-
-
-def _slots_of(kind: type) -> Iterator[str]:
-    """Return the attributes that a module has besides its dictionary."""
-    for cls in kind.__mro__:
-        slots = vars(cls).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
 
 
 def recompute_in_place(
@@ -176,10 +165,7 @@ def recompute_in_place(
 
 
 def undone(module: RematModule) -> nn.Module:
-    """Return a module whose `forward` is not recomputed any more.
-
-    That is the module itself, or the one that a view is of.
-    """
+    """Return a module whose `forward` is not recomputed any more."""
     if module._remat_spec.is_view:
         return module_of(module)
     object.__setattr__(module, "__class__", module._remat_base)

@@ -593,10 +593,7 @@ def _run_on_objects(call: Saved, *tensors: Tensor) -> tuple[()]:
 def _state_restored(
     call: Saved, tensors: Sequence[Tensor]
 ) -> AbstractContextManager[Any]:
-    """Restore the state of the call; leave nothing on the user's own leaves.
-
-    What changed since, and is no longer known, is not to be read.
-    """
+    """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, effects, saved = call.ambient, call.effects, call.inputs
     state = ambient.restored() if call.is_done else ambient.restored_within()
     changed, leaves = saved.changed(), saved.leaves

@@ -134,11 +134,7 @@ def _as_class(tensor: Tensor, kind: type) -> Tensor:
 def copy_buffers(
     inner: list[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
 ) -> dict[int, Tensor]:
-    """Put copies in place of inputs that may be updated; return the copies by index.
-
-    Inputs that require grad cannot be. `buffers` are those captured, and whether
-    registered as a module's buffer.
-    """
+    """Put copies in place of inputs that may be updated; return the copies by index."""
     copies: dict[int, Tensor] = {}
     if not buffers and False not in needs:
         return copies
