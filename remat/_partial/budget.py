@@ -1,13 +1,7 @@
 """Chooses which results to save in a number of bytes, so that least is recomputed.
 
-`budgeted` makes a `Problem` of a record and solves it; plans for whole models do too.
-
-    problem    operations with costs, values with bytes, and what a backward reads
-    evaluate   what a choice costs: work to recompute, and bytes saved
-    solve      the best choice within a number of bytes
-
-The model is a mixed-integer program. With s_i for "operation i is saved", r_i for "it
-runs again" and n_v for "value v is needed":
+A mixed-integer program, with s_i for "operation i is saved", r_i for "it runs again"
+and n_v for "value v is needed":
 
     least      sum of cost_i r_i
     such that  the bytes of what is saved and needed are at most the limit
@@ -29,57 +23,34 @@ import importlib
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from remat.policies._within import NO_SCIPY
 
 
 class CostedOperation(NamedTuple):
-    """One operation of a problem.
+    """One operation of a problem."""
 
-    Attributes:
-        cost: of running it again.
-        reads: the values that it reads.
-        makes: the values that it makes or changes. If it runs again, all of them are
-            needed: what made them before runs again as well.
-        may_save: whether its values may be saved. Then no other operation makes them.
-        must_save: whether they must be, where they are needed.
-        always_runs: whether it runs again also where its values are not needed. It
-            does not if they are saved and needed.
-    """
-
-    cost: float
+    cost: float  # of running it again
     reads: tuple[int, ...] = ()
+    # Makes or changes. If it runs again, all of these values are needed: what made them
+    # before runs again as well.
     makes: tuple[int, ...] = ()
-    may_save: bool = True
-    must_save: bool = False
-    always_runs: bool = False
+    may_save: bool = True  # then no other operation makes its values
+    must_save: bool = False  # where its values are needed
+    always_runs: bool = False  # unless its values are saved and needed
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Operations in order, and what a backward reads of the values that they make.
-
-    Attributes:
-        operations: in the order in which they run.
-        nbytes: of each value that an operation may save. What shares memory is one
-            value. Values that no operation makes are inputs, and cost nothing.
-        roots: the values that the backward reads.
-    """
+    """Operations in order, and what a backward reads of the values that they make."""
 
     operations: tuple[CostedOperation, ...]
+    # Of each value that may be saved. What shares memory is one value. Values that no
+    # operation makes are inputs, and cost nothing.
     nbytes: tuple[tuple[int, int], ...]
-    roots: frozenset[int]
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
-
-    def __post_init__(self) -> None:
-        # Of thousands of operations. A problem is looked up more often than made.
-        key = hash((self.operations, self.nbytes, self.roots))
-        object.__setattr__(self, "_hash", key)
-
-    def __hash__(self) -> int:
-        return self._hash
+    roots: frozenset[int]  # the values that the backward reads
 
     def makers(self) -> dict[int, list[int]]:
         """Return the operations that make each value."""
@@ -102,29 +73,21 @@ class Problem:
 
     @property
     def has_loose_ends(self) -> bool:
-        """Whether saving one operation can make another run again.
-
-        One that always runs unless it is saved and needed may not be needed then. The
-        solver takes it for saved, so its bound may be too low.
-        """
+        """Whether saving one operation can make another run again."""
+        # One that always runs unless it is saved and needed may not be needed then. The
+        # solver takes it for saved, so its bound may be too low.
         return any(op.always_runs and op.may_save for op in self.operations)
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What to save.
+    """What to save."""
 
-    Attributes:
-        saved: the operations whose values are saved.
-        work: the cost of all that is recomputed.
-        nbytes: the bytes of all that is saved.
-        gap: how much less work another choice could cost, as a fraction of `work`. 0 if
-            this choice is proven to be the best.
-    """
-
-    saved: frozenset[int]
-    work: float
-    nbytes: int
+    saved: frozenset[int]  # operations
+    work: float  # the cost of all that is recomputed
+    nbytes: int  # of all that is saved
+    # How much less work another choice could cost, as a fraction. 0 if this is proven
+    # to be the best.
     gap: float = 0.0
 
 
@@ -174,16 +137,11 @@ def _followed(
 
 
 class _Solved:
-    """What is known of one problem.
-
-    Attributes:
-        solutions: all that were found, for any limit.
-        tried: for each limit, how many seconds it was given, and the proven bound of
-            the work.
-    """
+    """What is known of one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self.solutions = {evaluate(problem, ())}
+        self.solutions = {evaluate(problem, ())}  # found for any limit
+        # For each limit the seconds it was given, and the proven bound of the work.
         self.tried: dict[int, tuple[float, float]] = {}
 
     def best(self, limit: int) -> Solution | None:
@@ -201,9 +159,6 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
 
     The same problem is solved once. When the time is up, the best choice that was found
     is returned, also if it was found for fewer bytes.
-
-    Raises:
-        ImportError: scipy is not installed.
 
     Example:
         >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
@@ -336,11 +291,7 @@ _INFEASIBLE = 2  # a status of scipy's
 
 
 def _scipy() -> tuple[Any, Any]:
-    """Return the modules of scipy that solve.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
+    """Return the modules of scipy that solve, or raise an ImportError."""
     try:
         optimize: Any = importlib.import_module("scipy.optimize")
         sparse: Any = importlib.import_module("scipy.sparse")

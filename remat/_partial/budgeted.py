@@ -1,7 +1,5 @@
 """What a budget keeps of a record: makes the problem, and has it solved.
 
-`decide` calls `spent` after a recorded forward, and so do reports. `budget` solves.
-
 Invariant: a plan that saves what was chosen keeps the bytes that were counted, or
 fewer. Where a plan knows more than a problem says, the problem needs more.
 Rejected: to decide while the forward runs. What is worth keeping depends on what the
@@ -10,7 +8,7 @@ backward reads, which is known at its end.
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat._base.op import Value
 from remat._offload.offload import extent
@@ -24,21 +22,13 @@ from remat.policies._within import Budget, Within
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a budget keeps of one record.
-
-    Attributes:
-        budget: how much may be kept.
-        must: the operations whose results must be kept.
-        may: for each operation, where its results go if they are kept.
-        solution: what is kept.
-        least: what is kept of what must be, and what it costs to recompute the rest.
-    """
+    """What a budget keeps of one record."""
 
     budget: Budget
-    must: frozenset[int]
-    may: tuple[Decision, ...]
-    solution: Solution
-    least: Solution
+    must: frozenset[int]  # operations whose results must be kept
+    may: tuple[Decision, ...]  # where results go if they are kept
+    solution: Solution  # what is kept
+    least: Solution  # what must be, and what it costs to recompute the rest
 
     @property
     def decisions(self) -> list[Decision]:
@@ -64,11 +54,7 @@ def spent(
     *,
     prune: bool,
 ) -> Spent | None:
-    """Return what the budget in a policy keeps; None if there is no budget in it.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
+    """Return what the budget in a policy keeps; None if there is no budget in it."""
     if not isinstance(policy, Within):
         return None
     musts = overwritten(record, [policy.must(step.op) for step in record.steps])
@@ -90,18 +76,14 @@ def spend(
     args = record, may, must, extra_roots, cost_of(budget)
     problem, steps = problem_of(*args, prune=prune)
     found = solve(problem, budget.nbytes, time_limit=budget.time_limit)
-    least = evaluate(problem, ())
-    return Spent(budget, must, tuple(may), _of_steps(found, steps), least)
+    saved = frozenset(i for k in found.saved for i in steps[k])
+    solution = replace(found, saved=saved)
+    return Spent(budget, must, tuple(may), solution, evaluate(problem, ()))
 
 
 def cost_of(budget: Budget) -> Callable[[Step], float]:
     """Return what says how much an operation costs."""
     return measured_work if budget.costs == "measured" else work
-
-
-def _of_steps(solution: Solution, steps: Sequence[Sequence[int]]) -> Solution:
-    saved = frozenset(i for k in solution.saved for i in steps[k])
-    return Solution(saved, solution.work, solution.nbytes, solution.gap)
 
 
 # --- The problem ---
@@ -116,15 +98,49 @@ def problem_of(
     *,
     prune: bool = True,
 ) -> tuple[Problem, list[list[int]]]:
-    """Return what there is to choose in a record."""
-    found = _Reading(record, may, extra_roots, prune=prune)
+    """Return what there is to choose in a record, and the steps of each operation."""
+    steps, of_wrapper = record.steps, dict(record.inside)
+    saveable = saveable_in(record, [i for i, decision in enumerate(may) if decision])
+    if not prune:  # what no recompute reads is not saved by a plan
+        live = plan(record, extra_roots=extra_roots).live
+        saveable = {i for i in saveable if live.intersection(steps[i].makes)}
+    made: dict[int, set[int]] = {}
+    for s, makers in makers_of(record).items():
+        for i in makers:
+            made.setdefault(i, set()).add(s)
+
+    def values(storages: Iterable[int]) -> set[int]:
+        # A wrapper, and what it wraps, are one value.
+        return {of_wrapper.get(s, s) for s in storages}
+
+    def operation(group: Sequence[int]) -> CostedOperation:
+        ours = [steps[i] for i in group]
+        makes = values(s for i in group for s in made.get(i, ()))
+        may_save = all(i in saveable or steps[i].is_collective for i in group)
+        always = any(s.always_runs or s.draws or s.on_subclass for s in ours)
+        return CostedOperation(
+            math.fsum(map(cost, ours)),
+            tuple(sorted(values(s for step in ours for s in _read(step)))),
+            tuple(sorted(makes)),
+            may_save=may_save,
+            must_save=may_save and any(i in must for i in group),
+            always_runs=always or (not prune and bool(makes)),
+        )
+
+    nbytes: dict[int, int] = {}
+    for i in sorted(saveable):
+        outputs = steps[i].op.outputs
+        if not moves(may[i], outputs):
+            for s, value in zip(steps[i].makes, outputs, strict=True):
+                v = of_wrapper.get(s, s)
+                nbytes[v] = max(nbytes.get(v, 0), storage_bytes(value))
     groups = _groups(record)
-    operations = tuple(found.operation(group, must, cost) for group in groups)
-    roots = {*extra_roots}.union(*record.roots)
-    values = found.values(roots)
+    operations = tuple(map(operation, groups))
+    roots = values({*extra_roots}.union(*record.roots))
     if not prune:  # all that is not saved runs again
-        values |= {v for op in operations for v in op.makes}
-    return Problem(operations, found.nbytes(), frozenset(values)), groups
+        roots |= {v for op in operations for v in op.makes}
+    sizes = tuple(sorted(nbytes.items()))
+    return Problem(operations, sizes, frozenset(roots)), groups
 
 
 def _groups(record: Record) -> list[list[int]]:
@@ -135,78 +151,6 @@ def _groups(record: Record) -> list[list[int]]:
     for i in range(len(record.steps)):
         groups.setdefault(collective.get(i, i), []).append(i)
     return [*groups.values()]
-
-
-class _Reading:
-    """Reads a record: which steps may be saved, and which storages are one value."""
-
-    def __init__(
-        self,
-        record: Record,
-        may: Sequence[Decision],
-        extra_roots: Iterable[int],
-        *,
-        prune: bool,
-    ) -> None:
-        self._record, self._may, self._prune = record, may, prune
-        self._saveable = saveable_in(record, [i for i, d in enumerate(may) if d])
-        if not prune:  # what no recompute reads is not saved by a plan
-            live = plan(record, extra_roots=extra_roots).live
-            steps = record.steps
-            self._saveable &= {
-                i for i in self._saveable if live.intersection(steps[i].makes)
-            }
-        # A wrapper, and what it wraps, are one value.
-        self._value = {s: min(pair) for pair in _linked(record) for s in pair}
-        self._made: dict[int, set[int]] = {}
-        for s, makers in makers_of(record).items():
-            for i in makers:
-                self._made.setdefault(i, set()).add(s)
-
-    def values(self, storages: Iterable[int]) -> set[int]:
-        """Return the values of storages."""
-        return {self._value.get(s, s) for s in storages}
-
-    def operation(
-        self, group: Sequence[int], must: Container[int], cost: Callable[[Step], float]
-    ) -> CostedOperation:
-        """Return the operation of some steps."""
-        steps = [self._record.steps[i] for i in group]
-        makes = self.values(s for i in group for s in self._made.get(i, ()))
-        reads = self.values(s for step in steps for s in _read(step))
-        may_save = all(
-            i in self._saveable or step.is_collective
-            for i, step in zip(group, steps, strict=True)
-        )
-        always = any(s.always_runs or s.draws or s.on_subclass for s in steps)
-        return CostedOperation(
-            math.fsum(cost(step) for step in steps),
-            tuple(sorted(reads)),
-            tuple(sorted(makes)),
-            may_save=may_save,
-            must_save=may_save and any(i in must for i in group),
-            always_runs=always or (not self._prune and bool(makes)),
-        )
-
-    def nbytes(self) -> tuple[tuple[int, int], ...]:
-        """Return the bytes of each value that may be saved."""
-        found: dict[int, int] = {}
-        for i in sorted(self._saveable):
-            step = self._record.steps[i]
-            if moves(self._may[i], step.op.outputs):
-                continue
-            for s, value in zip(step.makes, step.op.outputs, strict=True):
-                v = self._value.get(s, s)
-                found[v] = max(found.get(v, 0), storage_bytes(value))
-        return tuple(sorted(found.items()))
-
-
-def _linked(record: Record) -> list[set[int]]:
-    """Return sets of storages that are wrappers of the same one."""
-    found: dict[int, set[int]] = {}
-    for wrapper, inner in record.inside:
-        found.setdefault(inner, {inner}).add(wrapper)
-    return [*found.values()]
 
 
 def _read(step: Step) -> Sequence[int]:

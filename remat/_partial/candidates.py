@@ -1,7 +1,5 @@
 """Asks the policy about each operation, and holds the tensors that it may save.
 
-Called by `recorder`; `cache` takes the residuals of the recorded call from here.
-
 Invariant: what is held goes with the recording, but for what the plan saves.
 Rejected: to save what the policy says at once. Only the plan knows what is read, and a
 name may be given to a value long after the operation that made it.
@@ -22,12 +20,7 @@ from remat.policies import Decision, Policy
 
 
 class Candidates:
-    """What may be saved of a forward that is recorded.
-
-    Attributes:
-        statics: of each operation, the arguments that are no tensors, if there is a
-            policy.
-    """
+    """What may be saved of a forward that is recorded."""
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
@@ -35,7 +28,7 @@ class Candidates:
         self._outputs: list[Sequence[weakref.ref[Tensor] | Tensor]] = []
         self._held: dict[int, Tensor] = {}
         self._error: Exception | None = None
-        self.statics: list[list[Any]] = []
+        self.statics: list[list[Any]] = []  # the arguments that are no tensors
 
     def ask(
         self,
@@ -88,15 +81,15 @@ class Candidates:
                 self._hold(tensor, number)
                 return
 
-    def let_go_of_graph(self) -> None:
-        """Hold the values alone: what nobody can differentiate is no root of a plan."""
+    def end(self) -> None:
+        """Hold the values without their graph; raise what the policy raised.
+
+        What nobody can differentiate is no root of a plan.
+        """
         self._outputs.clear()
         # What is held is of no level of torch.func, and would be made one of this.
         pairs = self._held.items()
         self._held = {n: below_all_levels(Tensor.detach, t) for n, t in pairs}
-
-    def raise_error(self) -> None:
-        """Raise what the policy raised, if it did."""
         if self._error is not None:
             raise self._error
 
@@ -108,9 +101,7 @@ class Candidates:
             self._policy(step.op) if step.op.names else decision
             for step, decision in zip(record.steps, self._decisions, strict=True)
         ]
-        if exposed:
-            found = _recomputing(exposed, record.steps, found)
-        return overwritten(record, found)
+        return _final(record, found, exposed)
 
     def residual(self, value: Value, number: int) -> Tensor:
         """Return the output that was made with a storage, of which a view was held."""
@@ -128,10 +119,22 @@ def decisions_of(
     policy: Policy | None, record: Record, exposed: Container[int]
 ) -> list[Decision]:
     """Return what a policy says of each operation of a record."""
-    steps = record.steps
     if policy is None:
-        return [Decision.RECOMPUTE] * len(steps)
-    found = _recomputing(exposed, steps, [policy(step.op) for step in steps])
+        return [Decision.RECOMPUTE] * len(record.steps)
+    return _final(record, [policy(step.op) for step in record.steps], exposed)
+
+
+def _final(
+    record: Record, decisions: Sequence[Decision], exposed: Container[int]
+) -> list[Decision]:
+    """Return the decisions, but recompute what made an exposed storage.
+
+    Python may have written to its memory, where no version counts it.
+    """
+    found = [
+        Decision.RECOMPUTE if any(s in exposed for s in step.makes) else decision
+        for step, decision in zip(record.steps, decisions, strict=True)
+    ]
     return overwritten(record, found)
 
 
@@ -143,16 +146,3 @@ def overwritten(record: Record, decisions: Sequence[Decision]) -> list[Decision]
             for i in made:
                 found[i] |= decisions[j]
     return found
-
-
-def _recomputing(
-    exposed: Container[int], steps: Sequence[Step], decisions: Iterable[Decision]
-) -> list[Decision]:
-    """Return the decisions, but recompute what made an exposed storage.
-
-    Python may have written to its memory, where no version counts it.
-    """
-    return [
-        Decision.RECOMPUTE if any(s in exposed for s in step.makes) else decision
-        for step, decision in zip(steps, decisions, strict=True)
-    ]

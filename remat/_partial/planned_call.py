@@ -1,14 +1,8 @@
 """What one call with a policy or `prune=True` does: record, save residuals, replay.
 
 A call is recorded, or follows the plan of a record that a call like it made. Its
-forward saves the residuals of the plan, and its recompute is a replay of the plan. Only
-where the residuals are stored depends on the lowering:
-
-    SavedInHandles   under base autograd a handle holds the residual that it stands for,
-                     and the call holds those that a recompute reads
-    SavedInNode      under torch.func the node of the call saves them with its inputs
-
-Both are in `stores`.
+forward saves the residuals of the plan (where, says `stores`), and its recompute is a
+replay of the plan.
 
 Invariant: a record is only an optimization. A replay that does not fit is given up, and
 the function runs as it is. An input is dropped only if replays of these plans have
@@ -54,26 +48,8 @@ from remat.policies import Policy
 class PlannedCall:
     """One call, and the plans that it follows.
 
-    Args:
-        cache: of the signature.
-        policy: of the call.
-        prune: "auto", True or False.
-        leaves: of the call.
-        label: what warnings call it.
-        inner: what the function runs on in place of the leaves; None for them.
-
-    Attributes:
-        mode: to run the forward in; None if it runs as it is.
-        plans: the plans that the call follows; None if it follows none.
-        dropped: the leaves that are not kept, and an absent tensor for each.
-        cache: of the signature.
-        statics: of the operations whose results are saved.
+    Under torch.func the function runs on `inner` in place of the leaves.
     """
-
-    __slots__ = (
-        *("_inner", "_label", "_leaves", "_policy", "_prune"),
-        *("_was_seen", "cache", "dropped", "mode", "plans", "statics"),
-    )
 
     def __init__(
         self,
@@ -87,9 +63,9 @@ class PlannedCall:
         self.cache, self._policy, self._prune = cache, policy, prune
         self._leaves, self._inner, self._label = leaves, inner, label
         self.plans: Plans | None = None if cache.reason else cache.plans
-        self.statics: dict[int, Any] = {}
-        self.dropped: dict[int, Absent] = {}
-        self.mode: Any = None
+        self.statics: dict[int, Any] = {}  # of the operations whose results are saved
+        self.dropped: dict[int, Absent] = {}  # the leaves that are not kept
+        self.mode: Any = None  # to run the forward in; None to run it as it is
         plans = self.plans
         if not cache.reason:
             runs_on = leaves if inner is None else inner
@@ -105,8 +81,7 @@ class PlannedCall:
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
         """Return the leaves that the call need not keep, if that is worth it."""
         leaves, inner = self._leaves, self._inner
-        unneeded = plans.full.unneeded
-        droppable = [i for i in unneeded if is_droppable(leaves[i])]
+        droppable = [i for i in plans.full.unneeded if is_droppable(leaves[i])]
         if not droppable:
             return ()
         return inputs_to_drop(
@@ -137,11 +112,15 @@ class PlannedCall:
         mode, plans = self.mode, self.plans
         residuals = None
         if isinstance(mode, Recorder):
-            record, options = mode.record(outs, gone), (self._policy, self._prune)
-            plans = plan_recorded(
-                self.cache, mode, record, roots, *options, self._label
+            plans = self.plans = plan_recorded(
+                self.cache,
+                mode,
+                mode.record(outs, gone),
+                roots,
+                self._policy,
+                self._prune,
+                self._label,
             )
-            self.plans = plans
             if plans is not None:
                 statics = mode.candidates.statics
                 self.statics = {i: statics[i] for i in plans.full.plan.saved}
@@ -170,29 +149,16 @@ class PlannedCall:
     # --- The recompute ---
 
     def check(self) -> Check | None:
-        """Return a mode that compares a full recompute with the recorded forward.
-
-        None if no mode followed the forward.
-        """
+        """Return a mode that compares a full recompute with a forward that was seen."""
         plans = self.plans if self._was_seen else None
         return None if plans is None else Check(plans.full)
 
 
 class Replaying:
-    """One recompute along a plan, under a mode. What it shows corrects the plans.
+    """One recompute along a plan, for some handles or outputs: the roots.
 
-    Args:
-        call: that is recomputed.
-        plans: that it follows.
-        roots: the handles or outputs for which it is recomputed.
-        residuals: what was saved, or what stands for it while it is offloaded.
-        take: returns a residual, given its index; None if it was freed.
-
-    Attributes:
-        mode: that replays.
+    What it shows corrects the plans. `residuals` and `take` are as of `Replay`.
     """
-
-    __slots__ = ("_cache", "_dropped", "_plans", "_roots", "mode")
 
     def __init__(
         self,
@@ -214,15 +180,15 @@ class Replaying:
     ) -> list[Tensor]:
         """Return what to run on: absent tensors in place of inputs that nobody needs.
 
-        Once replays have shown that they are not read, only those that are written to
-        are replaced. One that was dropped is replaced in any case, so that this replay
-        notices who reads it. `may_stand_in` says whether an absent tensor may stand
-        for an input; None for `is_droppable`.
+        `may_stand_in` says whether one may stand for an input; None for `is_droppable`.
         """
+        # Once replays have shown that inputs are not read, only those that are written
+        # to are replaced, and those that were dropped: this replay notices who reads.
         mode, stand_ins = self.mode, [*tensors]
         mode.start(tensors)
         is_allowed = may_stand_in or is_droppable
-        proven = self._cache.is_proven_for(self._plans)
+        # Another record may have replaced the plans.
+        proven = self._cache.is_proven() and self._cache.plans is self._plans
         inputs, written = mode.schedule.record.inputs, mode.schedule.written
         for i in mode.schedule.unneeded:
             t = tensors[i]
@@ -245,13 +211,10 @@ class Replaying:
         self._cache.note_success(self._plans, *roots)
 
     def failed(self, error: Exception | None, *, is_ours: bool = False) -> None:
-        """Correct the plans after a replay that did not fit.
+        """Correct the plans after a replay that did not fit; raise a user's error.
 
-        `is_ours` says that the error itself tells of that: a hook raised it.
-
-        Raises:
-            Exception: the error, if the user's code raised it.
-            RecomputeError: inputs were dropped, so the function cannot run as it is.
+        `is_ours` says that the error itself tells of that: a hook raised it. Where
+        inputs were dropped, the function cannot run as it is: a RecomputeError.
         """
         trouble = self.mode.trouble
         if error is not None and not (trouble or is_ours or is_of_memory(error)):
@@ -277,13 +240,8 @@ def is_droppable(leaf: Tensor) -> bool:
 class Collect(Follow):
     """Collects, in a forward, the residuals that a plan saves.
 
-    Args:
-        schedule: to follow.
-        on_residual: is called with each residual as it is made.
-
-    Attributes:
-        fits: whether the plan fits this forward so far.
-        statics: of the operations whose results are saved.
+    `on_residual` is called with each as it is made. `fits` says whether the plan fits
+    this forward so far.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The modes of a recompute: along a plan, or in full and compared with the record.
 
-`planned_call` makes them. In a `Replay` residuals are handed in, and dead work is left
-out: such an operation returns absent tensors (`_base/absent.py`), which raise an error
-when they are read.
+In a `Replay` residuals are handed in, and dead work is left out: such an operation
+returns absent tensors (`_base/absent.py`), which raise an error when they are read.
 
 Invariant: each value of a replay was computed by it, or saved by this very call. A plan
 that does not fit the call shows as another operation, or as a read of an absent tensor.
@@ -58,14 +57,9 @@ from remat._torch import (
 class Replay(Follow):
     """Runs a function again, without dead work and with the residuals of the call.
 
-    Args:
-        schedule: to follow.
-        residuals: what was saved, or what stands for it while it is offloaded.
-        take: returns a residual, given its index; None if it was freed.
-        statics: of the operations whose results were saved.
-
-    Attributes:
-        trouble: what did not fit the plan.
+    `residuals` are what was saved, or what stands for it while it is offloaded; `take`
+    returns one, given its index, or None if it was freed. `trouble` is what did not
+    fit the plan.
     """
 
     def __init__(
@@ -201,10 +195,7 @@ class Replay(Follow):
         return filled(form, outputs, inputs)
 
     def _check_wiring(self, i: int, step: Step, args: Any, kwargs: Any) -> None:
-        """Check that a saved operation has the arguments that it had.
-
-        As far as they are known: static arguments, leaves, residuals, absent tensors.
-        """
+        """Check that a saved operation has the arguments that it had, where known."""
         if self._statics.get(i) not in (None, statics_of(args, kwargs)):
             raise self._differs(step.op.func)
         known = self._known

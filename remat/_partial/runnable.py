@@ -1,11 +1,9 @@
 """A plan laid out for running, and the mode that follows it through a function.
 
-`cache` makes them; the modes of `replay` follow them. A *static* argument is one that
-is not a tensor.
-
 Invariant: what is looked up for each operation is a list index or one look in a dict.
 An operation that is left out returns the metadata that it returned then. That depends
-on the metadata of its tensor arguments and on its static ones, so these are compared.
+on the metadata of its tensor arguments and on its *static* ones, the others, so these
+are compared.
 Rejected: comparing the static arguments of pointwise operations, such as a factor that
 is annealed. They change no metadata.
 """
@@ -152,34 +150,15 @@ def _line(op: Op) -> str:
 class RunnablePlan:
     """A plan laid out for running, one entry for each operation.
 
-    Attributes:
-        record: the record.
-        plan: the plan.
-        funcs: the operations, and None after the last.
-        kernels: what each calls.
-        runs: what each calls in a recompute; None for those that are not recomputed.
-        fates: what becomes of each.
-        expected: what is compared of those left out.
-        unneeded: the inputs whose values are not needed.
-        written: the storages that are changed in place.
-        residual_storages: of the residuals that it uses, the index and the storage.
-        residual_index: of the operations whose results are saved, which residual each
-            output is.
-        known: the storages of inputs, and those that operations made. Another one may
-            be that of a constant that is gone by now.
+    `order` is that of the residuals, of which the plan uses some; () for its own.
     """
-
-    __slots__ = (
-        *("expected", "fates", "funcs", "kernels", "known", "plan", "record"),
-        *("residual_index", "residual_storages", "runs", "unneeded", "written"),
-    )
 
     def __init__(
         self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.record, self.plan = record, plan
-        funcs = [step.op.func for step in record.steps]
-        self.funcs = [*funcs, None]
+        self.funcs = [*[step.op.func for step in record.steps], None]
+        # What each operation calls, and what it calls in a recompute, if anything.
         self.kernels = [_kernel_of(step.op) for step in record.steps]
         self.fates = [*plan.fates]
         self.runs = [
@@ -188,13 +167,16 @@ class RunnablePlan:
         ]
         self.unneeded = sorted({*range(len(record.inputs))} - plan.needed)
         self.written = {s for step in record.steps for s in step.writes}
+        # Another storage may be that of a constant that is gone by now.
         made = (s for step in record.steps for s in {*step.makes} - {*step.reads})
         self.known = {*record.inputs, *made}
-        self.expected = {
+        self.expected = {  # of what is left out
             i: Expected(record.steps[i].op)
             for i, fate in enumerate(plan.fates)
             if fate is Fate.DEAD
         }
+        # The index and the storage of each residual that it uses; and of the operations
+        # whose results are saved, which residual each output is.
         self.residual_storages: list[tuple[int, int]] = []
         self.residual_index: dict[int, dict[int, int]] = {}
         used = {*plan.residuals}
@@ -213,7 +195,7 @@ def _kernel_of(op: Op) -> Callable[..., Any]:
 
 
 class Follow(LeanDispatchMode):
-    """Follows a schedule from operation to operation."""
+    """Follows a plan from operation to operation."""
 
     def __init__(self, schedule: RunnablePlan) -> None:
         super().__init__()
@@ -225,11 +207,7 @@ class Follow(LeanDispatchMode):
         """Do nothing: the record says what the graph saves."""
 
     def end(self) -> None:
-        """Check that every recorded operation has run.
-
-        Raises:
-            MismatchError: one has not.
-        """
+        """Check that every recorded operation has run, or raise a MismatchError."""
         if self._funcs[self._next] is not None:
             raise self._differs(None)
 

@@ -1,7 +1,7 @@
 """Where the residuals of a call are stored: in handles, or in its node.
 
 `_transform` makes one for each call with a policy or `prune=True`, runs the forward
-under its `mode`, and ends with `finish`. `planned_call` is what both have in common.
+under its `mode`, and ends with `finish`.
 
 Invariant: a handle of a residual gives that very tensor, whatever a plan says. Under
 more transforms of torch.func than the forward ran under, no replay is tried.
@@ -25,7 +25,7 @@ from remat._graph.handles import Handle
 from remat._graph.residual import OFFLOAD, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
-from remat._partial.decide import ACCUMULATES, ASSIGNS, UNSEEN
+from remat._partial.decide import ACCUMULATES, ASSIGNS
 from remat._partial.options import Prune
 from remat._partial.planned_call import Collect, PlannedCall, Replaying
 from remat._partial.recorder import Recorder
@@ -47,13 +47,10 @@ from remat.policies import Policy
 class SavedInHandles(PlannedCall):
     """A call under base autograd, whose residuals are in handles.
 
-    If the graph saves every residual anyway, the call takes them from there, and no
-    mode follows its forward. A handle of a residual gives that very tensor, whatever
-    the plan of a backward says. `hooks` are those for saved tensors around the call: a
-    pair, or None. `nested` says whether they are of a call of remat.
+    The call holds those that a recompute reads. If the graph saves every residual
+    anyway, the call takes them from there, and no mode follows its forward. `hooks` are
+    those for saved tensors around it, and `nested` if these are of a call of remat.
     """
-
-    __slots__ = ("_early", "_for_recompute", "_hooks", "_nested", "_taken")
 
     def __init__(
         self,
@@ -78,8 +75,8 @@ class SavedInHandles(PlannedCall):
     ) -> "SavedInHandles":
         """Return what does as a nested call did, while the call around is recomputed.
 
-        Its residuals are handed to the call around as soon as they are made, since the
-        recompute of that stops once it has all that it needs.
+        Its residuals are handed on as soon as they are made: that recompute stops once
+        it has all that it needs.
         """
         new = cls(_FOLLOWS_NOTHING, None, False, leaves, "", hooks, nested=True)
         new.cache, new.plans = decision
@@ -114,17 +111,14 @@ class SavedInHandles(PlannedCall):
         If the forward `accumulates` gradients, what a backward inside runs for that
         depends on who else holds them.
         """
-        mode = self.mode
-        is_recorded = isinstance(mode, Recorder)
-        why = ""
-        if accumulates or (is_recorded and mode.copies_gradients):
+        recorder = self.mode if isinstance(self.mode, Recorder) else None
+        if accumulates or (recorder is not None and recorder.copies_gradients):
             why = ACCUMULATES
-        elif is_recorded and mode.assigns:
+        elif recorder is not None and recorder.assigns:
             why = ASSIGNS
-        elif is_recorded and mode.misses:
-            why = UNSEEN
-        if why:
-            self.cache.refuse(why)
+        else:
+            return ""
+        self.cache.refuse(why)
         return why
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
@@ -217,20 +211,14 @@ class SavedInHandles(PlannedCall):
 
 
 class SavedInNode(PlannedCall):
-    """A call under torch.func, whose node saves the residuals with the inputs.
-
-    Under more transforms of torch.func than the forward ran under, no replay is tried.
-    """
-
-    __slots__ = ("_count", "_origins", "_versions")
+    """A call under torch.func, whose node saves the residuals with the inputs."""
 
     def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
         """End the forward: return the residuals; None to recompute in full."""
         self._count, self._origins = len(self._leaves), list[Origin]()
-        is_recorded = isinstance(self.mode, Recorder)
-        roots = (
-            [j for j, o in enumerate(outs) if o.requires_grad] if is_recorded else ()
-        )
+        roots = list[int]()
+        if isinstance(self.mode, Recorder):
+            roots = [j for j, o in enumerate(outs) if o.requires_grad]
         tensors = self._end_forward(len(outs), roots, outs, may_drop=may_drop)
         plans = self.plans
         if plans is None or tensors is None:
@@ -255,20 +243,13 @@ class SavedInNode(PlannedCall):
         saved: Sequence[Tensor],
         pull: Callable[..., Any],
     ) -> Any:
-        """Return `pull(leaves, mode)`, along the plan if it fits.
-
-        Raises:
-            RecomputeError: the function does something else than in the forward.
-            MutationError: a residual was changed since.
-        """
+        """Return `pull(leaves, mode)`, along the plan if it fits."""
         kept = self._count - len(self.dropped)
         leaves, residuals = saved[:kept], saved[kept:]
         if self.dropped:
-            ours = iter(leaves)
+            ours, gone = iter(leaves), self.dropped
             each = range(self._count)
-            leaves = [
-                self.dropped[i] if i in self.dropped else next(ours) for i in each
-            ]
+            leaves = [gone[i] if i in gone else next(ours) for i in each]
         elif not self._is_comparable(leaves):
             return pull(leaves, None)
         assert self.plans is not None

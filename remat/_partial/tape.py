@@ -1,8 +1,8 @@
 """What a call in a graph keeps: what its policy says, and the states before draws.
 
-`_transform` has each run of a call go under a `Tape`. The first run keeps, and a
-recompute is given what was kept, in the order of the operations. A budget is spent when
-the first run ends, by a `Sketch` of it.
+Each run of a call goes under a `Tape`. The first keeps, and a recompute is given what
+was kept, in the order of the operations. A budget is spent when the first run ends, by
+a `Sketch` of it.
 
 Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
 What is not known of a graph leads to fewer results being kept, never to more bytes than
@@ -51,27 +51,16 @@ from remat.policies import Decision, Policy
 
 
 class TapedCall:
-    """What one call keeps.
-
-    Attributes:
-        entries: what was kept of each operation, in order.
-        draws: each draw, in order, and the state of the random stream before it.
-        is_first: whether the next run is the forward.
-        order: what the forward read.
-    """
-
-    __slots__ = (
-        *("draws", "entries", "is_first", "label", "order", "policy"),
-        "refuses_draws",
-    )
+    """What one call keeps."""
 
     def __init__(
         self, label: str, policy: Policy | None, *, refuses_draws: bool = False
     ) -> None:
         self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
         self.entries: list[TapedOperation] = []
+        # Each draw, and the state of the random stream before it.
         self.draws: list[tuple[Any, Any]] = []
-        self.is_first, self.order = True, Order(())
+        self.is_first, self.order = True, Order(())  # the next run is the forward
 
     def next_tape(self, inputs: Iterable[Any]) -> "Tape":
         """Return the mode for the next run, which is given these inputs."""
@@ -86,22 +75,15 @@ class TapedCall:
 
 
 class TapedOperation:
-    """What is kept of one operation.
-
-    Attributes:
-        func: the operation.
-        op: what the policy is asked about; None if it is not asked.
-        results: those that it returned, if they are kept.
-        devices: where those belong.
-    """
+    """What is kept of one operation."""
 
     __slots__ = ("devices", "func", "op", "results")
 
     def __init__(self, func: Any) -> None:
         self.func = func
-        self.op: Op | None = None
-        self.results: list[Any] | None = None
-        self.devices: list[Any] = []
+        self.op: Op | None = None  # what the policy is asked about, if it is
+        self.results: list[Any] | None = None  # what it returned, if that is kept
+        self.devices: list[Any] = []  # where results belong
 
     def keep(self, out: Any, decision: Decision, label: str) -> None:
         """Keep what the operation returned, where the decision says."""
