@@ -49,11 +49,8 @@ def _joined(name: str, parts: list[str]) -> str:
 
 
 def parts_of(policy: Any) -> tuple[Any, Any]:
-    """Return the parts of a policy, and the policy itself where it has none.
-
-    Dynamo traces this.
-    """
-    # Of others Dynamo may take a number for one that changes from call to call.
+    """Return the parts of a policy, and the policy itself where it has none."""
+    # Dynamo traces this. Of others it may take a number for one that changes.
     if _is_made_here(policy) and _has_parts(policy):
         return _part(policy), None
     return None, policy
