@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from remat._base.absent import Trouble
 from remat._base.types import TENSORS
-from remat._partial.budgeted import Spent, spend
+from remat._partial.budget import Spent, spend
 from remat._partial.candidates import Candidates
 from remat._partial.names import names_given
 from remat._partial.options import reference

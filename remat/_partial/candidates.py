@@ -146,3 +146,9 @@ def overwritten(record: Record, decisions: Sequence[Decision]) -> list[Decision]
             for i in made:
                 found[i] |= decisions[j]
     return found
+
+
+def moves(decision: Decision, outputs: Sequence[Value]) -> bool:
+    """Say whether a result is offloaded: what is in host memory stays in it."""
+    away = any(value.device.type != "cpu" for value in outputs)
+    return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from remat._partial.budgeted import Spent, spent as spent_by
+from remat._partial.budget import Spent, spent as spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
 from remat._partial.candidates import Candidates
 from remat._partial.cost import reason_against
@@ -123,7 +123,8 @@ def plan_recorded(
         cache.refuse(UNSEEN)
         warn_if_not_followed(asked, label, UNSEEN)
         return None
-    decisions, exposed = recorder.decisions(record), recorder.exposed
+    exposed = recorder.exposed
+    decisions = recorder.candidates.decisions(record, exposed)
     found = planned(record, decisions, policy, prune, exposed)
     if found.why_unpruned and prune is True:
         warn_once(_NOT_PRUNED.format(label=label, why=found.why_unpruned))

@@ -42,7 +42,7 @@ from remat._torch import (
     no_torch_functions,
     transforms,
 )
-from remat.policies import Decision, Policy
+from remat.policies import Policy
 from remat.policies._within import times_operations
 
 
@@ -212,10 +212,6 @@ class Recorder(Observer):
             tuple(self._storages.inside.items()),
             self._transforms,
         )
-
-    def decisions(self, record: Record) -> list[Decision]:
-        """Return what the policy says of each operation of the record."""
-        return self.candidates.decisions(record, self.exposed)
 
 
 def _resizes(written: Iterable[Tensor], arguments: Arguments) -> bool:

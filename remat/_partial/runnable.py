@@ -1,4 +1,4 @@
-"""A plan laid out for running, and the mode that follows it through a function.
+"""A plan laid out for running, and the modes that follow it through a forward.
 
 Invariant: what is looked up for each operation is a list index or one look in a dict.
 An operation that is left out returns the metadata that it returned then. That depends
@@ -18,11 +18,24 @@ from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
-from remat._base.absent import IGNORED, MismatchError, are_tensors, tensors_of
+from remat._base.absent import (
+    IGNORED,
+    MismatchError,
+    are_tensors,
+    inputs_of,
+    tensors_of,
+)
 from remat._base.op import Op, Value
 from remat._base.source import user_line
 from remat._partial.plan import Fate, Plan, Record, Step
-from remat._torch import SNAPSHOT, LeanDispatchMode, call_kernel, kernel_of
+from remat._partial.values import key_of
+from remat._torch import (
+    SNAPSHOT,
+    LeanDispatchMode,
+    call_kernel,
+    eager_only,
+    kernel_of,
+)
 
 
 # No record has these. A nested call takes snapshots of what it may update (see
@@ -225,3 +238,119 @@ class Follow(LeanDispatchMode):
     def _give_up(self) -> None:
         """Let nothing fit from now on: the function may catch the error and go on."""
         self._next = len(self._funcs) - 1
+
+
+# --- Modes of a forward whose plan is known ---
+
+
+class Collect(Follow):
+    """Collects, in a forward, the residuals that a plan saves.
+
+    `on_residual` is called with each as it is made. `fits` says whether the plan fits
+    this forward so far.
+    """
+
+    def __init__(
+        self,
+        schedule: RunnablePlan,
+        on_residual: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__(schedule)
+        self._on_residual = on_residual
+        self._residual_index = schedule.residual_index
+        self._collected: list[tuple[Tensor, int]] = []  # with their versions
+        self.statics: dict[int, Any] = {}
+        self.fits = True
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self._next
+        if self._funcs[i] is not func:
+            if is_reflection(func, of=self._funcs[i]):
+                return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
+            if func not in UNRECORDED:
+                self._give_up()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        self._next = i + 1
+        kernel = self._kernels[i]
+        result = kernel(*args, **kwargs) if kwargs else kernel(*args)
+        if i in self._residual_index:
+            self._collect(i, args, kwargs, tensors_of(result))
+        return result
+
+    def _collect(
+        self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
+    ) -> None:
+        step = self.schedule.record.steps[i]
+        if step.may_draw and not has_same_statics(step.op, args, kwargs):
+            self._give_up()
+        self.statics[i] = statics_of(args, kwargs)
+        for k in self._residual_index[i]:
+            # Not detached: below autograd a detached tensor has a version counter of
+            # its own, so changes would go unnoticed.
+            self._collected.append((outputs[k], outputs[k]._version))
+            if self._on_residual is not None:
+                self._on_residual(outputs[k])
+
+    @override
+    def _give_up(self) -> None:
+        super()._give_up()
+        self.fits = False
+
+    @override
+    def end(self) -> None:
+        """Do nothing: `residuals` says whether the plan fits."""
+
+    def residuals(self) -> list[Tensor] | None:
+        """Return what was collected; None if the plan does not fit this forward."""
+        unchanged = all(t._version == version for t, version in self._collected)
+        complete = self._funcs[self._next] is None
+        if not (self.fits and complete and unchanged):
+            return None
+        return [t.detach() for t, _ in self._collected]
+
+
+class Verify(Collect):
+    """Also checks that each operation reads what it read when it was recorded.
+
+    For a forward whose inputs are to be dropped: once they are, nothing can be
+    recomputed but by the plan.
+    """
+
+    def __init__(self, schedule: RunnablePlan, leaves: Sequence[Tensor]) -> None:
+        super().__init__(schedule)
+        numbers = schedule.record.inputs
+        self._numbers = {key_of(t): s for t, s in zip(leaves, numbers, strict=True)}
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self._next
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.fits and self._next > i:
+            step = self.schedule.record.steps[i]
+            inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
+            if not self._is_wired(i, step, args, kwargs, inputs, outputs):
+                self._give_up()
+                return result
+            self._numbers.update(zip(map(key_of, outputs), step.makes, strict=True))
+        return result
+
+    def _is_wired(
+        self, i: int, step: Step, args: Any, kwargs: Any, inputs: Any, outputs: Any
+    ) -> bool:
+        """Say whether an operation reads the storages that it read."""
+        if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
+            return False
+        numbers, known = self._numbers, self.schedule.known
+        reads = zip(inputs, step.reads, strict=True)
+        if not all(numbers.get(key_of(t), s) == s for t, s in reads if s in known):
+            return False
+        if self.schedule.fates[i] is not Fate.DEAD:
+            return True
+        return fits_metadata(self.schedule.expected[i], args, kwargs, inputs)

@@ -28,7 +28,7 @@ from remat._base.operators import named
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
-from remat._partial.budgeted import spent
+from remat._partial.budget import spent
 from remat._partial.effects import declared_writes, traits_of
 from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT

@@ -122,10 +122,16 @@ def viewed_as(tensor: Tensor, value: Value) -> Tensor | None:
     has_strides = is_strided(tensor) and len(value.stride) == len(value.shape)
     if not has_strides or tensor.dtype != value.dtype:
         return None
-    end = value.offset + extent(value.shape, value.stride)
-    if end * value.dtype.itemsize > storage_of(tensor).nbytes():
+    if storage_bytes(value) > storage_of(tensor).nbytes():
         return None
     return viewed(tensor, value.shape, value.stride, value.offset)
+
+
+def storage_bytes(value: Value) -> int:
+    """Return the bytes of the storage that was made for a value."""
+    if len(value.stride) != len(value.shape):  # of sparse and nested tensors
+        return value.nbytes
+    return (value.offset + extent(value.shape, value.stride)) * value.dtype.itemsize
 
 
 def shared_value(shape: Sequence[int], *meta: Any) -> Value:

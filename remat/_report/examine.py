@@ -29,13 +29,13 @@ from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
 from remat._live.reach import Reach
-from remat._partial.budgeted import moves
 from remat._partial.cache import CallKind
+from remat._partial.candidates import moves
 from remat._partial.decide import ACCUMULATES, Situation
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Record
-from remat._partial.planned_call import is_droppable
 from remat._partial.recorder import Recorder
+from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
 from remat._report.inputs import Inputs, Ledger, is_parameter
 from remat._report.labels import reader_of, stream_name

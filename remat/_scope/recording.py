@@ -115,7 +115,7 @@ class Recording(Observer):
                 if table.entry_of(t) is None:
                     table.keep_given(t)  # the block itself writes to it now
             operands = Operands(table, written_to)
-            operation = BlockOperation(func, args, kwargs, operands, operands.found)
+            operation = BlockOperation(func, args, kwargs, operands)
             targets = [(t, table.entry_of(t)) for t in written_to]
             before = _states_before(traits, args, kwargs)
             result = call_kernel(func, *args, **kwargs)

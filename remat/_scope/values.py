@@ -218,13 +218,12 @@ class BlockOperation:
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
-        operand_of: Callable[[Tensor], Operand],
-        operands: Sequence[Operand],
+        operand_of: Any,
     ) -> None:
         self.func = func
         self.args = mapped(args, Tensor, operand_of)
         self.kwargs = mapped(kwargs, Tensor, operand_of) if kwargs else {}
-        self.operands = operands  # `operand_of` has noted them
+        self.operands: Sequence[Operand] = operand_of.found
         found = [o.of for o in self.operands if type(o.of) is Made]
         self.reads: Sequence[Made] = [*dict.fromkeys(found)]
         self.written: frozenset[int] = frozenset()  # operands that it writes to

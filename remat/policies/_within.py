@@ -1,7 +1,7 @@
 """`within`: a policy that keeps at most so many bytes, and recomputes the least work.
 
 Other policies decide about one operation at a time. A budget decides when a forward has
-ended, by its whole record (`remat._partial.budgeted`). With p for another policy:
+ended, by its whole record (`remat._partial.budget`). With p for another policy:
 
     within(b) | p              what p keeps must be kept, and counts in b
     within(b) & p              only what p keeps may be kept
