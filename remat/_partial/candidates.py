@@ -32,10 +32,10 @@ class Candidates:
 
     def ask(
         self,
-        op: Op | None,
+        step: Step,
         statics: list[Any],
         outputs: list[Tensor],
-        makes: Sequence[int],
+        written: Sequence[Tensor],
     ) -> None:
         """Note what the policy says of an operation, and hold what it would save."""
         self.statics.append(statics)
@@ -43,16 +43,16 @@ class Candidates:
         # be needed, which nobody else may hold by then.
         several = len(outputs) > 1
         self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
-        self._decisions.append(Decision.RECOMPUTE if op is None else self._decide(op))
-        if self._decisions[-1]:
-            for t, s in zip(outputs, makes, strict=True):
-                self._hold(t, s)
-
-    def ask_of_collective(self, step: Step, written: Sequence[Tensor]) -> None:
-        """Note what the policy says of a collective that wrote in place."""
-        self._decisions[-1] = decision = self._decide(step.op)
+        decision, found, storages = Decision.RECOMPUTE, outputs, step.makes
+        if step.is_collective:
+            decision, found, storages = self._decide(step.op), written, step.writes
+        elif step.reads and not (
+            step.always_runs or step.writes or any(map(Tensor.is_inference, outputs))
+        ):
+            decision = self._decide(step.op)
+        self._decisions.append(decision)
         if decision:
-            for t, s in zip(written, step.writes, strict=True):
+            for t, s in zip(found, storages, strict=True):
                 self._hold(t, s)
 
     def _decide(self, op: Op) -> Decision:

@@ -163,11 +163,8 @@ class Recorder(Observer):
         if self._timing is not None:
             self._timing.note(step.op)
         if self._policy is not None:
-            op = step.op if _may_be_saved(step, results.tensors) else None
             statics = statics_of(args, kwargs)
-            self.candidates.ask(op, statics, results.tensors, makes)
-            if step.is_collective:
-                self.candidates.ask_of_collective(step, written)
+            self.candidates.ask(step, statics, results.tensors, written)
 
     @override
     def note_unseen(self) -> None:
@@ -218,13 +215,6 @@ def _resizes(written: Iterable[Tensor], arguments: Arguments) -> bool:
     """Say whether an operation changed the metadata of what it wrote to."""
     before = dict(zip(map(id, arguments.tensors), arguments.values, strict=True))
     return any(value_of(t) != before[id(t)] for t in written)
-
-
-def _may_be_saved(step: Step, outputs: Iterable[Tensor]) -> bool:
-    """Say whether a policy may be asked to save what an operation returned."""
-    if not step.reads or step.always_runs or step.writes:
-        return False
-    return not any(t.is_inference() for t in outputs)
 
 
 # --- What is known only at the end ---
