@@ -171,7 +171,7 @@ class Replay(Follow):
             self._check_wiring(i, step, args, kwargs)
             indices = self.schedule.residual_index.get(i, {})
             inputs = inputs_of(args, kwargs)
-            return self._result(step, step.result, inputs, indices)
+            return self._result(step, inputs, indices)
         if fate is Fate.METADATA_ONLY:
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
@@ -247,21 +247,22 @@ class Replay(Follow):
             if not all(type(t) is Absent or is_fake(t) for t in targets):
                 raise self._differs(step.op.func)
             self._written = True
-        return self._result(step, step.result, inputs, {})
+        return self._result(step, inputs, {})
 
     def _result(
-        self, step: Step, form: Any, inputs: Sequence[Tensor], indices: dict[int, int]
+        self, step: Step, inputs: Sequence[Tensor], indices: dict[int, int]
     ) -> Any:
-        if form.__class__ is Slot and not indices:  # the usual case
+        if step.result.__class__ is Slot and not indices:  # the usual case
             return absent(step.op.outputs[0], self._shared(step.makes[0]))
         outputs: list[Tensor] = []
         for k, s in enumerate(step.makes):
             residual = self._take(indices[k]) if k in indices else None
-            if residual is None:
-                outputs.append(absent(step.op.outputs[k], self._shared(s)))
-            else:
-                outputs.append(residual.detach())
-        return filled(form, outputs, inputs)
+            outputs.append(
+                absent(step.op.outputs[k], self._shared(s))
+                if residual is None
+                else residual.detach()
+            )
+        return filled(step.result, outputs, inputs)
 
     def _check_wiring(self, i: int, step: Step, args: Any, kwargs: Any) -> None:
         """Check that a saved operation has the arguments that it had, where known."""

@@ -12,6 +12,7 @@ nobody reads.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,11 +165,8 @@ class Tape(TracedMode):
     def name(self, tensor: Tensor, name: str) -> None:
         """Note the name of a value."""
 
-    def choose(self, out: Any) -> None:
-        """Let go of what the budget of the policy does not keep."""
-
-    def keep_copies(self, out: Any) -> None:
-        """Keep copies of what the function returned, before its caller has it."""
+    def returned(self, out: Any) -> None:
+        """Be told what the function returned, before its caller has it."""
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         # The tape of a call inside keeps the state as well.
@@ -259,53 +257,41 @@ class FirstTape(Tape):
         op = Op(func, *arguments.described, values, source=user_line())
         decision = Decision.RECOMPUTE
         if may_keep:
-            entry.op = op
-            decision = self._keep(entry, out)
+            decision = self._keep(entry, op, out)
             for t in results.tensors:
                 self._made[storage_id(t)] = entry, out
         if self._sketch is not None:
             tensors = arguments.tensors, results.tensors, written
             self._sketched[entry] = self._sketch.note(op, decision, *tensors)
 
-    def _keep(self, entry: TapedOperation, out: Any) -> Decision:
-        policy, op = self._kept.policy, entry.op
-        assert policy is not None
-        assert op is not None
-        decision = policy(op)
+    def _keep(self, entry: TapedOperation, op: Op, out: Any) -> Decision:
+        """Keep what an operation returned, where the policy says."""
+        assert self._kept.policy is not None
+        entry.op, entry.results = op, None
+        decision = self._kept.policy(op)
         entry.keep(out, decision, self._kept.label)
         return decision
 
     @override
     def name(self, tensor: Tensor, name: str) -> None:
-        made = self._made.get(storage_id(tensor))
-        if made is None:
-            return
-        entry, out = made
-        op = entry.op
-        if op is not None:
-            names = op.names | {name}
-            entry.op = Op(op.func, op.args, op.kwargs, op.outputs, names, op.source)
-            entry.results = None
-            decision = self._keep(entry, out)
+        entry, out = self._made.get(storage_id(tensor), (None, None))
+        if entry is not None and entry.op is not None:
+            op = replace(entry.op, names=entry.op.names | {name})
+            decision = self._keep(entry, op, out)
             if self._sketch is not None:
-                self._sketch.rename(self._sketched[entry], entry.op, decision)
+                self._sketch.rename(self._sketched[entry], op, decision)
 
     @override
-    def choose(self, out: Any) -> None:
-        """Let go of what the budget does not keep, while the result has a graph."""
-        if self._sketch is None:
-            return
-        chosen = self._sketch.chosen(tree_leaves(out))
-        for entry, i in self._sketched.items():
-            if i not in chosen:
-                entry.results = None
+    def returned(self, out: Any) -> None:
+        """Let go of what the budget does not keep; keep copies of what is returned.
 
-    @override
-    def keep_copies(self, out: Any) -> None:
-        """Keep copies of what is returned, which the caller may change in place.
-
-        Where nobody does, the copy is left out of the graph.
+        The caller may change that in place. Where nobody does, no graph has the copy.
         """
+        if self._sketch is not None:  # while the result has a graph
+            chosen = self._sketch.chosen(tree_leaves(out))
+            for entry, i in self._sketched.items():
+                if i not in chosen:
+                    entry.results = None
         self._is_copying = True
         for t in filter(_is_tensor, tree_leaves(out)):
             entry, _ = self._made.get(storage_id(base_tensor(t)), (None, None))
