@@ -34,23 +34,14 @@ _CALLED = "seed"  # only where it is called: many a number has this name
 
 
 class KnownCode(NamedTuple):
-    """What a function's code refers to, in the globals of that function.
+    """What a function's code refers to, in the globals of that function."""
 
-    Attributes:
-        code: held, so that its identity is not used again.
-        names: all that it uses.
-        open: those loaded that may stand for something of the user's.
-        settled: the others, of builtins or packages, and what they were at the time.
-        handles_states: whether it reads or sets the state of a random stream.
-        is_settled: whether there is nothing open, assigned, or done to a stream.
-    """
-
-    code: types.CodeType
+    code: types.CodeType  # held, so that its identity is not used again
     names: NamesUsed
-    open: tuple[str, ...]
-    settled: dict[str, Any]
-    handles_states: bool
-    is_settled: bool
+    open: tuple[str, ...]  # names loaded that may stand for something of the user's
+    settled: dict[str, Any]  # others, of builtins or packages, and what they were then
+    handles_states: bool  # it reads or sets the state of a random stream
+    is_settled: bool  # nothing is open, assigned, or done to a stream
 
 
 # Oldest first. By identity: hashing a code object reads all of it.

@@ -1,7 +1,5 @@
 """Which calls a thread is inside of, and what they ask of what runs in them.
 
-`remat._transform` sets it while a call runs. All rooms ask it, with `here`.
-
 Invariant: whoever sets something here puts it back, also after an error.
 Rejected: to look at the stack. It does not tell which call a frame belongs to.
 """
@@ -36,26 +34,7 @@ class Reporter(Protocol):
 
 
 class Context:
-    """The calls that one thread is inside of.
-
-    Attributes:
-        policy: of these calls, joined.
-        followed: how many of remat's modes see the operations of the thread.
-        recomputing: the calls that are recomputed, from the outermost in.
-        decisions: of the calls within the innermost one, in order.
-        reporter: what follows the run for a report; None where there is no report.
-        listeners: told of the names that `checkpoint_name` gives.
-        inside: the calls whose forwards run, from the outermost in; for such a report.
-        cells: the variables of functions that were made for runs whose graphs are being
-            differentiated; None where no graph is.
-        only_our_hooks: whether all hooks for saved tensors here are of calls of remat.
-            Those leave alone what torch.func saves at levels inside the call.
-        after: the cotangents that a recompute is to read first, while a graph is made.
-        functions: how many calls run as Functions of remat.
-        plans: how many plans for whole steps are followed here.
-        block_pack: the hook of `remat.scope` at the bottom of the stack of hooks; None
-            where no value of a block is left.
-    """
+    """The calls that one thread is inside of."""
 
     __slots__ = (
         *("after", "block_pack", "cells", "decisions", "followed", "functions"),
@@ -64,16 +43,26 @@ class Context:
     )
 
     def __init__(self) -> None:
-        self.policy: Any = None
-        self.followed = self.functions = self.plans = 0
-        self.recomputing: tuple[Any, ...] = ()
-        self.decisions: Decisions | None = None
+        self.policy: Any = None  # of these calls, joined
+        self.followed = 0  # modes of remat that see the operations of the thread
+        self.functions = 0  # calls that run as Functions of remat
+        self.plans = 0  # for whole steps, that are followed
+        self.recomputing: tuple[Any, ...] = ()  # calls, from the outermost in
+        self.decisions: Decisions | None = None  # of the calls within the innermost one
         self.reporter: Reporter | None = None
-        self.after: tuple[Any, ...] = ()
+        # For a report: the calls whose forwards run, from the outermost in.
         self.inside: tuple[Any, ...] = ()
-        self.listeners: list[Any] = []
+        # While a graph is made: the cotangents that a recompute is to read first.
+        self.after: tuple[Any, ...] = ()
+        self.listeners: list[Any] = []  # told of the names that `checkpoint_name` gives
+        # The variables of functions that were made for runs whose graphs are being
+        # differentiated; None where no graph is.
         self.cells: list[Any] | None = None
+        # Whether all hooks for saved tensors here are of calls of remat. Those leave
+        # alone what torch.func saves at levels inside the call.
         self.only_our_hooks = False
+        # The hook of `remat.scope` at the bottom of the stack of hooks; None where no
+        # value of a block is left.
         self.block_pack: Callable[[Tensor], Any] | None = None
 
     def is_in_call(self) -> bool:
@@ -98,8 +87,7 @@ def here() -> Context:
 class Decisions:
     """What the calls within a call decided to do with their records, in order.
 
-    They do the same when the call around is recomputed (`again`): what it saves of them
-    depends on it.
+    They do the same when the call around is recomputed (`again`).
     """
 
     __slots__ = ("_made", "_next", "again")
@@ -170,7 +158,7 @@ class within:  # noqa: N801
 def empty(cells: Iterable[Any]) -> None:
     """Empty the variables of functions that are not called any more.
 
-    A function that refers to itself would wait for the garbage collector.
+    Else one that refers to itself would wait for the garbage collector.
     """
     for cell in cells:
         del cell.cell_contents

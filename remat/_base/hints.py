@@ -1,8 +1,5 @@
 """Says what to write where a name of remat is used wrongly.
 
-Called by `remat/__init__.py` and those of its public rooms; then by Python, where a
-module is called, or has no such name.
-
 Invariant: names that exist are found as without it. The right name is looked for when
 an error is raised, with `dir`. Only for the function there is a table, of names in
 rooms, and a test compares it with them: to list them would import the rooms.

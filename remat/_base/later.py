@@ -1,7 +1,6 @@
 """Names of a package whose modules are imported where a name is first used (PEP 562).
 
-Called by `remat/__init__.py` and `remat/random/__init__.py`. To import all rooms takes
-half as long again as to import what every call needs.
+To import all rooms takes half as long again as to import what every call needs.
 
 Invariant: a name is looked up once. From then on it is an attribute as any other.
 Rejected: a class of module with properties. Tools that read modules would meet a class

@@ -1,4 +1,4 @@
-"""The observer of operations: of reports, `remat.scope`, budgets and guards.
+"""The observer of operations: of records, reports, `remat.scope`, budgets and guards.
 
 A subclass says what it does before and after an operation, in `run`; or only after it,
 in `seen`.
@@ -18,13 +18,9 @@ from remat._torch import LeanDispatchMode, call_kernel, eager_only
 
 
 class Observer(LeanDispatchMode):
-    """A dispatch mode that sees each operation below autograd, and runs it.
+    """A dispatch mode that sees each operation below autograd, and runs it."""
 
-    Attributes:
-        unseen: the operations that it does not look at.
-    """
-
-    unseen: AbstractSet[Any] = IGNORED
+    unseen: AbstractSet[Any] = IGNORED  # it does not look at these
 
     @override
     @eager_only

@@ -1,12 +1,8 @@
 """Programs: a call as a flat function of tensors.
 
-Evaluating one passes three kinds of data, each with one owner. A `Request` says what is
-asked, and goes down the levels of torch.func to the base. An `Evaluation` says what was
-found there, and comes back up. What a program learns while it runs inside a level, and
-cannot return through it, stays on the program (`Program.outside`).
-
-`remat._transform` defines the programs and evaluates them. `remat._graph` and
-`remat._report` recognize the node of one by them.
+A `Request` says what is asked, and goes down the levels of torch.func to the base. An
+`Evaluation` says what was found there, and comes back up. What a program learns while
+it runs inside a level, and cannot return through it, stays on it (`Program.outside`).
 
 Invariant: a program runs any number of times on the tensors given to it and holds none.
 Rejected: keeping the tensors in it, which would hide them from torch's saved tensors
@@ -33,63 +29,38 @@ PerResult: TypeAlias = Sequence[bool]
 
 
 class Request(NamedTuple):
-    """What is asked of an evaluation.
+    """What is asked of an evaluation."""
 
-    Attributes:
-        needs: which inputs require grad, at the level where it is asked or below.
-        at_base: whether no level is around the call. Then the evaluation must tell
-            exactly which outputs require grad.
-        in_forward_mode: whether a level, or the user, differentiates it forward.
-        is_split: whether a node further up is of values alone, which are evaluated
-            with tangents below. A record would be of both.
-        is_batched: whether a vmap is around the call.
-    """
-
-    needs: PerInput
+    needs: PerInput  # which require grad, at the level where it is asked or below
+    # Whether no level is around the call. Then the evaluation must tell exactly which
+    # outputs require grad.
     at_base: bool
-    in_forward_mode: bool = False
+    in_forward_mode: bool = False  # a level, or the user, differentiates it forward
+    # Whether a node further up is of values alone, which are evaluated with tangents
+    # below. A record would be of both.
     is_split: bool = False
-    is_batched: bool = False
+    is_batched: bool = False  # a vmap is around the call
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation found, besides the results.
+    """What an evaluation found, besides the results."""
 
-    Attributes:
-        request: what was asked, as it arrived at the base.
-        used: the inputs that some output may depend on differentiably.
-        differentiable: which results do.
-        updated: the inputs that the function updated in place.
-        residuals: how many there are.
-        recomputation: how the program is recomputed; None to run it as it is.
-        shared: the outputs that share memory with an input or with another output.
-        asks_grad_mode: whether its backward depends on whether grad mode is on. Where
-            nobody looked, as for rules, it may.
-        certain: the inputs that the outputs of its forward depended on, for certain.
-        has_inference: whether some input is an inference tensor.
-    """
-
-    request: Request
-    used: Sequence[InputIndex]
-    differentiable: PerResult = ()
-    updated: Sequence[InputIndex] = ()
-    residuals: int = 0
-    recomputation: Any = None
-    shared: Collection[OutputIndex] = ()
+    request: Request  # as it arrived at the base
+    used: Sequence[InputIndex]  # that some output may depend on differentiably
+    differentiable: PerResult = ()  # which do
+    updated: Sequence[InputIndex] = ()  # in place, by the function
+    residuals: int = 0  # how many there are
+    recomputation: Any = None  # how it is recomputed; None to run it as it is
+    shared: Collection[OutputIndex] = ()  # memory with an input or another output
+    # Whether its backward depends on whether grad mode is on. Where nobody looked, as
+    # for rules, it may.
     asks_grad_mode: bool = False
-    certain: Collection[InputIndex | None] = ()
-    has_inference: bool = False
+    certain: Collection[InputIndex | None] = ()  # that the outputs did depend on
+    has_inference: bool = False  # some input is an inference tensor
 
 
 class OutsideVmap(NamedTuple):
-    """What is differentiated only outside a vmap.
-
-    Attributes:
-        used: the inputs.
-        differentiable: the outputs.
-        asks_grad_mode: whether its backward depends on whether grad mode is on.
-        certain: the inputs that the outputs depend on, for certain.
-    """
+    """What is differentiated only outside a vmap, as of an `Evaluation`."""
 
     used: Sequence[InputIndex]
     differentiable: Sequence[OutputIndex]
@@ -98,32 +69,25 @@ class OutsideVmap(NamedTuple):
 
 
 class Program:
-    """A flat function of tensors.
-
-    Attributes:
-        once: the outputs that torch does not differentiate twice, with the Function
-            that says so, and whether torch drops their derivatives without an error.
-        outside: what the forward found outside each vmap around the user's call.
-    """
+    """A flat function of tensors."""
 
     __slots__ = ()
-    once: Mapping[int, Any] = {}  # never changed, only replaced
+    # The outputs that torch does not differentiate twice, with the Function that says
+    # so, and whether torch drops their derivatives without an error. Never changed,
+    # only replaced.
+    once: Mapping[int, Any] = {}
+    # What the forward found outside each vmap around the user's call.
     outside: tuple[OutsideVmap, ...] = ()
 
     def may_read_early(self, tensor: Tensor) -> bool:
-        """Say whether a recompute in a graph may read an input before the cotangents.
-
-        Else it is given what is read after them.
-        """
+        """Say whether a recompute in a graph may read an input before cotangents."""
         del tensor
         return False
 
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Run in the ambient modes: autograd records exactly if it does for the caller.
 
-        Args:
-            *inputs: to run on.
-            mode: the mode that the user's function runs under, if this calls one.
+        The user's function, if this calls one, runs under `mode`.
         """
         raise NotImplementedError
 
@@ -146,10 +110,7 @@ class Program:
     ) -> tuple[Sequence[Any], Evaluation]:
         """Evaluate the forward of a user's call.
 
-        Args:
-            program: to run: this, or this under vmap or in forward mode.
-            inputs: to run it on.
-            request: what is asked.
+        `program` is run: this, or this under vmap or in forward mode.
         """
         raise NotImplementedError
 
@@ -161,27 +122,20 @@ class Program:
     ) -> "Program | None":
         """Return the vjp of a program that has one of its own, otherwise None.
 
-        Args:
-            program: whose vjp: this, or this under vmap.
-            wanted: the inputs to give the gradients of.
-            given: the outputs that have cotangents.
+        It gives gradients of the `wanted` inputs for cotangents of the `given` outputs.
         """
         del program, wanted, given
 
     def check_outputs(self, outs: Sequence[Any]) -> bool:
-        """Check that the outputs of a recompute are differentiable as in the forward.
+        """Check that outputs of a recompute are differentiable as in the forward.
 
-        Returns:
-            Whether that is known, and so checked.
+        False if that is not known.
         """
         del outs
         return False
 
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse inputs that were changed in place since the forward.
-
-        Asked while a graph is made, before the inputs pass a barrier.
-        """
+        """In a graph, refuse inputs that were changed in place since the forward."""
         del inputs
 
     def check_reached(
@@ -189,20 +143,14 @@ class Program:
     ) -> None:
         """Check that a recompute reaches the inputs that the forward reached.
 
-        Args:
-            outs: of the recompute.
-            inputs: of the recompute.
-            missing: the inputs that have no gradient.
+        The `missing` ones have no gradient.
         """
         del outs, inputs, missing
 
     def evaluate(
         self, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate at the base, and drop the graph.
-
-        To be called with grad mode off, which it may turn on.
-        """
+        """Evaluate at the base, with grad mode off, and drop the graph."""
         if self.is_forward:
             return self.forward(self, inputs, request)
         used = self.uses(len(inputs))
@@ -251,18 +199,14 @@ def fresh_leaves(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor
     ]
 
 
-def _requiring_grad(tensor: Tensor) -> Tensor:
-    # Not by `requires_grad_`, which a call around this may refuse to its function.
-    tensor.requires_grad = True
-    return tensor
-
-
 def _fresh_leaf(tensor: Tensor) -> Tensor:
     """Return a fresh leaf of the same class with the same attributes."""
     if type(tensor) is nn.Parameter:
         new: Tensor = Tensor._make_subclass(nn.Parameter, tensor, True)
     else:
-        new = _requiring_grad(tensor.detach())
+        new = tensor.detach()
+        # Not by `requires_grad_`, which a call around may refuse to its function.
+        new.requires_grad = True
     attributes = tensor.__dict__
     if attributes:
         new.__dict__.update(attributes)

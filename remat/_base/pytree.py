@@ -12,6 +12,7 @@ function that torch.func transforms, are pytrees of torch.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -59,11 +60,6 @@ def map_leaves(fn: Callable[[Leaf], Leaf], tree: Any) -> Any:
     return unflatten(treedef, map(fn, leaves))
 
 
-def flatten_up_to(treedef: Treedef, tree: Any) -> list[Any]:
-    """Return the parts of a tree where a treedef has leaves, or raise a ValueError."""
-    return treedef.flatten_up_to(tree)
-
-
 def paths(treedef: Treedef) -> list[str]:
     """Return each leaf's path as it would be written in Python.
 
@@ -83,9 +79,11 @@ def _adopt(cls: type) -> bool:
     if cls in _LEAVES or issubclass(cls, (Tensor, nn.Module)):
         return False
     if cls in TORCH_NODES:
-        _adopt_torch(cls)
+        node = TORCH_NODES[cls]
+        _register(cls, node.flatten_fn, _unflatten_with(node), namespace=_NAMESPACE)
     elif _is_dataclass(cls) and not issubclass(cls, (dict, list, tuple)):
-        _register(cls, _flatten_dataclass, _Unflatten(cls), namespace=_NAMESPACE)
+        unflatten_node = functools.partial(_unflatten_attributes, cls)
+        _register(cls, _flatten_dataclass, unflatten_node, namespace=_NAMESPACE)
         _ADOPTED.add(cls)
     else:
         return False
@@ -100,12 +98,6 @@ def _is_dataclass(cls: type) -> bool:
     return any("__dataclass_fields__" in base.__dict__ for base in cls.__mro__)
 
 
-def _adopt_torch(cls: type) -> None:
-    node = TORCH_NODES[cls]
-    unflatten_node = _unflatten_with(node)
-    _register(cls, node.flatten_fn, unflatten_node, namespace=_NAMESPACE)
-
-
 def _flatten_dataclass(
     instance: Any,
 ) -> tuple[list[Any], tuple[str, ...], tuple[str, ...]]:
@@ -116,17 +108,14 @@ def _flatten_dataclass(
     return [getattr(instance, name) for name in names], names, names
 
 
-class _Unflatten:
-    """Rebuild a dataclass past `__init__`, which may compute, refuse or forget."""
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-
-    def __call__(self, names: tuple[str, ...], children: Iterable[Any]) -> Any:
-        instance = object.__new__(self.cls)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(instance, name, child)
-        return instance
+def _unflatten_attributes(
+    cls: type, names: Iterable[str], children: Iterable[Any]
+) -> Any:
+    """Rebuild an instance past `__init__`, which may compute, refuse or forget."""
+    instance = object.__new__(cls)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(instance, name, child)
+    return instance
 
 
 def register_attributes(
@@ -146,10 +135,8 @@ def register_attributes(
         return *flatten_node(instance), children
 
     def unflatten_node(subtrees: Iterable[Any], context: Iterable[Any]) -> Any:
-        instance = object.__new__(cls)
-        for n, value in zip((*children, *static), (*subtrees, *context), strict=True):
-            object.__setattr__(instance, n, value)
-        return instance
+        values = (*subtrees, *context)
+        return _unflatten_attributes(cls, (*children, *static), values)
 
     def unflatten_named(context: Iterable[Any], subtrees: Iterable[Any]) -> Any:
         return unflatten_node(subtrees, context)

@@ -1,7 +1,5 @@
 """Numbers of bytes, as people write them.
 
-Called where a budget is given: by `policies.within` and `remat.fit`.
-
 Invariant: a number of bytes is an int. KB, MB and GB are powers of 1000; KiB, MiB and
 GiB are powers of 1024. Rejected: to take GB for GiB, as some tools do. The two differ
 by 7%, which can decide whether a step fits.

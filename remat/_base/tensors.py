@@ -1,11 +1,7 @@
 """What tells tensors apart: their description, and how often they were changed.
 
-Also a call outside of inference mode, whose tensors count no changes.
-
 Invariant: nothing here reads a value. Rejected: comparing contents to find a change,
 which would cost a copy of every input.
-
-Called by all rooms that name a tensor or notice that one was changed.
 """
 
 import operator

@@ -1,8 +1,5 @@
 """Hides remat's own frames in the traceback of an error that leaves remat.
 
-Called where the user's code or torch calls remat: by `Rematerialized`, by the hook that
-gives a saved tensor back, and by the backward of a Function.
-
 Invariant: the frames of the user and of torch stay, in order. With
 `REMAT_FULL_TRACEBACK=1` in the environment all stay. Rejected: an error raised anew,
 which would lose its cause, its notes and its identity.

@@ -20,11 +20,7 @@ Fn: TypeAlias = Callable[..., Any]
 
 
 class Opaque:
-    """Holds what a snapshot neither searches nor puts back.
-
-    Attributes:
-        value: what is held.
-    """
+    """Holds a value that a snapshot neither searches nor puts back."""
 
     __slots__ = ("value",)
 

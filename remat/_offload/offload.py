@@ -1,17 +1,11 @@
 """Offloads residuals to host memory or to a file, and brings them back.
 
-`in_host_memory` and `in_file` return an ordinary tensor that holds the bytes of another
-one. `Fetched` gives the first one back, and copies the next one meanwhile. Bytes are
-moved, not elements, so that every dtype comes back bit for bit.
-
 Invariant: what comes back has the shape, strides and bits of what went. A file has no
 name, so that none is left behind even if the process is killed. It is written before it
 is mapped, so that a full disk is an error and not a signal.
-Rejected: `torch.autograd.graph.save_on_cpu`, whose hooks torch.func refuses. A folder
-that is removed at exit: after a SIGKILL nobody removes it. Python's own `mmap` where
-there is a choice: it keeps a file descriptor for each residual. And `contiguous`: a
-matrix product may add up in another order for a transposed matrix, and a view may be
-possible of one layout only.
+Rejected: a folder that is removed at exit: after a SIGKILL nobody removes it. Python's
+own `mmap` where there is a choice: it keeps a file descriptor for each residual. And
+`contiguous`: a matrix product may add up in another order for a transposed matrix.
 """
 
 import ctypes
@@ -123,11 +117,7 @@ def in_host_memory(tensor: Tensor) -> Tensor:
     """Copy a tensor to pinned host memory. A tensor on the host stays as it is.
 
     The copy runs while the device computes: only `Fetched` may read it before the
-    device is synchronized. If memory cannot be pinned, it is in pageable memory. No
-    mode, transform or default of the user sees or changes the copy; nor does autograd.
-
-    Raises:
-        OffloadError: it is not a plain strided tensor.
+    device is synchronized. If memory cannot be pinned, it is in pageable memory.
     """
     with undisturbed():
         if not _has_data(tensor) or tensor.is_cpu:
@@ -142,14 +132,9 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 def in_file(tensor: Tensor) -> Tensor:
     """Write a tensor to a file without a name, and map the file into memory.
 
-    The file is in the folder `REMAT_OFFLOAD_DIR`, or where Python puts temporary files.
-    Variables in that name are expanded, such as `/scratch/$LOCAL_RANK`. The file is
-    freed with the tensor. If the folder is on a disk, the kernel may write its
-    pages out and drop them when memory is short. No mode, transform or default of the
-    user sees or changes the tensor; nor does autograd.
-
-    Raises:
-        OffloadError: there is no room for it, or it is not a plain strided tensor.
+    The file is in the folder `REMAT_OFFLOAD_DIR`, or where Python puts temporary files,
+    and is freed with the tensor. If the folder is on a disk, the kernel may write pages
+    out and drop them when memory is short.
 
     Example:
         >>> x = torch.linspace(0, 1, 6).view(2, 3).t()
@@ -175,11 +160,7 @@ def in_file(tensor: Tensor) -> Tensor:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    """Say whether a tensor has data to offload.
-
-    Raises:
-        OffloadError: it may have, but not as a plain strided tensor.
-    """
+    """Say whether a tensor has data; an OffloadError if it is not plain and strided."""
     try:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # sparse, or of a torch.func level
@@ -206,12 +187,9 @@ class _Arriving(NamedTuple):
 class Fetched:
     """Gives offloaded tensors back, each just before it is used.
 
-    It starts to copy the first one when it is made, and the next one whenever one is
-    taken, on a stream beside that of the computation. It holds at most one copy. A
-    tensor that was never moved is returned itself, and so is a mapped file, which the
-    kernel is told to read meanwhile: neither may be written to. No mode or transform of
-    the user sees the copies. They are stored in the order in which they will be used;
-    another order works too, but waits longer for copies.
+    While one is used, the next one is copied on a stream of its own; at most one copy
+    is held. A tensor that was never moved is returned itself, and so is a mapped file,
+    which the kernel is told to read meanwhile: neither may be written to.
     """
 
     def __init__(self, stored: Sequence[Tensor], origins: Sequence[Origin]) -> None:
@@ -255,9 +233,9 @@ class Fetched:
 
 
 class _Lane:
-    """The copies between a device and the host: in order, on a stream of their own.
+    """The copies between a device and the host, both ways on one stream of their own.
 
-    Both directions use one stream, so that a tensor has arrived before it is sent back.
+    So a tensor has arrived before it is sent back.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,12 +3,12 @@
 In: a policy, `prune=` and a forward. Out: a plan for its backward, and its replay.
 
     options, decide        what the user asked for; whether a call is recorded, and why
-    planned_call, stores   what one call records, saves and replays, and where
+    planned_call           what one call records, saves and replays
     recorder               records a forward, with the help of:
       values, effects      tensors and storages as data; what an operation does
       candidates           what the policy says, and the tensors that it may save
     plan, cost             what becomes of each operation, and what it costs
-    budgeted, budget       what a number of bytes is best spent on
+    budget                 what a number of bytes is best spent on
     cache                  the plans of a record, which calls of one signature share
     runnable, replay       a plan laid out to be run, and the modes that follow it
     names                  `checkpoint_name`

@@ -1,13 +1,7 @@
-"""Chooses which results to save in a number of bytes, so that least is recomputed.
+"""What a budget keeps of a record: so many bytes, so that least is recomputed.
 
-`budgeted` makes a `Problem` of a record and solves it; plans for whole models do too.
-
-    problem    operations with costs, values with bytes, and what a backward reads
-    evaluate   what a choice costs: work to recompute, and bytes saved
-    solve      the best choice within a number of bytes
-
-The model is a mixed-integer program. With s_i for "operation i is saved", r_i for "it
-runs again" and n_v for "value v is needed":
+A mixed-integer program, with s_i for "operation i is saved", r_i for "it runs again"
+and n_v for "value v is needed":
 
     least      sum of cost_i r_i
     such that  the bytes of what is saved and needed are at most the limit
@@ -18,68 +12,52 @@ runs again" and n_v for "value v is needed":
 Only the s_i must be integers. For given s_i the least r_i and n_v are integers.
 
 Invariant: what `solve` returns was evaluated without the solver, so that rounding in
-the solver never makes a choice exceed the limit. More bytes never cost more work.
+the solver never makes a choice exceed the limit. More bytes never cost more work. A
+plan that saves what was chosen keeps the bytes that were counted, or fewer.
 Rejected: a knapsack over residuals, each with the cost of its own operation. What is
 recomputed for one is there for others too, so costs do not add up: such choices cost a
-quarter more work on random programs.
+quarter more work on random programs. And to decide while the forward runs. What is
+worth keeping depends on what the backward reads, which is known at its end.
 """
 
 import functools
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from remat.policies._within import NO_SCIPY
+from remat._partial.candidates import moves, overwritten
+from remat._partial.cost import measured_work, work
+from remat._partial.plan import Record, Step, makers_of, overwrites, plan, saveable_in
+from remat._partial.values import storage_bytes
+from remat.policies import Decision, Policy
+from remat.policies._within import NO_SCIPY, Budget, Within
 
 
 class CostedOperation(NamedTuple):
-    """One operation of a problem.
+    """One operation of a problem."""
 
-    Attributes:
-        cost: of running it again.
-        reads: the values that it reads.
-        makes: the values that it makes or changes. If it runs again, all of them are
-            needed: what made them before runs again as well.
-        may_save: whether its values may be saved. Then no other operation makes them.
-        must_save: whether they must be, where they are needed.
-        always_runs: whether it runs again also where its values are not needed. It
-            does not if they are saved and needed.
-    """
-
-    cost: float
+    cost: float  # of running it again
     reads: tuple[int, ...] = ()
+    # Makes or changes. If it runs again, all of these values are needed: what made them
+    # before runs again as well.
     makes: tuple[int, ...] = ()
-    may_save: bool = True
-    must_save: bool = False
-    always_runs: bool = False
+    may_save: bool = True  # then no other operation makes its values
+    must_save: bool = False  # where its values are needed
+    always_runs: bool = False  # unless its values are saved and needed
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Operations in order, and what a backward reads of the values that they make.
-
-    Attributes:
-        operations: in the order in which they run.
-        nbytes: of each value that an operation may save. What shares memory is one
-            value. Values that no operation makes are inputs, and cost nothing.
-        roots: the values that the backward reads.
-    """
+    """Operations in order, and what a backward reads of the values that they make."""
 
     operations: tuple[CostedOperation, ...]
+    # Of each value that may be saved. What shares memory is one value. Values that no
+    # operation makes are inputs, and cost nothing.
     nbytes: tuple[tuple[int, int], ...]
-    roots: frozenset[int]
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
-
-    def __post_init__(self) -> None:
-        # Of thousands of operations. A problem is looked up more often than made.
-        key = hash((self.operations, self.nbytes, self.roots))
-        object.__setattr__(self, "_hash", key)
-
-    def __hash__(self) -> int:
-        return self._hash
+    roots: frozenset[int]  # the values that the backward reads
 
     def makers(self) -> dict[int, list[int]]:
         """Return the operations that make each value."""
@@ -100,31 +78,16 @@ class Problem:
         each = enumerate(self.operations)
         return frozenset(i for i, op in each if op.must_save)
 
-    @property
-    def has_loose_ends(self) -> bool:
-        """Whether saving one operation can make another run again.
-
-        One that always runs unless it is saved and needed may not be needed then. The
-        solver takes it for saved, so its bound may be too low.
-        """
-        return any(op.always_runs and op.may_save for op in self.operations)
-
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What to save.
+    """What to save."""
 
-    Attributes:
-        saved: the operations whose values are saved.
-        work: the cost of all that is recomputed.
-        nbytes: the bytes of all that is saved.
-        gap: how much less work another choice could cost, as a fraction of `work`. 0 if
-            this choice is proven to be the best.
-    """
-
-    saved: frozenset[int]
-    work: float
-    nbytes: int
+    saved: frozenset[int]  # operations
+    work: float  # the cost of all that is recomputed
+    nbytes: int  # of all that is saved
+    # How much less work another choice could cost, as a fraction. 0 if this is proven
+    # to be the best.
     gap: float = 0.0
 
 
@@ -173,17 +136,159 @@ def _followed(
     return runs, used, {v for i in used for v in operations[i].makes if v in needed}
 
 
-class _Solved:
-    """What is known of one problem.
+# --- What a policy keeps of a record ---
 
-    Attributes:
-        solutions: all that were found, for any limit.
-        tried: for each limit, how many seconds it was given, and the proven bound of
-            the work.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a budget keeps of one record."""
+
+    budget: Budget
+    must: frozenset[int]  # operations whose results must be kept
+    may: tuple[Decision, ...]  # where results go if they are kept
+    solution: Solution  # what is kept
+    least: Solution  # what must be, and what it costs to recompute the rest
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What becomes of the result of each operation."""
+        kept = self.solution.saved
+        return [
+            decision if i in kept else Decision.RECOMPUTE
+            for i, decision in enumerate(self.may)
+        ]
+
+    @property
+    def overdrawn(self) -> int:
+        """The bytes that must be kept, if they are more than the budget; else 0."""
+        nbytes = self.least.nbytes
+        return nbytes if self.solution.nbytes > self.budget.nbytes else 0
+
+
+def spent(
+    policy: Policy | None,
+    record: Record,
+    decisions: Sequence[Decision],
+    exposed: Collection[int],
+    *,
+    prune: bool,
+) -> Spent | None:
+    """Return what the budget in a policy keeps; None if there is no budget in it."""
+    if not isinstance(policy, Within):
+        return None
+    musts = overwritten(record, [policy.must(step.op) for step in record.steps])
+    pairs = enumerate(zip(musts, decisions, strict=True))
+    must = frozenset(i for i, (has_to, may) in pairs if has_to and may)
+    return spend(policy.budget, must, record, decisions, exposed, prune=prune)
+
+
+def spend(
+    budget: Budget,
+    must: frozenset[int],
+    record: Record,
+    may: Sequence[Decision],
+    extra_roots: Iterable[int],
+    *,
+    prune: bool,
+) -> Spent:
+    """Return what a budget keeps of a record."""
+    args = record, may, must, extra_roots, cost_of(budget)
+    problem, steps = problem_of(*args, prune=prune)
+    found = solve(problem, budget.nbytes, time_limit=budget.time_limit)
+    saved = frozenset(i for k in found.saved for i in steps[k])
+    solution = replace(found, saved=saved)
+    return Spent(budget, must, tuple(may), solution, evaluate(problem, ()))
+
+
+def cost_of(budget: Budget) -> Callable[[Step], float]:
+    """Return what says how much an operation costs."""
+    return measured_work if budget.costs == "measured" else work
+
+
+# --- The problem of a record ---
+
+
+def problem_of(
+    record: Record,
+    may: Sequence[Decision],
+    must: Container[int],
+    extra_roots: Iterable[int],
+    cost: Callable[[Step], float],
+    *,
+    prune: bool = True,
+) -> tuple[Problem, list[list[int]]]:
+    """Return what there is to choose in a record, and the steps of each operation."""
+    steps, of_wrapper = record.steps, dict(record.inside)
+    saveable = saveable_in(record, [i for i, decision in enumerate(may) if decision])
+    if not prune:  # what no recompute reads is not saved by a plan
+        live = plan(record, extra_roots=extra_roots).live
+        saveable = {i for i in saveable if live.intersection(steps[i].makes)}
+    made: dict[int, set[int]] = {}
+    for s, makers in makers_of(record).items():
+        for i in makers:
+            made.setdefault(i, set()).add(s)
+
+    def values(storages: Iterable[int]) -> set[int]:
+        # A wrapper, and what it wraps, are one value.
+        return {of_wrapper.get(s, s) for s in storages}
+
+    def operation(group: Sequence[int]) -> CostedOperation:
+        ours = [steps[i] for i in group]
+        makes = values(s for i in group for s in made.get(i, ()))
+        may_save = all(i in saveable or steps[i].is_collective for i in group)
+        always = any(s.always_runs or s.draws or s.on_subclass for s in ours)
+        return CostedOperation(
+            math.fsum(map(cost, ours)),
+            tuple(sorted(values(s for step in ours for s in _read(step)))),
+            tuple(sorted(makes)),
+            may_save=may_save,
+            must_save=may_save and any(i in must for i in group),
+            always_runs=always or (not prune and bool(makes)),
+        )
+
+    nbytes: dict[int, int] = {}
+    for i in sorted(saveable):
+        outputs = steps[i].op.outputs
+        if not moves(may[i], outputs):
+            for s, value in zip(steps[i].makes, outputs, strict=True):
+                v = of_wrapper.get(s, s)
+                nbytes[v] = max(nbytes.get(v, 0), storage_bytes(value))
+    groups = _groups(record)
+    operations = tuple(map(operation, groups))
+    roots = values({*extra_roots}.union(*record.roots))
+    if not prune:  # all that is not saved runs again
+        roots |= {v for op in operations for v in op.makes}
+    sizes = tuple(sorted(nbytes.items()))
+    return Problem(operations, sizes, frozenset(roots)), groups
+
+
+def _groups(record: Record) -> list[list[int]]:
+    """Return the steps of each operation: a collective goes with what it overwrites."""
+    over = overwrites(record)
+    collective = {i: j for j, made in over.items() for i in made}
+    groups: dict[int, list[int]] = {}
+    for i in range(len(record.steps)):
+        groups.setdefault(collective.get(i, i), []).append(i)
+    return [*groups.values()]
+
+
+def _read(step: Step) -> Sequence[int]:
+    """Return the storages whose values an operation reads."""
+    forced = step.always_runs or step.on_subclass
+    whole = {*step.metadata_only} >= {*range(len(step.makes))}
+    reads_none = bool(step.metadata_only) and not forced and (step.draws or whole)
+    return () if reads_none else step.reads
+
+
+# --- The best choice ---
+
+
+class _Solved:
+    """What is known of one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self.solutions = {evaluate(problem, ())}
+        self.solutions = {evaluate(problem, ())}  # found for any limit
+        # For each limit the seconds it was given, and the proven bound of the work.
         self.tried: dict[int, tuple[float, float]] = {}
 
     def best(self, limit: int) -> Solution | None:
@@ -202,9 +307,6 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     The same problem is solved once. When the time is up, the best choice that was found
     is returned, also if it was found for fewer bytes.
 
-    Raises:
-        ImportError: scipy is not installed.
-
     Example:
         >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
         >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
@@ -217,7 +319,10 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
         all_of_it = evaluate(problem, problem.may_save)
         known.solutions.add(all_of_it)
         found, bound = [all_of_it], all_of_it.work
-        if all_of_it.nbytes > limit or problem.has_loose_ends:
+        # What always runs, unless saved and needed, may not be needed once another
+        # operation is saved. The solver takes it for saved: its bound may be too low.
+        is_loose = any(op.always_runs and op.may_save for op in problem.operations)
+        if all_of_it.nbytes > limit or is_loose:
             found, bound = _searched(problem, limit, time_limit)
         known.solutions.update(found)
         proven = bound == math.inf or any(s.work <= bound for s in found)
@@ -260,8 +365,7 @@ _PRECISION = 1e-6
 class _Model:
     """The program that scipy solves: its variables are s_i, r_i, n_v and k_v, in order.
 
-    k_v says that value v is saved, for the bytes: of what is made together, only what
-    is needed is saved.
+    k_v says that value v is saved: of what is made together, only what is needed.
     """
 
     def __init__(self, problem: Problem, limit: int) -> None:
@@ -336,11 +440,7 @@ _INFEASIBLE = 2  # a status of scipy's
 
 
 def _scipy() -> tuple[Any, Any]:
-    """Return the modules of scipy that solve.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
+    """Return the modules of scipy that solve, or raise an ImportError."""
     try:
         optimize: Any = importlib.import_module("scipy.optimize")
         sparse: Any = importlib.import_module("scipy.sparse")

@@ -1,7 +1,5 @@
 """What calls of one signature share: plans, and what their replays have shown.
 
-`planned_call` fills a cache after a recorded forward, and tells it whether replays fit.
-
 Invariant: what is remembered is bounded, and holds no tensor, module or function of the
 user's. Rejected: to plan in each backward. Most ask for the same roots. And to prove
 that a record fits before it is used. The signature is compared, but the function may
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from remat._base.absent import Trouble
 from remat._base.types import TENSORS
-from remat._partial.budgeted import Spent, spend
+from remat._partial.budget import Spent, spend
 from remat._partial.candidates import Candidates
 from remat._partial.names import names_given
 from remat._partial.options import reference
@@ -33,27 +31,10 @@ from remat.policies import Decision, Policy
 
 
 class Plans:
-    """The plans of one record.
+    """The plans of one record: `full` for all roots, and others for fewer.
 
-    Attributes:
-        record: the record.
-        decisions: what the policy says of each operation. A budget allows it, and
-            keeps some of it.
-        prune: whether to leave out what is not needed.
-        extra_roots: more storages that are needed.
-        full: the plan for all roots, laid out.
-        destinations: where each of its residuals goes.
-        residual_of_handle: for each handle of a residual, the index of the residual.
-        each_has_handle: whether there is such a handle for each residual.
-        for_recompute: the residuals that a recompute reads, by index.
-        spent: what the budget of the policy keeps; None if it has none.
+    `decisions` are the policy's. A budget allows these, and keeps some: `spent`.
     """
-
-    __slots__ = (
-        *("_narrowed", "decisions", "destinations", "each_has_handle", "extra_roots"),
-        *("for_recompute", "full", "prune", "record", "residual_of_handle", "spent"),
-    )
-    full: RunnablePlan
 
     def __init__(
         self,
@@ -69,14 +50,14 @@ class Plans:
         self.record, self.decisions, self.prune = record, decisions, prune
         self.extra_roots = frozenset(extra_roots)
         self.full = RunnablePlan(record, made)
-        self.destinations = [decisions[i] for i, _ in made.residuals]
+        self.destinations = [decisions[i] for i, _ in made.residuals]  # they go there
         self._narrowed: dict[tuple[int, ...], RunnablePlan] = {}
         self.residual_of_handle = residual_of_handle(record, made)
         count = range(len(made.residuals))
         self.each_has_handle = {*self.residual_of_handle.values()} == {*count}
         read = _read_in_recompute(record, made) | self.extra_roots
         numbers = enumerate(_storages_of_residuals(record, made))
-        self.for_recompute = frozenset(
+        self.for_recompute = frozenset(  # the residuals that it reads, by index
             index
             for index, s in numbers
             # No absent tensor can stand for one of a subclass.
@@ -159,31 +140,16 @@ _EXTRA_ROOTS = 16  # after which calls of this kind are not followed any more
 
 
 class CallCache:
-    """What calls of one signature share.
-
-    Attributes:
-        plans: the plans; None if the next call is to be recorded.
-        reason: why no call is recorded any more; "" if one may be.
-        outputs: the roots that a backward may ask for.
-        proven: those of them for which a replay has succeeded.
-        names: those that the policy mentions, until they were checked.
-        misfits: how many records did not fit the calls after them.
-        asked: what the user asked for; "" if remat chooses.
-    """
-
-    __slots__ = (
-        *("_parts", "asked", "misfits", "names", "outputs", "plans", "proven"),
-        "reason",
-    )
+    """What calls of one signature share."""
 
     def __init__(self) -> None:
-        self.plans: Plans | None = None
-        self.reason = ""
-        self.outputs: frozenset[int] = frozenset()
-        self.proven: set[int] = set()
-        self.names: frozenset[str] = frozenset()
-        self.misfits = 0
-        self.asked = ""
+        self.plans: Plans | None = None  # then the next call is to be recorded
+        self.reason = ""  # why no call is recorded any more
+        self.outputs: frozenset[int] = frozenset()  # the roots of a backward
+        self.proven: set[int] = set()  # those for which a replay has succeeded
+        self.names: frozenset[str] = frozenset()  # in the policy, until checked
+        self.misfits = 0  # records that did not fit the calls after them
+        self.asked = ""  # by the user, what; "" if remat chooses
         # By identity: a module need not hash.
         self._parts: dict[int, tuple[weakref.ref[Any], CallCache]] = {}
 
@@ -206,10 +172,6 @@ class CallCache:
     def is_proven(self) -> bool:
         """Say whether replays have succeeded for every root that may be asked for."""
         return bool(self.proven) and self.proven >= self.outputs
-
-    def is_proven_for(self, plans: Plans) -> bool:
-        """Say the same of these plans, which another record may have replaced."""
-        return self.is_proven() and self.plans is plans
 
     def note_success(self, plans: Plans, *roots: Iterable[int]) -> None:
         """Note that a replay has succeeded for some roots."""

@@ -1,7 +1,5 @@
 """Asks the policy about each operation, and holds the tensors that it may save.
 
-Called by `recorder`; `cache` takes the residuals of the recorded call from here.
-
 Invariant: what is held goes with the recording, but for what the plan saves.
 Rejected: to save what the policy says at once. Only the plan knows what is read, and a
 name may be given to a value long after the operation that made it.
@@ -22,12 +20,7 @@ from remat.policies import Decision, Policy
 
 
 class Candidates:
-    """What may be saved of a forward that is recorded.
-
-    Attributes:
-        statics: of each operation, the arguments that are no tensors, if there is a
-            policy.
-    """
+    """What may be saved of a forward that is recorded."""
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
@@ -35,14 +28,14 @@ class Candidates:
         self._outputs: list[Sequence[weakref.ref[Tensor] | Tensor]] = []
         self._held: dict[int, Tensor] = {}
         self._error: Exception | None = None
-        self.statics: list[list[Any]] = []
+        self.statics: list[list[Any]] = []  # the arguments that are no tensors
 
     def ask(
         self,
-        op: Op | None,
+        step: Step,
         statics: list[Any],
         outputs: list[Tensor],
-        makes: Sequence[int],
+        written: Sequence[Tensor],
     ) -> None:
         """Note what the policy says of an operation, and hold what it would save."""
         self.statics.append(statics)
@@ -50,16 +43,16 @@ class Candidates:
         # be needed, which nobody else may hold by then.
         several = len(outputs) > 1
         self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
-        self._decisions.append(Decision.RECOMPUTE if op is None else self._decide(op))
-        if self._decisions[-1]:
-            for t, s in zip(outputs, makes, strict=True):
-                self._hold(t, s)
-
-    def ask_of_collective(self, step: Step, written: Sequence[Tensor]) -> None:
-        """Note what the policy says of a collective that wrote in place."""
-        self._decisions[-1] = decision = self._decide(step.op)
+        decision, found, storages = Decision.RECOMPUTE, outputs, step.makes
+        if step.is_collective:
+            decision, found, storages = self._decide(step.op), written, step.writes
+        elif step.reads and not (
+            step.always_runs or step.writes or any(map(Tensor.is_inference, outputs))
+        ):
+            decision = self._decide(step.op)
+        self._decisions.append(decision)
         if decision:
-            for t, s in zip(written, step.writes, strict=True):
+            for t, s in zip(found, storages, strict=True):
                 self._hold(t, s)
 
     def _decide(self, op: Op) -> Decision:
@@ -88,15 +81,15 @@ class Candidates:
                 self._hold(tensor, number)
                 return
 
-    def let_go_of_graph(self) -> None:
-        """Hold the values alone: what nobody can differentiate is no root of a plan."""
+    def end(self) -> None:
+        """Hold the values without their graph; raise what the policy raised.
+
+        What nobody can differentiate is no root of a plan.
+        """
         self._outputs.clear()
         # What is held is of no level of torch.func, and would be made one of this.
         pairs = self._held.items()
         self._held = {n: below_all_levels(Tensor.detach, t) for n, t in pairs}
-
-    def raise_error(self) -> None:
-        """Raise what the policy raised, if it did."""
         if self._error is not None:
             raise self._error
 
@@ -108,9 +101,7 @@ class Candidates:
             self._policy(step.op) if step.op.names else decision
             for step, decision in zip(record.steps, self._decisions, strict=True)
         ]
-        if exposed:
-            found = _recomputing(exposed, record.steps, found)
-        return overwritten(record, found)
+        return _final(record, found, exposed)
 
     def residual(self, value: Value, number: int) -> Tensor:
         """Return the output that was made with a storage, of which a view was held."""
@@ -128,10 +119,22 @@ def decisions_of(
     policy: Policy | None, record: Record, exposed: Container[int]
 ) -> list[Decision]:
     """Return what a policy says of each operation of a record."""
-    steps = record.steps
     if policy is None:
-        return [Decision.RECOMPUTE] * len(steps)
-    found = _recomputing(exposed, steps, [policy(step.op) for step in steps])
+        return [Decision.RECOMPUTE] * len(record.steps)
+    return _final(record, [policy(step.op) for step in record.steps], exposed)
+
+
+def _final(
+    record: Record, decisions: Sequence[Decision], exposed: Container[int]
+) -> list[Decision]:
+    """Return the decisions, but recompute what made an exposed storage.
+
+    Python may have written to its memory, where no version counts it.
+    """
+    found = [
+        Decision.RECOMPUTE if any(s in exposed for s in step.makes) else decision
+        for step, decision in zip(record.steps, decisions, strict=True)
+    ]
     return overwritten(record, found)
 
 
@@ -145,14 +148,7 @@ def overwritten(record: Record, decisions: Sequence[Decision]) -> list[Decision]
     return found
 
 
-def _recomputing(
-    exposed: Container[int], steps: Sequence[Step], decisions: Iterable[Decision]
-) -> list[Decision]:
-    """Return the decisions, but recompute what made an exposed storage.
-
-    Python may have written to its memory, where no version counts it.
-    """
-    return [
-        Decision.RECOMPUTE if any(s in exposed for s in step.makes) else decision
-        for step, decision in zip(steps, decisions, strict=True)
-    ]
+def moves(decision: Decision, outputs: Sequence[Value]) -> bool:
+    """Say whether a result is offloaded: what is in host memory stays in it."""
+    away = any(value.device.type != "cpu" for value in outputs)
+    return decision is Decision.OFFLOAD_TO_DISK or (decision.offloads and away)

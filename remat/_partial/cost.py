@@ -1,8 +1,5 @@
 """Says what operations cost: FLOPs, bytes moved, time at nominal rates or measured.
 
-Called by `decide`, to judge whether a plan is worth it, by `budgeted`, and by the
-reports.
-
 Invariant: metadata alone is read, so that two processes decide alike. Only a budget
 with `costs="measured"` has the operations of the first call timed: each once in a
 process, on the tensors that it was first called with.
@@ -31,10 +28,7 @@ _START = 2e-6  # seconds that it takes to start an operation, however small it i
 
 
 def flops(step: Step) -> int:
-    """Return the floating-point operations of an operation that torch can count.
-
-    As in torch's `FlopCounterMode`, those are matmuls, convolutions and attention. It
-    is 0 for all other operations.
+    """Return the FLOPs of an operation, if torch's `FlopCounterMode` counts them; or 0.
 
     Example:
         >>> shapes = (2, 3), (3, 4), (2, 4)
@@ -73,23 +67,15 @@ def seconds(step: Step) -> float:
 
 
 def work(step: Step) -> float:
-    """Return what it costs to run an operation again, in seconds at nominal rates.
-
-    A view costs nothing.
-    """
+    """Return what it costs to run an operation again, in seconds at nominal rates."""
     return 0.0 if step.is_view else _START + seconds(step)
-
-
-def avoided(record: Record, plan: Plan) -> float:
-    """Return about how many seconds a plan saves by leaving operations out."""
-    pairs = zip(record.steps, plan.fates, strict=True)
-    dead = [step for step, fate in pairs if fate is Fate.DEAD and not step.is_view]
-    return sum(seconds(step) for step in dead)
 
 
 def reason_against(record: Record, plan: Plan) -> str:
     """Say why a plan is not worth a dispatch mode; "" if it is."""
-    saved, cost = avoided(record, plan), len(record.steps) * _MODE
+    pairs = zip(record.steps, plan.fates, strict=True)
+    dead = [step for step, fate in pairs if fate is Fate.DEAD and not step.is_view]
+    saved, cost = sum(map(seconds, dead)), len(record.steps) * _MODE
     if saved > cost:
         return ""
     return (
@@ -136,10 +122,7 @@ def _key(op: Op) -> Hashable:
 
 
 def measured_work(step: Step) -> float:
-    """Return what it costs to run an operation again, in seconds.
-
-    Where it was not timed, that is an estimate.
-    """
+    """Return what it costs to run an operation again, as timed or else estimated."""
     if step.is_view:
         return 0.0
     seconds = _SECONDS.get(_key(step.op))

@@ -1,10 +1,6 @@
 """Decides what a call does: be recorded, follow plans, or run as it is; and why.
 
-Calls and reports ask the same functions, so that a report says what a call does:
-
-    why_no_record     before a forward: why it runs as it is
-    planned           after a recorded forward: the plan, or why there is none
-    inputs_to_drop    which inputs a call need not keep
+Calls and reports ask the same functions, so that a report says what a call does.
 
 Invariant: each answer is a function of data. Rejected: to decide in each lowering. The
 lowerings would differ, and reports would be wrong.
@@ -14,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from remat._partial.budgeted import Spent, spent as spent_by
+from remat._partial.budget import Spent, spent as spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
 from remat._partial.candidates import Candidates
 from remat._partial.cost import reason_against
@@ -26,27 +22,15 @@ from remat.policies import Decision, Policy
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What there is to know of a call before it runs.
+    """What there is to know of a call before it runs."""
 
-    Attributes:
-        is_saved: whether its graph is plain's own, with handles.
-        is_compiled: whether it reaches code of torch.compile or TorchScript.
-        is_traced: whether a graph is made, whose maker drops what nobody reads.
-        is_split: whether forward mode differentiates its backward.
-        kind: the class of an input that sees the operations done with it; "" if there
-            is none.
-        elements: how many its inputs have in all.
-        given_up: why it is not recorded, or calls like it are not any more; "" if they
-            are.
-    """
-
-    is_saved: bool
-    is_compiled: bool = False
-    is_traced: bool = False
-    is_split: bool = False
-    kind: str = ""
-    elements: int = 0
-    given_up: str = ""
+    is_saved: bool  # its graph is plain's own, with handles
+    is_compiled: bool = False  # it reaches code of torch.compile or TorchScript
+    is_traced: bool = False  # a graph is made, whose maker drops what nobody reads
+    is_split: bool = False  # forward mode differentiates its backward
+    kind: str = ""  # the class of an input that sees the operations done with it
+    elements: int = 0  # of all inputs
+    given_up: str = ""  # why it is not recorded, or calls like it are not any more
 
 
 # A reason that is known after a forward only.
@@ -85,19 +69,12 @@ def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the calls after a recorded one do.
-
-    Attributes:
-        plan: the plan that they follow; None if they run as they are.
-        why_none: why they do; "" if there is a plan.
-        why_unpruned: why the plan leaves nothing out; "" if it may.
-        spent: what the budget of the policy keeps; None if it has none.
-    """
+    """What the calls after a recorded one do: follow a plan, or not, and why."""
 
     plan: Plan | None
     why_none: str
     why_unpruned: str
-    spent: Spent | None = None
+    spent: Spent | None = None  # what the budget of the policy keeps
 
 
 def planned(
@@ -146,7 +123,8 @@ def plan_recorded(
         cache.refuse(UNSEEN)
         warn_if_not_followed(asked, label, UNSEEN)
         return None
-    decisions, exposed = recorder.decisions(record), recorder.exposed
+    exposed = recorder.exposed
+    decisions = recorder.candidates.decisions(record, exposed)
     found = planned(record, decisions, policy, prune, exposed)
     if found.why_unpruned and prune is True:
         warn_once(_NOT_PRUNED.format(label=label, why=found.why_unpruned))

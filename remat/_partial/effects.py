@@ -1,7 +1,5 @@
 """Says what an operation does besides returning values: writes, draws, reads by Python.
 
-Called by `recorder`, by the blocks of `remat.scope`, and by the reports.
-
 Invariant: the schema and the tags of an operation tell, or what it was seen to do. An
 operator that nobody knows is taken to do whatever it may.
 Rejected: a list of all operations. torch has thousands, and users add to them.
@@ -20,7 +18,7 @@ from typing_extensions import override
 from remat._ambient.draws import is_tagged_random
 from remat._ambient.streams import global_streams
 from remat._base.absent import LIKE, tensors_of
-from remat._torch import OpOverload
+from remat._torch import OpOverload, eager_only
 
 
 _READ_BY_PYTHON = {
@@ -37,22 +35,14 @@ Argument = tuple[int, str]  # its index in the schema, and its name
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What an operation does besides returning values, whatever its arguments.
+    """What an operation does besides returning values, whatever its arguments."""
 
-    Attributes:
-        may_draw: whether its tag says that it moves a random stream.
-        is_of_others: whether it is not of torch, so that tags may be missing.
-        is_read_by_python: whether Python sees its result, or what it does is not known.
-        writes: the arguments that it writes to, by its schema.
-        statistics: the running statistics that a batch norm updates, which its schema
-            does not say.
-        training: the argument that says whether it does; None if there is none.
-    """
-
-    may_draw: bool = False
-    is_of_others: bool = True
-    is_read_by_python: bool = True
-    writes: tuple[Argument, ...] = ()
+    may_draw: bool = False  # by its tag
+    is_of_others: bool = True  # and not of torch, so that tags may be missing
+    is_read_by_python: bool = True  # or what it does is not known
+    writes: tuple[Argument, ...] = ()  # to, by its schema
+    # The running statistics that a batch norm updates, which its schema does not say,
+    # and the argument that says whether it does.
     statistics: tuple[Argument, ...] = ()
     training: Argument | None = None
 
@@ -192,9 +182,7 @@ def _dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 class Exposures(TorchFunctionMode):
     """Tells of tensors whose memory Python takes, other than by operations.
 
-    Args:
-        expose: is told of each.
-        assign: is told of each tensor to whose `.data` another is assigned, and which.
+    `expose` is told of each; `assign` of each to whose `.data` another is assigned.
     """
 
     is_remats_check = True
@@ -208,21 +196,19 @@ class Exposures(TorchFunctionMode):
         self._expose, self._assign = expose, assign
 
     @override
+    @eager_only
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
         # One look-up, for this is asked of everything that Python calls.
         if func in _NOTICED:
-            self._notice(func, args)
-        return func(*args, **(kwargs or {}))
-
-    def _notice(self, func: Any, args: Any) -> None:
-        if func == _ASSIGNS:
-            if self._assign is not None:
+            if func != _ASSIGNS:
+                if args and isinstance(args[0], Tensor):
+                    self._expose(args[0])
+            elif self._assign is not None:
                 self._assign(*args)
-        elif args and isinstance(args[0], Tensor):
-            self._expose(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 _TENSOR: Any = Tensor

@@ -1,7 +1,5 @@
 """`checkpoint_name`: gives a value a name, for policies to find it by.
 
-Users call it. A `recorder`, scopes and reports listen.
-
 Invariant: naming a value changes nothing, and costs next to nothing while nobody
 listens. A listener hears the names that its own thread gives, and no others.
 Rejected: an operation of its own, as in JAX. Its result would be another value, and a
@@ -11,7 +9,7 @@ view or an alias would not have them.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,38 +21,22 @@ from remat._base.operators import LIBRARY, named
 from remat._torch import makes_graph, must_inline
 
 
-class Listener(Protocol):
-    """An object that is told of names."""
-
-    def name(self, tensor: Tensor, name: str) -> None:
-        """Be told that the value of a tensor has a name."""
-
-
 _NAMES: set[str] = set()
 
 
-def tell_of_names(listener: Listener) -> None:
-    """Tell a listener of the names that this thread gives from now on."""
-    here().listeners.append(listener)
-
-
-def tell_no_more(listener: Listener) -> None:
-    """Undo `tell_of_names`."""
-    here().listeners.remove(listener)
-
-
 @contextmanager
-def told_of_names(listener: Listener) -> Iterator[None]:
+def told_of_names(listener: Any) -> Iterator[None]:
     """Tell a listener of the names that this thread gives in the body."""
-    tell_of_names(listener)
+    listeners = here().listeners
+    listeners.append(listener)
     try:
         yield
     finally:
-        tell_no_more(listener)
+        listeners.remove(listener)
 
 
 def give_name(tensors: Iterable[Tensor], name: str) -> None:
-    """Tell the listeners of this thread of a name."""
+    """Tell the listeners of this thread of a name: their method `name` is called."""
     _NAMES.add(name)
     for listener in here().listeners:
         for t in tensors:
@@ -111,7 +93,8 @@ def checkpoint_name(x: T, name: str) -> T:
     if must_inline():
         return _named_in_graph(x, name) if makes_graph() else x
     if not isinstance(name, str):
-        raise TypeError(_swapped(name) if isinstance(x, str) else _no_string(name))
+        message = _SWAPPED if isinstance(x, str) else _NO_STRING
+        raise TypeError(message.format(name=name, kind=type(name).__name__))
     leaves = [x] if isinstance(x, Tensor) else pytree.flatten(x)[0]
     give_name([t for t in leaves if isinstance(t, Tensor)], name)
     return x
@@ -126,11 +109,5 @@ def _named_in_graph(x: T, name: str) -> T:
     return x
 
 
-def _swapped(value: object) -> str:
-    kind = type(value).__name__
-    return f"remat: write checkpoint_name(x, name): the name is second; got a {kind}"
-
-
-def _no_string(name: object) -> str:
-    kind = type(name).__name__
-    return f"remat: checkpoint_name takes a string; got {name!r}, a {kind}"
+_SWAPPED = "remat: write checkpoint_name(x, name): the name is second; got a {kind}"
+_NO_STRING = "remat: checkpoint_name takes a string; got {name!r}, a {kind}"

@@ -1,7 +1,5 @@
 """What the user asked `remat` for, joined with what the calls around ask for.
 
-`_transform/api.py` makes options; each lowering reads them.
-
 Invariant: a nested call runs under the policies of all calls around it, in its forward
 and in a recompute: they are part of its program. Rejected: reading the policies around
 in the backward. Other calls are around it there, or none.
@@ -21,31 +19,19 @@ Prune = Literal["auto"] | bool
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one `remat`, by their public names, and those of `remat.compat`.
-
-    Attributes:
-        policy: see `remat`.
-        prune: see `remat`.
-        rng: see `remat`.
-        higher_order: see `remat`.
-        stops_early: whether a recompute ends with the last value that is read.
-        compares: whether what a recompute saves must be like what the forward saved.
-        hooks_residuals: whether the hooks for saved tensors around the call are given
-            what its policy saves.
-        unless_followed: whether the function is called as it is where a plan for a
-            whole step is followed.
-        describe: what to add to an error of the recompute; None for nothing.
-    """
+    """The options of one `remat`, by their public names, and of `remat.compat`."""
 
     policy: Policy | None = None
     prune: Prune = "auto"
     rng: Rng = "replay"
     higher_order: bool = False
-    stops_early: bool = True
-    compares: bool = True
+    stops_early: bool = True  # a recompute ends with the last value that is read
+    compares: bool = True  # what a recompute saves must be like what the forward saved
+    # Whether hooks for saved tensors around the call are given what its policy saves.
     hooks_residuals: bool = True
+    # Whether the function is called as it is where a plan for a whole step is followed.
     unless_followed: bool = False
-    describe: Callable[[], str] | None = None
+    describe: Callable[[], str] | None = None  # what to add to an error of a recompute
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 A record lists the operations of one forward, and by number the storages that each
 touches. From the storages that the backward reads, `plan` walks back through what made
-them, and stops at results that the policy saves. Called by `cache`, and by reports.
+them, and stops at results that the policy saves.
 
 Invariant: a storage is needed as a whole or not at all. Whatever makes or changes a
 needed storage runs again, in order; an operation that is left out has neither read nor
@@ -49,37 +49,24 @@ _FIRST = Slot(0)
 
 
 class Step(NamedTuple):
-    """One operation of a record, with the storages that it touches.
-
-    Attributes:
-        op: the operation.
-        reads: the storages of its tensor arguments, in order.
-        makes: the storages of its outputs, in order.
-        writes: the storages that it changes in place.
-        draws: whether it moves a random stream.
-        may_draw: whether it would with other arguments.
-        metadata_only: the outputs that depend on the metadata of its arguments alone,
-            not on their values.
-        always_runs: whether every recompute has to run it: Python reads its result, or
-            what it does is not known.
-        hides_aliases: whether a tensor is of a subclass that does not tell which
-            tensors share memory.
-        on_subclass: whether an argument is of a subclass, which may see the operation.
-            Then the operation is saved or runs again, and is never left out.
-        result: what it returned, with a `Slot` or `Passed` for each tensor.
-    """
+    """One operation of a record, with the storages that it touches."""
 
     op: Op
-    reads: tuple[int, ...] = ()
-    makes: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    draws: bool = False
-    may_draw: bool = False
+    reads: tuple[int, ...] = ()  # the storage of each tensor argument
+    makes: tuple[int, ...] = ()  # the storage of each output
+    writes: tuple[int, ...] = ()  # changes in place
+    draws: bool = False  # moves a random stream
+    may_draw: bool = False  # would with other arguments
+    # The outputs that depend on no value of its arguments, only on metadata.
     metadata_only: tuple[int, ...] = ()
+    # In every recompute: Python reads its result, or what it does is not known.
     always_runs: bool = False
+    # A tensor is of a subclass that does not tell which tensors share memory.
     hides_aliases: bool = False
+    # An argument is of a subclass, which may see the operation. Then the operation is
+    # saved or runs again, and is never left out.
     on_subclass: bool = False
-    result: Any = _FIRST
+    result: Any = _FIRST  # with a `Slot` or `Passed` for each tensor
 
     @property
     def is_collective(self) -> bool:
@@ -93,20 +80,13 @@ class Step(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """One tensor that a graph saved, for which it holds a handle.
-
-    Attributes:
-        storage: its storage.
-        value: its metadata.
-        after: how many operations had run when it was saved. A recompute that fills
-            this handle last stops there.
-        is_lazy: whether its conjugation or negation is done when it is read.
-    """
+    """One tensor that a graph saved, for which it holds a handle."""
 
     storage: int
     value: Value
+    # How many operations had run. A recompute that fills this handle last stops there.
     after: int = 0
-    is_lazy: bool = False
+    is_lazy: bool = False  # it is conjugated or negated when it is read
 
     def is_of(self, made: Value) -> bool:
         """Say whether it is a view of the output that was made with its storage."""
@@ -115,27 +95,17 @@ class Pack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one forward did.
-
-    Attributes:
-        steps: its operations, in order.
-        inputs: the storage of each leaf.
-        roots: for each output, the storages that its backward reads. Where the graph
-            holds handles: for each handle, the storage that it stands for.
-        outputs: the storage of each output.
-        packs: what each handle stands for; None where the tensor itself is saved.
-        inside: for wrappers of one tensor, the number of the wrapper and that of the
-            storage inside.
-        transforms: of torch.func that it ran under, but for those of `grad`.
-    """
+    """What one forward did."""
 
     steps: tuple[Step, ...]
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # the storage of each leaf
+    # For each output, the storages that its backward reads. Where the graph holds
+    # handles: for each handle, the storage that it stands for.
     roots: tuple[frozenset[int], ...]
-    outputs: tuple[int | None, ...] = ()
-    packs: tuple[Pack | None, ...] = ()
-    inside: tuple[tuple[int, int], ...] = ()
-    transforms: tuple[int, ...] = ()
+    outputs: tuple[int | None, ...] = ()  # the storage of each output
+    packs: tuple[Pack | None, ...] = ()  # None where the tensor itself is saved
+    inside: tuple[tuple[int, int], ...] = ()  # wrappers of one tensor, and its storage
+    transforms: tuple[int, ...] = ()  # of torch.func around it, but for `grad`
 
     @property
     def names(self) -> frozenset[str]:
@@ -159,22 +129,15 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a recompute does with each operation of a record.
-
-    Attributes:
-        fates: one for each operation.
-        residuals: the outputs saved in the forward, in order. Each is a pair: the index
-            of an operation, and the index of its output.
-        needed: the leaves whose values are read.
-        live: the storages whose values a recompute has.
-        residual_sources: the leaves that residuals were computed from. A residual that
-            is differentiated again depends on them.
-    """
+    """What a recompute does with each operation of a record."""
 
     fates: tuple[Fate, ...]
+    # What the forward saves: the index of an operation, and that of its output.
     residuals: tuple[tuple[int, int], ...]
-    needed: frozenset[int]
-    live: frozenset[int]
+    needed: frozenset[int]  # the leaves whose values are read
+    live: frozenset[int]  # the storages whose values a recompute has
+    # The leaves that residuals were computed from, and depend on where they are
+    # differentiated again.
     residual_sources: frozenset[int] = frozenset()
 
     @property
@@ -193,18 +156,10 @@ def plan(
 ) -> Plan:
     """Decide what becomes of each operation.
 
-    Args:
-        record: what the forward did.
-        saveable: the operations whose results the policy saves. A result that shares
-            memory with another tensor, or is changed in place, is recomputed anyway.
-            One that a collective overwrites is saved as the collective leaves it.
-        outputs: those that have cotangents; None for all.
-        extra_roots: more storages that are needed.
-        prune: whether to leave out what is not needed. If not, all but what is saved is
-            recomputed.
-
-    Returns:
-        The plan. With fewer outputs it needs no more, and reads no more residuals.
+    The policy saves the results of `saveable`. One that shares memory with another
+    tensor, or is changed in place, is recomputed anyway; one that a collective
+    overwrites is saved as the collective leaves it. `outputs` have cotangents (None
+    for all). Without `prune` all that is not saved is recomputed.
 
     Example:
         >>> sin = Op("sin")

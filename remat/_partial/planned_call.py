@@ -1,79 +1,58 @@
 """What one call with a policy or `prune=True` does: record, save residuals, replay.
 
 A call is recorded, or follows the plan of a record that a call like it made. Its
-forward saves the residuals of the plan, and its recompute is a replay of the plan. Only
-where the residuals are stored depends on the lowering:
-
-    SavedInHandles   under base autograd a handle holds the residual that it stands for,
-                     and the call holds those that a recompute reads
-    SavedInNode      under torch.func the node of the call saves them with its inputs
-
-Both are in `stores`.
+forward saves the residuals of the plan, in handles or in its node, and its recompute is
+a replay of the plan. `_transform` runs the forward under its `mode`, and ends it with
+`finish`.
 
 Invariant: a record is only an optimization. A replay that does not fit is given up, and
 the function runs as it is. An input is dropped only if replays of these plans have
-succeeded, and a mode saw this forward do the same.
+succeeded, and a mode saw this forward do the same. A handle of a residual gives that
+very tensor, whatever a plan says.
 Rejected: one plan for all calls of a module. Their cotangents differ, and so does what
-is read.
+is read. And one list of residuals for a call, at base. A backward frees what it has
+used, node by node.
 """
 
+import contextlib
+import functools
+import operator
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.absent import Absent, inputs_of, like, tensors_of
+from remat._base.absent import Absent, like
+from remat._base.errors import MutationError
+from remat._graph.handles import Handle
+from remat._graph.residual import OFFLOAD, Offloaded, Residual, store
+from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
-from remat._partial.decide import inputs_to_drop, plan_recorded
+from remat._partial.decide import ACCUMULATES, ASSIGNS, inputs_to_drop, plan_recorded
 from remat._partial.options import Prune
-from remat._partial.plan import Fate, Step
 from remat._partial.recorder import Recorder
-from remat._partial.replay import (
-    Check,
-    Replay,
-    input_dropped,
-    is_of_memory,
-    what_differs,
+from remat._partial.replay import Check, Replay, is_droppable
+from remat._partial.runnable import Collect, Verify
+from remat._partial.values import key_of, value_of, viewed_as
+from remat._torch import (
+    base_tensor,
+    current_layer,
+    is_batch_of_cotangents,
+    is_lazy,
+    outside_dispatch_mode,
+    transforms,
 )
-from remat._partial.runnable import (
-    UNRECORDED,
-    Follow,
-    RunnablePlan,
-    fits_metadata,
-    has_same_statics,
-    is_reflection,
-    statics_of,
-)
-from remat._partial.values import key_of
-from remat._torch import eager_only, is_lazy
 from remat.policies import Policy
 
 
 class PlannedCall:
     """One call, and the plans that it follows.
 
-    Args:
-        cache: of the signature.
-        policy: of the call.
-        prune: "auto", True or False.
-        leaves: of the call.
-        label: what warnings call it.
-        inner: what the function runs on in place of the leaves; None for them.
-
-    Attributes:
-        mode: to run the forward in; None if it runs as it is.
-        plans: the plans that the call follows; None if it follows none.
-        dropped: the leaves that are not kept, and an absent tensor for each.
-        cache: of the signature.
-        statics: of the operations whose results are saved.
+    Under torch.func the function runs on `inner` in place of the leaves.
     """
-
-    __slots__ = (
-        *("_inner", "_label", "_leaves", "_policy", "_prune"),
-        *("_was_seen", "cache", "dropped", "mode", "plans", "statics"),
-    )
 
     def __init__(
         self,
@@ -87,9 +66,9 @@ class PlannedCall:
         self.cache, self._policy, self._prune = cache, policy, prune
         self._leaves, self._inner, self._label = leaves, inner, label
         self.plans: Plans | None = None if cache.reason else cache.plans
-        self.statics: dict[int, Any] = {}
-        self.dropped: dict[int, Absent] = {}
-        self.mode: Any = None
+        self.statics: dict[int, Any] = {}  # of the operations whose results are saved
+        self.dropped: dict[int, Absent] = {}  # the leaves that are not kept
+        self.mode: Any = None  # to run the forward in; None to run it as it is
         plans = self.plans
         if not cache.reason:
             runs_on = leaves if inner is None else inner
@@ -105,8 +84,7 @@ class PlannedCall:
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
         """Return the leaves that the call need not keep, if that is worth it."""
         leaves, inner = self._leaves, self._inner
-        unneeded = plans.full.unneeded
-        droppable = [i for i in unneeded if is_droppable(leaves[i])]
+        droppable = [i for i in plans.full.unneeded if is_droppable(leaves[i])]
         if not droppable:
             return ()
         return inputs_to_drop(
@@ -137,11 +115,15 @@ class PlannedCall:
         mode, plans = self.mode, self.plans
         residuals = None
         if isinstance(mode, Recorder):
-            record, options = mode.record(outs, gone), (self._policy, self._prune)
-            plans = plan_recorded(
-                self.cache, mode, record, roots, *options, self._label
+            plans = self.plans = plan_recorded(
+                self.cache,
+                mode,
+                mode.record(outs, gone),
+                roots,
+                self._policy,
+                self._prune,
+                self._label,
             )
-            self.plans = plans
             if plans is not None:
                 statics = mode.candidates.statics
                 self.statics = {i: statics[i] for i in plans.full.plan.saved}
@@ -170,223 +152,290 @@ class PlannedCall:
     # --- The recompute ---
 
     def check(self) -> Check | None:
-        """Return a mode that compares a full recompute with the recorded forward.
-
-        None if no mode followed the forward.
-        """
+        """Return a mode that compares a full recompute with a forward that was seen."""
         plans = self.plans if self._was_seen else None
         return None if plans is None else Check(plans.full)
 
 
-class Replaying:
-    """One recompute along a plan, under a mode. What it shows corrects the plans.
-
-    Args:
-        call: that is recomputed.
-        plans: that it follows.
-        roots: the handles or outputs for which it is recomputed.
-        residuals: what was saved, or what stands for it while it is offloaded.
-        take: returns a residual, given its index; None if it was freed.
-
-    Attributes:
-        mode: that replays.
-    """
-
-    __slots__ = ("_cache", "_dropped", "_plans", "_roots", "mode")
-
-    def __init__(
-        self,
-        call: PlannedCall,
-        plans: Plans,
-        roots: Sequence[int],
-        residuals: Sequence[Tensor | None],
-        take: Callable[[int], Tensor | None],
-    ) -> None:
-        self._cache, self._dropped = call.cache, call.dropped
-        self._plans, self._roots = plans, roots
-        schedule = plans.schedule_for(roots)
-        self.mode = Replay(schedule, residuals, take, call.statics)
-
-    def stand_ins(
-        self,
-        tensors: Sequence[Tensor],
-        may_stand_in: Callable[[Tensor], bool] | None = None,
-    ) -> list[Tensor]:
-        """Return what to run on: absent tensors in place of inputs that nobody needs.
-
-        Once replays have shown that they are not read, only those that are written to
-        are replaced. One that was dropped is replaced in any case, so that this replay
-        notices who reads it. `may_stand_in` says whether an absent tensor may stand
-        for an input; None for `is_droppable`.
-        """
-        mode, stand_ins = self.mode, [*tensors]
-        mode.start(tensors)
-        is_allowed = may_stand_in or is_droppable
-        proven = self._cache.is_proven_for(self._plans)
-        inputs, written = mode.schedule.record.inputs, mode.schedule.written
-        for i in mode.schedule.unneeded:
-            t = tensors[i]
-            replaced = not proven or inputs[i] in written
-            if type(t) is Absent or (replaced and is_allowed(t)):
-                new = stand_ins[i] = mode.absent_leaf(i, t)
-                if may_stand_in is None:  # the function runs on it as it is
-                    new.requires_grad_(t.requires_grad)
-        return stand_ins
-
-    def escaped(self) -> bool:
-        """Say whether something did not fit, or an absent tensor is still held."""
-        self.mode.note_escaped()
-        return bool(self.mode.trouble)
-
-    def succeeded(self, *, proves: bool = True) -> None:
-        """Note that the plan was right for these roots, if the replay proves it."""
-        # Handles of residuals need no replay.
-        roots = (self._roots, self._plans.residual_of_handle) if proves else ()
-        self._cache.note_success(self._plans, *roots)
-
-    def failed(self, error: Exception | None, *, is_ours: bool = False) -> None:
-        """Correct the plans after a replay that did not fit.
-
-        `is_ours` says that the error itself tells of that: a hook raised it.
-
-        Raises:
-            Exception: the error, if the user's code raised it.
-            RecomputeError: inputs were dropped, so the function cannot run as it is.
-        """
-        trouble = self.mode.trouble
-        if error is not None and not (trouble or is_ours or is_of_memory(error)):
-            raise error
-        self._cache.note_misfit(self._plans, trouble)
-        if self._dropped:
-            raise input_dropped(what_differs(trouble, error)) from error
+# --- Under base autograd ---
 
 
-def is_droppable(leaf: Tensor) -> bool:
-    """Say whether a leaf that no recompute reads need not be kept.
+class SavedInHandles(PlannedCall):
+    """A call under base autograd, whose residuals are in handles.
 
-    The graph keeps those that gradients are accumulated in, a module its parameters.
-    """
-    if type(leaf) is not Tensor or (leaf.requires_grad and leaf.is_leaf):
-        return False
-    return leaf.layout is torch.strided and not is_lazy(leaf)
-
-
-# --- Modes of a forward whose plan is known ---
-
-
-class Collect(Follow):
-    """Collects, in a forward, the residuals that a plan saves.
-
-    Args:
-        schedule: to follow.
-        on_residual: is called with each residual as it is made.
-
-    Attributes:
-        fits: whether the plan fits this forward so far.
-        statics: of the operations whose results are saved.
+    The call holds those that a recompute reads. If the graph saves every residual
+    anyway, the call takes them from there, and no mode follows its forward. `hooks` are
+    those for saved tensors around it, and `nested` if these are of a call of remat.
     """
 
     def __init__(
         self,
-        schedule: RunnablePlan,
-        on_residual: Callable[[Tensor], None] | None = None,
+        cache: CallCache,
+        policy: Policy | None,
+        prune: Prune,
+        leaves: Sequence[Tensor],
+        label: str,
+        hooks: Any,
+        *,
+        nested: bool,
     ) -> None:
-        super().__init__(schedule)
-        self._on_residual = on_residual
-        self._residual_index = schedule.residual_index
-        self._collected: list[tuple[Tensor, int]] = []  # with their versions
-        self.statics: dict[int, Any] = {}
-        self.fits = True
+        super().__init__(cache, policy, prune, leaves, label)
+        self._hooks, self._nested = hooks, nested
+        self._for_recompute: Sequence[Residual | Offloaded | None] = ()
+        self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
+        self._early: list[Residual] = []  # residuals that were put away at once
+
+    @classmethod
+    def of_decision(
+        cls, decision: Any, leaves: Sequence[Tensor], hooks: Any
+    ) -> "SavedInHandles":
+        """Return what does as a nested call did, while the call around is recomputed.
+
+        Its residuals are handed on as soon as they are made: that recompute stops once
+        it has all that it needs.
+        """
+        new = cls(_FOLLOWS_NOTHING, None, False, leaves, "", hooks, nested=True)
+        new.cache, new.plans = decision
+        plans, early = decision[1], new._early
+        steps, residuals = plans.record.steps, plans.full.plan.residuals
+
+        def on_residual(tensor: Tensor) -> None:
+            i, _ = residuals[len(early)]
+            early.append(Residual(tensor, steps[i].op, hooks))
+
+        if plans.destinations:
+            new.mode, new._was_seen = Collect(plans.full, on_residual), True
+        return new
+
+    @property
+    def decision(self) -> Any:
+        """What the call does, for `of_decision`."""
+        return None if self.plans is None else (self.cache, self.plans)
+
+    def pack(self, place: int, tensor: Tensor | None) -> None:
+        """Note a tensor that the graph saves at a place; None if it has no handle."""
+        mode, plans = self.mode, self.plans
+        if plans is None:
+            if mode is not None:
+                mode.roots.pack(tensor)
+        elif place in plans.residual_of_handle and tensor is not None:
+            self._taken[place] = tensor.detach()
+
+    def gives_up(self, *, accumulates: bool) -> str:
+        """Return why this call, and those after it, follow nothing; "" if they do.
+
+        If the forward `accumulates` gradients, what a backward inside runs for that
+        depends on who else holds them.
+        """
+        recorder = self.mode if isinstance(self.mode, Recorder) else None
+        if accumulates or (recorder is not None and recorder.copies_gradients):
+            why = ACCUMULATES
+        elif recorder is not None and recorder.assigns:
+            why = ASSIGNS
+        else:
+            return ""
+        self.cache.refuse(why)
+        return why
+
+    def finish(self, handles: Sequence[Handle | None]) -> None:
+        """End the forward: give handles their residuals.
+
+        They are given by place: None where the tensor itself is saved, or it is gone.
+        """
+        gone, roots = set[int](), list[int]()
+        if isinstance(self.mode, Recorder):
+            gone = {place for place, handle in enumerate(handles) if handle is None}
+            roots = [place for place in range(len(handles)) if place not in gone]
+        tensors = self._end_forward(len(handles), roots, gone=gone)
+        self._taken.clear()
+        for residual in self._early:
+            residual.let_go_of_graph()
+        plans = self.plans
+        if plans is None or tensors is None:
+            return
+        steps, residuals = plans.record.steps, plans.full.plan.residuals
+        ops = [steps[i].op for i, _ in residuals]
+        saved = self._early or store(
+            tensors, plans.destinations, ops, self._hooks, nested=self._nested
+        )
+        packs = plans.record.packs
+        for place, k in plans.residual_of_handle.items():
+            handle, pack = handles[place], packs[place]
+            if handle is not None and pack is not None:
+                handle.call, handle.residual = None, saved[k]
+                handle.view = None if pack.value == value_of(tensors[k]) else pack.value
+        needed = plans.for_recompute
+        self._for_recompute = [r if k in needed else None for k, r in enumerate(saved)]
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        i = self._next
-        if self._funcs[i] is not func:
-            if is_reflection(func, of=self._funcs[i]):
-                return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
-            if func not in UNRECORDED:
-                self._give_up()
-            return func(*args, **kwargs) if kwargs else func(*args)
-        self._next = i + 1
-        kernel = self._kernels[i]
-        result = kernel(*args, **kwargs) if kwargs else kernel(*args)
-        if i in self._residual_index:
-            self._collect(i, args, kwargs, tensors_of(result))
-        return result
-
-    def _collect(
-        self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
-    ) -> None:
-        step = self.schedule.record.steps[i]
-        if step.may_draw and not has_same_statics(step.op, args, kwargs):
-            self._give_up()
-        self.statics[i] = statics_of(args, kwargs)
-        for k in self._residual_index[i]:
-            # Not detached: below autograd a detached tensor has a version counter of
-            # its own, so changes would go unnoticed.
-            self._collected.append((outputs[k], outputs[k]._version))
-            if self._on_residual is not None:
-                self._on_residual(outputs[k])
-
-    @override
-    def _give_up(self) -> None:
-        super()._give_up()
-        self.fits = False
-
-    @override
-    def end(self) -> None:
-        """Do nothing: `residuals` says whether the plan fits."""
-
-    def residuals(self) -> list[Tensor] | None:
-        """Return what was collected; None if the plan does not fit this forward."""
-        unchanged = all(t._version == version for t, version in self._collected)
-        complete = self._funcs[self._next] is None
-        if not (self.fits and complete and unchanged):
+    def _collected(self, plans: Plans) -> list[Tensor] | None:
+        followed = self.mode is not None
+        residuals = super()._collected(plans) if followed else self._in_graph(plans)
+        if residuals is None:
             return None
-        return [t.detach() for t, _ in self._collected]
+        packs, taken = plans.record.packs, self._taken
+        for place, k in plans.residual_of_handle.items():
+            # A handle of a residual has to stand for it, as recorded.
+            saved, pack = taken.get(place), packs[place]
+            if saved is None or pack is None or value_of(saved) != pack.value:
+                return None
+            if is_lazy(saved) or key_of(saved) != key_of(residuals[k]):
+                return None
+        return residuals
+
+    def _in_graph(self, plans: Plans) -> list[Tensor] | None:
+        """Return the residuals, taken from the tensors that the graph saved."""
+        steps, found = plans.record.steps, dict[int, Tensor]()
+        residuals = plans.full.plan.residuals
+        for place, k in plans.residual_of_handle.items():
+            if k not in found and place in self._taken:
+                i, j = residuals[k]
+                view = viewed_as(self._taken[place], steps[i].op.outputs[j])
+                if view is None:
+                    return None
+                found[k] = view
+        if len(found) < len(residuals):
+            return None
+        return [found[k] for k in range(len(residuals))]
+
+    def residuals_held(self) -> list[Residual | Offloaded]:
+        """Return the residuals that the call holds for a recompute."""
+        return [r for r in self._for_recompute if r is not None]
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context in which no mode follows the forward."""
+        mode = self.mode
+        return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
+
+    def note_read(self, handles: Iterable[Handle]) -> None:
+        """Note that the forward itself reads what handles stand for."""
+        if isinstance(self.mode, Recorder):
+            for handle in handles:
+                self.mode.roots.note_copy(handle.position, handle.value)
+
+    def replay(self, handles: Iterable[Handle]) -> Replay | None:
+        """Return a recompute along the plan that fills handles; None without a plan."""
+        plans = self.plans
+        if plans is None:
+            return None
+        roots = tuple(sorted(handle.position for handle in handles))
+        held = [None if r is None else r.value() for r in self._for_recompute]
+        return Replay(self, plans, roots, held, held.__getitem__)
 
 
-class Verify(Collect):
-    """Also checks that each operation reads what it read when it was recorded.
+# --- Under torch.func ---
 
-    For a forward whose inputs are to be dropped: once they are, nothing can be
-    recomputed but by the plan.
-    """
 
-    def __init__(self, schedule: RunnablePlan, leaves: Sequence[Tensor]) -> None:
-        super().__init__(schedule)
-        numbers = schedule.record.inputs
-        self._numbers = {key_of(t): s for t, s in zip(leaves, numbers, strict=True)}
+class SavedInNode(PlannedCall):
+    """A call under torch.func, whose node saves the residuals with the inputs."""
 
-    @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
+        """End the forward: return the residuals; None to recompute in full."""
+        self._count, self._origins = len(self._leaves), list[Origin]()
+        roots = list[int]()
+        if isinstance(self.mode, Recorder):
+            roots = [j for j, o in enumerate(outs) if o.requires_grad]
+        tensors = self._end_forward(len(outs), roots, outs, may_drop=may_drop)
+        plans = self.plans
+        if plans is None or tensors is None:
+            return None
+        destinations = plans.destinations
+        if not OFFLOAD.keys().isdisjoint(destinations):
+            self._origins = [*map(origin_of, tensors)]
+            pairs = zip(tensors, destinations, strict=True)
+            tensors = [OFFLOAD[d](t) if d in OFFLOAD else t for t, d in pairs]
+        self._versions = [t._version for t in tensors]
+        return tensors
+
+    def kept(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the leaves that are kept."""
+        if not self.dropped:
+            return leaves
+        return [t for i, t in enumerate(leaves) if i not in self.dropped]
+
+    def carry_out(
+        self,
+        given: Sequence[int],
+        saved: Sequence[Tensor],
+        pull: Callable[..., Any],
     ) -> Any:
-        i = self._next
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.fits and self._next > i:
-            step = self.schedule.record.steps[i]
-            inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
-            if not self._is_wired(i, step, args, kwargs, inputs, outputs):
-                self._give_up()
-                return result
-            self._numbers.update(zip(map(key_of, outputs), step.makes, strict=True))
-        return result
+        """Return `pull(leaves, mode)`, along the plan if it fits."""
+        kept = self._count - len(self.dropped)
+        leaves, residuals = saved[:kept], saved[kept:]
+        if self.dropped:
+            ours, gone = iter(leaves), self.dropped
+            each = range(self._count)
+            leaves = [gone[i] if i in gone else next(ours) for i in each]
+        elif not self._is_comparable(leaves):
+            return pull(leaves, None)
+        assert self.plans is not None
+        take = self._taker(residuals)
+        replaying = Replay(self, self.plans, given, residuals, take)
+        # No absent tensor is of a level of torch.func.
+        whole = current_layer() is None or not any(map(_is_of_level, leaves))
+        recorded = torch.is_grad_enabled()
+        may_stand_in = functools.partial(_may_stand_in, recorded) if whole else _never
+        try:
+            # No name for the stand-ins: `escaped` counts who else holds them.
+            grads = pull(replaying.stand_ins(leaves, may_stand_in), replaying)
+        except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
+            replaying.failed(error)
+        else:
+            # Elsewhere a graph may hold them, and the forward refuses what escapes.
+            if current_layer() is None and not recorded:
+                replaying.escaped()
+            if not replaying.trouble:
+                replaying.succeeded(proves=whole)
+                return grads
+            replaying.failed(None)
+        # Not above, where the error would hold what the replay computed.
+        return pull(leaves, self.check())
 
-    def _is_wired(
-        self, i: int, step: Step, args: Any, kwargs: Any, inputs: Any, outputs: Any
-    ) -> bool:
-        """Say whether an operation reads the storages that it read."""
-        if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
-            return False
-        numbers, known = self._numbers, self.schedule.known
-        reads = zip(inputs, step.reads, strict=True)
-        if not all(numbers.get(key_of(t), s) == s for t, s in reads if s in known):
-            return False
-        if self.schedule.fates[i] is not Fate.DEAD:
-            return True
-        return fits_metadata(self.schedule.expected[i], args, kwargs, inputs)
+    def _is_comparable(self, leaves: Sequence[Tensor]) -> bool:
+        """Say whether a recompute runs under the transforms of the forward.
+
+        Under others torch makes other operations of composite ones, such as `linear`.
+        """
+        assert self.plans is not None
+        now, then = transforms(), self.plans.record.transforms
+        if is_batch_of_cotangents(leaves):
+            # The function runs below this vmap, unless it is in a vmap of its own.
+            return not then
+        return now == then[: len(now)]  # the program enters the rest
+
+    def _taker(self, residuals: Sequence[Tensor]) -> Callable[[int], Tensor]:
+        """Return a function that gives a residual back, by its index."""
+        now = [base_tensor(t)._version for t in residuals]
+        if now != self._versions:
+            assert self.plans is not None
+            index = [*map(operator.ne, now, self._versions)].index(True)
+            i, k = self.plans.full.plan.residuals[index]
+            op = self.plans.record.steps[i].op
+            raise MutationError(_CHANGED.format(op=op.func, k=k, source=op.source))
+        if not self._origins:
+            return residuals.__getitem__
+        return Fetched(residuals, self._origins).take
+
+
+def _is_of_level(leaf: Tensor) -> bool:
+    return base_tensor(leaf) is not leaf
+
+
+def _may_stand_in(recorded: bool, leaf: Tensor) -> bool:
+    """Say whether an absent tensor may stand for a leaf, under a graph or not."""
+    reaches = recorded and leaf.requires_grad  # the graph has to reach it
+    return type(leaf) is Tensor and not (reaches or is_lazy(leaf))
+
+
+def _never(leaf: Tensor) -> bool:
+    del leaf
+    return False
+
+
+_FOLLOWS_NOTHING = CallCache()
+_FOLLOWS_NOTHING.reason = "it does what was decided before"
+_CHANGED = (
+    "remat: output {k} of {op} ({source}), which the policy saves for the backward, "
+    "was changed in place since the forward. Change a copy: it was returned, or shares "
+    "memory with what was."
+)

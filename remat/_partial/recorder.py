@@ -1,24 +1,22 @@
-"""Records what one forward does: its operations, and what its graph saved.
+"""Records what the first forward of a kind does, and what its graph saved.
 
-`planned_call` has the first call of a kind run under this mode.
-
-Invariant: a record holds no tensor, and recording changes no value. It is only ever an
-optimization: what it gets wrong shows in the replay (`replay`), as an error or as an
-operation that is not the one expected. An operation is left out or saved only if
-everything that it did is known; what a node does not tell is taken for everything that
-it may have saved.
+Invariant: a record holds no tensor, and recording changes no value. What it gets wrong
+shows in the replay, as an error or as an operation that is not the one expected. An
+operation is left out or saved only if everything that it did is known.
 Rejected: recording on fake tensors, a second run. The user's code may look at values,
 and some operations choose another kernel.
 """
 
 import dataclasses
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from remat._base.context import here
+from remat._base.observer import Observer
 from remat._base.op import Op
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
@@ -27,75 +25,37 @@ from remat._partial.cost import Timing
 from remat._partial.effects import (
     DrawDetector,
     Exposures,
-    Traits,
     declared_writes,
     metadata_only_outputs,
     traits_of,
     updated_statistics,
 )
-from remat._partial.names import tell_no_more, tell_of_names
 from remat._partial.plan import Pack, Record, Step
 from remat._partial.runnable import UNRECORDED, statics_of
 from remat._partial.values import Arguments, Results, Storages, value_of
 from remat._torch import (
     SNAPSHOT,
-    LeanDispatchMode,
     base_tensor,
     call_kernel,
     current_task,
-    eager_only,
     is_lazy,
     no_torch_functions,
     transforms,
 )
-from remat.policies import Decision, Policy
+from remat.policies import Policy
 from remat.policies._within import times_operations
 
 
 _NEW_EMPTY = torch.ops.aten.new_empty_strided.default
 
 
-class SeenOperation(NamedTuple):
-    """One operation that ran.
+class Recorder(Observer):
+    """Records the operations of one forward, on `leaves`, with storages by number.
 
-    Attributes:
-        func: the overload.
-        traits: what its schema and tags say of it.
-        arguments: its arguments.
-        results: what it returned.
-        written: the tensors that it wrote to, by its schema.
-        draws: whether it moved a random stream.
+    If there is a policy, it is asked which results may be saved.
     """
 
-    func: Any
-    traits: Traits
-    arguments: Arguments
-    results: Results
-    written: Sequence[Tensor]
-    draws: bool
-
-
-class Recorder(LeanDispatchMode):
-    """Records the operations of one forward.
-
-    Args:
-        leaves: the tensors that it runs on.
-        policy: says of an operation whether its outputs may be saved; None for no.
-        storages: numbers storages; None for new numbers.
-
-    Attributes:
-        steps: the operations so far.
-        inputs: the number of each leaf.
-        exposed: the storages whose memory Python read or wrote other than by
-            operations.
-        roots: what the graph saved.
-        candidates: what may be saved for the policy.
-        assigns: whether an input was given memory of the record, by `.data`. A replay
-            may leave that value out, and the user's tensor would have no memory.
-        misses: whether operations ran that it did not see.
-        copies_gradients: whether a backward inside copied a gradient for a leaf, which
-            it does only while something else holds it, as candidates do.
-    """
+    unseen = UNRECORDED - {SNAPSHOT}
 
     def __init__(
         self,
@@ -111,16 +71,22 @@ class Recorder(LeanDispatchMode):
         self._updates: list[tuple[int, ...]] = []  # of running statistics
         self._names: dict[int, set[str]] = {}
         self.steps: list[Step] = []
+        # Storages whose memory Python read or wrote other than by operations.
         self.exposed: set[int] = set()
         self.inputs = tuple(storages.number(base_tensor(t)) for t in leaves)
         self.roots = Roots(storages, self.steps, self._made)
         self.candidates = Candidates(policy)
+        # Whether a backward inside copied a gradient for a leaf, which it does only
+        # while something else holds it, as candidates do.
         self.copies_gradients, self._task = False, current_task()
-        self.assigns = self.misses = False
+        # Whether an input was given memory of the record, by `.data`. A replay may
+        # leave that value out, and the user's tensor would have no memory.
+        self.assigns = False
+        self.misses = False  # operations
 
     @override
     def __enter__(self) -> Any:
-        tell_of_names(self)
+        here().listeners.append(self)
         self._exposures = Exposures(self.expose, self.assign)
         self._exposures.__enter__()
         self._transforms = transforms()
@@ -128,62 +94,77 @@ class Recorder(LeanDispatchMode):
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        tell_no_more(self)
+        here().listeners.remove(self)
         super().__exit__(exc_type, exc_val, exc_tb)
         self._exposures.__exit__(exc_type, exc_val, exc_tb)
         del self._exposures  # which refers to this
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func in UNRECORDED:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is SNAPSHOT:
             result = func(*args, **kwargs)
-            if func is SNAPSHOT:
-                # The values that it stands for are needed where it is read.
-                self._storages.alias(result, self._storages.number(args[0]))
+            # The values that it stands for are needed where it is read.
+            self._storages.alias(result, self._storages.number(args[0]))
             return result
         # A TorchFunctionMode of the user's is not to see what is asked of tensors here.
         with no_torch_functions():
-            traits = traits_of(func)
-            moves = traits.may_move_a_stream
             # Before the operation, which may draw, and may change its arguments.
+            moves = traits_of(func).may_move_a_stream
             detector = DrawDetector(func, args, kwargs) if moves else None
             arguments = Arguments(args, kwargs)
             result = (self._timing or call_kernel)(func, *args, **kwargs)
             draws = detector is not None and detector.has_drawn()
-            written = declared_writes(traits, args, kwargs)
-            results = Results(result, arguments)
-            self._note(SeenOperation(func, traits, arguments, results, written, draws))
+            self.note(func, arguments, Results(result, arguments), draws=draws)
         return result
 
-    def _note(self, seen: SeenOperation) -> None:
-        storages, arguments, results = self._storages, seen.arguments, seen.results
-        if seen.func is _NEW_EMPTY and current_task() != self._task:
-            self.copies_gradients = True
+    def note(
+        self, func: Any, arguments: Arguments, results: Results, *, draws: bool
+    ) -> None:
+        """Add an operation to the record."""
+        storages, traits = self._storages, traits_of(func)
         args, kwargs = arguments.args, arguments.kwargs
-        reads = storages.numbers(arguments.tensors, arguments.strided)
-        writes = tuple(map(storages.number, seen.written))
-        updated = updated_statistics(seen.traits, args, kwargs)
+        if func is _NEW_EMPTY and current_task() != self._task:
+            self.copies_gradients = True
+        written = declared_writes(traits, args, kwargs)
+        reads = tuple(map(storages.number, arguments.tensors))
+        writes = tuple(map(storages.number, written))
+        updated = updated_statistics(traits, args, kwargs)
         self._updates.append(tuple(map(storages.number, updated)))
         # What gets a number from here on was made by this operation.
         known = len(storages)
-        makes = storages.numbers(results.tensors, results.strided)
-        met = not writes or all(s in self._made or s in self.inputs for s in writes)
-        step = _step_of(seen, reads, makes, writes, writes_known=met)
+        makes = tuple(map(storages.number, results.tensors))
+        hides = arguments.hides_aliases or results.hides_aliases
+        always_runs = (
+            traits.is_read_by_python
+            # For tensors of a subclass `on_subclass` says what may be left out.
+            or not (hides or (arguments.all_strided and results.all_strided))
+            or not (results.tensors or written)
+            or any(map(is_lazy, results.tensors))
+            # It wrote to what the call has not met before.
+            or not all(s in self._made or s in self.inputs for s in writes)
+            or (bool(written) and _resizes(written, arguments))
+        )
+        values = tuple(results.values)
+        step = Step(
+            Op(func, *arguments.described, values, source=user_line()),
+            reads,
+            makes,
+            writes,
+            draws=draws,
+            may_draw=traits.may_draw,
+            metadata_only=metadata_only_outputs(func, len(values)),
+            always_runs=always_runs,
+            hides_aliases=hides,
+            on_subclass=arguments.on_subclass,
+            result=results.form,
+        )
         self._made.update(range(known, len(storages)))
         self.steps.append(step)
         if self._timing is not None:
             self._timing.note(step.op)
         if self._policy is not None:
-            op = step.op if _may_be_saved(step, results.tensors) else None
             statics = statics_of(args, kwargs)
-            self.candidates.ask(op, statics, results.tensors, makes)
-            if step.is_collective:
-                self.candidates.ask_of_collective(step, seen.written)
+            self.candidates.ask(step, statics, results.tensors, written)
 
     @override
     def note_unseen(self) -> None:
@@ -215,8 +196,7 @@ class Recorder(LeanDispatchMode):
 
     def end(self) -> None:
         """Let go of the graph; raise what the policy raised, if it did."""
-        self.candidates.let_go_of_graph()
-        self.candidates.raise_error()
+        self.candidates.end()
 
     def record(self, outs: Sequence[Any], gone: Container[int] = ()) -> Record:
         """Return the record."""
@@ -230,65 +210,11 @@ class Recorder(LeanDispatchMode):
             self._transforms,
         )
 
-    def decisions(self, record: Record) -> list[Decision]:
-        """Return what the policy says of each operation of the record."""
-        return self.candidates.decisions(record, self.exposed)
-
-
-# --- What a recompute may do with an operation ---
-
-
-def _step_of(
-    seen: SeenOperation,
-    reads: tuple[int, ...],
-    makes: tuple[int, ...],
-    writes: tuple[int, ...],
-    *,
-    writes_known: bool,
-) -> Step:
-    """Return what a record holds of an operation, given the storages it touched.
-
-    `writes_known` says whether the call has met before all that it wrote to.
-    """
-    arguments, results, traits = seen.arguments, seen.results, seen.traits
-    values, written = tuple(results.values), seen.written
-    op = Op(seen.func, *arguments.described, values, source=user_line())
-    hides = arguments.hides_aliases or results.hides_aliases
-    always_runs = (
-        traits.is_read_by_python
-        # For tensors of a subclass `on_subclass` says what may be left out.
-        or not (hides or (arguments.all_strided and results.all_strided))
-        or not (results.tensors or written)
-        or any(map(is_lazy, results.tensors))
-        or not writes_known
-        or (bool(written) and _resizes(written, arguments))
-    )
-    return Step(
-        op,
-        reads,
-        makes,
-        writes,
-        draws=seen.draws,
-        may_draw=traits.may_draw,
-        metadata_only=metadata_only_outputs(seen.func, len(values)),
-        always_runs=always_runs,
-        hides_aliases=hides,
-        on_subclass=arguments.on_subclass,
-        result=results.form,
-    )
-
 
 def _resizes(written: Iterable[Tensor], arguments: Arguments) -> bool:
     """Say whether an operation changed the metadata of what it wrote to."""
     before = dict(zip(map(id, arguments.tensors), arguments.values, strict=True))
     return any(value_of(t) != before[id(t)] for t in written)
-
-
-def _may_be_saved(step: Step, outputs: Iterable[Tensor]) -> bool:
-    """Say whether a policy may be asked to save what an operation returned."""
-    if not step.reads or step.always_runs or step.writes:
-        return False
-    return not any(t.is_inference() for t in outputs)
 
 
 # --- What is known only at the end ---
@@ -347,12 +273,8 @@ def _with_updates(
 class Roots:
     """What a graph saved, for each handle or each output.
 
-    Under base autograd hooks say what is saved, one handle at a time; under torch.func
-    the graph of each output is read. One set of roots for a call would not do: a
-    backward that reaches few of them would recompute for all.
-
-    Attributes:
-        packs: what each handle stands for.
+    One set of roots for a call would not do: a backward that reaches few of them would
+    recompute for all.
     """
 
     def __init__(
@@ -360,7 +282,7 @@ class Roots:
     ) -> None:
         self._storages, self._steps, self._made = storages, steps, made
         self._roots: list[set[int]] = []
-        self.packs: list[Pack | None] = []
+        self.packs: list[Pack | None] = []  # what each handle stands for
 
     def pack(self, tensor: Tensor | None) -> None:
         """Note that a handle stands for a tensor; None for what is saved itself."""
@@ -381,10 +303,7 @@ class Roots:
             self._storages.alias(tensor, pack.storage)
 
     def note_saved(self, outs: Sequence[Any]) -> None:
-        """Note what the graph of each output saved.
-
-        To be called while there is a graph; of several levels, for each.
-        """
+        """Note what the graph of each output saved, while there is a graph."""
         while len(self._roots) < len(outs):
             self._roots.append(set())
         found = [*zip(outs, self._roots, strict=True)]

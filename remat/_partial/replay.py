@@ -1,8 +1,7 @@
 """The modes of a recompute: along a plan, or in full and compared with the record.
 
-`planned_call` makes them. In a `Replay` residuals are handed in, and dead work is left
-out: such an operation returns absent tensors (`_base/absent.py`), which raise an error
-when they are read.
+In a `Replay` residuals are handed in, and dead work is left out: such an operation
+returns absent tensors (`_base/absent.py`), which raise an error when they are read.
 
 Invariant: each value of a replay was computed by it, or saved by this very call. A plan
 that does not fit the call shows as another operation, or as a read of an absent tensor.
@@ -10,9 +9,8 @@ Rejected: running the recorded operations without the function. Hooks, custom Fu
 and the control flow of this call are in no record.
 """
 
-import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._base.operators import named
 from remat._base.types import TENSORS
+from remat._partial.cache import CallCache, Plans
 from remat._partial.plan import Fate, Slot, Step, filled
 from remat._partial.runnable import (
     CAST,
@@ -50,39 +49,102 @@ from remat._torch import (
     call_kernel,
     eager_only,
     is_fake,
+    is_lazy,
     is_view_op,
     storage_id,
 )
 
 
 class Replay(Follow):
-    """Runs a function again, without dead work and with the residuals of the call.
+    """Runs a call again along a plan, for some handles or outputs: the roots.
 
-    Args:
-        schedule: to follow.
-        residuals: what was saved, or what stands for it while it is offloaded.
-        take: returns a residual, given its index; None if it was freed.
-        statics: of the operations whose results were saved.
-
-    Attributes:
-        trouble: what did not fit the plan.
+    `residuals` are what was saved, or what stands for it while it is offloaded; `take`
+    returns one, given its index, or None if it was freed. What the replay shows
+    corrects the plans in the cache of the call.
     """
 
     def __init__(
         self,
-        schedule: RunnablePlan,
+        call: Any,
+        plans: Plans,
+        roots: Sequence[int],
         residuals: Sequence[Tensor | None],
-        take: Any,
-        statics: Any,
+        take: Callable[[int], Tensor | None],
     ) -> None:
+        schedule = plans.schedule_for(roots)
         super().__init__(schedule)
-        self._statics = statics
+        self._cache: CallCache = call.cache
+        self._plans, self._roots = plans, roots
+        self._statics, self._dropped = call.statics, call.dropped
         self._runs, self._fates = schedule.runs, schedule.fates
         self._residuals, self._take = residuals, take
         self._absent: dict[int, Shared] = {}
-        self._known: dict[int, int] = {}
+        self._known: dict[int, int] = {}  # storages of leaves and residuals, by key
         self._written = False  # whether an absent tensor was
-        self.trouble = Trouble()
+        self.trouble = Trouble()  # what did not fit the plan
+
+    # --- Before and after the run ---
+
+    def stand_ins(
+        self,
+        tensors: Sequence[Tensor],
+        may_stand_in: Callable[[Tensor], bool] | None = None,
+    ) -> list[Tensor]:
+        """Return what to run on: absent tensors in place of inputs that nobody needs.
+
+        `may_stand_in` says whether one may stand for an input; None for `is_droppable`.
+        """
+        schedule, stand_ins = self.schedule, [*tensors]
+        inputs, residuals = schedule.record.inputs, self._residuals
+        if residuals:  # then arguments are compared by their storages
+            used = [(residuals[index], s) for index, s in schedule.residual_storages]
+            here = [(t, s) for t, s in used if t is not None]
+            self._known = _by_storage([*zip(tensors, inputs, strict=True), *here])
+        # Once replays have shown that inputs are not read, only those that are written
+        # to are replaced, and those that were dropped: this replay notices who reads.
+        # Another record may have replaced the plans.
+        proven = self._cache.is_proven() and self._cache.plans is self._plans
+        is_allowed = may_stand_in or is_droppable
+        for i in schedule.unneeded:
+            t = tensors[i]
+            replaced = not proven or inputs[i] in schedule.written
+            if type(t) is Absent or (replaced and is_allowed(t)):
+                new = stand_ins[i] = like(t, self._shared(inputs[i]))
+                if may_stand_in is None:  # the function runs on it as it is
+                    new.requires_grad_(t.requires_grad)
+        return stand_ins
+
+    def escaped(self) -> bool:
+        """Say whether something did not fit, or an absent tensor outlives the replay.
+
+        Somebody may yet read that one.
+        """
+        for shared in self._absent.values():
+            if sys.getrefcount(shared) > _UNHELD:
+                self.trouble.missed.append(shared.number)
+        return bool(self.trouble)
+
+    def succeeded(self, *, proves: bool = True) -> None:
+        """Note that the plan was right for these roots, if the replay proves it."""
+        # Handles of residuals need no replay.
+        roots = (self._roots, self._plans.residual_of_handle) if proves else ()
+        self._cache.note_success(self._plans, *roots)
+
+    def failed(self, error: Exception | None, *, is_ours: bool = False) -> None:
+        """Correct the plans after a replay that did not fit; raise a user's error.
+
+        `is_ours` says that the error itself tells of that: a hook raised it. Where
+        inputs were dropped, the function cannot run as it is: a RecomputeError.
+        """
+        trouble = self.trouble
+        if error is not None and not (trouble or is_ours or _is_of_memory(error)):
+            raise error
+        self._cache.note_misfit(self._plans, trouble)
+        if self._dropped:
+            what = trouble.differs or _READ.format(error=error)
+            raise RecomputeError(_DROPPED.format(what=what)) from error
+
+    # --- Operations ---
 
     @override
     @eager_only
@@ -102,13 +164,14 @@ class Replay(Follow):
 
     def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         step, fate = self.schedule.record.steps[i], self._fates[i]
-        if is_reflection(func, of=func) and _number(args[0]) == step.reads[1]:
+        turned = is_reflection(func, of=func) and type(args[0]) is Absent
+        if turned and args[0].storage_of.number == step.reads[1]:
             args = args[::-1]
         if fate is Fate.SAVED:
             self._check_wiring(i, step, args, kwargs)
             indices = self.schedule.residual_index.get(i, {})
             inputs = inputs_of(args, kwargs)
-            return self._result(step, step.result, inputs, indices)
+            return self._result(step, inputs, indices)
         if fate is Fate.METADATA_ONLY:
             return self._on_no_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
@@ -184,27 +247,25 @@ class Replay(Follow):
             if not all(type(t) is Absent or is_fake(t) for t in targets):
                 raise self._differs(step.op.func)
             self._written = True
-        return self._result(step, step.result, inputs, {})
+        return self._result(step, inputs, {})
 
     def _result(
-        self, step: Step, form: Any, inputs: Sequence[Tensor], indices: dict[int, int]
+        self, step: Step, inputs: Sequence[Tensor], indices: dict[int, int]
     ) -> Any:
-        if form.__class__ is Slot and not indices:  # the usual case
+        if step.result.__class__ is Slot and not indices:  # the usual case
             return absent(step.op.outputs[0], self._shared(step.makes[0]))
         outputs: list[Tensor] = []
         for k, s in enumerate(step.makes):
             residual = self._take(indices[k]) if k in indices else None
-            if residual is None:
-                outputs.append(absent(step.op.outputs[k], self._shared(s)))
-            else:
-                outputs.append(residual.detach())
-        return filled(form, outputs, inputs)
+            outputs.append(
+                absent(step.op.outputs[k], self._shared(s))
+                if residual is None
+                else residual.detach()
+            )
+        return filled(step.result, outputs, inputs)
 
     def _check_wiring(self, i: int, step: Step, args: Any, kwargs: Any) -> None:
-        """Check that a saved operation has the arguments that it had.
-
-        As far as they are known: static arguments, leaves, residuals, absent tensors.
-        """
+        """Check that a saved operation has the arguments that it had, where known."""
         if self._statics.get(i) not in (None, statics_of(args, kwargs)):
             raise self._differs(step.op.func)
         known = self._known
@@ -224,58 +285,35 @@ class Replay(Follow):
         self.trouble.differs = str(error)
         return error
 
-    def start(self, leaves: Sequence[Tensor]) -> None:
-        """Note the storages of leaves and residuals, to compare arguments by them."""
-        residuals, schedule = self._residuals, self.schedule
-        if not residuals:
-            return
-        used = [(residuals[index], s) for index, s in schedule.residual_storages]
-        used = [(t, s) for t, s in used if t is not None]
-        tensors = (*leaves, *[t for t, _ in used])
-        numbers = (*schedule.record.inputs, *[s for _, s in used])
-        self._known = _by_storage(tensors, numbers)
-
     def _shared(self, number: int) -> Shared:
         shared = self._absent.get(number)
         if shared is None:
             shared = self._absent[number] = Shared(number, self.trouble)
         return shared
 
-    def note_escaped(self) -> None:
-        """Note absent tensors that outlive the replay: somebody may yet read them."""
-        for shared in self._absent.values():
-            if sys.getrefcount(shared) > _UNHELD:
-                self.trouble.missed.append(shared.number)
 
-    def absent_leaf(self, i: int, leaf: Tensor) -> Absent:
-        """Return an absent tensor in place of a leaf whose value is not needed."""
-        return like(leaf, self._shared(self.schedule.record.inputs[i]))
+def is_droppable(leaf: Tensor) -> bool:
+    """Say whether a leaf that no recompute reads need not be kept.
 
-
-def what_differs(trouble: Trouble, error: Exception | None) -> str:
-    """Say what did not fit in a replay."""
-    return trouble.differs or _READ.format(error=error)
+    The graph keeps those that gradients are accumulated in, a module its parameters.
+    """
+    if type(leaf) is not Tensor or (leaf.requires_grad and leaf.is_leaf):
+        return False
+    return leaf.layout is torch.strided and not is_lazy(leaf)
 
 
-def is_of_memory(error: Exception) -> bool:
+def _is_of_memory(error: Exception) -> bool:
     """Say whether torch refused to read an absent tensor, or found no memory there."""
-    text = str(error)
-    return "Absent" in text or any(words in text for words in _REFUSALS)
+    return any(words in str(error) for words in _REFUSALS)
 
 
 _REFUSALS = (
+    "Absent",
     "data is not allocated yet",
     "data pointer",
     "tensor subclass",
     "non-wrapper subclass",
 )
-
-
-def input_dropped(what: str) -> RecomputeError:
-    """Return the error that a recompute needs an input that was not kept."""
-    return RecomputeError(_DROPPED.format(what=what))
-
-
 _READ = "  something read a value that was left out. {error}"
 _DROPPED = (
     "remat: the recompute did something else than earlier ones, and it needs inputs "
@@ -284,17 +322,8 @@ _DROPPED = (
 )
 
 
-def _number(tensor: Tensor) -> int | None:
-    """Return the number of the storage of an absent tensor; None for others."""
-    return tensor.storage_of.number if type(tensor) is Absent else None
-
-
-def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, int]:
-    if TENSORS.issuperset(map(type, tensors)):
-        # Most often all have a storage, and asking each costs as much as an operation.
-        with contextlib.suppress(RuntimeError):
-            return dict(zip(map(storage_id, tensors), numbers, strict=True))
-    each = zip(map(base_tensor, tensors), numbers, strict=True)
+def _by_storage(pairs: Iterable[tuple[Tensor, int]]) -> dict[int, int]:
+    each = ((base_tensor(t), s) for t, s in pairs)
     return {storage_id(t): s for t, s in each if _has_storage(t)}
 
 
@@ -303,7 +332,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _references() -> int:
-    """Return the reference count that `note_escaped` sees if no tensor holds it.
+    """Return the reference count that `escaped` sees if no tensor holds it.
 
     How many references a loop variable counts depends on the version of Python.
     """

@@ -1,11 +1,9 @@
-"""A plan laid out for running, and the mode that follows it through a function.
-
-`cache` makes them; the modes of `replay` follow them. A *static* argument is one that
-is not a tensor.
+"""A plan laid out for running, and the modes that follow it through a forward.
 
 Invariant: what is looked up for each operation is a list index or one look in a dict.
 An operation that is left out returns the metadata that it returned then. That depends
-on the metadata of its tensor arguments and on its static ones, so these are compared.
+on the metadata of its tensor arguments and on its *static* ones, the others, so these
+are compared.
 Rejected: comparing the static arguments of pointwise operations, such as a factor that
 is annealed. They change no metadata.
 """
@@ -20,11 +18,24 @@ from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
-from remat._base.absent import IGNORED, MismatchError, are_tensors, tensors_of
+from remat._base.absent import (
+    IGNORED,
+    MismatchError,
+    are_tensors,
+    inputs_of,
+    tensors_of,
+)
 from remat._base.op import Op, Value
 from remat._base.source import user_line
 from remat._partial.plan import Fate, Plan, Record, Step
-from remat._torch import SNAPSHOT, LeanDispatchMode, call_kernel, kernel_of
+from remat._partial.values import key_of
+from remat._torch import (
+    SNAPSHOT,
+    LeanDispatchMode,
+    call_kernel,
+    eager_only,
+    kernel_of,
+)
 
 
 # No record has these. A nested call takes snapshots of what it may update (see
@@ -152,34 +163,15 @@ def _line(op: Op) -> str:
 class RunnablePlan:
     """A plan laid out for running, one entry for each operation.
 
-    Attributes:
-        record: the record.
-        plan: the plan.
-        funcs: the operations, and None after the last.
-        kernels: what each calls.
-        runs: what each calls in a recompute; None for those that are not recomputed.
-        fates: what becomes of each.
-        expected: what is compared of those left out.
-        unneeded: the inputs whose values are not needed.
-        written: the storages that are changed in place.
-        residual_storages: of the residuals that it uses, the index and the storage.
-        residual_index: of the operations whose results are saved, which residual each
-            output is.
-        known: the storages of inputs, and those that operations made. Another one may
-            be that of a constant that is gone by now.
+    `order` is that of the residuals, of which the plan uses some; () for its own.
     """
-
-    __slots__ = (
-        *("expected", "fates", "funcs", "kernels", "known", "plan", "record"),
-        *("residual_index", "residual_storages", "runs", "unneeded", "written"),
-    )
 
     def __init__(
         self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.record, self.plan = record, plan
-        funcs = [step.op.func for step in record.steps]
-        self.funcs = [*funcs, None]
+        self.funcs = [*[step.op.func for step in record.steps], None]
+        # What each operation calls, and what it calls in a recompute, if anything.
         self.kernels = [_kernel_of(step.op) for step in record.steps]
         self.fates = [*plan.fates]
         self.runs = [
@@ -188,13 +180,16 @@ class RunnablePlan:
         ]
         self.unneeded = sorted({*range(len(record.inputs))} - plan.needed)
         self.written = {s for step in record.steps for s in step.writes}
+        # Another storage may be that of a constant that is gone by now.
         made = (s for step in record.steps for s in {*step.makes} - {*step.reads})
         self.known = {*record.inputs, *made}
-        self.expected = {
+        self.expected = {  # of what is left out
             i: Expected(record.steps[i].op)
             for i, fate in enumerate(plan.fates)
             if fate is Fate.DEAD
         }
+        # The index and the storage of each residual that it uses; and of the operations
+        # whose results are saved, which residual each output is.
         self.residual_storages: list[tuple[int, int]] = []
         self.residual_index: dict[int, dict[int, int]] = {}
         used = {*plan.residuals}
@@ -213,7 +208,7 @@ def _kernel_of(op: Op) -> Callable[..., Any]:
 
 
 class Follow(LeanDispatchMode):
-    """Follows a schedule from operation to operation."""
+    """Follows a plan from operation to operation."""
 
     def __init__(self, schedule: RunnablePlan) -> None:
         super().__init__()
@@ -225,11 +220,7 @@ class Follow(LeanDispatchMode):
         """Do nothing: the record says what the graph saves."""
 
     def end(self) -> None:
-        """Check that every recorded operation has run.
-
-        Raises:
-            MismatchError: one has not.
-        """
+        """Check that every recorded operation has run, or raise a MismatchError."""
         if self._funcs[self._next] is not None:
             raise self._differs(None)
 
@@ -247,3 +238,119 @@ class Follow(LeanDispatchMode):
     def _give_up(self) -> None:
         """Let nothing fit from now on: the function may catch the error and go on."""
         self._next = len(self._funcs) - 1
+
+
+# --- Modes of a forward whose plan is known ---
+
+
+class Collect(Follow):
+    """Collects, in a forward, the residuals that a plan saves.
+
+    `on_residual` is called with each as it is made. `fits` says whether the plan fits
+    this forward so far.
+    """
+
+    def __init__(
+        self,
+        schedule: RunnablePlan,
+        on_residual: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__(schedule)
+        self._on_residual = on_residual
+        self._residual_index = schedule.residual_index
+        self._collected: list[tuple[Tensor, int]] = []  # with their versions
+        self.statics: dict[int, Any] = {}
+        self.fits = True
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self._next
+        if self._funcs[i] is not func:
+            if is_reflection(func, of=self._funcs[i]):
+                return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
+            if func not in UNRECORDED:
+                self._give_up()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        self._next = i + 1
+        kernel = self._kernels[i]
+        result = kernel(*args, **kwargs) if kwargs else kernel(*args)
+        if i in self._residual_index:
+            self._collect(i, args, kwargs, tensors_of(result))
+        return result
+
+    def _collect(
+        self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
+    ) -> None:
+        step = self.schedule.record.steps[i]
+        if step.may_draw and not has_same_statics(step.op, args, kwargs):
+            self._give_up()
+        self.statics[i] = statics_of(args, kwargs)
+        for k in self._residual_index[i]:
+            # Not detached: below autograd a detached tensor has a version counter of
+            # its own, so changes would go unnoticed.
+            self._collected.append((outputs[k], outputs[k]._version))
+            if self._on_residual is not None:
+                self._on_residual(outputs[k])
+
+    @override
+    def _give_up(self) -> None:
+        super()._give_up()
+        self.fits = False
+
+    @override
+    def end(self) -> None:
+        """Do nothing: `residuals` says whether the plan fits."""
+
+    def residuals(self) -> list[Tensor] | None:
+        """Return what was collected; None if the plan does not fit this forward."""
+        unchanged = all(t._version == version for t, version in self._collected)
+        complete = self._funcs[self._next] is None
+        if not (self.fits and complete and unchanged):
+            return None
+        return [t.detach() for t, _ in self._collected]
+
+
+class Verify(Collect):
+    """Also checks that each operation reads what it read when it was recorded.
+
+    For a forward whose inputs are to be dropped: once they are, nothing can be
+    recomputed but by the plan.
+    """
+
+    def __init__(self, schedule: RunnablePlan, leaves: Sequence[Tensor]) -> None:
+        super().__init__(schedule)
+        numbers = schedule.record.inputs
+        self._numbers = {key_of(t): s for t, s in zip(leaves, numbers, strict=True)}
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        i = self._next
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.fits and self._next > i:
+            step = self.schedule.record.steps[i]
+            inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
+            if not self._is_wired(i, step, args, kwargs, inputs, outputs):
+                self._give_up()
+                return result
+            self._numbers.update(zip(map(key_of, outputs), step.makes, strict=True))
+        return result
+
+    def _is_wired(
+        self, i: int, step: Step, args: Any, kwargs: Any, inputs: Any, outputs: Any
+    ) -> bool:
+        """Say whether an operation reads the storages that it read."""
+        if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
+            return False
+        numbers, known = self._numbers, self.schedule.known
+        reads = zip(inputs, step.reads, strict=True)
+        if not all(numbers.get(key_of(t), s) == s for t, s in reads if s in known):
+            return False
+        if self.schedule.fates[i] is not Fate.DEAD:
+            return True
+        return fits_metadata(self.schedule.expected[i], args, kwargs, inputs)

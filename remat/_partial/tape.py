@@ -1,8 +1,8 @@
 """What a call in a graph keeps: what its policy says, and the states before draws.
 
-`_transform` has each run of a call go under a `Tape`. The first run keeps, and a
-recompute is given what was kept, in the order of the operations. A budget is spent when
-the first run ends, by a `Sketch` of it.
+Each run of a call goes under a `Tape`. The first keeps, and a recompute is given what
+was kept, in the order of the operations. A budget is spent when the first run ends, by
+a `Sketch` of it.
 
 Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
 What is not known of a graph leads to fewer results being kept, never to more bytes than
@@ -12,6 +12,7 @@ nobody reads.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from remat._base.operators import named
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
-from remat._partial.budgeted import spent
+from remat._partial.budget import spent
 from remat._partial.effects import declared_writes, traits_of
 from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT
@@ -51,27 +52,16 @@ from remat.policies import Decision, Policy
 
 
 class TapedCall:
-    """What one call keeps.
-
-    Attributes:
-        entries: what was kept of each operation, in order.
-        draws: each draw, in order, and the state of the random stream before it.
-        is_first: whether the next run is the forward.
-        order: what the forward read.
-    """
-
-    __slots__ = (
-        *("draws", "entries", "is_first", "label", "order", "policy"),
-        "refuses_draws",
-    )
+    """What one call keeps."""
 
     def __init__(
         self, label: str, policy: Policy | None, *, refuses_draws: bool = False
     ) -> None:
         self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
         self.entries: list[TapedOperation] = []
+        # Each draw, and the state of the random stream before it.
         self.draws: list[tuple[Any, Any]] = []
-        self.is_first, self.order = True, Order(())
+        self.is_first, self.order = True, Order(())  # the next run is the forward
 
     def next_tape(self, inputs: Iterable[Any]) -> "Tape":
         """Return the mode for the next run, which is given these inputs."""
@@ -86,22 +76,15 @@ class TapedCall:
 
 
 class TapedOperation:
-    """What is kept of one operation.
-
-    Attributes:
-        func: the operation.
-        op: what the policy is asked about; None if it is not asked.
-        results: those that it returned, if they are kept.
-        devices: where those belong.
-    """
+    """What is kept of one operation."""
 
     __slots__ = ("devices", "func", "op", "results")
 
     def __init__(self, func: Any) -> None:
         self.func = func
-        self.op: Op | None = None
-        self.results: list[Any] | None = None
-        self.devices: list[Any] = []
+        self.op: Op | None = None  # what the policy is asked about, if it is
+        self.results: list[Any] | None = None  # what it returned, if that is kept
+        self.devices: list[Any] = []  # where results belong
 
     def keep(self, out: Any, decision: Decision, label: str) -> None:
         """Keep what the operation returned, where the decision says."""
@@ -182,11 +165,8 @@ class Tape(TracedMode):
     def name(self, tensor: Tensor, name: str) -> None:
         """Note the name of a value."""
 
-    def choose(self, out: Any) -> None:
-        """Let go of what the budget of the policy does not keep."""
-
-    def keep_copies(self, out: Any) -> None:
-        """Keep copies of what the function returned, before its caller has it."""
+    def returned(self, out: Any) -> None:
+        """Be told what the function returned, before its caller has it."""
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         # The tape of a call inside keeps the state as well.
@@ -277,53 +257,41 @@ class FirstTape(Tape):
         op = Op(func, *arguments.described, values, source=user_line())
         decision = Decision.RECOMPUTE
         if may_keep:
-            entry.op = op
-            decision = self._keep(entry, out)
+            decision = self._keep(entry, op, out)
             for t in results.tensors:
                 self._made[storage_id(t)] = entry, out
         if self._sketch is not None:
             tensors = arguments.tensors, results.tensors, written
             self._sketched[entry] = self._sketch.note(op, decision, *tensors)
 
-    def _keep(self, entry: TapedOperation, out: Any) -> Decision:
-        policy, op = self._kept.policy, entry.op
-        assert policy is not None
-        assert op is not None
-        decision = policy(op)
+    def _keep(self, entry: TapedOperation, op: Op, out: Any) -> Decision:
+        """Keep what an operation returned, where the policy says."""
+        assert self._kept.policy is not None
+        entry.op, entry.results = op, None
+        decision = self._kept.policy(op)
         entry.keep(out, decision, self._kept.label)
         return decision
 
     @override
     def name(self, tensor: Tensor, name: str) -> None:
-        made = self._made.get(storage_id(tensor))
-        if made is None:
-            return
-        entry, out = made
-        op = entry.op
-        if op is not None:
-            names = op.names | {name}
-            entry.op = Op(op.func, op.args, op.kwargs, op.outputs, names, op.source)
-            entry.results = None
-            decision = self._keep(entry, out)
+        entry, out = self._made.get(storage_id(tensor), (None, None))
+        if entry is not None and entry.op is not None:
+            op = replace(entry.op, names=entry.op.names | {name})
+            decision = self._keep(entry, op, out)
             if self._sketch is not None:
-                self._sketch.rename(self._sketched[entry], entry.op, decision)
+                self._sketch.rename(self._sketched[entry], op, decision)
 
     @override
-    def choose(self, out: Any) -> None:
-        """Let go of what the budget does not keep, while the result has a graph."""
-        if self._sketch is None:
-            return
-        chosen = self._sketch.chosen(tree_leaves(out))
-        for entry, i in self._sketched.items():
-            if i not in chosen:
-                entry.results = None
+    def returned(self, out: Any) -> None:
+        """Let go of what the budget does not keep; keep copies of what is returned.
 
-    @override
-    def keep_copies(self, out: Any) -> None:
-        """Keep copies of what is returned, which the caller may change in place.
-
-        Where nobody does, the copy is left out of the graph.
+        The caller may change that in place. Where nobody does, no graph has the copy.
         """
+        if self._sketch is not None:  # while the result has a graph
+            chosen = self._sketch.chosen(tree_leaves(out))
+            for entry, i in self._sketched.items():
+                if i not in chosen:
+                    entry.results = None
         self._is_copying = True
         for t in filter(_is_tensor, tree_leaves(out)):
             entry, _ = self._made.get(storage_id(base_tensor(t)), (None, None))

@@ -1,15 +1,10 @@
 """Describes tensors, arguments and results as data, and numbers their storages.
 
-A record refers to storages by number, in the order in which they were met. Reports and
-scopes do, too.
-
 Invariant: tensors that share a storage have the same number, and a number is never used
 for two storages: each storage is referred to weakly, so that its address is not used
 again. No value is read, and no tensor is held by a description.
 Rejected: to number every tensor by its storage. Sparse, nested and quantized tensors
 have several storages or none, so each such tensor has a number of its own, and is held.
-And to look at a tensor in each place where something is asked of it. That costs more
-than the rest of recording, so `Arguments` and `Results` look at each tensor once.
 """
 
 import functools
@@ -37,15 +32,12 @@ from remat._torch import (
 
 
 class Storages:
-    """The numbers of the storages that were met.
-
-    Attributes:
-        inside: for each wrapper of a tensor, the number of the storage that it wraps.
-    """
+    """The numbers of the storages that were met."""
 
     __slots__ = ("_numbers", "_references", "inside")
 
     def __init__(self) -> None:
+        # For each wrapper of a tensor, the number of the storage that it wraps.
         self.inside: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._references: list[Any] = []
@@ -55,29 +47,16 @@ class Storages:
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage, a new one if it has none yet."""
-        strided = is_strided(tensor)
-        key = key_if(strided, tensor)
+        key = key_of(tensor)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._numbers)
-            self._references.append(_reference_if(strided, tensor))
-            if not strided:
-                self._look_inside(tensor, number)
+            self._references.append(_reference_to(tensor))
+            inner = None if is_strided(tensor) else wrapped_by(tensor)
+            if inner is not None:
+                inner_number = self.number(inner)
+                self.inside[number] = self.inside.get(inner_number, inner_number)
         return number
-
-    def _look_inside(self, tensor: Tensor, number: int) -> None:
-        inner = wrapped_by(tensor)
-        if inner is not None:
-            inner_number = self.number(inner)
-            self.inside[number] = self.inside.get(inner_number, inner_number)
-
-    def numbers(
-        self, tensors: Sequence[Tensor], strided: Sequence[bool]
-    ) -> tuple[int, ...]:
-        """Return the number of each tensor, given whether each `is_strided`."""
-        known = map(self._numbers.get, map(key_if, strided, tensors))
-        pairs = zip(tensors, known, strict=True)
-        return tuple([self.number(t) if n is None else n for t, n in pairs])
 
     def known(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage; None if it has none yet."""
@@ -86,28 +65,22 @@ class Storages:
     def alias(self, tensor: Tensor, number: int) -> None:
         """Give a tensor the number of another one, of which it is a copy."""
         base = base_tensor(tensor)
-        strided = is_strided(base)
-        self._numbers[key_if(strided, base)] = number
-        self._references.append(_reference_if(strided, base))
+        self._numbers[key_of(base)] = number
+        self._references.append(_reference_to(base))
 
 
 def key_of(tensor: Tensor) -> int:
     """Return what tells the storage of a tensor from others, while both exist."""
-    return key_if(is_strided(tensor), tensor)
-
-
-def key_if(strided: bool, tensor: Tensor) -> int:
-    """Return `key_of` a tensor, given whether it `is_strided`."""
     if type(tensor) is Absent:
         return id(tensor.storage_of)
-    return storage_id(tensor) if strided else id(tensor)
+    return storage_id(tensor) if is_strided(tensor) else id(tensor)
 
 
-def _reference_if(strided: bool, tensor: Tensor) -> Any:
+def _reference_to(tensor: Tensor) -> Any:
     """Return an object that keeps the key of a tensor from being used again."""
     if type(tensor) is Absent:
         return tensor.storage_of
-    return StorageRef(storage_of(tensor)) if strided else tensor
+    return StorageRef(storage_of(tensor)) if is_strided(tensor) else tensor
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -119,14 +92,9 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def is_strided(tensor: Tensor) -> bool:
     """Say whether a tensor is a strided view of one storage, and nothing more."""
-    return not sees_operations(tensor) and has_one_storage(tensor)
-
-
-def has_one_storage(tensor: Tensor) -> bool:
-    """Say `is_strided` of a tensor that does not see operations."""
-    return tensor.layout is torch.strided and not (
-        tensor.is_quantized or tensor.is_nested
-    )
+    if sees_operations(tensor) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_quantized or tensor.is_nested)
 
 
 def sees_operations(tensor: Tensor) -> bool:
@@ -137,23 +105,14 @@ def sees_operations(tensor: Tensor) -> bool:
     return not hasattr(tensor, "fake_mode")
 
 
-def is_of_subclass(tensor: Tensor) -> bool:
-    """Say whether a tensor is of a subclass, which may see the functions called."""
-    return type(tensor) not in PLAIN and not hasattr(tensor, "fake_mode")
-
-
 def value_of(tensor: Tensor) -> Value:
     """Return the metadata of a tensor."""
     with no_torch_functions():  # as in `storage_of`
-        return _value_if(is_strided(tensor), tensor)
-
-
-def _value_if(strided: bool, tensor: Tensor) -> Value:
-    if strided:
-        where = tensor.stride(), int(tensor.storage_offset())
-        return shared_value(tensor.shape, tensor.dtype, tensor.device, *where)
-    shape = () if tensor.is_nested else tensor.shape
-    return shared_value(shape, tensor.dtype, tensor.device)
+        if is_strided(tensor):
+            where = tensor.stride(), int(tensor.storage_offset())
+            return shared_value(tensor.shape, tensor.dtype, tensor.device, *where)
+        shape = () if tensor.is_nested else tensor.shape
+        return shared_value(shape, tensor.dtype, tensor.device)
 
 
 def viewed_as(tensor: Tensor, value: Value) -> Tensor | None:
@@ -163,10 +122,16 @@ def viewed_as(tensor: Tensor, value: Value) -> Tensor | None:
     has_strides = is_strided(tensor) and len(value.stride) == len(value.shape)
     if not has_strides or tensor.dtype != value.dtype:
         return None
-    end = value.offset + extent(value.shape, value.stride)
-    if end * value.dtype.itemsize > storage_of(tensor).nbytes():
+    if storage_bytes(value) > storage_of(tensor).nbytes():
         return None
     return viewed(tensor, value.shape, value.stride, value.offset)
+
+
+def storage_bytes(value: Value) -> int:
+    """Return the bytes of the storage that was made for a value."""
+    if len(value.stride) != len(value.shape):  # of sparse and nested tensors
+        return value.nbytes
+    return (value.offset + extent(value.shape, value.stride)) * value.dtype.itemsize
 
 
 def shared_value(shape: Sequence[int], *meta: Any) -> Value:
@@ -184,53 +149,30 @@ def _known_value(shape: Sequence[int], *meta: Any) -> Value:
 
 
 class Described:
-    """The tensors that an operation takes or returns, and what is known of each.
+    """The tensors that an operation takes or returns, and what is known of each."""
 
-    Attributes:
-        tensors: in order.
-        strided: whether each `is_strided`.
-        values: the metadata of each.
-        all_strided: whether all are.
-        on_subclass: whether one of them is of a subclass.
-        hides_aliases: whether that subclass sees operations.
-    """
-
-    __slots__ = (
-        *("all_strided", "hides_aliases", "on_subclass"),
-        *("strided", "tensors", "values"),
-    )
+    __slots__ = ("all_strided", "hides_aliases", "on_subclass", "tensors", "values")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.strided: list[bool] = []
         self.values: list[Value] = []
         self.all_strided = True
+        # Whether a tensor is of a subclass, and whether that sees operations.
         self.on_subclass = self.hides_aliases = False
 
     def _describe(self, tensor: Tensor) -> Value:
-        if type(tensor) in PLAIN:
-            strided = has_one_storage(tensor)
-        else:
-            strided = is_strided(tensor)
-            self.on_subclass = self.on_subclass or is_of_subclass(tensor)
+        if type(tensor) not in PLAIN and not hasattr(tensor, "fake_mode"):
+            self.on_subclass = True
             self.hides_aliases = self.hides_aliases or sees_operations(tensor)
-        if not strided:
-            self.all_strided = False
-        value = _value_if(strided, tensor)
+        self.all_strided = self.all_strided and is_strided(tensor)
+        value = value_of(tensor)
         self.tensors.append(tensor)
-        self.strided.append(strided)
         self.values.append(value)
         return value
 
 
 class Arguments(Described):
-    """The arguments of an operation. Made before the operation can change them.
-
-    Attributes:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        described: both, as an `Op` holds them.
-    """
+    """The arguments of an operation. Made before the operation can change them."""
 
     __slots__ = ("args", "described", "kwargs")
 
@@ -239,7 +181,7 @@ class Arguments(Described):
         self.args, self.kwargs = args, kwargs
         positional = tuple(map(self._described, args))
         named = [(name, self._described(arg)) for name, arg in kwargs.items()]
-        self.described = positional, tuple(named)
+        self.described = positional, tuple(named)  # as an `Op` holds them
 
     def _described(self, arg: Any) -> Any:
         if type(arg) in _HELD_AS_IS:
@@ -256,11 +198,7 @@ class Arguments(Described):
 
 
 class Results(Described):
-    """What an operation returned.
-
-    Attributes:
-        form: the result, with a `Slot` or `Passed` for each tensor.
-    """
+    """What an operation returned. `form` has a `Slot` or `Passed` for each tensor."""
 
     __slots__ = ("_passed", "form")
 

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
-from remat._partial.budget import evaluate
-from remat._partial.budgeted import problem_of
+from remat._partial.budget import evaluate, problem_of
 from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine

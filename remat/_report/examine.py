@@ -29,13 +29,13 @@ from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
 from remat._live.reach import Reach
-from remat._partial.budgeted import moves
 from remat._partial.cache import CallKind
+from remat._partial.candidates import moves
 from remat._partial.decide import ACCUMULATES, Situation
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Record
-from remat._partial.planned_call import is_droppable
-from remat._partial.recorder import Recorder, SeenOperation
+from remat._partial.recorder import Recorder
+from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
 from remat._report.inputs import Inputs, Ledger, is_parameter
 from remat._report.labels import reader_of, stream_name
@@ -114,8 +114,8 @@ class CallNotes(Recorder):
         super().__init__(leaves, None, self.storages)
 
     @override
-    def _note(self, seen: SeenOperation) -> None:
-        super()._note(seen)
+    def note(self, func: Any, arguments: Any, results: Any, *, draws: bool) -> None:
+        super().note(func, arguments, results, draws=draws)
         self._inside.append(here().inside[1:])
         self.differentiates |= current_task() >= 0
 

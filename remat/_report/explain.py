@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
-from remat._partial.budgeted import cost_of
+from remat._partial.budget import cost_of
 from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate

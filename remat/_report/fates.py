@@ -18,9 +18,9 @@ from itertools import chain
 
 from remat._base.op import Op
 from remat._base.source import short
-from remat._partial.budgeted import Spent, moves
+from remat._partial.budget import Spent
 from remat._partial.cache import residual_of_handle
-from remat._partial.candidates import decisions_of
+from remat._partial.candidates import decisions_of, moves
 from remat._partial.decide import inputs_to_drop, planned, why_no_record
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Plan, Step, plan

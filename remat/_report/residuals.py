@@ -34,7 +34,7 @@ from remat._graph.graph import (
 )
 from remat._graph.handles import Handle
 from remat._partial.names import told_of_names
-from remat._partial.stores import SavedInNode
+from remat._partial.planned_call import SavedInNode
 from remat._report.bitwise import has_values
 from remat._report.inputs import (
     CONSTANT,

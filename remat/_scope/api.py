@@ -121,8 +121,8 @@ _NO_BUDGET = (
 )
 
 
-class _Blocks:
-    """The blocks of one thread."""
+class _Blocks(threading.local):
+    """The blocks of the thread that asks."""
 
     def __init__(self) -> None:
         self._table = ValueTable()
@@ -134,10 +134,8 @@ class _Blocks:
         recording, hooks = self.recording, self._hooks
         hooks.remove_if_due()
         around = recording.blocks[-1].policy if recording.blocks else None
-        if policy is None or around is None:
-            block = Block(policy or around)
-        else:
-            block = Block(policy | around)
+        both = policy is not None and around is not None
+        block = Block(policy | around if both else policy or around)
         hooks.install()
         hooks.open += 1
         if not recording.blocks:
@@ -163,12 +161,7 @@ class _Blocks:
             hooks.remove()
 
 
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.blocks = _Blocks()
-
-
-_THREADS = _PerThread()
+_BLOCKS = _Blocks()
 
 
 @eager_only
@@ -179,15 +172,14 @@ def _begin(policy: Any) -> Block | None:
         raise RematError(_UNDER_TORCH_FUNC.format(where=user_line()))
     if not are_hooks_allowed():
         return None
-    return _THREADS.blocks.begin(policy)
+    return _BLOCKS.begin(policy)
 
 
 @eager_only
 def _end(block: Block, *, raises: bool) -> None:
-    blocks = _THREADS.blocks
-    blocks.end(block)
+    _BLOCKS.end(block)
     if raises:
-        blocks.recording.raise_error()
+        _BLOCKS.recording.raise_error()
 
 
 _UNDER_TORCH_FUNC = (

@@ -1,7 +1,5 @@
 """A policy by position: what a plan for a whole step saves, in the order of the asks.
 
-`remat._fit` makes the courses. `remat.scope` asks.
-
 Invariant: an answer depends on the operations so far, not on sizes. Where they are not
 those of any course, all that follows is recomputed, and a warning says so once.
 Rejected: to look for the place at which the operations agree again. Two layers look
@@ -20,12 +18,7 @@ from remat.policies import Decision, Policy
 
 
 class Course(NamedTuple):
-    """The operations of one kind of forward, and which results are saved.
-
-    Attributes:
-        names: of the operations that a scope asks about.
-        saves: whether each is saved.
-    """
+    """The operations of one kind of forward, by name, and which results are saved."""
 
     names: tuple[str, ...]
     saves: tuple[bool, ...]

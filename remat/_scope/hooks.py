@@ -8,7 +8,7 @@ at its bottom, and each pair that was there in a pair that asks ours first.
     before   [a, b]
     inside   [ours, ours before a, ours before b]
 
-`api` calls `install` when a block begins and ends. They go when no value is left.
+They go when no value is left.
 
 The first handle that a backward reads plans a sweep: which operations all handles that
 are alive need, and how often each value is used, by operations and by handles. Then
@@ -79,16 +79,13 @@ from remat._torch import (
 
 
 class Hooks:
-    """The hooks of blocks in one thread.
-
-    Attributes:
-        packing: how many of our hooks are being called. torch refers to the stack
-            meanwhile, which must not change.
-        open: how many blocks are open.
-    """
+    """The hooks of blocks in one thread, of which some are `open`."""
 
     def __init__(self, table: ValueTable) -> None:
-        self.table, self.packing, self.open = table, 0, 0
+        self.table, self.open = table, 0
+        # How many of our hooks are being called. torch refers to the stack meanwhile,
+        # which must not change.
+        self.packing = 0
         self._thread = threading.get_ident()
         self._is_due, self._task = False, -1
         table.when_empty = self.remove
@@ -239,11 +236,7 @@ _CHANGED = (
 
 
 class ValueHandle:
-    """Stands for a value of a block in a graph.
-
-    Attributes:
-        made: the value.
-    """
+    """Stands for a value of a block in a graph."""
 
     __slots__ = ("__weakref__", "made", "table", "tensor")
 
@@ -253,20 +246,11 @@ class ValueHandle:
         # The reference takes itself out.
         table.handles.add(weakref.ref(self, table.handles.discard))
 
+    @eager_only
     def unpacked(self) -> Tensor:
-        """Return the tensor."""
-        return value_of(self)
-
-
-@eager_only
-def value_of(handle: ValueHandle) -> Tensor:
-    """Return what a handle stands for.
-
-    Raises:
-        MutationError: a tensor that it is made of was changed in place.
-    """
-    with handle.table.lock:
-        return below_all_levels(_read, handle)
+        """Return the tensor, unless what it is made of was changed in place."""
+        with self.table.lock:
+            return below_all_levels(_read, self)
 
 
 def _read(handle: ValueHandle) -> Tensor:
@@ -296,18 +280,12 @@ def _end(sweep: "Sweep", ref: "weakref.ref[ValueTable]") -> None:
 
 
 class Sweep:
-    """The recomputes of one backward.
-
-    Attributes:
-        unread: weak references to those that were not read yet.
-        values: what was recomputed and is still needed.
-        used_up: the parts of blocks whose handles were read for the last time.
-    """
+    """The recomputes of one backward."""
 
     def __init__(self, handles: "set[weakref.ref[ValueHandle]]") -> None:
         self.unread = handles.copy()
-        self.values: dict[Made, Tensor] = {}
-        self.used_up: set[Part] = set()
+        self.values: dict[Made, Tensor] = {}  # recomputed, and still needed
+        self.used_up: set[Part] = set()  # whose handles were read for the last time
         alive = [handle for ref in self.unread if (handle := ref()) is not None]
         self._uses: Counter[Made] = Counter([handle.made for handle in alive])
         self._given_away: set[Made] = set()
@@ -381,17 +359,15 @@ class Sweep:
 
         What it writes to is copied, unless nobody else will read it.
         """
-        operands = operation.operands
-        if not operation.written:
-            return [o.tensor_in(self._base(o.of, operation)) for o in operands]
-        of_written = [operands[k].of for k in operation.written]
-        bases = {id(of): self._to_write(of, operation) for of in of_written}
-        return [
-            o.tensor_in(
-                bases[id(o.of)] if id(o.of) in bases else self._base(o.of, operation)
-            )
-            for o in operands
-        ]
+        operands, bases = operation.operands, dict[int, Tensor]()
+        for k in operation.written:
+            of = operands[k].of
+            if id(of) not in bases:
+                bases[id(of)] = self._to_write(of, operation)
+        for o in operands:
+            if id(o.of) not in bases:
+                bases[id(o.of)] = self._base(o.of, operation)
+        return [o.tensor_in(bases[id(o.of)]) for o in operands]
 
     def _base(self, of: GivenTensor | Made, reader: BlockOperation) -> Tensor:
         if isinstance(of, Made):

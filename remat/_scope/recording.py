@@ -1,7 +1,6 @@
 """Records the operations of blocks, and asks the policy about each result.
 
-One observer serves all blocks of a thread that are open. `api` enters it with the first
-one and leaves it with the last.
+One observer serves all blocks of a thread that are open.
 
 Invariant: what is recorded is what would run again. To record changes no value, and
 reads none. A result that the policy saves is no value of the block: graphs save it as
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.context import here
 from remat._base.observer import Observer
 from remat._base.op import Op
 from remat._base.source import user_line
@@ -32,7 +32,6 @@ from remat._partial.effects import (
     traits_of,
     updated_statistics,
 )
-from remat._partial.names import tell_no_more, tell_of_names
 from remat._partial.values import value_of
 from remat._scope.table import Operands, ValueEntry, ValueTable
 from remat._scope.values import (
@@ -50,7 +49,6 @@ from remat._torch import (
     call_kernel,
     current_task,
     device_generators,
-    eager_only,
     is_in_compiled_code,
     is_lazy,
     is_view_op,
@@ -63,28 +61,12 @@ from remat._torch import (
 from remat.policies import Decision, Policy
 
 
-class _Exposures(Exposures):
-    """Notices memory that is taken. Dynamo does not inline it, for that would trace."""
-
-    @override
-    @eager_only
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 # To send or receive once more, for a backward of this process alone, would hang.
 _COMMUNICATE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 
 
 class Recording(Observer):
-    """Records the operations of the blocks that are open.
-
-    Attributes:
-        blocks: those that are open, in the order in which they were entered.
-        exposures: the mode that notices what is written past operations.
-    """
+    """Records the operations of the blocks that are open."""
 
     # A detached view ties its storage.
     unseen = IGNORED - {op for op in IGNORED if is_view_op(op)}
@@ -93,12 +75,12 @@ class Recording(Observer):
         super().__init__()
         self._table = table
         self._error: Exception | None = None
-        self.blocks: list[Block] = []
-        self.exposures = _Exposures(self.expose)
+        self.blocks: list[Block] = []  # in the order in which they were entered
+        self.exposures = Exposures(self.expose)
 
     def begin(self) -> None:
         """See operations from now on."""
-        tell_of_names(self)
+        here().listeners.append(self)
         self.exposures.__enter__()
         self.__enter__()
 
@@ -106,7 +88,7 @@ class Recording(Observer):
         """See no more operations."""
         leave_dispatch_mode(self)
         leave_function_mode(self.exposures)
-        tell_no_more(self)
+        here().listeners.remove(self)
 
     @classmethod
     @override
@@ -129,9 +111,11 @@ class Recording(Observer):
             written_to = declared_writes(traits, args, kwargs)
             statistics = updated_statistics(traits, args, kwargs)
             changed = [*written_to, *statistics]
-            self._keep_given(changed)
+            for t in changed:
+                if table.entry_of(t) is None:
+                    table.keep_given(t)  # the block itself writes to it now
             operands = Operands(table, written_to)
-            operation = BlockOperation(func, args, kwargs, operands, operands.found)
+            operation = BlockOperation(func, args, kwargs, operands)
             targets = [(t, table.entry_of(t)) for t in written_to]
             before = _states_before(traits, args, kwargs)
             result = call_kernel(func, *args, **kwargs)
@@ -154,12 +138,6 @@ class Recording(Observer):
                 self._note_new(operation, new, result, asks=asks)
             self._tie(others)
             return result
-
-    def _keep_given(self, written_to: Sequence[Tensor]) -> None:
-        """Copy what was given, where the block itself writes to it now."""
-        for t in written_to:
-            if self._table.entry_of(t) is None:
-                self._table.keep_given(t)
 
     def _sorted(
         self, results: Sequence[Tensor | None], read: set[int]
@@ -271,9 +249,9 @@ def _places(
     tensors: Sequence[Tensor], args: Any, kwargs: dict[str, Any]
 ) -> frozenset[int]:
     """Return the places of some tensors among the arguments."""
-    if not tensors:
-        return frozenset()
     ids = {*map(id, tensors)}
+    if not ids:
+        return frozenset()
     return frozenset(k for k, t in enumerate(inputs_of(args, kwargs)) if id(t) in ids)
 
 

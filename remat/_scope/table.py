@@ -1,8 +1,5 @@
 """Which storages hold a value of a block: one table for each thread.
 
-`recording` enters what operations make. `hooks` asks of each tensor that a graph saves
-whether it is in here.
-
 Invariant: an entry holds for one version of a storage, and as long as a tensor lives
 that the block made on it. What is changed outside of a block is no value any more.
 Rejected: to tell tensors by their identity. Consumers save views of a value, such as
@@ -11,6 +8,7 @@ Rejected: entries that live as long as their storage. The `loss.detach()` that i
 for a log would hold all that the loss was made of.
 """
 
+import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -33,73 +31,54 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class _Tie(weakref.ref[Tensor]):
-    """A tensor that keeps an entry alive."""
-
-    __slots__ = ("entry", "key")
-
-    entry: "ValueEntry"
-    key: int
-
-
-@eager_only
-def _died(tie: Any) -> None:
-    entry: ValueEntry = tie.entry
-    entry.ties.pop(tie.key, None)
-    if not entry.ties:
-        entry.table.drop(entry)
-
-
 class ValueEntry:
-    """What one storage holds.
-
-    Attributes:
-        table: of which this is an entry.
-        key: the number of the storage, which the entry keeps from being used again.
-        made: the value.
-        version: of the storage when it held the value; None while it is not known.
-        ties: the tensors that keep this alive.
-        is_parted: whether these may count their versions apart.
-    """
+    """What one storage holds."""
 
     __slots__ = ("_ref", "is_parted", "key", "made", "table", "ties", "version")
 
     def __init__(self, table: "ValueTable", made: Made, tensor: Tensor) -> None:
         self.table, self.made = table, made
         self.key = storage_id(tensor)
-        self._ref = StorageRef(tensor.untyped_storage())
+        self._ref = StorageRef(
+            tensor.untyped_storage()
+        )  # so that the key stays its own
+        # Of the storage when it held the value; None while it is not known.
         self.version: int | None = version_of(tensor)
-        self.ties: dict[int, _Tie] = {}
-        self.is_parted = False
+        self.ties: dict[int, weakref.ref[Tensor]] = {}  # tensors that keep this alive
+        self.is_parted = False  # whether these may count their versions apart
         self.tie(tensor)
 
     def tie(self, tensor: Tensor) -> None:
         """Have this live as long as a tensor."""
         key = id(tensor)
         if key not in self.ties:
-            self.ties[key] = tie = _Tie(tensor, _died)
-            tie.entry, tie.key = self, key
+            died = functools.partial(_died, self, key)
+            self.ties[key] = weakref.ref(tensor, died)
+
+    def tied(self) -> list[Tensor]:
+        """Return the tensors that keep this alive."""
+        return [t for tie in [*self.ties.values()] if (t := tie()) is not None]
+
+
+@eager_only
+def _died(entry: ValueEntry, key: int, _: Any) -> None:
+    entry.ties.pop(key, None)
+    if not entry.ties:
+        entry.table.drop(entry)
 
 
 class ValueTable:
-    """What the storages of one thread hold.
-
-    Attributes:
-        handles: weak references to all that stand for values.
-        sweeps: those of the backwards that run, by their numbers.
-        lock: taken by recomputes. A backward may read handles in several threads.
-        when_empty: called when the last entry is gone.
-    """
+    """What the storages of one thread hold."""
 
     def __init__(self) -> None:
         self._entries: dict[int, ValueEntry] = {}
         # By storage and version.
         self._given: dict[int, dict[int | None, weakref.ref[GivenTensor]]] = {}
         self._unsettled: list[tuple[ValueEntry, Tensor]] = []
-        self.handles: set[Any] = set()
-        self.sweeps: Any = weakref.WeakValueDictionary()
-        self.lock = threading.RLock()
-        self.when_empty: Callable[[], None] = _do_nothing
+        self.handles: set[Any] = set()  # weak references to all
+        self.sweeps: Any = weakref.WeakValueDictionary()  # of backwards, by number
+        self.lock = threading.RLock()  # a backward may read handles in several threads
+        self.when_empty: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -142,10 +121,7 @@ class ValueTable:
         self._unsettled.clear()
         for entry, tensor in unsettled:
             entry.version = version_of(tensor)
-            others = [
-                t for t in (tie() for tie in [*entry.ties.values()]) if t is not None
-            ]
-            if any(version_of(t) != entry.version for t in others):
+            if any(version_of(t) != entry.version for t in entry.tied()):
                 self.drop(entry)  # these count their versions apart
 
     def drop_parted(self) -> None:
@@ -159,7 +135,7 @@ class ValueTable:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
         entry.ties.clear()
-        if not self._entries:
+        if not self._entries and self.when_empty is not None:
             self.when_empty()
 
     def forget_running(self, block: Block) -> None:
@@ -175,10 +151,9 @@ class ValueTable:
         known: dict[Made, bool] = {}
         for entry in [*self._entries.values()]:
             made = entry.made
-            if made.part.block is block and _is_of_earlier(made, block, known):
-                tensors = [tie() for tie in entry.ties.values()]
-                if not any(t is not None and t.requires_grad for t in tensors):
-                    self.drop(entry)
+            is_running = made.part.block is block and _is_of_earlier(made, block, known)
+            if is_running and not any(t.requires_grad for t in entry.tied()):
+                self.drop(entry)
 
     def forget_used_up(self) -> None:
         """Take out what was made in blocks that are closed and used up.
@@ -215,33 +190,23 @@ class Operands:
     """Called with each tensor of an operation, in order: returns what stands for it.
 
     What something wrote to unseen is taken as given. That is blank memory which is
-    read, and a storage that an alias with a version of its own wrote to, as `.data` has
-    one.
-
-    Attributes:
-        found: what stands for the tensors so far.
-        storages: the numbers of their storages.
+    read, and a storage that an alias with a version of its own wrote to, as `.data`.
     """
 
     __slots__ = ("_table", "_written_to", "found", "storages")
 
     def __init__(self, table: ValueTable, written_to: "Sequence[Tensor]") -> None:
         self._table, self._written_to = table, written_to
-        self.found: list[Operand] = []
-        self.storages: set[int] = set()
+        self.found: list[Operand] = []  # so far
+        self.storages: set[int] = set()  # their numbers
 
     def __call__(self, tensor: Tensor) -> Operand:
         """Return what stands for a tensor."""
         if has_layout(tensor):
             key, layout = storage_id(tensor), TensorLayout.of(tensor)
             self.storages.add(key)
-            made = self._value_of(tensor, key)
-            if made is None:
-                operand = Operand.of_layout(
-                    self._table.given_of(tensor, layout), layout
-                )
-            else:
-                operand = Operand.of_layout(made, layout)
+            of = self._value_of(tensor, key) or self._table.given_of(tensor, layout)
+            operand = Operand.of_layout(of, layout)
         else:
             operand = Operand(GivenTensor(tensor, None), None)
         self.found.append(operand)
@@ -272,7 +237,3 @@ def _is_of_earlier(made: Made, block: Block, known: dict[Made, bool]) -> bool:
         else:
             stack += missing
     return known[made]
-
-
-def _do_nothing() -> None:
-    pass

@@ -1,14 +1,7 @@
 """The values of a block, as data: what made each one, down to what the block was given.
 
-    TensorLayout    how a tensor lies in its storage
-    GivenTensor     a tensor that no block made
-    Made            what an operation of a block left in a storage
-    BlockOperation  one operation of a block, and what it was applied to
-
 A `Made` refers to its operation, and that to what it was applied to. A view is a value
 and a layout, so it is no operation.
-
-`recording` makes them. `hooks` has handles refer to them, and runs operations again.
 
 Invariant: references lead from results to what they were made of, never back. So a
 value that no handle and no later value needs is freed by reference counts.
@@ -44,13 +37,7 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """One `with` block.
-
-    Attributes:
-        is_open: whether operations may still be recorded.
-    """
-
-    __slots__ = ("_part", "is_open", "policy")
+    """One `with` block."""
 
     def __init__(self, policy: Any) -> None:
         self.policy, self.is_open = policy, True
@@ -64,14 +51,7 @@ class Block:
 
 
 class Part:
-    """What a block makes until a backward frees a graph that reads it.
-
-    Attributes:
-        block: the block.
-        is_used_up: whether there was such a backward.
-    """
-
-    __slots__ = ("block", "is_used_up")
+    """What a block makes until a backward frees a graph that reads it."""
 
     def __init__(self, block: Block) -> None:
         self.block, self.is_used_up = block, False
@@ -152,16 +132,15 @@ class GivenTensor:
             self._version = version_of(self._tensor)
 
     def tensor(self, reader: Any, where: str) -> Tensor:
-        """Return it.
-
-        Raises:
-            MutationError: it was changed in place, or its memory was freed.
-        """
-        tensor = self._tensor
+        """Return it, or raise a MutationError."""
+        tensor, why = self._tensor, ""
         if self._version is not None and tensor._version != self._version:
-            raise MutationError(_told(_CHANGED, tensor, reader, where))
-        if self._nbytes and tensor.untyped_storage().nbytes() < self._nbytes:
-            raise MutationError(_told(_FREED, tensor, reader, where))
+            why = _CHANGED
+        elif self._nbytes and tensor.untyped_storage().nbytes() < self._nbytes:
+            why = _FREED
+        if why:
+            what = describe(tensor)
+            raise MutationError(why.format(what=what, op=reader, where=where))
         return tensor
 
     def value(self) -> "Value":
@@ -169,22 +148,8 @@ class GivenTensor:
         return value_of(self._tensor)
 
 
-def _told(message: str, tensor: Tensor, reader: Any, where: str) -> str:
-    return message.format(what=describe(tensor), op=reader, where=where)
-
-
 class Made:
-    """What an operation of a block left in a storage.
-
-    Attributes:
-        part: of the block in which it ran.
-        layout: of the tensor that it returned there, or wrote to.
-        operation: the operation; None if the value itself is stored.
-        stored: the value itself, or how it was offloaded; None if it is recomputed.
-        op: the operation as a policy sees it; None if there is no policy.
-        is_blank: whether it is memory that nobody has written to, by an operation. A
-            kernel that torch does not know may have.
-    """
+    """What an operation of a block left in a storage."""
 
     __slots__ = (
         *("__weakref__", "is_blank", "layout", "op", "operation", "part"),
@@ -194,9 +159,13 @@ class Made:
     def __init__(
         self, part: Part, layout: TensorLayout, operation: "BlockOperation"
     ) -> None:
+        # The layout of the tensor that it returned there, or wrote to.
         self.part, self.layout = part, layout
-        self.op: Op | None = None
+        self.op: Op | None = None  # the operation as a policy sees it, if there is one
+        # Whether no operation has written to the memory. A kernel that torch does not
+        # know may have.
         self.is_blank = _makes_blank(operation.func)
+        # Either what computes the value again, or the value itself, here or offloaded.
         self.operation: BlockOperation | None = operation
         self.stored: GivenTensor | Offloaded | None = None
 
@@ -213,15 +182,10 @@ _BLANK = {
 
 
 class Operand(NamedTuple):
-    """What an operation was applied to, in place of a tensor.
-
-    Attributes:
-        of: the value, or the tensor that was given.
-        layout: of the tensor in it; None if it is the tensor of the value itself.
-    """
+    """What an operation was applied to, in place of a tensor."""
 
     of: GivenTensor | Made
-    layout: TensorLayout | None
+    layout: TensorLayout | None  # None for the tensor of the value itself
 
     @classmethod
     def of_layout(cls, of: GivenTensor | Made, layout: TensorLayout) -> Self:
@@ -242,21 +206,7 @@ class Operand(NamedTuple):
 
 
 class BlockOperation:
-    """One operation of a block.
-
-    Attributes:
-        func: the overload.
-        args, kwargs: its arguments, with an `Operand` for each tensor.
-        operands: these, in order.
-        reads: the values among them, each once.
-        written: the operands that it writes to.
-        streams: the random streams that it moved, and their states before.
-        settings: those of the process at the time.
-        grad_mode: whether it was on. Some kernels keep a workspace if it is.
-        line: of the user's code.
-        made: what it made: the number of a result or of an operand that it wrote to,
-            which of the two, and the value.
-    """
+    """One operation of a block, with an `Operand` for each tensor argument."""
 
     __slots__ = (
         *("args", "func", "grad_mode", "kwargs", "line", "made", "operands"),
@@ -268,20 +218,22 @@ class BlockOperation:
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
-        operand_of: Callable[[Tensor], Operand],
-        operands: Sequence[Operand],
+        operand_of: Any,
     ) -> None:
         self.func = func
         self.args = mapped(args, Tensor, operand_of)
         self.kwargs = mapped(kwargs, Tensor, operand_of) if kwargs else {}
-        self.operands = operands  # `operand_of` has noted them
+        self.operands: Sequence[Operand] = operand_of.found
         found = [o.of for o in self.operands if type(o.of) is Made]
         self.reads: Sequence[Made] = [*dict.fromkeys(found)]
-        self.written: frozenset[int] = frozenset()
+        self.written: frozenset[int] = frozenset()  # operands that it writes to
+        # The random streams that it moved, and their states before.
         self.streams: Sequence[tuple[Any, Any]] = ()
-        self.settings: tuple[Any, ...] = ()
-        self.grad_mode = True
-        self.line = ""
+        self.settings: tuple[Any, ...] = ()  # of the process
+        self.grad_mode = True  # some kernels keep a workspace if it is on
+        self.line = ""  # of the user's code
+        # The number of a result, or of an operand that it wrote to; which of the two;
+        # and the value.
         self.made: list[tuple[int, bool, weakref.ref[Made]]] = []
 
     def note_made(self, number: int, made: Made, *, is_operand: bool) -> None:

@@ -68,8 +68,8 @@ from remat._partial.decide import (
     why_no_record,
 )
 from remat._partial.options import reference
+from remat._partial.planned_call import SavedInNode
 from remat._partial.recorder import Recorder
-from remat._partial.stores import SavedInNode
 from remat._torch import (
     GRAD,
     JVP,

@@ -46,8 +46,8 @@ from remat._live.reach import Reach, Running
 from remat._partial.cache import CallKind, metas_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.options import Options
-from remat._partial.planned_call import Replaying
-from remat._partial.stores import SavedInHandles
+from remat._partial.planned_call import SavedInHandles
+from remat._partial.replay import Replay
 from remat._torch import (
     Noted,
     Renorm,
@@ -503,16 +503,14 @@ def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> No
         filling.end()
 
 
-def _fill_along_plan(
-    call: Saved, handles: Sequence[Handle], replaying: Replaying
-) -> bool:
+def _fill_along_plan(call: Saved, handles: Sequence[Handle], replaying: Replay) -> bool:
     """Recompute along a plan; say whether it fit."""
     stops = call.options.stops_early and not reads_what_is_written_late()
     filling = Filling(handles, call, stops=stops, is_replay=True)
     tensors = call.inputs.to_run_on(call.effects)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.
-        recompute(call, filling, replaying.stand_ins(tensors), replaying.mode)
+        recompute(call, filling, replaying.stand_ins(tensors), replaying)
     except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
         # The hook raises it where the replay saves something else than the forward.
         replaying.failed(error, is_ours=isinstance(error, RecomputeError))

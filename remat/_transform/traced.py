@@ -286,8 +286,7 @@ def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
         tape = kept.value.next_tape(tree_leaves((args, kwargs)))
         with within(policy, followed=True), tape:
             out = fn(*args, **kwargs)
-            tape.choose(out)
-            tape.keep_copies(out)
+            tape.returned(out)
             return out
 
     vars(taped)["__wrapped__"] = fn  # names its arguments

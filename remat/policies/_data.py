@@ -49,11 +49,8 @@ def _joined(name: str, parts: list[str]) -> str:
 
 
 def parts_of(policy: Any) -> tuple[Any, Any]:
-    """Return the parts of a policy, and the policy itself where it has none.
-
-    Dynamo traces this.
-    """
-    # Of others Dynamo may take a number for one that changes from call to call.
+    """Return the parts of a policy, and the policy itself where it has none."""
+    # Dynamo traces this. Of others it may take a number for one that changes.
     if _is_made_here(policy) and _has_parts(policy):
         return _part(policy), None
     return None, policy
@@ -77,16 +74,12 @@ def offloads_to_disk(policy: Any) -> bool:
 def _has_parts(value: Any) -> bool:
     fields = getattr(type(value), "__dataclass_fields__", None)
     if fields is None:
-        is_object = isinstance(value, Policy) or not _is_constant(value)
-        return not is_object
+        return value is None or isinstance(value, _CONSTANTS)
     # Dynamo traces no generators here.
     return False not in [_has_parts(getattr(value, name)) for name in fields]
 
 
-def _is_constant(value: Any) -> bool:
-    return value is None or isinstance(
-        value, (bool, int, float, str, frozenset, Decision, types.FunctionType)
-    )
+_CONSTANTS = bool, int, float, str, frozenset, Decision, types.FunctionType
 
 
 def _part(value: Any) -> Any:

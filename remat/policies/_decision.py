@@ -75,11 +75,7 @@ def decision_of(answer: object) -> Decision | None:
 
 
 def destination(to: object, taker: str) -> Decision:
-    """Return the decision to offload to a destination.
-
-    Raises:
-        ValueError: the destination is unknown.
-    """
+    """Return the decision to offload to a destination, or raise a ValueError."""
     if isinstance(to, str) and to in DESTINATIONS:
         return DESTINATIONS[to]
     known = ", ".join(map(repr, DESTINATIONS))
@@ -87,11 +83,7 @@ def destination(to: object, taker: str) -> Decision:
 
 
 def check_offload(src: object, dst: object, taker: str) -> None:
-    """Check the `offload_src` and `offload_dst` of one of JAX's policies.
-
-    Raises:
-        ValueError: one of them is unknown.
-    """
+    """Check the `offload_src` and `offload_dst` of one of JAX's policies."""
     if src != "device":
         raise ValueError(f"remat: {taker} offloads from 'device'; got {src!r}")
     destination(dst, taker)

@@ -1,8 +1,8 @@
 """What users give in place of a policy: operators, functions, and likely mistakes.
 
 Operators are held by name: names pickle and compare, and operator objects do not. A
-function is asked about an `Op`. One of torch's selective checkpointing is called as
-torch would call it, with tensors that have metadata and no data.
+function of torch's selective checkpointing is called as torch would call it, with
+tensors that have metadata and no data.
 
 Invariant: `name` of an overload differs from `name` of its packet. Each name with
 `torch.ops.` in front is an expression for the operator.
@@ -65,11 +65,7 @@ def family(operator: Any) -> str:
 
 
 def checked(operator: object, taker: str) -> Any:
-    """Return `operator`, which was passed to the function called `taker`.
-
-    Raises:
-        TypeError: `operator` is not an operator.
-    """
+    """Return an operator that was passed to `taker`, or raise a TypeError."""
     if is_operator(operator):
         return operator
     said = operator if isinstance(operator, str) else getattr(operator, "__name__", "")
@@ -87,9 +83,7 @@ def checked(operator: object, taker: str) -> Any:
 class Selective:
     """A policy function of torch's selective checkpointing, as a function of an `Op`.
 
-    As in torch, it is not asked about `detach` and metadata operations, and
-    `ctx.is_recompute` is False. MUST and PREFER mean the same here; only a compiler
-    distinguishes them.
+    As in torch, it is not asked about `detach` and metadata operations.
     """
 
     fn: Callable[..., Answer]
@@ -122,15 +116,7 @@ class StandIn(Tensor):
 
 
 def stand_in(value: Value) -> Tensor:
-    """Return a tensor with the metadata of `value` and no data.
-
-    Example:
-        >>> import torch
-        >>> value = Value((2, 3), torch.half, torch.device("cuda", 0))
-        >>> x = stand_in(value)
-        >>> x.shape, x.numel(), x.device
-        (torch.Size([2, 3]), 6, device(type='cuda', index=0))
-    """
+    """Return a tensor with the metadata of `value` and no data."""
     told = len(value.stride) == len(value.shape)
     return tensor_without_data(
         StandIn,
@@ -143,15 +129,7 @@ def stand_in(value: Value) -> Tensor:
 
 
 def call_of(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `op`, with metadata-only tensors for its tensors.
-
-    Example:
-        >>> import torch
-        >>> x = Value((2,), torch.float32, torch.device("cpu"))
-        >>> args, kwargs = call_of(Op(torch.ops.aten.cat.default, ((x, x), 0)))
-        >>> len(args[0]), args[1], kwargs
-        (2, 0, {})
-    """
+    """Return the arguments of `op`, with metadata-only tensors for its tensors."""
     # Operators take lists. Higher-order operators take what they were passed.
     kind = tuple if isinstance(op.func, HigherOrderOperator) else list
 
@@ -169,11 +147,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def asked(fn: object) -> Ask:
-    """Return a policy function of ours or of torch's kind as a function of an `Op`.
-
-    Raises:
-        TypeError: `fn` has neither signature, or cannot be hashed.
-    """
+    """Return a policy function of ours or of torch's kind as a function of an `Op`."""
     hint = advice(fn)
     if hint or not callable(fn):
         raise TypeError(
@@ -194,11 +168,7 @@ def asked(fn: object) -> Ask:
 
 
 def checked_hash(fn: _F) -> _F:
-    """Return a policy function that can be hashed.
-
-    Raises:
-        TypeError: it cannot be hashed.
-    """
+    """Return a policy function that can be hashed, or raise a TypeError."""
     try:
         hash(fn)
     except TypeError:

@@ -16,43 +16,26 @@ from remat.policies._policy import Policy
 
 
 @dataclass(frozen=True)
-class OnlyNames(Policy):
-    """Saves the values that have one of these names."""
+class ByName(Policy):
+    """Saves the values that have one of these names, or a name `other` than these."""
 
-    only: frozenset[str]
-
-    def decide(self, op: Op) -> bool:
-        """Say whether the value has one of the names."""
-        return not self.only.isdisjoint(op.names)
-
-    @property
-    @override
-    def names(self) -> frozenset[str]:
-        """The names."""
-        return self.only
-
-    def __repr__(self) -> str:
-        return f"save_only_these_names({_listed(self.only)})"
-
-
-@dataclass(frozen=True)
-class AnyNamesBut(Policy):
-    """Saves the values that have a name other than these."""
-
-    but: frozenset[str]
+    these: frozenset[str]
+    other: bool = False
 
     def decide(self, op: Op) -> bool:
-        """Say whether the value has another name."""
-        return bool(op.names - self.but)
+        """Say whether the value has such a name."""
+        found = op.names - self.these if self.other else op.names & self.these
+        return bool(found)
 
     @property
     @override
     def names(self) -> frozenset[str]:
         """The names that the policy mentions."""
-        return self.but
+        return self.these
 
     def __repr__(self) -> str:
-        return f"save_any_names_but_these({_listed(self.but)})"
+        kind = "save_any_names_but_these" if self.other else "save_only_these_names"
+        return f"{kind}({_listed(self.these)})"
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,7 @@ def save_only_these_names(*names: str) -> Policy:
         >>> policy(Op(torch.ops.aten.sin.default))
         <Decision.RECOMPUTE: 0>
     """
-    return OnlyNames(_checked_names(names, "save_only_these_names"))
+    return ByName(_checked_names(names, "save_only_these_names"))
 
 
 def save_any_names_but_these(*names: str) -> Policy:
@@ -120,7 +103,7 @@ def save_any_names_but_these(*names: str) -> Policy:
         >>> policy(Op(torch.ops.aten.sin.default))
         <Decision.RECOMPUTE: 0>
     """
-    return AnyNamesBut(_checked_names(names, "save_any_names_but_these"))
+    return ByName(_checked_names(names, "save_any_names_but_these"), other=True)
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
@@ -147,7 +130,7 @@ def save_anything_except_these_names(*names: str) -> Policy:
         >>> policy(Op(torch.ops.aten.sin.default))
         <Decision.SAVE: 3>
     """
-    return ~OnlyNames(_checked_names(names, "save_anything_except_these_names"))
+    return ~ByName(_checked_names(names, "save_anything_except_these_names"))
 
 
 def save_names_matching(pattern: str | re.Pattern[str]) -> Policy:
@@ -228,8 +211,8 @@ def save_and_offload_only_these_names(
             f"remat: {taker}: {_listed(both)} can be saved and can be offloaded; "
             "put each name in one of the two lists"
         )
-    away = OnlyNames(offloaded).but_offload(to=offload_dst)
-    return OnlyNames(saved) | away
+    away = ByName(offloaded).but_offload(to=offload_dst)
+    return ByName(saved) | away
 
 
 def _checked_names(names: Iterable[str], taker: str) -> frozenset[str]:

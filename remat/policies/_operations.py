@@ -11,7 +11,6 @@ to have one. And sizes in elements: a policy would save twice as many bytes in f
 as in half precision.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -24,39 +23,14 @@ from remat.policies._functions import checked, family
 from remat.policies._policy import Policy
 
 
-Batched: TypeAlias = Callable[[Op], bool]
-
-
-def _never(op: Op) -> bool:
-    """Say that a product of matrices or vectors has no batch dimensions."""
-    del op
-    return False
-
-
-def _always(op: Op) -> bool:
-    """Say that a convolution or attention has batch dimensions."""
-    del op
-    return True
-
-
-def _from(first: int) -> Batched:
-    """Return a test of whether a bmm has batch dimensions. It does if both operands do.
-
-    Einsum makes a bmm of a single pair of matrices too.
-    """
-
-    def batched(op: Op) -> bool:
-        operands = [v.shape for v in op.inputs[first : first + 2]]
-        return all(len(s) > 2 and prod(s[:-2]) > 1 for s in operands)
-
-    return batched
-
-
-_first, _second = _from(0), _from(1)
+# Whether a dot has batch dimensions: it has or not, or its two operands tell. It has if
+# both have some. Einsum makes a bmm of a single pair of matrices too.
+Batched: TypeAlias = bool | slice
+_first, _second = slice(0, 2), slice(1, 3)
 
 _TABLE: tuple[tuple[Batched, str, str], ...] = (
     (
-        _never,
+        False,
         "aten",
         """
         mm addmm _addmm_activation addbmm mv addmv dot vdot inner linear tensordot
@@ -71,9 +45,9 @@ _TABLE: tuple[tuple[Batched, str, str], ...] = (
         mkldnn_linear_backward_weights
         """,
     ),
-    (_never, "mkldnn", "_linear_pointwise"),
-    (_never, "mkl", "_mkl_linear"),
-    (_never, "onednn", "qlinear_pointwise linear_dynamic_fp16"),
+    (False, "mkldnn", "_linear_pointwise"),
+    (False, "mkl", "_mkl_linear"),
+    (False, "onednn", "qlinear_pointwise linear_dynamic_fp16"),
     (
         _first,
         "aten",
@@ -84,7 +58,7 @@ _TABLE: tuple[tuple[Batched, str, str], ...] = (
     ),
     (_second, "aten", "baddbmm"),
     (
-        _always,
+        True,
         "aten",
         """
         einsum matmul_backward linalg_vecdot convolution _convolution
@@ -108,24 +82,31 @@ _TABLE: tuple[tuple[Batched, str, str], ...] = (
         _transformer_encoder_layer_fwd scaled_dot_product_attention
         """,
     ),
-    (_always, "mkldnn", "_convolution_pointwise _convolution_transpose_pointwise"),
+    (True, "mkldnn", "_convolution_pointwise _convolution_transpose_pointwise"),
     (
-        _always,
+        True,
         "onednn",
         "qconv_pointwise qconv1d_pointwise qconv2d_pointwise qconv3d_pointwise",
     ),
-    (_always, "higher_order", "flex_attention flex_attention_backward"),
+    (True, "higher_order", "flex_attention flex_attention_backward"),
 )
 _DOTS = {f"{ns}.{base}": how for how, ns, bases in _TABLE for base in bases.split()}
 _PREFIX = "aten._scaled_dot_product_"
 
 
 def _batched(func: Any) -> Batched | None:
-    """Return a test of whether a dot has batch dimensions, or None if not a dot."""
+    """Return how to tell whether a dot has batch dimensions, or None if not a dot."""
     called = family(func)
     if called.startswith(_PREFIX):  # each version of torch adds some
-        return _always
-    return _DOTS.get(called) or _DOTS.get(called.removesuffix("_"))
+        return True
+    found = _DOTS.get(called)
+    return _DOTS.get(called.removesuffix("_")) if found is None else found
+
+
+def _has_batch(how: Batched, op: Op) -> bool:
+    if isinstance(how, bool):
+        return how
+    return all(len(v.shape) > 2 and prod(v.shape[:-2]) > 1 for v in op.inputs[how])
 
 
 def register_dot(operator: Any, *, batched: bool = False) -> None:
@@ -156,11 +137,12 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
         >>> dots_saveable(Op(torch.ops.remat_doctest.gemm.default))
         <Decision.SAVE: 3>
     """
-    want = _always if batched else _never
     checked(operator, "register_dot")
-    # `setdefault` is atomic, so threads that register need no lock.
-    have = _batched(operator) or _DOTS.setdefault(family(operator), want)
-    if {have, want} == {_always, _never}:
+    have = _batched(operator)
+    if have is None:
+        # It is atomic, so threads that register need no lock.
+        have = _DOTS.setdefault(family(operator), batched)
+    if have is (not batched):
         raise ValueError(
             f"remat: register_dot: torch.ops.{family(operator)} is a dot already, and "
             f"batched={not batched}; got batched={batched}. Pass the same value in "
@@ -179,8 +161,8 @@ class Dots(Policy):
 
     def decide(self, op: Op) -> bool:
         """Say whether the operation is such a dot."""
-        batched = _batched(op.func)
-        return batched is not None and (self.batched or not batched(op))
+        how = _batched(op.func)
+        return how is not None and (self.batched or not _has_batch(how, op))
 
     def __repr__(self) -> str:
         return f"dots_{'' if self.batched else 'with_no_batch_dims_'}saveable"
@@ -245,7 +227,7 @@ _OTHERS = {"wait_tensor", "_wrap_tensor_autograd", "isend", "send", "barrier"}
 
 @dataclass(frozen=True)
 class Collectives(Policy):
-    """Saves what collectives return, which are the operators of some namespaces."""
+    """Saves what the operators of some namespaces return."""
 
     spaces: frozenset[str]
 

@@ -1,8 +1,6 @@
 """What a policy is, how policies combine, and what `as_policy` accepts as a policy.
 
-`_partial` asks a policy about each operation of a recorded forward: may its result be
-kept for the backward, and where? The decisions are ordered from far to near, and
-policies combine as their decisions do:
+Decisions are ordered from far to near, and policies combine as their decisions do:
 
     p | q   kept if either keeps it, in the nearer of the two places
     p & q   kept if both keep it, in the farther of the two places
@@ -15,12 +13,9 @@ everything. `~~p` is p, except that it saves what p offloads.
 
 Invariant: a policy is a value. It compares by its structure and hashes. It pickles if
 its functions do, and prints as the expression that makes it.
-Rejected: the offload destination as an attribute of the policy. Nested calls run under
-`inner | outer`, and the two may offload to different places.
 Rejected: closures. They neither compare nor print, so a cache could not see that two
-are the same.
-Rejected: a `~p` that offloads what p offloads. Then `~~p == p` for all p. But `q & ~p`,
-"q without p", would keep what p keeps.
+are the same. And a `~p` that offloads what p offloads. Then `~~p == p` for all p. But
+`q & ~p`, "q without p", would keep what p keeps.
 """
 
 import weakref
@@ -172,11 +167,9 @@ class Always(Policy):
         return self.decision
 
     def __repr__(self) -> str:
-        constants = {
-            Decision.RECOMPUTE: "nothing_saveable",
-            Decision.SAVE: "everything_saveable",
-        }
-        return constants.get(self.decision, f"as_policy({self.decision})")
+        if self.decision.offloads:
+            return f"as_policy({self.decision})"
+        return "everything_saveable" if self.decision else "nothing_saveable"
 
 
 nothing_saveable = Always(Decision.RECOMPUTE)
@@ -205,16 +198,11 @@ Example:
 
 
 @dataclass(frozen=True)
-class Pair(Policy):
-    """Two policies, asked in this order."""
+class Union(Policy):
+    """Kept if either keeps it, in the nearer of the two places."""
 
     left: Policy
     right: Policy
-
-
-@dataclass(frozen=True, repr=False)
-class Union(Pair):
-    """Kept if either keeps it, in the nearer of the two places."""
 
     def decide(self, op: Op) -> Decision:
         """Return the nearer decision."""
@@ -230,9 +218,12 @@ class Union(Pair):
         return f"({self.left} | {self.right})"
 
 
-@dataclass(frozen=True, repr=False)
-class Intersection(Pair):
+@dataclass(frozen=True)
+class Intersection(Policy):
     """Kept if both keep it, in the farther of the two places."""
+
+    left: Policy
+    right: Policy
 
     def decide(self, op: Op) -> Decision:
         """Return the farther decision."""

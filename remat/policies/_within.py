@@ -1,16 +1,13 @@
 """`within`: a policy that keeps at most so many bytes, and recomputes the least work.
 
 Other policies decide about one operation at a time. A budget decides when a forward has
-ended, by its whole record: `remat._partial.budgeted` asks it what may be kept and what
-must be, and solves the rest. With p and q for other policies:
+ended, by its whole record (`remat._partial.budget`). With p for another policy:
 
     within(b) | p              what p keeps must be kept, and counts in b
     within(b) & p              only what p keeps may be kept
     within(b) - p              only what p does not keep may be kept
     within(a) | within(b)      the larger budget
     within(a) & within(b)      the smaller budget
-
-So `|` and `&` are as of other policies: what either side keeps, and what both keep.
 
 Invariant: a budget is data. Every expression has one form, `(within(b) & may) | must`,
 so that equal expressions compare equal.
@@ -47,17 +44,11 @@ _TIME_LIMIT = 10.0
 
 @dataclass(frozen=True, order=True)
 class Budget:
-    """How much is kept, and how that is decided.
-
-    Attributes:
-        nbytes: the bytes.
-        costs: what operations cost: "roofline" or "measured".
-        time_limit: the seconds that the solver is given.
-    """
+    """How much is kept, and how that is decided."""
 
     nbytes: int
     costs: Costs = "roofline"
-    time_limit: float = _TIME_LIMIT
+    time_limit: float = _TIME_LIMIT  # seconds that the solver is given
 
     def __repr__(self) -> str:
         costs = "" if self.costs == "roofline" else f", costs={self.costs!r}"
@@ -68,17 +59,11 @@ class Budget:
 
 @dataclass(frozen=True, repr=False)
 class Within(Policy):
-    """Keeps what recomputes the least work, of what fits a budget.
-
-    Attributes:
-        budget: how much is kept.
-        must: what has to be kept.
-        may: what can be kept besides that.
-    """
+    """Keeps what recomputes the least work, of what fits a budget."""
 
     budget: Budget
-    must: Policy
-    may: Policy
+    must: Policy  # what has to be kept
+    may: Policy  # what can be kept besides that
 
     has_budget = True
 
@@ -93,11 +78,6 @@ class Within(Policy):
         if self.is_data:
             return self
         return Within, self.budget, self.must.cache_key, self.may.cache_key
-
-    @property
-    def allowed(self) -> Policy:
-        """What it keeps where there is room."""
-        return _either(self.may, self.must)
 
     @override
     def __or__(self, other: object) -> Policy:
@@ -118,7 +98,8 @@ class Within(Policy):
         if not isinstance(other, Within):
             return Within(self.budget, _both(self.must, other), _both(self.may, other))
         budget, must = min(self.budget, other.budget), _both(self.must, other.must)
-        return Within(budget, must, _both(self.allowed, other.allowed))
+        ours, theirs = _either(self.may, self.must), _either(other.may, other.must)
+        return Within(budget, must, _both(ours, theirs))
 
     @override
     def __rand__(self, other: object) -> Policy:
@@ -131,11 +112,7 @@ class Within(Policy):
 
     @override
     def but_offload(self, which: object = None, *, to: str = "pinned_host") -> NoReturn:
-        """Refuse: which results a budget keeps depends on the whole program.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse: which results a budget keeps depends on the whole program."""
         raise TypeError(_NO_OFFLOAD.format(policy=self))
 
     def __repr__(self) -> str:

@@ -10,9 +10,10 @@ from hypothesis import given, settings, strategies as st
 from support.records import collective, in_place, pure, record, records, view
 
 from remat._base.op import Op, Value
-from remat._partial.budgeted import spend, storage_bytes
+from remat._partial.budget import spend
 from remat._partial.cost import work
 from remat._partial.plan import plan
+from remat._partial.values import storage_bytes
 from remat.policies import Decision
 from remat.policies._within import Budget
 

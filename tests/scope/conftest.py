@@ -11,4 +11,4 @@ from remat._torch import suspend_hooks
 def _no_values_before() -> None:
     suspend_hooks()
     here().block_pack = None
-    api._THREADS.blocks = api._Blocks()
+    api._BLOCKS = api._Blocks()
