@@ -1,16 +1,15 @@
 """What holds the peak of a step, the largest first, and what to do about it.
 
-`step` finds the holders, and `reports` shows them.
-
 Invariant: each byte that is alive at the peak is in one holder. Advice reads the
 holders and how the step was built, and no tensors.
 Rejected: one holder for each value. A model has thousands, made by a few lines.
 Rejected: advice for each holder. The largest one hides what the others cost.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from remat._base.source import short
 from remat._report import render as _render
@@ -163,23 +162,14 @@ class Peak:
         yield f"what to do: {self.advice}"
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    """How a step was built.
+class Built(NamedTuple):
+    """How a step was built."""
 
-    Attributes:
-        calls: how many rematerialized calls it made, without those within others.
-        nested: how many calls were within others.
-        covered: the share of its forward operations that ran in calls.
-        again: the labels of calls of which a backward is differentiated.
-        differentiates: whether any backward is (`create_graph=True`).
-    """
-
-    calls: int
-    nested: int
-    covered: float
-    again: tuple[str, ...] = ()
-    differentiates: bool = False
+    calls: int  # rematerialized ones, without those within others
+    nested: int  # those within others
+    covered: float  # the share of its forward operations that ran in calls
+    again: tuple[str, ...]  # the labels of calls of which a backward is differentiated
+    differentiates: bool  # whether any backward is (`create_graph=True`)
 
 
 def advice_on(holders: Sequence[Holder], built: Built) -> str:
@@ -188,12 +178,13 @@ def advice_on(holders: Sequence[Holder], built: Built) -> str:
         return "nothing is alive: there is nothing to save."
     main = holders[0]
     values = [v for v in main.values if v.dtype is not None]
-    text = _text(main, values, built)
-    most = str(values[0]) if values else "memory of operations"
-    first = _first(values) if values else "memory of operations"
-    calls = ", ".join(built.again)
-    shown = {"most": most, "first": first, "calls": calls}
-    return text.format(name=main.name, share=main.share, **shown)
+    return _text(main, values, built).format(
+        name=main.name,
+        share=main.share,
+        most=str(values[0]) if values else "memory of operations",
+        first=_first(values) if values else "memory of operations",
+        calls=", ".join(built.again),
+    )
 
 
 def _text(main: Holder, values: Sequence[HeldValues], built: Built) -> str:
@@ -228,10 +219,7 @@ def _each(values: HeldValues) -> int:
 
 
 def _elements(values: HeldValues) -> int:
-    count = 1
-    for size in values.shape:
-        count *= size
-    return count
+    return math.prod(values.shape)
 
 
 def _first(values: Sequence[HeldValues]) -> str:

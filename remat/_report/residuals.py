@@ -1,20 +1,18 @@
 """`saved_residuals`: what a function keeps alive between its forward and its backward.
 
-Called by users. The function runs once under a mode that notes where each storage comes
-from (a `Ledger`). Then the report reads what the nodes of the graph saved, and drops
-the graph: the graph held every storage that loses a reference.
+The function runs once under a mode that notes where each storage comes from (a
+`Ledger`). Then the report reads what the nodes of the graph saved, and drops the graph:
+the graph held every storage that loses a reference.
 
 Invariant: a storage is listed once, with all its bytes, if and only if the graph of the
 outputs holds it. The report changes no tensor and moves no random stream.
 Rejected: saved-tensor hooks. They do not see what a Function keeps on its ctx, and
 torch.func refuses to run under them.
-Rejected: a trace of the function, as in JAX. It would report the trace and not the run.
 """
 
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +44,7 @@ from remat._report.inputs import (
     counts,
     origin_text,
     tensors_in,
+    undone,
 )
 from remat._report.labels import (
     call_of,
@@ -124,19 +123,18 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
     """
     instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
     refuse_transforms("saved_residuals", instead)
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        inputs = Inputs(fn, args, kwargs)
-        stack.enter_context(inputs.restored())
-        ledger = Ledger(stack)
+    with undone(fn, args, kwargs) as (inputs, ledger):
         for i, tensor in enumerate(inputs.tensors):
             ledger.know(tensor, *inputs.described(i))
-        with one_by_one("saved_residuals", args):
-            roots, start = _run(fn, inputs, ledger)
+        first = torch.zeros((), requires_grad=True).view(())
+        with one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
+            result = fn(*inputs.args, **inputs.kwargs)
         torch.clear_autocast_cache()
+        outs = [t.grad_fn for t in tensors_reached(result) if t.requires_grad]
+        roots = [*filter(None, dict.fromkeys(outs))]
+        del result, outs
         notes = _Notes(ledger)
-        notes.ask(roots, start)
+        notes.ask(roots, sequence_number(first.grad_fn))
         return notes.residuals(roots, inputs)
 
 
@@ -171,27 +169,10 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
 
 def _total(what: str, found: Sequence[SavedResidual]) -> str:
     plural = "" if len(found) == 1 else "s"
-    size, away = (sum(r.nbytes for r in rs) for rs in (found, _offloaded(found)))
+    size = sum(r.nbytes for r in found)
+    away = sum(r.nbytes for r in found if r.place)
     line = f"{what}: {size:,} bytes in {len(found)} residual{plural}"
     return f"{line}, {away:,} of them offloaded" if away else line
-
-
-def _offloaded(found: Iterable[SavedResidual]) -> list[SavedResidual]:
-    return [r for r in found if r.place]
-
-
-# --- The run ---
-
-
-def _run(fn: Fn, inputs: Inputs, ledger: Ledger) -> tuple[list[Any], int]:
-    """Run; return the roots of the graph, and the number of its first node."""
-    torch.clear_autocast_cache()  # casts in it may be of another graph
-    first = torch.zeros((), requires_grad=True).view(())
-    with told_of_names(ledger), ledger:
-        result = fn(*inputs.args, **inputs.kwargs)
-    outs = [t for t in tensors_reached(result) if t.requires_grad]
-    roots = [node for node in dict.fromkeys(t.grad_fn for t in outs) if node]
-    return roots, sequence_number(first.grad_fn)
 
 
 # --- The graph ---
@@ -236,7 +217,11 @@ class _Notes:
             leaves = recomputation.kept(leaves)
         saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
         if recomputation is not None:
-            self._note_residuals(saved[len(leaves) :], recomputation, reader)
+            policies = _saved_by_policy(recomputation)
+            for value, (op, decision) in zip(
+                saved[len(leaves) :], policies, strict=True
+            ):
+                self._note_saved(tensors_in(value), op, decision, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in evaluation.updated:
                 name = call.call.snapshot.name_of(i)
@@ -282,14 +267,6 @@ class _Notes:
                     entry.rank, entry.source = MADE, op.source
                 if is_new or _would_move(t, decision):
                     entry.place = _PLACES.get(decision, "")
-
-    def _note_residuals(
-        self, residuals: Sequence[Any], recomputation: SavedInNode, reader: str
-    ) -> None:
-        """Note the residuals of a call under torch.func."""
-        saved = zip(residuals, _saved_by_policy(recomputation), strict=True)
-        for value, (op, decision) in saved:
-            self._note_saved(tensors_in(value), op, decision, reader)
 
     def _note_state(self, stream: Any, state: Any, reader: str) -> None:
         """Note the state of a stream, which a recompute sets back."""

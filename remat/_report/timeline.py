@@ -116,11 +116,10 @@ class _Row(NamedTuple):
 
     def then(self, change: int, now: int) -> "_Row":
         """Return the row with one more allocation or free."""
+        made, freed = max(change, 0), max(-change, 0)
+        count = self.allocations + (change > 0)
         return _Row(
-            self.allocations + (change > 0),
-            self.allocated + max(change, 0),
-            self.freed + max(-change, 0),
-            max(self.peak, now),
+            count, self.allocated + made, self.freed + freed, max(self.peak, now)
         )
 
 
@@ -164,17 +163,11 @@ def memory_timeline(
 
 
 class MemoryChange(NamedTuple):
-    """One allocation or free.
+    """One allocation or free."""
 
-    Attributes:
-        nbytes: how many bytes; negative for a free.
-        place: the device and the address of the memory.
-        running: the names of what was running on the thread, the outermost first.
-    """
-
-    nbytes: int
-    place: Any
-    running: tuple[str, ...]
+    nbytes: int  # negative for a free
+    place: Any  # the device and the address of the memory
+    running: tuple[str, ...]  # what was running on the thread, the outermost first
 
 
 def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
