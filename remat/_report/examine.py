@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._base import pytree
 from remat._base.absent import Absent
 from remat._base.context import here
 from remat._base.labels import name_in
@@ -36,7 +35,7 @@ from remat._partial.plan import Fate, Record
 from remat._partial.planned_call import is_droppable
 from remat._partial.recorder import Recorder, SeenOperation
 from remat._partial.values import Storages
-from remat._report.inputs import is_parameter, undone
+from remat._report.inputs import is_parameter, tensors_in, undone
 from remat._report.labels import reader_of, stream_name
 from remat._torch import base_tensor, current_task
 from remat._transform.lowering import Lowering
@@ -304,7 +303,7 @@ class _Examining(Saved):
 
     def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
         """Return what was found."""
-        outs = [t for t in pytree.flatten(result)[0] if isinstance(t, Tensor)]
+        outs = tensors_in(result)
         noting = self._noting
         alive = {handle.position for handle in self.alive()}
         gone = {*range(len(self.handles))} - alive

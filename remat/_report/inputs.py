@@ -264,8 +264,6 @@ class Inputs:
         if search.found.is_lazy:
             raise CaptureError(_LAZY)
         self.tensors = search.found.tensors
-        devices = map(stream_of, device_generators())
-        self._streams = [*self._snapshot.streams, *filter(None, devices)]
         leaves, treedef = pytree.flatten((args, kwargs))
         stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
         self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]
@@ -293,18 +291,28 @@ class Inputs:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Leave streams and gradients as they are now."""
-        streams = [*global_streams().streams, *self._streams]
-        states = [stream.read() for stream in streams]
         grads = [t.grad if t.is_leaf else None for t in self.tensors]
         try:
-            yield
+            with streams_kept(self._snapshot.streams):
+                yield
         finally:
-            for stream, state in zip(streams, states, strict=True):
-                if stream.read() != state:
-                    stream.write(state)
             for t, grad in zip(self.tensors, grads, strict=True):
                 if t.is_leaf and t.grad is not grad:
                     t.grad = grad
+
+
+@contextmanager
+def streams_kept(others: Iterable[Any] = ()) -> Iterator[None]:
+    """Leave the random streams of the process, and others, as they are now."""
+    devices = filter(None, map(stream_of, device_generators()))
+    streams = [*global_streams().streams, *devices, *others]
+    states = [stream.read() for stream in streams]
+    try:
+        yield
+    finally:
+        for stream, state in zip(streams, states, strict=True):
+            if stream.read() != state:
+                stream.write(state)
 
 
 def _named(fn: Any) -> Any:

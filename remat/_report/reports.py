@@ -1,10 +1,7 @@
 """The reports that `explain` and `compare` return: numbers that print as tables.
 
-`explain` and `compare` make them, and `render` shows them.
-
 Invariant: reports hold neither tensors nor the user's function, so they pickle and
 compare.
-Rejected: a report that is only text. A program that chooses a policy needs the numbers.
 """
 
 from collections import Counter
@@ -231,9 +228,9 @@ class Explanation(_render.Shown):
     @override
     def _table(self) -> _render.Table:
         if self._is_of_nothing:
-            notes = (*(f"advice: {line}" for line in self.advice),)
+            notes = tuple(f"advice: {line}" for line in self.advice)
             title = f"remat of {self._name}: {self.reason}"
-            return _render.Table(title, (), (), (), notes)
+            return _render.Table(title, notes=notes)
         rows = [*map(_input_row, self.inputs)]
         rows += [_op_row(op) for op in self.ops if not op.is_view]
         parameters = [leaf for leaf in self.inputs if leaf.is_parameter]
@@ -260,8 +257,8 @@ class Explanation(_render.Shown):
             return f"<Explanation of {self._name}: {self.reason}>"
         fates = Counter(op.fate for op in self.ops if not op.is_view)
         counts = ", ".join(f"{n} {fate}" for fate, n in fates.items())
-        operations = f"{fates.total()} operations ({counts})"
-        operations = operations if counts else "no operations"
+        total = f"{fates.total()} operations ({counts})"
+        operations = total if counts else "no operations"
         sizes = f"{self.saved_bytes:,} bytes saved, {self.plain_bytes:,} plain"
         return f"<Explanation of {self._name}: {operations}; {sizes}>"
 
@@ -405,7 +402,6 @@ class Comparison(_render.Shown):
             title=f"policies for {self.label}",
             columns=("policy", *map("#{}".format, _COSTS)),
             rows=tuple(cells),
-            kinds=("",) * len(cells),
             notes=(self.no_front,) if self.no_front else (),
         )
 

@@ -27,6 +27,7 @@ from remat._base.types import Fn
 from remat._graph.graph import (
     foreign_tensors_at,
     handles_at,
+    nodes_of,
     tensors_at,
     tensors_reached,
 )
@@ -53,12 +54,7 @@ from remat._report.labels import (
     refuse_transforms,
     stream_name,
 )
-from remat._torch import (
-    AccumulateGrad,
-    saved_by,
-    sequence_number,
-    storage_id,
-)
+from remat._torch import saved_by, sequence_number, storage_id
 from remat._transform.function import Primal
 from remat.policies import Decision
 
@@ -130,11 +126,12 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
         with one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
             result = fn(*inputs.args, **inputs.kwargs)
         torch.clear_autocast_cache()
-        outs = [t.grad_fn for t in tensors_reached(result) if t.requires_grad]
-        roots = [*filter(None, dict.fromkeys(outs))]
-        del result, outs
+        outs = [t for t in tensors_reached(result) if t.requires_grad]
+        del result
         notes = _Notes(ledger)
-        notes.ask(roots, sequence_number(first.grad_fn))
+        notes.ask(outs, sequence_number(first.grad_fn))
+        roots = [t.grad_fn for t in outs]
+        outs.clear()
         return notes.residuals(roots, inputs)
 
 
@@ -187,9 +184,11 @@ class _Notes:
         self._calls: set[int] = set()
         self._states: list[SavedResidual] = []
 
-    def ask(self, roots: Sequence[Any], start: int) -> None:
+    def ask(self, outs: Sequence[Tensor], start: int) -> None:
         """Note for each node since `start` what it saved."""
-        for node in sorted(_nodes(roots, start), key=sequence_number):
+        every = (node for node, _ in nodes_of(outs))
+        nodes = [node for node in every if sequence_number(node) >= start]
+        for node in sorted(nodes, key=sequence_number):
             reader, call = reader_of(node), call_of(getattr(node, "program", None))
             if call is not None:
                 self._note_call(node, call, reader)
@@ -308,22 +307,6 @@ class _Notes:
 
 def _alive(entries: Iterable[StorageNote]) -> list[int]:
     return [address for address, count in counts(entries).items() if count]
-
-
-def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
-    """Return the nodes of a graph that are not older than `start`."""
-    todo, seen = [*roots], set(roots)
-    while todo:
-        here = todo.pop()
-        # The graph of a saved tensor is another one if it was changed in place.
-        saved = [t.grad_fn for t in tensors_in(saved_by(here)) if t.requires_grad]
-        for node in (*(node for node, _ in here.next_functions), *saved):
-            if node is None or node in seen or type(node) is AccumulateGrad:
-                continue
-            if sequence_number(node) >= start:
-                seen.add(node)
-                todo.append(node)
-    return seen
 
 
 def _saved_by_call(node: Any, count: int) -> list[Any]:

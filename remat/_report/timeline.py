@@ -1,11 +1,9 @@
 """`memory_timeline`: the bytes that are alive during a call, operation by operation.
 
-Called by users and by `testing`. The profiler reports each allocation and each free, on
-the CPU too, and the operations that were running then.
+The profiler reports each allocation and each free, on the CPU too, and the operations
+that were running then.
 
 Invariant: bytes are exact, and the function runs once, as it is.
-Rejected: ``tracemalloc``, which does not see tensors, and ``resource.getrusage``, which
-sees only whole pages and their peak.
 Rejected: a dispatch mode. It sees what operations return, but not their workspaces, and
 not when memory is freed.
 """
@@ -101,7 +99,6 @@ class MemoryTimeline(_render.Shown):
             rows=tuple(
                 (op or "Python", *(f"{n:,}" for n in row)) for op, row in rows.items()
             ),
-            kinds=("",) * len(rows),
             notes=(f"peak: {self.peak:,} bytes; at the end: {last:,}",),
         )
 
@@ -175,7 +172,7 @@ def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
     # Kineto writes two lines to stderr at each start. It reads this at its first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     profiler = profile(profile_memory=True)
-    with _without_collections():
+    with without_collections():
         with profiler:
             result = fn()
         del result  # freed after the profiler stopped, so it still counts as alive
@@ -187,7 +184,7 @@ def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Collect cyclic garbage now, and not inside the block."""
     gc.collect()
     enabled = gc.isenabled()

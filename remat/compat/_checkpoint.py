@@ -289,12 +289,12 @@ def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
             raise ValueError(_DEBUG)
         first, second = _Operations(), _Operations()
         describe = functools.partial(_described, first, second)
-        fn = _under(Opaque(_Contexts(first, second)), fn)
+        fn = _under(first, second, fn)
     elif has_contexts:
         first, second = asked.context_fn()
         policy = policy_of(first)
         if policy is None:
-            fn = _under(Opaque(_Contexts(first, second)), fn)
+            fn = _under(first, second, fn)
     early = asked.early_stop if early_stop is None else early_stop
     return fn, Options(
         policy=policy,
@@ -314,27 +314,15 @@ _DEBUG = (
 # --- Under a user's contexts ---
 
 
-class _Contexts:
-    """The contexts of one call. Its first run is the forward."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        self._next, self._second = first, second
-
-    def take(self) -> tuple[Any, bool]:
-        """Return the context for the next run, and whether that is the forward."""
-        context, second = self._next, self._second
-        self._next = second
-        return context, context is not second
-
-
-def _under(contexts: Opaque, fn: Fn) -> Fn:
-    """Return a function that runs under the contexts of a call."""
+def _under(first: Any, second: Any, fn: Fn) -> Fn:
+    """Return a function that runs under one context first, then under another."""
+    runs = Opaque(enumerate(itertools.chain((first,), itertools.repeat(second))))
 
     def under(*args: Any, **kwargs: Any) -> Any:
-        context, is_forward = contexts.value.take()
+        number, context = next(runs.value)
         with context:
             return fn(*args, **kwargs)
-        if is_forward:
+        if number == 0:
             raise RematError(_SUPPRESSED)
         return None
 
