@@ -150,9 +150,6 @@ class Meter(Observer):
     def freed(self, number: int) -> None:
         """Be told that a storage was freed."""
 
-    def _is_counted(self, tensor: Tensor) -> bool:
-        return has_storage(tensor) and storage_id(tensor) in self._numbers
-
     # --- Operations ---
 
     @override
@@ -234,9 +231,14 @@ class Meter(Observer):
     def _work(
         self, func: Any, args: Any, kwargs: Any, result: Any, *, in_backward: bool
     ) -> tuple[float, int]:
+        """Return the seconds of an operation at nominal rates, and its FLOPs."""
         if not self._costs or is_view_op(func):
             return 0.0, 0
-        spent, count = work_of(func, args, kwargs, result)
+        arguments = Arguments(args, kwargs)
+        results = Results(result, arguments)
+        op = Op(func, *arguments.described, tuple(results.values))
+        step = Step(op, result=results.form)
+        spent, count = seconds(step), flops(step)
         window = self._current
         if window is not None:
             window.flops += count
@@ -251,7 +253,7 @@ class Meter(Observer):
         for tensor in tensors_of(args):
             if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
                 continue
-            if not self._is_counted(tensor):
+            if not (has_storage(tensor) and storage_id(tensor) in self._numbers):
                 what = f"{name_of(func)} reads {describe(tensor)}"
                 raise CaptureError(_REAL.format(what=what))
 
@@ -277,15 +279,6 @@ def has_storage(tensor: Tensor) -> bool:
     if type(tensor) is Absent or tensor.layout is not torch.strided:
         return False
     return not tensor.is_nested
-
-
-def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
-    """Return the seconds of an operation at nominal rates, and its FLOPs."""
-    arguments = Arguments(args, kwargs)
-    results = Results(result, arguments)
-    op = Op(func, *arguments.described, tuple(results.values))
-    step = Step(op, result=results.form)
-    return seconds(step), flops(step)
 
 
 def name_of(func: Any) -> str:

@@ -92,8 +92,7 @@ class _Planning:
             record.flops,
             None if applied is None else applied.followed,
             (around or found).followed,
-            tuple(_segments(found, self._blocks)),
-            tuple(_recomputed(found, self._blocks)),
+            *_segments(found, self._blocks),
             self._device.type,
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
@@ -229,35 +228,26 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
     return Course(tuple(names), tuple(saves))
 
 
-def _segments(found: _Found, blocks: tuple[str, ...]) -> Iterator[FitSegment]:
-    """Yield what is done with each block, in the order of the forward."""
+def _segments(
+    found: _Found, blocks: tuple[str, ...]
+) -> tuple[tuple[FitSegment, ...], tuple[str, ...]]:
+    """Return what is done with each block, and in which blocks something runs again."""
     walker, record = found.walker, found.walker.record
     needed, runs = walker.closure(walker.storages(found.chosen))
     kept = walker.storages(found.chosen) & needed
     rows: dict[str, list[int]] = {}
+    again: set[str] = set()
     for i, op in enumerate(record.operations[: record.turn]):
-        name = _segment_of(op.module, blocks)
+        # The block that the operation is in, or else the outermost module.
+        around = (name for name in blocks if f"{op.module}.".startswith(f"{name}."))
+        name = next(around, op.module.partition(".")[0] or "outside")
         row = rows.setdefault(name, [0, 0, 0])
         row[0] += 1
         for n in op.makes:
             is_kept = n in kept if n in walker.makers else record.dies[n] > record.turn
             row[1] += record.sizes[n] if is_kept else 0
-        row[2] += op.flops if i in runs else 0
-    for name, row in rows.items():
-        yield FitSegment(name, *row)
-
-
-def _recomputed(found: _Found, blocks: tuple[str, ...]) -> Iterator[str]:
-    """Yield the blocks in which something runs again."""
-    walker = found.walker
-    runs = walker.closure(walker.storages(found.chosen))[1]
-    modules = {walker.record.operations[i].module for i in runs}
-    for name in blocks:
-        if any(f"{module}.".startswith(f"{name}.") for module in modules):
-            yield name
-
-
-def _segment_of(module: str, blocks: tuple[str, ...]) -> str:
-    """Return the block that a module is in, or the module itself."""
-    around = (name for name in blocks if f"{module}.".startswith(f"{name}."))
-    return next(around, module.partition(".")[0] or "outside")
+        if i in runs:
+            row[2] += op.flops
+            again.add(name)
+    segments = tuple(FitSegment(name, *row) for name, row in rows.items())
+    return segments, tuple(name for name in blocks if name in again)

@@ -12,7 +12,7 @@ torch.func refuses to run under them.
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,6 @@ from remat._graph.graph import (
 )
 from remat._graph.handles import Handle
 from remat._partial.names import told_of_names
-from remat._partial.stores import SavedInNode
 from remat._report.bitwise import has_values
 from remat._report.inputs import (
     CONSTANT,
@@ -216,10 +215,11 @@ class _Notes:
             leaves = recomputation.kept(leaves)
         saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
         if recomputation is not None:
-            policies = _saved_by_policy(recomputation)
-            for value, (op, decision) in zip(
-                saved[len(leaves) :], policies, strict=True
-            ):
+            plans = recomputation.plans
+            assert plans is not None
+            residuals = plans.full.plan.residuals
+            for value, (i, _) in zip(saved[len(leaves) :], residuals, strict=True):
+                op, decision = plans.record.steps[i].op, plans.decisions[i]
                 self._note_saved(tensors_in(value), op, decision, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in evaluation.updated:
@@ -313,14 +313,6 @@ def _saved_by_call(node: Any, count: int) -> list[Any]:
     """Return what each saved tensor became; an older torch gives all as one tuple."""
     saved = saved_by(node)
     return saved if len(saved) == count else [*saved[0]]
-
-
-def _saved_by_policy(recomputation: SavedInNode) -> Iterator[tuple[Op, Decision]]:
-    """Yield for each residual of a call what made it, and where it is saved."""
-    plans = recomputation.plans
-    assert plans is not None
-    for i, _ in plans.full.plan.residuals:
-        yield plans.record.steps[i].op, plans.decisions[i]
 
 
 def _would_move(tensor: Tensor, decision: Decision) -> bool:

@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -275,16 +276,6 @@ def _parts_in(tree: Any) -> list[Tensor]:
 # --- The peak ---
 
 
-class _Key(NamedTuple):
-    """What makes values alike."""
-
-    op: str
-    dtype: Any
-    shape: tuple[int, ...]
-    source: str
-    is_gradient: bool
-
-
 def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> Peak:
     theirs = [*_theirs(changes)]
     live = [*accumulate(change.nbytes for change in theirs)]
@@ -300,7 +291,7 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
         else:
             alive.pop(change.place, None)
     in_forward = bool(watch.ops) and watch.ops[last].node < 0
-    found: dict[tuple[Kind, str], dict[_Key, list[int]]]
+    found: dict[tuple[Kind, str], dict[HeldValues, list[int]]]
     found = defaultdict(lambda: defaultdict(list))
     for change, i in alive.values():
         kind, name, key = _sorted(watch, change, i, in_forward=in_forward)
@@ -311,8 +302,8 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
     holders: list[Holder] = []
     for (kind, name), values in found.items():
         held = [
-            HeldValues(*key[:4], len(sizes), sum(sizes), key.is_gradient)
-            for key, sizes in values.items()
+            replace(like, count=len(sizes), nbytes=sum(sizes))
+            for like, sizes in values.items()
         ]
         held.sort(key=lambda v: -v.nbytes)
         nbytes = sum(v.nbytes for v in held)
@@ -341,7 +332,7 @@ def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
             yield change
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[Kind, _Key, int]]:
+def _before(inputs: Inputs) -> Iterator[tuple[Kind, HeldValues, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
@@ -349,24 +340,24 @@ def _before(inputs: Inputs) -> Iterator[tuple[Kind, _Key, int]]:
         for part in parts(t):
             if storage_id(part) not in seen:
                 seen.add(storage_id(part))
-                key = _Key("", part.dtype, tuple(part.shape), "", False)
-                yield kind, key, part.untyped_storage().nbytes()
+                like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
+                yield kind, like, part.untyped_storage().nbytes()
 
 
 def _sorted(
     watch: StepWatch, change: MemoryChange, i: int, *, in_forward: bool
-) -> tuple[Kind, str, _Key]:
-    """Return what holds an allocation, and what it is."""
+) -> tuple[Kind, str, HeldValues]:
+    """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
-    meta = (None, ()) if made is None else (made.dtype, made.shape)
+    dtype, shape = (None, ()) if made is None else (made.dtype, made.shape)
     if i >= len(watch.ops):
-        return "residuals", "", _Key("", *meta, "", False)
+        return "residuals", "", HeldValues("", dtype, shape, "", 0, 0)
     op, storage = watch.ops[i], -1 if made is None else made.storage
     # The operation in whose forward or backward it ran; -1 if that is unknown.
     is_gradient = op.node >= 0 and not op.again
     origin = watch.origins.get(op.node, -1) if is_gradient else i
     maker = watch.ops[origin] if origin >= 0 else op
-    key = _Key(maker.name, *meta, maker.source, is_gradient)
+    key = HeldValues(maker.name, dtype, shape, maker.source, 0, 0, is_gradient)
     if storage in watch.gradients:
         return "gradients", "", key
     if op.again:

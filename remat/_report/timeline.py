@@ -87,10 +87,14 @@ class MemoryTimeline(_render.Shown):
 
     @override
     def _table(self) -> _render.Table:
-        rows: dict[str, _Row] = {}
+        rows: dict[str, list[int]] = {}
         before = 0
         for op, now in zip(self.ops, self.bytes, strict=True):
-            rows[op] = rows.get(op, _Row()).then(now - before, now)
+            row = rows.setdefault(op, [0, 0, 0, 0])
+            row[0] += now > before
+            row[1] += max(now - before, 0)
+            row[2] += max(before - now, 0)
+            row[3] = max(row[3], now)
             before = now
         last = self.bytes[-1] if self.bytes else 0
         return _render.Table(
@@ -100,23 +104,6 @@ class MemoryTimeline(_render.Shown):
                 (op or "Python", *(f"{n:,}" for n in row)) for op, row in rows.items()
             ),
             notes=(f"peak: {self.peak:,} bytes; at the end: {last:,}",),
-        )
-
-
-class _Row(NamedTuple):
-    """What one kind of operation did."""
-
-    allocations: int = 0
-    allocated: int = 0
-    freed: int = 0
-    peak: int = 0
-
-    def then(self, change: int, now: int) -> "_Row":
-        """Return the row with one more allocation or free."""
-        made, freed = max(change, 0), max(-change, 0)
-        count = self.allocations + (change > 0)
-        return _Row(
-            count, self.allocated + made, self.freed + freed, max(self.peak, now)
         )
 
 
