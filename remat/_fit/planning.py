@@ -27,7 +27,6 @@ from remat._fit.simulate import (
     TrainingStep,
     copied,
     is_there,
-    refuse_lazy,
     simulate,
     undisturbed,
 )
@@ -45,7 +44,6 @@ _LESS = 0.99  # of the work: what is less than that is worth another run
 
 def planned(step: TrainingStep, device: torch.device, budget: int) -> StepPlan:
     """Return a plan for a step, or raise a BudgetError."""
-    refuse_lazy(step)
     with undisturbed():
         return _Planning(step, device, budget).plan()
 

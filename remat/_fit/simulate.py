@@ -79,7 +79,8 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
 
     Its tensors are fake if `mode` is one of fake tensors, and real if it is none.
     """
-    refuse_lazy(step)
+    if any(map(is_lazy, _leaves(step))):
+        raise CaptureError(_LAZY)
 
     def copy_of(value: Any) -> Any:
         is_real = isinstance(mode, nullcontext)
@@ -88,7 +89,7 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     made = copy_of(step)
     for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
         if tensor.grad is not None:
-            twin.grad = copy_of(tensor.grad)
+            twin.grad = copy_of(tensor.grad.detach())
         elif step.accumulates and twin.requires_grad:
             with mode:
                 twin.grad = torch.zeros_like(twin)
@@ -98,12 +99,6 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
 def is_there(step: TrainingStep) -> bool:
     """Say whether the tensors of a step have values."""
     return not any(t.is_meta or is_fake(t) for t in _leaves(step))
-
-
-def refuse_lazy(step: TrainingStep) -> None:
-    """Refuse modules whose parameters a first call makes."""
-    if any(map(is_lazy, _leaves(step))):
-        raise CaptureError(_LAZY)
 
 
 def resident(step: TrainingStep) -> Iterator[Tensor]:
