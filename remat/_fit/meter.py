@@ -231,14 +231,9 @@ class Meter(Observer):
     def _work(
         self, func: Any, args: Any, kwargs: Any, result: Any, *, in_backward: bool
     ) -> tuple[float, int]:
-        """Return the seconds of an operation at nominal rates, and its FLOPs."""
         if not self._costs or is_view_op(func):
             return 0.0, 0
-        arguments = Arguments(args, kwargs)
-        results = Results(result, arguments)
-        op = Op(func, *arguments.described, tuple(results.values))
-        step = Step(op, result=results.form)
-        spent, count = seconds(step), flops(step)
+        spent, count = work_of(func, args, kwargs, result)
         window = self._current
         if window is not None:
             window.flops += count
@@ -279,6 +274,15 @@ def has_storage(tensor: Tensor) -> bool:
     if type(tensor) is Absent or tensor.layout is not torch.strided:
         return False
     return not tensor.is_nested
+
+
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
+    """Return the seconds of an operation at nominal rates, and its FLOPs."""
+    arguments = Arguments(args, kwargs)
+    results = Results(result, arguments)
+    op = Op(func, *arguments.described, tuple(results.values))
+    step = Step(op, result=results.form)
+    return seconds(step), flops(step)
 
 
 def name_of(func: Any) -> str:
