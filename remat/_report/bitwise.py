@@ -20,6 +20,7 @@ from remat._base.absent import inputs_of, tensors_of
 from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.source import user_line
+from remat._base.tensors import describe_meta
 from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
@@ -271,19 +272,16 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _difference(now: Tensor, then: Tensor) -> str:
     """Say how two tensors differ; "" if all bits are equal."""
-    if (now.dtype, now.shape) != (then.dtype, then.shape):
-        return f"is {_meta(now)}, where it was {_meta(then)}"
+    meta, before = (describe_meta(t.dtype, t.shape) for t in (now, then))
+    if meta != before:
+        return f"is {meta}, where it was {before}"
     with undisturbed():
         other = _bits_of(now).ne(_bits_of(then)).any(1)
         count = int(other.sum())
         if not count:
             return ""
         apart = _distance(now.reshape(-1)[other], then.reshape(-1)[other])
-    return f"({_meta(now)}) differs in {count} of {now.numel()} elements{apart}"
-
-
-def _meta(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+    return f"({meta}) differs in {count} of {now.numel()} elements{apart}"
 
 
 def _bits_of(tensor: Tensor) -> Tensor:

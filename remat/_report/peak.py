@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from remat._base.source import short
+from remat._base.tensors import describe_meta
 from remat._report import render as _render
 
 
@@ -214,9 +215,8 @@ def _first(values: Sequence[HeldValues]) -> str:
     """Describe the largest value by its maker in the forward, if that is known."""
     like = [v for v in values if _elements(v) == _elements(values[0])]
     first = min(like, key=lambda v: v.is_gradient)
-    dtype = str(first.dtype).removeprefix("torch.")
-    shape = ", ".join(map(str, first.shape))
-    return f"{dtype}[{shape}], made at {short(first.source)}"
+    what = describe_meta(first.dtype, first.shape)
+    return f"{what}, made at {short(first.source)}"
 
 
 _WHOLE = 0.8  # of the operations: then the call is the whole model

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from remat._base import pytree
+from remat._base.tensors import describe_meta
 from remat._report.inputs import tensors_in
 
 
@@ -223,9 +224,6 @@ def _close(
 def _describe(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return f"{type(leaf).__name__} {leaf!r}"
-    name = str(leaf.dtype).removeprefix("torch.")
+    meta = describe_meta(leaf.dtype, leaf.shape)
     layout = "" if leaf.layout == torch.strided else f" {leaf.layout}"
-    return (
-        f"{name}{list(leaf.shape)}{layout} on {leaf.device}, "
-        f"requires_grad={leaf.requires_grad}"
-    )
+    return f"{meta}{layout} on {leaf.device}, requires_grad={leaf.requires_grad}"
