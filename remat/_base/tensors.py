@@ -17,8 +17,12 @@ T = TypeVar("T")
 
 def describe(tensor: Tensor) -> str:
     """Write a tensor's dtype, shape and device."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} on {tensor.device}"
+    return f"{describe_meta(tensor.dtype, tensor.shape)} on {tensor.device}"
+
+
+def describe_meta(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Write a dtype and a shape: "float32[2, 3]"."""
+    return f"{str(dtype).removeprefix('torch.')}{[*shape]}"
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:

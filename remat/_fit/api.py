@@ -1,7 +1,7 @@
 """`fit`: what a step saves, so that it stays under a budget.
 
-Called by users. It makes data of the step (`simulate`), and has `planning` plan the
-whole step, or `blocks` the blocks of its model.
+It makes data of the step (`simulate`), and has `planning` plan the whole step, or
+`blocks` the blocks of its model.
 
 Invariant: the model, its gradients, its buffers and random streams stay as they are.
 Rejected: to apply the plan at once. It is made for models that do not exist yet.
@@ -97,7 +97,11 @@ def fit(
     refuse_transforms("fit", "the model")
     limit = bytes_in(budget, "fit")
     step = TrainingStep(fn, args, kwargs, loss, accumulates)
-    where = _device_of(step) if device is None else _available(torch.device(device))
+    # Where a step runs whose model is on the meta device.
+    devices = (t.device for t in resident(step) if not t.is_meta)
+    where = next(devices, torch.device("cpu"))
+    if device is not None:
+        where = _available(torch.device(device))
     if over not in (None, "step", "blocks"):
         raise ValueError(f'remat.fit: over is "step", "blocks" or None, got {over!r}')
     model = step.model()
@@ -131,9 +135,3 @@ _NO_DEVICE = (
     "without memory. Leave out device=, or pass device='cpu': storages are as large "
     "there, but attention and convolutions may take other kernels."
 )
-
-
-def _device_of(step: TrainingStep) -> torch.device:
-    """Return where a step runs whose model is on the meta device."""
-    devices = (t.device for t in resident(step) if not t.is_meta)
-    return next(devices, torch.device("cpu"))

@@ -8,13 +8,9 @@
        that stays under the budget. The numbers of step 1 are those of a block among
        others of its kind; a simulation knows.
 
-Called by `api`.
-
 Invariant: what is returned was simulated as a whole, as `FitPlan.apply` applies it, and
 stays under the budget. No uniform choice that does costs less.
 Rejected: to trust the sums. What one block saves, another may hold anyway.
-Rejected: options made of single operations. A policy prints, pickles, and fits a block
-of another size.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,11 +57,7 @@ _DOUBT = 1.1  # what sums may be off by
 def fitted(
     step: TrainingStep, device: torch.device, select: object, budget: int
 ) -> FitPlan:
-    """Return a plan for the blocks of the model of a step.
-
-    Raises:
-        BudgetError: nothing that was found stays under the budget.
-    """
+    """Return a plan for the blocks of the model of a step, or raise a BudgetError."""
     model = step.model()
     if model is None:
         raise ValueError(_NO_MODEL)
@@ -125,7 +117,7 @@ def _around(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:
     return [names for _, names in sorted(found.items())]
 
 
-# --- What was simulated ------------------------------------------------------------
+# --- What was simulated ---
 
 
 class _Candidate(NamedTuple):
@@ -136,12 +128,7 @@ class _Candidate(NamedTuple):
 
 
 class _Trials:
-    """Simulates assignments, each once.
-
-    Attributes:
-        blocks, around, budget: those.
-        options: by name, the policies of modules; None to save nothing.
-    """
+    """Simulates assignments, each once."""
 
     def __init__(
         self,
@@ -154,6 +141,7 @@ class _Trials:
         self._step, self._device = step, device
         self.blocks, self.around, self.budget = blocks, around, budget
         every = [*around, *blocks]
+        # By name, the policies of modules; None to save nothing.
         self.options: dict[str, dict[str, Policy | None]] = {
             NOTHING: dict.fromkeys(every)
         }
@@ -219,7 +207,7 @@ def _windows_of(found: Simulation, name: str) -> Sequence[Window]:
     return [w for w in step if w.name == name]
 
 
-# --- The search --------------------------------------------------------------------
+# --- The search ---
 
 
 def _search(

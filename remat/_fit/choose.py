@@ -1,7 +1,5 @@
 """Chooses what a step saves, so that its peak fits and least is recomputed.
 
-Called by `planning`.
-
     greedy     drop what frees most for its work, until the peak fits
     solved     a mixed-integer program, whose limits a walk corrects
     improved   save more, and exchange what is saved, while the peak fits
@@ -68,7 +66,7 @@ def least_of(walker: Walker, budget: int) -> Iterator[Chosen]:
     yield chosen
 
 
-# --- The program -------------------------------------------------------------------
+# --- The program ---
 
 
 def idle_at(
@@ -89,16 +87,13 @@ class SavingProgram:
     work of the program is a lower bound. The variables are whether an operation is
     saved, whether a storage is needed, whether an operation runs again, and whether one
     of several results that are saved is kept, as the backward needs it.
-
-    Attributes:
-        walker: over the record.
-        limits: the bytes that may be saved and idle at an operation.
-        bound: the least work that there may be, in microseconds, once it is solved.
     """
 
     def __init__(self, walker: Walker) -> None:
         self.walker = walker
+        # The bytes that may be saved and idle at an operation.
         self.limits: dict[int, float] = {}
+        # The least work that there may be, in microseconds, once it is solved.
         self.bound = 0.0
         several = [each for each in walker.choices.values() if len(each) > 1]
         runs = sorted({i for each in walker.makers.values() for i in each})
@@ -123,7 +118,7 @@ class SavingProgram:
             for i in makers:  # what is needed is saved, or made again
                 yield 0, [(self._again[i], 1.0), *saved, (self._needed[n], -1.0)]
         for i, again in self._again.items():
-            for n in walker.touched(i):
+            for n in walker.touched[i]:
                 yield 0, [(self._needed[n], 1.0), (again, -1.0)]
         for n, kept in self._kept.items():
             saved_at = self._saved[walker.record.born[n]]
@@ -147,7 +142,7 @@ class SavingProgram:
         lowest = [0] * self._count
         for n in walker.targets:
             lowest[self._needed[n]] = 1
-        whole = len(self._saved)
+        whole = len(self._saved)  # those columns come first
         found: Any = optimize.milp(
             costs,
             integrality=[1] * whole + [0] * (self._count - whole),
@@ -185,7 +180,7 @@ class SavingProgram:
 _UNIT = 1e4  # bytes, so that numbers are of one order
 
 
-# --- Without a solver --------------------------------------------------------------
+# --- Without a solver ---
 
 
 def greedy(walker: Walker, budget: int) -> Chosen | None:
@@ -211,7 +206,7 @@ def greedy(walker: Walker, budget: int) -> Chosen | None:
     return frozenset(chosen)
 
 
-# --- With a solver ---------------------------------------------------------------
+# --- With a solver ---
 
 
 def solved(walker: Walker, budget: int, rounds: int = 30) -> Chosen | None:
@@ -277,7 +272,7 @@ def _over(walked: Walked, budget: int) -> int:
     return sum(nbytes - budget for nbytes in walked.bytes if nbytes > budget)
 
 
-# --- Better ------------------------------------------------------------------------
+# --- Better ---
 
 
 def improved(walker: Walker, chosen: Chosen, budget: int) -> Chosen:

@@ -7,14 +7,10 @@ whole: then it saves its input alone, and its stages run again, under options of
 own, when its backward begins. That is rotor's recursion (Beaumont et al. 2019, and
 Rockmate for several options per stage), for the nests that a model has.
 
-Called by `blocks`. Numbers in, numbers out: nothing here knows of tensors.
-
 Invariant: sizes are rounded up, so a chain that fits in units fits in bytes. The table
 is for all amounts of memory at once.
-Rejected: a linear program. It knows nothing of nests, and needs a solver.
-Rejected: `remat.chain.schedules.rotor`. It recomputes any run of stages. In a model
-only a run that is a called module can be recomputed: a nest. And it plans for one
-budget, where the search needs what is best for each amount of memory.
+Rejected: `remat.chain.schedules.rotor`. It recomputes any run of stages, where in a
+model only a called module can be: a nest. And it plans for one budget.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,46 +20,28 @@ from typing import Any, NamedTuple, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one option of a stage costs.
+    """What one option of a stage costs."""
 
-    Attributes:
-        saves: the bytes that stay alive after its forward.
-        needs: the most bytes that are alive in it and in its backward, beside those
-            that were alive before.
-        work: the seconds that it costs.
-    """
-
-    saves: int
-    needs: int
-    work: float
+    saves: int  # the bytes that stay alive after its forward
+    needs: int  # the most in it and its backward, beside those alive before
+    work: float  # in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ChainStage:
-    """A stage of a chain, and its options.
+    """A stage of a chain, and its options."""
 
-    Attributes:
-        key: what tells its choice in the result; "" if there is none.
-        choices: by the name of the option.
-    """
-
-    key: str
-    choices: Mapping[str, Cost]
+    key: str  # what tells its choice in the result; "" if there is none
+    choices: Mapping[str, Cost]  # by the name of the option
 
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """A row of stages that may be recomputed as a whole.
+    """A row of stages that may be recomputed as a whole."""
 
-    Attributes:
-        key: what tells whether it is.
-        items: the stages.
-        whole: what it costs to do so, beside what its stages cost.
-    """
-
-    key: str
+    key: str  # what tells whether it is
     items: tuple["Item", ...]
-    whole: Cost
+    whole: Cost  # of doing so, beside what its stages cost
 
 
 Item: TypeAlias = ChainStage | Nest
@@ -71,17 +49,11 @@ WHOLE = "whole"
 
 
 class Assignment(NamedTuple):
-    """What is chosen if there is a certain amount of memory.
+    """What is chosen if there is a certain amount of memory."""
 
-    Attributes:
-        memory: the least bytes for which this is chosen.
-        work: what it costs.
-        picks: the option of each stage, and `WHOLE` for each nest that is recomputed.
-    """
-
-    memory: int
+    memory: int  # the least bytes for which this is chosen
     work: float
-    picks: Mapping[str, str]
+    picks: Mapping[str, str]  # of each stage, and `WHOLE` of a nest that is recomputed
 
 
 class _Cell(NamedTuple):
@@ -150,24 +122,19 @@ class _Solving:
         for m, rest in self._reachable(nest.whole, after):
             work = nest.whole.work + inside[m].work + rest.work
             if work < table[m].work:
-                picks = ((nest.key, WHOLE), _joined(inside[m].picks, rest.picks))
-                table[m] = _Cell(work, picks)
+                # The linked lists are joined, and not copied.
+                picks = inside[m].picks, rest.picks
+                picks = rest.picks if inside[m].picks is None else picks
+                table[m] = _Cell(work, ((nest.key, WHOLE), picks))
         return table
 
     def _reachable(self, choice: Cost, after: _Table) -> list[tuple[int, _Cell]]:
         """Return the amounts for which a choice fits, and what follows it then."""
-        saves, needs = self._rounded(choice.saves), self._rounded(choice.needs)
+        # Rounded up.
+        saves, needs = -(-choice.saves // self._unit), -(-choice.needs // self._unit)
         least, last = max(needs, saves, 0), self._units
         cells = ((m, after[min(m - saves, last)]) for m in range(least, last + 1))
         return [(m, cell) for m, cell in cells if cell is not _NO_WAY]
-
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._unit)
-
-
-def _joined(picks: Any, rest: Any) -> Any:
-    """Return picks followed by others; the linked lists are not copied."""
-    return rest if picks is None else (picks, rest)
 
 
 def _unlinked(picks: Any) -> list[tuple[str, str]]:

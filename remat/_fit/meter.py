@@ -1,14 +1,11 @@
 """Sees the operations of a step: counts the bytes that are alive, and work.
 
-Called by `simulate`, by `record`, which also notes each operation, and by `chain`. A
-step is cut into windows: one for each call of a block, and one for what lies between
+A step is cut into windows: one for each call of a block, and one for what lies between
 two calls. The backward of an operation belongs to the window in which the forward ran
 it.
 
 Invariant: bytes are counted by storage, from the operation that makes one until its
 last reference is gone, as an allocator counts them. Nothing is allocated.
-Rejected: a formula for what autograd, remat and the user's code hold at each moment.
-Running them tells.
 """
 
 import bisect
@@ -47,27 +44,18 @@ from remat._torch import (
 
 @dataclass(slots=True)
 class Window:
-    """A part of the forward, and the backward of its operations.
+    """A part of the forward, and the backward of its operations."""
 
-    Attributes:
-        name: of the block that is called; "" between two calls.
-        first: the number of the first node that it makes.
-        entered: the bytes alive when it begins.
-        left: the bytes alive when it ends.
-        highest: the most bytes alive in it, and in its backward.
-        seconds: of its operations at nominal rates, in the forward.
-        again: the same of its backward, with what is recomputed.
-        flops: of both.
-    """
-
-    name: str
-    first: int
+    name: str  # of the block that is called; "" between two calls
+    first: int  # the number of the first node that it makes
+    # The bytes alive when it begins, when it ends, and at most, also in its backward.
     entered: int
     left: int
     highest: int
+    # At nominal rates: of its forward; of its backward, with what is recomputed.
     seconds: float = 0.0
     again: float = 0.0
-    flops: int = 0
+    flops: int = 0  # of both
 
     @property
     def work(self) -> float:
@@ -86,40 +74,24 @@ class Window:
 
 
 class Measured(NamedTuple):
-    """What was measured of an operation.
+    """What was measured of an operation."""
 
-    Attributes:
-        reads: the storages of its arguments, if a meter asks for them.
-        makes: those that it made.
-        seconds: at nominal rates.
-        flops: its floating-point operations.
-        inside: the bytes that it holds while it runs, beside what it reads and makes.
-    """
-
-    reads: Sequence[int]
-    makes: Sequence[int]
+    reads: Sequence[int]  # the storages of its arguments, if a meter asks for them
+    makes: Sequence[int]  # those that it made
     seconds: float
     flops: int
-    inside: int
+    inside: int  # the bytes that it holds while it runs, beside what it reads and makes
 
 
 class Meter(Observer):
-    """Counts bytes and work.
-
-    Attributes:
-        sizes: the bytes of each storage, by number, in the order of their making.
-        live: the bytes alive now.
-        peak: the most bytes alive so far.
-        peak_at: where that was: "in mm in the backward of layers.3".
-        windows: those that have begun, in order.
-    """
+    """Counts bytes and work."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # of storages, in the order in which they were made
         self.live = self.peak = 0
-        self.peak_at = ""
-        self.windows: list[Window] = []
+        self.peak_at = ""  # "in mm in the backward of layers.3"
+        self.windows: list[Window] = []  # those that have begun
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._current: Window | None = None
         # What an accumulation of gradients replaced, and the bytes alive beside it.
@@ -127,7 +99,7 @@ class Meter(Observer):
         self._costs = False
 
     def begin(self, *, costs: bool) -> None:
-        """Start to measure a step: forget the windows and the peak before."""
+        """Forget the windows and the peak before."""
         self.settle()
         self._costs = costs
         self.peak = self.live
@@ -178,9 +150,6 @@ class Meter(Observer):
     def freed(self, number: int) -> None:
         """Be told that a storage was freed."""
 
-    def _is_counted(self, tensor: Tensor) -> bool:
-        return has_storage(tensor) and storage_id(tensor) in self._numbers
-
     # --- Operations ---
 
     @override
@@ -225,9 +194,9 @@ class Meter(Observer):
         """Be told of an operation that has run."""
 
     def settle(self) -> None:
-        """Note the bytes after an accumulation of gradients.
+        """Note the bytes after an accumulation, if it was the last operation.
 
-        The sum counts once if what was replaced is freed at once.
+        The sum of gradients counts once if what was replaced is freed at once.
         """
         if self._replaced is not None:
             key, live, name = self._replaced
@@ -279,7 +248,7 @@ class Meter(Observer):
         for tensor in tensors_of(args):
             if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
                 continue
-            if not self._is_counted(tensor):
+            if not (has_storage(tensor) and storage_id(tensor) in self._numbers):
                 what = f"{name_of(func)} reads {describe(tensor)}"
                 raise CaptureError(_REAL.format(what=what))
 
@@ -322,15 +291,13 @@ def name_of(func: Any) -> str:
 
 
 def may_accumulate(func: Any, args: Any, result: Any) -> bool:
-    """Say whether gradients may be added, in place where no mode sees it.
-
-    The engine adds two gradients of a tensor. A derivative of `t[indices]` adds to
-    zeros that it has made.
-    """
+    """Say whether gradients may be added, in place where no mode sees it."""
     if torch.is_grad_enabled():
         return False
+    # A derivative of `t[indices]` adds to zeros that it has made.
     if func is torch.ops.aten.index_put.default:
         return not args[0]._is_view()
+    # The engine adds two gradients of a tensor.
     if func is not torch.ops.aten.add.Tensor:
         return False
     a, b = args[0], args[1]
@@ -342,11 +309,6 @@ def may_accumulate(func: Any, args: Any, result: Any) -> bool:
 
 
 def allocated(nbytes: int, device: torch.device) -> int:
-    """Return the bytes that an allocator takes for a storage.
-
-    Example:
-        >>> [allocated(12, torch.device(kind)) for kind in ("cpu", "cuda")]
-        [12, 512]
-    """
+    """Return the bytes that an allocator takes for a storage."""
     block = 512 if device.type == "cuda" else 1
     return -(-nbytes // block) * block

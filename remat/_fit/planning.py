@@ -1,7 +1,5 @@
 """Plans a whole step: records it, chooses what it saves, and runs it once to be sure.
 
-Called by `api`.
-
     1. The step is recorded on a copy, on fake tensors; on real ones if the model asks
        for values.
     2. `choose` finds which results are saved, once for a scope around the forward, and
@@ -14,9 +12,9 @@ Rejected: to trust the walk. A user's code may hold what no operation made.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,9 +26,7 @@ from remat._fit.record import ASKED, StepRecord, record
 from remat._fit.simulate import (
     TrainingStep,
     copied,
-    copied_for_real,
     is_there,
-    refuse_lazy,
     simulate,
     undisturbed,
 )
@@ -47,12 +43,7 @@ _LESS = 0.99  # of the work: what is less than that is worth another run
 
 
 def planned(step: TrainingStep, device: torch.device, budget: int) -> StepPlan:
-    """Return a plan for a step.
-
-    Raises:
-        BudgetError: no plan stays under the budget.
-    """
-    refuse_lazy(step)
+    """Return a plan for a step, or raise a BudgetError."""
     with undisturbed():
         return _Planning(step, device, budget).plan()
 
@@ -66,13 +57,7 @@ class _Found(NamedTuple):
 
 
 class _Planning:
-    """What is known while a plan is made.
-
-    Attributes:
-        record: of the step.
-        other: of the step with the model in evaluation mode if it trains, or the other
-            way round; None if that runs the same operations.
-    """
+    """What is known while a plan is made."""
 
     def __init__(self, step: TrainingStep, device: torch.device, budget: int) -> None:
         self._step, self._device, self._budget = step, device, budget
@@ -83,6 +68,8 @@ class _Planning:
         found, self._is_real = _recorded(step, device)
         assert found is not None
         self.record = found
+        # With the model in evaluation mode if it trains, or the other way round; None
+        # if that runs the same operations.
         self.other = self._record_of_other_mode()
         self._courses_of_other: dict[bool, Course] = {}
         self._least: list[Followed] = []
@@ -90,8 +77,8 @@ class _Planning:
     def plan(self) -> StepPlan:
         """Return the plan."""
         record, whole = self.record, (0, self.record.turn)
-        applied = None if record.forward is None else self._found(record.forward)
-        around = applied if record.forward == whole else self._better(applied)
+        applied = None if record.called is None else self._found(record.called)
+        around = applied if record.called == whole else self._better(applied)
         found = applied or around
         if found is None:
             raise self._too_small()
@@ -103,8 +90,7 @@ class _Planning:
             record.flops,
             None if applied is None else applied.followed,
             (around or found).followed,
-            tuple(_segments(found, self._blocks)),
-            tuple(_recomputed(found, self._blocks)),
+            *_segments(found, self._blocks),
             self._device.type,
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
@@ -158,14 +144,11 @@ class _Planning:
             follow(model, self.label, courses, (), "")
             return step
 
-        device, blocks = self._device, self._blocks
-        done = simulate(
-            self._step, device, change, blocks, is_real=self._is_real, times=1
-        )
+        step = self._step, self._device, change, self._blocks
+        done = simulate(*step, is_real=self._is_real, times=1)
         again, seconds = done.flops - self.record.flops, walker.seconds(chosen)
-        return _Found(
-            Followed(done.peak, done.peak_at, again, seconds, courses), chosen, walker
-        )
+        followed = Followed(done.peak, done.peak_at, again, seconds, courses)
+        return _Found(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
         return _course(walker, chosen), *self._other_course(walker)
@@ -173,19 +156,12 @@ class _Planning:
     # --- The other mode ---
 
     def _record_of_other_mode(self) -> StepRecord | None:
-        model = self._step.model()
-        if model is None:
+        if self._step.model() is None:
             return None
-        is_training = model.training
-
-        def change(made: TrainingStep) -> None:
-            twin = made.model()
-            assert twin is not None
-            twin.train(not is_training)
-
         try:
             known = [op.name for op in self.record.operations[: self.record.turn]]
-            return _recorded(self._step, self._device, change, known)[0]
+            step = self._step, self._device
+            return _recorded(*step, known, in_other_mode=True)[0]
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
 
@@ -194,7 +170,7 @@ class _Planning:
             return
         is_around = walker.span == (0, self.record.turn)
         if is_around not in self._courses_of_other:
-            other = Walker(self.other, None if is_around else self.other.forward)
+            other = Walker(self.other, None if is_around else self.other.called)
             chosen = chosen_for(other, self._budget)
             chosen = lowest(other) if chosen is None else chosen
             self._courses_of_other[is_around] = _course(other, chosen)
@@ -205,39 +181,37 @@ class _Planning:
     def _too_small(self) -> BudgetError:
         least = min(self._least, key=lambda each: each.peak)
         where = least.peak, least.peak_at, self.record.resident, self._plain_peak()
-        message = too_small(self.label, self._budget, *where)
-        return BudgetError(message, least.peak)
+        return BudgetError(too_small(self.label, self._budget, *where), least.peak)
 
     def _plain_peak(self) -> int:
         return Walker(self.record, (0, 0))(()).peak
 
 
-def _leave(step: TrainingStep) -> None:
-    del step
-
-
 def _recorded(
     step: TrainingStep,
     device: torch.device,
-    change: Callable[[TrainingStep], None] = _leave,
     unless: Sequence[str] | None = None,
+    *,
+    in_other_mode: bool = False,
 ) -> tuple[StepRecord | None, bool]:
     """Return the record of a step, and whether it was made with real tensors."""
-    mode = fake_mode()
-    try:
+
+    def recorded(mode: Any) -> StepRecord | None:
         made = copied(step, mode, device)
-        change(made)
-        return record(made, mode, unless=unless), False
+        model = made.model()
+        if in_other_mode and model is not None:
+            model.train(not model.training)
+        return record(made, mode, unless=unless)
+
+    try:
+        return recorded(fake_mode()), False
     except RuntimeError as error:
         # Some fake kernels raise one for what the real kernel computes.
         is_refused = isinstance(error, RematError)
         is_refused = is_refused and not isinstance(error, MissingValueError)
         if is_refused or not is_there(step):
             raise
-    made = copied_for_real(step)
-    change(made)
-    mode = contextlib.nullcontext()
-    return record(made, mode, unless=unless), True
+    return recorded(contextlib.nullcontext()), True
 
 
 def _course(walker: Walker, chosen: Chosen) -> Course:
@@ -252,35 +226,26 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
     return Course(tuple(names), tuple(saves))
 
 
-def _segments(found: _Found, blocks: tuple[str, ...]) -> Iterator[FitSegment]:
-    """Yield what is done with each block, in the order of the forward."""
+def _segments(
+    found: _Found, blocks: tuple[str, ...]
+) -> tuple[tuple[FitSegment, ...], tuple[str, ...]]:
+    """Return what is done with each block, and in which blocks something runs again."""
     walker, record = found.walker, found.walker.record
     needed, runs = walker.closure(walker.storages(found.chosen))
     kept = walker.storages(found.chosen) & needed
     rows: dict[str, list[int]] = {}
+    again: set[str] = set()
     for i, op in enumerate(record.operations[: record.turn]):
-        name = _segment_of(op.module, blocks)
+        # The block that the operation is in, or else the outermost module.
+        around = (name for name in blocks if f"{op.module}.".startswith(f"{name}."))
+        name = next(around, op.module.partition(".")[0] or "outside")
         row = rows.setdefault(name, [0, 0, 0])
         row[0] += 1
         for n in op.makes:
             is_kept = n in kept if n in walker.makers else record.dies[n] > record.turn
             row[1] += record.sizes[n] if is_kept else 0
-        row[2] += op.flops if i in runs else 0
-    for name, row in rows.items():
-        yield FitSegment(name, *row)
-
-
-def _recomputed(found: _Found, blocks: tuple[str, ...]) -> Iterator[str]:
-    """Yield the blocks in which something runs again."""
-    walker = found.walker
-    runs = walker.closure(walker.storages(found.chosen))[1]
-    modules = {walker.record.operations[i].module for i in runs}
-    for name in blocks:
-        if any(f"{module}.".startswith(f"{name}.") for module in modules):
-            yield name
-
-
-def _segment_of(module: str, blocks: tuple[str, ...]) -> str:
-    """Return the block that a module is in, or the module itself."""
-    around = (name for name in blocks if f"{module}.".startswith(f"{name}."))
-    return next(around, module.partition(".")[0] or "outside")
+        if i in runs:
+            row[2] += op.flops
+            again.add(name)
+    segments = tuple(FitSegment(name, *row) for name, row in rows.items())
+    return segments, tuple(name for name in blocks if name in again)

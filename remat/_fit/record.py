@@ -1,8 +1,7 @@
 """A record of one training step: its operations, and the storages that they read.
 
-Called by `planning`. The step runs on a copy, on fake tensors: once forward with
-nothing saved, which tells when Python lets go of each value, and once as it is, which
-tells when autograd does.
+The step runs on a copy, on fake tensors: once forward with nothing saved, which tells
+when Python lets go of each value, and once as it is, which tells when autograd does.
 
 Invariant: a result is optional here exactly if `remat.scope` asks its policy about it.
 The same code tells: `Positions` is the recording of a scope that saves everything.
@@ -38,30 +37,20 @@ from remat._torch import current_task, hooks_here, is_of_checkpoint, is_view_op
 
 @dataclass(frozen=True, slots=True)
 class StepOp:
-    """One operation of a step that computes something.
+    """One operation of a step that computes something."""
 
-    Attributes:
-        name: of the overload.
-        module: in whose forward it ran; "" in the backward, and outside of all.
-        reads: the storages of its arguments.
-        makes: the storages of its results that did not exist.
-        writes: those that it changed in place.
-        seconds: the time that it takes at nominal rates.
-        flops: its floating-point operations.
-        inside: the bytes that it holds while it runs, beside what it reads and makes;
-            less than zero where the engine adds in place what a mode sees added.
-        fate: what a scope does with what it makes.
-    """
-
-    name: str
-    module: str
+    name: str  # of the overload
+    module: str  # in whose call it ran; "" in the backward, and outside of all
+    # Storages: of its arguments; of new results; those that it changed in place.
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     writes: tuple[int, ...]
-    seconds: float
+    seconds: float  # the time that it takes at nominal rates
     flops: int
+    # The bytes that it holds while it runs, beside what it reads and makes; less than
+    # zero where the engine adds in place what a mode sees added.
     inside: int
-    fate: str
+    fate: str  # what a scope does with what it makes
 
 
 # What a scope does with a result: it asks its policy, recomputes or stores it.
@@ -70,29 +59,22 @@ ASKED, AGAIN, STORED = "asked", "again", "stored"
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step: operations and storages, both by number.
-
-    Attributes:
-        operations: in the order in which they ran.
-        forward: the first operation of the model's forward, and the one after its last;
-            without a model, those of the function. None if the step calls the model
-            several times, or not at all.
-        turn: how many of them are of the forward, with the loss.
-        sizes: the bytes of each storage.
-        born: the operation that made it; -1 for what was there before.
-        left: the operation before which the forward lets go of it, if nothing saves it.
-        dies: the operation before which it is freed in a step without remat.
-        resident: the bytes that were there before.
-    """
+    """A step: operations and storages, both by number."""
 
     operations: tuple[StepOp, ...]
-    forward: tuple[int, int] | None
-    turn: int
+    # The first operation of the model's call, and the one after its last; without a
+    # model, those of the function. None if the step calls the model several times, or
+    # not at all.
+    called: tuple[int, int] | None
+    turn: int  # how many operations are of the forward, with the loss
+    # Of each storage: its bytes; the operation that made it, or -1; that before which
+    # the forward lets go of it, if nothing saves it; that before which a step without
+    # remat frees it.
     sizes: tuple[int, ...]
     born: tuple[int, ...]
     left: tuple[int, ...]
     dies: tuple[int, ...]
-    resident: int
+    resident: int  # the bytes that were there before
 
     @property
     def flops(self) -> int:
@@ -101,12 +83,9 @@ class StepRecord:
 
 
 def record(
-    step: TrainingStep,
-    mode: Any,
-    *,
-    unless: Sequence[str] | None = None,
+    step: TrainingStep, mode: Any, *, unless: Sequence[str] | None = None
 ) -> StepRecord | None:
-    """Run a step twice, and return what it did."""
+    """Run a step twice; return what it did, or None if it has some known operations."""
     grads = gradients_of(step)
     alone, whole = StepRecorder(costs=False), StepRecorder(costs=True)
     with mode:
@@ -120,8 +99,12 @@ def record(
             return None
         put_back(grads)
         with whole.watching(step) as watched:
-            with whole.asking():
+            positions = Positions(whole)
+            positions.begin()
+            try:
                 result, outs = watched.to_loss()
+            finally:
+                positions.end()
             whole.turn = len(whole.operations)
             backward(outs)
             whole.end()
@@ -136,18 +119,13 @@ def _let_go(tensor: Any) -> Any:
 
 
 class StepRecorder(Meter):
-    """Notes the operations of a step, and when storages are made and freed.
-
-    Attributes:
-        operations: those that were seen.
-        turn: how many there were before the backward.
-    """
+    """Notes the operations of a step, and when storages are made and freed."""
 
     def __init__(self, *, costs: bool) -> None:
         super().__init__()
         self._costs = costs
         self.operations: list[StepOp] = []
-        self.turn = 0
+        self.turn = 0  # how many there were before the backward
         self._ends: list[tuple[int, int]] = []
         self._dies: dict[int, int] = {}
         self._modules: list[tuple[str, int]] = []
@@ -176,16 +154,6 @@ class StepRecorder(Meter):
         model = step.model()
         if model is None or getattr(step.fn, "__self__", None) is model:
             self._ends = [(0, len(self.operations))]
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Note what a scope around the body would ask its policy about."""
-        positions = Positions(self)
-        positions.begin()
-        try:
-            yield
-        finally:
-            positions.end()
 
     def _hook(self, name: str, module: nn.Module) -> Sequence[Any]:
         """Note in which module operations run, and which those of the model are."""
@@ -228,10 +196,6 @@ class StepRecorder(Meter):
             )
         )
         self._sum = found.reads[0] if found.reads else -1
-
-    def note_fate(self, fate: str) -> None:
-        """Note what a scope does with what the last operation made."""
-        self.operations[-1] = replace(self.operations[-1], fate=fate)
 
     @override
     def added_in_place(self) -> None:
@@ -280,7 +244,7 @@ _RECOMPUTED = (
 
 
 class Positions(Recording):
-    """The recording of a scope whose policy saves everything."""
+    """A scope that saves everything: notes what one would ask its policy about."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__(ValueTable())
@@ -297,5 +261,6 @@ class Positions(Recording):
         asks: bool,
     ) -> None:
         if new:
-            asks = asks and bool(operation.operands)
-            self._recorder.note_fate(ASKED if asks else AGAIN)
+            operations = self._recorder.operations
+            fate = ASKED if asks and operation.operands else AGAIN
+            operations[-1] = replace(operations[-1], fate=fate)

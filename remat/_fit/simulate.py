@@ -1,19 +1,15 @@
 """A training step as data, and what a copy of it does: its peak and its work.
 
-Called by `planning` for a plan, and by `blocks` for each choice. The copy is changed as
-that says. Where calls have policies it runs twice: the first call of a policy records
-what the function does, and may hold more than the calls after it.
+The copy is changed as a plan says. Where calls have policies it runs twice: the first
+call of a policy records what the function does, and may hold more than those after it.
 
 Invariant: a step is a function of what is passed. Nothing of the user's is touched, no
 memory is allocated, no number is drawn.
-Rejected: to take the step apart by its closure. A model that a function refers to would
-have to be replaced in there.
 Rejected: a formula for the peak. Whatever autograd, remat and a model do with memory is
 done here as it is done in training.
 """
 
 import copy
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,36 +20,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from remat._ambient.streams import global_streams, stream_of
 from remat._base import pytree
 from remat._base.context import is_recomputing
 from remat._base.errors import CaptureError
 from remat._fit.meter import Meter, Window
 from remat._partial.cache import CACHES
 from remat._partial.names import told_of_names
+from remat._report.inputs import streams_kept, tensors_in
 from remat._report.labels import one_by_one
-from remat._torch import copied_as_fake, device_generators, fake_mode, is_fake
+from remat._report.timeline import without_collections
+from remat._torch import copied_as_fake, fake_mode, is_fake
 
 
 class TrainingStep(NamedTuple):
-    """A step: its forward and its loss.
+    """A step: its forward and its loss."""
 
-    Attributes:
-        fn: a model, or a function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        loss: a function of its result; None for the default.
-        accumulates: whether all parameters have gradients before it.
-        around: makes a context in which forward and loss run.
-        around_forward: makes one in which the forward runs.
-    """
-
-    fn: Any
+    fn: Any  # a model, or a function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    loss: Callable[[Any], Any] | None
-    accumulates: bool = False
-    around: Callable[[], Any] = nullcontext
+    loss: Callable[[Any], Any] | None  # of the result; None for the default
+    accumulates: bool = False  # whether all parameters have gradients before it
+    around: Callable[[], Any] = nullcontext  # for forward and loss
     around_forward: Callable[[], Any] = nullcontext
 
     def model(self) -> nn.Module | None:
@@ -69,20 +56,17 @@ class TrainingStep(NamedTuple):
         with self.around():
             with self.around_forward(), one_by_one("fit", self.args):
                 result = self.fn(*self.args, **self.kwargs)
-            return result, losses(result, self.loss)
+            return result, self._losses(result)
 
-
-def losses(result: Any, loss: Callable[[Any], Any] | None) -> list[Tensor]:
-    """Return what a step differentiates."""
-    if loss is not None:
-        result = loss(result)
-    elif isinstance(getattr(result, "loss", None), Tensor):
-        result = result.loss
-    found = [t for t in pytree.flatten(result)[0] if isinstance(t, Tensor)]
-    found = [t for t in found if t.requires_grad]
-    if not found:
-        raise ValueError(_NO_GRAD)
-    return found
+    def _losses(self, result: Any) -> list[Tensor]:
+        if self.loss is not None:
+            result = self.loss(result)
+        elif isinstance(getattr(result, "loss", None), Tensor):
+            result = result.loss
+        found = [t for t in tensors_in(result) if t.requires_grad]
+        if not found:
+            raise ValueError(_NO_GRAD)
+        return found
 
 
 def backward(outs: list[Tensor]) -> None:
@@ -91,38 +75,30 @@ def backward(outs: list[Tensor]) -> None:
 
 
 def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
-    """Return a copy of a step whose tensors are fake, with the gradients there are."""
-    refuse_lazy(step)
-    made = copied_as_fake(step, mode, device)
+    """Return a copy of a step, with the gradients there are.
+
+    Its tensors are fake if `mode` is one of fake tensors, and real if it is none.
+    """
+    if any(map(is_lazy, _leaves(step))):
+        raise CaptureError(_LAZY)
+
+    def copy_of(value: Any) -> Any:
+        is_real = isinstance(mode, nullcontext)
+        return copy.deepcopy(value) if is_real else copied_as_fake(value, mode, device)
+
+    made = copy_of(step)
     for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
         if tensor.grad is not None:
-            twin.grad = copied_as_fake(tensor.grad, mode, device)
+            twin.grad = copy_of(tensor.grad.detach())
         elif step.accumulates and twin.requires_grad:
             with mode:
-                twin.grad = torch.empty_like(twin)
-    return made
-
-
-def copied_for_real(step: TrainingStep) -> TrainingStep:
-    """Return a copy of a step whose tensors are real, with the gradients there are."""
-    made = copy.deepcopy(step)
-    for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
-        if tensor.grad is not None:
-            twin.grad = tensor.grad.clone()
-        elif step.accumulates and twin.requires_grad:
-            twin.grad = torch.zeros_like(twin)
+                twin.grad = torch.zeros_like(twin)
     return made
 
 
 def is_there(step: TrainingStep) -> bool:
     """Say whether the tensors of a step have values."""
     return not any(t.is_meta or is_fake(t) for t in _leaves(step))
-
-
-def refuse_lazy(step: TrainingStep) -> None:
-    """Refuse modules whose parameters a first call makes."""
-    if any(map(is_lazy, _leaves(step))):
-        raise CaptureError(_LAZY)
 
 
 def resident(step: TrainingStep) -> Iterator[Tensor]:
@@ -156,7 +132,7 @@ def _leaves(step: TrainingStep) -> list[Tensor]:
     return found
 
 
-# --- What a copy of it does --------------------------------------------------------
+# --- What a copy of it does ---
 
 
 Nests = list[tuple[str, int, int]]
@@ -164,56 +140,31 @@ Nests = list[tuple[str, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a step does.
-
-    Attributes:
-        peak: the most bytes alive at any one time.
-        resident: the bytes that are there before.
-        seconds: the time of its operations, at nominal rates.
-        flops: their floating-point operations.
-        peak_at: where the peak is: "in mm in the backward of layers.3".
-        steps: the windows of each run.
-        nests: modules around several windows, as (name, first, end).
-        names: given to values by `checkpoint_name`.
-    """
+    """What a step does."""
 
     peak: int
-    resident: int
-    seconds: float
+    resident: int  # the bytes that are there before
+    seconds: float  # the time of its operations, at nominal rates
     flops: int
-    peak_at: str
-    steps: tuple[tuple[Window, ...], ...]
-    nests: Nests
-    names: frozenset[str]
+    peak_at: str  # "in mm in the backward of layers.3"
+    steps: tuple[tuple[Window, ...], ...]  # the windows of each run
+    nests: Nests  # modules around several windows, as (name, first, end)
+    names: frozenset[str]  # given to values by `checkpoint_name`
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave random streams as they are, and collect no garbage in the block.
-
-    Steps are simulated in here.
-    """
-    devices = [s for s in map(stream_of, device_generators()) if s is not None]
-    streams = [*global_streams().streams, *devices]
-    states = [stream.read() for stream in streams]
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            warnings.catch_warnings(),
-        ):
-            # Of a choice that nobody made, and of the user's code in each run.
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if enabled:
-            gc.enable()
-        for stream, state in zip(streams, states, strict=True):
-            if stream.read() != state:
-                stream.write(state)
+    """Leave random streams as they are, and collect no garbage in the block."""
+    with (
+        streams_kept(),
+        without_collections(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
+        # Of a choice that nobody made, and of the user's code in each run.
+        warnings.simplefilter("ignore")
+        yield
 
 
 def simulate(
@@ -230,7 +181,7 @@ def simulate(
     mode = nullcontext() if is_real else fake_mode()
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside(), ExitStack() as stack:
-        made = copied_for_real(step) if is_real else copied(step, mode, device)
+        made = copied(step, mode, device)
         grads = gradients_of(made)
         made = change(made)  # before the hooks of windows, which are to be outermost
         stack.enter_context(mode)
@@ -267,12 +218,7 @@ def simulate(
 
 
 class _Windows:
-    """Tells a meter when modules are called, outside of what is recomputed.
-
-    Attributes:
-        nests: the calls of modules around others, with their windows.
-        names: given to values.
-    """
+    """Tells a meter when modules are called, outside of what is recomputed."""
 
     def __init__(
         self,

@@ -37,15 +37,12 @@ class FitSegment:
 
     Example:
         >>> import torch
-        >>> from torch import nn
         >>> import remat
-        >>> def layer():
-        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(*[layer() for _ in range(4)])
-        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
-        >>> [segment.name for segment in plan.segments]
-        ['0', '1', '2', '3']
+        >>> model = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(4)])
+        >>> x = torch.ones(256, 8, requires_grad=True)
+        >>> plan = remat.fit(model, x, budget="50kB")
+        >>> [(segment.name, segment.saved) for segment in plan.segments]
+        [('0', 0), ('1', 8192), ('2', 8192), ('3', 8192)]
     """
 
     name: str
@@ -67,14 +64,11 @@ class Followed:
 
     Example:
         >>> import torch
-        >>> from torch import nn
         >>> import remat
-        >>> def layer():
-        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(*[layer() for _ in range(4)])
-        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
-        >>> plan.applied.peak == plan.around.peak <= 350_000
+        >>> model = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(4)])
+        >>> x = torch.ones(256, 8, requires_grad=True)
+        >>> plan = remat.fit(model, x, budget="50kB")
+        >>> plan.applied.peak == plan.around.peak <= 50_000
         True
     """
 
@@ -114,15 +108,12 @@ class StepPlan(_render.Shown):
 
     Example:
         >>> import torch
-        >>> from torch import nn
         >>> import remat
-        >>> def layer():
-        ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(*[layer() for _ in range(4)])
-        >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
+        >>> model = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(4)])
+        >>> x = torch.ones(256, 8, requires_grad=True)
+        >>> plan = remat.fit(model, x, budget="50kB")
         >>> plan.plain_peak, plan.peak <= plan.budget
-        (461984, True)
+        (57344, True)
     """
 
     label: str
@@ -186,13 +177,10 @@ class StepPlan(_render.Shown):
 
         Example:
             >>> import torch
-            >>> from torch import nn
             >>> import remat
-            >>> def layer():
-            ...     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
-            >>> model = nn.Sequential(*[layer() for _ in range(4)])
-            >>> plan = remat.fit(model, torch.ones(256, 8), budget="350kB")
-            >>> model is plan.apply(model)
+            >>> model = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(4)])
+            >>> x = torch.ones(256, 8, requires_grad=True)
+            >>> model is remat.fit(model, x, budget="50kB").apply(model)
             True
         """
         result = model

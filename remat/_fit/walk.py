@@ -1,7 +1,5 @@
 """Predicts the peak of a step for any set of saved storages: a walk over its record.
 
-Called by `choose`, thousands of times for one plan.
-
 What is not saved is recomputed just in time, operation by operation, and freed after
 its last use: that is how `remat.scope` runs a plan. What is saved lives as long as a
 graph, or a value that is computed from it, refers to it.
@@ -18,39 +16,18 @@ from remat._fit.record import AGAIN, ASKED, StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """What a walk found.
-
-    Attributes:
-        peak: the most bytes alive at any one time.
-        at: the operation at which it is.
-        bytes: the most bytes alive at each operation, with what is recomputed for it.
-        runs: the operations that run again.
-        needed: the storages that the backward needs.
-        seconds: of what runs again, at nominal rates.
-    """
+    """What a walk found."""
 
     peak: int
-    at: int
-    bytes: Sequence[int]
-    runs: frozenset[int]
-    needed: frozenset[int]
-    seconds: float
+    at: int  # the operation at which the peak is
+    bytes: Sequence[int]  # the most at each operation, with what is recomputed for it
+    runs: frozenset[int]  # the operations that run again
+    needed: frozenset[int]  # the storages that the backward needs
+    seconds: float  # of what runs again, at nominal rates
 
 
 class Walker:
-    """Walks over one record.
-
-    Attributes:
-        record, span: those.
-        targets: the storages that the backward reads and that may be recomputed.
-        choices: the operations whose results may be saved, and these storages. A policy
-            is asked once about all results of an operation.
-        makers: the operations that make or write each storage that may be recomputed.
-        base: the bytes at each operation if nothing were saved, and all that the
-            backward reads were there when it does.
-        idle: from when to when a step at least has no use for each storage, if it is
-            saved: from its last use in the forward to the first in the backward.
-    """
+    """Walks over one record, with a scope around a span of its operations."""
 
     def __init__(self, record: StepRecord, span: tuple[int, int] | None = None) -> None:
         self.record = record
@@ -65,17 +42,21 @@ class Walker:
             for n in op.makes
             if record.left[n] <= turn and n not in late
         }
+        # The operations that make or write each storage that may be recomputed.
         self.makers: dict[int, list[int]] = {n: [] for n in again}
         for i, op in enumerate(before):
             for n in (*op.makes, *op.writes):
                 if n in again:
                     self.makers[n].append(i)
+        # The operations whose results may be saved, and these storages. A policy is
+        # asked once about all results of an operation.
         self.choices: dict[int, list[int]] = {}
         for n in sorted(again):
             if before[record.born[n]].fate == ASKED and record.sizes[n]:
                 self.choices.setdefault(record.born[n], []).append(n)
+        # What the backward reads, and may be recomputed.
         self.targets = {n for n in again if record.dies[n] > turn}
-        self._touched = [
+        self.touched = [
             tuple(n for n in {*op.reads, *op.makes, *op.writes} if n in again)
             for op in before
         ]
@@ -83,7 +64,11 @@ class Walker:
         self._fixed = self._fixed_bytes(again)
         self._triggers = self._first_reads()
         first = {n: t for t, each in self._triggers.items() for n in each}
+        # From when to when a step has no use for each storage, if it is saved: from its
+        # last use in the forward to the first in the backward, at least.
         self.idle = {n: (record.left[n], t) for n, t in self._first_uses(first)}
+        # The bytes at each operation if nothing were saved, and all that the backward
+        # reads were there when it does.
         self.base = self._base_bytes(first)
 
     def _fixed_bytes(self, again: set[int]) -> list[int]:
@@ -112,12 +97,10 @@ class Walker:
         return found
 
     def _first_uses(self, first: dict[int, int]) -> Iterable[tuple[int, int]]:
-        """Yield when a storage is first used in a backward, by what is recomputed too.
-
-        What the backward does not read itself is used when something made of it is.
-        """
+        """Yield when a backward first uses a storage, by what is recomputed too."""
         used = {n: first.get(n, self._end) for n in self.makers}
-        for touched in reversed(self._touched):
+        # What the backward does not read itself is used when something made of it is.
+        for touched in reversed(self.touched):
             made = min((used[n] for n in touched), default=self._end)
             for n in touched:
                 if n not in self.targets:
@@ -128,13 +111,11 @@ class Walker:
         change = [0] * (self._end + 2)
         for n, t in first.items():
             change[t] += self.record.sizes[n]
-            change[min(max(self.record.dies[n], t + 1), self._end)] -= (
-                self.record.sizes[n]
-            )
-        pairs = zip(
-            self._fixed, self.record.operations, _summed(0, change), strict=False
-        )
-        return [fixed + op.inside + read for fixed, op, read in pairs]
+            dies = min(max(self.record.dies[n], t + 1), self._end)
+            change[dies] -= self.record.sizes[n]
+        read = _summed(0, change)
+        each = zip(self._fixed, self.record.operations, read, strict=False)
+        return [fixed + op.inside + read for fixed, op, read in each]
 
     def storages(self, chosen: Iterable[int]) -> set[int]:
         """Return the storages that are saved if a policy saves some operations."""
@@ -156,7 +137,7 @@ class Walker:
             for i in self.makers[n]:
                 if i not in runs:
                     runs.add(i)
-                    todo += self._touched[i]
+                    todo += self.touched[i]
         return needed, runs
 
     def seconds(self, chosen: Iterable[int]) -> float:
@@ -172,7 +153,7 @@ class Walker:
             for i in self.makers[todo.pop()]:
                 if i not in runs and i not in walked.runs:
                     runs.add(i)
-                    todo += [n for n in self._touched[i] if n not in saved]
+                    todo += [n for n in self.touched[i] if n not in saved]
         return sum(self.record.operations[i].seconds for i in runs)
 
     # --- The walk ---
@@ -213,18 +194,16 @@ class Walker:
     def _ends(
         self, needed: set[int], saved: set[int], runs: set[int]
     ) -> dict[int, int]:
-        """Return until when something refers to each storage.
-
-        An operation that may run again refers to what it reads, as long as a graph
-        refers to what it makes.
-        """
+        """Return until when something refers to each storage."""
         record = self.record
         ends = {n: record.dies[n] if n in self.targets else 0 for n in needed}
+        # An operation that may run again refers to what it reads, as long as a graph
+        # refers to what it makes.
         for i in sorted(runs, reverse=True):
             op = record.operations[i]
             made = [n for n in (*op.makes, *op.writes) if n in ends and n not in saved]
             last = max((ends[n] for n in made), default=0)
-            for n in self._touched[i]:
+            for n in self.touched[i]:
                 if n in ends:
                     ends[n] = max(ends[n], last)
         return ends
@@ -234,17 +213,9 @@ class Walker:
         first, last = self.idle[number]
         return first <= at < last
 
-    def touched(self, operation: int) -> tuple[int, ...]:
-        """Return the storages of an operation that may be recomputed."""
-        return self._touched[operation]
-
 
 class _Recomputing:
-    """What is recomputed in the backward of one walk.
-
-    Attributes:
-        live: the bytes of it that are alive.
-    """
+    """What is recomputed in the backward of one walk."""
 
     def __init__(self, walker: Walker, saved: set[int], runs: set[int]) -> None:
         self._walker, self._saved = walker, saved
@@ -253,10 +224,10 @@ class _Recomputing:
         self._done: set[int] = set()
         self._readers: dict[int, int] = {}
         for i in runs:
-            for n in walker.touched(i):
+            for n in walker.touched[i]:
                 self._readers[n] = self._readers.get(n, 0) + 1
         self._freed: dict[int, int] = {}
-        self.live = 0
+        self.live = 0  # the bytes of it that are alive
         self._now = 0
 
     def free_before(self, t: int) -> None:
@@ -276,7 +247,7 @@ class _Recomputing:
             i = todo[0]
             missing = [
                 m
-                for m in self._walker.touched(i)
+                for m in self._walker.touched[i]
                 if m != n and m not in self._alive and self._is_before(m, i)
             ]
             if missing:
@@ -306,7 +277,7 @@ class _Recomputing:
                 self.live += sizes[n]
         kept = sum(sizes[n] for n in op.makes if n in self._saved)
         highest = self.live + kept + op.inside
-        for n in self._walker.touched(i):
+        for n in self._walker.touched[i]:
             self._readers[n] -= 1
             if n in self._alive and not self._readers[n]:
                 self._free(n)

@@ -1,7 +1,7 @@
 """The bytes that operations hold while they run, besides what they return.
 
-Called by `meter`. On the CPU, convolutions copy what they read into the layout of
-oneDNN, and copy what they compute back; attention holds a tile of scores per thread.
+On the CPU, convolutions copy what they read into the layout of oneDNN, and copy what
+they compute back; attention holds a tile of scores per thread.
 
 Invariant: an operation that is not here is taken to hold nothing of its own. On an
 accelerator that is so for convolutions too: what cuDNN takes is not known before.
@@ -27,10 +27,7 @@ def held_inside(func: Any, args: Sequence[Any]) -> int:
 
 
 def copied_inside(func: Any, args: Sequence[Any]) -> int:
-    """Return the bytes of arguments that an operation makes dense before it runs.
-
-    A gradient is expanded where a sum was differentiated.
-    """
+    """Return the bytes of arguments that an operation makes dense before it runs."""
     packet = getattr(func, "overloadpacket", func)
     if packet not in _MAKE_DENSE:
         return 0
@@ -54,7 +51,7 @@ def _convolution(x: Tensor, w: Tensor, bias: Any, *rest: Any) -> int:
     y = _shape_of_result(x, w, rest)
     results = math.prod(y) * x.element_size()
     if not _is_copied(x):
-        return results + _reordered(w)
+        return results + _REORDERED * w.nbytes
     if _is_small(x, w, rest):
         return results + _columns(x, w, y)
     if _is_product(w, stride, padding, transposed):
@@ -65,15 +62,14 @@ def _convolution(x: Tensor, w: Tensor, bias: Any, *rest: Any) -> int:
 
 
 def _convolution_backward(
-    g: Tensor, x: Tensor, w: Tensor, bias: Any, *rest: Any
+    g: Tensor, x: Tensor, w: Tensor, _bias_sizes: Any, *rest: Any
 ) -> int:
-    del bias
     stride, padding, _, transposed, _, groups, (of_x, of_w, of_bias) = rest[:7]
     x_bytes, b_bytes = x.nbytes if of_x else 0, _bias(g.shape) if of_bias else 0
     of_weight = (w.nbytes if of_w else 0) + b_bytes
     if not _is_copied(x):
         is_summed = of_w and w.shape[1] == 1 and max(w.shape[2:]) > 3
-        of_weight += _SUMS * w.nbytes + b_bytes if is_summed else _reordered(w)
+        of_weight += _SUMS * w.nbytes + b_bytes if is_summed else _REORDERED * w.nbytes
         return x_bytes + of_weight + _is_other(g) * g.nbytes
     if _is_small(x, w, rest):
         return x_bytes + of_weight + (_columns(x, w, g.shape) if of_w else 0)
@@ -95,6 +91,7 @@ def _convolution_backward(
 
 # What oneDNN sums up apart, for large kernels of one channel: 256, and two copies.
 _SUMS = 257
+_REORDERED = 3  # copies of a weight for inputs that stay as they are
 
 
 def _shape_of_result(x: Tensor, w: Tensor, rest: Sequence[Any]) -> tuple[int, ...]:
@@ -119,17 +116,12 @@ def _is_copied(x: Tensor) -> bool:
 
 def _is_other(g: Tensor) -> bool:
     """Say whether a gradient has another layout than an input with channels last."""
-    return not (_is_last(g) or _is_expanded(g))
+    return not (_is_last(g) or _is_expanded(g))  # as of a sum
 
 
 def _is_last(x: Tensor) -> bool:
     last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
     return x.ndim in (4, 5) and x.is_contiguous(memory_format=last)
-
-
-def _reordered(w: Tensor) -> int:
-    """Return the bytes of the copies of a weight for inputs that stay as they are."""
-    return 3 * w.nbytes
 
 
 def _is_small(x: Tensor, w: Tensor, rest: Sequence[Any]) -> bool:
@@ -198,7 +190,7 @@ def _weight(w: Tensor) -> int:
     return out * _blocked(w, (1, *w.shape[1:]), 8 if w.shape[1] <= 8 else _BLOCK)
 
 
-# --- Others ------------------------------------------------------------------------
+# --- Others ---
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
@@ -232,11 +224,6 @@ def _product(a: Tensor, b: Tensor, *_: Any) -> int:
     return math.prod((*a.shape[:-1], b.shape[-1])) * a.element_size() + copied
 
 
-def _sum_and_product(bias: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
-    del bias
-    return _product(a, b)
-
-
 def _norm_backward(g: Tensor, x: Tensor, w: Tensor | None, *_: Any) -> int:
     of_weight = 0 if w is None else 2 * w.nbytes
     return x.nbytes + of_weight + (0 if _is_expanded(g) else g.nbytes)
@@ -261,9 +248,13 @@ def _squares(x: Tensor, *_: Any) -> int:
     return 2 * x.nbytes
 
 
-def _squares_backward(g: Tensor, x: Tensor, *_: Any) -> int:
-    del g
-    return 2 * x.nbytes
+def _but_for_the_first(known: Callable[..., int]) -> Callable[..., int]:
+    """Return the rule of an operation whose first argument does not count."""
+
+    def rule(_: Any, *rest: Any) -> int:
+        return known(*rest)
+
+    return rule
 
 
 def _unfolded(x: Tensor, *sizes: Sequence[int]) -> int:
@@ -292,12 +283,12 @@ _KNOWN: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten.mm: _product,
     _aten.bmm: _product,
-    _aten.addmm: _sum_and_product,
-    _aten.baddbmm: _sum_and_product,
+    _aten.addmm: _but_for_the_first(_product),
+    _aten.baddbmm: _but_for_the_first(_product),
     _aten.native_batch_norm_backward: _norm_backward,
     _aten.native_group_norm_backward: _group_norm_backward,
     _aten.native_layer_norm_backward: _layer_norm_backward,
     _aten.mse_loss: _squares,
-    _aten.mse_loss_backward: _squares_backward,
+    _aten.mse_loss_backward: _but_for_the_first(_squares),
     _aten.im2col: _unfolded,
 }

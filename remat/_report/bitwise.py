@@ -1,6 +1,6 @@
 """Follows two runs of a function, and compares bit by bit what the operations made.
 
-Called by `check_replay`.
+Called by `check_replay`; `compat` shows operations with it.
 
 Invariant: equal means equal in every bit: a NaN equals itself, and 0 differs from -0.
 Rejected: `torch.equal`, for which it is the other way round. And to stop at the first
@@ -20,6 +20,7 @@ from remat._base.absent import inputs_of, tensors_of
 from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.source import user_line
+from remat._base.tensors import describe_meta
 from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
@@ -33,57 +34,48 @@ from remat._torch import (
 
 @dataclass(slots=True)
 class RunOperation:
-    """One operation.
-
-    Attributes:
-        func: the overload that ran.
-        statics: its arguments, with `Tensor` in place of each tensor.
-        source: the user's line.
-        reads: the number of the storage of each tensor argument.
-        values: copies of what it made, wrote, or was the first to read, each with a
-            description.
-    """
+    """One operation of a run."""
 
     func: Any
-    statics: Any
+    statics: Any  # its arguments, with `Tensor` in place of each tensor
     source: str
-    reads: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()  # the number of the storage of each tensor argument
+    # Copies of what it made, wrote, or was the first to read, each with a description.
     values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.func}  # {self.source}"
 
 
-class _Values(Observer):
-    """Sees each operation, with its arguments and results.
+class RunValues(Observer):
+    """Keeps what the operations of a run make, or compares it with an earlier run.
+
+    Args:
+        then: the operations of the earlier run; None for the first one.
 
     Attributes:
-        steps: the operations so far.
         values: how many tensors were looked at.
         nbytes: their bytes.
+        difference: what differs first; None if nothing does so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, then: Sequence[RunOperation] | None = None) -> None:
         super().__init__()
         self.steps: list[RunOperation] = []
         self.values = self.nbytes = 0
+        self.difference: str | None = None
+        self._then = then
+        self._at = 0
+        # What the earlier run looked at next.
+        self._left: Iterator[tuple[str, list[Tensor]]] = iter(())
         self._storages = Storages()
-
-    def end(self) -> None:
-        """Do nothing: `CompareValues` finds what is missing."""
-
-    def note_value(self, step: RunOperation, what: str, bits: list[Tensor]) -> None:
-        """Note a value of a step, given as copies in host memory."""
-        raise NotImplementedError
-
-    def note_step(self, step: RunOperation) -> None:
-        """Note the next operation."""
-        self.steps.append(step)
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         step = RunOperation(func, statics_of((args, kwargs)), user_line())
-        self.note_step(step)
+        self.steps.append(step)
+        if self._then is not None and self.difference is None:
+            self._compare_operation(step, self._then)
         inputs = inputs_of(args, kwargs)
         known = len(self._storages)
         step.reads = tuple(map(self._number, inputs))
@@ -118,41 +110,19 @@ class _Values(Observer):
         self.values += 1
         bits = [_on_host(part) for part in parts(tensor) if has_values(part)]
         self.nbytes += sum(t.nbytes for t in bits)
-        self.note_value(step, what, bits)
+        if self._then is None:
+            step.values.append((what, bits))
+        elif self.difference is None:
+            self._compare_value(step, self._then[self._at], what, bits)
 
-
-class KeepValues(_Values):
-    """Keeps the values of the forward."""
-
-    @override
-    def note_value(self, step: RunOperation, what: str, bits: list[Tensor]) -> None:
-        step.values.append((what, bits))
-
-
-class CompareValues(_Values):
-    """Compares values with those of the forward, up to the first difference.
-
-    Attributes:
-        difference: what differs first; None if nothing does so far.
-    """
-
-    def __init__(self, steps: Sequence[RunOperation]) -> None:
-        super().__init__()
-        self._then = steps
-        self._at = 0
-        self._left: Iterator[tuple[str, list[Tensor]]] = iter(())
-        self.difference: str | None = None
-
-    @override
-    def note_step(self, step: RunOperation) -> None:
-        super().note_step(step)
-        if self.difference is not None:
-            return
+    def _compare_operation(
+        self, step: RunOperation, steps: Sequence[RunOperation]
+    ) -> None:
         self._at = len(self.steps) - 1
-        if self._at >= len(self._then):
+        if self._at >= len(steps):
             self.difference = "is one more than the forward ran."
             return
-        then = self._then[self._at]
+        then = steps[self._at]
         self._left = iter(then.values)
         then.values = []
         if step.func is not then.func:
@@ -161,58 +131,44 @@ class CompareValues(_Values):
             now, before = _shown(step.statics), _shown(then.statics)
             self.difference = f"has the arguments {now}, in the forward {before}."
 
-    @override
-    def note_value(self, step: RunOperation, what: str, bits: list[Tensor]) -> None:
-        if self.difference is not None:
-            return
-        then = self._then[self._at]
+    def _compare_value(
+        self, step: RunOperation, then: RunOperation, what: str, bits: list[Tensor]
+    ) -> None:
         nothing: tuple[str, list[Tensor]] = "nothing", []
         was, before = next(self._left, nothing)
         if was != what:
             self.difference = f"has {what}, where the forward had {was}."
             return
-        pairs = [*zip(bits, before, strict=False)]
+        pairs = zip(bits, before, strict=False)
         found = next(filter(None, (_difference(*pair) for pair in pairs)), "")
         if len(bits) != len(before):
             found = f"is of {len(bits)} tensors, where it was of {len(before)}"
         if found:
-            self.difference = f"differs: {what} {found}.{self._why(step, then, what)}"
+            self.difference = f"differs: {what} {found}.{_why(step, then, what)}"
 
-    def _why(self, step: RunOperation, then: RunOperation, what: str) -> str:
-        if what.startswith("input"):
-            return _OUTSIDE
-        moved = [
-            k
-            for k, pair in enumerate(zip(step.reads, then.reads, strict=False))
-            if pair[0] != pair[1]
-        ]
-        if moved:
-            return _ANOTHER.format(inputs=" and ".join(f"input {k}" for k in moved))
-        return _NONDETERMINISTIC
-
-    @override
     def end(self) -> None:
-        """Note if operations of the forward did not run."""
-        if self.difference is None and len(self.steps) < len(self._then):
+        """Note if operations of the earlier run did not run."""
+        if self.difference is None and len(self.steps) < len(self._then or ()):
             self._at = len(self.steps)
             self.difference = "did not run."
 
     def described(self, label: str) -> str:
         """Return the message: what differs, and the operations around it."""
-        i, now, then = self._at, self.steps, self._then
+        i, now, then = self._at, self.steps, self._then or ()
         step = now[i] if i < len(now) else then[i]
-        lines = [
-            _MESSAGE.format(
-                label=label,
-                i=i,
-                func=step.func,
-                source=step.source,
-                difference=self.difference,
-            ),
-            *around("forward", then, i),
-            *around("recompute", now, i),
-        ]
-        return "\n".join(lines)
+        where = {"i": i, "func": step.func, "source": step.source}
+        message = _MESSAGE.format(label=label, difference=self.difference, **where)
+        return "\n".join(
+            [message, *around("forward", then, i), *around("recompute", now, i)]
+        )
+
+
+def _why(step: RunOperation, then: RunOperation, what: str) -> str:
+    if what.startswith("input"):
+        return _OUTSIDE
+    pairs = enumerate(zip(step.reads, then.reads, strict=False))
+    moved = [f"input {k}" for k, (now, before) in pairs if now != before]
+    return _ANOTHER.format(inputs=" and ".join(moved)) if moved else _NONDETERMINISTIC
 
 
 def around(title: str, steps: Sequence[RunOperation], i: int) -> Iterator[str]:
@@ -316,19 +272,16 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _difference(now: Tensor, then: Tensor) -> str:
     """Say how two tensors differ; "" if all bits are equal."""
-    if (now.dtype, now.shape) != (then.dtype, then.shape):
-        return f"is {_meta(now)}, where it was {_meta(then)}"
+    meta, before = (describe_meta(t.dtype, t.shape) for t in (now, then))
+    if meta != before:
+        return f"is {meta}, where it was {before}"
     with undisturbed():
         other = _bits_of(now).ne(_bits_of(then)).any(1)
         count = int(other.sum())
         if not count:
             return ""
         apart = _distance(now.reshape(-1)[other], then.reshape(-1)[other])
-    return f"({_meta(now)}) differs in {count} of {now.numel()} elements{apart}"
-
-
-def _meta(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+    return f"({meta}) differs in {count} of {now.numel()} elements{apart}"
 
 
 def _bits_of(tensor: Tensor) -> Tensor:

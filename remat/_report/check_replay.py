@@ -1,8 +1,8 @@
 """`check_replay`: whether a recompute computes what the forward did, bit for bit.
 
 Called by users, from `remat.testing`. The function runs twice: as the forward of a
-rematerialized call, and as its recompute. In the forward, a mode copies the results of
-each operation. In the recompute, another mode compares them (`bitwise`).
+rematerialized call, and as its recompute. A mode copies the results of each operation
+in the first run, and compares them in the second (`bitwise`).
 
 Invariant: a value is compared as soon as it is made, so the report names the operation
 where the two runs first differ.
@@ -12,8 +12,7 @@ would need a third run, which may differ again.
 """
 
 import operator
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +20,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
+from remat._base.context import within
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
 from remat._capture.results import Out, Result
 from remat._live.reach import Reach, Running
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
-from remat._report.bitwise import CompareValues, KeepValues, has_values
+from remat._report.bitwise import RunValues, has_values
 from remat._report.inputs import Inputs
 from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
@@ -117,22 +117,22 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
         raise RuntimeError(_NO_VALUES)
     needs = [t.requires_grad for t in leaves]
     call = _Twice(reach, replace(options, prune=False), leaves, needs)
-    forward = KeepValues()
+    first = RunValues()
     CACHES.clear()  # nested calls are first calls in both runs
     with one_by_one("check_replay", args):
-        result = call.run_forward(fn, args, kwargs, leaves, forward)
+        result = call.run_forward(fn, args, kwargs, leaves, first)
     CACHES.clear()
-    recomputation = CompareValues(forward.steps)
+    second = RunValues(first.steps)
     try:
-        call.run_recompute(recomputation)
+        call.run_recompute(second)
     except Exception as error:
-        if recomputation.difference is None:
+        if second.difference is None:
             raise
-        raise RecomputeError(recomputation.described(label)) from error
-    if recomputation.difference is not None:
-        raise RecomputeError(recomputation.described(label))
-    del result
-    return Agreement(len(forward.steps), forward.values, forward.nbytes)
+        raise RecomputeError(second.described(label)) from error
+    if second.difference is not None:
+        raise RecomputeError(second.described(label))
+    del result  # its graph holds the handles
+    return Agreement(len(first.steps), first.values, first.nbytes)
 
 
 _NO_VALUES = (
@@ -158,19 +158,20 @@ class _Twice(Saved):
     _out: Out
 
     def run_forward(
-        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Any, mode: Any
+        self, fn: Fn, args: Any, kwargs: dict[str, Any], leaves: Any, mode: RunValues
     ) -> Any:
         """Run the forward; return its result, whose graph holds the handles."""
-        followed: Any = _ByMode(mode)
-        self.following = followed
-        result = self.forward(fn, args, kwargs, leaves)
-        self.following = None
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with within(self.policy, followed=True), mode:
+                return fn(*args, **kwargs)
+
+        result = self.forward(watched, args, kwargs, leaves)
         outs, self._out = Out.split(Result(result), leaves)
         self._needs_grad = [*map(_requires_grad, outs)]
         return result
 
-    def run_recompute(self, mode: Any) -> None:
-        """Run the recompute."""
+    def run_recompute(self, mode: RunValues) -> None:
         filling = _ToTheEnd(self.alive(), self)
         tensors = self.inputs.to_run_on(UNKNOWN)
         below_all_levels(recompute, self, filling, tensors, mode)
@@ -189,18 +190,14 @@ class _Twice(Saved):
 
 
 class _ToTheEnd(Filling):
-    """Lets a recompute go on when all handles are filled, and when one does not fit.
-
-    Attributes:
-        error: the first error that `Filling` raised; None if it raised none.
-    """
+    """Lets a recompute go on when all handles are filled, and when one does not fit."""
 
     __slots__ = ("error",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.left += 1  # or it would stop at the last handle
-        self.error: RecomputeError | None = None
+        self.error: RecomputeError | None = None  # the first that `Filling` raised
 
     @override
     def pack(self, t: Tensor) -> Any:
@@ -209,24 +206,3 @@ class _ToTheEnd(Filling):
         except RecomputeError as error:
             self.error = self.error or error
             return t if t.is_leaf else t.detach()
-
-
-class _ByMode:
-    """Has a mode follow the call, in place of `SavedInHandles`."""
-
-    dropped: Mapping[int, Any] = types.MappingProxyType({})
-    decision: Any = None
-
-    def __init__(self, mode: Any) -> None:
-        self.mode = mode
-
-    def pack(self, place: int, tensor: Any) -> None:
-        """Do nothing: what the graph saves is not kept."""
-
-    def gives_up(self, *, accumulates: bool) -> bool:
-        """Say that the mode follows the call, whatever it does."""
-        del accumulates
-        return False
-
-    def finish(self, handles: Any) -> None:
-        """Do nothing: no handle has a residual."""

@@ -1,8 +1,8 @@
 """`compare`: what policies save, and what they recompute.
 
-Called by users. The call runs once and is recorded. Each policy then gives a plan of
-the record. Planning needs no tensors, so many policies cost one forward. A function
-that calls rematerialized functions, its *blocks*, runs once for each row.
+The call runs once and is recorded. Each policy then gives a plan of the record, which
+needs no tensors. A function that calls rematerialized functions, its *blocks*, runs
+once for each row.
 
 Invariant: each row is what `explain` reports for the same call under that policy.
 Rejected: one call for each policy. The calls could draw or decide differently.
@@ -173,19 +173,15 @@ def _named(policies: Any) -> Iterator[tuple[str, Any]]:
 
 
 class CalledBlocks:
-    """The blocks of one run.
-
-    Attributes:
-        names: of the blocks that were called.
-    """
+    """The blocks of one run."""
 
     def __init__(
         self, policies: Mapping[Any, Any] | None = None, *, plain: bool = False
     ) -> None:
         each = (policies or {}).items()
-        self._policies = {key: _checked(policy) for key, policy in each}
+        self._policies = {key: options_of(policy).policy for key, policy in each}
         self._plain, self._unused = plain, {*self._policies}
-        self.names: dict[str, None] = {}
+        self.names: dict[str, None] = {}  # of the blocks that were called
 
     def ask(
         self, block: Rematerialized, lowering: Lowering, args: tuple[Any, ...]
@@ -204,19 +200,11 @@ class CalledBlocks:
         return lowering, options
 
     def refuse_unused(self, label: str) -> None:
-        """Check that each key was of a block.
-
-        Raises:
-            ValueError: a key was of none.
-        """
+        """Raise a ValueError if a key was of no block."""
         for key in self._policies:
             if key in self._unused:
                 names = ", ".join(map(repr, self.names)) or "none"
                 raise ValueError(_NO_BLOCK.format(key=key, label=label, names=names))
-
-
-def _checked(policy: Any) -> Policy | None:
-    return options_of(policy).policy
 
 
 def _is_of(key: Any, block: Rematerialized, args: tuple[Any, ...]) -> bool:
@@ -227,15 +215,9 @@ def _is_of(key: Any, block: Rematerialized, args: tuple[Any, ...]) -> bool:
         of_method = key.__func__ is block and bool(args) and args[0] is key.__self__
         return of_method or key == block.__wrapped__
     key = module_of(key)
-    return any(key is part for part in _objects_of(block, args))
-
-
-def _objects_of(block: Rematerialized, args: tuple[Any, ...]) -> Iterator[object]:
-    """Yield the block, the function, and the object that it is a method of."""
-    yield block
-    yield block.__wrapped__
-    yield getattr(block.__wrapped__, "__self__", block)
-    yield from args[:1]
+    # The function of the block may be a method, bound or called with its object.
+    owner = getattr(block.__wrapped__, "__self__", block)
+    return any(key is part for part in (block, block.__wrapped__, owner, *args[:1]))
 
 
 _NO_BLOCK = (
@@ -281,11 +263,7 @@ class _Called:
         )
 
     def front(self, fn: Fn, prune: Any, plainly: Examined) -> Iterator[ComparedPolicy]:
-        """Yield the rows of budgets, from nothing to everything.
-
-        Raises:
-            ImportError: scipy is not installed.
-        """
+        """Yield the rows of budgets, from nothing to everything; this needs scipy."""
         record = plainly.record
         may = [Decision.SAVE] * len(record.steps)
         problem, _ = problem_of(record, may, (), plainly.exposed, work)

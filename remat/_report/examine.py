@@ -1,7 +1,7 @@
 """Runs a call once for a report: its operations, the calls in it, and what reads what.
 
-Called by `explain` and `compare`. It is the forward of a `remat` call, recorded
-whatever its options are; nothing is saved, and nothing is recomputed.
+It is the forward of a `remat` call, recorded whatever its options are; nothing is
+saved, and nothing is recomputed.
 
 Invariant: a call with the same arguments does what was found, but for what calls in it
 are asked to do (`ask`). Graphs, streams, gradients and buffers are as they were after.
@@ -12,15 +12,13 @@ Rejected: a record for each call. The calls share storages, and bytes are counte
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat._base import pytree
 from remat._base.absent import Absent
 from remat._base.context import here
 from remat._base.labels import name_in
@@ -37,7 +35,7 @@ from remat._partial.plan import Fate, Record
 from remat._partial.recorder import Recorder
 from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
-from remat._report.inputs import Inputs, Ledger, is_parameter
+from remat._report.inputs import is_parameter, tensors_in, undone
 from remat._report.labels import reader_of, stream_name
 from remat._torch import base_tensor, current_task
 from remat._transform.lowering import Lowering
@@ -49,27 +47,18 @@ Ask = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class CallWithin:
-    """A call of a rematerialized function in the function that is examined.
+    """A call of a rematerialized function in the function that is examined."""
 
-    Attributes:
-        around: the index of the call that it runs in; -1 if it runs in none.
-        inputs: the storages that it keeps alive to be recomputed.
-        holds: the storages that its recompute holds for the backward.
-        away: the storages that its policy offloads.
-    """
-
-    around: int
+    around: int  # the index of the call that it runs in; -1 if it runs in none
+    # Storages: those that it keeps alive to be recomputed; that its recompute holds for
+    # the backward; that its policy offloads.
     inputs: frozenset[int]
     holds: frozenset[int]
     away: frozenset[int]
 
 
 class _Sizes(Storages):
-    """Numbers storages, and notes their sizes.
-
-    Attributes:
-        sizes: the bytes of each storage.
-    """
+    """Numbers storages, and notes the bytes of each."""
 
     __slots__ = ("sizes",)
 
@@ -87,23 +76,16 @@ class _Sizes(Storages):
 
 
 class CallNotes(Recorder):
-    """Records, and notes the readers of storages, and nested calls.
-
-    Attributes:
-        storages: numbers and sizes of storages.
-        readers: for each storage, by number, what reads it in the backward.
-        itself: the storages that the graph saves itself, without a handle.
-        differentiates: whether a backward runs in the run.
-        ask: called with each rematerialized function that the run calls, how it would
-            be called and its arguments. It returns the lowering and options to take.
-    """
+    """Records, and notes the readers of storages, and nested calls."""
 
     def __init__(self, leaves: Sequence[Tensor], ask: Ask | None) -> None:
-        self.ask = ask
+        self._ask = ask
         self.storages = _Sizes()
+        # What reads each storage in the backward, and which ones the graph saves
+        # itself, without a handle.
         self.readers: dict[int, dict[str, None]] = {}
         self.itself: set[int] = set()
-        self.differentiates = False
+        self.differentiates = False  # whether a backward runs in the run
         # For each operation, the calls that it runs in, the outermost first.
         self._inside: list[tuple[Saved, ...]] = []
         # For each call: for each handle its storage, and how many operations ran
@@ -147,9 +129,9 @@ class CallNotes(Recorder):
         self, block: Any, lowering: Lowering, args: tuple[Any, ...]
     ) -> tuple[Lowering, Options]:
         """Return how a rematerialized function in the function is called."""
-        if self.ask is None:
+        if self._ask is None:
             return lowering, block._options
-        return self.ask(block, lowering, args)
+        return self._ask(block, lowering, args)
 
     def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
         """Note which nodes of the graph read each storage."""
@@ -177,8 +159,8 @@ class CallNotes(Recorder):
             last = max((packed[h.position][1] for h in call.alive()), default=0)
             for i, fate in zip(where, _fates(call, len(where)), strict=True):
                 times[i] += fate.is_run and i < last
-        for i, inside in enumerate(self._inside):
-            yield times[i], name_in(inside[-1].label) if inside else ""
+        for count, inside in zip(times, self._inside, strict=True):
+            yield count, name_in(inside[-1].label) if inside else ""
 
     def _steps_of(self, call: Saved) -> list[int]:
         """Return the operations that ran in a call, by index."""
@@ -237,63 +219,35 @@ def _fates(call: Saved, count: int) -> Sequence[Fate]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An input of a call.
-
-    Attributes:
-        name: as the function's author would write it.
-        dtype: its dtype.
-        shape: its shape.
-        nbytes: its bytes, of whatever storage it is a view of.
-        needs: whether it is differentiated.
-        stays: why it is kept even if no recompute reads it; "" if it is not.
-        is_copied: whether the forward writes to it, so that the call keeps a copy.
-        is_parameter: whether it is a leaf that requires grad.
-    """
+    """An input of a call."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int
-    needs: bool
-    stays: str
-    is_copied: bool
+    nbytes: int  # of whatever storage it is a view of
+    needs: bool  # whether it is differentiated
+    stays: str  # why it is kept even if no recompute reads it; "" if it is not
+    is_copied: bool  # whether the forward writes to it, so that the call keeps a copy
     is_parameter: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What one call did.
-
-    Attributes:
-        record: of its operations.
-        readers: for each storage, by number, what reads it in the backward.
-        sizes: the bytes of each storage.
-        leaves: its inputs.
-        itself: the storages that the graph saves itself, without a handle.
-        situation: what decides whether it is recorded.
-        differentiable: whether an output requires grad.
-        scalar: whether those outputs have one element each.
-        differentiates: whether it runs a backward itself.
-        inner: for each operation, how often nested calls of `remat` recompute it, and
-            the innermost of those calls.
-        calls: those nested calls, the ones around before the ones inside.
-        exposed: the storages whose memory Python reads or writes.
-        kind: what it has in common with calls that share its record.
-        streams: the random streams that it draws from.
-    """
+    """What one call did; storages are by number."""
 
     record: Record
-    readers: Mapping[int, tuple[str, ...]]
+    readers: Mapping[int, tuple[str, ...]]  # what reads each storage in the backward
     sizes: Mapping[int, int]
     leaves: tuple[Leaf, ...]
-    itself: frozenset[int]
+    itself: frozenset[int]  # what the graph saves itself, without a handle
     situation: Situation
-    differentiable: bool
-    scalar: bool
-    differentiates: bool
+    differentiable: bool  # whether an output requires grad
+    scalar: bool  # whether those outputs have one element each
+    differentiates: bool  # whether it runs a backward itself
+    # How often nested calls recompute each operation, and the innermost such call.
     inner: tuple[tuple[int, str], ...]
-    calls: tuple[CallWithin, ...]
-    exposed: frozenset[int]
+    calls: tuple[CallWithin, ...]  # the ones around before the ones inside
+    exposed: frozenset[int]  # the storages whose memory Python reads or writes
     kind: CallKind
     streams: tuple[str, ...]
 
@@ -307,7 +261,7 @@ def examine(
     ask: Ask | None = None,
 ) -> Examined | None:
     """Run a call, and put everything back; None if no tensor requires grad."""
-    with undone(fn, args, kwargs) as (inputs, _):
+    with undone(fn, args, kwargs) as (inputs, ledger), ledger:
         reach = Reach(fn, label, inputs.args, inputs.kwargs)
         leaves = reach.take_tensors()
         needs = [t.requires_grad for t in leaves]
@@ -317,25 +271,6 @@ def examine(
         call = _Examining(reach, options, leaves, needs, ask)
         result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
         return call.found(leaves, result)
-
-
-L = TypeVar("L", bound=Ledger)
-
-
-@contextmanager
-def undone(
-    fn: Fn, args: Any, kwargs: Any, mode: Callable[[ExitStack], L] = Ledger
-) -> Iterator[tuple[Inputs, L]]:
-    """Yield what to run on, and put back what the run changes."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        inputs = Inputs(fn, args, kwargs)
-        stack.enter_context(inputs.restored())
-        torch.clear_autocast_cache()  # casts in it may be of another graph
-        stack.callback(torch.clear_autocast_cache)
-        with mode(stack) as ledger:
-            yield inputs, ledger
 
 
 class _Examining(Saved):
@@ -368,19 +303,22 @@ class _Examining(Saved):
 
     def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
         """Return what was found."""
-        outs = [t for t in pytree.flatten(result)[0] if isinstance(t, Tensor)]
+        outs = tensors_in(result)
         noting = self._noting
         alive = {handle.position for handle in self.alive()}
         gone = {*range(len(self.handles))} - alive
         record = noting.record(outs, gone)
         noting.note_readers(outs, leaves)
+        situation = self._situation
+        if self.effects.accumulates:
+            situation = dataclasses.replace(situation, given_up=ACCUMULATES)
         return Examined(
             record=record,
             readers={s: tuple(names) for s, names in noting.readers.items()},
             sizes=noting.storages.sizes,
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
             itself=frozenset(noting.itself),
-            situation=self._what_there_is_to_know(),
+            situation=situation,
             differentiable=any(t.requires_grad for t in outs),
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             differentiates=noting.differentiates,
@@ -391,25 +329,18 @@ class _Examining(Saved):
             streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
         )
 
-    def _what_there_is_to_know(self) -> Situation:
-        if not self.effects.accumulates:
-            return self._situation
-        return dataclasses.replace(self._situation, given_up=ACCUMULATES)
-
     def _leaf(self, i: int, tensor: Tensor) -> Leaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
         meta = tensor.dtype, tuple(tensor.shape), nbytes, self.inputs.needs[i]
-        is_copied, stays = i in self.inputs.copied, _stays(_as_real(tensor))
+        stays = ""
+        if not is_droppable(real := _as_real(tensor)):
+            is_alive = is_parameter(real)
+            stays = _ALIVE if is_alive else "its kind of tensor is not dropped"
+        is_copied = i in self.inputs.copied
         return Leaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
 
 
-def _stays(leaf: Tensor) -> str:
-    """Say why an input is kept even if no recompute reads it; "" if it is not."""
-    if is_droppable(leaf):
-        return ""
-    if is_parameter(leaf):
-        return "a leaf, which is alive anyway"
-    return "its kind of tensor is not dropped"
+_ALIVE = "a leaf, which is alive anyway"
 
 
 def _as_real(tensor: Tensor) -> Tensor:

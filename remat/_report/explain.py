@@ -1,7 +1,7 @@
 """`explain`: what `remat` does with each operation of a call, and why.
 
-Called by users, and by `compare` for each policy. The call runs once and is recorded
-(`examine`). `fates` says what happens to each operation, and why.
+The call runs once and is recorded (`examine`). `fates` says what happens to each
+operation, and why.
 
 Invariant: the totals are those of a call after one backward has succeeded. They are the
 bytes that stay alive until the backward, and the FLOPs that the backward recomputes.
@@ -95,7 +95,7 @@ def explain(
         plainly = examine(inner, label, args, kwargs, none)
     if plainly is None:
         nothing = label, options.policy, (), (), False, _NO_GRAD, 0, 0, 0, ()
-        return Explanation(*nothing, advice=(_NO_GRAD_ADVICE,))
+        return Explanation(*nothing, (_NO_GRAD_ADVICE,))
     found = examined_again(inner, label, args, kwargs, options, plainly)
     report = explained(label, options, found, plainly)
     if not (found.scalar or found.differentiates):
@@ -125,12 +125,9 @@ def unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
 def examined_again(
     fn: Fn, label: str, args: Any, kwargs: Any, options: Options, plainly: Examined
 ) -> Examined:
-    """Return what a call does under its policy, given what it does without one.
-
-    That is the same, unless nested calls of `remat` save more under the policy.
-    """
+    """Return what a call does under its policy, given what it does without one."""
     nested = any(inside for _, inside in plainly.inner)
-    if options.policy is None or not nested:
+    if options.policy is None or not nested:  # nested calls save more under the policy
         return plainly
     return examine(fn, label, args, kwargs, options) or plainly
 
@@ -250,15 +247,10 @@ def saved_by_plain(found: Examined) -> frozenset[int]:
 
 
 def bytes_recomputed(found: Examined, kept: frozenset[int], own: frozenset[int]) -> int:
-    """Return the bytes that the largest recompute holds besides what was saved.
+    """Return the bytes that the largest recompute holds besides what was `kept`.
 
-    A backward is at its peak when it has recomputed the largest call: blocks are alike
-    in most models, so the first one that the backward recomputes is at the peak.
-
-    Args:
-        found: what the call did.
-        kept: the storages that are saved.
-        own: those that a recompute of the whole call holds; none without `remat` there.
+    Blocks are alike in most models, so the first that a backward recomputes is at the
+    peak. `own` is what a recompute of the whole call holds.
     """
     # The recompute of a call within holds those of the calls around it, too.
     held = {-1: own - kept}

@@ -1,12 +1,8 @@
 """What a call does with its operations and inputs, and why.
 
-Called by `explain`, with what `examine` found.
-
-Invariant: nothing is decided here: `_partial/decide.py` is asked, as by a call. Reasons
-are read off the record and the plan. Of several, the one nearest to the backward is
-given: a backward that reads the value comes before a recomputed operation.
-Rejected: to ask the lowerings. They decide while they hold the tensors to be saved,
-once, and for one policy.
+Invariant: nothing is decided here: `_partial/decide.py` is asked, as by a call. Of
+several reasons, the one nearest to the backward is given: a backward that reads the
+value comes before a recomputed operation.
 Rejected: reasons noted while planning. The planner's walk may meet a value by another
 way first.
 """
@@ -29,23 +25,14 @@ from remat._report.examine import Examined
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call does under its options.
-
-    Attributes:
-        plan: what becomes of each operation.
-        unread: the leaves that no recompute has to read.
-        dropped: those of them that are not kept. The graph may save the others itself.
-        offloaded: the operations whose results are offloaded.
-        unpruned: why nothing is left out; "" if it may be.
-        spent: what the budget of the policy keeps; None if it has none.
-    """
+    """What a call does under its options."""
 
     plan: Plan
-    unread: frozenset[int]
-    dropped: frozenset[int]
-    offloaded: frozenset[int]
-    unpruned: str
-    spent: Spent | None = None
+    unread: frozenset[int]  # the leaves that no recompute has to read
+    dropped: frozenset[int]  # those that are not kept; the graph may save the others
+    offloaded: frozenset[int]  # the operations whose results are offloaded
+    unpruned: str  # why nothing is left out; "" if it may be
+    spent: Spent | None = None  # what the budget of the policy keeps
 
 
 def outcome_of(found: Examined, options: Options) -> Outcome:
@@ -118,7 +105,7 @@ def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outco
     )
 
 
-# --- Why ---------------------------------------------------------------------------
+# --- Why ---
 
 
 _SHOWN = 2  # at most so many readers are named
@@ -201,12 +188,12 @@ class Reasons:
 
     def _drawn(self, i: int) -> str:
         """Say why an operation that draws runs although its result is not needed."""
-        steps = self._record.steps
-        later = [j for j in range(i + 1, len(steps)) if steps[j].draws]
-        needed = [j for j in later if self._use({*steps[j].makes}, j)]
-        if not needed:
-            return "draws random numbers, which advances a stream"
-        return f"draws random numbers before {self._steps(needed[:1])}, which is needed"
+        for j, later in enumerate(self._record.steps):
+            if j > i and later.draws and self._use({*later.makes}, j):
+                return (
+                    f"draws random numbers before {self._steps([j])}, which is needed"
+                )
+        return "draws random numbers, which advances a stream"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,21 +1,18 @@
 """The tensors of a run: what it is given, and where each storage that it meets is from.
 
-Called by `examine`, `residuals`, `step` and `check_replay`.
-
 Invariant: no graph that was there before is added to or changed, and what was there is
 as it was afterwards: tensors, gradients, random streams. A list of storages keeps none
 of them alive.
 Rejected: copies of the arguments. A model that only just fits in memory leaves no room
-for them. Rejected: to list tensors. A view keeps all bytes of its storage alive, and
-many tensors may keep the same bytes.
+for them.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -124,16 +121,13 @@ class StorageNote:
 
 
 class Ledger(Observer):
-    """Notes each storage that a run meets, and how to undo what is written to it.
-
-    Attributes:
-        entries: the storages by address, in the order in which they were met.
-    """
+    """Notes each storage that a run meets, and how to undo what is written to it."""
 
     unseen = frozenset[Any]()
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__()
+        # By address, in the order in which they were met.
         self.entries: dict[int, StorageNote] = {}
         self._stack = stack
         self._preserved: set[int] = set()
@@ -211,14 +205,29 @@ def _put_back(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> No
     storage.copy_(before)
 
 
+L = TypeVar("L", bound=Ledger)
+
+
+@contextmanager
+def undone(
+    fn: Fn, args: Any, kwargs: Any, mode: Callable[[ExitStack], L] = Ledger
+) -> Iterator[tuple["Inputs", L]]:
+    """Yield what to run on, and a mode; put back what a run under the mode changes."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        inputs = Inputs(fn, args, kwargs)
+        stack.enter_context(inputs.restored())
+        torch.clear_autocast_cache()  # casts in it may be of another graph
+        stack.callback(torch.clear_autocast_cache)
+        yield inputs, mode(stack)
+
+
 # --- Tensors ---
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Say whether a tensor is a leaf to differentiate with respect to.
-
-    It is alive anyway: a graph that saves it keeps no more memory alive.
-    """
+    """Say whether a tensor is a leaf to differentiate for, which is alive anyway."""
     if not tensor.is_leaf:
         return False
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
@@ -245,11 +254,8 @@ def counts(entries: Iterable[StorageNote]) -> dict[int, int]:
 class Inputs:
     """The arguments to run on, and the tensors and streams that a function reaches.
 
-    Attributes:
-        tensors: passed or captured.
-        run_on: for each, the tensor itself or a stand-in.
-        args: the arguments to run on.
-        kwargs: the keyword arguments.
+    Those are `args` and `kwargs`, in which stand-ins are for some of `tensors`: passed
+    or captured. `run_on` has for each of `tensors` itself or its stand-in.
     """
 
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -258,11 +264,6 @@ class Inputs:
         if search.found.is_lazy:
             raise CaptureError(_LAZY)
         self.tensors = search.found.tensors
-        devices = map(stream_of, device_generators())
-        self._streams = [
-            *self._snapshot.streams,
-            *(s for s in devices if s is not None),
-        ]
         leaves, treedef = pytree.flatten((args, kwargs))
         stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
         self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]
@@ -290,18 +291,28 @@ class Inputs:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Leave streams and gradients as they are now."""
-        streams = [*global_streams().streams, *self._streams]
-        states = [stream.read() for stream in streams]
         grads = [t.grad if t.is_leaf else None for t in self.tensors]
         try:
-            yield
+            with streams_kept(self._snapshot.streams):
+                yield
         finally:
-            for stream, state in zip(streams, states, strict=True):
-                if stream.read() != state:
-                    stream.write(state)
             for t, grad in zip(self.tensors, grads, strict=True):
                 if t.is_leaf and t.grad is not grad:
                     t.grad = grad
+
+
+@contextmanager
+def streams_kept(others: Iterable[Any] = ()) -> Iterator[None]:
+    """Leave the random streams of the process, and others, as they are now."""
+    devices = filter(None, map(stream_of, device_generators()))
+    streams = [*global_streams().streams, *devices, *others]
+    states = [stream.read() for stream in streams]
+    try:
+        yield
+    finally:
+        for stream, state in zip(streams, states, strict=True):
+            if stream.read() != state:
+                stream.write(state)
 
 
 def _named(fn: Any) -> Any:
@@ -312,10 +323,9 @@ def _named(fn: Any) -> Any:
 
 
 def _stand_ins(leaves: Iterable[Any], differentiated: bool) -> dict[int, Tensor]:
-    """Return stand-ins for tensors whose graph is not to be touched.
+    """Return stand-ins for tensors that have a graph, which is not to be touched.
 
-    Those are the tensors that already have a graph. If nothing is `differentiated`,
-    they are all tensors that can require grad.
+    If nothing is `differentiated`, all tensors that can require grad have one.
     """
     anchor = torch.zeros((), requires_grad=True)
     found = {}

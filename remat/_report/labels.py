@@ -1,7 +1,5 @@
 """Names of functions, random streams and graph nodes; and where a report can be made.
 
-Called by all reports.
-
 Invariant: a thing has the same name in every report. Rejected: a report under a
 transform. A function has several graphs there, and no argument says which is meant.
 """
@@ -24,11 +22,7 @@ from remat._transform.levels import Below
 
 
 def refuse_transforms(report: str, instead: str) -> None:
-    """Check that a report can be made here.
-
-    Raises:
-        RuntimeError: under a transform of torch.func, forward-mode AD or torch.compile.
-    """
+    """Raise a RuntimeError under a transform of torch.func or a trace."""
     if current_layer() is not None or dual_level_active():
         raise RuntimeError(_TRANSFORMED.format(report=report, instead=instead))
     if torch.compiler.is_compiling():

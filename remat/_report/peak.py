@@ -1,18 +1,18 @@
 """What holds the peak of a step, the largest first, and what to do about it.
 
-`step` finds the holders, and `reports` shows them.
-
 Invariant: each byte that is alive at the peak is in one holder. Advice reads the
 holders and how the step was built, and no tensors.
 Rejected: one holder for each value. A model has thousands, made by a few lines.
 Rejected: advice for each holder. The largest one hides what the others cost.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from remat._base.source import short
+from remat._base.tensors import describe_meta
 from remat._report import render as _render
 
 
@@ -59,15 +59,11 @@ class HeldValues:
 
     Example:
         >>> import torch
-        >>> from torch import nn
-        >>> from remat import explain, remat
-        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
-        >>> def loss(x):
-        ...     return block(x).square().sum()
-        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> from remat import explain
+        >>> peak = explain(lambda x: x.sin().exp().sum(), torch.ones(64)).peak
         >>> largest = peak.holders[0].values[0]
         >>> largest.op, largest.shape, largest.count, largest.nbytes
-        ('addmm', (256, 64), 1, 65536)
+        ('exp', (64,), 1, 256)
     """
 
     op: str
@@ -106,14 +102,10 @@ class Holder:
 
     Example:
         >>> import torch
-        >>> from torch import nn
-        >>> from remat import explain, remat
-        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
-        >>> def loss(x):
-        ...     return block(x).square().sum()
-        >>> peak = explain(loss, torch.ones(256, 8)).peak
-        >>> [(holder.kind, holder.nbytes) for holder in peak.holders][:2]
-        [('cotangents', 131072), ('recompute', 65536)]
+        >>> from remat import explain
+        >>> peak = explain(lambda x: x.sin().exp().sum(), torch.ones(64)).peak
+        >>> [(holder.kind, holder.nbytes) for holder in peak.holders]
+        [('residuals', 520), ('gradients', 256), ('inputs', 256)]
     """
 
     kind: Kind
@@ -135,14 +127,10 @@ class Peak:
 
     Example:
         >>> import torch
-        >>> from torch import nn
-        >>> from remat import explain, remat
-        >>> block = remat(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)))
-        >>> def loss(x):
-        ...     return block(x).square().sum()
-        >>> peak = explain(loss, torch.ones(256, 8)).peak
+        >>> from remat import explain
+        >>> peak = explain(lambda x: x.sin().exp().sum(), torch.ones(64)).peak
         >>> peak.nbytes, peak.op
-        (206888, 'tanh_backward')
+        (1032, 'mul')
     """
 
     nbytes: int
@@ -163,23 +151,14 @@ class Peak:
         yield f"what to do: {self.advice}"
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    """How a step was built.
+class Built(NamedTuple):
+    """How a step was built."""
 
-    Attributes:
-        calls: how many rematerialized calls it made, without those within others.
-        nested: how many calls were within others.
-        covered: the share of its forward operations that ran in calls.
-        again: the labels of calls of which a backward is differentiated.
-        differentiates: whether any backward is (`create_graph=True`).
-    """
-
-    calls: int
-    nested: int
-    covered: float
-    again: tuple[str, ...] = ()
-    differentiates: bool = False
+    calls: int  # rematerialized ones, without those within others
+    nested: int  # those within others
+    covered: float  # the share of its forward operations that ran in calls
+    again: tuple[str, ...]  # the labels of calls of which a backward is differentiated
+    differentiates: bool  # whether any backward is (`create_graph=True`)
 
 
 def advice_on(holders: Sequence[Holder], built: Built) -> str:
@@ -188,12 +167,13 @@ def advice_on(holders: Sequence[Holder], built: Built) -> str:
         return "nothing is alive: there is nothing to save."
     main = holders[0]
     values = [v for v in main.values if v.dtype is not None]
-    text = _text(main, values, built)
-    most = str(values[0]) if values else "memory of operations"
-    first = _first(values) if values else "memory of operations"
-    calls = ", ".join(built.again)
-    shown = {"most": most, "first": first, "calls": calls}
-    return text.format(name=main.name, share=main.share, **shown)
+    return _text(main, values, built).format(
+        name=main.name,
+        share=main.share,
+        most=str(values[0]) if values else "memory of operations",
+        first=_first(values) if values else "memory of operations",
+        calls=", ".join(built.again),
+    )
 
 
 def _text(main: Holder, values: Sequence[HeldValues], built: Built) -> str:
@@ -228,19 +208,15 @@ def _each(values: HeldValues) -> int:
 
 
 def _elements(values: HeldValues) -> int:
-    count = 1
-    for size in values.shape:
-        count *= size
-    return count
+    return math.prod(values.shape)
 
 
 def _first(values: Sequence[HeldValues]) -> str:
     """Describe the largest value by its maker in the forward, if that is known."""
     like = [v for v in values if _elements(v) == _elements(values[0])]
     first = min(like, key=lambda v: v.is_gradient)
-    dtype = str(first.dtype).removeprefix("torch.")
-    shape = ", ".join(map(str, first.shape))
-    return f"{dtype}[{shape}], made at {short(first.source)}"
+    what = describe_meta(first.dtype, first.shape)
+    return f"{what}, made at {short(first.source)}"
 
 
 _WHOLE = 0.8  # of the operations: then the call is the whole model

@@ -1,12 +1,10 @@
 """Plots of reports, with matplotlib: bars, points, steps and lines.
 
-Called by `reports`, `timeline` and `chain`. Bytes are drawn in MiB.
+Bytes are drawn in MiB.
 
 Invariant: labels stand in a legend or at an axis, so they collide with nothing. The
-legend is inside of the axes, where room is left for it. All colours can be read on a
-light and on a dark background.
+legend is inside of the axes, where room is left for it.
 Rejected: a label beside each point. Policies that do the same are at one point.
-Rejected: a legend beside the axes. It takes a third of the picture.
 Rejected: importing matplotlib at the top. It is optional, and slow to import.
 """
 
@@ -34,11 +32,7 @@ def bars(
     title: str,
     ax: Any = None,
 ) -> Any:
-    """Draw a horizontal bar of bytes for each label, coloured by kind; return the axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw a bar of bytes for each label, coloured by kind; return the axes."""
     ax = ax or _new_axes((8, 1.5 + 0.25 * len(labels)))
     for kind, colour in COLOURS.items():
         at = [i for i, k in enumerate(kinds) if k == kind]
@@ -61,11 +55,7 @@ def points(
 ) -> Any:
     """Draw a point for each pair of bytes and FLOPs; return the axes.
 
-    Labels of equal pairs share a point. A line joins the points that no other beats,
-    and a dashed one the pairs that budgets reach.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    A line joins the points that no other beats, a dashed one what budgets reach.
     """
     ax = ax or _new_axes((8, 3.5 + 0.2 * len(labels)))
     named: dict[tuple[int, int], list[str]] = {}
@@ -97,11 +87,7 @@ def points_in(
     title: str,
     ax: Any = None,
 ) -> Any:
-    """Draw points of peaks and FLOPs, and a line at the budget; return the axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw points of peaks and FLOPs, and a line at the budget; return the axes."""
     ax = points(labels, peaks, costs, title, ax)
     ax.axvline(budget / MIB, color=_GREY, linestyle=":", label="budget")
     ax.set_xlabel("peak of the step, MiB")
@@ -109,12 +95,7 @@ def points_in(
 
 
 def _unbeaten(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the pairs for which no other is as small in both; sorted.
-
-    Example:
-        >>> _unbeaten([(3, 0), (1, 5), (2, 5), (4, 0)])
-        [(1, 5), (3, 0)]
-    """
+    """Return the pairs for which no other is as small in both; sorted."""
     found: list[tuple[int, int]] = []
     for pair in sorted(pairs):
         if not found or pair[1] < found[-1][1]:
@@ -123,11 +104,7 @@ def _unbeaten(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
-    """Draw bytes over time, with a label for their maximum; return the axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw bytes over time, with a label for their maximum; return the axes."""
     ax = ax or _new_axes((8, 3))
     at, heights = range(len(sizes)), [size / MIB for size in sizes]
     (line,) = ax.step(at, heights, where="post")
@@ -149,11 +126,7 @@ def lines(
     title: str,
     ax: Any = None,
 ) -> Any:
-    """Draw named counts over another one, as lines; return the axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw named counts over another one, as lines; return the axes."""
     ax = ax or _new_axes((8, 3))
     for name, counts in series.items():
         (line,) = ax.plot(at, counts, label=name, linewidth=1)

@@ -1,7 +1,5 @@
 """Shows reports as tables of strings: as text, and as HTML in a notebook.
 
-Called by all reports and plans.
-
 Invariant: nothing is computed here, so that both forms of a report say the same.
 Rejected: tables of rich. They break long lines, and nothing unfolds in their HTML.
 """
@@ -26,24 +24,14 @@ COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table to be shown.
-
-    Attributes:
-        title: the line above the table.
-        columns: names of the columns. A name starts with "#" if the cells are numbers.
-            With none, there are only the title and the notes.
-        rows: the cells of each row.
-        kinds: of each row, one of `COLOURS` or "".
-        notes: the lines below the table.
-        folded: the rows that a notebook shows only when asked, by index.
-        summary: the line that a notebook shows in their place.
-    """
+    """A table to be shown; without columns, only its title and notes."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    kinds: tuple[str, ...]
+    columns: tuple[str, ...] = ()  # a name starts with "#" if the cells are numbers
+    rows: tuple[tuple[str, ...], ...] = ()
+    kinds: tuple[str, ...] = ()  # of each row, one of `COLOURS` or ""; () for none
     notes: tuple[str, ...] = ()
+    # The rows that a notebook shows only when asked, and what it shows in their place.
     folded: tuple[int, ...] = ()
     summary: str = ""
 
@@ -54,24 +42,14 @@ class Table:
 
 
 def short(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """Write a dtype and a shape as JAX does.
-
-    Example:
-        >>> short(torch.float32, (2, 3)), short(torch.int64, ())
-        ('f32[2,3]', 'i64[]')
-    """
+    """Write a dtype and a shape as JAX does: "f32[2,3]"."""
     name = str(dtype).removeprefix("torch.")
     letters = re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)
     return f"{letters}[{','.join(map(str, shape))}]"
 
 
 def size(nbytes: int) -> str:
-    """Write a number of bytes in the largest unit that fits.
-
-    Example:
-        >>> size(12), size(4096), size(3_250_000)
-        ('12 bytes', '4.0 KiB', '3.1 MiB')
-    """
+    """Write a number of bytes in the largest unit that fits: "4.0 KiB"."""
     units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
     for unit, name in units:
         if nbytes >= unit:
@@ -80,12 +58,7 @@ def size(nbytes: int) -> str:
 
 
 def mebibytes(nbytes: int) -> str:
-    """Write a number of bytes in MiB, rounded up, so that a budget is large enough.
-
-    Example:
-        >>> mebibytes(12), mebibytes(3_250_000)
-        ('0.001 MiB', '3.100 MiB')
-    """
+    """Write a number of bytes in MiB, rounded up, so that a budget is large enough."""
     thousandths = -(-nbytes * 1000 // 2**20)
     return f"{thousandths // 1000:,}.{thousandths % 1000:03} MiB"
 
@@ -94,16 +67,7 @@ def mebibytes(nbytes: int) -> str:
 
 
 def text(table: Table) -> str:
-    """Write a table in columns for a terminal.
-
-    Example:
-        >>> columns, row = ("op", "#bytes"), ("sin", "12")
-        >>> print(text(Table("ops", columns, (row,), ("",), ("1 op",))))
-        ops
-        op   bytes
-        sin     12
-        1 op
-    """
+    """Write a table in columns for a terminal."""
     if not table.columns:
         return "\n".join([table.title, *table.notes])
     headers = table.headers
@@ -123,15 +87,9 @@ _FATE = "padding: 0 0.4em; border-radius: 0.3em; "
 
 
 def html(table: Table) -> str:
-    """Write a table for a notebook. Fates are coloured, and folded rows unfold.
-
-    Example:
-        >>> columns, rows = ("op", "fate"), (("sin", "saved"),)
-        >>> shown = html(Table("ops", columns, rows, ("saved",), ("1 op",)))
-        >>> "#1f77b4" in shown
-        True
-    """
-    rows = [*zip(table.rows, table.kinds, strict=True)]
+    """Write a table for a notebook. Fates are coloured, and folded rows unfold."""
+    kinds = table.kinds or ("",) * len(table.rows)
+    rows = [*zip(table.rows, kinds, strict=True)]
     folded = [row for i, row in enumerate(rows) if i in table.folded]
     others = [row for i, row in enumerate(rows) if i not in table.folded]
     parts = [f"<div><b>{escape(table.title)}</b></div>"]
@@ -153,14 +111,11 @@ def _rows(table: Table, rows: Sequence[tuple[tuple[str, ...], str]]) -> str:
     )
     lines = [f"<tr>{head}</tr>"]
     for row, kind in rows:
-        shown = (
-            _fate(cell, kind) if name == "fate" and kind else escape(cell)
-            for name, cell in zip(names, row, strict=True)
-        )
-        styles = map(_cell, row, sides)
-        cells = zip(shown, styles, strict=True)
-        line = "".join(f'<td style="{style}">{cell}</td>' for cell, style in cells)
-        lines.append(f"<tr>{line}</tr>")
+        cells: list[str] = []
+        for name, side, cell in zip(names, sides, row, strict=True):
+            shown = _fate(cell, kind) if name == "fate" and kind else escape(cell)
+            cells.append(f'<td style="{_cell(cell, side)}">{shown}</td>')
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<table style="font-size: 85%">{"".join(lines)}</table>'
 
 
@@ -186,8 +141,7 @@ class Shown(ABC):
     """A report that shows as a table: in a terminal and in a notebook."""
 
     @abstractmethod
-    def _table(self) -> Table:
-        """Return the table to show."""
+    def _table(self) -> Table: ...
 
     def __str__(self) -> str:
         return text(self._table())

@@ -1,10 +1,7 @@
 """The reports that `explain` and `compare` return: numbers that print as tables.
 
-`explain` and `compare` make them, and `render` shows them.
-
 Invariant: reports hold neither tensors nor the user's function, so they pickle and
 compare.
-Rejected: a report that is only text. A program that chooses a policy needs the numbers.
 """
 
 from collections import Counter
@@ -36,11 +33,8 @@ class ExplainedInput:
 
     Example:
         >>> import torch
-        >>> from remat import explain, policies
-        >>> w, x = torch.ones(4, 4), torch.ones(4)
-        >>> def f(w, x):
-        ...     return (w @ x).sin().exp()
-        >>> found = explain(f, w, x, policy=policies.dots_saveable)
+        >>> from remat import explain
+        >>> found = explain(lambda w, x: w @ x, torch.ones(4, 4), torch.ones(4))
         >>> [(leaf.name, leaf.nbytes, leaf.kept) for leaf in found.inputs]
         [('w', 64, True), ('x', 16, True)]
     """
@@ -75,13 +69,10 @@ class ExplainedOp:
 
     Example:
         >>> import torch
-        >>> from remat import explain, policies
-        >>> w, x = torch.ones(4, 4), torch.ones(4)
-        >>> def f(w, x):
-        ...     return (w @ x).sin().exp()
-        >>> found = explain(f, w, x, policy=policies.dots_saveable)
+        >>> from remat import explain
+        >>> found = explain(lambda x: x.sin().exp(), torch.ones(4))
         >>> [(op.name, op.nbytes, op.fate) for op in found.ops]
-        [('mv', 16, 'saved'), ('sin', 16, 'recomputed'), ('exp', 16, 'recomputed')]
+        [('sin', 16, 'recomputed'), ('exp', 16, 'recomputed')]
     """
 
     name: str
@@ -149,13 +140,10 @@ class Explanation(_render.Shown):
 
     Example:
         >>> import torch
-        >>> from remat import explain, policies
-        >>> w, x = torch.ones(4, 4), torch.ones(4)
-        >>> def f(w, x):
-        ...     return (w @ x).sin().exp()
-        >>> found = explain(f, w, x, policy=policies.dots_saveable)
+        >>> from remat import explain
+        >>> found = explain(lambda x: x.sin().exp(), torch.ones(4))
         >>> found.plain_bytes, found.saved_bytes
-        (112, 96)
+        (32, 16)
     """
 
     label: str
@@ -231,9 +219,9 @@ class Explanation(_render.Shown):
     @override
     def _table(self) -> _render.Table:
         if self._is_of_nothing:
-            notes = (*(f"advice: {line}" for line in self.advice),)
+            notes = tuple(f"advice: {line}" for line in self.advice)
             title = f"remat of {self._name}: {self.reason}"
-            return _render.Table(title, (), (), (), notes)
+            return _render.Table(title, notes=notes)
         rows = [*map(_input_row, self.inputs)]
         rows += [_op_row(op) for op in self.ops if not op.is_view]
         parameters = [leaf for leaf in self.inputs if leaf.is_parameter]
@@ -260,8 +248,8 @@ class Explanation(_render.Shown):
             return f"<Explanation of {self._name}: {self.reason}>"
         fates = Counter(op.fate for op in self.ops if not op.is_view)
         counts = ", ".join(f"{n} {fate}" for fate, n in fates.items())
-        operations = f"{fates.total()} operations ({counts})"
-        operations = operations if counts else "no operations"
+        total = f"{fates.total()} operations ({counts})"
+        operations = total if counts else "no operations"
         sizes = f"{self.saved_bytes:,} bytes saved, {self.plain_bytes:,} plain"
         return f"<Explanation of {self._name}: {operations}; {sizes}>"
 
@@ -324,13 +312,10 @@ class ComparedPolicy:
 
     Example:
         >>> import torch
-        >>> from remat import compare, policies
-        >>> w, x = torch.ones(4, 4), torch.ones(4)
-        >>> def f(w, x):
-        ...     return (w @ x).sin().exp()
-        >>> found = compare(f, w, x, policies=[policies.dots_saveable])
-        >>> [(row.name, row.saved_bytes, row.recomputed_flops) for row in found.rows]
-        [('plain', 112, 0), ('nothing_saveable', 80, 0), ('dots_saveable', 96, 0)]
+        >>> from remat import compare
+        >>> found = compare(lambda x: x.sin().exp(), torch.ones(4), policies=[])
+        >>> [(row.name, row.saved_bytes) for row in found.rows]
+        [('plain', 32), ('nothing_saveable', 16)]
     """
 
     name: str
@@ -355,13 +340,9 @@ class Comparison(_render.Shown):
 
     Example:
         >>> import torch
-        >>> from remat import compare, policies
-        >>> w, x = torch.ones(4, 4), torch.ones(4)
-        >>> def f(w, x):
-        ...     return (w @ x).sin().exp()
-        >>> found = compare(f, w, x, policies=[policies.dots_saveable])
-        >>> found
-        <Comparison for `f`: 3 rows; 80 to 112 bytes saved>
+        >>> from remat import compare
+        >>> compare(lambda x: x.sin().exp(), torch.ones(4), policies=[])
+        <Comparison for `<lambda>`: 2 rows; 16 to 32 bytes saved>
     """
 
     label: str
@@ -405,7 +386,6 @@ class Comparison(_render.Shown):
             title=f"policies for {self.label}",
             columns=("policy", *map("#{}".format, _COSTS)),
             rows=tuple(cells),
-            kinds=("",) * len(cells),
             notes=(self.no_front,) if self.no_front else (),
         )
 

@@ -1,20 +1,18 @@
 """`saved_residuals`: what a function keeps alive between its forward and its backward.
 
-Called by users. The function runs once under a mode that notes where each storage comes
-from (a `Ledger`). Then the report reads what the nodes of the graph saved, and drops
-the graph: the graph held every storage that loses a reference.
+The function runs once under a mode that notes where each storage comes from (a
+`Ledger`). Then the report reads what the nodes of the graph saved, and drops the graph:
+the graph held every storage that loses a reference.
 
 Invariant: a storage is listed once, with all its bytes, if and only if the graph of the
 outputs holds it. The report changes no tensor and moves no random stream.
 Rejected: saved-tensor hooks. They do not see what a Function keeps on its ctx, and
 torch.func refuses to run under them.
-Rejected: a trace of the function, as in JAX. It would report the trace and not the run.
 """
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +27,12 @@ from remat._base.types import Fn
 from remat._graph.graph import (
     foreign_tensors_at,
     handles_at,
+    nodes_of,
     tensors_at,
     tensors_reached,
 )
 from remat._graph.handles import Handle
 from remat._partial.names import told_of_names
-from remat._partial.planned_call import SavedInNode
 from remat._report.bitwise import has_values
 from remat._report.inputs import (
     CONSTANT,
@@ -46,6 +44,7 @@ from remat._report.inputs import (
     counts,
     origin_text,
     tensors_in,
+    undone,
 )
 from remat._report.labels import (
     call_of,
@@ -54,12 +53,7 @@ from remat._report.labels import (
     refuse_transforms,
     stream_name,
 )
-from remat._torch import (
-    AccumulateGrad,
-    saved_by,
-    sequence_number,
-    storage_id,
-)
+from remat._torch import saved_by, sequence_number, storage_id
 from remat._transform.function import Primal
 from remat.policies import Decision
 
@@ -124,19 +118,19 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
     """
     instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
     refuse_transforms("saved_residuals", instead)
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        inputs = Inputs(fn, args, kwargs)
-        stack.enter_context(inputs.restored())
-        ledger = Ledger(stack)
+    with undone(fn, args, kwargs) as (inputs, ledger):
         for i, tensor in enumerate(inputs.tensors):
             ledger.know(tensor, *inputs.described(i))
-        with one_by_one("saved_residuals", args):
-            roots, start = _run(fn, inputs, ledger)
+        first = torch.zeros((), requires_grad=True).view(())
+        with one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
+            result = fn(*inputs.args, **inputs.kwargs)
         torch.clear_autocast_cache()
+        outs = [t for t in tensors_reached(result) if t.requires_grad]
+        del result
         notes = _Notes(ledger)
-        notes.ask(roots, start)
+        notes.ask(outs, sequence_number(first.grad_fn))
+        roots = [t.grad_fn for t in outs]
+        outs.clear()
         return notes.residuals(roots, inputs)
 
 
@@ -171,27 +165,10 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
 
 def _total(what: str, found: Sequence[SavedResidual]) -> str:
     plural = "" if len(found) == 1 else "s"
-    size, away = (sum(r.nbytes for r in rs) for rs in (found, _offloaded(found)))
+    size = sum(r.nbytes for r in found)
+    away = sum(r.nbytes for r in found if r.place)
     line = f"{what}: {size:,} bytes in {len(found)} residual{plural}"
     return f"{line}, {away:,} of them offloaded" if away else line
-
-
-def _offloaded(found: Iterable[SavedResidual]) -> list[SavedResidual]:
-    return [r for r in found if r.place]
-
-
-# --- The run ---
-
-
-def _run(fn: Fn, inputs: Inputs, ledger: Ledger) -> tuple[list[Any], int]:
-    """Run; return the roots of the graph, and the number of its first node."""
-    torch.clear_autocast_cache()  # casts in it may be of another graph
-    first = torch.zeros((), requires_grad=True).view(())
-    with told_of_names(ledger), ledger:
-        result = fn(*inputs.args, **inputs.kwargs)
-    outs = [t for t in tensors_reached(result) if t.requires_grad]
-    roots = [node for node in dict.fromkeys(t.grad_fn for t in outs) if node]
-    return roots, sequence_number(first.grad_fn)
 
 
 # --- The graph ---
@@ -206,9 +183,11 @@ class _Notes:
         self._calls: set[int] = set()
         self._states: list[SavedResidual] = []
 
-    def ask(self, roots: Sequence[Any], start: int) -> None:
+    def ask(self, outs: Sequence[Tensor], start: int) -> None:
         """Note for each node since `start` what it saved."""
-        for node in sorted(_nodes(roots, start), key=sequence_number):
+        every = (node for node, _ in nodes_of(outs))
+        nodes = [node for node in every if sequence_number(node) >= start]
+        for node in sorted(nodes, key=sequence_number):
             reader, call = reader_of(node), call_of(getattr(node, "program", None))
             if call is not None:
                 self._note_call(node, call, reader)
@@ -236,7 +215,12 @@ class _Notes:
             leaves = recomputation.kept(leaves)
         saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
         if recomputation is not None:
-            self._note_residuals(saved[len(leaves) :], recomputation, reader)
+            plans = recomputation.plans
+            assert plans is not None
+            residuals = plans.full.plan.residuals
+            for value, (i, _) in zip(saved[len(leaves) :], residuals, strict=True):
+                op, decision = plans.record.steps[i].op, plans.decisions[i]
+                self._note_saved(tensors_in(value), op, decision, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in evaluation.updated:
                 name = call.call.snapshot.name_of(i)
@@ -283,14 +267,6 @@ class _Notes:
                 if is_new or _would_move(t, decision):
                     entry.place = _PLACES.get(decision, "")
 
-    def _note_residuals(
-        self, residuals: Sequence[Any], recomputation: SavedInNode, reader: str
-    ) -> None:
-        """Note the residuals of a call under torch.func."""
-        saved = zip(residuals, _saved_by_policy(recomputation), strict=True)
-        for value, (op, decision) in saved:
-            self._note_saved(tensors_in(value), op, decision, reader)
-
     def _note_state(self, stream: Any, state: Any, reader: str) -> None:
         """Note the state of a stream, which a recompute sets back."""
         origin = f"state of the stream: {stream_name(stream)}"
@@ -333,34 +309,10 @@ def _alive(entries: Iterable[StorageNote]) -> list[int]:
     return [address for address, count in counts(entries).items() if count]
 
 
-def _nodes(roots: Sequence[Any], start: int) -> set[Any]:
-    """Return the nodes of a graph that are not older than `start`."""
-    todo, seen = [*roots], set(roots)
-    while todo:
-        here = todo.pop()
-        # The graph of a saved tensor is another one if it was changed in place.
-        saved = [t.grad_fn for t in tensors_in(saved_by(here)) if t.requires_grad]
-        for node in (*(node for node, _ in here.next_functions), *saved):
-            if node is None or node in seen or type(node) is AccumulateGrad:
-                continue
-            if sequence_number(node) >= start:
-                seen.add(node)
-                todo.append(node)
-    return seen
-
-
 def _saved_by_call(node: Any, count: int) -> list[Any]:
     """Return what each saved tensor became; an older torch gives all as one tuple."""
     saved = saved_by(node)
     return saved if len(saved) == count else [*saved[0]]
-
-
-def _saved_by_policy(recomputation: SavedInNode) -> Iterator[tuple[Op, Decision]]:
-    """Yield for each residual of a call what made it, and where it is saved."""
-    plans = recomputation.plans
-    assert plans is not None
-    for i, _ in plans.full.plan.residuals:
-        yield plans.record.steps[i].op, plans.decisions[i]
 
 
 def _would_move(tensor: Tensor, decision: Decision) -> bool:

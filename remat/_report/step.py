@@ -1,23 +1,21 @@
 """Runs a step, a forward and its backward, and says what holds its peak.
 
-Called by `explain` for a function that returns a loss. The profiler says when memory is
-allocated and freed (`timeline`). An observer says which operation made it: each runs
-under a mark that the profiler sees, so both tell of the same one.
+The profiler says when memory is allocated and freed (`timeline`). An observer says
+which operation made it: each runs under a mark that the profiler sees.
 
 Invariant: the bytes are those of `memory_timeline`, plus those of the parameters and
 inputs. The observer keeps no storage alive. Parameters, `.grad`, buffers and random
 streams are put back.
 Rejected: `.backward()`. It would add to the user's `.grad`, and run the hooks of
-optimizers that step in the backward.
-Rejected: an estimate from the record of a call. It does not know the backward. Or to
-count in the observer: operations use memory that they do not return.
+optimizers that step in the backward. Rejected: to count in the observer. Operations use
+memory that they do not return.
 """
 
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -29,11 +27,11 @@ from remat._base.context import here
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
+from remat._graph.graph import nodes_of
 from remat._graph.handles import Handle, PackedOutside, stored_by
 from remat._partial.options import Options
 from remat._report.bitwise import has_values
-from remat._report.examine import undone
-from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in
+from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in, undone
 from remat._report.peak import NAMES, Built, HeldValues, Holder, Kind, Peak, advice_on
 from remat._report.timeline import MemoryChange, changes_in, name_of
 from remat._torch import (
@@ -53,17 +51,16 @@ MARK, OURS = "remat watches #", "remat keeps"
 
 
 def peak_of(fn: Fn, args: Any, kwargs: Any, *, again: bool) -> Peak | None:
-    """Run a step and return its peak; None if the function is not one of a step.
+    """Run a step and return its peak; None if no loss is returned and no backward runs.
 
-    A step is a function that returns a loss, or one that runs a backward itself. If it
-    runs `again`, calls know from the time before what they need.
+    If it runs `again`, calls know from the time before what they need.
     """
     for _ in range(again):
-        with undone(fn, args, kwargs, StepWatch) as (inputs, watch):
+        with undone(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
             _run(fn, args, kwargs, inputs, watch)
         if not watch.is_step:
             return None
-    with undone(fn, args, kwargs, StepWatch) as (inputs, watch):
+    with undone(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
         if not all(map(has_values, inputs.tensors)):
             return None
         changes = changes_in(lambda: _run(fn, args, kwargs, inputs, watch))
@@ -101,54 +98,31 @@ def _run(fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: "StepWatch") -> 
 
 def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """Return what a backward gives gradients: the inputs, and other leaves."""
-    found = [t for t in given if t.requires_grad]
-    known = {id(t) for t in found}
-    seen: set[Any] = {t.grad_fn for t in found}
-    todo = [t.grad_fn for t in outs]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [behind for behind, _ in node.next_functions]
-        if type(node) is AccumulateGrad and id(node.variable) not in known:
-            found.append(node.variable)
-    return found
+    found = {id(t): t for t in given if t.requires_grad}
+    for node, _ in nodes_of(outs, {t.grad_fn for t in found.values()}):
+        for behind, _ in node.next_functions:
+            if type(behind) is AccumulateGrad:
+                leaf: Any = behind.variable
+                found.setdefault(id(leaf), leaf)
+    return [*found.values()]
 
 
 # --- What runs ---
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedOp:
-    """One operation of a step.
-
-    Attributes:
-        name: of the operation.
-        source: the user's line.
-        node: the number of the node whose backward it is in; -1 in a forward.
-        called: the name of the call whose forward it is in; "" if it is in none.
-        again: the name of the innermost call whose recompute it is in; "" if none.
-        saves: whether a policy of a call under torch.func may save its result.
-    """
+class WatchedOp(NamedTuple):
+    """One operation of a step."""
 
     name: str
     source: str
-    node: int
-    called: str
-    again: str
-    saves: bool
+    node: int  # the number of the node whose backward it is in; -1 in a forward
+    called: str  # the name of the call whose forward it is in; "" if it is in none
+    again: str  # of the innermost call whose recompute it is in; "" if it is in none
+    saves: bool  # whether a policy of a call under torch.func may save its result
 
 
-@dataclass(frozen=True, slots=True)
-class MadeStorage:
-    """A storage that an operation made.
-
-    Attributes:
-        storage: its number.
-        dtype: of the tensor that it was made for.
-        shape: of that tensor.
-    """
+class MadeStorage(NamedTuple):
+    """A storage that an operation made, and the tensor that it was made for."""
 
     storage: int
     dtype: torch.dtype
@@ -156,36 +130,27 @@ class MadeStorage:
 
 
 class StepWatch(Ledger):
-    """A mode that notes the operations of a step and the storages that they make.
-
-    Attributes:
-        is_step: whether there was a backward.
-        ops: the operations, in order.
-        made: the storages, by operation and address.
-        origins: for each node, by number, the first operation of its forward.
-        inputs: the storages that calls save as their inputs.
-        saved: the storages that policies save.
-        gradients: the storages of the parameters' gradients.
-        names: of the calls that were not recomputed, with how many calls have it.
-        outermost: how many of those calls are in no other.
-        last: the index of the last operation of a call's forward; -1 if there is none.
-        differentiates: whether a backward is differentiated (`create_graph=True`).
-    """
+    """A mode that notes the operations of a step and the storages that they make."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(stack)
-        self.is_step = False
+        self.is_step = False  # whether there was a backward
         self.ops: list[WatchedOp] = []
-        self.made: dict[tuple[int, int], MadeStorage] = {}
+        self.made: dict[tuple[int, int], MadeStorage] = {}  # by operation and address
+        # For each node, by number, the first operation of its forward.
         self.origins: dict[int, int] = {}
+        # Storages: that calls save as inputs; that policies save; of the parameters'
+        # gradients.
         self.inputs: set[int] = set()
         self.saved: set[int] = set()
         self.gradients: set[int] = set()
+        # Calls that were not recomputed: how many have each label; how many are in no
+        # other; the index of the last operation of a forward.
         self.names: dict[str, int] = {}
         self.outermost, self.last = 0, -1
-        self.differentiates = False
+        self.differentiates = False  # whether a backward is (`create_graph=True`)
         self._calls: list[weakref.ref[Any]] = []
-        self._packing: dict[str, None] = {}  # the labels of calls under base autograd
+        self.packing: dict[str, None] = {}  # the labels of calls under base autograd
         self._handles: dict[int, Sequence[weakref.ref[Handle] | None]] = {}
         self._named: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._in_backward = False
@@ -257,7 +222,7 @@ class StepWatch(Ledger):
     ) -> Callable[[int, Tensor | None], None]:
         """Note a call under base autograd, and what it saves of its inputs."""
         self._calls.append(weakref.ref(call))
-        self._packing[call.label] = None
+        self.packing[call.label] = None
         values = call.inputs.values
         stored = (stored_by(v) if type(v) is PackedOutside else [v] for v in values)
         self._note(call, [t for each in stored for t in each])
@@ -282,11 +247,6 @@ class StepWatch(Ledger):
         count = self.names[call.label] = self.names.get(call.label, 0) + 1
         self._named[call] = f"{call.label}\0{count}"
         self.outermost += not (context.inside or context.functions)
-
-    @property
-    def again(self) -> tuple[str, ...]:
-        """The labels of calls of which a backward is differentiated, and stays."""
-        return tuple(label for label in self._packing if label in DIFFERENTIATED_AGAIN)
 
     def _name_of(self, call: Any) -> str:
         return self._named.get(call, call.label)
@@ -316,16 +276,6 @@ def _parts_in(tree: Any) -> list[Tensor]:
 # --- The peak ---
 
 
-class _Key(NamedTuple):
-    """What makes values alike."""
-
-    op: str
-    dtype: Any
-    shape: tuple[int, ...]
-    source: str
-    is_gradient: bool
-
-
 def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> Peak:
     theirs = [*_theirs(changes)]
     live = [*accumulate(change.nbytes for change in theirs)]
@@ -341,7 +291,7 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
         else:
             alive.pop(change.place, None)
     in_forward = bool(watch.ops) and watch.ops[last].node < 0
-    found: dict[tuple[Kind, str], dict[_Key, list[int]]]
+    found: dict[tuple[Kind, str], dict[HeldValues, list[int]]]
     found = defaultdict(lambda: defaultdict(list))
     for change, i in alive.values():
         kind, name, key = _sorted(watch, change, i, in_forward=in_forward)
@@ -352,8 +302,8 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
     holders: list[Holder] = []
     for (kind, name), values in found.items():
         held = [
-            HeldValues(*key[:4], len(sizes), sum(sizes), key.is_gradient)
-            for key, sizes in values.items()
+            replace(like, count=len(sizes), nbytes=sum(sizes))
+            for like, sizes in values.items()
         ]
         held.sort(key=lambda v: -v.nbytes)
         nbytes = sum(v.nbytes for v in held)
@@ -363,7 +313,8 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
     first = [op for op in watch.ops if op.node < 0 and not op.again]
     covered = sum(bool(op.called) for op in first) / max(1, len(first))
     nested = sum(watch.names.values()) - watch.outermost
-    twice = watch.again, watch.differentiates
+    again = tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN)
+    twice = again, watch.differentiates
     advice = advice_on(holders, Built(watch.outermost, nested, covered, *twice))
     op = name_of(theirs[end - 1].running) if end else ""
     return Peak(total, op, tuple(holders), advice)
@@ -381,7 +332,7 @@ def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
             yield change
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[Kind, _Key, int]]:
+def _before(inputs: Inputs) -> Iterator[tuple[Kind, HeldValues, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
@@ -389,24 +340,24 @@ def _before(inputs: Inputs) -> Iterator[tuple[Kind, _Key, int]]:
         for part in parts(t):
             if storage_id(part) not in seen:
                 seen.add(storage_id(part))
-                key = _Key("", part.dtype, tuple(part.shape), "", False)
-                yield kind, key, part.untyped_storage().nbytes()
+                like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
+                yield kind, like, part.untyped_storage().nbytes()
 
 
 def _sorted(
     watch: StepWatch, change: MemoryChange, i: int, *, in_forward: bool
-) -> tuple[Kind, str, _Key]:
-    """Return what holds an allocation, and what it is."""
+) -> tuple[Kind, str, HeldValues]:
+    """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
-    meta = (None, ()) if made is None else (made.dtype, made.shape)
+    dtype, shape = (None, ()) if made is None else (made.dtype, made.shape)
     if i >= len(watch.ops):
-        return "residuals", "", _Key("", *meta, "", False)
+        return "residuals", "", HeldValues("", dtype, shape, "", 0, 0)
     op, storage = watch.ops[i], -1 if made is None else made.storage
     # The operation in whose forward or backward it ran; -1 if that is unknown.
     is_gradient = op.node >= 0 and not op.again
     origin = watch.origins.get(op.node, -1) if is_gradient else i
     maker = watch.ops[origin] if origin >= 0 else op
-    key = _Key(maker.name, *meta, maker.source, is_gradient)
+    key = HeldValues(maker.name, dtype, shape, maker.source, 0, 0, is_gradient)
     if storage in watch.gradients:
         return "gradients", "", key
     if op.again:

@@ -1,11 +1,9 @@
 """`memory_timeline`: the bytes that are alive during a call, operation by operation.
 
-Called by users and by `testing`. The profiler reports each allocation and each free, on
-the CPU too, and the operations that were running then.
+The profiler reports each allocation and each free, on the CPU too, and the operations
+that were running then.
 
 Invariant: bytes are exact, and the function runs once, as it is.
-Rejected: ``tracemalloc``, which does not see tensors, and ``resource.getrusage``, which
-sees only whole pages and their peak.
 Rejected: a dispatch mode. It sees what operations return, but not their workspaces, and
 not when memory is freed.
 """
@@ -89,10 +87,14 @@ class MemoryTimeline(_render.Shown):
 
     @override
     def _table(self) -> _render.Table:
-        rows: dict[str, _Row] = {}
+        rows: dict[str, list[int]] = {}
         before = 0
         for op, now in zip(self.ops, self.bytes, strict=True):
-            rows[op] = rows.get(op, _Row()).then(now - before, now)
+            row = rows.setdefault(op, [0, 0, 0, 0])
+            row[0] += now > before
+            row[1] += max(now - before, 0)
+            row[2] += max(before - now, 0)
+            row[3] = max(row[3], now)
             before = now
         last = self.bytes[-1] if self.bytes else 0
         return _render.Table(
@@ -101,26 +103,7 @@ class MemoryTimeline(_render.Shown):
             rows=tuple(
                 (op or "Python", *(f"{n:,}" for n in row)) for op, row in rows.items()
             ),
-            kinds=("",) * len(rows),
             notes=(f"peak: {self.peak:,} bytes; at the end: {last:,}",),
-        )
-
-
-class _Row(NamedTuple):
-    """What one kind of operation did."""
-
-    allocations: int = 0
-    allocated: int = 0
-    freed: int = 0
-    peak: int = 0
-
-    def then(self, change: int, now: int) -> "_Row":
-        """Return the row with one more allocation or free."""
-        return _Row(
-            self.allocations + (change > 0),
-            self.allocated + max(change, 0),
-            self.freed + max(-change, 0),
-            max(self.peak, now),
         )
 
 
@@ -164,17 +147,11 @@ def memory_timeline(
 
 
 class MemoryChange(NamedTuple):
-    """One allocation or free.
+    """One allocation or free."""
 
-    Attributes:
-        nbytes: how many bytes; negative for a free.
-        place: the device and the address of the memory.
-        running: the names of what was running on the thread, the outermost first.
-    """
-
-    nbytes: int
-    place: Any
-    running: tuple[str, ...]
+    nbytes: int  # negative for a free
+    place: Any  # the device and the address of the memory
+    running: tuple[str, ...]  # what was running on the thread, the outermost first
 
 
 def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
@@ -182,7 +159,7 @@ def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
     # Kineto writes two lines to stderr at each start. It reads this at its first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     profiler = profile(profile_memory=True)
-    with _without_collections():
+    with without_collections():
         with profiler:
             result = fn()
         del result  # freed after the profiler stopped, so it still counts as alive
@@ -194,7 +171,7 @@ def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Collect cyclic garbage now, and not inside the block."""
     gc.collect()
     enabled = gc.isenabled()

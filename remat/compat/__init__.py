@@ -2,14 +2,10 @@
 
     _checkpoint   checkpoint, and the function that it calls under a user's contexts
     _sequential   checkpoint_sequential
-    _settings     what the two `set_checkpoint_...` contexts set
     _patch        patch, install and uninstall
 
 In: calls written for torch's checkpoint. Out: the results of the function, with a graph
-that recomputes as remat's does. The names that have nothing to do with how a call is
-recomputed are torch's own.
-
-Called by users.
+that recomputes as remat's does. The other names are torch's own.
 """
 
 from torch.utils.checkpoint import (
@@ -25,6 +21,8 @@ from torch.utils.checkpoint import (
     detach_variable as detach_variable,
     get_device_states as get_device_states,
     noop_context_fn as noop_context_fn,
+    set_checkpoint_debug_enabled as set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop as set_checkpoint_early_stop,
     set_device_states as set_device_states,
 )
 
@@ -36,10 +34,6 @@ from remat.compat._patch import (
     uninstall as uninstall,
 )
 from remat.compat._sequential import checkpoint_sequential as checkpoint_sequential
-from remat.compat._settings import (
-    set_checkpoint_debug_enabled as set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop as set_checkpoint_early_stop,
-)
 
 
 _hints.at(__name__)

@@ -1,7 +1,6 @@
 """`checkpoint`: a call of torch's checkpoint, as a call of `remat`.
 
-Users call it, and so does `_sequential`. It turns torch's arguments into options, and
-calls the function as `remat` calls it.
+It turns torch's arguments into options, and calls the function as `remat` calls it.
 
 Invariant: in a trace it is what `remat` is there. Only contexts that no graph can hold
 are left to torch's own checkpoint, which refuses them.
@@ -12,12 +11,13 @@ and give it back once. Its policy is followed as that of `remat(policy=...)`.
 """
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.traced import call_as_node, call_in_graph, call_traced, key_of
-from remat.compat._settings import with_signature_of
 from remat.policies import Policy, as_policy
 from remat.policies._functions import Selective, checked_hash
 from remat.policies._policy import Function
@@ -64,6 +63,27 @@ class Asked(NamedTuple):
     debug: bool = False
     early_stop: bool = True
     respect_saved_tensors_hooks: bool | None = None
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def with_signature_of(original: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Let a function show the arguments that another has in the torch that runs."""
+
+    def shown(fn: _F) -> _F:
+        types = inspect.unwrap(fn).__annotations__  # torch gives none for some
+        signature = inspect.signature(original)
+        typed = [
+            parameter.replace(annotation=types.get(parameter.name, Any))
+            for parameter in signature.parameters.values()
+        ]
+        vars(fn)["__signature__"] = signature.replace(
+            parameters=typed, return_annotation=types["return"]
+        )
+        return fn
+
+    return shown
 
 
 _DEFAULTS = Asked()
@@ -261,26 +281,27 @@ def _label(name: str, file: str, line: int) -> Label:
 
 def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
     """Return the function under the contexts of the call, and the options."""
-    log = policy = None
+    describe = policy = None
     has_contexts = asked.context_fn is not noop_context_fn
     early_stop, debug = checkpoint_settings()
     if asked.debug if debug is None else debug:
         if has_contexts:
             raise ValueError(_DEBUG)
-        log = Log()
-        fn = _under(Opaque(_Contexts(log.forward, log.recompute)), fn)
+        first, second = _Operations(), _Operations()
+        describe = functools.partial(_described, first, second)
+        fn = _under(first, second, fn)
     elif has_contexts:
         first, second = asked.context_fn()
         policy = policy_of(first)
         if policy is None:
-            fn = _under(Opaque(_Contexts(first, second)), fn)
+            fn = _under(first, second, fn)
     early = asked.early_stop if early_stop is None else early_stop
     return fn, Options(
         policy=policy,
         stops_early=bool(early),
         compares=asked.determinism_check == "default",
         hooks_residuals=asked.respect_saved_tensors_hooks is not False,
-        describe=None if log is None else log.describe,
+        describe=describe,
     )
 
 
@@ -293,30 +314,15 @@ _DEBUG = (
 # --- Under a user's contexts ---
 
 
-class _Contexts:
-    """The contexts of one call. Its first run is the forward."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        self._next, self._second = first, second
-
-    def take(self) -> tuple[Any, bool]:
-        """Return the context for the next run, and whether that is the forward."""
-        context, second = self._next, self._second
-        self._next = second
-        return context, context is not second
-
-
-def _under(contexts: Opaque, fn: Fn) -> Fn:
-    """Return a function that runs under the contexts of a call.
-
-    What the contexts note is not undone after a recompute.
-    """
+def _under(first: Any, second: Any, fn: Fn) -> Fn:
+    """Return a function that runs under one context first, then under another."""
+    runs = Opaque(enumerate(itertools.chain((first,), itertools.repeat(second))))
 
     def under(*args: Any, **kwargs: Any) -> Any:
-        context, is_forward = contexts.value.take()
+        number, context = next(runs.value)
         with context:
             return fn(*args, **kwargs)
-        if is_forward:
+        if number == 0:
             raise RematError(_SUPPRESSED)
         return None
 
@@ -331,26 +337,6 @@ _SUPPRESSED = (
 
 
 # --- The operations of both runs, for `debug=True` ---
-
-
-class Log:
-    """The operations of both runs.
-
-    Attributes:
-        forward: the mode for the forward.
-        recompute: the mode for a recompute.
-    """
-
-    def __init__(self) -> None:
-        self.forward, self.recompute = _Operations(), _Operations()
-
-    def describe(self) -> str:
-        """Write the operations of both runs around the first that differs."""
-        then, now = self.forward.steps, self.recompute.steps
-        pairs = itertools.zip_longest(then, now)
-        i = next((k for k, pair in enumerate(pairs) if _differ(*pair)), len(then))
-        lines = [*around("forward", then, i), *around("recompute", now, i)]
-        return "\n".join([_TITLE, *lines])
 
 
 _TITLE = (
@@ -376,6 +362,15 @@ class _Operations(Observer):
         # Noted first: an operation may raise.
         self.steps.append(RunOperation(func, statics_of((args, kwargs)), user_line()))
         return super().run(func, args, kwargs)
+
+
+def _described(first: _Operations, second: _Operations) -> str:
+    """Write the operations of both runs around the first that differs."""
+    then, now = first.steps, second.steps
+    pairs = itertools.zip_longest(then, now)
+    i = next((k for k, pair in enumerate(pairs) if _differ(*pair)), len(then))
+    lines = [*around("forward", then, i), *around("recompute", now, i)]
+    return "\n".join([_TITLE, *lines])
 
 
 def _differ(then: RunOperation | None, now: RunOperation | None) -> bool:

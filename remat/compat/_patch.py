@@ -1,7 +1,5 @@
 """`patch` and `install`: ours in place of torch's, in code that is written for torch's.
 
-Called by users.
-
 Invariant: what is put there is an object of its own, which nobody has who imported
 `remat.compat`. So what is taken out again is exactly what was put there, and what was
 bound from there.
@@ -18,18 +16,17 @@ from typing import Any
 
 from torch.utils import checkpoint as theirs
 
-from remat.compat import _checkpoint, _sequential, _settings
+from remat.compat import _checkpoint, _sequential
 
 
 @contextmanager
 def patch() -> Iterator[None]:
     """Put the functions of `remat.compat` in place of torch's, inside a `with` block.
 
-    That is: `checkpoint`, `checkpoint_sequential`, `set_checkpoint_early_stop` and
-    `set_checkpoint_debug_enabled`, in `torch.utils.checkpoint` and in each module that
-    has imported them from there, such as those of transformers, timm and diffusers. At
-    the end they are taken out again, also where they were imported meanwhile. It holds
-    for the process, and may be nested.
+    That is: `checkpoint` and `checkpoint_sequential`, in `torch.utils.checkpoint` and
+    in each module that has imported them from there, such as those of transformers,
+    timm and diffusers. At the end they are taken out again, also where they were
+    imported meanwhile. It holds for the process, and may be nested.
 
     It does not reach what holds torch's function elsewhere: a default argument, an
     attribute of an object or a class, a `functools.partial` that was made before. Such
@@ -98,8 +95,6 @@ def _copy(fn: Any) -> FunctionType:
 _OURS: Mapping[Callable[..., Any], FunctionType] = {
     theirs.checkpoint: _copy(_checkpoint.checkpoint),
     theirs.checkpoint_sequential: _copy(_sequential.checkpoint_sequential),
-    theirs.set_checkpoint_early_stop: _copy(_settings.set_checkpoint_early_stop),
-    theirs.set_checkpoint_debug_enabled: _copy(_settings.set_checkpoint_debug_enabled),
 }
 _FORTH = {id(old): new for old, new in _OURS.items()}
 _BACK = {id(new): old for old, new in _OURS.items()}

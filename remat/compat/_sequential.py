@@ -1,7 +1,5 @@
 """`checkpoint_sequential`: a sequence of functions, checkpointed in segments.
 
-Called by users.
-
 Invariant: a segment refers to its own functions only. A call searches all that its
 function refers to, so that a list of all would be searched once for each segment.
 Rejected: to checkpoint the last segment as well. Its recompute would come at once.
@@ -17,8 +15,7 @@ from torch.utils import checkpoint as theirs
 
 from remat._base.types import Fn
 from remat._torch import eager_only
-from remat.compat._checkpoint import Asked, call, checkpoint
-from remat.compat._settings import with_signature_of
+from remat.compat._checkpoint import Asked, call, checkpoint, with_signature_of
 
 
 @eager_only
@@ -70,28 +67,20 @@ def checkpoint_sequential(
         raise ValueError(message)
     is_module = isinstance(functions, nn.Sequential)
     chain = tuple(functions.children() if is_module else functions)
-    size = _size_of_segments(len(chain), segments)
-    start = 0
+    count = len(chain)
+    if not 0 < segments <= max(count, 1):
+        message = f"remat: {segments} segments of {count} functions: use 1 to {count}"
+        raise ValueError(message)
+    size, start = count // segments, 0
     for _ in range(segments - 1):
-        name = f"functions[{start}:{start + size}]"
-        input = _checkpointed(_joined(chain[start : start + size]), input, name)
+        segment = _joined(chain[start : start + size])
+        if torch.compiler.is_compiling():
+            input = checkpoint(segment, input)
+        else:
+            name = f"functions[{start}:{start + size}]"
+            input = call(segment, (input,), {}, Asked(), sys._getframe(1), name)
         start += size
     return _joined(chain[start:])(input)
-
-
-def _checkpointed(segment: Fn, value: Any, name: str) -> Any:
-    if torch.compiler.is_compiling():
-        return checkpoint(segment, value)
-    return call(segment, (value,), {}, Asked(), sys._getframe(2), name)
-
-
-def _size_of_segments(count: int, segments: int) -> int:
-    """Return how many functions each segment but the last has."""
-    if 0 < segments <= max(count, 1):
-        return count // segments
-    raise ValueError(
-        f"remat: {segments} segments of {count} functions: use 1 to {count}"
-    )
 
 
 def _joined(functions: Sequence[Fn]) -> Fn:

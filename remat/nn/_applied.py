@@ -1,10 +1,7 @@
 """What recomputes which module of a model: to list it, to show it, to refuse a second.
 
-`apply`, `enable` and plans ask before they change a model. Users call `applied`.
-
 Invariant: what is listed is read from the model itself. So copies, pickles and parts of
 a model have it, and it is gone with what it speaks of.
-Rejected: a list that each function writes, of which a model would have to know.
 
 A library recomputes blocks, too. A model of transformers or diffusers has modules with
 an attribute `gradient_checkpointing`. Where it is true, the module calls the function
@@ -62,7 +59,7 @@ class Applied:
 
 
 class Claiming:
-    """A hook before the forward of a module that says what recomputes the module."""
+    """A hook before calls of a module that says what recomputes the module."""
 
     def claim(self, module: nn.Module) -> Applied | None:
         """Return what recomputes the module; None if nothing does at present."""
@@ -111,10 +108,19 @@ def applied(model: nn.Module) -> dict[str, Applied]:
           (2): Linear(in_features=4, out_features=2, bias=True)
         )
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(_NO_MODULE.format(kind=type(model).__name__))
+    refuse_no_module("applied", model)
     found = {name: claim_on(module) for name, module in model.named_modules()}
     return {name: each for name, each in found.items() if each is not None}
+
+
+def refuse_no_module(function: str, model: Any, like: str = "") -> None:
+    """Refuse what is no model."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(_NO_MODULE.format(function=function, kind=kind, like=like))
+
+
+_NO_MODULE = "remat.nn.{function}: {kind} is not a module. Pass a model{like}."
 
 
 def claim_on(module: nn.Module) -> Applied | None:
@@ -136,22 +142,21 @@ def refuse_others(
 ) -> None:
     """Refuse a model of which something else recomputes modules."""
     for name, found in applied(model).items():
-        if found.by not in allowed:
-            raise ValueError(_message(model, function, name, found))
+        if found.by in allowed:
+            continue
+        module = model.get_submodule(name)
+        what = f"{shown_name(name)} ({type(module).__name__})"
+        if found.by != LIBRARY:
+            message = _OURS.format(by=found.by, where=found.where)
+        else:
+            advice = how_to_switch_off(model)
+            message = _LIBRARYS.format(library=library_of(module), advice=advice)
+        raise ValueError(f"{function}: {what} is recomputed already, by {message}")
 
 
-def _message(model: nn.Module, function: str, name: str, found: Applied) -> str:
-    module = model.get_submodule(name)
-    kind = type(module).__name__
-    shown = f"`{name}` ({kind})" if name else f"the model itself ({kind})"
-    if found.by != LIBRARY:
-        return _OURS.format(
-            function=function, shown=shown, by=found.by, where=found.where
-        )
-    advice = how_to_switch_off(model)
-    return _LIBRARYS.format(
-        function=function, shown=shown, library=library_of(module), advice=advice
-    )
+def shown_name(name: str) -> str:
+    """Return how a message calls a module of a model."""
+    return f"`{name}`" if name else "the model itself"
 
 
 # --- Names that a model prints ---
@@ -199,15 +204,13 @@ def unmark(module: nn.Module) -> None:
 
 
 _USUAL = object.__reduce__, object.__reduce_ex__
-_NO_MODULE = "remat.nn.applied: {kind} is not a module. Pass a model."
 _OURS = (
-    "{function}: {shown} is recomputed already, by {by}, since {where}. A model has "
-    "one of these at a time: call remat.nn.remove(model) first."
+    "{by}, since {where}. A model has one of these at a time: call "
+    "remat.nn.remove(model) first."
 )
 _LIBRARYS = (
-    "{function}: {shown} is recomputed already, by the gradient checkpointing of "
-    "{library}. Switch that off first: {advice}. Or call only remat.nn.enable(model), "
-    "which takes the place of it."
+    "the gradient checkpointing of {library}. Switch that off first: {advice}. Or call "
+    "only remat.nn.enable(model), which takes the place of it."
 )
 
 
@@ -233,17 +236,15 @@ def function_of(module: nn.Module) -> Any:
 def is_layer(module: nn.Module) -> bool:
     """Say whether a module with a switch is itself what is recomputed.
 
-    In newer models of transformers each block has the switch, by its class. In others
-    a module has it that calls the blocks.
+    In newer models of transformers it is; in others, a module has the switch that calls
+    the blocks.
     """
     return hasattr(type(module), FLAG)
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Say whether a module is recomputed by its switch, or calls what is.
-
-    A stack of layers has a switch, too, but does nothing with it.
-    """
+    """Say whether a module is recomputed by its switch, or calls what is."""
+    # A stack of layers has a switch, too, but does nothing with it.
     inside = (m for m in switchable(module) if m is not module)
     return is_on(module) and (is_layer(module) or not any(inside))
 
@@ -265,17 +266,15 @@ def how_to_switch_off(model: nn.Module) -> str:
 
 
 class Refusing:
-    """The hook before a forward that refuses a switch which was put on too late."""
+    """The hook before calls that refuses a switch which was put on too late."""
 
     def __init__(self, by: str, where: str, advice: str) -> None:
-        self.by, self.where, self.advice = by, where, advice
+        self.shown = {"by": by, "where": where, "advice": advice}
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Refuse to recompute the same blocks twice."""
         if is_on(module) and torch.is_grad_enabled():
             kind, library = type(module).__name__, library_of(module)
-            shown = {"by": self.by, "where": self.where, "advice": self.advice}
-            raise ValueError(_LATE.format(kind=kind, library=library, **shown))
+            raise ValueError(_LATE.format(kind=kind, library=library, **self.shown))
 
 
 def refuse_later(model: nn.Module, by: str, where: str) -> None:

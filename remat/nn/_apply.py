@@ -1,14 +1,10 @@
 """Recompute blocks of a model in place, and undo it.
 
-Users call both functions.
-
 Invariant: the model stays what it is: its parameters, keys, names and hooks. Only the
 class of each selected module changes, and only in its `forward` and in what it prints.
 (Modules with a switch of their library get a hook, which refuses to use both.)
 Rejected: to put a wrapper where each block was. Code that refers to the blocks, and
-checkpoints on disk, would have to know of the wrappers. Rejected: to let a name select
-the submodules of what it names, too. A block and its parts would be recomputed one in
-the other.
+checkpoints on disk, would have to know of the wrappers.
 """
 
 import fnmatch
@@ -28,7 +24,14 @@ from remat._transform.module import (
     undone,
 )
 from remat._transform.refused import has_forward
-from remat.nn._applied import APPLY, REMAT, refuse_later, refuse_others
+from remat.nn._applied import (
+    APPLY,
+    REMAT,
+    refuse_later,
+    refuse_no_module,
+    refuse_others,
+    shown_name,
+)
 from remat.nn._blocks import blocks
 from remat.nn._enable import switch_off
 from remat.nn._followed import unfollow
@@ -91,7 +94,7 @@ def apply(
         >>> [*model.state_dict()][:2]
         ['0.0.weight', '0.0.bias']
     """
-    _refuse_no_module("apply", model)
+    refuse_no_module("apply", model)
     refuse_others(model, APPLY, (REMAT, APPLY))
     return apply_from(caller(), model, select, policy, prune, rng, higher_order)
 
@@ -141,11 +144,11 @@ def remove(model: M) -> M:
         >>> ops["tanh"]
         1
     """
-    _refuse_no_module("remove", model)
+    refuse_no_module("remove", model)
     for name, module in model.named_modules():
         if isinstance(module, RematModule) and not has_remat_class(module):
             kind = type(module).__qualname__
-            raise TypeError(_DERIVED.format(name=_shown(name), kind=kind))
+            raise TypeError(_DERIVED.format(name=shown_name(name), kind=kind))
     model = _undone(model)
     switch_off(model)
     for module in model.modules():
@@ -182,24 +185,13 @@ def _chosen(
     return [(n, module, policies[k]) for n, module, k in selected(model, selectors)]
 
 
-def _refuse_no_module(function: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise TypeError(f"remat.nn.{function}: {kind} is not a module. Pass a model.")
-
-
 def _refuse(model: nn.Module, name: str, module: nn.Module) -> None:
     """Refuse a module that is recomputed already, or cannot be."""
     if isinstance(module, RematModule):
-        shown, kind = _shown(name), type(module).__name__
-        where = module._remat_spec.where
-        raise ValueError(_TWICE.format(name=shown, kind=kind, where=where))
+        kind, where = type(module).__name__, module._remat_spec.where
+        raise ValueError(_TWICE.format(name=shown_name(name), kind=kind, where=where))
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(_SCRIPT.format(name=_shown(name)))
-
-
-def _shown(name: str) -> str:
-    return f"`{name}`" if name else "the model itself"
+        raise TypeError(_SCRIPT.format(name=shown_name(name)))
 
 
 _TWICE = (
@@ -238,10 +230,7 @@ Selector: TypeAlias = type[nn.Module] | str | Callable[..., bool]
 def selected(
     model: nn.Module, selectors: Iterable[Selector]
 ) -> list[tuple[str, nn.Module, int]]:
-    """Return the modules that selectors select, and the first that does.
-
-    Modules without `forward`, such as an `nn.ModuleList`, are left out.
-    """
+    """Return modules with a `forward`, by name, and the first selector of each."""
     selectors = [*selectors]
     tests = [_test_of(selector) for selector in selectors]
     found: list[tuple[str, nn.Module, int]] = []
@@ -311,17 +300,14 @@ _PARTS = {"*": "[^.]+", "**": r"[^.]+(?:\.[^.]+)*"}
 
 def as_selectors(select: Any) -> Sequence[Selector]:
     """Return one selector or several as a sequence."""
-    if isinstance(select, Mapping):
-        return [*select]
-    if isinstance(select, (list, tuple, set, frozenset)):
-        return [*select]
-    return [select]
+    several = isinstance(select, (Mapping, list, tuple, set, frozenset))
+    return [*select] if several else [select]
 
 
 def _only_container(model: nn.Module, name: str) -> str:
     kind = type(model.get_submodule(name)).__name__
-    shown, inside = (f"`{name}`", f"{name}.*") if name else ("the model itself", "*")
-    return _NO_FORWARD.format(shown=shown, kind=kind, inside=inside)
+    inside = f"{name}.*" if name else "*"
+    return _NO_FORWARD.format(shown=shown_name(name), kind=kind, inside=inside)
 
 
 def _nothing(model: nn.Module, selector: Any) -> str:

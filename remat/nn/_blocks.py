@@ -1,7 +1,5 @@
 """The repeated blocks of a model.
 
-Called by `apply` where the user selects nothing, and by users.
-
 Invariant: no block is in another.
 Rejected: to ask libraries which of their classes are blocks. Each says it differently,
 and a user's own model says nothing. Rejected: single layers. To recompute a linear
@@ -63,15 +61,10 @@ _Kind = tuple[str, str]
 
 
 class _Rule(NamedTuple):
-    """What is a block.
+    """What is a block."""
 
-    Attributes:
-        fewest: the layers that it has at least.
-        kinds: the classes that occur twice.
-    """
-
-    fewest: int
-    kinds: frozenset[_Kind]
+    fewest: int  # the layers that it has at least
+    kinds: frozenset[_Kind]  # the classes that occur twice
 
 
 def _kinds(model: nn.Module, rule: _Rule) -> Iterator[_Kind]:

@@ -7,8 +7,7 @@ Invariant: what else a library does when its checkpointing is on stays: it leave
 caches, for instance. Which blocks it recomputes is up to its switch, also later; what
 recomputes them is up to `enable`, until `remove`.
 Rejected: `remat.nn.apply` for these models. A decoder layer that is recomputed must not
-be handed a cache, and only the library knows where. Rejected: to replace the method of
-the model that is its switch. A model around it has another, which reaches its blocks.
+be handed a cache, and only the library knows where.
 """
 
 import functools
@@ -38,6 +37,7 @@ from remat.nn._applied import (
     library_of,
     mark,
     recomputes,
+    refuse_no_module,
     refuse_others,
     switchable,
 )
@@ -101,15 +101,16 @@ def enable(
         ...     )
         ...     model = remat.nn.enable(BertModel(config))
     """
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise TypeError(_NO_MODULE.format(kind=kind))
+    refuse_no_module("enable", model, ", such as pipeline.unet")
     options = options_of(policy, prune, rng, higher_order)
-    owners = [m for m in model.modules() if _takes_function(m) and _has_blocks(m)]
+    # A module in there asks whether to call the function.
+    takes = [m for m in model.modules() if _takes_function(m)]
+    owners = [m for m in takes if any(True for _ in switchable(m))]
     if not owners:
         raise TypeError(_NOT_SUPPORTED.format(model=type(model).__name__))
     refuse_others(model, ENABLE, (REMAT, ENABLE, LIBRARY))
-    owners = _outermost(owners)
+    inner = {id(m) for owner in owners for m in owner.modules() if m is not owner}
+    owners = [owner for owner in owners if id(owner) not in inner]
     for owner in owners:
         _refuse_choice(owner, every_n_layers)
     checkpoint = Checkpoint(caller(), options)
@@ -117,8 +118,11 @@ def enable(
     for module in chosen:
         checkpoint.refuse_in_place_of(function_of(module), module)
     _undo(model)
+    every = every_n_layers or 1
+    skipping = {_EVERY: every} if every > 1 else {}
     for owner in owners:
-        _switch_on(owner, checkpoint, every_n_layers or 1)
+        switch: Any = getattr(owner, _SWITCH)
+        switch(enable=True, gradient_checkpointing_func=checkpoint, **skipping)
     for module in switchable(model):
         if every_n_layers is None and chosen and module not in chosen:
             setattr(module, FLAG, False)
@@ -145,14 +149,9 @@ def _undo(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a model calls at each block.
+    """What a model calls at each block."""
 
-    Attributes:
-        where: the line that asked for it.
-        options: of `remat`.
-    """
-
-    where: str
+    where: str  # the line that asked for it
     options: Options
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -163,16 +162,12 @@ class Checkpoint:
         """Refuse to take the place of a function that does more than recompute."""
         if not (isinstance(function, Checkpoint) or _only_recomputes(function)):
             shown = getattr(function, "__qualname__", repr(function))
-            kind, library = type(module).__name__, library_of(module)
-            raise ValueError(
-                _OPTIONS.format(
-                    kind=kind, library=library, shown=shown, where=self.where
-                )
-            )
+            of = {"kind": type(module).__name__, "library": library_of(module)}
+            raise ValueError(_OPTIONS.format(shown=shown, where=self.where, **of))
 
 
 class _Keeping(Claiming):
-    """The hook before a forward that puts our function in place of the library's."""
+    """The hook before calls that puts our function in place of the library's."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -212,13 +207,6 @@ def _keep(module: nn.Module, checkpoint: Checkpoint) -> None:
         keeping = _KeepingOff
     module.register_forward_pre_hook(keeping(checkpoint), prepend=True)
     mark(module)
-
-
-def _switch_on(owner: Any, checkpoint: Checkpoint, every: int) -> None:
-    """Use the switch of a library."""
-    chosen = {_EVERY: every} if every > 1 else {}
-    switch = getattr(owner, _SWITCH)
-    switch(enable=True, gradient_checkpointing_func=checkpoint, **chosen)
 
 
 def _is_chosen(module: nn.Module) -> bool:
@@ -265,19 +253,6 @@ def _takes_function(module: nn.Module) -> bool:
     return "gradient_checkpointing_func" in inspect.signature(switch).parameters
 
 
-def _has_blocks(owner: nn.Module) -> bool:
-    """Say whether a module in there asks whether to call the function."""
-    return any(True for _ in switchable(owner))
-
-
-def _outermost(owners: list[nn.Module]) -> list[nn.Module]:
-    inner = {id(m) for owner in owners for m in owner.modules() if m is not owner}
-    return [owner for owner in owners if id(owner) not in inner]
-
-
-_NO_MODULE = (
-    "remat.nn.enable: {kind} is not a module. Pass a model, such as pipeline.unet."
-)
 _NOT_SUPPORTED = (
     "remat.nn.enable: {model} has no gradient checkpointing that calls a function of "
     "the user's. Use remat.nn.apply(model), which finds the blocks itself, or "

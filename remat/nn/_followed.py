@@ -1,14 +1,12 @@
-"""Modules whose forwards follow a plan for a whole step.
+"""Modules whose calls follow a plan for a whole step.
 
-`remat.fit`'s plans call `follow`, `remat.nn.remove` calls `unfollow`.
-
-A `remat.scope` around each forward follows the plan. A scope can do nothing under
+A `remat.scope` around each call follows the plan. A scope can do nothing under
 torch.func, in compiled code and with FSDP. There, blocks in which the plan recomputes
 are recomputed as a whole: their calls have the option `unless_followed`.
 
 Invariant: the module stays what it is, with two hooks more.
 Rejected: a class of its own for the module, as its blocks get. Hooks of the module
-would run outside of the plan, and what they compute is part of the forward.
+would run outside of the plan, and what they compute is part of the call.
 """
 
 import sys
@@ -86,8 +84,8 @@ def _why_not(model: Any) -> str:
     """Say why a scope cannot follow a plan here; "" if it can."""
     if current_layer() is not None:
         return "under a transform of torch.func"
-    is_there = model is not None
-    return "with sharded parameters" if is_there and is_sharded(model) else ""
+    is_split = model is not None and is_sharded(model)
+    return "with sharded parameters" if is_split else ""
 
 
 def can_follow(model: nn.Module) -> bool:
@@ -114,7 +112,7 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
 
 
 class _Entering(Claiming):
-    """The hook before a forward."""
+    """The hook before a call of a module: begins to follow a plan."""
 
     def __init__(self, label: str, courses: Sequence[Course], where: str) -> None:
         self.label, self.courses, self.where = label, tuple(courses), where
@@ -124,7 +122,6 @@ class _Entering(Claiming):
         return Applied(PLAN, where=self.where)
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Begin to follow the plan, but not while a graph is made of the module."""
         if torch.compiler.is_compiling():
             _warn(self.label, "in compiled code")
         else:
@@ -132,10 +129,9 @@ class _Entering(Claiming):
 
 
 class _Leaving:
-    """The hook after a forward, also after one that raises an error."""
+    """The hook after a call of a module, also after one that raises an error."""
 
     def __call__(self, *_: Any) -> None:
-        """Follow the plan no longer."""
         if not torch.compiler.is_compiling():
             end_scope()
 
@@ -147,7 +143,7 @@ def follow(
     blocks: Sequence[str],
     where: str,
 ) -> None:
-    """Have each forward of a module follow a plan."""
+    """Have each call of a module follow a plan."""
     refuse_others(model, "plan.apply")
     # The names are those of a model that is not compiled.
     inner: Any = getattr(model, "_orig_mod", model)

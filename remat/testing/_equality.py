@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from remat._base import pytree
+from remat._base.tensors import describe_meta
+from remat._report.inputs import tensors_in
 
 
 def assert_same(
@@ -97,7 +99,7 @@ def assert_same_gradients(
     result, gradients = _value_and_gradients(fn, args, kwargs, wrt)
     wanted, wanted_gradients = _value_and_gradients(reference, args, kwargs, wrt)
     _assert_named("the results", result, wanted, False)
-    if not any(leaf.requires_grad for leaf in _tensors(wanted)):
+    if not any(leaf.requires_grad for leaf in tensors_in(wanted)):
         raise AssertionError(
             "assert_same_gradients: no output of the reference requires grad, so there "
             "is nothing to compare. Pass an argument (or `wrt`) that requires grad."
@@ -121,16 +123,16 @@ def _value_and_gradients(
     args, kwargs = _copy((args, kwargs))
     inputs = {"args": args, "kwargs": kwargs, "wrt": wrt}
     leaves, treedef = pytree.flatten(inputs)
-    before = [leaf.grad for leaf in _tensors(wrt)]
+    before = [leaf.grad for leaf in tensors_in(wrt)]
     try:
-        for leaf in _tensors(wrt):
+        for leaf in tensors_in(wrt):
             leaf.grad = None
         result = fn(*args, **kwargs)
-        outputs = [leaf for leaf in _tensors(result) if leaf.requires_grad]
+        outputs = [leaf for leaf in tensors_in(result) if leaf.requires_grad]
         torch.autograd.backward(outputs, _cotangents(outputs))
         gradients = [_gradient(leaf) for leaf in leaves]
     finally:
-        for leaf, grad in zip(_tensors(wrt), before, strict=True):
+        for leaf, grad in zip(tensors_in(wrt), before, strict=True):
             leaf.grad = grad
     return result, pytree.unflatten(treedef, gradients)
 
@@ -150,10 +152,6 @@ def _copy(tree: Any) -> Any:
         if isinstance(leaf, Tensor)
     }
     return pytree.unflatten(treedef, [copies.get(id(leaf), leaf) for leaf in leaves])
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -226,9 +224,6 @@ def _close(
 def _describe(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return f"{type(leaf).__name__} {leaf!r}"
-    name = str(leaf.dtype).removeprefix("torch.")
+    meta = describe_meta(leaf.dtype, leaf.shape)
     layout = "" if leaf.layout == torch.strided else f" {leaf.layout}"
-    return (
-        f"{name}{list(leaf.shape)}{layout} on {leaf.device}, "
-        f"requires_grad={leaf.requires_grad}"
-    )
+    return f"{meta}{layout} on {leaf.device}, requires_grad={leaf.requires_grad}"

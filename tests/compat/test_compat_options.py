@@ -53,15 +53,9 @@ def test_signatures_are_those_of_the_running_torch(name):
         assert ours is theirs
 
 
-OWN = {
-    *("checkpoint", "checkpoint_sequential"),
-    *("set_checkpoint_debug_enabled", "set_checkpoint_early_stop"),
-}
-
-
 def test_only_what_recomputes_is_our_own():
     names = {n for n in torchs.__all__ if getattr(compat, n) is not getattr(torchs, n)}
-    assert names == OWN
+    assert names == {"checkpoint", "checkpoint_sequential"}
 
 
 # --- 16: contexts ---
@@ -537,7 +531,7 @@ def test_torchs_reference_is_torchs():
     assert theirs.func is torchs.checkpoint is not ours.func
 
 
-def test_torchs_own_context_counts_too():
+def test_what_torchs_context_sets_is_read():
     def ops_again(context):
         x = leaf(3)
         with context:
@@ -546,11 +540,10 @@ def test_torchs_own_context_counts_too():
             y.sum().backward()
         return ops["sin"], ops["neg"]
 
-    contexts = torchs.set_checkpoint_early_stop, compat.set_checkpoint_early_stop
-    for context in contexts:
-        # The gradient of a negation is one, too.
-        found = [ops_again(context(stops)) for stops in (True, False)]
-        assert found == [(1, 1), (1, 2)]
+    context = compat.set_checkpoint_early_stop
+    # The gradient of a negation is one, too.
+    found = [ops_again(context(stops)) for stops in (True, False)]
+    assert found == [(1, 1), (1, 2)]
 
 
 def test_a_report_takes_calls_for_blocks():
