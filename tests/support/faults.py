@@ -1,7 +1,7 @@
 """Forty faults that a change could bring in, and the tests that have to notice them.
 
 A fault replaces a text in a file of remat by another one. The text occurs there once,
-which `whole/test_faults.py` checks, so that the list follows the code.
+which `whole/test_repository.py` checks, so that the list follows the code.
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks.md"
@@ -50,22 +48,6 @@ def test_each_target_that_is_missed_is_on_the_page(scripts):
                 reached = module.reached(target.reached)
                 line = f"{target.row} | {target.target} | {reached} |"
                 assert (line in page) == (not target.met), target
-
-
-def test_the_template_names_only_what_there_is(scripts):
-    made = scripts("_page")
-    with pytest.raises(KeyError, match="memory has no table 'peaks', but derivatives"):
-        made.a_table(made.found(), "memory", "peaks")
-
-
-def test_machines_that_differ_are_told_apart(scripts):
-    made = scripts("_page")
-    results = dict([*made.found().items()][:2])
-    (one, _), (other, of_other) = results.items()
-    assert "\n" not in made.machines(results)
-    results[other] = of_other | {"machine": of_other["machine"] | {"cores": 999}}
-    lines = made.machines(results).splitlines()
-    assert [one in lines[2], other in lines[3], "999 cores" in lines[3]] == [True] * 3
 
 
 # --- What a script writes ------------------------------------------------------------

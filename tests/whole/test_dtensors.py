@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.processes import in_two_processes, local
+from support.processes import in_two_processes, local, needs_gloo
 from support.zoo import plainly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,9 +22,7 @@ from remat.nn import remove as nn_remove
 from remat.testing import assert_same, count_ops
 
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 def block(w, x):

@@ -124,21 +124,6 @@ def test_results_of_a_torch_that_is_not_declared_are_marked(scripts):
     assert device.mark("2.11.0") == " (torch 2.11.0: NOT DECLARED, torch>=2.13 is)"
 
 
-def test_the_mark_is_in_the_title_of_each_table(scripts, monkeypatch):
-    steps, draws = scripts("_gpu_steps"), scripts("_gpu_draws")
-    for module in steps, draws:
-        monkeypatch.setattr(module, "mark", lambda: " (MARKED)")
-    sizes = scripts("_model").Sizes(layers=1, batch=1, time=4, width=8)
-    made = [
-        steps.steps(sizes, "cpu", 1),
-        steps.offloading(sizes, "cpu", 1),
-        steps.compiled_cells("grad", ["plain"], {"plain": "n/a"}, {}, {}),
-        draws.times(10, "cpu", 1),
-        draws.equality(10, "cpu"),
-    ]
-    assert all(t.title.endswith("(MARKED)") for t in made)
-
-
 def test_all_tests_that_need_a_gpu_are_run(scripts):
     found = {path.name for path in scripts("gpu").gpu_tests()}
     assert {"test_gpu.py", "test_offload_streams.py"} <= found
