@@ -259,10 +259,13 @@ def test_an_input_that_nothing_depends_on_has_no_gradient():
     assert_chained(lambda loops: program(loops)[:2], steps=6, runs=6 + 9)
 
 
+@pytest.mark.parametrize("others", [True, False], ids=["all require", "one requires"])
 @pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_the_gradient_of_one_input_alone(wanted):
+def test_the_gradient_of_one_input_alone(wanted, others):
     def program(loops):
-        leaves = leaves_of(W, X, SLICES)
+        leaves = [t.clone() for t in (W, X, SLICES)]
+        for k, leaf in enumerate(leaves):
+            leaf.requires_grad_(others or k == wanted)
         out = by_scan_of(loops, *leaves, checkpoints=3)
         return torch.autograd.grad(scalar(out), leaves[wanted])
 
@@ -345,18 +348,6 @@ def test_a_scan_of_one_step_runs_it_twice(options):
         return loops.scan(lambda h, s: (torch.tanh(h @ w), h), x, x[None], **options)
 
     assert_backward(run, W, X, steps=1, **options)
-
-
-@pytest.mark.parametrize("requiring", [0, 1, 2])
-def test_one_input_alone_requires_grad(requiring):
-    def program(loops):
-        leaves = [t.clone() for t in (W, X, SLICES)]
-        leaves[requiring].requires_grad_()
-        out = by_scan_of(loops, *leaves, checkpoints=3)
-        return torch.autograd.grad(scalar(out), leaves[requiring])
-
-    runs = steps_run(LENGTH, checkpoints=3)
-    assert_chained(program, steps=LENGTH, runs=runs)
 
 
 def test_gradients_are_added_to_those_of_leaves():

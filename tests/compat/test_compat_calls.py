@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.checkpoints import both, ours, wrapped
 from support.compared import assert_compared, leaf, points
+from support.tables import rows
 from support.zoo import Evaluations, counted, plainly
 from torch import nn
 
@@ -113,11 +114,12 @@ def test_a_call_without_tensors(checkpoint):
 
 
 @both
-def test_a_third_backward_needs_a_graph(checkpoint):
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_third_backward_needs_a_graph(checkpoint, debug):
     """7: as in plain code, each but the last retains it."""
     body, calls = counted(sin_exp)
     x = leaf(3)
-    out = checkpoint(body, x).sum()
+    out = checkpoint(body, x, debug=debug).sum()
     out.backward(retain_graph=True)
     out.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -144,17 +146,24 @@ def test_some_outputs_may_need_no_grad(checkpoint):
     assert_compared(program, 2, wrap=wrapped(checkpoint))
 
 
+ONCE = {
+    "no output needs grad": (lambda x: x.sin().detach(), 0.0),
+    "nothing is saved": (lambda x: 2.0 * x + 1.0, 2.0),
+}
+
+
 @both
-def test_a_call_none_of_whose_outputs_need_grad(checkpoint):
-    """8: fine, and never evaluated again."""
-    body, calls = counted(lambda x: x.sin().detach())
+@rows("body, slope", ONCE)
+def test_what_is_never_evaluated_again(checkpoint, body, slope):
+    """8 and 30."""
+    body, calls = counted(body)
     x = leaf(3)
     out = checkpoint(body, x)
-    assert not out.requires_grad
+    assert out.requires_grad is bool(slope)
     other, other_calls = counted(sin_exp)
     (out + checkpoint(other, x)).sum().backward()
     assert (len(calls), len(other_calls)) == (1, 2)
-    assert_same(x.grad, SLOPE)
+    assert_same(x.grad, slope + SLOPE)
 
 
 # --- 9: memory during the backward ---

@@ -10,15 +10,13 @@ part), a switch for early stop (29: there is none), and `DataParallel` (25 in pa
 which needs several devices.
 """
 
-import gc
 import weakref
 
 import pytest
 import torch
-from support.checkpoints import derivative, sin_exp, slope_of_sin_exp
+from support.checkpoints import sin_exp, slope_of_sin_exp
 from support.compared import compared, leaf, points
-from support.zoo import Evaluations, counted, plainly
-from torch import nn
+from support.zoo import Evaluations, counted
 
 from remat import remat
 from remat.testing import assert_same
@@ -83,43 +81,6 @@ def test_the_body_sees_the_original_object_where_it_needs_no_grad():
 
 
 # --- 27, 28: nesting, orders, hooks ---
-
-
-# What is applied, from the outside in: c is remat, g a derivative.
-MIXES = ["c", "cg", "gc", "gcg", "cgc", "ggc", "cgg", "gcgc", "cgcgc", "gggc"]
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_any_mix_of_gradients_and_remat(mix):
-    """27: to third order; all of it is freed by reference counting."""
-    refs = Evaluations()
-
-    def body(x):
-        y = (x * x).sin()
-        refs.note(weakref.ref(y))
-        return y.exp()
-
-    def run(wrap):
-        refs.clear()
-        f = body
-        for step in reversed(mix):
-            f = wrap(f) if step == "c" else derivative(f)
-        x = leaf(3)
-        out = f(x)
-        (first,) = torch.autograd.grad(out.sum(), x)
-        return out.detach(), first
-
-    gc.collect()
-    gc.disable()
-    try:
-        got = run(remat)
-        made = [*refs]
-        left = [ref for ref in made if ref() is not None]
-    finally:
-        gc.enable()
-    assert_same(got, run(plainly))
-    assert left == []
-    assert len(made) > len(refs)
 
 
 @compared(sin=2)
@@ -207,16 +168,3 @@ def test_a_draw_is_replayed_where_no_argument_tells_of_its_device():
     first, second = draws
     assert_same(first, second)
     assert_same(holder.value.grad, first * (points(50) * first).cos())
-
-
-# --- 12-14: many, autocast, memory ---
-
-
-# The contributions are added up in the order of the graph: the same one.
-@compared(evaluations=800, plain=400)
-def test_many_small_nets_in_one_graph(wrap, counting):
-    """12."""
-    net = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
-    fn = wrap(counting(net))
-    sum(fn(row) for row in leaf(400, 4)).sum().backward()
-    return {k: p.grad for k, p in net.named_parameters()}
