@@ -185,7 +185,7 @@ FAULTS = [
         "remat/_offload/offload.py",
         "        return typed(storage, tensor, stride)\n\n\ndef _has_data",
         "        return tensor\n\n\ndef _has_data",
-        ("tests/offload", "tests/parity/test_policy_offload.py"),
+        ("tests/offload", "tests/parity/test_policy_residuals.py"),
     ),
     Fault(
         "fold_in gives one key for all numbers",

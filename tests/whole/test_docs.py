@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.mistakes import outcome, rows
 
 
 ROOT = Path(__file__).parents[2]
@@ -174,3 +175,19 @@ def test_the_text_beside_the_drawing_has_its_numbers(drawings):
         dots.recomputed_share,
     ]
     assert numbers == [*map(int, said.groups()), 0]
+
+
+# --- Mistakes, of which support/mistakes.txt has the programs ---
+
+
+ROWS = rows()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.title for row in ROWS])
+def test_a_mistake_is_told_what_to_write(row):
+    assert outcome(row.program) == row.told
+
+
+def test_the_table_has_each_program_once():
+    assert len({row.program for row in ROWS}) == len(ROWS)
+    assert len({row.title for row in ROWS}) == len(ROWS)

@@ -87,7 +87,6 @@ def test_make_quick_runs_files_of_every_room():
     slow, files = quick()
     rooms = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert {Path(file).parent.name for file in files} == rooms
-    assert len(files) > 100
     assert all((ROOT / file).is_file() for file in files)
     assert not {f"tests/{name}" for name in slow} & {*files}
 
