@@ -369,7 +369,6 @@ FAST = (
     *("hessian", "batched_cotangents", "retained"),
 )
 
-
 # torch's own, of any function under linearize.
 LINEARIZE = "ignore:Attempted to insert a get_attr Node:UserWarning"
 

@@ -187,7 +187,6 @@ RUNS = {
     "returned inputs": (of_returned_inputs, 4),
 }
 
-
 # x is used in several places besides: the loops add these up in another order.
 SEVERAL_USES = of_dataclasses, of_one_tensor_twice
 

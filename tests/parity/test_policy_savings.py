@@ -50,7 +50,6 @@ from remat.testing import assert_same, count_ops, live_bytes
 aten = torch.ops.aten
 save_sin = save_ops(aten.sin)
 
-
 # torch's own, of any function under linearize.
 # torch's own, of any function under linearize.
 LINEARIZE = "ignore:Attempted to insert a get_attr Node:UserWarning"

@@ -122,7 +122,6 @@ def test_categorical_without_replacement_is_distinct_for_each_row():
 
 N = 40_000
 
-
 ndtr, log_ndtr = torch.special.ndtr, torch.special.log_ndtr
 TEN = torch.tensor(10.0, dtype=D)
 # What is drawn, and how much of its distribution is below a number.

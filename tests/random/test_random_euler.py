@@ -315,7 +315,6 @@ def test_torchs_checkpoint_inside_replays_what_it_replays_alone(path, source):
 
 nowhere = keyless(from_nowhere)
 
-
 # Under "hvp" one recompute, with one mask, gives the gradient and its tangent.
 AGAIN = {name: path for name, path in LEVELS.items() if name != "hvp"}
 

@@ -100,7 +100,6 @@ SIZED = {
     "key": lambda k, x, n, a: random.uniform(random.key(n), 3),
 }
 
-
 FEW = "shape", "choice", "categorical without", "split"
 
 

@@ -13,7 +13,6 @@ from support.clients import Client
 
 hf = pytest.importorskip("transformers", reason="needs the extra `clients`")
 
-
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -138,7 +137,6 @@ CLIENTS = {
     "bert": Client(bert, lambda model: [model.bert.encoder.layer], padded_language),
     "vit": Client(vit, lambda model: [model.vit.layers], images),
 }
-
 
 DECODERS = "llama", "mixtral", "gemma", "gpt2", "t5"
 

@@ -16,12 +16,10 @@ from torch.utils._pytree import tree_flatten
 
 NOTHING = "no sample has a tensor to differentiate, and the same result twice"
 
-
 NO_VALUES = {
     **dict.fromkeys(["empty_like", "new_empty", "new_empty_strided"], "uninitialized"),
     "sparse.sampled_addmm": "gives a sparse tensor, of which no sine is taken",
 }
-
 
 OF_CUDA = dict.fromkeys(
     [
@@ -34,14 +32,12 @@ OF_CUDA = dict.fromkeys(
     "only for CUDA",
 )
 
-
 EVERYWHERE = {
     **OF_CUDA,
     "chalf": "there is no sine of complex numbers in half precision",
     "resize_": "refuses what requires grad",
     "resize_as_": "refuses what requires grad",
 }
-
 
 UNDER_FUNC = {
     **EVERYWHERE,
@@ -51,12 +47,9 @@ UNDER_FUNC = {
     "nn.functional.linear_cross_entropy-chunked_none": "likewise",
 }
 
-
 NO_RULE = "torch has no batching rule for it, or for an operator in it"
 
-
 DATA = "reads values, or has results of sizes that depend on them"
-
 
 RAISES = {
     "backward": EVERYWHERE,
@@ -97,7 +90,6 @@ RAISES = {
     },
 }
 
-
 # Plain can't under a level of torch.func, and a recompute can, which runs below it.
 BETTER = {
     "func_grad": {
@@ -108,7 +100,6 @@ BETTER = {
     "vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"},
 }
 
-
 # torch asks in their formulas whether a tensor is one of torch.func's wrappers, which
 # those of a recompute below it are not, and adds up in another order.
 ROUNDED = {
@@ -118,16 +109,13 @@ ROUNDED = {
     },
 }
 
-
 # What is drawn in place changes a value after it was made: policies do not keep that.
 DRAWN_IN_PLACE = {
     *("cauchy", "exponential", "geometric", "log_normal", "normal-in_place", "uniform"),
 }
 
-
 # torch_geometric, which other tests import, puts a function of its own there.
 REPLACED = {"index_select": torch._C._VariableFunctions.index_select}
-
 
 # Plain runs other operations for it under these levels than a recompute does.
 UNCOUNTED = {

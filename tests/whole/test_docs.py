@@ -20,7 +20,6 @@ from support.mistakes import outcome, rows
 
 ROOT = Path(__file__).parents[2]
 
-
 BLOCK = re.compile(
     r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
@@ -29,7 +28,6 @@ SOURCE = re.compile(r"[\w./-]+\.(?:py|md):\d+")
 # Its numbers depend on the kernels of the machine.
 NOT_COMPARED = {"fit.md"}
 LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -47,7 +45,6 @@ def is_like(shown, printed):
 
 
 WITH_EXAMPLES = [page for page in PAGES if any(blocks(page))]
-
 
 # They plan steps of models.
 SLOW = "fit.md", "recipes.md"

@@ -200,7 +200,6 @@ def test_the_attributes_of_a_mode_are_those_of_the_forward():
 
 settings = ModuleType("settings")
 
-
 settings.CONSTANT = torch.ones(3)
 settings.WEIGHT = ones(3)
 

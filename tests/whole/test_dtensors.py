@@ -49,7 +49,6 @@ FUNCTIONS = {
     "keyed": keyed,
 }
 
-
 POLICIES = {
     "nothing": None,
     "dots": policies.dots_saveable,
@@ -57,7 +56,6 @@ POLICIES = {
     "dots, on disk": policies.dots_saveable.but_offload(to="disk"),
     "dots, on the host": policies.dots_saveable.but_offload(),
 }
-
 
 # What a backward runs of a block: products, and tanhs.
 BACKWARD = {

@@ -39,7 +39,6 @@ from remat.testing import assert_same, count_ops
 
 pytestmark = needs_gloo
 
-
 SINGLE = (ScheduleGPipe, Schedule1F1B)
 # Each process has two stages.
 SEVERAL = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)

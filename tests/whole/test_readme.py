@@ -19,7 +19,6 @@ from remat.testing import count_ops, live_bytes
 
 torch_remat = pytest.importorskip("torch_remat", reason="needs the extra `bench`")
 
-
 ROOT = Path(__file__).parents[2]
 TEXT = " ".join((ROOT / "README.md").read_text().split())
 

@@ -291,7 +291,6 @@ def test_one_backward_for_each_of_two_losses(style):
 # The profiler takes seconds, so the second style is run for two models.
 MEMORY = [(name, "forward") for name in ("mixtral", "gpt2", "t5", "bert")]
 
-
 MEMORY += [(name, style) for name in ("llama", "vit") for style in STYLES]
 of_memory = pytest.mark.parametrize(("name", "style"), MEMORY)
 
