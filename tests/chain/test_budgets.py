@@ -194,13 +194,16 @@ def cast(x, us, w):
         return torch.tanh(x @ w).float() * x.cos()
 
 
+WINDOW = X * 2, X * 3, X * 4
+
+
 def windowed(loops, x, us, w, **options):
     """Each carry passes the last three states on."""
 
     def body(i, carry):
         return (*carry[1:], torch.tanh(carry[0] @ w + carry[-1]))
 
-    return loops.fori_loop(0, N, body, (x, X * 2, X * 3, X * 4), **options)
+    return loops.fori_loop(0, N, body, (x, *WINDOW), **options)
 
 
 def nested(loops, x, us, w, **options):

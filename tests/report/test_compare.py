@@ -517,14 +517,3 @@ def test_without_scipy_the_front_is_left_out_and_that_is_said(monkeypatch, compa
     assert found.front == ()
     assert "without what policies.within reaches. remat: a budget" in str(found)
     assert "pip install scipy" in " ".join(str(found).split())  # lines are wrapped
-
-
-def test_each_row_is_planned_on_one_run():
-    calls = []
-
-    def f(x):
-        calls.append(None)
-        return torch.tanh(torch.tanh(x))
-
-    compare(f, X)
-    assert len(calls) == 1

@@ -181,10 +181,6 @@ def test_it_explains_all_kinds_of_functions(name):
     assert all(row.why for row in report.inputs)
 
 
-def test_a_plain_backward_of_a_block_runs_four_products():
-    assert differentiate(blk, example(*SQUARE))[1]["mm"] == 4
-
-
 # --- What it shows ---
 
 
