@@ -58,12 +58,12 @@ CONSUMERS = {
         2,
     ),
     "two losses": (
-        lambda x: [*grads((x * C).sum(), A, C), *grads((x * x).sum(), A, B)],
+        lambda x: each_of((x * C).sum(), (x * x).sum()),
         2,
     ),
     "a consumer after the backward": (
         lambda x: [*grads((x * C).sum(), A, C), *grads((x * C).sum(), A, C)],
-        2,
+        1,
     ),
     "torch's checkpoint": (
         lambda x: grads(
@@ -73,6 +73,10 @@ CONSUMERS = {
         1,
     ),
 }
+
+
+def each_of(one, two):
+    return [*grads(one, A, C), *grads(two, A, B)]
 
 
 def twice(y, *inputs):

@@ -50,7 +50,8 @@ def more_of(program, scope=remat.scope):
 
 def assert_scoped(program, *, scope=remat.scope, **again):
     """Assert that blocks change no value, and which operations they have run again."""
-    assert more_of(program, scope) == again
+    found = more_of(program, scope)
+    assert found == again, found
 
 
 def grads(out, *inputs, **kwargs):

@@ -155,11 +155,6 @@ def test_the_oldest_torch_that_was_run_is_the_oldest_declared():
     assert f"torch>={oldest}" in project["dependencies"]
 
 
-@pytest.mark.parametrize("version", versions.RUN)
-def test_the_docs_name_every_torch_that_was_run(version):
-    assert version in (ROOT / "docs/limits.md").read_text()
-
-
 def test_make_runs_every_torch():
     makefile = (ROOT / "Makefile").read_text()
     (others,) = re.findall(r"^TORCHES := (.*)$", makefile, re.MULTILINE)
