@@ -16,7 +16,7 @@ from support.rules import TripledSinForFunc
 from support.zoo import Evaluations, counted, plainly
 from torch import nn
 from torch.autograd import Function, gradcheck, gradgradcheck
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes
@@ -435,6 +435,7 @@ CUSTOM = {
         3.0,
         torch.cos,
     ),
+    "jacrev(remat)": (lambda wrap: jacrev(wrap(sine)), 3.0, torch.cos),
     "jvp(grad(remat))": (
         lambda wrap: lambda x: jvp(grad(wrap(sine)), (x,), (torch.ones_like(x),))[1],
         -3.0,

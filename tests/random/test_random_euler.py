@@ -379,29 +379,12 @@ def by_compiled_loss(f, compile):
         yield x, differentiated(y, x), y
 
 
-def by_compiled_grad(f, compile):
-    compiled = compile(grad_and_value(f))
-    for x, key in zip(XS, KEYS, strict=True):
-        yield x, *compiled(x, key)
-
-
-def by_compiled_vmap(f, compile):
-    yield from zip(XS, *compile(vmap(grad_and_value(f)))(XS, KEYS), strict=True)
-
-
+# Other paths, and other backends: transform/test_traced_draws.py.
 PASSES = {"step": by_compiled_step, "loss": by_compiled_loss}
-COMPILATIONS = (
-    cross(PASSES, KEYED | GLOBAL)
-    | cross({"grad": by_compiled_grad}, KEYED | GLOBAL)
-    # For the global stream torch wants `randomness`.
-    | cross({"vmap of grad": by_compiled_vmap}, KEYED)
-)
+COMPILATIONS = cross(PASSES, KEYED | GLOBAL)
 # The graph breaks at a call that uses a generator or a stream of the host. Under
 # torch.func Dynamo fails there.
 BREAKS = cross(PASSES, GENERATORS | HOST)
-BY_INDUCTOR = cross({"step": by_compiled_step}, KEYED | GLOBAL) | cross(
-    {"grad": by_compiled_grad}, {"a key": KEYED["a key"]} | GLOBAL
-)
 
 
 @pytest.fixture
@@ -419,34 +402,16 @@ def assert_euler_compiled(path, f, compile):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
-# Dynamo and inductor warn of their own deprecations and of slow numerics.
-backends = rows("backend", {"eager": "eager", "aot": "aot_eager"}, fast=("aot",))
-FAST = (
-    *("step-a key", "step-the global stream", "loss-bound inside"),
-    *("grad-dropout by a key", "vmap of grad-bound outside"),
-)
-compiles = pytest.mark.filterwarnings("default")
+# Dynamo warns of its own deprecations.
+@pytest.mark.filterwarnings("default")
+@rows("path, source", COMPILATIONS, fast=("step-a key", "step-the global stream"))
+def test_both_passes_of_compiled_code_have_the_same_masks(path, source, compiler):
+    assert_euler_compiled(path, source(remat), compiler("aot_eager"))
 
 
-@compiles
-@backends
-@rows("path, source", COMPILATIONS, fast=FAST)
-def test_both_passes_of_compiled_code_have_the_same_masks(
-    path, source, backend, compiler
-):
-    assert_euler_compiled(path, source(remat), compiler(backend))
-
-
-@compiles
-@backends
+@pytest.mark.filterwarnings("default")
 @rows("path, source", BREAKS, fast=("loss-a generator", "step-NumPy"))
 def test_a_call_that_breaks_the_graph_recomputes_with_the_same_masks(
-    path, source, backend, compiler
+    path, source, compiler
 ):
-    assert_euler(functools.partial(path, compile=compiler(backend)), source(remat))
-
-
-@compiles
-@rows("path, source", BY_INDUCTOR, fast=("step-the global stream",))
-def test_both_passes_of_inductors_code_have_the_same_masks(path, source, compiler):
-    assert_euler_compiled(path, source(remat), compiler("inductor"))
+    assert_euler(functools.partial(path, compile=compiler("aot_eager")), source(remat))

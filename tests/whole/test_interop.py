@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, hessian, jacrev, jvp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from remat import remat
@@ -225,29 +224,6 @@ def test_the_gradient_of_a_custom_function_is_used(function):
     torch.testing.assert_close(got, 3 * right)
 
 
-FIRST_ORDER = {
-    "grad": grad,
-    "vmap(grad)": lambda f: lambda x: vmap(grad(f))(torch.stack([x, x]))[0],
-    "jacrev": jacrev,
-    "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),))[1],
-}
-
-
-@pytest.mark.parametrize("transform", FIRST_ORDER)
-def test_the_gradient_of_a_custom_function_is_used_under_transforms(transform):
-    def fn(x):
-        return wrong(TripledSinForFunc)(x).sum()
-
-    x, transform = torch.randn(5), FIRST_ORDER[transform]
-    got = transform(remat(fn))(x)
-    assert_same(got, transform(fn)(x))
-    right = transform(lambda x: (x * 2).sin().square().sum())(x)
-    torch.testing.assert_close(got, 3 * right)
-    with count_ops() as ops:
-        grad(remat(fn))(x)
-    assert ops["sin"] == 2
-
-
 def test_the_second_derivative_of_a_custom_function():
     x = leaf(5)
 
@@ -297,47 +273,6 @@ def test_hooks_inside_pack_what_is_saved_within_them():
     # In plain and in the forward. A recompute packs what nobody reads.
     assert len(packed) == 2 * 2
     assert len(unpacked) == 2 * 2
-
-
-# --- Graphs ----------------------------------------------------------------------
-
-
-def op_names(graph):
-    return [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
-
-
-@pytest.mark.parametrize(
-    ("transform", "x"),
-    [
-        (grad, torch.randn(5)),
-        (lambda f: vmap(grad(f), in_dims=(0, None)), torch.randn(3, 5)),
-        (
-            lambda f: lambda x, w: jvp(lambda x: grad(f)(x, w), (x,), (w,)),
-            torch.randn(5),
-        ),
-    ],
-    ids=["grad", "vmap(grad)", "jvp(grad)"],
-)
-def test_a_graph_of_make_fx_holds_the_recompute(transform, x):
-    w = torch.randn(5)
-
-    def loss(x, w):
-        return (x * w).sin().square().sum()
-
-    plain = make_fx(transform(loss))(x, w)
-    graph = make_fx(transform(remat(loss)))(x, w)
-    for each in plain, graph:
-        each.graph.eliminate_dead_code()
-        each.recompile()
-    once, twice = (op_names(g).count("aten.sin.default") for g in (plain, graph))
-    assert twice > once
-    other = torch.randn_like(x)
-    assert_same(graph(other, w), transform(loss)(other, w))
-    with count_ops() as ops:
-        transform(loss)(x, w)
-    with count_ops() as more:
-        assert_same(transform(remat(loss))(x, w), transform(loss)(x, w))
-    assert more["sin"] > 2 * ops["sin"]  # outside of a trace, it recomputes
 
 
 # --- Subclasses and other tensors ------------------------------------------------
