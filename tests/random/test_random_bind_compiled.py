@@ -175,7 +175,7 @@ for name in ("noisy", "quiet"):
 
 # Of Dynamo, about how torch.distributions calls torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@rows("draw", UNSUPPORTED, fast=("poisson", "rand", "a tagged operation"))
+@rows("draw", UNSUPPORTED, fast=("rand", "a tagged operation"))
 def test_a_draw_without_a_rule_is_refused_when_compiled(draw):
     torch._dynamo.reset()
     one = per_example(lambda x: draw())

@@ -38,6 +38,7 @@ from support.processes import (
     sharded,
     train,
 )
+from support.tables import rows
 from support.zoo import plainly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -311,9 +312,12 @@ TENSOR = {
 
 
 WRAPS = {"plain": plainly, "remat": remat, "checkpoint": theirs}
+# Of parameters that get ready late, never or again, and of what a recompute changes.
+SOME = "called", "static graph", "unused", "no_sync", "batch norm"
 ARRANGEMENTS = {
     "FSDP2": FSDP,
     "DDP": DDP,
+    "some of DDP": {name: DDP[name] for name in SOME},
     "tensor parallel": TENSOR,
     "FSDP2 of four": OF_FOUR,
 }
@@ -351,12 +355,7 @@ def test_the_comparison_fails_on_what_is_wrong(ours, said):
 
 
 # Each takes about half a minute.
-SLOW = ("FSDP2", "FSDP2 of four", "tensor parallel")
-KINDS = ["DDP"]
-KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@rows("kind", {kind: kind for kind in ARRANGEMENTS}, fast=["some of DDP"])
 def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
     found = in_processes(PROCESSES.get(kind, 2), tmp_path, train_all, kind)
 
