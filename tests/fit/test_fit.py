@@ -176,14 +176,6 @@ def test_what_no_plan_can_be_made_for_is_refused(case, over):
         remat.fit(*make(), budget="1GB", over=over)
 
 
-@both
-def test_a_model_that_was_not_passed_is_refused(over):
-    model, other = mlps(2), mlps(2)
-    with pytest.raises(remat.CaptureError, match=r"requires grad and was not passed"):
-        remat.fit(lambda m, x: m(x) + other(x), model, X, budget="1GB", over=over)
-    assert all(p.grad is None for p in other.parameters())
-
-
 def test_values_that_do_not_exist_cannot_be_read():
     with pytest.raises(remat.CaptureError, match=r"test_fit\.py:\d+, in reading"):
         remat.fit(reading, mlps(2), X, budget="1GB", over="blocks")

@@ -6,7 +6,6 @@ that leave a call (23) and prints (debugging_primitives) are in `whole/test_docs
 
 import dataclasses
 import functools
-import traceback
 from queue import SimpleQueue
 
 import pytest
@@ -373,25 +372,6 @@ def test_zero_size_buffers_and_integer_carries(wrap, counting):
         out = step(out)
     assert (out["n"], out["n"].requires_grad, out["empty"].shape) == (3, False, (0,))
     return torch.autograd.grad(out["x"].sum() + out["empty"].sum(), (x, empty))
-
-
-def test_an_error_in_the_recompute_shows_the_users_line():
-    """74, 75."""
-    count = Evaluations()
-
-    def f(x):
-        count.note(None)
-        if len(count) == 2:
-            raise ValueError("on the second evaluation")
-        return x.sin().exp().sum()
-
-    out = remat(f)(points(3).requires_grad_())
-    with pytest.raises(ValueError, match="on the second evaluation") as info:
-        out.backward()
-    text = "".join(traceback.format_exception(info.value))
-    assert 'raise ValueError("on the second evaluation")' in text
-    assert "raised while recomputing" in text
-    assert f"{__file__}:" in "".join(info.value.__notes__)
 
 
 def test_an_output_without_tangent_stays_so():

@@ -278,9 +278,6 @@ def test_vmap_of_primal_and_of_cotangent(wrap, counting, what):
     return vmap(lambda x, ct: vjp(body, x)[1](ct), in_dims=in_dims)(*args)
 
 
-# --- Loops, nesting, environments ---
-
-
 # --- 12-19: loops, redundant work, nesting, zeros, environments ---
 
 

@@ -259,9 +259,6 @@ def test_calls_that_did_other_things_each_time_are_given_up(monkeypatch):
     assert report.reason.endswith("records did not fit the calls after them")
 
 
-# --- Which calls ---
-
-
 # --- What is asked for ---
 
 

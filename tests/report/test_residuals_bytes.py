@@ -396,9 +396,6 @@ def test_the_values_and_the_sizes_of_nested_tensors_are_listed():
     assert [r.nbytes for r in values if r.shape == (64,)] == [512] * 2
 
 
-# --- Effects ---
-
-
 # --- What it leaves as it was ---
 
 

@@ -189,9 +189,6 @@ def test_the_state_dict_of_a_model_whose_forwards_are_replaced_is_plains():
     assert_recomputed(client, ours)
 
 
-# --- Caches, what hooks collect, and memory ---
-
-
 # --- Caches ---
 
 
