@@ -31,6 +31,7 @@ from support.fitted import (
     tight,
     words,
 )
+from support.tables import rows
 from torch import nn
 
 import remat
@@ -148,10 +149,6 @@ def test_of_what_is_no_scalar_all_is_differentiated():
     assert several.flops > 0
 
 
-def reading(model, x):
-    return model(x) if x.sum() > 0 else model(x + 1)
-
-
 REFUSED = {
     "no gradients": (
         lambda: (mlps(2).requires_grad_(False), X),
@@ -176,11 +173,6 @@ def test_what_no_plan_can_be_made_for_is_refused(case, over):
         remat.fit(*make(), budget="1GB", over=over)
 
 
-def test_values_that_do_not_exist_cannot_be_read():
-    with pytest.raises(remat.CaptureError, match=r"test_fit\.py:\d+, in reading"):
-        remat.fit(reading, mlps(2), X, budget="1GB", over="blocks")
-
-
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_a_device_that_is_not_there_is_refused(device):
     if device == "cuda" and torch.cuda.is_available():
@@ -189,20 +181,54 @@ def test_a_device_that_is_not_there_is_refused(device):
         remat.fit(mlps(2), X, budget="1GB", device=device)
 
 
+def reading(model, x):
+    return model(x) if x.sum() > 0 else model(x + 1)
+
+
+def of_lists():
+    model = nn.ModuleDict({"layers": nn.ModuleList([mlps(2), mlps(2)])})
+    return lambda m, x: m["layers"][0](x), model
+
+
+# What is fitted, options, and what the error says.
+ARGUMENTS = {
+    "values that do not exist are read": (
+        *(lambda: (reading, mlps(2)), {"over": "blocks"}),
+        *(remat.CaptureError, r"test_fit\.py:\d+, in reading"),
+    ),
+    "over is neither": (
+        *(lambda: (mlps(2),), {"over": "layers"}),
+        *(ValueError, r"\"blocks\" or None, got 'layers'"),
+    ),
+    "blocks are selected for a step": (
+        *(lambda: (mlps(),), {"select": "1.*"}),
+        *(ValueError, r"select= says which modules are blocks"),
+    ),
+    "no model is passed": (
+        *(lambda: (torch.sin,), {"over": "blocks"}),
+        *(ValueError, r"no model is passed"),
+    ),
+    "a list of blocks is a block": (
+        *(of_lists, {"over": "blocks", "select": "layers"}),
+        *(ValueError, r"`layers` is a ModuleList, which has no"),
+    ),
+    "there are no blocks": (
+        *(lambda: (nn.Linear(8, 8),), {"over": "blocks"}),
+        *(ValueError, r"Linear has no repeated blocks"),
+    ),
+}
+
+
+@rows("make, options, error, match", ARGUMENTS)
+def test_arguments_are_refused_where(make, options, error, match):
+    with pytest.raises(error, match=match):
+        remat.fit(*make(), X, budget="1GB", **options)
+
+
 @pytest.mark.parametrize("budget", ["8 parsecs", -1, None])
 def test_a_budget_is_bytes(budget):
     with pytest.raises((ValueError, TypeError), match=r"fit takes a number of bytes"):
         remat.fit(mlps(2), X, budget=budget)
-
-
-def test_over_is_step_or_blocks():
-    with pytest.raises(ValueError, match=r"\"blocks\" or None, got 'layers'"):
-        remat.fit(mlps(2), X, budget=1, over="layers")
-
-
-def test_blocks_are_not_selected_for_a_step():
-    with pytest.raises(ValueError, match=r"select= says which modules are blocks"):
-        remat.fit(mlps(), X, budget=1, select="1.*")
 
 
 @both
@@ -454,22 +480,6 @@ def test_a_model_in_evaluation_mode():
 
 
 # --- What is refused -----------------------------------------------------------------
-
-
-def test_a_step_without_a_model_is_refused():
-    with pytest.raises(ValueError, match=r"no model is passed"):
-        fit(torch.sin, X, budget="1GB")
-
-
-def test_a_list_of_blocks_for_blocks_is_refused():
-    model = nn.ModuleDict({"layers": nn.ModuleList([mlps(2), mlps(2)])})
-    with pytest.raises(ValueError, match=r"`layers` is a ModuleList, which has no"):
-        fit(lambda m, x: m["layers"][0](x), model, X, budget=1, select="layers")
-
-
-def test_a_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"Linear has no repeated blocks"):
-        fit(nn.Linear(8, 8), X, budget="1GB")
 
 
 @pytest.mark.slow
