@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -124,6 +125,15 @@ UNCOUNTED = {
 }
 
 
+QUIET = [
+    # Torch warns of many of its own operators. Only what remat says is an error.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:remat"),
+    # Of tensor_split, whose results depend on values.
+    pytest.mark.filterwarnings("ignore:.* is not followed any more"),
+]
+
+
 # --- Samples ---
 
 
@@ -142,6 +152,16 @@ def parts(out: Any) -> list[Any]:
     if isinstance(out, (tuple, list)):
         return [leaf for part in out for leaf in parts(part)]
     return [out]
+
+
+def scalar(fn: Any) -> Any:
+    """A loss of what a case gives."""
+
+    def loss(*leaves: Tensor) -> Tensor:
+        curved = fn(*leaves)[1]
+        return sum((t.real if t.is_complex() else t).sum() for t in curved)
+
+    return loss
 
 
 class Case:
