@@ -59,7 +59,7 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	transform/test_type_checkers.py transform/test_import.py \
 	transform/test_kept_tensors.py transform/test_growth.py whole/%
 QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
-	tests/whole/test_docs_state.py tests/whole/test_rooms.py
+	tests/whole/test_docs_limits.py tests/whole/test_rooms.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick core torches faults full cov check format docs dist notebooks bench model fit gpu clean

@@ -334,22 +334,6 @@ def test_the_line_of_a_named_value_is_that_of_the_name():
     assert (found["named 'a'"], found["named 'b'"]) == (line, line)
 
 
-def test_printing_is_one_residual_on_a_line_and_the_totals(capsys):
-    def f(x):
-        return x.sin().sin()
-
-    print_saved_residuals(f, torch.ones(3, 2))
-    first, second, *totals = capsys.readouterr().out.splitlines()
-    assert first == "f32[3,2] from the argument x: 24 bytes, read by sin"
-    where = f"{__file__}:{f.__code__.co_firstlineno + 1}, in f"
-    assert second == f"f32[3,2] output of sin from {where}: 24 bytes, read by sin"
-    assert totals == [
-        "activations: 48 bytes in 2 residuals",
-        "parameters: 0 bytes in 0 residuals",
-        "total: 48 bytes in 2 residuals",
-    ]
-
-
 def totals_of(capsys, fn, *args):
     print_saved_residuals(fn, *args)
     return capsys.readouterr().out.splitlines()[-3:]

@@ -1,8 +1,8 @@
 """Every Python example in the README and the docs runs, page by page, in order.
 
 Where a page shows output after an example, the example prints it.
-What docs/limits.md says in words is tested in `test_docs_state.py` and
-`test_docs_graphs.py`, and what docs/randomness.md says in `test_docs_randomness.py`.
+What docs/limits.md says in words is tested in `test_docs_limits.py`, and what
+docs/randomness.md says in `test_docs_randomness.py`.
 """
 
 import contextlib
@@ -115,29 +115,6 @@ def test_an_anchor_is_that_of_github(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A_b: `c-d`()\n\n```python\n# no heading\n```\n\n## 1. E\n")
     assert anchors(page) == {"a_b-c-d", "1-e"}
-
-
-def test_each_page_is_in_the_sidebar_once():
-    text = (ROOT / "docs/index.md").read_text()
-    trees = re.findall(r":caption: (\S+)\n\n(.*?)\n```", text, re.DOTALL)
-    names = ["Tutorials", "How-to", "Explanation", "Reference"]
-    assert [name for name, _ in trees] == names
-    shown = sorted(entry for _, entries in trees for entry in entries.split())
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]
-    expected = {str(p.relative_to(ROOT / "docs").with_suffix("")) for p in pages}
-    expected |= {f"notebooks/{p.stem}" for p in (ROOT / "notebooks").glob("*.ipynb")}
-    assert shown == sorted(expected - {"index"})
-
-
-def test_each_page_is_linked_from_another_page():
-    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")}
-    found = {
-        (page.parent / target).resolve()
-        for page in pages
-        for target in LINK.findall(page.read_text())
-        if (page.parent / target).resolve() != page
-    }
-    assert pages - found == {ROOT / "docs/index.md"}
 
 
 # --- Drawings ---
