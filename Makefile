@@ -37,11 +37,11 @@ CORE := $(addprefix tests/,torch parity/test_golden.py transform/test_every_tran
 # The tests for the loop of changing and trying: files of every room, but for those that
 # compile, start programs, or run thousands of combinations. A new file is among them.
 SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
-	chain/test_long_loops.py chain/test_programs.py chain/test_budgets.py \
+	chain/test_long_loops.py chain/test_budgets.py \
 	chain/test_schedules.py chain/test_rotor.py compat/%_compiled.py \
 	compat/test_compat_patch.py fit/test_fake_replays.py fit/test_fit.py \
-	fit/test_fit_blocks.py fit/test_simulated.py fit/test_step_plans.py \
-	fit/test_choices.py offload/test_offload_files.py offload/test_offload_ranks.py \
+	fit/test_simulated.py fit/test_step_plans.py \
+	fit/test_choices.py offload/test_offload_files.py \
 	parity/test_opinfo.py parity/test_nestings.py parity/test_opinfo_forward.py \
 	partial/test_pruning_zoo.py partial/test_pruning_draws.py \
 	partial/test_pruning_properties.py partial/test_pruning_safety.py \
@@ -59,7 +59,7 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	transform/test_type_checkers.py transform/test_import.py \
 	transform/test_kept_tensors.py transform/test_growth.py whole/%
 QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
-	tests/whole/test_docs_state.py tests/whole/test_rooms.py
+	tests/whole/test_docs_limits.py tests/whole/test_rooms.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick core torches faults full cov check format docs dist notebooks bench model fit gpu clean

@@ -1,8 +1,8 @@
 """A use of each part of remat, on torch alone: what an installed package must do.
 
 `tests/check_dist.py` runs it with an installed wheel and sdist, outside of the
-repository and without extras; `tests/whole/test_smoke.py` runs it here. So it imports
-neither pytest nor anything of `tests/`.
+repository and without extras; `tests/whole/test_repository.py` runs it here. So it
+imports neither pytest nor anything of `tests/`.
 
 Invariant: each function counts operations or bytes. The test beside it shows that those
 which call `remat.remat` fail if that is the identity.

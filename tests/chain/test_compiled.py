@@ -135,7 +135,9 @@ def test_without_gradients_a_graph_needs_no_schedule():
 
 
 @pytest.mark.usefixtures("_nothing_said")
-@pytest.mark.parametrize("runs", [compiled_runs, traced_runs])
+@pytest.mark.parametrize(
+    "runs", [traced_runs, pytest.param(compiled_runs, marks=pytest.mark.slow)]
+)
 def test_a_graph_says_that_it_does_not_call_progress(runs):
     done = []
     with pytest.warns(UserWarning, match="without Python: progress= is not called"):

@@ -10,10 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from support.letting_go import Held
-from support.loops import Plain, of_backward
+from support.loops import (
+    PROGRAMS,
+    Plain,
+    derivatives,
+    of_backward,
+)
 from support.tables import rows
-from support.transforms import some
-from support.zoo import V, scalar
+from support.transforms import ALL, some
+from support.zoo import V, assert_not_vanishing, scalar
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -351,3 +356,32 @@ def test_a_graph_holds_its_checkpoints_and_no_other_carry():
         assert sum(map(bool, carries.results)) == 3
         y.sum().backward()
         assert sum(map(bool, carries.results)) == 0
+
+
+# --- Under every transform ---
+
+
+# How many steps run at most, for each step of the plain loop, by order. One order
+# runs a step in the forward and again in the backward; the next does both again.
+MOST = {1: 6, 2: 10, 3: 20}
+FAST = (
+    *("backward", "twice", "grad", "jvp", "vmap_grad", "grad_vmap"),
+    *("hessian", "batched_cotangents", "retained"),
+)
+
+# torch's own, of any function under linearize.
+LINEARIZE = "ignore:Attempted to insert a get_attr Node:UserWarning"
+
+
+@pytest.mark.filterwarnings(LINEARIZE)
+@rows("checkpoints", {"sqrt": None, "three": 3, "all": "all"}, fast=("three",))
+@rows("program", PROGRAMS)
+@rows("transform", ALL, fast=FAST)
+def test_derivatives_are_those_of_plain_loops(transform, program, checkpoints):
+    with count_ops() as plain:
+        expected = derivatives(transform, program, Plain)
+    with count_ops() as ops:
+        actual = derivatives(transform, program, chain, checkpoints=checkpoints)
+    assert_not_vanishing(expected)
+    assert_same(actual, expected, reassociated=True)
+    assert plain["tanh"] < ops["tanh"] <= MOST[transform.order] * plain["tanh"]

@@ -139,14 +139,20 @@ def test_autocast_around_the_forward_is_that_of_recomputes():
     assert_chained(program, steps=STEPS, runs=RUNS, reassociated=reassociated)
 
 
-def test_autocast_inside_of_a_step():
+def within(fn):
+    def body(h):
+        with autocast():
+            return fn(h)
+
+    return body
+
+
+# A decorator notes on itself what it finds when it is entered.
+@rows("cast", {"a block": within, "a decorator": autocast()})
+def test_autocast_inside_of_a_step(cast):
     def program(loops):
         w, x = leaves_of(W.float(), X.float())
-
-        def body(h):
-            with autocast():
-                return torch.tanh(h @ w).float()
-
+        body = cast(lambda h: torch.tanh(h @ w).float())
         return differentiated(loop(loops, body, x), w, x)
 
     assert_chained(program, steps=STEPS, runs=RUNS)
@@ -358,17 +364,6 @@ def test_a_long_training_keeps_nothing_of_its_steps():
     assert ops["tanh"] == 60 * RUNS
     assert not any(ref() is not None for ref in refs)
     assert after - before <= 50 + 50  # the weak references, and caches of Python
-
-
-def test_a_step_that_autocast_decorates():
-    """It notes on itself what it finds when it is entered."""
-
-    def program(loops):
-        w, x = leaves_of(W.float(), X.float())
-        body = autocast()(lambda h: torch.tanh(h @ w).float())
-        return differentiated(loop(loops, body, x), w, x)
-
-    assert_chained(program, steps=STEPS, runs=RUNS)
 
 
 def test_threads_run_chains_at_once():

@@ -2,8 +2,7 @@
 
 What PyTorch's tests say of `torch.utils.checkpoint`, by the numbers of our survey:
 
-    1, 3, 4      `test_compat_sequential.py`
-    2, 5 to 14   here
+    1 to 14      here
     15, 20 to 28, 30    `test_compat_graphs.py`
     16, 17, 18, 19, 29  `test_compat_options.py`
     31, 32       `test_compat_selective.py`
@@ -11,17 +10,37 @@ What PyTorch's tests say of `torch.utils.checkpoint`, by the numbers of our surv
 Most tests run with torch's checkpoint, too: see `support/checkpoints.py`.
 """
 
+import functools
+import sys
 import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
-from support.checkpoints import both, ours, wrapped
+from support.checkpoints import (
+    KINDS,
+    Logged,
+    both,
+    both_sequential,
+    chain,
+    ours,
+    theirs,
+    wrapped,
+)
 from support.compared import assert_compared, leaf, points
+from support.tables import rows
 from support.zoo import Evaluations, counted, plainly
 from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
-from remat.testing import assert_same, count_ops, peak_bytes
+from remat import compat
+from remat.testing import (
+    assert_same,
+    assert_same_gradients,
+    count_ops,
+    live_bytes,
+    peak_bytes,
+)
 
 
 def sin_exp(x):
@@ -112,7 +131,11 @@ def test_a_call_without_tensors(checkpoint):
     assert_same(got, SLOPE)
 
 
-@both
+@pytest.mark.parametrize(
+    "checkpoint",
+    [theirs, ours, functools.partial(ours, debug=True)],
+    ids=["torch", "remat", "remat, debug"],
+)
 def test_a_third_backward_needs_a_graph(checkpoint):
     """7: as in plain code, each but the last retains it."""
     body, calls = counted(sin_exp)
@@ -144,17 +167,24 @@ def test_some_outputs_may_need_no_grad(checkpoint):
     assert_compared(program, 2, wrap=wrapped(checkpoint))
 
 
+ONCE = {
+    "no output needs grad": (lambda x: x.sin().detach(), 0.0),
+    "nothing is saved": (lambda x: 2.0 * x + 1.0, 2.0),
+}
+
+
 @both
-def test_a_call_none_of_whose_outputs_need_grad(checkpoint):
-    """8: fine, and never evaluated again."""
-    body, calls = counted(lambda x: x.sin().detach())
+@rows("body, slope", ONCE)
+def test_what_is_never_evaluated_again(checkpoint, body, slope):
+    """8 and 30."""
+    body, calls = counted(body)
     x = leaf(3)
     out = checkpoint(body, x)
-    assert not out.requires_grad
+    assert out.requires_grad is bool(slope)
     other, other_calls = counted(sin_exp)
     (out + checkpoint(other, x)).sum().backward()
     assert (len(calls), len(other_calls)) == (1, 2)
-    assert_same(x.grad, SLOPE)
+    assert_same(x.grad, slope + SLOPE)
 
 
 # --- 9: memory during the backward ---
@@ -299,3 +329,256 @@ def test_the_peak_is_lower_than_plain(checkpoint):
     step(plainly)  # the gradients exist from here on
     want = peak_bytes(lambda: step(plainly))
     assert peak_bytes(lambda: step(wrapped(checkpoint))) < 0.7 * want
+
+
+# --- 1, 3 and 4, sequences ---
+
+
+@both_sequential
+def test_a_sequence_of_two_segments_runs_its_first_half_again(sequential):
+    """1."""
+    log = Evaluations()
+    modules = nn.Sequential(*[Logged(k, log) for k in range(10)])
+    x = leaf(2, 4)
+    out = sequential(modules, 2, x)
+    assert [*log] == list(range(10))
+    out.sum().backward()
+    assert [*log] == list(range(5))
+    assert_same(x.grad, torch.autograd.grad(chain(modules, x).sum(), x)[0])
+
+
+@both_sequential
+@pytest.mark.parametrize("segments", [2, 3, 4, 6])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_sequences_of_any_kind(sequential, kind, segments):
+    """3: outputs, gradients of inputs and of parameters; the last one may be longer."""
+    log = Evaluations()
+    modules = kind([Logged(k, log) for k in range(6)])
+    assert_same_gradients(
+        lambda x: sequential(modules, segments, x),
+        lambda x: chain(modules, x),
+        leaf(2, 4),
+        wrt={k: dict(m.named_parameters()) for k, m in enumerate(modules)},
+    )
+    again = (6 // segments) * (segments - 1)
+    assert len(log) == 6 + again + 6
+
+
+@both_sequential
+def test_a_sequence_takes_one_input(sequential):
+    """4."""
+    x = leaf(3)
+    with pytest.raises(TypeError, match=r"positional argument|multiple values"):
+        sequential([torch.sin, torch.cos], 2, x, False, x)
+    with pytest.raises(TypeError, match="'input'"):
+        sequential([torch.sin, torch.cos], 2)
+
+
+@both_sequential
+def test_a_sequence_refuses_other_keywords(sequential):
+    """4: but takes `preserve_rng_state`."""
+    x = leaf(3)
+    with pytest.raises(ValueError, match="depth"):
+        sequential([torch.sin, torch.cos], 2, x, depth=3)
+    with count_ops() as ops:
+        sequential([torch.sin] * 4, 2, x, preserve_rng_state=False).sum().backward()
+    assert ops["sin"] == 4 + 1
+
+
+@pytest.mark.parametrize("segments", [-1, 0, 3])
+def test_too_many_or_too_few_segments_are_refused(segments):
+    with pytest.raises(ValueError, match=f"{segments} segments of 2 functions: use 1"):
+        compat.checkpoint_sequential([torch.sin, torch.cos], segments, leaf(3))
+
+
+def test_an_error_names_the_segment():
+    log = Evaluations()
+
+    def changes(x):
+        log.note(None)
+        return x.sigmoid() if len(log) > 1 else x.exp()
+
+    functions = [torch.sin, changes, torch.sin, torch.sin]
+    out = compat.checkpoint_sequential(functions, 2, leaf(3))
+    with pytest.raises(compat.CheckpointError, match=r"`functions\[0:2\]` \(remat.*py"):
+        out.sum().backward()
+    assert len(log) == 2
+
+
+def calls_of(run):
+    """How many Python functions run."""
+    count = 0
+
+    def note(_frame, event, _arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("style", ["modules", "functions"])
+def test_a_segment_costs_what_a_call_costs_however_many_there_are(style):
+    """It does not refer to the others: counted in calls of Python functions."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(64)]
+    functions = layers
+    if style == "functions":
+        functions = [lambda x, layer=layer: layer(x) for layer in layers]
+    x = leaf(2, 4)
+
+    def in_sequence(count):
+        return lambda: compat.checkpoint_sequential(functions[:count], count, x)
+
+    def one_by_one():
+        out = x
+        for function in functions[:-1]:
+            out = compat.checkpoint(function, out)
+        return functions[-1](out)
+
+    for warm_up in (one_by_one, in_sequence(64), in_sequence(16)):
+        warm_up()
+    of_64 = calls_of(in_sequence(64))
+    assert of_64 <= 1.05 * calls_of(one_by_one)
+    assert of_64 <= 1.05 * 63 / 15 * calls_of(in_sequence(16))
+    with count_ops() as ops:
+        in_sequence(64)().sum().backward()
+    assert ops["tanh"] == 64 + 63
+
+
+def test_a_sequence_keeps_the_inputs_of_its_segments():
+    functions = [torch.sin] * 16
+    x = leaf(1024)
+    plain = live_bytes(lambda: chain(functions, x))
+    in_segments = live_bytes(lambda: compat.checkpoint_sequential(functions, 4, x))
+    # `sin` saves its input, which is `x` for the first. The result counts.
+    assert (plain, in_segments) == (16 * 4096, (3 + 4) * 4096)
+
+
+# --- Where torch's does not work, torch.func and swapped parameters ---
+
+
+def body(x):
+    return (x.sin() * x).exp()
+
+
+def loss(fn):
+    return lambda x: fn(x).sum()
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(loss(f))(points(3)),
+    "vjp": lambda f: vjp(f, points(3))[1](points(3))[0],
+    "jacrev": lambda f: jacrev(f)(points(3)),
+    "vmap(grad)": lambda f: vmap(grad(loss(f)))(points(2, 3)),
+    "hessian": lambda f: hessian(loss(f))(points(3)),
+    "grad(grad)": lambda f: grad(lambda x: grad(loss(f))(x).square().sum())(points(3)),
+    "jvp(grad)": lambda f: jvp(grad(loss(f)), (points(3),), (points(3),))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func(name):
+    """torch's checkpoint raises under all of them."""
+    transform = TRANSFORMS[name]
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        transform(wrapped(theirs)(body))
+    fn, calls = counted(body)
+    got = transform(wrapped(ours)(fn))
+    assert len(calls) >= 2
+    assert_same(got, transform(body), reassociated=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"early_stop": False}, {"determinism_check": "none"}, {"debug": True}]
+)
+def test_options_under_torch_func(options):
+    """A recompute there runs to the end, and its results are compared, in any case."""
+    fn, calls = counted(body)
+    got = grad(loss(functools.partial(ours, fn, **options)))(points(3))
+    assert len(calls) == 2
+    assert_same(got, grad(loss(body))(points(3)))
+
+
+def test_functional_call_with_the_backward_outside():
+    """torch's recompute reads the module's own parameters, and is silently wrong."""
+    linear = nn.Linear(3, 3)
+    calls = Evaluations()
+
+    class Block(nn.Module):
+        def __init__(self, checkpoint):
+            super().__init__()
+            self.linear, self.checkpoint = linear, checkpoint
+
+        def compute(self, x):
+            calls.note(None)
+            return self.linear(x).sin().exp()
+
+        def forward(self, x):
+            return self.checkpoint(self.compute, x)
+
+    def gradients(checkpoint):
+        swapped = {
+            "linear.weight": leaf(3, 3),
+            "linear.bias": leaf(3),
+        }
+        out = functional_call(Block(checkpoint), swapped, (points(2, 3),))
+        return torch.autograd.grad(out.sum(), [*swapped.values()])
+
+    want = gradients(lambda fn, x: fn(x))
+    calls.clear()
+    assert_same(gradients(ours), want)
+    assert len(calls) == 2
+    assert not gradients(theirs)[0].allclose(want[0])
+
+
+def test_a_generator_that_is_passed():
+    """torch's recompute draws the next numbers from it."""
+
+    def program(wrap, counting):
+        generator = torch.Generator().manual_seed(3)
+
+        def noisy(x, generator):
+            return (x * torch.rand(50, generator=generator)).sin()
+
+        x = leaf(50)
+        wrap(counting(noisy))(x, generator).sum().backward()
+        return x.grad, torch.rand(3, generator=generator)
+
+    assert_compared(program, 2, wrap=wrapped(ours))
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_compared(program, 2, wrap=wrapped(theirs))
+
+
+def test_a_batched_forward_with_the_backward_outside():
+    """`vmap` around the call, `backward` around that."""
+
+    def program(wrap, counting):
+        x = leaf(2, 3)
+        vmap(wrap(counting(body)))(x).sum().backward()
+        return x.grad
+
+    assert_compared(program, 2, wrap=wrapped(ours))
+
+
+def test_buffers_are_updated_once():
+    """torch's recompute updates them again."""
+
+    evaluations = []
+
+    def tracked(checkpoint):
+        norm = nn.BatchNorm1d(3)
+        x = leaf(4, 3)
+        body, calls = counted(lambda x: norm(x).sin())
+        checkpoint(body, x).sum().backward()
+        evaluations.append(len(calls))
+        return int(norm.num_batches_tracked), norm.running_mean, x.grad
+
+    count, mean, slope = tracked(ours)
+    want = tracked(lambda fn, x: fn(x))
+    assert (count, tracked(theirs)[0]) == (1, 2)
+    assert evaluations == [2, 1, 2]
+    assert_same((mean, slope), want[1:])

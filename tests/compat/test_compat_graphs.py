@@ -233,7 +233,7 @@ def test_save_on_cpu_inside_a_call(checkpoint):
 
 
 # What is applied, from the outside in: c is the checkpoint, g a derivative.
-MIXES = ["c", "cc", "cg", "gc", "cgc", "cgg", "gcgc", "cgcgc", "gggc"]
+MIXES = ["c", "cc", "cg", "gc", "gcg", "cgc", "ggc", "cgg", "gcgc", "cgcgc", "gggc"]
 
 
 @both
@@ -342,14 +342,3 @@ def test_a_function_that_saves_only_its_input(checkpoint):
         (checkpoint(torch.sin, x) + checkpoint(torch.exp, x)).sum().backward()
     assert (ops["sin"], ops["cos"], ops["exp"]) == (1, 1, 2)
     assert_same(x.grad, points(3).cos() + points(3).exp())
-
-
-@both
-def test_a_function_that_saves_nothing(checkpoint):
-    """30: the function does not run again."""
-    body, calls = counted(lambda x: 2.0 * x + 1.0)
-    other, other_calls = counted(torch.exp)
-    x = leaf(3)
-    (checkpoint(body, x) + checkpoint(other, x)).sum().backward()
-    assert (len(calls), len(other_calls)) == (1, 2)
-    assert_same(x.grad, 2.0 + points(3).exp())

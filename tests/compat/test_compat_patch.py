@@ -80,22 +80,21 @@ def test_torchs_own_wrapper_is_reached():
         grad(lambda x: plain(x).sum())(points(2, 3))
 
 
-def test_what_was_imported_inside_is_taken_out(monkeypatch):
+IMPORTED = {
+    "torch.utils.checkpoint": ORIGINALS[0][0],
+    "remat.compat": compat.checkpoint,
+}
+
+
+@pytest.mark.parametrize("source", IMPORTED)
+def test_what_was_imported_inside_is_what_it_was_imported_as(source, monkeypatch):
     module = types.ModuleType("another_library")
     monkeypatch.setitem(sys.modules, "another_library", module)
     with compat.patch():
-        exec("from torch.utils.checkpoint import checkpoint", vars(module))
+        exec(f"from {source} import checkpoint", vars(module))
         assert is_ours(module.checkpoint)
-    assert module.checkpoint is ORIGINALS[0][0]
-
-
-def test_what_was_imported_from_remat_stays(monkeypatch):
-    module = types.ModuleType("a_user")
-    monkeypatch.setitem(sys.modules, "a_user", module)
-    with compat.patch():
-        exec("from remat.compat import checkpoint", vars(module))
-    assert module.checkpoint is compat.checkpoint
-    assert is_ours(module.checkpoint)
+    assert module.checkpoint is IMPORTED[source]
+    assert is_ours(module.checkpoint) is (source == "remat.compat")
 
 
 def test_it_nests_and_survives_errors():

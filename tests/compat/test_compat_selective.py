@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.checkpoints import both, both_modules, ours, theirs
 from support.compared import leaf, points
+from support.tables import rows
 from support.zoo import Evaluations
 from torch.func import grad, vmap
 from torch.utils import checkpoint as torchs
@@ -116,20 +117,29 @@ def test_what_is_selected_is_stored_if_the_backward_reads_it(policy):
 # --- 32: the rest ---
 
 
+# A function, what is selected besides its sine, and its second argument.
+OUTPUTS = {
+    "a view of integers": (
+        lambda x, index: x.sin() * x[index.view(-1)].exp(),
+        *(aten.view.default, torch.tensor([[2, 0, 1]])),
+    ),
+    "no tensor": (
+        lambda x, w: (x.sin() * w.sum().item()).exp(),
+        *(aten._local_scalar_dense.default, points(3)),
+    ),
+}
+
+
 @both
-def test_a_view_of_integers_may_be_saved(checkpoint):
-    """32: an output that has an autograd graph of its own already."""
-
-    def f(x, index):
-        return x.sin() * x[index.view(-1)].exp()
-
-    context_fn = selecting([aten.view.default, aten.sin.default])
+@rows("f, op, other", OUTPUTS)
+def test_any_output_may_be_saved(checkpoint, f, op, other):
+    """32: also one that has no autograd graph of its own."""
+    context_fn = selecting([op, aten.sin.default])
     x, y = leaf(3), leaf(3)
-    index = torch.tensor([[2, 0, 1]])
     with count_ops() as ops:
-        checkpoint(f, x, index, context_fn=context_fn).sum().backward()
+        checkpoint(f, x, other, context_fn=context_fn).sum().backward()
     assert (ops["sin"], ops["exp"]) == (1, 2)
-    f(y, index).sum().backward()
+    f(y, other).sum().backward()
     assert_same(x.grad, y.grad)
 
 
@@ -315,22 +325,6 @@ def test_an_operation_with_several_outputs_may_be_saved(checkpoint):
         got = gradients(functools.partial(checkpoint, f, context_fn=context_fn))
     assert (ops["max"], ops["exp"]) == (1, 2)
     assert_same(got, gradients(f))
-
-
-@both
-def test_an_operation_whose_output_is_no_tensor_may_be_saved(checkpoint):
-    """32: `item`."""
-
-    def f(x, w):
-        return (x.sin() * w.detach().sum().item()).exp()
-
-    context_fn = selecting([aten._local_scalar_dense.default, aten.sin.default])
-    x, y = leaf(3), leaf(3)
-    with count_ops() as ops:
-        checkpoint(f, x, points(3), context_fn=context_fn).sum().backward()
-    assert (ops["sin"], ops["exp"]) == (1, 2)
-    f(y, points(3)).sum().backward()
-    assert_same(x.grad, y.grad)
 
 
 # --- What torch refuses ---

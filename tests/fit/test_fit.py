@@ -1,6 +1,7 @@
 """What holds for both kinds of plans of `remat.fit`: for a step, and by blocks."""
 
 import copy
+import dataclasses
 import pickle
 import re
 import sys
@@ -8,24 +9,34 @@ import sys
 import pytest
 import torch
 from support.fitted import (
+    CASES,
     IDS,
+    Decoder,
     Lm,
+    Mlp,
+    ResNet,
     X,
     applied_mlps,
+    assert_predicted,
     bytes_before,
     gradients,
+    least,
     llama,
     measured_peak,
     mlps,
     refused,
     square,
+    staged,
     step,
     tight,
     words,
 )
+from support.tables import rows
 from torch import nn
 
 import remat
+from remat._fit.simulate import TrainingStep, simulate, undisturbed
+from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops, memory_timeline
 
 
@@ -138,10 +149,6 @@ def test_of_what_is_no_scalar_all_is_differentiated():
     assert several.flops > 0
 
 
-def reading(model, x):
-    return model(x) if x.sum() > 0 else model(x + 1)
-
-
 REFUSED = {
     "no gradients": (
         lambda: (mlps(2).requires_grad_(False), X),
@@ -166,19 +173,6 @@ def test_what_no_plan_can_be_made_for_is_refused(case, over):
         remat.fit(*make(), budget="1GB", over=over)
 
 
-@both
-def test_a_model_that_was_not_passed_is_refused(over):
-    model, other = mlps(2), mlps(2)
-    with pytest.raises(remat.CaptureError, match=r"requires grad and was not passed"):
-        remat.fit(lambda m, x: m(x) + other(x), model, X, budget="1GB", over=over)
-    assert all(p.grad is None for p in other.parameters())
-
-
-def test_values_that_do_not_exist_cannot_be_read():
-    with pytest.raises(remat.CaptureError, match=r"test_fit\.py:\d+, in reading"):
-        remat.fit(reading, mlps(2), X, budget="1GB", over="blocks")
-
-
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_a_device_that_is_not_there_is_refused(device):
     if device == "cuda" and torch.cuda.is_available():
@@ -187,20 +181,54 @@ def test_a_device_that_is_not_there_is_refused(device):
         remat.fit(mlps(2), X, budget="1GB", device=device)
 
 
+def reading(model, x):
+    return model(x) if x.sum() > 0 else model(x + 1)
+
+
+def of_lists():
+    model = nn.ModuleDict({"layers": nn.ModuleList([mlps(2), mlps(2)])})
+    return lambda m, x: m["layers"][0](x), model
+
+
+# What is fitted, options, and what the error says.
+ARGUMENTS = {
+    "values that do not exist are read": (
+        *(lambda: (reading, mlps(2)), {"over": "blocks"}),
+        *(remat.CaptureError, r"test_fit\.py:\d+, in reading"),
+    ),
+    "over is neither": (
+        *(lambda: (mlps(2),), {"over": "layers"}),
+        *(ValueError, r"\"blocks\" or None, got 'layers'"),
+    ),
+    "blocks are selected for a step": (
+        *(lambda: (mlps(),), {"select": "1.*"}),
+        *(ValueError, r"select= says which modules are blocks"),
+    ),
+    "no model is passed": (
+        *(lambda: (torch.sin,), {"over": "blocks"}),
+        *(ValueError, r"no model is passed"),
+    ),
+    "a list of blocks is a block": (
+        *(of_lists, {"over": "blocks", "select": "layers"}),
+        *(ValueError, r"`layers` is a ModuleList, which has no"),
+    ),
+    "there are no blocks": (
+        *(lambda: (nn.Linear(8, 8),), {"over": "blocks"}),
+        *(ValueError, r"Linear has no repeated blocks"),
+    ),
+}
+
+
+@rows("make, options, error, match", ARGUMENTS)
+def test_arguments_are_refused_where(make, options, error, match):
+    with pytest.raises(error, match=match):
+        remat.fit(*make(), X, budget="1GB", **options)
+
+
 @pytest.mark.parametrize("budget", ["8 parsecs", -1, None])
 def test_a_budget_is_bytes(budget):
     with pytest.raises((ValueError, TypeError), match=r"fit takes a number of bytes"):
         remat.fit(mlps(2), X, budget=budget)
-
-
-def test_over_is_step_or_blocks():
-    with pytest.raises(ValueError, match=r"\"blocks\" or None, got 'layers'"):
-        remat.fit(mlps(2), X, budget=1, over="layers")
-
-
-def test_blocks_are_not_selected_for_a_step():
-    with pytest.raises(ValueError, match=r"select= says which modules are blocks"):
-        remat.fit(mlps(), X, budget=1, select="1.*")
 
 
 @both
@@ -295,3 +323,176 @@ def test_a_plan_by_blocks_says_what_it_was_made_without(monkeypatch):
     note = "without policies.within: scipy is not installed (pip install scipy)"
     assert note in str(plan)
     assert "without policies.within" in plan._repr_html_()
+
+
+# --- Over blocks ---
+
+
+def fit(*args, **options):
+    return remat.fit(*args, over="blocks", **options)
+
+
+def assert_followed(plan, model, *args, loss=square, **kwargs):
+    """Assert that a model that follows a plan has its peak and plain's gradients."""
+    real = plan.apply(copy.deepcopy(model))
+    measured = measured_peak(real, args, kwargs, loss)
+    assert_predicted(plan.peak, measured)
+    assert measured <= 1.02 * plan.budget
+    found, expected = (
+        gradients(m, lambda m=m: step(m, args, kwargs, loss)) for m in (real, model)
+    )
+    assert_same(found, expected)
+
+
+def uniform_choices(model, args, kwargs, loss):
+    """Return the peak and the work of uniform choices, as (name, peak, seconds)."""
+    blocks = [*remat.nn.blocks(model)]
+    names = "nothing_saveable", "dots_saveable", "everything_saveable"
+    choices = {n: dict.fromkeys(blocks, getattr(remat.policies, n)) for n in names}
+    for k in range(2, len(blocks)):
+        kth = blocks[k - 1 :: k]
+        choices[f"every {k}th"] = dict.fromkeys(kth)
+        choices[f"others than {k}th"] = dict.fromkeys(b for b in blocks if b not in kth)
+    plain = simulated(model, args, kwargs, loss)
+    found = []
+    for name, choice in choices.items():
+        chosen = remat.nn.apply(copy.deepcopy(model), choice)
+        again = simulated(chosen, args, kwargs, loss)
+        found.append((name, again.peak, again.seconds - plain.seconds))
+    return found
+
+
+def simulated(model, args, kwargs, loss):
+    made = TrainingStep(model, args, kwargs, loss)
+    with undisturbed():
+        return simulate(made, torch.device("cpu"), lambda step: step)
+
+
+def assert_no_choice_costs_less(plan, choices):
+    """Assert that no choice that stays under the budget recomputes less."""
+    for name, peak, seconds in choices:
+        assert peak > plan.budget or plan.seconds <= seconds + 1e-12, name
+
+
+SLOW = "lm", "tied lm", "resnet", "unet", "llama"
+
+
+# Each takes seconds for a search.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_hold_and_no_uniform_choice_costs_less(name):
+    make, args, kwargs, loss = CASES[name]
+    model = make()
+    choices = uniform_choices(model, args, kwargs, loss)
+    low = least(model, *args, over="blocks", loss=loss, **kwargs)
+    high = simulated(model, args, kwargs, loss).peak
+    for share in (0.2, 0.4, 0.7) if name in SLOW else (0.4,):
+        budget = int(low + share * (high - low))
+        plan = fit(model, *args, budget=budget, loss=loss, **kwargs)
+        assert plan.peak <= budget < plan.plain_peak == high
+        assert any(block.recomputes for block in plan.blocks)
+        assert_no_choice_costs_less(plan, choices)
+        assert_followed(plan, model, *args, loss=loss, **kwargs)
+    worse = dataclasses.replace(plan, budget=plan.plain_peak, seconds=1.0)
+    with pytest.raises(AssertionError, match=r"saveable|every|others"):
+        assert_no_choice_costs_less(worse, choices)
+
+
+@pytest.mark.slow
+def test_less_memory_never_costs_less_work():
+    model, low = mlps(), tight("blocks").budget
+    high = tight("blocks").plain_peak
+    costs = [
+        fit(model, X, budget=int(low + share * (high - low)), loss=square).seconds
+        for share in (0.4, 0.8)
+    ]
+    assert tight("blocks").seconds >= costs[0] >= costs[1] > 0
+
+
+@pytest.mark.slow
+def test_modules_around_blocks_are_recomputed_where_that_pays():
+    model, x = staged(), torch.randn(4096, 8)
+    every = remat.nn.apply(copy.deepcopy(model), [*remat.nn.blocks(model)])
+    budget = simulated(every, (x,), {}, square).peak - 1
+    plan = fit(model, x, budget=budget, loss=square)
+    assert any(block.around for block in plan.blocks)
+    assert_followed(plan, model, x)
+
+
+def test_blocks_are_selected_as_by_apply():
+    model = mlps(4)
+    plan = fit(model, X, budget="1GB", select="1.[02]")
+    assert {b.name for b in plan.blocks if not b.around} == {"1.0", "1.2"}
+
+
+class Named(Mlp):
+    """Its name is of the one product whose result a recompute needs."""
+
+    def forward(self, x):
+        product = remat.checkpoint_name(self.up(x), "up")
+        return x + self.down(product.sin().cos().sin()).tanh()
+
+
+def test_names_of_values_are_an_option():
+    model = nn.Sequential(*(Named(8) for _ in range(3)))
+    tried = []
+    applied = remat.nn.apply
+
+    def noted(model, choice):
+        tried.extend(map(str, choice.values()))
+        return applied(model, choice)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remat.nn, "apply", noted)
+        least(model, X, over="blocks")
+    assert "save_only_these_names('up')" in tried
+
+
+class Twice(nn.Module):
+    """Calls each block twice, and one of them under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(8) for _ in range(3))
+        self.again = self.layers[0]
+
+    def forward(self, x):
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.again(x)
+
+
+def test_blocks_that_are_called_twice_have_one_option():
+    model = Twice()
+    budget = int(0.9 * simulated(model, (X,), {}, square).peak)
+    plan = fit(model, X, budget=budget, loss=square)
+    assert any(block.recomputes for block in plan.blocks)
+    assert [block.name for block in plan.blocks] == [f"layers.{k}" for k in range(3)]
+    assert_followed(plan, model, X)
+
+
+@pytest.mark.slow
+def test_a_model_in_evaluation_mode():
+    model = ResNet().eval()
+    image = torch.randn(2, 3, 16, 16)
+    budget = int(0.95 * fit(model, image, budget="1GB", loss=square).peak)
+    assert_followed(fit(model, image, budget=budget, loss=square), model, image)
+
+
+# --- What is refused -----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_plan_refuses_a_function_and_another_model():
+    with pytest.raises(TypeError, match=r"for the blocks of Sequential: pass the mod"):
+        tight("blocks").apply(lambda x: x)
+    with pytest.raises(ValueError, match=r"selects no module"):
+        tight("blocks").apply(mlps(1))
+
+
+def test_calls_outside_share_nothing_with_simulated_ones():
+    model = remat.nn.apply(Lm(), Decoder, policy=remat.policies.dots_saveable)
+    words(model(IDS)).backward()
+    known = len(CACHES)
+    least(mlps(2), X, over="blocks", loss=square)
+    assert len(CACHES) == known > 0

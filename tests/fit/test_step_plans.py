@@ -108,7 +108,6 @@ MORE = {
     "autocast": (Autocast, (X,), {}, lambda out: out.float().square().mean()),
 }
 
-
 SLOW = "mlps", "tied lm", "unet", "llama"
 
 

@@ -211,16 +211,3 @@ def test_the_project_declares_the_pythons_that_were_run():
     named = [c.rpartition(" :: ")[2] for c in PROJECT["classifiers"] if "Python" in c]
     assert [version for version in named if "." in version] == [*interpreter.RUN]
     assert PROJECT["requires-python"] == f">={interpreter.RUN[0]}"
-
-
-@pytest.mark.parametrize("version", interpreter.RUN)
-def test_the_docs_name_every_python_that_was_run(version):
-    section = (ROOT / "docs/limits.md").read_text().split("## Tested versions")[1]
-    assert f"Python {version}" in section
-
-
-def test_make_full_runs_every_other_python():
-    (others,) = re.findall(
-        r"^PYTHONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
-    )
-    assert others.split() == [f"python{v}" for v in interpreter.RUN[1:]]

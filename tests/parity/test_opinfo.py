@@ -18,6 +18,7 @@ from support.operators import (
     DRAWN_IN_PLACE,
     NO_VALUES,
     NOTHING,
+    QUIET,
     RAISES,
     REPLACED,
     ROUNDED,
@@ -27,6 +28,7 @@ from support.operators import (
     differentiable,
     name_of,
     parts,
+    scalar,
     seed,
 )
 from support.pruning import total
@@ -38,14 +40,7 @@ from remat import policies, remat
 from remat.testing import assert_same, count_ops
 
 
-pytestmark = [
-    pytest.mark.opinfo,
-    # Torch warns of many of its own operators. Only what remat says is an error.
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.filterwarnings("error:remat"),
-    # Of tensor_split, whose results depend on values.
-    pytest.mark.filterwarnings("ignore:.* is not followed any more"),
-]
+pytestmark = [pytest.mark.opinfo, *QUIET]
 pytest.importorskip("expecttest", reason="torch's database imports it")
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.testing._internal.common_modules import module_db  # noqa: E402
@@ -76,14 +71,6 @@ def cotangent(t: Tensor) -> Tensor:
     """Any, but not the same everywhere."""
     steps = torch.arange(1, t.numel() + 1, dtype=torch.float64).cos()
     return steps.reshape(t.shape).to(t.dtype)
-
-
-def scalar(fn: Any) -> Any:
-    def loss(*leaves: Tensor) -> Tensor:
-        curved = fn(*leaves)[1]
-        return sum((t.real if t.is_complex() else t).sum() for t in curved)
-
-    return loss
 
 
 def func_grad(fn: Any, leaves: list[Tensor]) -> Any:

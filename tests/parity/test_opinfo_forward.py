@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.operators import NO_VALUES, REPLACED, Case, name_of, seed
+from support.operators import NO_VALUES, QUIET, REPLACED, Case, name_of, scalar, seed
 from support.zoo import counted, plainly
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -22,13 +22,7 @@ from torch.utils._pytree import tree_leaves
 from remat import remat
 
 
-pytestmark = [
-    # Torch warns of many of its own operators. Only what remat says is an error.
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.filterwarnings("error:remat"),
-    # Of tensor_split, whose results depend on values.
-    pytest.mark.filterwarnings("ignore:.* is not followed any more"),
-]
+pytestmark = QUIET
 pytest.importorskip("expecttest", reason="torch's database imports it")
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 
@@ -115,14 +109,6 @@ TRANSFORMS = (jvp_grad, jvp_jvp_grad, jvp_grad_grad, grad_vmap_jvp, dual_backwar
 
 
 # --- The comparison ---
-
-
-def scalar(fn: Any) -> Any:
-    def loss(*leaves: Tensor) -> Tensor:
-        curved = fn(*leaves)[1]
-        return sum((t.real if t.is_complex() else t).sum() for t in curved)
-
-    return loss
 
 
 def samples(op: Any) -> Iterator[Case]:

@@ -5,6 +5,7 @@ JAX's policies see the linearized program, and can save the cosine that a sine i
 differentiated with; here the cosine is always computed in the backward.
 """
 
+import warnings
 from functools import partial
 
 import pytest
@@ -13,30 +14,41 @@ from support.policies import (
     BATCH,
     MATRIX,
     assert_runs,
+    chain_of_three,
     check_grads,
     dot_sin,
     points,
+    run,
     settled,
 )
 from support.rules import SinByRule
+from torch import nn
 from torch.autograd import Function
 from torch.func import grad, jacfwd, jvp, linearize, vmap
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from remat import checkpoint_name, remat
+from remat import checkpoint_name, remat, saved_residuals
+from remat._partial.cache import CACHES
 from remat.policies import (
+    Decision,
+    as_policy,
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     everything_saveable,
     nothing_saveable,
+    save_and_offload_only_these_names,
     save_only_these_names,
     save_ops,
 )
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops, live_bytes
 
 
 aten = torch.ops.aten
 save_sin = save_ops(aten.sin)
-
 
 # torch's own, of any function under linearize.
 # torch's own, of any function under linearize.
@@ -263,3 +275,260 @@ def test_a_linear_rule_under_a_policy():
     fn = remat(Sum.apply, policy=dots_saveable, prune=True)
     assert_runs(fn, Sum.apply, MATRIX)
     assert settled(fn, MATRIX) == []
+
+
+# --- When and how a policy is asked, what it is told, what is refused ---
+
+
+class Asked:
+    """A policy that notes what it is asked about."""
+
+    def __init__(self, answer=False):
+        self.answer, self.ops = answer, []
+
+    def __call__(self, op):
+        self.ops.append(op)
+        return self.answer(op) if callable(self.answer) else self.answer
+
+    def take(self):
+        names = [op.packet.__name__ for op in self.ops]
+        self.ops.clear()
+        return names
+
+
+def test_without_differentiation_a_policy_is_never_asked():
+    def raises(op):
+        raise ValueError
+
+    fn = remat(chain_of_three, policy=raises)
+    x = MATRIX.clone().requires_grad_()
+    assert_same(fn(MATRIX), chain_of_three(MATRIX))
+    with torch.no_grad():
+        assert_same(fn(x), chain_of_three(MATRIX))
+    assert_same(vmap(fn)(BATCH), vmap(chain_of_three)(BATCH))
+    with pytest.raises(ValueError, match=r"^$"):
+        fn(x)
+
+
+def test_under_forward_mode_a_policy_is_never_asked():
+    policy = Asked()
+    fn = remat(chain_of_three, policy=policy)
+    jacfwd(fn)(MATRIX)
+    jvp(fn, (MATRIX,), (MATRIX,))
+    assert policy.take() == []
+
+
+def test_a_policy_is_asked_once_about_each_operation():
+    """And of later calls with the same signature not at all."""
+    policy = Asked()
+    fn = remat(chain_of_three, policy=policy)
+    for expected in (["mm", "sin", "exp"], [], []):
+        run(fn, MATRIX)
+        assert policy.take() == expected
+    run(fn, points(3, 3))
+    assert policy.take() == ["mm", "sin", "exp"]
+
+
+def test_a_policy_is_asked_once_about_what_it_saves_too():
+    """And again about what has got a name since."""
+    policy = Asked(True)
+
+    def plain(x):
+        y = (x @ x).sin()
+        return checkpoint_name(y.exp(), "name")
+
+    fn = remat(plain, policy=policy)
+    run(fn, MATRIX)
+    asked = [(op.packet.__name__, *op.names) for op in policy.ops]
+    assert asked == [("mm",), ("sin",), ("exp",), ("exp", "name")]
+    policy.take()
+    run(fn, MATRIX)
+    assert policy.take() == []
+
+
+def test_a_policy_may_count():
+    """As torchtitan's does, which saves every second product."""
+    count = []
+
+    def every_second(ctx, func, *args, **kwargs):
+        count.append(func) if func is aten.mm.default else None
+        return func is aten.mm.default and len(count) % 2 == 1
+
+    fn = remat(dot_sin, policy=every_second, prune=True)
+    assert_runs(fn, dot_sin, MATRIX, dot=6 + 1, sin=2)
+    assert len(count) == 3
+
+
+def test_a_policy_is_told_what_there_is_to_know():
+    policy = Asked()
+
+    def fn(x):
+        return checkpoint_name(x @ x, "product").sum(0).exp()
+
+    run(remat(fn, policy=policy), MATRIX)
+    *_, product = [op for op in policy.ops if op.packet is aten.mm]
+    (total,) = [op for op in policy.ops if op.packet is aten.sum]
+    assert product.func is aten.mm.default
+    assert [v.shape for v in product.inputs] == [(2, 2), (2, 2)]
+    (output,) = product.outputs
+    assert (output.shape, output.dtype) == ((2, 2), torch.double)
+    assert (product.nbytes, product.names) == (32, {"product"})
+    assert "test_policy_savings.py" in product.source
+    assert "in fn" in product.source
+    assert (total.args[1], total.names) == ((0,), frozenset())
+
+
+@pytest.mark.parametrize("how", ["backward", "grad", "vmap_grad"])
+def test_an_exception_of_a_policy_is_the_users(how):
+    def fails(op):
+        if op.packet is aten.sin:
+            raise ZeroDivisionError("of mine")
+        return False
+
+    fn = remat(lambda x: chain_of_three(x).sum(), policy=fails)
+    transforms = {
+        "backward": lambda: fn(MATRIX.clone().requires_grad_()),
+        "grad": lambda: grad(fn)(MATRIX),
+        "vmap_grad": lambda: vmap(grad(fn))(BATCH),
+    }
+    with pytest.raises(ZeroDivisionError, match="of mine"):
+        transforms[how]()
+    assert_same(grad(remat(fn.__wrapped__))(MATRIX), grad(fn.__wrapped__)(MATRIX))
+
+
+@pytest.mark.parametrize("answer", [None, 1, "save", torch.ones(())], ids=type)
+def test_an_answer_that_is_none_is_refused_with_the_line_it_is_about(answer):
+    fn = remat(chain_of_three, policy=lambda op: answer)
+    message = (
+        rf"returned .*a {type(answer).__name__}, for aten\.mm\.default at "
+        r".*support.policies\.py:\d+, in chain_of_three"
+    )
+    with pytest.raises(TypeError, match=message):
+        fn(MATRIX.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("policy", ["dots", 3, True, object(), save_ops], ids=type)
+def test_what_is_no_policy_is_refused_when_it_is_given(policy):
+    """d7: remat3 takes them, and recomputes all."""
+    with pytest.raises(TypeError, match=r"remat: not a policy: .*A policy is one of"):
+        remat(chain_of_three, policy=policy)
+    with pytest.raises(TypeError, match=r"remat: not a policy: .*A policy is one of"):
+        remat(policy=policy)
+
+
+# --- d7: what does nothing says so ---
+
+
+def test_a_name_that_nothing_has_is_a_warning_once():
+    policy = save_only_these_names("nobody is called so", "nor so")
+    fn = remat(chain_of_three, policy=policy)
+    with pytest.warns(UserWarning, match="the policy names 'nobody is .*', 'nor so'"):
+        run(fn, MATRIX)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(fn, MATRIX)
+
+
+def test_a_name_that_another_function_gives_is_no_mistake():
+    """One policy for a whole model is asked about each of its parts."""
+    run(remat(lambda x: checkpoint_name(x.sin(), "elsewhere").sin()), MATRIX)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(remat(chain_of_three, policy=save_only_these_names("elsewhere")), MATRIX)
+
+
+NOTHING = [None, nothing_saveable, Decision.RECOMPUTE, as_policy(None)]
+
+
+@pytest.mark.parametrize("policy", NOTHING, ids=["None", "nothing", "RECOMPUTE", "as"])
+def test_policies_that_save_nothing_recompute_all(policy):
+    plain = run(chain_of_three, MATRIX)[2]
+    _, _, ops = run(remat(chain_of_three, policy=policy, prune=True), MATRIX)
+    assert ops["dot"] == plain["dot"] + 1
+    assert ops["exp"] == plain["exp"] + 1
+
+
+def test_everything_saveable_keeps_no_more_than_plain_and_recomputes_nothing():
+    """d7: it is not the same as no remat."""
+    plain = run(chain_of_three, MATRIX)[2]
+    fn = remat(chain_of_three, policy=everything_saveable)
+    assert_runs(fn, chain_of_three, MATRIX, dot=plain["dot"], exp=0, sin=0)
+    x = torch.linspace(0, 1, 1 << 12).view(64, 64).requires_grad_()
+    kept = live_bytes(lambda: fn(x))
+    assert kept <= live_bytes(lambda: chain_of_three(x))
+
+
+def test_saved_names_and_offloaded_names_do_not_overlap():
+    """55."""
+    with pytest.raises(ValueError, match="'y' can be saved and can be offloaded"):
+        save_and_offload_only_these_names(
+            names_which_can_be_saved=["x", "y"], names_which_can_be_offloaded=["y"]
+        )
+
+
+# --- torch's selective checkpointing ---
+
+
+def must_save_mm(ctx, func, *args, **kwargs):
+    """A policy of torch's."""
+    assert isinstance(args[0], torch.Tensor)
+    assert not ctx.is_recompute
+    if func is aten.mm.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [must_save_mm, [aten.mm.default], {aten.mm.default}],
+    ids=["function", "list", "set"],
+)
+def test_policies_of_torch_save_the_same(policy):
+    fn = remat(dot_sin, policy=policy)
+    assert_runs(fn, dot_sin, MATRIX, dot=6, sin=2)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def selective(fn, x):
+    """torch's selective checkpointing, of the operations that dots_saveable saves."""
+    ops = [aten.addmm.default, aten.mm.default]
+    contexts = partial(create_selective_checkpoint_contexts, ops)
+    return checkpoint(
+        fn, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
+    )
+
+
+def test_an_mlp_keeps_its_first_product_and_not_its_second():
+    """A sum reads nothing of what it adds up; torch's own checkpoint keeps it."""
+    torch.manual_seed(0)
+    mlp = Mlp()
+    x = torch.randn(64, 32, requires_grad=True)
+    fn = remat(mlp, policy=dots_saveable)
+    for _ in range(2):
+        expected = torch.autograd.grad(mlp(x).sin().sum(), [x, *mlp.parameters()])
+        with count_ops() as forward:
+            out = fn(x).sin().sum()
+        with count_ops() as backward:
+            actual = torch.autograd.grad(out, [x, *mlp.parameters()])
+        assert_same(actual, expected)
+        assert forward["addmm"] == 2
+        assert backward["addmm"] == 0
+        assert backward["mm"] == 4
+        assert backward["gelu"] == 1
+    kept = [r for r in saved_residuals(fn, x) if "output of" in r.origin]
+    assert [(r.origin, r.shape) for r in kept] == [("output of addmm", (64, 128))]
+    assert kept[0].source.endswith("in forward")
+    result, up, down = 64 * 32 * 4, 64 * 128 * 4, 64 * 32 * 4
+    CACHES.clear()
+    for _ in range(3):
+        assert live_bytes(lambda: fn(x)) == result + up
+    assert live_bytes(lambda: selective(mlp, x)) == result + up + down

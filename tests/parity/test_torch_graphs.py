@@ -10,17 +10,16 @@ part), a switch for early stop (29: there is none), and `DataParallel` (25 in pa
 which needs several devices.
 """
 
-import gc
 import weakref
 
 import pytest
 import torch
-from support.checkpoints import derivative, sin_exp, slope_of_sin_exp
+from support.checkpoints import sin_exp, slope_of_sin_exp
 from support.compared import compared, leaf, points
-from support.zoo import Evaluations, counted, plainly
-from torch import nn
+from support.zoo import Evaluations, counted
+from torch.utils._pytree import tree_leaves
 
-from remat import remat
+from remat import RecomputeError, remat
 from remat.testing import assert_same
 
 
@@ -83,43 +82,6 @@ def test_the_body_sees_the_original_object_where_it_needs_no_grad():
 
 
 # --- 27, 28: nesting, orders, hooks ---
-
-
-# What is applied, from the outside in: c is remat, g a derivative.
-MIXES = ["c", "cg", "gc", "gcg", "cgc", "ggc", "cgg", "gcgc", "cgcgc", "gggc"]
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_any_mix_of_gradients_and_remat(mix):
-    """27: to third order; all of it is freed by reference counting."""
-    refs = Evaluations()
-
-    def body(x):
-        y = (x * x).sin()
-        refs.note(weakref.ref(y))
-        return y.exp()
-
-    def run(wrap):
-        refs.clear()
-        f = body
-        for step in reversed(mix):
-            f = wrap(f) if step == "c" else derivative(f)
-        x = leaf(3)
-        out = f(x)
-        (first,) = torch.autograd.grad(out.sum(), x)
-        return out.detach(), first
-
-    gc.collect()
-    gc.disable()
-    try:
-        got = run(remat)
-        made = [*refs]
-        left = [ref for ref in made if ref() is not None]
-    finally:
-        gc.enable()
-    assert_same(got, run(plainly))
-    assert left == []
-    assert len(made) > len(refs)
 
 
 @compared(sin=2)
@@ -209,14 +171,83 @@ def test_a_draw_is_replayed_where_no_argument_tells_of_its_device():
     assert_same(holder.value.grad, first * (points(50) * first).cos())
 
 
-# --- 12-14: many, autocast, memory ---
+# --- 19, functions that are not the same when run again ---
 
 
-# The contributions are added up in the order of the graph: the same one.
-@compared(evaluations=800, plain=400)
-def test_many_small_nets_in_one_graph(wrap, counting):
-    """12."""
-    net = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
-    fn = wrap(counting(net))
-    sum(fn(row) for row in leaf(400, 4)).sum().backward()
-    return {k: p.grad for k, p in net.named_parameters()}
+CHANGES = {
+    "shape": lambda x, again: x.sin().expand(4 if again else 2, 3),
+    "dtype": lambda x, again: x.sin().double() if again else x.sin(),
+    "fewer outputs": lambda x, again: [x.sin()] if again else [x.sin(), x.cos()],
+    "more outputs": lambda x, again: [x.sin()] * (1 + again) + [x.cos()] * again,
+    "other structure": lambda x, again: {"b" if again else "a": x.sin()},
+    "a tuple for a list": lambda x, again: (x.sin(),) if again else [x.sin()],
+    "a tensor for a number": lambda x, again: (x.sin(), x.cos() if again else 1.0),
+    "nothing for a tensor": lambda x, again: (x.sin(), None if again else x.cos()),
+    "an input for a computed one": lambda x, again: (x.sin(), x if again else x.cos()),
+    "requires_grad lost": lambda x, again: (x.detach() if again else x).sin(),
+}
+
+
+@pytest.mark.parametrize("change", [k for k in CHANGES if k != "a tuple for a list"])
+def test_one_node_refuses_a_recompute_with_other_outputs(change):
+    """Place, shape, dtype and differentiability of the outputs."""
+    runs, f = Evaluations(), CHANGES[change]
+
+    def body(x):
+        runs.note(None)
+        return f(x, len(runs) > 1)
+
+    first = tree_leaves(remat(body, higher_order=True)(leaf(3)))[0]
+    with pytest.raises(RecomputeError, match=r"remat: .*recomput") as info:
+        first.sum().backward()
+    assert len(runs) == 2
+    text = "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
+    assert "test_one_node_refuses_a_recompute" in text
+
+
+@pytest.mark.parametrize("change", [k for k in CHANGES if k != "requires_grad lost"])
+def test_a_recompute_may_have_other_outputs_if_it_saves_the_same(change):
+    """It stops where the last value was saved that is read."""
+    f = CHANGES[change]
+    runs = Evaluations()
+
+    def body(x):
+        runs.note(None)
+        return f(x.cos(), len(runs) > 1)
+
+    x, y = leaf(3), leaf(3)
+    first, *_ = tree_leaves(remat(body)(x))
+    del _
+    first.sum().backward()
+    assert len(runs) == 2
+    want = tree_leaves(f(y.cos(), False))[0]
+    assert_same(x.grad, torch.autograd.grad(want.sum(), y)[0])
+
+
+def run_with(again, x):
+    """A call whose exponential is `again` when it is evaluated again."""
+    count = Evaluations()
+
+    def f(x):
+        count.note(None)
+        y = x.sin()
+        return y.exp() if len(count) == 1 else again(y)
+
+    return remat(f)(x).sum(), count
+
+
+def test_operations_beside_what_is_saved_may_differ():
+    """As by torch's checkpoint, a function is judged by what it saves."""
+    x = leaf(3)
+    out, count = run_with(lambda y: y.clone().exp() * 1.0, x)
+    out.backward()
+    assert len(count) == 2
+    assert_same(x.grad, points(3).cos() * points(3).sin().exp())
+
+
+def test_other_operations_that_save_are_refused():
+    """And by whose operands and results they are."""
+    out, count = run_with(torch.sigmoid, leaf(3))
+    with pytest.raises(RecomputeError, match=r"of ExpBackward0(?s:.*)of SigmoidBack"):
+        out.backward()
+    assert len(count) == 2

@@ -1,15 +1,28 @@
-"""Choices, and the distributions that samplers draw from."""
+"""Choices, integers, bounds of real numbers, and the distributions of draws."""
 
 import math
 
 import pytest
 import torch
-from support.draws import KEYS, ROW, TABLE, K, largest, least
+from support.draws import (
+    DIGITS,
+    DISTRIBUTIONS,
+    EXTREMES,
+    FLOATS,
+    KEYS,
+    ROW,
+    TABLE,
+    K,
+    integers_of,
+    largest,
+    least,
+)
 from support.tables import rows
-from torch.func import vmap
+from torch.func import grad, jvp, vmap
 
 from remat import random
 from remat.random import _ops
+from remat.random._draw import below, number_below, rounded
 from remat.testing import assert_same
 
 
@@ -122,7 +135,6 @@ def test_categorical_without_replacement_is_distinct_for_each_row():
 
 N = 40_000
 
-
 ndtr, log_ndtr = torch.special.ndtr, torch.special.log_ndtr
 TEN = torch.tensor(10.0, dtype=D)
 # What is drawn, and how much of its distribution is below a number.
@@ -206,3 +218,215 @@ def test_draws_of_neighbouring_keys_are_not_correlated():
     products = (x @ x.T / 2000)[torch.triu(torch.ones(50, 50), 1) > 0]
     assert products.abs().max() * math.sqrt(2000) < 5
     assert abs(products.mean()) * math.sqrt(2000 * len(products)) < 4
+
+
+# --- Integers, and bounds of real numbers ---
+
+
+OF_WIDE_UNIFORM = DISTRIBUTIONS.keys() - {"uniform", "normal"}
+extremes = rows("extreme", EXTREMES)
+floats = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+INTEGERS = [
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+]
+
+
+# --- Bits and integers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_bits_are_the_low_bits_of_the_words(dtype):
+    want = integers_of(dtype)
+    assert_same(random.bits(K, len(want), dtype), want)
+
+
+def test_bits_are_of_32_unless_another_dtype_is_asked_for():
+    assert random.bits(K).dtype == torch.uint32
+
+
+def test_randint_draws_the_numbers_of_torch():
+    small = random.randint(K, 8, 0, 10, torch.int32)
+    assert small.tolist() == [3, 1, 7, 7, 3, 5, 4, 1]
+    assert random.randint(K, 6, 0, 10).tolist() == [9, 9, 3, 5, 7, 9]
+    assert random.randint(K, 6, -5, 5).tolist() == [4, 4, -2, 0, 2, 4]
+
+
+SPANS = [1, 2, 7, 2**31 - 1, 2**31, 2**31 + 1, 2**32 + 3, 2**62, 2**62 + 1]
+SPANS += [2**63 - 1, 2**63, 2**63 + 1, 3 * 2**62, 2**64 - 1, 2**64]
+RANGES = [
+    *((0, 1), (0, 2**28), (-(2**31), 2**31), (0, 2**32 + 1), (-7, 2**62 + 5)),
+    *((0, 2**63 - 1), (-(2**63), -1), (1, 2**63), (-(2**62), 2**62 - 1)),
+    *((-(2**63), span - 2**63) for span in SPANS),
+    *((0, span) for span in SPANS if span <= 2**63),
+]
+
+
+@pytest.mark.parametrize(("low", "high"), RANGES)
+def test_randint_is_the_unsigned_word_modulo_the_range(low, high):
+    words = random.bits(K, 200, torch.uint64).tolist()
+    want = [low + w % (high - low) for w in words]
+    assert random.randint(K, 200, low, high).tolist() == want
+    if high < 2**63:
+        tensors = random.randint(K, 200, torch.tensor(low), torch.tensor(high))
+        assert tensors.tolist() == want
+
+
+@pytest.mark.parametrize("high", [2**28, torch.tensor(10)], ids=["wide", "a tensor"])
+def test_randint_of_a_small_dtype_takes_64_bits(high):
+    words = random.bits(K, 8, torch.uint64).tolist()
+    got = random.randint(K, 8, 0, high, torch.int32)
+    assert got.tolist() == [w % int(high) for w in words]
+
+
+def test_bounds_of_a_tensor_may_be_those_of_the_dtype():
+    low, high = torch.tensor([0, 255]), torch.tensor([256, 256])
+    drawn = random.randint(KEYS, None, low, high, torch.uint8)
+    assert (drawn[..., 1] == 255).all()
+    least = torch.iinfo(torch.int64).min
+    assert random.randint(K, (), torch.tensor(least), torch.tensor(least)) == least
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_randint_covers_a_dtype(dtype):
+    info = torch.iinfo(dtype)
+    drawn = random.randint(K, 10_000, info.min, info.max + 1, dtype)
+    assert drawn.dtype == dtype
+    assert drawn.unique().tolist() == list(range(info.min, info.max + 1))
+
+
+def test_a_tensor_bound_not_above_the_least_gives_the_least():
+    got = random.randint(K, None, torch.tensor([3, 3]), torch.tensor([3, -9]))
+    assert got.tolist() == [3, 3]
+    same = random.uniform(K, None, None, torch.tensor([3.0, 3]), torch.tensor([3.0, 2]))
+    assert same.tolist() == [3, 3]
+    assert random.uniform(K, (), None, 3.0, 3.0) == 3
+
+
+@pytest.mark.parametrize("word", [-1, 0, 2**63 - 1, -(2**63)])
+def test_no_word_makes_randint_leave_its_range(monkeypatch, word):
+    monkeypatch.setattr(_ops, "bits", lambda d, n, w: torch.full((n,), word))
+    for low, high in ((0, 3), (0, 2**62 + 1), (-(2**63), -2), (5, 6)):
+        got = random.randint(K, 4, low, high)
+        assert got.tolist() == [low + (word % 2**64) % (high - low)] * 4
+
+
+# --- The bounds of the real numbers --------------------------------------------------
+
+BOUNDS = [(0.0, 1.0), (2.0, 5.0), (-3.0, -1.0), (-1.0, 0.0), (-5.0, -4.0), (1e-3, 1.0)]
+
+
+@floats
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_uniform_excludes_its_upper_bound(monkeypatch, dtype, low, high):
+    lo, hi = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+    below = torch.nextafter(hi, torch.tensor(-math.inf, dtype=dtype))
+    args = [(low, high), (lo.double(), hi.double())]
+    monkeypatch.setattr(_ops, "uniform", largest)
+    for bounds in args:
+        top = random.uniform(K, 3, dtype, *bounds)
+        assert (top <= below).all()
+        assert (top >= below - (below - low) * 2.0 ** (2 - DIGITS[dtype])).all()
+    monkeypatch.setattr(_ops, "uniform", least)
+    for bounds in args:
+        assert_same(random.uniform(K, (), dtype, *bounds), lo)
+
+
+@floats
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_uniform_is_torchs_but_for_the_bound(dtype, low, high):
+    u = random.uniform(K, 5000, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lo, hi = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+    theirs = (u.to(wide) * (hi - lo).to(wide) + lo.to(wide)).to(dtype)
+    below = torch.nextafter(hi, lo)
+    ours = random.uniform(K, 5000, dtype, low, high)
+    assert_same(ours, torch.where(theirs == hi, below, theirs))
+    if (dtype, low) == (torch.bfloat16, 2.0):
+        assert (theirs == hi).any()
+    assert (ours < hi).all()
+    assert (ours >= lo).all()
+
+
+@floats
+def test_bounds_are_rounded_as_tensors_are_and_the_value_below_is_the_next(dtype):
+    u, w = random.uniform(K, (2, 2000), D, -5.0, 5.0)
+    powers = torch.tensor([s * 2.0**e for s in (1, -1) for e in range(-24, 16)])
+    small = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), 3e-39])
+    numbers = torch.cat([u * 10 ** w.clamp(max=3), powers, small]).to(D)
+    values = numbers.to(dtype)
+    want = torch.nextafter(values, torch.tensor(-math.inf, dtype=dtype))
+    assert [rounded(x, dtype) for x in numbers.tolist()] == values.tolist()
+    assert [number_below(x, dtype) for x in values.tolist()] == want.tolist()
+    assert_same(below(values), want)
+
+
+@floats
+def test_uniform_is_torchs_where_torch_has_kernels(dtype):
+    theirs = pytest.importorskip("torch.func._random")
+    try:
+        want = theirs.uniform(theirs.key(42), 1000, dtype=dtype)
+    except (NotImplementedError, TypeError):
+        pytest.skip("this torch has no such kernel on the CPU")
+    assert_same(random.uniform(K, 1000, dtype), want)
+
+
+def test_the_bound_has_a_derivative_where_it_was_rounded_to(monkeypatch):
+    monkeypatch.setattr(_ops, "uniform", largest)
+
+    def draw(bounds):
+        return random.uniform(K, (), torch.bfloat16, bounds[0], bounds[1])
+
+    bounds = torch.tensor([2.0, 5.0])
+    assert draw(bounds) < 5
+    assert grad(draw)(bounds).tolist() == [0.0, 1.0]
+    assert jvp(draw, (bounds,), (torch.tensor([0.0, 3.0]),))[1] == 3
+
+
+@extremes
+@floats
+@pytest.mark.parametrize("name", sorted(OF_WIDE_UNIFORM))
+def test_extreme_uniform_numbers_give_finite_values(monkeypatch, name, dtype, extreme):
+    monkeypatch.setattr(_ops, "uniform", extreme)
+    assert DISTRIBUTIONS[name](K, (5,), dtype, 1.0, 2.0).isfinite().all()
+
+
+@extremes
+@floats
+def test_extreme_uniform_numbers_give_values_in_range(monkeypatch, dtype, extreme):
+    monkeypatch.setattr(_ops, "uniform", extreme)
+    assert random.exponential(K, (), dtype, 5.0) >= 0
+    assert 1 < random.truncated_normal(K, 1.0, 2.0, (), dtype) < 2
+    assert random.truncated_normal(K, -math.inf, math.inf, (), dtype).abs() < 40
+
+
+@floats
+@pytest.mark.parametrize(
+    ("low", "high"), [(1.0, 1.1), (-0.01, 0.0), (0.0, 0.01), (8.0, 9.0), (-1.0, 30.0)]
+)
+def test_truncated_normal_excludes_both_bounds(dtype, low, high):
+    x = random.truncated_normal(K, low, high, (20_000,), dtype)
+    lo, hi = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+    assert ((x > lo) & (x < hi)).all()
+
+
+@pytest.mark.parametrize("p", [0, 1, 0.0, 1.0])
+def test_bernoulli_of_0_and_1_is_certain(p):
+    assert (random.bernoulli(K, p, (10_000,)) == bool(p)).all()
+    for dtype in FLOATS:
+        assert (random.bernoulli(K, torch.tensor(p).to(dtype), 10_000) == p).all()
+
+
+@extremes
+def test_bernoulli_of_0_and_1_is_certain_for_every_number(monkeypatch, extreme):
+    monkeypatch.setattr(_ops, "uniform", extreme)
+    assert random.bernoulli(K, torch.tensor([0.0, 1.0])).tolist() == [False, True]
+    assert random.bernoulli(K, 1.0)
+    assert not random.bernoulli(K, 0.0)
+
+
+def test_bernoulli_compares_with_all_digits_of_a_tensor(monkeypatch):
+    half = lambda data, n, dtype: torch.full((n,), 0.5, dtype=dtype)
+    monkeypatch.setattr(_ops, "uniform", half)
+    p = torch.tensor([0.5 - 1e-12, 0.5, 0.5 + 1e-12], dtype=D)
+    assert random.bernoulli(K, p).tolist() == [False, False, True]

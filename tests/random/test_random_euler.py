@@ -4,36 +4,155 @@ A path gives an input with the gradient and the value there.
 """
 
 import functools
+import itertools
+import os
+import random as python_random
 
+import numpy as np
 import pytest
 import torch
-from support.euler import (
-    GENERATORS,
-    GLOBAL,
-    HOST,
-    KEYED,
-    KEYS,
-    SOURCES,
-    XS,
-    K,
-    X,
-    assert_euler,
-    bound_outside,
-    cross,
-    differentiated,
-    disturb,
-    from_nowhere,
-    generator_argument,
-    keyless,
-)
 from support.tables import rows
 from support.zoo import leaves_of, plainly
+from torch import nn
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from remat import random, remat
 from remat.testing import count_ops
+
+
+N = 64
+W = torch.randn(N, N, dtype=torch.double)
+XS = torch.randn(4, N, dtype=torch.double)
+X = XS[0]
+KEYS = random.split(random.key(7), 4)
+K = KEYS[0]
+
+
+def dropped(x, drop):
+    """Homogeneous of degree 2: a layer between two masks, squared."""
+    return drop(torch.relu(drop(x) @ W)).square().sum()
+
+
+def masked(x, draw):
+    return dropped(x, lambda t: t * draw())
+
+
+# --- Sources: given how to wrap, functions of x and of a key that most leave alone ---
+
+
+def from_key(x, key):
+    keys = iter(random.split(key))
+    return masked(x, lambda: random.bernoulli(next(keys), 0.5, (N,)))
+
+
+def from_dropout(x, key):
+    keys = iter(random.split(key))
+    return dropped(x, lambda t: random.dropout(next(keys), t, 0.5))
+
+
+def from_generator(x, generator):
+    return masked(x, lambda: torch.rand(N, generator=generator) > 0.5)
+
+
+def from_global(x):
+    return dropped(x, nn.functional.dropout)
+
+
+def from_python(x):
+    return masked(x, lambda: torch.tensor([python_random.random() > 0.5 for _ in X]))
+
+
+def from_numpy(x):
+    return masked(x, lambda: torch.from_numpy(np.random.rand(N) > 0.5))
+
+
+def from_nowhere(x):
+    """What cannot be replayed, and so is drawn anew by a recompute."""
+    return masked(x, lambda: torch.tensor([byte > 127 for byte in os.urandom(N)]))
+
+
+def captured_key(wrap):
+    return lambda x, key: wrap(lambda x: from_key(x, key))(x)
+
+
+def generator_argument(wrap):
+    generator, fn = torch.Generator().manual_seed(1), wrap(from_generator)
+    return lambda x, _: fn(x, generator)
+
+
+def captured_generator(wrap):
+    generator = torch.Generator().manual_seed(1)
+    fn = wrap(lambda x: from_generator(x, generator))
+    return lambda x, _: fn(x)
+
+
+def opaque_generator(wrap):
+    generators = itertools.repeat(torch.Generator().manual_seed(1))
+    fn = wrap(lambda x: from_generator(x, next(generators)))
+    return lambda x, _: fn(x)
+
+
+def bound_outside(wrap):
+    fn = wrap(from_global)
+    return lambda x, key: random.bind(key)(fn)(x)
+
+
+def bound_inside(wrap):
+    return wrap(lambda x, key: random.bind(key)(from_global)(x))
+
+
+def keyless(fn):
+    def source(wrap):
+        wrapped = wrap(fn)
+        return lambda x, _: wrapped(x)
+
+    return source
+
+
+KEYED = {
+    "a key": lambda wrap: wrap(from_key),
+    "dropout by a key": lambda wrap: wrap(from_dropout),
+    "a captured key": captured_key,
+    "bound outside": bound_outside,
+    "bound inside": bound_inside,
+}
+GENERATORS = {
+    "a generator": generator_argument,
+    "a captured generator": captured_generator,
+    "an opaque generator": opaque_generator,
+}
+GLOBAL = {"the global stream": keyless(from_global)}
+HOST = {"Python's random": keyless(from_python), "NumPy": keyless(from_numpy)}
+SOURCES = KEYED | GENERATORS | GLOBAL | HOST
+
+
+# --- The check --------------------------------------------------------------------
+
+
+def disturb():
+    """Move every stream, as what runs before a backward may."""
+    torch.rand(3)
+    python_random.random()
+    np.random.rand()
+
+
+def differentiated(y, x, **options):
+    disturb()
+    return torch.autograd.grad(y, x, **options)[0]
+
+
+def assert_euler(path, f):
+    for x, g, y in path(f):
+        torch.testing.assert_close(x.dot(g) / (2 * y), torch.ones_like(y))
+        assert (g == 0).any()
+        assert (g != 0).any()
+
+
+def cross(paths, sources):
+    """Every path with every source."""
+    return {f"{p}-{s}": (paths[p], sources[s]) for p in paths for s in sources}
 
 
 # --- Paths: from f to pairs of a value and a gradient ------------------------------
@@ -196,7 +315,6 @@ def test_torchs_checkpoint_inside_replays_what_it_replays_alone(path, source):
 
 nowhere = keyless(from_nowhere)
 
-
 # Under "hvp" one recompute, with one mask, gives the gradient and its tangent.
 AGAIN = {name: path for name, path in LEVELS.items() if name != "hvp"}
 
@@ -235,3 +353,65 @@ def by_trace_of_vmap(f):
 def test_a_traced_gradient_is_of_the_masks_of_the_key_it_is_given(path, source):
     assert evaluations(path, source(remat)) == 2 * evaluations(path, source(plainly))
     assert differ(g == 0 for _, g, _ in [*path(source(remat))][:4])
+
+
+# --- In compiled code ---
+
+
+def by_compiled_step(f, compile):
+    """A step of training: the backward is in the compiled code."""
+
+    @compile
+    def step(x, key):
+        y = f(x, key)
+        y.backward()
+        return y
+
+    for x, key in zip(leaves_of(*XS), KEYS, strict=True):
+        y = step(x, key).detach()
+        yield x, x.grad, y
+
+
+def by_compiled_loss(f, compile):
+    compiled = compile(f)
+    for x, key in zip(leaves_of(*XS), KEYS, strict=True):
+        y = compiled(x, key)
+        yield x, differentiated(y, x), y
+
+
+# Other paths, and other backends: transform/test_traced_draws.py.
+PASSES = {"step": by_compiled_step, "loss": by_compiled_loss}
+COMPILATIONS = cross(PASSES, KEYED | GLOBAL)
+# The graph breaks at a call that uses a generator or a stream of the host. Under
+# torch.func Dynamo fails there.
+BREAKS = cross(PASSES, GENERATORS | HOST)
+
+
+@pytest.fixture
+def compiler():
+    """How to compile for a backend, from a clean slate."""
+    torch._dynamo.reset()
+    yield lambda backend: functools.partial(torch.compile, backend=backend)
+    torch._dynamo.reset()
+
+
+def assert_euler_compiled(path, f, compile):
+    """The same without a mode that counts, in which Dynamo would compile nothing."""
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert_euler(functools.partial(path, compile=compile), f)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+
+
+# Dynamo warns of its own deprecations.
+@pytest.mark.filterwarnings("default")
+@rows("path, source", COMPILATIONS, fast=("step-a key", "step-the global stream"))
+def test_both_passes_of_compiled_code_have_the_same_masks(path, source, compiler):
+    assert_euler_compiled(path, source(remat), compiler("aot_eager"))
+
+
+@pytest.mark.filterwarnings("default")
+@rows("path, source", BREAKS, fast=("loss-a generator", "step-NumPy"))
+def test_a_call_that_breaks_the_graph_recomputes_with_the_same_masks(
+    path, source, compiler
+):
+    assert_euler(functools.partial(path, compile=compiler("aot_eager")), source(remat))

@@ -1,5 +1,6 @@
 """A key that is consumed twice is an error that names both lines, while one asks."""
 
+import contextlib
 import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +46,23 @@ def line_of(text):
     return f"{__file__}:{number}, in "
 
 
-def test_the_error_names_the_key_and_both_lines():
-    with check_key_reuse():
+@contextlib.contextmanager
+def switched_on():
+    debug_key_reuse(True)
+    yield
+    debug_key_reuse(False)
+
+
+CHECKS = {
+    "block": check_key_reuse,
+    "program": lambda: debug_key_reuse(True),
+    "statement": switched_on,
+}
+
+
+@rows("check", CHECKS)
+def test_the_error_names_the_key_and_both_lines(check):
+    with check():
         random.normal(K)  # the first line
         with pytest.raises(KeyReuseError, match="split") as caught:
             random.split(K)  # the second line
@@ -152,8 +168,9 @@ def test_a_key_may_be_consumed_once(consume):
         consume()
 
 
-def test_each_clone_may_be_consumed_besides_the_original():
-    with check_key_reuse():
+@rows("check", CHECKS)
+def test_each_clone_may_be_consumed_besides_the_original(check):
+    with check():
         twin = random.clone(K)
         use(K, twin)
         with is_reuse():
@@ -260,11 +277,16 @@ def test_the_check_is_a_decorator_and_starts_anew_on_each_call():
         draw(2)
 
 
-def test_outside_the_block_a_draw_only_looks_at_a_list(monkeypatch):
+@pytest.mark.parametrize("switches", [(), (True, False)], ids=["never", "no more"])
+def test_unless_the_program_is_checked_a_draw_only_looks_at_a_list(
+    monkeypatch, switches
+):
+    for enabled in switches:
+        debug_key_reuse(enabled)
     monkeypatch.setattr(_reuse, "_consume", None)
     monkeypatch.setattr(_reuse, "_rows", None)
     random.clone(K)
-    random.uniform(random.split(K))
+    use(K, K, random.split(K))
 
 
 # --- The whole program ---------------------------------------------------------------
@@ -286,15 +308,6 @@ def test_the_program_is_not_checked_by_default_nor_after_the_block():
             use(K)
     use(K, K)
     assert not _reuse._open
-
-
-def test_a_program_that_is_no_longer_checked_draws_without_counting(monkeypatch):
-    debug_key_reuse(True)
-    debug_key_reuse(False)
-    monkeypatch.setattr(_reuse, "_consume", None)
-    monkeypatch.setattr(_reuse, "_rows", None)
-    random.clone(K)
-    use(K, K)
 
 
 @pytest.mark.usefixtures("checked")
@@ -365,12 +378,9 @@ def loss(x, key):
 WRAPS = {"plain": lambda f: f, "remat": remat, "twice": lambda f: remat(remat(f))}
 
 
-CHECKS = {"block": check_key_reuse, "program": lambda: debug_key_reuse(True)}
-
-
 @rows("transform", some("backward", "grad", "hessian", "jvp", "vmap_grad"))
 @rows("wrap", WRAPS, fast=("plain", "remat"))
-@rows("check", CHECKS)
+@rows("check", CHECKS, fast=("block", "program"))
 def test_no_derivative_and_no_recomputation_is_a_reuse(transform, wrap, check):
     with check(), count_ops() as ops:
         transform(wrap(lambda x: loss(x, K)), X)
@@ -430,25 +440,7 @@ def test_a_function_compiled_in_the_block_is_not_checked(fullgraph):
 
 
 @pytest.mark.usefixtures("checked")
-def test_the_program_is_checked_from_the_statement_on():
-    random.normal(K)  # the program's first line
-    with pytest.raises(KeyReuseError, match="consumed twice") as caught:
-        random.split(K)  # the program's second line
-    message = str(caught.value)
-    first, again = line_of("# the program's first line\n"), "program's second line\n"
-    assert re.search("first: " + re.escape(first), message)
-    assert re.search("again: " + re.escape(line_of("# the " + again)), message)
-
-
-@pytest.mark.usefixtures("checked")
 def test_other_threads_of_a_checked_program_are_checked():
     use(K)
     with ThreadPoolExecutor(1) as pool, is_reuse():
         pool.submit(use, K).result()
-
-
-@pytest.mark.usefixtures("checked")
-def test_a_clone_may_be_consumed_in_a_checked_program():
-    use(K, random.clone(K))
-    with is_reuse():
-        use(K)

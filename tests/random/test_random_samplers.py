@@ -100,8 +100,7 @@ SIZED = {
     "key": lambda k, x, n, a: random.uniform(random.key(n), 3),
 }
 
-
-FEW = "shape", "choice", "categorical without", "split"
+FEW = "shape", "categorical without"
 
 
 @rows("draw", SIZED, fast=FEW)

@@ -50,7 +50,6 @@ SYSTEMS = {
     "`torch_remat` 0.2.2": torch_remat_checkpoint,
 }
 
-
 x = torch.tensor([1.0, 2.0, 3.0])
 xs = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]])
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.tables import rotated
+from support.tables import rotated, rows
 from support.zoo import make
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -77,14 +77,49 @@ def assert_main(report, kind, nbytes, *words):
 # --- Each cause ---
 
 
-def test_one_remat_around_everything_holds_what_plain_code_saves():
+def under(policy):
+    return lambda ws, x: model(ckpt(policy=policy), ws, x)
+
+
+INPUTS = (BLOCKS - 1) * ACTIVATION  # the first one is the user's
+# A loss, what holds most, words of the advice, and what else holds how much.
+CAUSES = {
+    "one remat around everything holds what plain code saves": (
+        *(ckpt(plain), "recompute", 3 * BLOCKS * ACTIVATION),
+        *(("one remat around everything", "around each block"), {}),
+    ),
+    "inputs that blocks save": (
+        *(each, "saved inputs", INPUTS, ("inputs that calls save", "several")),
+        {"recompute": 2 * ACTIVATION},  # what tanh and exp return
+    ),
+    "results that a policy saves": (
+        *(under(policies.dots_saveable), "policy", BLOCKS * ACTIVATION),
+        *(("policies save", "saves less"), {"saved inputs": INPUTS}),
+    ),
+    # tanh and exp of each block; cos is the input of the next one.
+    "a policy that saves everything": (
+        *(under(policies.everything_saveable), "policy", 2 * BLOCKS * ACTIVATION),
+        *(("policies save",), {"recompute": 0}),
+    ),
+    "one remat around calls of remat": (
+        *(ckpt(each), "recompute", INPUTS, ("calls within", "groups"), {}),
+    ),
+}
+
+
+@rows("loss, kind, nbytes, words, others", CAUSES)
+def test_the_main_cause(loss, kind, nbytes, words, others):
     ws, x = example()
-    saved = live_bytes(lambda: plain(ws, x)) - 4  # the loss
-    assert saved == 3 * BLOCKS * ACTIVATION
-    report = explain(ckpt(plain), ws, x)
-    words = "one remat around everything", "around each block"
-    assert_main(report, "recompute", saved, *words)
-    assert during(report) == measured(ckpt(plain), ws, x, wrt=ws)
+    report = explain(loss, ws, x)
+    assert_main(report, kind, nbytes, *words)
+    assert {other: holds(report).get(other, 0) for other in others} == others
+    assert during(report) == measured(loss, ws, x, wrt=ws)
+
+
+def test_plain_code_saves_three_results_of_a_block():
+    ws, x = example()
+    loss = 4
+    assert live_bytes(lambda: plain(ws, x)) == 3 * BLOCKS * ACTIVATION + loss
 
 
 def test_nothing_is_rematerialized():
@@ -100,40 +135,10 @@ def test_nothing_is_rematerialized():
     }
 
 
-def test_the_inputs_that_blocks_save():
-    ws, x = example()
-    report = explain(each, ws, x)
-    inputs = (BLOCKS - 1) * ACTIVATION  # the first one is the user's
-    assert_main(report, "saved inputs", inputs, "inputs that calls save", "several")
-    assert holds(report)["recompute"] == 2 * ACTIVATION  # what tanh and exp return
-    assert during(report) == measured(each, ws, x, wrt=ws)
-
-
-def test_the_results_that_a_policy_saves():
-    ws, x = example()
-    dots = ckpt(policy=policies.dots_saveable)
-
-    def loss(ws, x):
-        return model(dots, ws, x)
-
-    report = explain(loss, ws, x)
-    assert_main(report, "policy", BLOCKS * ACTIVATION, "policies save", "saves less")
+def test_the_values_of_a_holder_are_listed():
+    report = explain(under(policies.dots_saveable), *example())
     (values,) = report.peak.holders[0].values
     assert (values.op, values.count, values.shape) == ("mm", BLOCKS, (N, D))
-    assert holds(report)["saved inputs"] == (BLOCKS - 1) * ACTIVATION
-    assert during(report) == measured(loss, ws, x, wrt=ws)
-
-
-def test_a_policy_that_saves_everything():
-    ws, x = example()
-
-    def loss(ws, x):
-        return model(ckpt(policy=policies.everything_saveable), ws, x)
-
-    report = explain(loss, ws, x)
-    # tanh and exp of each block; cos is the input of the next one.
-    assert_main(report, "policy", 2 * BLOCKS * ACTIVATION, "policies save")
-    assert "recompute" not in holds(report)
 
 
 def test_the_recompute_of_the_largest_block():
@@ -166,16 +171,11 @@ def test_calls_of_one_label_are_numbered():
     assert name.endswith("(call 6 of 6)")
 
 
-def test_one_remat_around_calls_of_remat():
-    ws, x = example()
-    nested = ckpt(each)
-    report = explain(nested, ws, x)
-    inputs = (BLOCKS - 1) * ACTIVATION
-    assert_main(report, "recompute", inputs, "calls within", "groups")
+def test_calls_of_remat_within_a_recompute_are_holders_of_their_own():
+    report = explain(ckpt(each), *example())
     outer, inner = (h for h in report.peak.holders if h.kind == "recompute")
-    assert inner.nbytes == 2 * ACTIVATION
+    assert (outer.nbytes, inner.nbytes) == (INPUTS, 2 * ACTIVATION)
     assert ("each" in outer.name, "block" in inner.name) == (True, True)
-    assert during(report) == measured(nested, ws, x, wrt=ws)
 
 
 def test_blocks_that_are_left_plain():

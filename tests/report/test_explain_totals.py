@@ -6,8 +6,14 @@ backward; bytes are the allocator's, of a graph that alone holds the arguments.
 What a backward runs of nested calls is in the golden table.
 """
 
+import html
+import importlib.util
+import itertools
 import math
+import pickle
+import re
 from collections import Counter
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -19,7 +25,9 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import explain, policies, remat as ckpt, saved_residuals
+import remat._report.render
+from remat import compare, explain, policies, remat as ckpt, saved_residuals
+from remat._report import plots
 from remat.testing import count_ops
 
 
@@ -173,5 +181,302 @@ def test_it_explains_all_kinds_of_functions(name):
     assert all(row.why for row in report.inputs)
 
 
-def test_a_plain_backward_of_a_block_runs_four_products():
-    assert differentiate(blk, example(*SQUARE))[1]["mm"] == 4
+# --- What it shows ---
+
+
+MIB = 2**20
+
+
+# --- Offloading ---
+
+
+def test_on_the_host_offloading_to_the_host_is_saving():
+    x = example(*SQUARE)
+    policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    report = explain(blk, *x, policy=policy)
+    assert [op.fate for op in report.ops[::2]] == ["saved", "saved"]
+
+
+def test_what_is_kept_elsewhere_is_counted_apart():
+    x = example(*SQUARE)
+    policy = policies.dots_saveable.but_offload(to="disk")
+    report = explain(blk, *x, policy=policy)
+    saved = explain(blk, *x, policy=policies.dots_saveable)
+    assert [op.fate for op in report.ops[::2]] == ["offloaded", "offloaded"]
+    assert report.offloaded_bytes == 2 * x[0].nbytes
+    assert report.saved_bytes + report.offloaded_bytes == saved.saved_bytes
+    assert "32,768 offloaded" in str(report)
+    found = saved_residuals(ckpt(blk, policy=policy), *x)
+    away = [r for r in found if r.place]
+    assert (total(away), total(found)) == (report.offloaded_bytes, saved.saved_bytes)
+    assert compare(blk, *x, policies=[policy]).rows[2].offloaded_bytes == 2**15
+
+
+# --- How it shows ---
+
+
+def test_it_is_a_value():
+    x = example(*SQUARE)
+    found, compared = explain(blk, *x), compare(blk, *x)
+    assert pickle.loads(pickle.dumps(found)) == found == explain(blk, *x)
+    assert pickle.loads(pickle.dumps(compared)) == compared
+    assert {found: 1, compared: 2}[compared] == 2
+    with pytest.raises(AttributeError, match="cannot assign"):
+        found.pruned = True
+
+
+def reports():
+    x = example(*SQUARE)
+    return explain(blk, *x, policy=policies.dots_saveable), compare(blk, *x)
+
+
+def without(monkeypatch, module):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda m: None if m == module else real(m)
+    )
+
+
+def test_as_plain_text():
+    found, compared = reports()
+    lines = str(found).splitlines()
+    line = blk.__code__.co_firstlineno + 1
+    assert lines[0] == "remat of `blk` under dots_saveable"
+    assert lines[1].split()[:4] == ["operation", "line", "output", "bytes"]
+    assert lines[2].split()[:5] == ["w", "input", "f32[64,64]", "16,384", "saved"]
+    assert lines[4].split()[:6] == [
+        *("mm", f"explained.py:{line}", "f32[64,64]"),
+        *("16,384", "524,288", "saved"),
+    ]
+    again = "recomputed: 0 of 1,048,576 FLOPs (0%), 2 of 4 operations"
+    assert lines[8:12] == [
+        "saved: 65,536 bytes; plain: 65,536",
+        "peak without gradients: 98,304 bytes",
+        again,
+        "pruned: yes",
+    ]
+    rows = [row.split() for row in str(compared).splitlines()]
+    assert rows[2:4] == [
+        ["plain", "65,536", "65,536", "0", "0", "0%"],
+        ["nothing_saveable", "32,768", "65,536", "0", "1,048,576", "100%"],
+    ]
+
+
+class Html(HTMLParser):
+    """The rows of the tables, apart from those that are folded; and the summaries."""
+
+    def __init__(self, report):
+        super().__init__()
+        self.rows, self.folded, self.summaries, self.colours = [], [], [], []
+        self.open = []
+        self.feed(report._repr_html_())
+        self.close()
+        assert not self.open, "each tag is closed"
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        style = dict(attrs).get("style", "")
+        if tag == "tr":
+            self.inside.append([])
+        if tag == "span":
+            self.colours += re.findall("background: (#[0-9a-f]{6})", style)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "summary" in self.open:
+            self.summaries.append(data)
+        elif "td" in self.open:
+            self.inside[-1].append(data)
+
+    @property
+    def inside(self):
+        return self.folded if "details" in self.open else self.rows
+
+
+SAVED, RECOMPUTED, DEAD = "#1f77b4", "#ff7f0e", "#c7c7c7"
+
+
+def test_in_a_notebook_parameters_are_folded_and_fates_coloured():
+    w, x = example(*SQUARE)
+    shown = Html(explain(blk, w, x.detach(), policy=policies.dots_saveable))
+    assert shown.summaries == ["1 parameter, 16.0 KiB"]
+    assert [row[0] for row in shown.folded[1:]] == ["w"]
+    assert [row[0] for row in shown.rows[1:]] == ["x", "mm", "tanh", "mm", "tanh"]
+    again = [SAVED, RECOMPUTED] * 2
+    assert shown.colours == [SAVED, SAVED, *again]
+
+
+def test_in_a_notebook_dead_operations_and_dropped_inputs_are_grey():
+    x, y = (t * 1 for t in example((3,), (3,)))
+    shown = Html(explain(lambda x, y: x.sin().sin() + y, x, y, prune=True))
+    assert shown.colours == [SAVED, DEAD, RECOMPUTED, DEAD, DEAD]
+    assert (shown.folded, shown.summaries) == ([], [])
+
+
+def test_in_a_notebook_names_are_escaped():
+    html = explain(lambda x: x.sin(), *example((64, 64)))._repr_html_()
+    assert "&lt;lambda&gt;`" in html
+    assert "<lambda>" not in html
+
+
+def test_in_a_notebook_a_comparison_has_a_row_for_each_policy():
+    _, compared = reports()
+    shown = Html(compared)
+    rows = [row.name for row in compared.rows]
+    assert [row[0] for row in shown.rows[1:]] == [*rows, "within(16384)"]
+    assert not shown.colours
+
+
+def test_the_parameters_of_a_module_are_folded():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    found = explain(model, torch.ones(2, 64))
+    assert [leaf.is_parameter for leaf in found.inputs] == [False] + [True] * 4
+    (summary,) = Html(found).summaries
+    assert summary == f"4 parameters, {2 * (64 * 64 + 64) * 4 / 2**10:.1f} KiB"
+
+
+def test_the_repr_is_one_short_line():
+    found, compared = reports()
+    assert repr(found) == (
+        "<Explanation of `blk` under dots_saveable: 4 operations (2 saved, "
+        "2 recomputed); 65,536 bytes saved, 65,536 plain>"
+    )
+    assert repr(compared) == (
+        "<Comparison for `blk`: 5 rows; 32,768 to 65,536 bytes saved>"
+    )
+    nothing = repr(explain(lambda x: x + 1, torch.arange(3)))
+    assert nothing.endswith(
+        "<lambda>`: no tensor requires grad, so remat just calls the function>"
+    )
+
+
+def test_where_nothing_requires_grad_there_is_no_table():
+    found = explain(torch.neg, torch.arange(3))
+    lines = str(found).splitlines()
+    assert lines[0].endswith(
+        "neg`: no tensor requires grad, so remat just calls the function"
+    )
+    assert lines[1].startswith("advice: No floating tensor is passed")
+    assert len(lines) == 2
+    assert "<table" not in found._repr_html_()
+    assert lines[1] in html.unescape(found._repr_html_())
+
+
+def test_a_long_text_may_be_broken_into_lines_in_a_notebook():
+    rows = (("short", "a reason that is too long for one line of a page"),)
+    table = remat._report.render.Table("", ("op", "why"), rows, ("",))
+    cells = remat._report.render.html(table).split("<td")[1:]
+    assert ["nowrap" in cell for cell in cells] == [True, False]
+
+
+@pytest.fixture
+def pyplot():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    yield pyplot
+    pyplot.close("all")
+
+
+def test_as_bars(pyplot):
+    found, _ = reports()
+    axes = found.plot()
+    assert sorted(bar.get_width() for bar in axes.patches) == [2**14 / MIB] * 4
+    assert axes.get_xlabel() == "size of the result, MiB"
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["saved", "recomputed"]
+    names = [label.get_text().split()[0] for label in axes.get_yticklabels()]
+    assert names == ["mm", "tanh", "mm", "tanh"]
+    ours = pyplot.figure().add_subplot()
+    assert found.plot(ours) is ours
+
+
+def test_as_points(pyplot):
+    _, compared = reports()
+    axes = compared.plot()
+    points = {tuple(dots.get_offsets()[0]) for dots in axes.collections}
+    rows = {(row.saved_bytes / MIB, row.recomputed_flops) for row in compared.rows}
+    assert points == rows
+    assert len(axes.collections) == len(rows) < len(compared.rows)
+    assert axes.get_xlabel() == "saved memory, MiB"
+    assert axes.get_ylabel() == "recomputed work, FLOPs"
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    named = [*(row.name for row in compared.rows), "policies.within(...)"]
+    assert sorted("\n".join(labels).split("\n")) == sorted(named)
+    ours = pyplot.figure().add_subplot()
+    assert compared.plot(ours) is ours
+
+
+def test_no_two_of_many_points_look_alike(pyplot):
+    many = range(40)
+    axes = plots.points([*map(str, many)], many, many[::-1], "many")
+    looks = {
+        (dots.get_facecolor().tobytes(), dots.get_paths()[0].vertices.tobytes())
+        for dots in axes.collections
+    }
+    assert len(looks) == len(many)
+
+
+def texts_of(axes):
+    """Each text of a plot, with the box that it is drawn in."""
+    axes.figure.draw_without_rendering()
+    titles = [axes._left_title, axes.xaxis.label, axes.yaxis.label]
+    drawn = [*axes.xaxis._update_ticks(), *axes.yaxis._update_ticks()]
+    ticks = [tick.label1 for tick in drawn]
+    found = [*axes.get_legend().get_texts(), *titles, *ticks]
+    return [(t.get_text(), t.get_window_extent()) for t in found if t.get_text()]
+
+
+def collisions(axes):
+    texts, whole = texts_of(axes), axes.figure.bbox
+    found = [
+        (name, other)
+        for (name, box), (other, at) in itertools.combinations(texts, 2)
+        if box.overlaps(at)
+    ]
+    outside = [n for n, b in texts if not whole.contains(b.x0, b.y0)]
+    return found + outside + [n for n, b in texts if not whole.contains(b.x1, b.y1)]
+
+
+LONG = policies.save_only_these_names(*map("layer.{}.projection".format, range(9)))
+MANY = [*POLICIES.values(), LONG, *map(policies.save_larger_than, range(8))]
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_no_label_of_a_plot_collides_with_another(pyplot, style):
+    with pyplot.style.context(style):
+        fn, args = case_of("mlp")
+        report = explain(fn, *args, policy=LONG | policies.dots_saveable)
+        assert not collisions(report.plot())
+        assert not collisions(compare(fn, *args, policies=MANY).plot())
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    without(monkeypatch, "matplotlib")
+    for report in reports():
+        with pytest.raises(ImportError, match="pip install matplotlib"):
+            report.plot()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        *((torch.float32, "f32[2]"), (torch.bfloat16, "bf16[2]")),
+        *((torch.complex64, "c64[2]"), (torch.uint8, "u8[2]")),
+        *((torch.int64, "i64[2]"), (torch.bool, "bool[2]")),
+    ],
+    ids=str,
+)
+def test_dtypes_are_written_as_by_jax(dtype, text):
+    assert remat._report.render.short(dtype, (2,)) == text
+
+
+def test_labels_that_collide_are_found(pyplot):
+    axes = pyplot.figure().add_subplot()
+    axes.plot([0, 1], label="a line")
+    axes.legend(loc="center", bbox_to_anchor=(0.5, -0.05))
+    assert any(pair[0] == "a line" for pair in collisions(axes))
+    axes.set_title("a title that is too long for the figure" * 9, loc="left")
+    assert axes.get_title(loc="left") in collisions(axes)

@@ -185,10 +185,6 @@ def test_what_is_listed_of(fn, args, expected):
     assert origins(fn, *args) == expected
 
 
-def test_a_function_of_torch_keeps_its_input():
-    assert len(saved_residuals(torch.sin, make(4, 4, seed=0))) == 1
-
-
 def test_varargs_are_named_by_position():
     assert origins(product, ones(4), ones(4))[:2] == x_is("xs[0]", "xs[1]")
 
@@ -338,35 +334,6 @@ def test_the_line_of_a_named_value_is_that_of_the_name():
     assert (found["named 'a'"], found["named 'b'"]) == (line, line)
 
 
-def test_named_values_of_a_plain_function():
-    def f(x):
-        return checkpoint_name(x.sin(), "y").sin()
-
-    x = make(3, seed=1).float()
-    first, second = saved_residuals(f, x)
-    assert (first.origin, second.origin) == ("from the argument x", "named 'y'")
-    assert second.source == f"{__file__}:{f.__code__.co_firstlineno + 1}, in f"
-    assert second.readers == ("sin",)
-    where = f"f32[3] named 'y' from {second.source}: 12 bytes, read by sin"
-    assert str(second) == where
-
-
-def test_printing_is_one_residual_on_a_line_and_the_totals(capsys):
-    def f(x):
-        return x.sin().sin()
-
-    print_saved_residuals(f, torch.ones(3, 2))
-    first, second, *totals = capsys.readouterr().out.splitlines()
-    assert first == "f32[3,2] from the argument x: 24 bytes, read by sin"
-    where = f"{__file__}:{f.__code__.co_firstlineno + 1}, in f"
-    assert second == f"f32[3,2] output of sin from {where}: 24 bytes, read by sin"
-    assert totals == [
-        "activations: 48 bytes in 2 residuals",
-        "parameters: 0 bytes in 0 residuals",
-        "total: 48 bytes in 2 residuals",
-    ]
-
-
 def totals_of(capsys, fn, *args):
     print_saved_residuals(fn, *args)
     return capsys.readouterr().out.splitlines()[-3:]
@@ -434,19 +401,3 @@ def test_the_text_of_a_residual_on_another_device():
     assert str(made) == "f16[2] output of mm: 4 bytes"
     away = dataclasses.replace(made, place="pinned host")
     assert str(away) == "f16[2] output of mm, offloaded to pinned host: 4 bytes"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "text"),
-    [
-        (torch.float32, "f32"),
-        (torch.bfloat16, "bf16"),
-        (torch.uint8, "u8"),
-        (torch.complex64, "c64"),
-        (torch.bool, "bool"),
-    ],
-    ids=str,
-)
-def test_the_dtype_of_a_residual_is_written_as_in_jax(dtype, text):
-    line = str(SavedResidual(dtype, (2, 3), torch.device("cpu"), 6, "made", "", ()))
-    assert line.split("[")[0] == text

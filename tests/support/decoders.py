@@ -13,7 +13,6 @@ from support.clients import Client
 
 hf = pytest.importorskip("transformers", reason="needs the extra `clients`")
 
-
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -113,11 +112,26 @@ def vit():
     return hf.ViTForImageClassification(hf.ViTConfig(**config))
 
 
+def adapted(model, *targets, **options):
+    """The model with adapters of peft, whose base is frozen."""
+    peft = pytest.importorskip("peft", reason="needs the extra `clients`")
+    config = peft.LoraConfig(r=2, target_modules=[*targets], **options)
+    model = peft.get_peft_model(model, config)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # zero at first, and with it all gradients of lora_A
+            torch.nn.init.normal_(p)
+    return model
+
+
 # --- Clients ---
 
 
 def of_decoder(model):
     return [model.model.layers]
+
+
+def of_adapted(model):
+    return of_decoder(model.base_model.model)
 
 
 CLIENTS = {
@@ -138,7 +152,6 @@ CLIENTS = {
     "bert": Client(bert, lambda model: [model.bert.encoder.layer], padded_language),
     "vit": Client(vit, lambda model: [model.vit.layers], images),
 }
-
 
 DECODERS = "llama", "mixtral", "gemma", "gpt2", "t5"
 

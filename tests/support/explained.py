@@ -72,9 +72,7 @@ def example(*sizes):
 
 SQUARE = ((64, 64), (64, 64))
 
-
 HEADS = ((2, 4, 16, 32),) * 3
-
 
 CASES = {
     "blk": (blk, SQUARE),
@@ -87,7 +85,6 @@ CASES = {
     "in place": (in_place, SQUARE),
     "convolution": (None, ((2, 3, 32, 32),)),
 }
-
 
 POLICIES = {
     "none": None,

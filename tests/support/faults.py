@@ -1,7 +1,7 @@
 """Forty faults that a change could bring in, and the tests that have to notice them.
 
 A fault replaces a text in a file of remat by another one. The text occurs there once,
-which `whole/test_faults.py` checks, so that the list follows the code.
+which `whole/test_repository.py` checks, so that the list follows the code.
 """
 
 from dataclasses import dataclass
@@ -185,7 +185,7 @@ FAULTS = [
         "remat/_offload/offload.py",
         "        return typed(storage, tensor, stride)\n\n\ndef _has_data",
         "        return tensor\n\n\ndef _has_data",
-        ("tests/offload", "tests/parity/test_policy_offload.py"),
+        ("tests/offload", "tests/parity/test_policy_residuals.py"),
     ),
     Fault(
         "fold_in gives one key for all numbers",

@@ -92,7 +92,6 @@ ROWS = {
 # in another order.
 REASSOCIATED = {"two", "remat(two)"}
 
-
 KINDS = {"mm": "dot", "bmm": "dot", "mv": "dot"}
 
 

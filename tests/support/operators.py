@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -16,12 +17,10 @@ from torch.utils._pytree import tree_flatten
 
 NOTHING = "no sample has a tensor to differentiate, and the same result twice"
 
-
 NO_VALUES = {
     **dict.fromkeys(["empty_like", "new_empty", "new_empty_strided"], "uninitialized"),
     "sparse.sampled_addmm": "gives a sparse tensor, of which no sine is taken",
 }
-
 
 OF_CUDA = dict.fromkeys(
     [
@@ -34,14 +33,12 @@ OF_CUDA = dict.fromkeys(
     "only for CUDA",
 )
 
-
 EVERYWHERE = {
     **OF_CUDA,
     "chalf": "there is no sine of complex numbers in half precision",
     "resize_": "refuses what requires grad",
     "resize_as_": "refuses what requires grad",
 }
-
 
 UNDER_FUNC = {
     **EVERYWHERE,
@@ -51,12 +48,9 @@ UNDER_FUNC = {
     "nn.functional.linear_cross_entropy-chunked_none": "likewise",
 }
 
-
 NO_RULE = "torch has no batching rule for it, or for an operator in it"
 
-
 DATA = "reads values, or has results of sizes that depend on them"
-
 
 RAISES = {
     "backward": EVERYWHERE,
@@ -97,7 +91,6 @@ RAISES = {
     },
 }
 
-
 # Plain can't under a level of torch.func, and a recompute can, which runs below it.
 BETTER = {
     "func_grad": {
@@ -108,7 +101,6 @@ BETTER = {
     "vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"},
 }
 
-
 # torch asks in their formulas whether a tensor is one of torch.func's wrappers, which
 # those of a recompute below it are not, and adds up in another order.
 ROUNDED = {
@@ -118,22 +110,28 @@ ROUNDED = {
     },
 }
 
-
 # What is drawn in place changes a value after it was made: policies do not keep that.
 DRAWN_IN_PLACE = {
     *("cauchy", "exponential", "geometric", "log_normal", "normal-in_place", "uniform"),
 }
 
-
 # torch_geometric, which other tests import, puts a function of its own there.
 REPLACED = {"index_select": torch._C._VariableFunctions.index_select}
-
 
 # Plain runs other operations for it under these levels than a recompute does.
 UNCOUNTED = {
     "func_grad": {"linalg.slogdet", "nn.functional.binary_cross_entropy_with_logits"},
     "vmap_grad": {"masked_select", "logit"},
 }
+
+
+QUIET = [
+    # Torch warns of many of its own operators. Only what remat says is an error.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:remat"),
+    # Of tensor_split, whose results depend on values.
+    pytest.mark.filterwarnings("ignore:.* is not followed any more"),
+]
 
 
 # --- Samples ---
@@ -154,6 +152,16 @@ def parts(out: Any) -> list[Any]:
     if isinstance(out, (tuple, list)):
         return [leaf for part in out for leaf in parts(part)]
     return [out]
+
+
+def scalar(fn: Any) -> Any:
+    """A loss of what a case gives."""
+
+    def loss(*leaves: Tensor) -> Tensor:
+        curved = fn(*leaves)[1]
+        return sum((t.real if t.is_complex() else t).sum() for t in curved)
+
+    return loss
 
 
 class Case:

@@ -13,7 +13,6 @@ from remat.testing import assert_same, count_ops
 points = partial(compared.points, dtype=torch.double)
 MATRIX, BATCH = points(2, 2), points(2, 2, 2)
 
-
 DOTS = {"mm", "bmm", "mv", "addmm", "baddbmm"}
 
 

@@ -1,6 +1,7 @@
 """What tests of several processes share: models, styles, a training, the processes."""
 
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,12 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from remat.testing import assert_same, count_ops
 
 
 STEPS, BLOCKS, WIDTH = 3, 3, 8
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
+)
 
 
 # --- What is trained ---
@@ -107,6 +113,31 @@ STYLES = {
 }
 
 
+# --- Arrangements: each makes a model, given how it is changed ---
+
+
+def sharded(build, **options):
+    """FSDP2: shard each block, and what is around them."""
+
+    def make(*way):
+        model = build(*way)
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    return make
+
+
+def only_root(build):
+    return lambda *way: fully_shard(build(*way))
+
+
+def replicated(build, **options):
+    # Small buckets: a parameter that gets ready twice or never shows at once.
+    options = {"bucket_cap_mb": 1e-5, **options}
+    return lambda *way: DistributedDataParallel(build(*way), **options)
+
+
 # --- One training ---
 
 
@@ -146,6 +177,28 @@ def train(model, rank, batch=one_batch):
 
 
 # --- The comparison ---
+
+
+def in_each_way(arrangements, ways, run):
+    """Run each arrangement in each way, by name; of what fails, return where."""
+    results: dict[Any, Any] = {}
+    for name, arrangement in arrangements.items():
+        for way, wrap in ways.items():
+            torch.manual_seed(0)
+            try:
+                results[name, way] = run(arrangement, wrap)
+            except Exception:  # noqa: BLE001
+                results[name, way] = traceback.format_exc()
+            dist.barrier()
+    return results
+
+
+def check_each(found, subtests, check):
+    """Check what each process found of each arrangement in all ways."""
+    for rank, results in enumerate(found):
+        for name in dict.fromkeys(name for name, _ in results):
+            with subtests.test(name, rank=rank):
+                check(name, {way: r for (n, way), r in results.items() if n == name})
 
 
 def talks(ops):

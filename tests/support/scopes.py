@@ -36,16 +36,22 @@ def plainly(policy=None):
     return nullcontext()
 
 
-def assert_scoped(program, *, scope=remat.scope, **again):
-    """Assert that blocks change no value, and which operations they have run again."""
+def more_of(program, scope=remat.scope):
+    """Assert that blocks change no value, and return what they have run again."""
     before = len(hooks_here())
-    wanted, plain_ops = counted(program, plainly)
+    wanted, plain = counted(program, plainly)
     out, ops = counted(program, scope)
     assert_same(out, wanted)
-    extra = {op: ops[op] - plain_ops[op] for op in ops | plain_ops}
-    extra = {op: n for op, n in extra.items() if n}
-    assert extra == again, extra
     assert len(hooks_here()) <= before, "hooks are left on the stack"
+    return Counter(
+        {op: ops[op] - plain[op] for op in ops | plain if ops[op] != plain[op]}
+    )
+
+
+def assert_scoped(program, *, scope=remat.scope, **again):
+    """Assert that blocks change no value, and which operations they have run again."""
+    found = more_of(program, scope)
+    assert found == again, found
 
 
 def grads(out, *inputs, **kwargs):

@@ -1,8 +1,11 @@
 """`check_replay` finds equal what is replayed, and says what it compared."""
 
 import functools
+import itertools
 import re
+import types
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -16,7 +19,13 @@ from torch.nn.functional import dropout
 from torch.utils._pytree import tree_leaves
 
 import remat.random
-from remat import checkpoint_name, policies, remat as ckpt
+from remat import (
+    MutationError,
+    RecomputeError,
+    checkpoint_name,
+    policies,
+    remat as ckpt,
+)
 from remat.testing import Agreement, check_replay, count_ops, peak_bytes
 
 
@@ -251,3 +260,328 @@ def test_the_examples_of_the_page_print_what_it_says(page, capsys):
     for code, printed in examples(page):
         exec(compile(code, "model.py", "exec"), namespace)
         assert capsys.readouterr().out.split() == printed.split()
+
+
+# --- Differences that it finds ---
+
+
+def line_of(fn, offset=1):
+    return f"{__file__}:{fn.__code__.co_firstlineno + offset}, in {fn.__name__}"
+
+
+def in_turn(*values):
+    """Return what gives the values one after the other, in a recompute too."""
+    queue = SimpleQueue()
+    for value in values:
+        queue.put(value)
+    return queue.get_nowait
+
+
+def difference(fn, *args, **kwargs):
+    """What is said of the first operation that differs."""
+    with pytest.raises(RecomputeError, match=r"^remat: recomputing `") as caught:
+        check_replay(fn, *args, **kwargs)
+    return str(caught.value)
+
+
+# --- Python ---
+
+
+def test_a_number_that_changed_is_found():
+    count = in_turn(*range(9))
+
+    def f(x):
+        h = x.sin()
+        return h + count()
+
+    text = difference(f, make(3, seed=1))
+    assert f"Operation 1, aten.add.Tensor at {line_of(f, 2)}, has the " in text
+    assert "has the arguments (_, 1), in the forward (_, 0)" in text
+
+
+def test_another_operation_is_shown_with_both_sequences():
+    count = in_turn(*range(9))
+
+    def f(x):
+        h = x.sin().exp()
+        h = h.cos() if count() == 0 else h.tanh().abs()
+        return h * x
+
+    text = difference(f, make(3, seed=1))
+    assert text.startswith("remat: recomputing `test_another")
+    assert f"Operation 2, aten.tanh.default at {line_of(f, 2)}, was aten.cos" in text
+    first, then = f"# {line_of(f, 1)}", f"# {line_of(f, 2)}"
+    assert text.splitlines()[1:] == [
+        "  forward (4 operations):",
+        f"    0: aten.sin.default  {first}",
+        f"    1: aten.exp.default  {first}",
+        f"  > 2: aten.cos.default  {then}",
+        f"    3: aten.mul.Tensor  # {line_of(f, 3)}",
+        "  recompute (5 operations):",
+        f"    0: aten.sin.default  {first}",
+        f"    1: aten.exp.default  {first}",
+        f"  > 2: aten.tanh.default  {then}",
+        f"    3: aten.abs.default  {then}",
+        f"    4: aten.mul.Tensor  # {line_of(f, 3)}",
+    ]
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 3), (3, 2)], ids=["more", "fewer"])
+def test_more_or_fewer_operations_are_found(then, now):
+    times = in_turn(then, now)
+
+    def f(x):
+        for _ in range(times()):
+            x = x.sin()
+        return x
+
+    text = difference(f, make(3, seed=1))
+    assert f"Operation 2, aten.sin.default at {line_of(f, 2)}, " in text
+    said = "is one more than the forward ran." if now > then else "did not run."
+    assert said in text
+    assert "  > nothing more" in text.splitlines()
+
+
+def test_another_input_of_the_same_operation_is_found():
+    flag = in_turn(True, False)
+
+    def f(x):
+        u, v = x.sin(), x.cos()
+        return (u if flag() else v) * x
+
+    text = difference(f, make(3, seed=1))
+    assert f"Operation 2, aten.mul.Tensor at {line_of(f, 2)}, differs: output 0" in text
+    assert "It reads another tensor as input 0." in text
+
+
+def test_another_shape_is_found():
+    size = in_turn(2, 3)
+
+    def f(x):
+        return torch.cat([x] * 2)[: size()].sin()
+
+    text = difference(f, make(4, seed=1))
+    assert "aten.slice.Tensor" in text
+    assert "has the arguments (_, 0, 0, 3), in the forward (_, 0, 0, 2)" in text
+
+
+def test_an_error_in_the_recomputation_alone_is_shown_with_the_first_difference():
+    flag = in_turn(True, False)
+
+    def f(x):
+        h = x.sin() if flag() else x.cos()
+        if h[0] != x.sin()[0]:
+            raise ValueError("this cannot be")
+        return h
+
+    with pytest.raises(RecomputeError, match=r"aten\.cos\.default .* was aten\.sin"):
+        check_replay(f, make(3, seed=1))
+
+
+def test_errors_of_the_function_itself_are_its_own():
+    def f(x):
+        raise ValueError("not today")
+
+    with pytest.raises(ValueError, match="not today"):
+        check_replay(f, torch.ones(3))
+
+
+def test_a_leaf_may_not_be_changed_as_by_a_call():
+    with pytest.raises(RecomputeError, match=r"Operation 0, aten\.mul_\.Tensor"):
+        check_replay(lambda x: x.mul_(2.0), torch.ones(3))
+
+
+def test_an_argument_may_not_be_changed_as_by_remat():
+    x = torch.ones(3, 3, requires_grad=True)
+    with pytest.raises(MutationError, match="`y` was changed in place"):
+        check_replay(lambda x, y: x * y.mul_(2.0), x, torch.ones(3, 3))
+
+
+UNSEEN = {
+    "results": (
+        lambda x, same: (x.sin(),) * (1 + same),
+        "the recompute returned",
+    ),
+    "gradients": (
+        lambda x, same: (x if same else x.detach()).sin(),
+        "outputs that require grad",
+    ),
+    "residuals": (
+        lambda x, same: (x if same else x.detach()).exp() * x,
+        r"saves something else[\s\S]*no graph",
+    ),
+}
+
+
+@rows("fn, match", UNSEEN)
+def test_a_difference_that_no_operation_shows_is_found(fn, match):
+    flag = in_turn(True, False)
+    with pytest.raises(RecomputeError, match=match):
+        check_replay(lambda x: fn(x, flag()), torch.ones(3))
+
+
+# --- Tensors ---
+
+
+Table = types.ModuleType("Table")  # its attribute is behind a computed name
+Table.value = torch.ones(3)
+
+
+def test_a_global_tensor_that_changed_is_found():
+    name = "value"
+
+    def f(x):
+        h = x.sin()
+        table = getattr(Table, name)
+        setattr(Table, name, table * 1.5)
+        return h * table
+
+    text = difference(f, make(3, seed=1).float())
+    assert f"aten.mul.Tensor at {line_of(f, 3)}, differs: input 0 (float32[3]) " in text
+    assert "differs in 3 of 3 elements, by up to 0.5." in text
+    assert "It is from outside of the function, and had another value in" in text
+
+
+def adds_to(array):
+    def f(x):
+        array[1] += 0.25
+        return x.sin() * torch.from_numpy(array[:3])
+
+    return f
+
+
+def test_memory_that_numpy_changed_is_found():
+    f = adds_to(np.arange(2000.0))  # too large to be copied in each call
+    text = difference(f, make(3, seed=1))
+    where = f"at {line_of(f, 2)}, differs: input 0 (float64[3]) differs in 1 of 3 "
+    assert where + "elements, by up to 0.25. It is from outside of the function" in text
+
+
+def test_memory_of_a_small_array_of_numpy_is_put_back():
+    small = np.array([1.0, 2.0, 3.0])
+    assert check_replay(adds_to(small), make(3, seed=1)).operations == 3
+
+
+def test_memory_that_is_written_past_torch_is_found():
+    values = in_turn(*range(9))
+
+    def garbage(x):
+        out = torch.empty(4, dtype=x.dtype)
+        out.numpy()[:] = values()  # as memory that was used before
+        return out * x
+
+    text = difference(garbage, make(4, seed=1))
+    assert "output 0 (float64[4]) differs in 4 of 4" in text
+
+
+def test_a_sign_of_zero_is_found():
+    sign = in_turn(0.0, -0.0)
+    text = difference(lambda x: x * torch.tensor(sign()), torch.ones(2))
+    assert "differs in 1 of 1 elements, by up to 0." in text
+
+
+library = torch.library.Library("check_replay_test", "FRAGMENT")
+library.define("noisy(Tensor x) -> Tensor")
+library.define("scribble(Tensor(a!) x) -> ()")
+_calls = itertools.count(1)
+
+
+@torch.library.impl(library, "noisy", "CPU")
+def _noisy(x):
+    out = x * 2
+    out[0] += next(_calls)
+    return out
+
+
+@torch.library.impl(library, "scribble", "CPU")
+def _scribble(x):
+    x[-1] = next(_calls)
+
+
+def test_an_operation_that_gives_other_values_each_time_is_found():
+    def f(x):
+        h = x.sin()
+        with torch.no_grad():
+            h2 = torch.ops.check_replay_test.noisy(h)
+        return (h2 * h).exp()
+
+    text = difference(f, make(4, seed=1))
+    assert f"1, check_replay_test.noisy.default at {line_of(f, 3)}, differs: " in text
+    assert "output 0 (float64[4]) differs in 1 of 4 elements, by up to 1." in text
+    assert "It read the same tensors: the operation itself gives another" in text
+
+
+def test_an_operation_that_writes_other_values_each_time_is_found():
+    def f(x):
+        h = x.exp()
+        with torch.no_grad():
+            torch.ops.check_replay_test.scribble(h[1:])
+        return h.detach() * x
+
+    text = difference(f, make(4, seed=1))
+    assert "check_replay_test.scribble.default" in text
+    assert "what it wrote to (0) (float64[3]) differs in 1 of 3 elements" in text
+
+
+def test_the_smallest_difference_of_a_number_is_found():
+    epsilon = in_turn(0.0, 2.0**-52)
+    one = torch.tensor(1.0, dtype=torch.double)
+    text = difference(lambda x: x * one.add(epsilon()), torch.ones(1000).double())
+    assert "in the forward" in text
+
+
+def test_the_smallest_difference_of_a_tensor_is_found():
+    value = in_turn(*torch.tensor([1.0, 1.0 + 2.0**-52], dtype=torch.double))
+    text = difference(lambda x: x * value(), torch.ones(1000).double())
+    assert "differs in 1 of 1 elements, by up to 2.22045e-16." in text
+
+
+SIZES = {
+    "flags": ([True, True], [True, False], "(bool[2]) differs in 1 of 2 elements. It"),
+    "numbers": ([4], [7], "(int64[1]) differs in 1 of 1 elements, by up to 3."),
+    "complex": (
+        [0j],
+        [3 + 4j],
+        "(complex64[1]) differs in 1 of 1 elements, by up to 5.",
+    ),
+    "nan": ([float("nan")], [1.0], "by up to nan"),
+    "shapes": ([1.0], [1.0, 2.0], "is float32[2], where it was float32[1]"),
+}
+
+
+@rows("then, now, message", SIZES)
+def test_the_message_says_how_much_differs(then, now, message):
+    value = in_turn(torch.tensor(then), torch.tensor(now))
+    assert message in difference(lambda x: value() * x, torch.ones(1))
+
+
+def test_a_difference_in_a_call_inside_is_found():
+    count = in_turn(*range(9))
+
+    @ckpt
+    def inner(x):
+        return x.sin() * count()
+
+    @ckpt
+    def outer(x):
+        return inner(x.exp())
+
+    text = difference(outer, make(3, seed=1))
+    assert text.startswith(
+        "remat: recomputing `test_a_difference_in_a_call_inside_is_found.<loc"
+    )
+    assert f"Operation 2, aten.mul.Tensor at {line_of(inner.__wrapped__, 2)}" in text
+
+
+def test_only_the_first_difference_is_reported_even_if_the_function_catches_errors():
+    scale = in_turn(1.0, 2.0)
+
+    def f(x):
+        try:
+            h = x * scale()
+        except RuntimeError:
+            h = x * 1.0
+        return h.exp().sin()
+
+    text = difference(f, make(3, seed=1))
+    assert re.findall(r"Operation \d", text) == ["Operation 0"]

@@ -1,4 +1,4 @@
-"""What the shims of `autograd` and `storages` expect of torch."""
+"""What the shims of `autograd` and `tensors` expect of torch."""
 
 from typing import Any
 

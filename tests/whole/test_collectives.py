@@ -6,7 +6,6 @@ those of plain's backward.
 """
 
 import time
-import traceback
 import warnings
 import weakref
 from collections import Counter
@@ -21,9 +20,12 @@ from support.processes import (
     Block,
     assert_as_plain,
     blocks_of,
+    check_each,
     collectives,
+    in_each_way,
     in_two_processes,
     local,
+    needs_gloo,
     talks,
     train,
 )
@@ -37,9 +39,7 @@ from remat import policies, remat
 from remat.testing import assert_same, count_ops
 
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 # --- Functions of tensors: `f` maps rows to rows, of the same width ---
@@ -166,26 +166,13 @@ TRAININGS = {
 
 
 def train_all(rank):
-    """Train each model in each way; of what fails, return where."""
-    results: dict[Any, Any] = {}
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives
-    for name, make in TRAININGS.items():
-        for way, wrap in WRAPS.items():
-            torch.manual_seed(0)
-            try:
-                results[name, way] = train(make(wrap), rank)
-            except Exception:  # noqa: BLE001
-                results[name, way] = traceback.format_exc()
-            dist.barrier()
-    return results
+    return in_each_way(TRAININGS, WRAPS, lambda make, wrap: train(make(wrap), rank))
 
 
 @pytest.mark.slow
 def test_trainings_are_those_of_plain(tmp_path, subtests):
-    for rank, results in enumerate(in_two_processes(tmp_path, train_all)):
-        for name in TRAININGS:
-            with subtests.test(name, rank=rank):
-                assert_as_plain(name, {way: results[name, way] for way in WRAPS})
+    check_each(in_two_processes(tmp_path, train_all), subtests, assert_as_plain)
 
 
 # --- Policies ---
@@ -274,17 +261,9 @@ def three_calls(make, policy):
 
 
 def follow_all(rank):
-    """Run each function with each policy; of what fails, return where."""
-    results: dict[Any, Any] = {}
     warnings.simplefilter("ignore", FutureWarning)
-    for name, make in FUNCTIONS.items():
-        for policy in ("plain", *POLICIES):
-            try:
-                results[name, policy] = three_calls(make, policy)
-            except Exception:  # noqa: BLE001
-                results[name, policy] = traceback.format_exc()
-            dist.barrier()
-    return results
+    names = {name: name for name in ("plain", *POLICIES)}
+    return in_each_way(FUNCTIONS, names, three_calls)
 
 
 def assert_follows(policy, ours, plain, without):

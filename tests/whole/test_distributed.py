@@ -6,7 +6,6 @@ counted: sines have run again, and collectives no more often than with the check
 All arrangements of a test share their processes, for these take seconds to start.
 """
 
-import traceback
 from collections import Counter
 from typing import Any
 
@@ -24,15 +23,22 @@ from support.processes import (
     assert_as_plain,
     blocks_of,
     called,
+    check_each,
     collectives,
     decorated,
+    in_each_way,
     in_processes,
     in_two_processes,
     inside,
     method,
+    needs_gloo,
     one_batch,
+    only_root,
+    replicated,
+    sharded,
     train,
 )
+from support.tables import rows
 from support.zoo import plainly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,30 +54,15 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from remat import policies, remat
 from remat.testing import assert_same
 
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 # --- FSDP2 ---
-
-
-def sharded(build, **options):
-    """Shard each block, and what is around them."""
-
-    def make(wrap):
-        model = build(wrap)
-        for block in model.blocks:
-            fully_shard(block, **options)
-        return fully_shard(model, **options)
-
-    return make
 
 
 def sharded_first(wrap):
@@ -80,10 +71,6 @@ def sharded_first(wrap):
     for block in model.blocks:
         block.forward = wrap(block.forward)
     return model
-
-
-def only_root(build):
-    return lambda wrap: fully_shard(build(wrap))
 
 
 def sharded_sublayers(wrap):
@@ -172,12 +159,6 @@ OF_FOUR = {
 
 
 # --- DDP ---
-
-
-def replicated(build, **options):
-    # Small buckets: a parameter that gets ready twice or never shows at once.
-    options = {"bucket_cap_mb": 1e-5, **options}
-    return lambda wrap: DistributedDataParallel(build(wrap), **options)
 
 
 def shared(wrap):
@@ -331,27 +312,24 @@ TENSOR = {
 
 
 WRAPS = {"plain": plainly, "remat": remat, "checkpoint": theirs}
+# Of parameters that get ready late, never or again, and of what a recompute changes.
+SOME = "called", "static graph", "unused", "no_sync", "batch norm"
 ARRANGEMENTS = {
     "FSDP2": FSDP,
     "DDP": DDP,
+    "some of DDP": {name: DDP[name] for name in SOME},
     "tensor parallel": TENSOR,
     "FSDP2 of four": OF_FOUR,
 }
 PROCESSES = {"FSDP2 of four": 4}
 
 
-def train_all(kind: str, rank: int) -> dict[Any, Any]:
-    """Train each arrangement in each way; of what fails, return where."""
-    results: dict[Any, Any] = {}
-    for name, (make, batch) in ARRANGEMENTS[kind].items():
-        for way, wrap in WRAPS.items():
-            torch.manual_seed(0)
-            try:
-                results[name, way] = train(make(wrap), rank, batch)
-            except Exception:  # noqa: BLE001
-                results[name, way] = traceback.format_exc()
-            dist.barrier()
-    return results
+def train_all(kind, rank):
+    def run(arrangement, wrap):
+        make, batch = arrangement
+        return train(make(wrap), rank, batch)
+
+    return in_each_way(ARRANGEMENTS[kind], WRAPS, run)
 
 
 def a_result(sines=2, talks=1, grad=1.0):
@@ -377,22 +355,17 @@ def test_the_comparison_fails_on_what_is_wrong(ours, said):
 
 
 # Each takes about half a minute.
-SLOW = ("FSDP2", "FSDP2 of four", "tensor parallel")
-KINDS = ["DDP"]
-KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@rows("kind", {kind: kind for kind in ARRANGEMENTS}, fast=["some of DDP"])
 def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
     found = in_processes(PROCESSES.get(kind, 2), tmp_path, train_all, kind)
-    for name in ARRANGEMENTS[kind]:
-        for rank, results in enumerate(found):
-            with subtests.test(name, rank=rank):
-                ways = {way: results[name, way] for way in WRAPS}
-                assert_as_plain(name, ways)
-                if "FSDP2" in kind:  # what is gathered for the backward is enough
-                    (_, once), (_, ours), _ = ways.values()
-                    assert collectives(ours) == collectives(once)
+
+    def check(name, ways):
+        assert_as_plain(name, ways)
+        if "FSDP2" in kind:  # what is gathered for the backward is enough
+            (_, once), (_, ours), _ = ways.values()
+            assert collectives(ours) == collectives(once)
+
+    check_each(found, subtests, check)
 
 
 # --- What collectives return may be saved ---

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import in_two_processes, local
+from support.processes import in_two_processes, local, needs_gloo
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,9 +29,7 @@ from remat.testing import assert_same
 
 
 pytestmark = [
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-    ),
+    needs_gloo,
     # Dynamo warns of its own deprecations.
     pytest.mark.filterwarnings("default"),
 ]

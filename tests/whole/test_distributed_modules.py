@@ -5,21 +5,22 @@ it is distributed, or built of modules that `remat` returned. The comparison is 
 torch's `checkpoint_wrapper`.
 """
 
-import traceback
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from support.processes import (
     BLOCKS,
     WIDTH,
     Block,
     assert_as_plain,
     blocks_of,
+    check_each,
+    in_each_way,
     in_two_processes,
     inputs,
-    one_batch,
+    needs_gloo,
+    only_root,
+    replicated,
+    sharded,
     train,
 )
 from support.zoo import plainly
@@ -35,11 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import remat
 
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-    ),
-]
+pytestmark = needs_gloo
 
 
 def checkpointed(model):
@@ -99,12 +96,6 @@ MODELS = {
 # --- DDP ---
 
 
-def replicated(build, **options):
-    # Small buckets: a parameter that gets ready twice or never shows at once.
-    options = {"bucket_cap_mb": 1e-5, **options}
-    return lambda *way: DistributedDataParallel(build(*way), **options)
-
-
 def replicated_first(change, wrap):
     model = DistributedDataParallel(blocks_of(Block), bucket_cap_mb=1e-5)
     change(model.module)
@@ -126,26 +117,10 @@ DDP = {
 # --- FSDP2 ---
 
 
-def sharded(build):
-    """Shard each block, and what is around them."""
-
-    def make(*way):
-        model = build(*way)
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
-
-    return make
-
-
 def sharded_first(change, wrap):
     model = sharded(lambda: blocks_of(Block))()
     change(model)
     return model
-
-
-def only_root(build):
-    return lambda *way: fully_shard(build(*way))
 
 
 def only_root_first(change, wrap):
@@ -192,18 +167,10 @@ FSDP1 = {
 ARRANGEMENTS = {"DDP": DDP, "FSDP2": FSDP2, "FSDP1": FSDP1}
 
 
-def train_all(kind: str, rank: int) -> dict[Any, Any]:
-    """Train each arrangement in each way; of what fails, return where."""
-    results: dict[Any, Any] = {}
-    for name, make in ARRANGEMENTS[kind].items():
-        for way, changes in WAYS.items():
-            torch.manual_seed(0)
-            try:
-                results[name, way] = train(make(*changes), rank, one_batch)
-            except Exception:  # noqa: BLE001
-                results[name, way] = traceback.format_exc()
-            dist.barrier()
-    return results
+def train_all(kind, rank):
+    return in_each_way(
+        ARRANGEMENTS[kind], WAYS, lambda make, way: train(make(*way), rank)
+    )
 
 
 def train_in_a_block(rank: int) -> str:
@@ -230,8 +197,5 @@ def test_a_block_around_sharded_modules_says_what_to_do(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2", "FSDP1"])
 def test_trainings_are_those_of_plain(kind, tmp_path, subtests):
-    both = in_two_processes(tmp_path, train_all, kind)
-    for name in ARRANGEMENTS[kind]:
-        for rank, results in enumerate(both):
-            with subtests.test(name, rank=rank):
-                assert_as_plain(name, {way: results[name, way] for way in WAYS})
+    found = in_two_processes(tmp_path, train_all, kind)
+    check_each(found, subtests, assert_as_plain)

@@ -1,12 +1,13 @@
 """Every Python example in the README and the docs runs, page by page, in order.
 
 Where a page shows output after an example, the example prints it.
-What docs/limits.md says in words is tested in `test_docs_state.py` and
-`test_docs_graphs.py`, and what docs/randomness.md says in `test_docs_randomness.py`.
+What docs/limits.md says in words is tested in `test_docs_limits.py`, and what
+docs/randomness.md says in `test_docs_randomness.py`.
 """
 
 import contextlib
 import doctest
+import importlib
 import io
 import re
 import sys
@@ -14,10 +15,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.mistakes import outcome, rows
 
 
 ROOT = Path(__file__).parents[2]
-
 
 BLOCK = re.compile(
     r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
@@ -27,7 +28,6 @@ SOURCE = re.compile(r"[\w./-]+\.(?:py|md):\d+")
 # Its numbers depend on the kernels of the machine.
 NOT_COMPARED = {"fit.md"}
 LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -45,7 +45,6 @@ def is_like(shown, printed):
 
 
 WITH_EXAMPLES = [page for page in PAGES if any(blocks(page))]
-
 
 # They plan steps of models.
 SLOW = "fit.md", "recipes.md"
@@ -74,12 +73,6 @@ def test_output_that_differs_is_noticed():
         "made at train.py:3,\n  in f: ...\n", "made at page.md:12, in f: 3\n"
     )
     assert not is_like("peak: 12 bytes\n", "peak: 13 bytes\n")
-
-
-def test_the_readme_and_the_quickstart_have_examples():
-    assert {"README.md", "migrating.md", "quickstart.md"} <= {
-        page.name for page in WITH_EXAMPLES
-    }
 
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
@@ -124,46 +117,51 @@ def test_an_anchor_is_that_of_github(tmp_path):
     assert anchors(page) == {"a_b-c-d", "1-e"}
 
 
-def test_the_limits_are_a_page():
-    assert len((ROOT / "docs/limits.md").read_text().split()) < 900
+# --- Drawings ---
 
 
-def test_each_page_is_in_the_sidebar_once():
-    text = (ROOT / "docs/index.md").read_text()
-    trees = re.findall(r":caption: (\S+)\n\n(.*?)\n```", text, re.DOTALL)
-    names = ["Tutorials", "How-to", "Explanation", "Reference"]
-    assert [name for name, _ in trees] == names
-    shown = sorted(entry for _, entries in trees for entry in entries.split())
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]
-    expected = {str(p.relative_to(ROOT / "docs").with_suffix("")) for p in pages}
-    expected |= {f"notebooks/{p.stem}" for p in (ROOT / "notebooks").glob("*.ipynb")}
-    assert shown == sorted(expected - {"index"})
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_each_page_is_linked_from_another_page():
-    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")}
-    found = {
-        (page.parent / target).resolve()
-        for page in pages
-        for target in LINK.findall(page.read_text())
-        if (page.parent / target).resolve() != page
-    }
-    assert pages - found == {ROOT / "docs/index.md"}
+@pytest.fixture
+def drawings(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("drawings")
 
 
-def test_each_page_has_a_title_of_its_own():
-    # docs/conf.py puts numbers before those of notebooks.
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]
-    title = re.compile("^# (.*)", re.MULTILINE)
-    titles = [title.search(page.read_text())[1] for page in pages]
-    # Once it is the start page, which is not in the sidebar, and once the reference.
-    titles.remove("remat")
-    assert len(titles) == len(set(titles))
+@pytest.mark.parametrize("name", ["recompute.svg", "policies.svg"])
+def test_a_drawing_is_that_of_the_script(drawings, name):
+    stored = (DOCS / "_static" / name).read_text()
+    assert stored == drawings.PICTURES[name](), "run docs/drawings.py"
 
 
-def test_examples_fit_into_the_width_of_a_page():
-    # That of docs/_static/custom.css in a window of 1300 pixels: nothing is clipped.
-    for page in (ROOT / "docs").rglob("*.md"):
-        for _, code, shown in blocks(page):
-            lines = [*code.splitlines(), *(shown or "").splitlines()]
-            assert max(map(len, lines)) <= 107, page.name
+def test_the_text_beside_the_drawing_has_its_numbers(drawings):
+    page = " ".join((DOCS / "policies.md").read_text().split())
+    said = re.search(
+        r"Without a policy (\d+) KiB wait in memory and (\d+)% of the FLOPs run again. "
+        r"With dots_saveable (\d+) KiB wait and none run again",
+        page,
+    )
+    found = drawings.explained()
+    none, dots = found["None"], found["dots_saveable"]
+    numbers = [
+        *(drawings.kept(none), 100 * none.recomputed_share, drawings.kept(dots)),
+        dots.recomputed_share,
+    ]
+    assert numbers == [*map(int, said.groups()), 0]
+
+
+# --- Mistakes, of which support/mistakes.txt has the programs ---
+
+
+ROWS = rows()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.title for row in ROWS])
+def test_a_mistake_is_told_what_to_write(row):
+    assert outcome(row.program) == row.told
+
+
+def test_the_table_has_each_program_once():
+    assert len({row.program for row in ROWS}) == len(ROWS)
+    assert len({row.title for row in ROWS}) == len(ROWS)

@@ -125,10 +125,3 @@ def test_a_bar_that_adds_what_it_gets_is_too_far():
             step, progress = lambda _, x: x.sin(), update_of(bar)
             chain.fori_loop(0, 10, step, x, progress=progress).sum().backward()
             assert bar.n == count
-
-
-def test_a_list_of_tensors_is_several_xs():
-    parts = [torch.ones(5), torch.zeros(5)]
-    scanned = lambda xs: chain.scan(lambda c, x: (c, x), torch.ones(()), xs)[1]
-    assert [part.shape for part in scanned(parts)] == [(5,), (5,)]
-    assert scanned(torch.stack(parts)).shape == (2, 5)

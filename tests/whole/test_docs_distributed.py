@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from support.processes import needs_gloo
 
 
 ROOT = Path(__file__).parents[2]
@@ -18,9 +18,7 @@ NUMBER = r"([\d.]+)"
 PAIR = f"{NUMBER} / {NUMBER}"
 LINE = re.compile(rf"^\| ([^|]+) \| {PAIR} \| {PAIR} \| {NUMBER} \|$", re.MULTILINE)
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 def trained(*options):

@@ -22,7 +22,6 @@ from remat.testing import assert_same, count_ops
 
 SECTIONS = {"From torch.utils.checkpoint": 9, "From JAX": 20, "From RETURNN's scope": 4}
 
-
 TORCH = {
     "checkpoint": checkpoint,
     "checkpoint_sequential": partial(checkpoint_sequential, use_reentrant=False),

@@ -132,13 +132,6 @@ def drop_squares_by_key(x):
     return keyed.dropout(keyed.key(0), x * x, 0.5)
 
 
-def test_a_batch_of_cotangents_is_of_the_draws_of_the_forward():
-    torch.manual_seed(3)
-    y = drop_squares(torch.ones(8))
-    torch.manual_seed(3)
-    assert torch.equal(jacrev(remat(drop_squares))(torch.ones(8)), (2 * y).diag())
-
-
 def test_a_batch_of_cotangents_at_base_is_of_the_draws_of_the_forward():
     x = ones(8)
     y = remat(drop_squares)(x)
@@ -216,36 +209,6 @@ def test_a_refused_draw_undoes_one_of_another_thread_at_that_moment():
 # --- In a bound block ---
 
 
-def test_what_has_no_keyed_version_is_refused_in_bind():
-    state = torch.get_rng_state()
-    with (
-        pytest.raises(RandomnessError, match=r"aten\.poisson.* no\nkeyed version"),
-        keyed.bind(keyed.key(0)),
-    ):
-        torch.poisson(torch.ones(3))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(("p", "calls"), [(0.0, 1), (0.5, 0)])
-def test_attention_that_drops_in_bind_is_written_out(p, calls):
-    q = torch.ones(1, 2, 4, 8)
-    with count_ops() as ops, keyed.bind(keyed.key(0)):
-        nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p)
-    assert ops["_scaled_dot_product_flash_attention_for_cpu"] == calls
-
-
-def test_a_thread_that_a_bound_block_starts_draws_from_the_global_stream():
-    drawn = []
-    thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
-    torch.manual_seed(3)
-    want = torch.rand(3)
-    torch.manual_seed(3)
-    with keyed.bind(keyed.key(0)):
-        thread.start()
-        thread.join()
-    assert torch.equal(drawn[0], want)
-
-
 def test_a_coroutine_that_waits_in_a_bound_block_leaves_it_open():
     def waiting():
         with keyed.bind(keyed.key(0)):
@@ -256,16 +219,6 @@ def test_a_coroutine_that_waits_in_a_bound_block_leaves_it_open():
     meanwhile = torch.rand(3)
     assert not [*block]
     assert torch.equal(meanwhile, keyed.bind(keyed.key(0))(torch.rand)(3))
-
-
-def test_seeding_in_a_bound_block_seeds_the_global_stream_and_changes_no_draw():
-    torch.manual_seed(11)
-    want = torch.rand(3)
-    with keyed.bind(keyed.key(0)):
-        torch.manual_seed(11)
-        drawn = torch.rand(3)
-    assert torch.equal(torch.rand(3), want)
-    assert torch.equal(drawn, keyed.bind(keyed.key(0))(torch.rand)(3))
 
 
 def test_a_compiled_function_in_a_bound_block_is_not_compiled():

@@ -96,15 +96,3 @@ def test_the_text_has_the_numbers_of_the_script(script):
     assert f"saves {fewer:.0%}\n" in text
     assert f"{GATHERED:,} bytes per token" in text
     assert f"costs {STREAM:,}, and repeats" in text
-
-
-def test_what_is_cheap_to_make_is_two_thirds_of_what_plain_keeps(script):
-    rows = script.rows()
-    plain = rows[script.PLAIN].per_token
-    products = rows["attention, scattered, qkv, hidden"].per_token
-    assert f"{(plain - products) / plain:.0%}" == "68%"
-
-
-def test_the_page_is_short():
-    words = PAGE.read_text().split()
-    assert len(words) < 1000

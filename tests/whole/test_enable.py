@@ -5,7 +5,13 @@ tests/whole/clients has many more.
 
 import pytest
 from support.clients import Client, assert_changed_trains_as_plain, built, products
-from support.decoders import CLIENTS as TRANSFORMERS, llama, without_cache
+from support.decoders import (
+    CLIENTS as TRANSFORMERS,
+    adapted,
+    llama,
+    of_adapted,
+    without_cache,
+)
 from support.diffusion import CLIENTS as DIFFUSERS
 
 import remat
@@ -13,22 +19,15 @@ import remat
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_check.*:FutureWarning")
-peft = pytest.importorskip("peft", reason="needs the extra `clients`")
-
-
-def adapted():
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-    )
-    return peft.get_peft_model(llama(), config)
+pytest.importorskip("peft", reason="needs the extra `clients`")
 
 
 CLIENTS = {
     "transformers": TRANSFORMERS["bert"],
     "diffusers": DIFFUSERS["dit"],
     "peft": Client(
-        adapted,
-        lambda model: [model.base_model.model.model.layers],
+        lambda: adapted(llama(), "q_proj", "v_proj"),
+        of_adapted,
         without_cache("llama").inputs,
         is_adapted=True,
     ),

@@ -7,14 +7,15 @@ import pytest
 import torch
 from support.compared import compared
 from support.rules import StashedSin, TripledSin, TripledSinForFunc
+from support.zoo import plainly
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, hessian, jacrev, jvp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from remat import remat
-from remat.testing import assert_same, count_ops
+from remat.testing import assert_same, count_ops, live_bytes
 
 
 def leaf(*shape):
@@ -223,29 +224,6 @@ def test_the_gradient_of_a_custom_function_is_used(function):
     torch.testing.assert_close(got, 3 * right)
 
 
-FIRST_ORDER = {
-    "grad": grad,
-    "vmap(grad)": lambda f: lambda x: vmap(grad(f))(torch.stack([x, x]))[0],
-    "jacrev": jacrev,
-    "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),))[1],
-}
-
-
-@pytest.mark.parametrize("transform", FIRST_ORDER)
-def test_the_gradient_of_a_custom_function_is_used_under_transforms(transform):
-    def fn(x):
-        return wrong(TripledSinForFunc)(x).sum()
-
-    x, transform = torch.randn(5), FIRST_ORDER[transform]
-    got = transform(remat(fn))(x)
-    assert_same(got, transform(fn)(x))
-    right = transform(lambda x: (x * 2).sin().square().sum())(x)
-    torch.testing.assert_close(got, 3 * right)
-    with count_ops() as ops:
-        grad(remat(fn))(x)
-    assert ops["sin"] == 2
-
-
 def test_the_second_derivative_of_a_custom_function():
     x = leaf(5)
 
@@ -297,47 +275,6 @@ def test_hooks_inside_pack_what_is_saved_within_them():
     assert len(unpacked) == 2 * 2
 
 
-# --- Graphs ----------------------------------------------------------------------
-
-
-def op_names(graph):
-    return [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
-
-
-@pytest.mark.parametrize(
-    ("transform", "x"),
-    [
-        (grad, torch.randn(5)),
-        (lambda f: vmap(grad(f), in_dims=(0, None)), torch.randn(3, 5)),
-        (
-            lambda f: lambda x, w: jvp(lambda x: grad(f)(x, w), (x,), (w,)),
-            torch.randn(5),
-        ),
-    ],
-    ids=["grad", "vmap(grad)", "jvp(grad)"],
-)
-def test_a_graph_of_make_fx_holds_the_recompute(transform, x):
-    w = torch.randn(5)
-
-    def loss(x, w):
-        return (x * w).sin().square().sum()
-
-    plain = make_fx(transform(loss))(x, w)
-    graph = make_fx(transform(remat(loss)))(x, w)
-    for each in plain, graph:
-        each.graph.eliminate_dead_code()
-        each.recompile()
-    once, twice = (op_names(g).count("aten.sin.default") for g in (plain, graph))
-    assert twice > once
-    other = torch.randn_like(x)
-    assert_same(graph(other, w), transform(loss)(other, w))
-    with count_ops() as ops:
-        transform(loss)(x, w)
-    with count_ops() as more:
-        assert_same(transform(remat(loss))(x, w), transform(loss)(x, w))
-    assert more["sin"] > 2 * ops["sin"]  # outside of a trace, it recomputes
-
-
 # --- Subclasses and other tensors ------------------------------------------------
 
 
@@ -353,3 +290,107 @@ def test_non_contiguous_inputs_and_gradients(wrap, counting):
     x = leaf(4, 3).t()
     out = wrap(lambda x: x.sin().exp().t())(x)
     return torch.autograd.grad(out.expand(4, 3)[::2].sum(), x)
+
+
+# --- Inside, around and beside torch's checkpoint ---
+
+
+def body(x, w):
+    return nn.functional.dropout(torch.tanh(x * w), 0.5).sin()
+
+
+def theirs(fn, reentrant):
+    return lambda *args: checkpoint(fn, *args, use_reentrant=reentrant)
+
+
+def twice(call):
+    return lambda x, w: call(call(x, w) * x, w)
+
+
+def backwards(fn, *, retained=False):
+    """Take them by `.backward()`: reentrant checkpoints refuse `autograd.grad`."""
+    torch.manual_seed(1)
+    x, w = leaf(8), leaf(8)
+    y = fn(x, w).sum()
+    for _ in range(retained):
+        y.backward(retain_graph=True)
+    y.backward()
+    return x.grad, w.grad
+
+
+def assert_tanh(fn, plain, count, **options):
+    """`fn` has the backwards of `plain`, and runs so many tanhs."""
+    with count_ops() as ops:
+        got = backwards(fn, **options)
+    want = backwards(plain, **options)
+    assert_same(got, want)
+    assert all(g.any() for g in want)
+    assert ops["tanh"] == count
+
+
+variants = pytest.mark.parametrize(
+    "reentrant", [False, True], ids=["non-reentrant", "reentrant"]
+)
+
+
+@variants
+def test_remat_inside_checkpoint(reentrant):
+    fn = theirs(twice(remat(body)), reentrant)
+    # Forward, theirs, and remat's. Theirs stops where the second call has its input.
+    assert_tanh(fn, twice(body), 2 + (2 if reentrant else 1) + 2)
+
+
+@variants
+def test_remat_inside_checkpoint_with_the_graph_retained(reentrant):
+    def fn(call):
+        return theirs(lambda x, w: call(x.sin(), w) * x, reentrant)
+
+    with count_ops() as ops:
+        backwards(fn(body), retained=True)
+    assert_tanh(fn(remat(body)), fn(body), ops["tanh"] + 2, retained=True)
+
+
+@compared(tanh=2 + 1 + 2, sin=2 + 1)
+def test_checkpoint_inside_remat(wrap, counting):
+    """Forward, 2. remat's recompute, 1: it stops where the product has been saved.
+
+    Theirs, which stop before sin, 2.
+    """
+    inner = body if wrap is plainly else theirs(body, False)
+    return backwards(wrap(twice(inner)))
+
+
+def test_reentrant_checkpoint_inside_remat():
+    def fn(x, w):
+        return body(theirs(body, True)(x, w) * x, w)
+
+    # Forward, remat's recompute, and theirs of what is in it.
+    assert_tanh(remat(fn), fn, 2 + 2 + 1)
+
+
+def test_reentrant_checkpoint_inside_one_node_is_refused_by_torch():
+    """A recompute asks for the backwards of its inputs, which it can't give."""
+    fn = remat(theirs(body, True), higher_order=True)
+    with pytest.raises(RuntimeError, match=r"use_reentrant=True.* is incompatible"):
+        fn(leaf(8), leaf(8)).sum().backward()
+
+
+@variants
+@pytest.mark.parametrize("ours", ["first", "second"])
+def test_remat_and_checkpoint_in_a_row(reentrant, ours):
+    calls = [remat(body), theirs(body, reentrant)]
+    one, other = calls if ours == "first" else calls[::-1]
+    assert_tanh(lambda x, w: other(one(x, w) * x, w), twice(body), 2 * 2)
+
+
+def test_memory_with_checkpoint_inside_is_the_same():
+    x = leaf(1024)
+
+    def fn(x):
+        return x.sin().sin().sin().sin()
+
+    assert live_bytes(lambda: fn(x)) == 4 * 4096
+    assert live_bytes(lambda: remat(fn)(x)) == 4096
+    inside = remat(lambda x: checkpoint(fn, x, use_reentrant=False).sin())
+    # Theirs keeps the state of the generator.
+    assert live_bytes(lambda: inside(x)) == 4096 + torch.get_rng_state().nbytes

@@ -6,14 +6,22 @@ often as with the checkpoint, and the processes have sent each other what plain'
 """
 
 import copy
-import traceback
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.clients import theirs
-from support.processes import STEPS, WIDTH, Block, collectives, in_processes
+from support.processes import (
+    STEPS,
+    WIDTH,
+    Block,
+    check_each,
+    collectives,
+    in_each_way,
+    in_processes,
+    needs_gloo,
+)
 from support.zoo import plainly
 from torch import nn
 from torch.distributed.pipelining import (
@@ -29,10 +37,7 @@ from remat import policies, remat
 from remat.testing import assert_same, count_ops
 
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
-)
-
+pytestmark = needs_gloo
 
 SINGLE = (ScheduleGPipe, Schedule1F1B)
 # Each process has two stages.
@@ -99,20 +104,11 @@ def train(schedule, wrap, rank):
     return seen, ops
 
 
-def train_all(names, rank):
-    """Train each schedule in each way; of what fails, return where."""
-    results: dict[Any, Any] = {}
-    for name in names:
-        for way, wrap in WRAPS.items():
-            try:
-                results[name, way] = train(SCHEDULES[name], wrap, rank)
-            except Exception:  # noqa: BLE001
-                results[name, way] = traceback.format_exc()
-            dist.barrier()
-    return results
+def train_all(rank):
+    return in_each_way(SCHEDULES, WRAPS, lambda *way: train(*way, rank))
 
 
-def assert_as_plain(ways):
+def assert_as_plain(name, ways):
     for way, result in ways.items():
         if isinstance(result, str):
             pytest.fail(f"{way}: {result}", pytrace=False)
@@ -129,11 +125,8 @@ def assert_as_plain(ways):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_pipelines_are_those_of_plain(count, tmp_path, subtests):
-    found = in_processes(count, tmp_path, train_all, (*SCHEDULES,))
-    for name in SCHEDULES:
-        for rank, results in enumerate(found):
-            with subtests.test(name, rank=rank):
-                assert_as_plain({way: results[name, way] for way in WRAPS})
+    found = in_processes(count, tmp_path, train_all)
+    check_each(found, subtests, assert_as_plain)
 
 
 def a_result(sines, products, sent=1, grad=1.0):
@@ -158,6 +151,6 @@ def test_the_comparison_fails_on_what_is_wrong(ours, said):
         "checkpoint": a_result(2, 3),
         "policy": a_result(2, 2),
     }
-    assert_as_plain(ways)
+    assert_as_plain("right", ways)
     with pytest.raises((AssertionError, pytest.fail.Exception), match=said):
-        assert_as_plain({**ways, "remat": ours})
+        assert_as_plain("wrong", {**ways, "remat": ours})

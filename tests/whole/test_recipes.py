@@ -102,14 +102,3 @@ def test_every_file_that_the_page_names_exists():
     files = re.findall(r"`((?:remat|tests|docs)/[\w./]+\.\w+)`", PAGE)
     assert len(files) > 20
     assert [file for file in files if not (ROOT / file).exists()] == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diffs")
-def test_a_policy_that_is_left_out_of_a_table_is_noticed(copy):
-    apply(copy, "policy")
-    table = copy / "remat/policies/_functions.py"
-    table.write_text(table.read_text().replace(', "save_dtype"', ""))
-    test = "tests/policies/test_policies.py", "-k", "the_list_of_public_policies"
-    result = run(copy, sys.executable, "-m", "pytest", "-q", "-n", "0", *test)
-    assert "1 failed" in result.stdout

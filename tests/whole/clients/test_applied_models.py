@@ -18,7 +18,7 @@ from support.clients import (
     theirs,
     train,
 )
-from support.decoders import SMALL, language, llama
+from support.decoders import SMALL, adapted, language, llama, of_adapted
 from support.diffusion import CLIENTS as DIFFUSERS
 
 import remat
@@ -255,32 +255,19 @@ def test_the_librarys_checkpointing_is_not_added_to_ours():
 # --- Adapters ---
 
 
-def adapted(before):
-    model = llama()
-    if before:
-        remat.nn.apply(model)
-    config = peft.LoraConfig(
-        r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "up_proj"]
-    )
-    model = peft.get_peft_model(model, config)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:  # zero at first, and with it all gradients of lora_A
-            torch.nn.init.normal_(p)
-    return model
+def with_adapters(before):
+    model = remat.nn.apply(llama()) if before else llama()
+    return adapted(model, "q_proj", "v_proj", "up_proj", lora_dropout=0.1)
 
 
-def layers(model):
-    return [model.base_model.model.model.layers]
-
-
-ADAPTED = Client(lambda: adapted(False), layers, language)
+ADAPTED = Client(lambda: with_adapters(False), of_adapted, language)
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_adapters_before_and_after(before):
     """The embeddings are frozen: no input of the first layer requires grad."""
     torch.manual_seed(0)
-    ours = adapted(before).train()
+    ours = with_adapters(before).train()
     if not before:
         assert [*remat.nn.blocks(ours)] == both("base_model.model.model.layers")
         remat.nn.apply(ours)

@@ -27,7 +27,7 @@ from support.clients import (
     products,
     train,
 )
-from support.decoders import tokens
+from support.decoders import adapted, tokens
 from support.diffusion import CLIENTS as DIFFUSERS, diffusers
 
 import remat
@@ -40,20 +40,14 @@ pytestmark = [
     # peft asks transformers by an old name.
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
 ]
-peft = pytest.importorskip("peft", reason="needs the extra `clients`")
+pytest.importorskip("peft", reason="needs the extra `clients`")
 
 
-def adapted(name, **options):
+def client_of(name, *targets):
     """A model with adapters that train, in which nothing else does."""
 
     def build():
-        config = peft.LoraConfig(r=2, lora_dropout=0.1, **options)
-        model = peft.get_peft_model(TRANSFORMERS[name].build(), config)
-        for key, p in model.named_parameters():
-            if "lora_B" in key:  # zero at first, and with it all gradients of lora_A
-                torch.nn.init.normal_(p)
-
-        return model
+        return adapted(TRANSFORMERS[name].build(), *targets, lora_dropout=0.1)
 
     blocks = TRANSFORMERS[name].blocks
     inputs = without_cache(name).inputs
@@ -61,9 +55,9 @@ def adapted(name, **options):
 
 
 PEFT = {
-    "lora-llama": adapted("llama", target_modules=["q_proj", "v_proj"]),
-    "lora-bert": adapted("bert", target_modules=["query", "value"]),
-    "lora-t5": adapted("t5", target_modules=["q", "v"]),
+    "lora-llama": client_of("llama", "q_proj", "v_proj"),
+    "lora-bert": client_of("bert", "query", "value"),
+    "lora-t5": client_of("t5", "q", "v"),
 }
 SUPPORTED = [name for name in TRANSFORMERS if name != "convnext"]
 CLIENTS = {**{n: without_cache(n) for n in SUPPORTED}, **DIFFUSERS, **PEFT}

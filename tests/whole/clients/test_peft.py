@@ -13,7 +13,7 @@ from support.clients import (
     snapshot,
     train,
 )
-from support.decoders import language, llama
+from support.decoders import adapted, language, llama, of_adapted
 from support.zoo import plainly
 
 from remat import remat
@@ -25,26 +25,20 @@ pytestmark = [
     # peft asks transformers by an old name.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]
-peft = pytest.importorskip("peft", reason="needs the extra `clients`")
+pytest.importorskip("peft", reason="needs the extra `clients`")
 
 
-def adapted(**options):
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options)
-    model = peft.get_peft_model(llama(), config)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:  # zero at first, and with it all gradients of lora_A
-            torch.nn.init.normal_(p)
-    return model
+def client(**options):
+    def build():
+        return adapted(llama(), "q_proj", "v_proj", **options)
 
-
-def layers(model):
-    return [model.base_model.model.model.layers]
+    return Client(build, of_adapted, language)
 
 
 CLIENTS = {
-    "lora": Client(adapted, layers, language),
-    "lora-dropout": Client(lambda: adapted(lora_dropout=0.2), layers, language),
-    "dora": Client(lambda: adapted(use_dora=True), layers, language),
+    "lora": client(),
+    "lora-dropout": client(lora_dropout=0.2),
+    "dora": client(use_dora=True),
 }
 
 

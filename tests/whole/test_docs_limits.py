@@ -1,14 +1,15 @@
-"""docs/limits.md on state: what a recompute puts back, watches, and does not see."""
+"""docs/limits.md: what is put back and watched, what leaves, derivatives inside."""
 
-import copy
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.claims import gradient, ones, scaled
+from support.compared import compared
+from support.zoo import Evaluations
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd import forward_ad
 
 from remat import CaptureError, MutationError, RecomputeError, remat
 from remat.testing import count_ops
@@ -30,47 +31,6 @@ def test_prints_run_again_and_changes_to_lists_do_not(capsys):
     assert capsys.readouterr().out.split() == ["here", "here"]
 
 
-class Counting(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
-def test_attributes_and_variables_are_changed_by_the_forward_only():
-    calls, scale = 0, torch.ones(3)
-
-    def fn(x):
-        nonlocal calls
-        calls += 1
-        return x.sin().sin() * scale
-
-    module = Counting(3, 3)
-    with count_ops() as ops:
-        (
-            remat(lambda x: module(x).cos())(ones(3)) + remat(fn)(ones(3))
-        ).sum().backward()
-    assert (ops["sin"], ops["addmm"]) == (2 + 1 + 1, 2), "recomputed"
-    assert (module.calls, calls) == (1, 1)
-
-
-def test_captured_containers_are_changed_by_the_forward_only():
-    held, seen, tensors = {"w": torch.ones(3), "v": 1}, [], {torch.ones(3)}
-
-    def fn(x):
-        held["last"] = held.pop("v")
-        seen.append(None)
-        tensors.add(torch.zeros(3))
-        return x.sin().sin()
-
-    with count_ops() as ops:
-        remat(fn)(ones(3)).sum().backward()
-    assert ops["sin"] == 3
-    assert [*held] == ["w", "last"]
-    assert (len(seen), len(tensors)) == (1, 2)
-
-
 @pytest.mark.parametrize("passed", [False, True], ids=["captured", "passed"])
 def test_containers_within_containers_are_changed_by_the_forward_only(passed):
     held, x = {"inner": {"w": torch.full((3,), 2.0)}}, ones(3)
@@ -84,24 +44,6 @@ def test_containers_within_containers_are_changed_by_the_forward_only(passed):
         assert torch.equal(gradient(y, x), 2 * y)
     assert ops["exp"] == 1
     assert held == {"inner": {}}
-
-
-def test_an_embedding_whose_rows_are_scaled_again_is_recomputed_as_it_was():
-    def gradients(fn, embed):
-        y, inputs = fn(torch.arange(3)), torch.arange(4).flip(0)
-        fn(inputs)
-        with count_ops() as ops:
-            y.sum().backward()
-        return ops, embed.weight.grad
-
-    torch.manual_seed(0)
-    embed = nn.Embedding(4, 3, max_norm=1.0)
-    same = copy.deepcopy(embed)
-    ops, grad = gradients(remat(lambda i: embed(i).sin().exp()), embed)
-    _, expected = gradients(lambda i: same(i).sin().exp(), same)
-    assert torch.equal(grad, expected)
-    assert ops["sin"] == 1
-    assert torch.equal(embed.weight, same.weight)
 
 
 def test_an_embedding_whose_rows_are_scaled_is_refused_under_torch_func():
@@ -126,21 +68,6 @@ def test_a_module_of_another_dtype_by_then_fails_in_the_backward():
         out.sum().backward()
 
 
-def test_loop_variables_and_module_attributes_are_those_of_the_forward():
-    x, out, want = ones(3), torch.zeros(3), torch.zeros(3)
-    for scale in (1.0, 2.0, 3.0):
-        fn = lambda x: (x.sin() * scale).exp()  # noqa: B023
-        out, want = out + remat(fn)(x), want + fn(x)
-    dropout = nn.Dropout(0.5)
-    y = remat(dropout)(x)
-    dropout.eval()
-    assert torch.equal(gradient(y, x), y)
-    with count_ops() as ops:
-        got = gradient(out, x)
-    assert torch.equal(got, gradient(want, x))
-    assert ops["exp"] == 3
-
-
 def an_entry():
     config = {"scale": 2.0}
     return lambda: config["scale"], lambda value: config.update(scale=value)
@@ -156,8 +83,18 @@ def an_object_in_a_list(size):
     return lambda: held[0].scale, lambda value: setattr(held[0], "scale", value)
 
 
+class Config:
+    scale = 2.0
+
+
+def an_attribute_of_a_class():
+    Config.scale = 2.0
+    return lambda: Config.scale, lambda value: setattr(Config, "scale", value)
+
+
 STATES = {
     "an entry of a dict": an_entry,
+    "an attribute of a class": an_attribute_of_a_class,
     "an attribute of an object": an_attribute,
     "an object in a list of 1000": lambda: an_object_in_a_list(1000),
     "an object in a list of 1001": lambda: an_object_in_a_list(1001),
@@ -176,30 +113,7 @@ def test_what_is_put_back(state):
     assert read() == 5.0
 
 
-class Scale(TorchFunctionMode):
-    factor = 2.0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        return out * self.factor if func is torch.Tensor.sin else out
-
-
-def test_the_attributes_of_a_mode_are_those_of_the_forward():
-    def fn(x):
-        return x.sin().exp()
-
-    x = ones(3)
-    with Scale() as mode:
-        y, want = remat(fn)(x), fn(x)
-    mode.factor = 5.0
-    with count_ops() as ops:
-        got = gradient(y, x)
-    assert torch.equal(got, gradient(want, x))
-    assert (ops["sin"], ops["exp"]) == (1, 1)
-
-
 settings = ModuleType("settings")
-
 
 settings.CONSTANT = torch.ones(3)
 settings.WEIGHT = ones(3)
@@ -235,41 +149,6 @@ def test_attributes_that_are_found_by_computed_names_are_read_as_they_are_by_the
     assert ops["mul"] == 1 + 2
     # The sine's part is of the recompute; what the product saved is a number.
     assert torch.equal(got, 2 * (5 * x).cos())
-
-
-class Config:
-    scale = 2.0
-
-
-def test_attributes_of_classes_are_put_back():
-    x = ones(3)
-    y = remat(lambda x: scaled(x, Config.scale))(x)
-    Config.scale = 5.0
-    with count_ops() as ops:
-        got = gradient(y, x)
-    assert Config.scale == 5.0
-    Config.scale = 2.0
-    assert ops["mul"] == 1 + 2
-    assert torch.equal(got, 2 * (2 * x).cos())
-
-
-def test_what_hooks_close_over_is_neither_put_back_nor_are_its_changes_dropped():
-    module, seen, factor = nn.Linear(3, 3), [], [2.0]
-
-    def hook(module, args, out):
-        seen.append(None)
-        return out * factor[0]
-
-    module.register_forward_hook(hook)
-    x = ones(3)
-    y, want = remat(lambda x: module(x).sin())(x), module(x).sin()
-    assert len(seen) == 2
-    factor[0] = 5.0
-    with count_ops() as ops:
-        got = gradient(y, x)
-    assert ops["addmm"] + ops["addmv"] == 1
-    assert len(seen) == 3
-    assert not torch.equal(got, gradient(want, x))
 
 
 @pytest.mark.parametrize(("size", "is_put_back"), [(1000, True), (1001, False)])
@@ -350,17 +229,127 @@ def test_writes_through_data_are_not_seen():
     assert torch.equal(module.weight, before / 4)
 
 
-class Assigning(nn.Linear):
-    def forward(self, x):
-        self.weight.data = self.weight.data / 2
-        return super().forward(x).exp()
+# --- What leaves, results, derivatives inside, tangents ---
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_an_assignment_to_data_is_refused_where_it_would_be_done_again(is_frozen):
-    module = Assigning(3, 3).requires_grad_(not is_frozen)
-    before = module.weight.detach().clone()
-    y = remat(module)(ones(3))
-    with pytest.raises(MutationError, match=r"`self\.weight` was changed"):
-        y.sum().backward()
-    assert torch.equal(module.weight, before / 2)
+@compared(evaluations=3)
+def test_a_derivative_inside_runs_the_function_once_more(wrap, counting):
+    def fn(x):
+        (inner,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+        return inner.tanh()
+
+    x = ones(3)
+    return gradient(wrap(counting(fn))(x), x)
+
+
+def test_inside_a_module_is_itself():
+    seen = Evaluations()
+
+    class Module(nn.Linear):
+        def forward(self, x):
+            seen.note(self)
+            return super().forward(x).exp()
+
+    module = Module(3, 3)
+    remat(module)(ones(3)).sum().backward()
+    assert [m is module for m in seen] == [True, True]
+
+
+# --- What leaves, and results ---
+
+
+LEFT = "left it other than by being returned"
+
+
+def test_an_intermediate_that_leaves_under_func_and_autocast_is_refused():
+    kept, x, w = [], torch.ones(3, 3), torch.ones(3, 3)
+
+    def fn(x, w):
+        kept.append(x @ w)
+        return x.cos() @ w
+
+    def loss(x, w):
+        return (remat(fn)(x, w) + kept[-1]).float().sum()
+
+    with torch.autocast("cpu"), pytest.raises(CaptureError, match=LEFT):
+        torch.func.grad(loss, argnums=(0, 1))(x, w)
+
+
+def test_intermediates_can_be_kept_detached():
+    kept = []
+
+    def fn(x):
+        kept.append(x.sin().detach())
+        return x.cos().cos()
+
+    for _ in range(3):
+        with count_ops() as ops:
+            remat(fn)(ones(3)).sum().backward()
+        assert ops["cos"] == 2 + 1, "recomputed"
+    assert len(kept) == 3
+
+
+def test_a_result_that_hides_tensors_is_refused_under_func_alone():
+    def fn(x):
+        y = x.sin().sin()
+        return SimpleNamespace(read=lambda: y)
+
+    x = ones(3)
+    with count_ops() as ops:
+        got = gradient(remat(fn)(x).read(), x)
+    assert ops["sin"] == 2 + 1
+    assert torch.equal(got, gradient(fn(x).read(), x))
+    with pytest.raises(CaptureError, match=r"a function \(`result\.read`\)"):
+        torch.func.grad(lambda x: remat(fn)(x).read().sum())(torch.ones(3))
+
+
+def test_a_dual_result_that_shares_memory_may_be_changed_in_place():
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3, 3), torch.ones(3, 3))
+        remat(lambda x: x[0])(dual).mul_(2)
+
+
+# --- Backwards ---
+
+
+def both(x, y):
+    return x.sin(), y.exp()
+
+
+def test_two_partial_backwards_work_as_in_plain_code():
+    x, y = ones(3), ones(3)
+    with count_ops() as ops:
+        a, b = remat(both)(x, y)
+        a.sum().backward()
+        b.sum().backward()
+    # Nothing is recomputed for the first: its backward reads `x` alone.
+    assert (ops["sin"], ops["exp"]) == (1 + 1, 1 + 1)
+    assert torch.equal(x.grad, x.cos())
+    assert torch.equal(y.grad, y.exp())
+
+
+def test_a_gradient_costs_what_the_inputs_asked_for_cost():
+    def fn(x, y):
+        return x.sin() * y.exp()
+
+    x, y = ones(3), ones(3)
+    out, plain = remat(fn)(x, y), fn(x, y)
+    with count_ops() as ops:
+        gradient(out, x)
+    with count_ops() as plain_ops:
+        gradient(plain, x)
+    assert (ops["sin"], ops["exp"]) == (1, 1)
+    assert ops["mul"] == plain_ops["mul"] == 2
+
+
+# --- Forward mode ---
+
+
+def test_a_constant_requires_no_grad_under_forward_mode():
+    x, y = torch.ones(3), ones(3)
+    with forward_ad.dual_level(), count_ops() as ops:
+        dual = forward_ad.make_dual(x, torch.ones(3))
+        outs = remat(lambda x, y: (x.sin() * y, y.detach().cos()))(dual, y)
+        outs[0].sum().backward()
+    assert not outs[1].requires_grad
+    assert ops["sin"] == 2
