@@ -85,7 +85,10 @@ _FLAGS = (
     "_is_in_any_mode_without_ignore_compile_internals",
 )
 _dispatch: Any = _python_dispatch
-_tell_dynamo: Any = _dispatch.set_is_in_mode_without_ignore_compile_internals
+_tell_dynamo: Any = getattr(
+    _dispatch, "set_is_in_mode_without_ignore_compile_internals", None
+)
+_has_flags = _tell_dynamo is not None and all(hasattr(_dispatch, n) for n in _FLAGS)
 _read_flags = operator.attrgetter(*_FLAGS)
 
 
@@ -109,10 +112,13 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     _before: tuple[bool, ...] = ()
 
     def __init__(self) -> None:
-        """Make none of the places in which torch's own mode keeps flags."""
+        if not _has_flags:  # torch's own `__init__` makes the flags
+            super().__init__()
 
     @override
     def __enter__(self) -> Any:
+        if not _has_flags:
+            return super().__enter__()
         assert not self._before, "the flags from before would be lost"
         self._before = before = _read_flags(_dispatch)
         _write_flags((True, True, before[-1] or not self.ignore_compile_internals()))
@@ -121,9 +127,12 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if not _has_flags:
+            return super().__exit__(exc_type, exc_val, exc_tb)
         _write_flags(self._before)
         self._before = ()
         torch._C._pop_torch_dispatch_stack(None)
+        return None
 
     @classmethod
     @override
@@ -160,13 +169,15 @@ def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
 def outside_all_dispatch_modes() -> Iterator[None]:
     """Run the body as if no dispatch mode were entered, remat's own included."""
     stack = _python_dispatch._get_current_dispatch_mode_stack()
-    flags = _read_flags(_dispatch)
+    flags = _read_flags(_dispatch) if _has_flags else ()
     with _popped(len(stack)):
-        _write_flags((False,) * len(flags))
+        if flags:
+            _write_flags((False,) * len(flags))
         try:
             yield
         finally:
-            _write_flags(flags)
+            if flags:
+                _write_flags(flags)
 
 
 # Deleted by: the same.
@@ -198,7 +209,7 @@ def compiled_outside_modes(compile_and_call: Callable[..., Any]) -> Callable[...
     def call(*args: Any, **kwargs: Any) -> Any:
         stack = _dispatch._get_current_dispatch_mode_stack()
         is_ours = [isinstance(mode, LeanDispatchMode) for mode in stack]
-        if not (stack and all(is_ours)):
+        if not (stack and all(is_ours) and _has_flags):
             return compile_and_call(*args, **kwargs)
         for mode in stack:
             mode.note_unseen()
@@ -214,9 +225,10 @@ def compiled_outside_modes(compile_and_call: Callable[..., Any]) -> Callable[...
 
 
 _higher_order: Any = torch._higher_order_ops.utils
-_higher_order._hop_compile_and_call = compiled_outside_modes(
-    _higher_order._hop_compile_and_call
-)
+if hasattr(_higher_order, "_hop_compile_and_call"):  # else it is of another torch
+    _higher_order._hop_compile_and_call = compiled_outside_modes(
+        _higher_order._hop_compile_and_call
+    )
 
 
 # Deleted by: a dispatch mode that can be left by those inside of it.

@@ -17,9 +17,14 @@ from torch._ops import (
     OpOverload as OpOverload,
     OpOverloadPacket as OpOverloadPacket,
 )
-from torch.func import _random
 from torch.library import CustomOpDef
 from torch.utils import _pytree
+
+
+try:
+    from torch.func import _random  # nothing in torch imports it
+except ImportError:
+    _random = None
 
 
 def is_operator(obj: object) -> TypeGuard[Any]:
