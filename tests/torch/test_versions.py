@@ -59,7 +59,7 @@ def test_flags_that_threads_left_set_are_no_difference(monkeypatch):
         ("levels of torch.func", versions.levels, "apply_at_level"),
         ("dispatch modes", torch._C, "_push_on_torch_dispatch_stack"),
         ("dispatch modes", torch._C, "_pop_torch_dispatch_stack"),
-        ("saved tensors and storages", versions.storages, "storage_id"),
+        ("saved tensors and storages", versions.tensors, "storage_id"),
         ("saved tensors and storages", autograd, "_raw_of"),
     ],
 )
