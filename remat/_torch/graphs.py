@@ -10,7 +10,7 @@ import importlib
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -198,7 +198,10 @@ def lower_to_alias(operator: Any, aliasing: Any) -> None:
     the scheduler keeps the order and the storage, and copies nothing. What leaves the
     graph is copied: a result must not be an input's alias.
     """
-    if "torch._inductor.compile_fx" not in sys.modules or operator in _lowered():
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return
+    lowering = sys.modules["torch._inductor.lowering"]
+    if operator in lowering.lowerings:
         return
     ir = sys.modules["torch._inductor.ir"]
     virtualized = sys.modules["torch._inductor.virtualized"]
@@ -209,12 +212,7 @@ def lower_to_alias(operator: Any, aliasing: Any) -> None:
         made = ir.FallbackKernel.create(chosen, x, after)
         return _pytree.tree_map(ir.TensorBox.create, made)
 
-    register = sys.modules["torch._inductor.lowering"].register_lowering
-    register(operator, type_promotion_kind=None)(lower)
-
-
-def _lowered() -> Mapping[Any, Any]:
-    return sys.modules["torch._inductor.lowering"].lowerings
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def _leaves_graph(node: Any) -> bool:
