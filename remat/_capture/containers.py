@@ -5,7 +5,6 @@ of a large container holds that.
 Rejected: a node for each item. A list of numbers is copied in one piece.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -153,8 +152,9 @@ class RegisteredNode(MadeNode):
         self._how = how
         items, context = taken_apart(value, how)
         texts = [*(f"<child {i}>" for i in range(len(items))), "<rest>"]
-        make = functools.partial(_put_together, how)
-        super().__init__(make, [*items, context], texts)
+        super().__init__(
+            lambda parts: how.unflatten(parts[-1], parts[:-1]), [*items, context], texts
+        )
 
     @property
     def items(self) -> Sequence[Any]:
@@ -164,10 +164,6 @@ class RegisteredNode(MadeNode):
     def now(self, value: Any) -> list[Any]:
         """Return the children that an instance has now."""
         return taken_apart(value, self._how)[0]
-
-
-def _put_together(how: Registered, parts: Sequence[Any]) -> Any:
-    return how.unflatten(parts[-1], [*parts[:-1]])
 
 
 def taken_apart(value: Any, how: Registered) -> tuple[list[Any], Any]:

@@ -79,10 +79,6 @@ class ModuleNode(ObjectNode):
         self.modules: dict[str, Node | None] = {}
         self.is_sharded = False
 
-    def seal(self) -> None:
-        """End the search: what is registered is held by nodes now."""
-        self.registries = None
-
     @override
     def parts(self) -> Iterator[Part]:
         return named({n: v for n, v in self.entries.items() if n not in TEMPLATE})

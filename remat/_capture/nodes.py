@@ -209,11 +209,7 @@ def _reference_to(value: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(value)
     except TypeError:  # of a class with slots
-        return _nothing
-
-
-def _nothing() -> None:
-    return None
+        return lambda: None
 
 
 # --- Functions and their variables ---

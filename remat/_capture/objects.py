@@ -210,13 +210,10 @@ _LEFT_ALONE = (
 def is_left_alone(kind: type) -> bool:
     """Say whether instances of a class are used as they are, and not searched."""
     # A class that is made by code of the library is a user's if it inherits from one.
-    if all(map(_is_of_standard_library, kind.__mro__)):
+    roots = {str(cls.__module__).partition(".")[0] for cls in kind.__mro__}
+    if roots <= sys.stdlib_module_names:
         return not issubclass(kind, _OPEN)
     return str(kind.__module__).startswith(_LEFT_ALONE)
-
-
-def _is_of_standard_library(cls: type) -> bool:
-    return str(cls.__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 @by_class

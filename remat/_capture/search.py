@@ -303,7 +303,7 @@ def _walk_module(walk: ValueWalk, module: nn.Module, path: Path) -> Node:
         name: None if value is None else walk.visit(value, (path, f".{name}"))
         for name, value in modules.items()
     }
-    node.seal()
+    node.registries = None  # which nodes hold now
     walk.is_sharded = outer
     return node
 

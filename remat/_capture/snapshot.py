@@ -73,7 +73,11 @@ class Snapshot:
             if type(value) is Tensor:
                 self._nodes[k] = TensorNode.of(found.index_of(value, k))
             elif type(value) not in INERT:
-                self._visit(k, value, search)
+                if is_spent_by_use(type(value)):
+                    raise spent(value, self._argument(k))
+                node = search.visit(value, k)
+                if node is not None:
+                    self._nodes[k] = node
         found.end_arguments()
         node = search.visit(fn, None)
         self._fn = fn if node is None else node
@@ -90,13 +94,6 @@ class Snapshot:
         self.is_contained, streams = found.is_contained, found.stream_search
         self.streams = [*streams.streams.values()]
         self.handles_states, self.compiled = streams.handles_states, streams.compiled
-
-    def _visit(self, k: int, value: Any, search: CallSearch) -> None:
-        if is_spent_by_use(type(value)):
-            raise spent(value, self._argument(k))
-        node = search.visit(value, k)
-        if node is not None:
-            self._nodes[k] = node
 
     @property
     def code(self) -> Sequence[Any]:

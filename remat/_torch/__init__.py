@@ -4,13 +4,12 @@
     levels          the levels of torch.func
     modes           function modes and dispatch modes
     tracing         Dynamo, torch.fx, TorchScript
-    graphs          graphs that AOTAutograd and make_fx make
+    graphs          graphs that AOTAutograd and make_fx make; collectives
     nodes           nodes of Dynamo's graphs, and runs of their bodies
     operators       what `torch.ops` holds; keyed draws; classes of pytrees
     tensors         tensors without data, fake tensors and copies; storages
     noted           what a run does to torch's state that torch tells nobody
     process         settings, global generators, autocast, torch's checkpoint
-    distributed     collectives under way, and in a graph
     versions        whether torch is one that is known
 
 Called by all rooms.
@@ -59,23 +58,21 @@ from remat._torch.autograd import (
     when_done as when_done,
     without_hooks as without_hooks,
 )
-from remat._torch.distributed import (
-    CollectivesInGraph as CollectivesInGraph,
-    finished as finished,
-    wait_for as wait_for,
-)
 from remat._torch.graphs import (
+    CollectivesInGraph as CollectivesInGraph,
     FunctionalValue as FunctionalValue,
     TracedMode as TracedMode,
     bottoms as bottoms,
     counted_levels as counted_levels,
     draw_again as draw_again,
     draw_and_keep_state as draw_and_keep_state,
+    finished as finished,
     is_below_tracer as is_below_tracer,
     is_under_jvp as is_under_jvp,
     let_graphs_draw as let_graphs_draw,
     lower_to_alias as lower_to_alias,
     unlevelled as unlevelled,
+    wait_for as wait_for,
 )
 from remat._torch.levels import (
     GRAD as GRAD,

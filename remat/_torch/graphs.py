@@ -1,14 +1,16 @@
-"""Graphs of dispatched operations, as AOTAutograd and make_fx make them.
+"""Graphs of dispatched operations, as AOTAutograd and make_fx make them; collectives.
 
-Invariant: nothing here imports inductor, which takes seconds.
+Invariant: nothing here imports inductor, which takes seconds, nor `torch.distributed`.
+Where that was not imported, there is no collective.
 Rejected: to have AOTAutograd functionalize draws. It does so for the graph of a
 partitioner, after it took equal draws for one.
 """
 
 import importlib
+import operator
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
     track_tensor_tree,
 )
 from torch.utils import _python_dispatch, _pytree
@@ -194,7 +198,10 @@ def lower_to_alias(operator: Any, aliasing: Any) -> None:
     the scheduler keeps the order and the storage, and copies nothing. What leaves the
     graph is copied: a result must not be an input's alias.
     """
-    if "torch._inductor.compile_fx" not in sys.modules or operator in _lowered():
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return
+    lowering = sys.modules["torch._inductor.lowering"]
+    if operator in lowering.lowerings:
         return
     ir = sys.modules["torch._inductor.ir"]
     virtualized = sys.modules["torch._inductor.virtualized"]
@@ -205,12 +212,7 @@ def lower_to_alias(operator: Any, aliasing: Any) -> None:
         made = ir.FallbackKernel.create(chosen, x, after)
         return _pytree.tree_map(ir.TensorBox.create, made)
 
-    register = sys.modules["torch._inductor.lowering"].register_lowering
-    register(operator, type_promotion_kind=None)(lower)
-
-
-def _lowered() -> Mapping[Any, Any]:
-    return sys.modules["torch._inductor.lowering"].lowerings
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def _leaves_graph(node: Any) -> bool:
@@ -223,3 +225,96 @@ def _is_end(user: Any) -> bool:
     is_view = getattr(user.target, "is_view", False)
     is_view = is_view or user.target is torch.ops.aten.detach.default
     return is_view and _leaves_graph(user)
+
+
+# --- Collectives: those under way, what they return, those in a graph ---
+
+
+_WORK = "__torch__.torch.classes.c10d.Work"
+
+
+# Deleted by: a public way to tell a `Work`, and to make one that is done.
+def finished(result: Any) -> Any:
+    """Return a `Work` that is done and holds no tensor in place of a `Work`."""
+    if not isinstance(result, torch.ScriptObject):
+        return result
+    kind: Any = result._type()
+    if kind.qualified_name() != _WORK:
+        return result
+    return vars(torch._C)["_distributed_c10d"].FakeWork().boxed()
+
+
+# Deleted by: a public function that waits for what functional collectives returned.
+def wait_for(tensor: Tensor) -> None:
+    """Wait for the collective that fills a tensor, if there is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+# Deleted by: fx not taking `wait_tensor` for an operation that has an effect.
+class CollectivesInGraph:
+    """The collectives that operations from here on add to the graph that is made.
+
+    To be made where there is such a graph.
+    """
+
+    def __init__(self) -> None:
+        mode: Any = get_proxy_mode()
+        self._tracer = mode.tracer
+        self._last = self._tracer.graph._root.prev
+
+    def drop_unread(self, results: Iterable[Tensor]) -> None:
+        """Take those out of the graph that none of these results needs.
+
+        What was computed from them alone goes as well. A size that was read stays.
+        """
+        kept = {self._node_of(t) for t in results}
+        added = [*self._added()]
+        behind = set[Any]()  # collectives, and what was computed from them
+        for node in reversed(added):
+            if _is_collective(node) or not behind.isdisjoint(_read(node)):
+                behind.add(node)
+        for node in added:  # from the last to the first
+            if node in behind and node not in kept and not node.users:
+                self._tracer.graph.erase_node(node)
+
+    def _added(self) -> Iterator[Any]:
+        node = self._tracer.graph._root.prev
+        while node is not self._last:
+            yield node
+            node = node.prev
+
+    def _node_of(self, tensor: Any) -> Any:
+        if isinstance(tensor, FunctionalTensor):
+            torch._sync(tensor)
+            tensor = torch._from_functional_tensor(tensor.elem)
+        slot: Any = get_proxy_slot(tensor, self._tracer, None)
+        return None if slot is None else slot.proxy.node
+
+
+def _read(node: Any) -> Sequence[Any]:
+    """Return the nodes that an operation reads; none if it gives more than tensors."""
+    is_pure = isinstance(node.meta.get("val"), _TENSORS) and not node.is_impure()
+    return node.all_input_nodes if is_pure else ()
+
+
+_TENSORS = Tensor, list, tuple
+
+
+def _is_collective(node: Any) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        return _is_collective(node.args[0])
+    is_functional = getattr(target, "namespace", None) == "_c10d_functional"
+    return is_functional and target._schema.name.partition("::")[2] in _PURE
+
+
+# Their results are all that they give to a rank. In place, and to one other rank, it is
+# something else.
+_PURE = frozenset(
+    (
+        *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce"),
+        *("all_reduce_coalesced", "all_to_all_single", "broadcast"),
+        *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "wait_tensor"),
+    )
+)

@@ -78,10 +78,6 @@ def read_settings() -> tuple[Any, ...]:
     return (*basic, *[get() for get, _ in _MORE]) if _MORE else basic
 
 
-def _set_autocast_dtype(dtype: torch.dtype) -> None:
-    torch.set_autocast_dtype("cpu", dtype)
-
-
 def _set_precision(value: Any) -> None:
     if isinstance(value, str):
         torch._C._set_float32_matmul_precision(value)
@@ -98,6 +94,7 @@ def _set_warn_only(on: bool) -> None:
     torch._C._set_deterministic_algorithms(_deterministic(), warn_only=on)
 
 
+_set_autocast_dtype = functools.partial(torch.set_autocast_dtype, "cpu")
 _SETTERS: tuple[Callable[..., None], ...] = (
     *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
     *(_set_precision, torch._C._set_deterministic_fill_uninitialized_memory),

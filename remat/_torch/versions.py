@@ -27,7 +27,6 @@ RUN = ("2.13.0", "2.14.1")
 try:
     from remat._torch import (
         autograd,
-        distributed as distributed,
         graphs as graphs,
         levels,
         modes,

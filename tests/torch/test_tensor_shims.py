@@ -1,4 +1,4 @@
-"""What the shims of `operators`, `tensors` and `distributed` expect of torch."""
+"""What the shims of `operators`, `tensors`, and of collectives, expect of torch."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat._torch import distributed, operators, tensors, tracing
+from remat._torch import graphs, operators, tensors, tracing
 
 
 @expects(
@@ -135,15 +135,15 @@ def _is_copy(copy, tensor):
 
 @expects("finished", "wait_for")
 def test_a_work_can_be_done():
-    assert distributed.finished(None) is None
+    assert graphs.finished(None) is None
     if not torch.distributed.is_available():
         return
     work = torch._C._distributed_c10d.FakeWork().boxed()
-    done = distributed.finished(work)
+    done = graphs.finished(work)
     assert done is not work
     assert torch._C._distributed_c10d.Work.unbox(done).wait()
     x = torch.ones(2)
-    assert distributed.wait_for(x) is None
+    assert graphs.wait_for(x) is None
     assert torch.ops._c10d_functional.wait_tensor(x) is x
 
 
@@ -154,7 +154,7 @@ def test_what_nobody_reads_is_dropped():
     ops = torch.ops._c10d_functional
 
     def step(x):
-        collectives = distributed.CollectivesInGraph()
+        collectives = graphs.CollectivesInGraph()
         read, unread = (ops.wait_tensor(ops.all_reduce(x, "sum", "0")) for _ in "ab")
         unread.sin()
         collectives.drop_unread([read])
