@@ -40,32 +40,15 @@ _SITES = tuple(os.path.join(_PATHS[k], "") for k in ("purelib", "platlib"))
 _SITE = re.compile(r".*[\\/](?:site|dist)-packages[\\/]", re.DOTALL)
 
 
-class _Answers:
-    """Which files are a package's, while `sys.path` is as it is here: oldest first."""
-
-    __slots__ = ("of", "path")
-
-    def __init__(self) -> None:
-        self.path = [*sys.path]
-        self.of: dict[str, bool] = {}
-
-
-_SIZE = 4096
-_answers = _Answers()
-
-
 def is_installed(file: str) -> bool:
     """Say whether a file is Python's or an installed package's."""
-    global _answers
-    answers = _answers
-    if answers.path != sys.path:
-        answers = _answers = _Answers()
-    known = answers.of.get(file)
-    if known is None:
-        if len(answers.of) >= _SIZE:
-            answers.of.pop(next(iter(answers.of)), None)
-        known = answers.of[file] = _is_installed(file)
-    return known
+    return _answer(file, (*map(str, sys.path),))
+
+
+@functools.lru_cache(maxsize=4096)
+def _answer(file: str, path: tuple[str, ...]) -> bool:
+    del path  # only for the cache
+    return _is_installed(file)
 
 
 def is_standard(file: str) -> bool:

@@ -55,7 +55,9 @@ class Plans:
         self.residual_of_handle = residual_of_handle(record, made)
         count = range(len(made.residuals))
         self.each_has_handle = {*self.residual_of_handle.values()} == {*count}
-        read = _read_in_recompute(record, made) | self.extra_roots
+        pairs = zip(record.steps, made.fates, strict=True)
+        read = {s for step, fate in pairs if fate.is_run for s in step.reads}
+        read |= self.extra_roots
         numbers = enumerate(_storages_of_residuals(record, made))
         self.for_recompute = frozenset(  # the residuals that it reads, by index
             index
@@ -126,12 +128,6 @@ def residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
         and pack.storage in index
         and pack.is_of(values[index[pack.storage]])
     }
-
-
-def _read_in_recompute(record: Record, made: Plan) -> set[int]:
-    """Return the storages that the operations read which run again."""
-    pairs = zip(record.steps, made.fates, strict=True)
-    return {s for step, fate in pairs if fate.is_run for s in step.reads}
 
 
 _MISFITS = 3  # records that did not fit, after which no more is made

@@ -121,7 +121,8 @@ def plan_recorded(
     asked = asked_for(policy, prune)
     if recorder.misses:
         cache.refuse(UNSEEN)
-        warn_if_not_followed(asked, label, UNSEEN)
+        if asked:
+            warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=UNSEEN))
         return None
     exposed = recorder.exposed
     decisions = recorder.candidates.decisions(record, exposed)
@@ -192,13 +193,8 @@ def warn_if_asked(
     policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
-    if why and not (call.is_split or call.is_traced):
-        warn_if_not_followed(asked_for(policy, prune), label, why)
-
-
-def warn_if_not_followed(asked: str, label: str, why: str) -> None:
-    """Warn, once for each function, that what was asked for is not done."""
-    if asked:
+    asked = asked_for(policy, prune)
+    if asked and why and not (call.is_split or call.is_traced):
         warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 

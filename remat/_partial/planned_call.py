@@ -168,18 +168,8 @@ class SavedInHandles(PlannedCall):
     those for saved tensors around it, and `nested` if these are of a call of remat.
     """
 
-    def __init__(
-        self,
-        cache: CallCache,
-        policy: Policy | None,
-        prune: Prune,
-        leaves: Sequence[Tensor],
-        label: str,
-        hooks: Any,
-        *,
-        nested: bool,
-    ) -> None:
-        super().__init__(cache, policy, prune, leaves, label)
+    def __init__(self, *call: Any, hooks: Any, nested: bool) -> None:
+        super().__init__(*call)
         self._hooks, self._nested = hooks, nested
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
@@ -194,7 +184,8 @@ class SavedInHandles(PlannedCall):
         Its residuals are handed on as soon as they are made: that recompute stops once
         it has all that it needs.
         """
-        new = cls(_FOLLOWS_NOTHING, None, False, leaves, "", hooks, nested=True)
+        call = _FOLLOWS_NOTHING, None, False, leaves, ""
+        new = cls(*call, hooks=hooks, nested=True)
         new.cache, new.plans = decision
         plans, early = decision[1], new._early
         steps, residuals = plans.record.steps, plans.full.plan.residuals

@@ -9,8 +9,9 @@ Rejected: running the recorded operations without the function. Hooks, custom Fu
 and the control flow of this call are in no record.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,8 +99,9 @@ class Replay(Follow):
         inputs, residuals = schedule.record.inputs, self._residuals
         if residuals:  # then arguments are compared by their storages
             used = [(residuals[index], s) for index, s in schedule.residual_storages]
-            here = [(t, s) for t, s in used if t is not None]
-            self._known = _by_storage([*zip(tensors, inputs, strict=True), *here])
+            used = [(t, s) for t, s in used if t is not None]
+            numbers = (*inputs, *[s for _, s in used])
+            self._known = _by_storage((*tensors, *[t for t, _ in used]), numbers)
         # Once replays have shown that inputs are not read, only those that are written
         # to are replaced, and those that were dropped: this replay notices who reads.
         # Another record may have replaced the plans.
@@ -322,8 +324,12 @@ _DROPPED = (
 )
 
 
-def _by_storage(pairs: Iterable[tuple[Tensor, int]]) -> dict[int, int]:
-    each = ((base_tensor(t), s) for t, s in pairs)
+def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, int]:
+    if TENSORS.issuperset(map(type, tensors)):
+        # Most often all have a storage, and asking each costs as much as an operation.
+        with contextlib.suppress(RuntimeError):
+            return dict(zip(map(storage_id, tensors), numbers, strict=True))
+    each = zip(map(base_tensor, tensors), numbers, strict=True)
     return {storage_id(t): s for t, s in each if _has_storage(t)}
 
 

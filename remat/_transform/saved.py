@@ -205,9 +205,8 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            self.following = SavedInHandles(
-                cache, policy, prune, inputs, self.label, hooks, nested=self.is_nested
-            )
+            args = cache, policy, prune, inputs, self.label
+            self.following = SavedInHandles(*args, hooks=hooks, nested=self.is_nested)
 
     def situation(self, inputs: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
