@@ -261,7 +261,7 @@ def test_the_check_is_a_decorator_and_starts_anew_on_each_call():
 
 
 def test_outside_the_block_a_draw_only_looks_at_a_list(monkeypatch):
-    monkeypatch.setattr(_reuse, "_consume", None)
+    monkeypatch.setattr(_reuse, "_ledger", None)
     monkeypatch.setattr(_reuse, "_rows", None)
     random.clone(K)
     random.uniform(random.split(K))
@@ -291,7 +291,7 @@ def test_the_program_is_not_checked_by_default_nor_after_the_block():
 def test_a_program_that_is_no_longer_checked_draws_without_counting(monkeypatch):
     debug_key_reuse(True)
     debug_key_reuse(False)
-    monkeypatch.setattr(_reuse, "_consume", None)
+    monkeypatch.setattr(_reuse, "_ledger", None)
     monkeypatch.setattr(_reuse, "_rows", None)
     random.clone(K)
     use(K, K)
