@@ -7,7 +7,7 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
                 switches that libraries have for it
     _blocks     the repeated blocks of a model
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
-    _followed   forwards that follow a plan for a whole step
+    _followed   calls that follow a plan for a whole step
     _noise      a parametrization that adds noise to a weight
 
 Called by users.

@@ -62,7 +62,7 @@ class Applied:
 
 
 class Claiming:
-    """A hook before the forward of a module that says what recomputes the module."""
+    """A hook before calls of a module that says what recomputes the module."""
 
     def claim(self, module: nn.Module) -> Applied | None:
         """Return what recomputes the module; None if nothing does at present."""
@@ -75,7 +75,7 @@ def applied(model: nn.Module) -> dict[str, Applied]:
     This lists what `remat.remat`, `remat.nn.apply`, `remat.nn.enable` and plans of
     `remat.fit` recompute, and the gradient checkpointing of transformers and diffusers.
     Where a library has its switch in a module that calls the blocks, that module is
-    listed. A plan for a whole step is listed with the module whose forwards follow it.
+    listed. A plan for a whole step is listed with the module whose calls follow it.
     `print(model)` shows the same.
 
     Args:
@@ -265,7 +265,7 @@ def how_to_switch_off(model: nn.Module) -> str:
 
 
 class Refusing:
-    """The hook before a forward that refuses a switch which was put on too late."""
+    """The hook before a call that refuses a switch which was put on too late."""
 
     def __init__(self, by: str, where: str, advice: str) -> None:
         self.by, self.where, self.advice = by, where, advice

@@ -172,7 +172,7 @@ class Checkpoint:
 
 
 class _Keeping(Claiming):
-    """The hook before a forward that puts our function in place of the library's."""
+    """The hook before a call that puts our function in place of the library's."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint

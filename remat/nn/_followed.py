@@ -1,14 +1,14 @@
-"""Modules whose forwards follow a plan for a whole step.
+"""Modules whose calls follow a plan for a whole step.
 
 `remat.fit`'s plans call `follow`, `remat.nn.remove` calls `unfollow`.
 
-A `remat.scope` around each forward follows the plan. A scope can do nothing under
+A `remat.scope` around each call follows the plan. A scope can do nothing under
 torch.func, in compiled code and with FSDP. There, blocks in which the plan recomputes
 are recomputed as a whole: their calls have the option `unless_followed`.
 
 Invariant: the module stays what it is, with two hooks more.
 Rejected: a class of its own for the module, as its blocks get. Hooks of the module
-would run outside of the plan, and what they compute is part of the forward.
+would run outside of the plan, and what they compute is part of the call.
 """
 
 import sys
@@ -114,7 +114,7 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
 
 
 class _Entering(Claiming):
-    """The hook before a forward."""
+    """The hook before a call of the module."""
 
     def __init__(self, label: str, courses: Sequence[Course], where: str) -> None:
         self.label, self.courses, self.where = label, tuple(courses), where
@@ -132,7 +132,7 @@ class _Entering(Claiming):
 
 
 class _Leaving:
-    """The hook after a forward, also after one that raises an error."""
+    """The hook after a call of the module, also after one that raises an error."""
 
     def __call__(self, *_: Any) -> None:
         """Follow the plan no longer."""
@@ -147,7 +147,7 @@ def follow(
     blocks: Sequence[str],
     where: str,
 ) -> None:
-    """Have each forward of a module follow a plan."""
+    """Have each call of a module follow a plan."""
     refuse_others(model, "plan.apply")
     # The names are those of a model that is not compiled.
     inner: Any = getattr(model, "_orig_mod", model)
