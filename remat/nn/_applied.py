@@ -72,7 +72,7 @@ def applied(model: nn.Module) -> dict[str, Applied]:
     This lists what `remat.remat`, `remat.nn.apply`, `remat.nn.enable` and plans of
     `remat.fit` recompute, and the gradient checkpointing of transformers and diffusers.
     Where a library has its switch in a module that calls the blocks, that module is
-    listed. A plan for a whole step is listed with the module whose forwards follow it.
+    listed. A plan for a whole step is listed with the module whose calls follow it.
     `print(model)` shows the same.
 
     Args:

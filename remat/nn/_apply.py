@@ -78,7 +78,7 @@ def apply(
             as an `nn.ModuleList`; or a module is selected that is recomputed already;
             or both a mapping and a policy are given; or modules are recomputed by
             `remat.nn.enable`, a plan, or the checkpointing of transformers or
-            diffusers. If that is switched on later, the next forward raises this.
+            diffusers. If that is switched on later, the next call raises this.
         TypeError: `model` is not a module, or something is not a selector or a policy.
 
     Example:

@@ -1,9 +1,9 @@
 """Weight noise: a parametrization that adds noise to a weight, which nobody stores.
 
 Invariant: the noisy weight is stored by no consumer, and a recompute of one draws the
-noise that its forward drew.
+noise that its first run drew.
 Rejected: to count steps in the module. Each access of the weight would count, those of
-a recompute too, so that a recompute would draw other noise than its forward.
+a recompute too, so that a recompute would draw other noise than the first run.
 """
 
 from collections.abc import Callable

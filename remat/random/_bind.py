@@ -11,7 +11,6 @@ generator does not work under vmap, and its numbers differ from device to device
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
@@ -42,6 +41,7 @@ from remat._torch import (
 from remat.random._key import Key, KeyLike, data_of, fold_in
 from remat.random._rerouted import DRAWS
 from remat.random._rerouted_nn import LAYERS
+from remat.random._reuse import in_block
 
 
 _RULES = DRAWS | LAYERS
@@ -112,8 +112,7 @@ class KeyedMode(TorchFunctionMode):
 
     Attributes:
         key: the key of the block. Draw i uses `fold_in(key, i)`.
-        guard: the mode that refuses other draws. Rules run without it, since they draw
-            from no global stream.
+        guard: the mode that refuses other draws. Rules run without it.
         count: the number of draws so far.
         depth: how many of torch's checkpoints enclose the block.
         worker: the DataLoader worker that entered the block, if any.
@@ -264,11 +263,6 @@ _LATER = (
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_RUNS_LATER = (
-    inspect.isgeneratorfunction,
-    inspect.iscoroutinefunction,
-    inspect.isasyncgenfunction,
-)
 
 
 class _BindBlock:
@@ -295,15 +289,8 @@ class _BindBlock:
             guard.__exit__(*error)
 
     def __call__(self, fn: _F) -> _F:
-        if any(ask(f) for ask in _RUNS_LATER for f in (fn, type(fn).__call__)):
-            raise TypeError(_LATER.format(name=getattr(fn, "__name__", fn)))
-
-        @functools.wraps(fn)
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            with _BindBlock(self._key):
-                return fn(*args, **kwargs)
-
-        return bound  # pyrefly: ignore[bad-return]
+        block = functools.partial(_BindBlock, self._key)
+        return in_block(block, fn, _LATER)
 
 
 def bind(key: KeyLike) -> _BindBlock:

@@ -56,7 +56,9 @@ def permutation(
         tensor([3, 5, 0, 4, 2, 1])
     """
     if isinstance(x, Tensor) and independent:
-        return _permute_rows(consumed(key), x, _axis(axis, x))
+        axis = _axis(axis, x)
+        order = _order(consumed(key), tuple(x.shape), axis)
+        return x.expand(order.shape).gather(axis - x.ndim, order)
     order = _order(consumed(key), (_length(x, axis),), 0)
     return _take(x, order, axis, data_of(key).ndim - 1)
 
@@ -64,11 +66,6 @@ def permutation(
 def _order(data: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
     words = draw(_ops.bits, data, shape, 64)
     return words.argsort(dim=axis - len(shape), stable=True)
-
-
-def _permute_rows(data: Tensor, x: Tensor, axis: int) -> Tensor:
-    order = _order(data, tuple(x.shape), axis)
-    return x.expand(order.shape).gather(axis - x.ndim, order)
 
 
 def _axis(axis: int, x: Tensor) -> int:

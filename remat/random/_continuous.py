@@ -29,8 +29,14 @@ from remat.random._draw import (
 from remat.random._key import KeyLike
 
 
-def _wide_uniform(key: KeyLike, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return draw(_ops.uniform, consumed(key), shape, wide(dtype))
+def _wide_uniform(
+    key: KeyLike, shape: Shape, dtype: torch.dtype | None, **parameters: Value
+) -> tuple[Tensor, torch.dtype]:
+    """Return uniform numbers to compute with, and the dtype of what comes of them."""
+    dtype = float_dtype(dtype)
+    check_scale("scale", parameters.get("scale", 1))
+    shape = shape_for(key, shape, **parameters)
+    return draw(_ops.uniform, consumed(key), shape, wide(dtype)), dtype
 
 
 def gumbel(
@@ -65,9 +71,7 @@ def gumbel(
         >>> random.gumbel(random.key(42), (3,))
         tensor([2.4551, 3.1523, 1.2336])
     """
-    dtype = float_dtype(dtype)
-    check_scale("scale", scale)
-    u = _wide_uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
+    u, dtype = _wide_uniform(key, shape, dtype, loc=loc, scale=scale)
     g = -(-u.clamp(min=torch.finfo(u.dtype).tiny).log()).log()
     return moved(g, loc, scale).to(dtype)
 
@@ -101,9 +105,7 @@ def exponential(
         >>> random.exponential(random.key(42), (3,))
         tensor([2.4977, 3.1736, 1.3757])
     """
-    dtype = float_dtype(dtype)
-    check_scale("scale", scale)
-    u = _wide_uniform(key, shape_for(key, shape, scale=scale), dtype)
+    u, dtype = _wide_uniform(key, shape, dtype, scale=scale)
     return moved(-(-u).log1p(), 0, scale).to(dtype)
 
 
@@ -139,9 +141,7 @@ def laplace(
         >>> random.laplace(random.key(42), (3,))
         tensor([1.8045, 2.4805, 0.6826])
     """
-    dtype = float_dtype(dtype)
-    check_scale("scale", scale)
-    u = _wide_uniform(key, shape_for(key, shape, loc=loc, scale=scale), dtype)
+    u, dtype = _wide_uniform(key, shape, dtype, loc=loc, scale=scale)
     # On [-1, 1). At -1 the logarithm is infinite, so -1 moves to its neighbour.
     u = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)
     return moved(-u.sign() * (-u.abs()).log1p(), loc, scale).to(dtype)
@@ -184,7 +184,7 @@ def truncated_normal(
     dtype = float_dtype(dtype)
     if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
         _check_between(lower, upper, dtype)
-    u = _wide_uniform(key, shape_for(key, shape, lower=lower, upper=upper), dtype)
+    u, dtype = _wide_uniform(key, shape, dtype, lower=lower, upper=upper)
     # Rounded first: the result must lie within the bounds as its dtype rounds them.
     low = as_parameter(lower, u.to(dtype))
     high = as_parameter(upper, u.to(dtype))

@@ -4,15 +4,6 @@ Invariant: numbers have the shape `key.shape + shape`, and each key's numbers ar
 ones that it would give alone.
 Rejected: letting a parameter widen the result. Whether it widens the result would
 depend on the number of keys.
-
-A DTensor is drawn in shards: each process draws the numbers that the full draw has
-there, bit for bit. Element e of a draw depends on the key and on e alone (`_philox`). A
-shard is a number of runs, each of elements in a row. Run r starts at an element whose
-block is the first of another key: the same seed, with the offset of that block. So a
-shard is an ordinary draw from an array of keys.
-Rejected: to draw everything and keep the shard. Each process would do the work of all.
-Rejected: a key for each process. Numbers would change with the number of processes; a
-program that wants that folds in the rank.
 """
 
 import math
@@ -188,14 +179,15 @@ def number_below(value: float, dtype: torch.dtype) -> float:
 
 # --- Draws for DTensors ---
 
+# Each process draws the numbers that the full draw has in its shard, bit for bit.
+# Element e of a draw depends on the key and on e alone. A shard is a number of runs of
+# elements in a row. A run starts at an element whose block is the first of another key:
+# the same seed, with the offset of that block. So a shard is a draw from many keys.
+# Rejected: a key for each process. Numbers would change with the number of processes.
+
 
 class Sharded(tuple[int, ...]):
-    """The shape of a draw, and how it is laid out on a mesh of devices.
-
-    Attributes:
-        mesh: of the devices.
-        placements: one for each dimension of the mesh.
-    """
+    """The shape of a draw, and how it is laid out on a mesh of devices."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -217,10 +209,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def shape_like(x: Tensor, shape: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return a shape, by default that of a tensor, laid out like a tensor.
-
-    A dimension is sharded if that of the tensor is, and is as long.
-    """
+    """Return a shape, by default a tensor's, sharded like it where as long."""
     shape = tuple(x.shape if shape is None else shape)
     if not is_dtensor(x):
         return shape
@@ -244,60 +233,37 @@ def draw_sharded(
     """Return the numbers of one key, or of each: a DTensor."""
     from torch.distributed.tensor import Shard  # noqa: PLC0415
 
-    keys, part = data.shape[:-1], local_part(shape)
+    keys = data.shape[:-1]
     moved = [
         Shard(p.dim + len(keys)) if type(p) is Shard else p for p in shape.placements
     ]
-    if part is None:
-        numbers = op(data, math.prod(shape), kind).reshape((*keys, *shape))
-        return _cut(numbers, shape, moved)
-    numbers = shard(op, data, shape, *part, kind)
-    return _joined(numbers, (*keys, *shape), shape.mesh, moved)
+    return draw_each(op, data, Sharded((*keys, *shape), shape.mesh, moved), kind)
 
 
 def draw_each(
-    op: Callable[[Tensor, int, Any], Tensor], data: Tensor, x: Tensor, kind: Any
+    op: Callable[[Tensor, int, Any], Tensor], data: Tensor, shape: Sharded, kind: Any
 ) -> Tensor:
-    """Return numbers for a DTensor, whose shape begins with that of the keys."""
-    shape = shape_like(x)
-    assert isinstance(shape, Sharded)
-    part = local_part(shape)
-    k = data.ndim - 1
+    """Return numbers of a shape that begins with that of the keys: a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415
+
+    how: Any = {"run_check": False}
+    part, k = local_part(shape), data.ndim - 1
     if part is None:
         numbers = op(data, math.prod(shape[k:]), kind).reshape(tuple(shape))
-        return _cut(numbers, shape, shape.placements)
+        everywhere = [Replicate() for _ in shape.placements]
+        whole: Any = DTensor.from_local(numbers, shape.mesh, everywhere, **how)
+        return whole.redistribute(placements=shape.placements)
     lengths, starts = part
     for dim in range(k):
         data = data.narrow(dim, starts[dim], lengths[dim])
     numbers = shard(op, data, shape[k:], lengths[k:], starts[k:], kind)
-    return _joined(numbers, shape, shape.mesh, shape.placements)
-
-
-def _joined(
-    numbers: Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[Any]
-) -> Tensor:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
-
     size = torch.Size(shape)
-    stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(
-        numbers, mesh, placements, run_check=False, shape=size, stride=stride
-    )
-
-
-def _cut(numbers: Tensor, shape: Sharded, placements: Sequence[Any]) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415
-
-    everywhere = [Replicate() for _ in placements]
-    whole: Any = DTensor.from_local(numbers, shape.mesh, everywhere, run_check=False)
-    return whole.redistribute(placements=placements)
+    how |= {"shape": size, "stride": torch.empty(size, device="meta").stride()}
+    return DTensor.from_local(numbers, shape.mesh, shape.placements, **how)
 
 
 def local_part(shape: Sharded) -> tuple[list[int], list[int]] | None:
-    """Return the lengths and the starts of what this process has of a shape.
-
-    None if that is not one block of it.
-    """
+    """Return the lengths and starts of this process's block; None if it has no one."""
     from torch.distributed.tensor import Shard  # noqa: PLC0415
 
     lengths, starts = [*shape], [0] * len(shape)

@@ -16,7 +16,15 @@ from typing_extensions import override
 
 from remat._torch import current_layer, must_inline
 from remat.random import _ops
-from remat.random._draw import Value, consumed, draw_each, fits, is_dtensor, is_number
+from remat.random._draw import (
+    Value,
+    consumed,
+    draw_each,
+    fits,
+    is_dtensor,
+    is_number,
+    shape_like,
+)
 from remat.random._key import KeyLike, data_of
 from remat.random._samplers import check_probability
 
@@ -96,7 +104,8 @@ def _drop(x: Tensor, data: Tensor, p: float) -> Tensor:
 
 def _numbers_for(x: Tensor, data: Tensor) -> Tensor:
     if is_dtensor(x):
-        return draw_each(_ops.uniform, data, x, torch.float32)
+        shape: Any = shape_like(x)
+        return draw_each(_ops.uniform, data, shape, torch.float32)
     n = math.prod(x.shape[data.ndim - 1 :])
     return _ops.uniform(data, n, torch.float32).reshape(x.shape)
 

@@ -1,17 +1,13 @@
 """The random stream as torch operators. A draw is one node in a graph.
 
-`data` is always uint64[..., 2], a row (seed, offset) for each key.
+`data` is always uint64[..., 2], a row (seed, offset) for each key. On some devices
+torch has kernels of its own. These are used, once a check has shown that they agree.
 
 Invariant: the operators are functional and take no generator, so vmap with
 `randomness="error"`, make_fx and torch.compile treat them as arithmetic. A batch of
 keys gives the same numbers as its keys one by one.
 Rejected: arithmetic on tensors instead of operators. One key would take 177 nodes, and
 100 kernels where Python's integers are enough.
-
-On some devices torch has kernels of its own (CUDA from 2.12, CPU from 2.14). These are
-used, once a check has shown that they agree with ours. Normal numbers agree only to
-rounding, because logarithms and cosines do. So torch's normal kernel is used off the
-CPU only, where ours would be slow.
 """
 
 import functools
@@ -34,17 +30,7 @@ def split(data: Tensor, num: int) -> Tensor:
 
 
 def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
-    """Return the key that `split` would give at index `value`: uint64[..., 2].
-
-    Args:
-        data: The keys.
-        value: From 0 to 2**64 - 1; or a tensor of integers, taken modulo 2**64, that
-            broadcasts with the keys.
-
-    Raises:
-        TypeError: the tensor is not of integers.
-        ValueError: the integer is out of range.
-    """
+    """Return the key that `split` would give at index `value`: uint64[..., 2]."""
     if isinstance(value, Tensor):
         if value.dtype.is_floating_point or value.dtype in _NO_INTEGERS:
             raise TypeError(_NOT_INTEGERS.format(got=value.dtype))
@@ -64,22 +50,15 @@ def as_int64(word: int) -> int:
 
 
 def bits(data: Tensor, n: int, width: int) -> Tensor:
-    """Return random words of `width` bits: int64[..., n].
+    """Return random words: int64[..., n].
 
-    Args:
-        data: The keys.
-        n: How many words.
-        width: 8, 16 or 32 (zero-extended), or 64 (the bit pattern of an int64).
+    Those of 8, 16 or 32 bits are zero-extended; 64 bits are the pattern of an int64.
     """
     return (_bits if is_unwatched(data) else torch.ops.remat.bits)(data, n, width)
 
 
 def uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers uniform in [0, 1), multiples of 2**-precision: dtype[..., n].
-
-    Raises:
-        TypeError: the dtype has no uniform draw.
-    """
+    """Return numbers uniform in [0, 1), multiples of 2**-precision: dtype[..., n]."""
     if dtype not in _philox.UNIFORM:
         raise TypeError(_NO_DRAW.format(name="uniform", got=dtype))
     op = _uniform if is_unwatched(data) else torch.ops.remat.uniform
@@ -87,11 +66,7 @@ def uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return standard normal numbers: dtype[..., n].
-
-    Raises:
-        TypeError: the dtype has no normal draw.
-    """
+    """Return standard normal numbers: dtype[..., n]."""
     if dtype not in _philox.NORMAL:
         raise TypeError(_NO_DRAW.format(name="normal", got=dtype))
     op = _normal if is_unwatched(data) else torch.ops.remat.normal
@@ -161,6 +136,7 @@ def _uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    # Torch's normal numbers agree to rounding only, so on the CPU ours are drawn.
     native = None if data.is_cpu else _native(data.device)
     if native is not None:
         return _fill(native.normal_, data, n, dtype)

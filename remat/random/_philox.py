@@ -133,11 +133,10 @@ def _next_word(product: Tensor, last: Tensor, key: Tensor, *, out: Tensor) -> No
 def _chunks(
     keys: Tensor, start: int, count: int
 ) -> Iterator[tuple[slice, slice, bool, Tensor]]:
-    """Yield chunks: a slice of keys, a slice of blocks, whether flipped, the blocks.
+    """Yield chunks: a slice of keys, a slice of blocks, whether flipped, padded blocks.
 
     A chunk with more keys than blocks of each key is flipped: the keys vary fastest,
-    because operations are faster along the longer dimension. The blocks are padded:
-    int64[:].
+    because operations are faster along the longer dimension.
     """
     few, many = CHUNK
     total = len(keys) * count
@@ -166,11 +165,8 @@ def _chunks(
 class BlockReading(NamedTuple):
     """How blocks become values.
 
-    Attributes:
-        per_block: The number of values in a block.
-        read: Turns blocks into values. It may overwrite the blocks.
-        low: A mask of the bits to keep of each value.
-        step: A factor, applied when values have the dtype of the result.
+    `read` may overwrite the blocks. `low` is a mask of the bits to keep of each value,
+    and `step` a factor, applied when values have the dtype of the result.
     """
 
     per_block: int

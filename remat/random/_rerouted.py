@@ -38,29 +38,37 @@ def _shape(size: Any) -> tuple[int, ...]:
 
 
 def _deliver(
-    make: Callable[[Any, torch.dtype], Tensor],
-    default: torch.dtype | None,
+    draw: Draw,
+    sample: Callable[[Key, torch.dtype], Tensor],
+    default: torch.dtype | None = None,
     *,
+    like: Tensor | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     layout: torch.layout | None = None,
     device: Any = None,
     pin_memory: bool | None = False,
     requires_grad: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
-    """Call `make(device, dtype)` and apply the options of a factory function."""
+    """Call `sample(key, dtype)` and apply the options of a factory function."""
+    key = draw()
     if layout not in (None, torch.strided):
         raise ValueError(
             f"remat: bind draws strided tensors only, got layout={layout}. Leave out "
             "`layout` and convert the result."
         )
     if out is not None:
-        return _into(out, make(out.device, out.dtype))
+        return _into(out, sample(key.to(out.device), out.dtype))
+    if like is not None:
+        device, default = device or like.device, like.dtype
     # Read from a tensor: Dynamo does not trace torch.get_default_device.
     device = torch.empty(()).device if device is None else torch.device(device)
-    value = make(device, dtype or default or torch.get_default_dtype())
+    value = sample(key.to(device), dtype or default or torch.get_default_dtype())
     if pin_memory:
         value = value.pin_memory()
+    if like is not None:
+        value = laid_out(value, like, memory_format)
     if requires_grad:
         value.requires_grad = True  # as torch.rand does, under torch.func too
     return value
@@ -69,11 +77,8 @@ def _deliver(
 def _factory(sample: Sampler) -> Rule:
     def rule(draw: Draw, *args: Any, size: Any = None, **options: Any) -> Tensor:
         shape = _shape(args if size is None else size)
-        key = draw()
         return _deliver(
-            lambda device, dtype: sample(key.to(device), shape, dtype),
-            None,
-            **options,
+            draw, lambda key, dtype: sample(key, shape, dtype), None, **options
         )
 
     return rule
@@ -81,30 +86,12 @@ def _factory(sample: Sampler) -> Rule:
 
 def _like(sample: Sampler) -> Rule:
     def rule(draw: Draw, input: Tensor, **options: Any) -> Tensor:
-        key = draw()
-        return _deliver_like(
-            lambda device, dtype: sample(key.to(device), shape_like(input), dtype),
-            input,
-            **options,
+        shape = shape_like(input)
+        return _deliver(
+            draw, lambda key, dtype: sample(key, shape, dtype), like=input, **options
         )
 
     return rule
-
-
-def _deliver_like(
-    make: Callable[[Any, torch.dtype], Tensor],
-    input: Tensor,
-    *,
-    memory_format: torch.memory_format = torch.preserve_format,
-    **options: Any,
-) -> Tensor:
-    options["device"] = options.get("device") or input.device
-    requires_grad = options.pop("requires_grad", False)
-    value = _deliver(make, input.dtype, **options)
-    value = laid_out(value, input, memory_format)
-    if requires_grad:
-        value.requires_grad = True  # as torch.rand does, under torch.func too
-    return value
 
 
 def laid_out(
@@ -136,9 +123,9 @@ def _randint(
     shape = left.pop() if size is None else size
     high = left.pop() if high is None else high
     low = left.pop() if left else (low or 0)
-    key = draw()
     return _deliver(
-        lambda device, dtype: integers(key.to(device), shape, low, high, dtype),
+        draw,
+        lambda key, dtype: integers(key, shape, low, high, dtype),
         torch.int64,
         **options,
     )
@@ -153,22 +140,16 @@ def _randint_like(
     **options: Any,
 ) -> Tensor:
     left = list(args)
-    high = left.pop() if high is None else high
-    low = left.pop() if left else (low or 0)
-    key = draw()
-    return _deliver_like(
-        lambda device, dtype: integers(
-            key.to(device), shape_like(input), int(low), int(high), dtype
-        ),
-        input,
-        **options,
-    )
+    high = int(left.pop() if high is None else high)
+    low = int(left.pop() if left else (low or 0))
+    shape = shape_like(input)
+    return _randint(draw, size=shape, high=high, low=low, like=input, **options)
 
 
 def _randperm(draw: Draw, n: int, **options: Any) -> Tensor:
-    key = draw()
     return _deliver(
-        lambda device, dtype: permutation(key.to(device), n).to(dtype),
+        draw,
+        lambda key, dtype: permutation(key, n).to(dtype),
         torch.int64,
         **options,
     )
@@ -226,14 +207,15 @@ def _normal(
     **options: Any,
 ) -> Tensor:
     given = [p for p in (mean, std) if isinstance(p, Tensor)]
-    key = draw()
     if not given:
         return _deliver(
-            lambda device, dtype: gaussian(key.to(device), size, dtype, mean, std),
+            draw,
+            lambda key, dtype: gaussian(key, size, dtype, mean, std),
             None,
             out=out,
             **options,
         )
+    key = draw()
     if isinstance(std, Tensor):
         check_all(lambda: std >= 0, std, "a standard deviation is at least 0")
     shape = torch.broadcast_shapes(*(p.shape for p in given))

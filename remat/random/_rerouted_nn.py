@@ -31,10 +31,6 @@ def _drops(p: float, train: bool | None, x: Tensor) -> bool:
     return train is not False and p > 0 and x.numel() > 0
 
 
-def _whole(x: Tensor) -> tuple[int, ...]:
-    return shape_like(x)
-
-
 def _features(x: Tensor) -> tuple[int, ...]:
     if x.dim() < 2:
         raise ValueError(
@@ -117,19 +113,19 @@ def _rrelu(plain: Any) -> Rule:
 # -- The same functions, under the names of torch.nn.functional -----------------------
 
 
-def _named(rule: Rule, in_place: Rule, default: bool) -> Rule:
+def _named(plain: Any, in_place: Any, default: bool) -> Rule:
     """Return the rule of a function of `torch.nn.functional`."""
 
-    def called(
+    def rule(
         draw: Draw,
         input: Tensor,
         p: float = 0.5,
         training: bool = default,
         inplace: bool = False,
     ) -> Tensor:
-        return (in_place if inplace else rule)(draw, input, p, training)
+        return LAYERS[in_place if inplace else plain](draw, input, p, training)
 
-    return called
+    return rule
 
 
 def _named_rrelu(
@@ -305,47 +301,37 @@ def _of_layer(hx: Any, i: int, directions: int) -> Any:
     return [_part(h, i, directions) for h in hx]
 
 
-_DROPOUT = _dropout(torch.dropout, _zeroed, _whole)
-_DROPOUT_ = _dropout(torch.dropout_, _zeroed, _whole)
-_ALPHA_DROPOUT = _dropout(torch.alpha_dropout, _saturated, _whole)
-_ALPHA_DROPOUT_ = _dropout(torch.alpha_dropout_, _saturated, _whole)
-_FEATURES = _dropout(torch.feature_dropout, _zeroed, _features)
-_FEATURES_ = _dropout(torch.feature_dropout_, _zeroed, _features)
-_ALPHA_FEATURES = _dropout(torch.feature_alpha_dropout, _saturated, _features)
-_ALPHA_FEATURES_ = _dropout(torch.feature_alpha_dropout_, _saturated, _features)
+_DROPOUTS = {
+    (torch.dropout, torch.dropout_): (_zeroed, shape_like),
+    (torch.alpha_dropout, torch.alpha_dropout_): (_saturated, shape_like),
+    (torch.feature_dropout, torch.feature_dropout_): (_zeroed, _features),
+    (torch.feature_alpha_dropout, torch.feature_alpha_dropout_): (
+        _saturated,
+        _features,
+    ),
+}
+_POOLS = {
+    functional.fractional_max_pool2d: 2,
+    functional.fractional_max_pool3d: 3,
+    functional.fractional_max_pool2d_with_indices: 2,
+    functional.fractional_max_pool3d_with_indices: 3,
+}
 
 LAYERS: dict[Any, Rule] = {
-    torch.dropout: _DROPOUT,
-    torch.dropout_: _DROPOUT_,
-    torch.alpha_dropout: _ALPHA_DROPOUT,
-    torch.alpha_dropout_: _ALPHA_DROPOUT_,
-    torch.feature_dropout: _FEATURES,
-    torch.feature_dropout_: _FEATURES_,
-    torch.feature_alpha_dropout: _ALPHA_FEATURES,
-    torch.feature_alpha_dropout_: _ALPHA_FEATURES_,
+    **{f: _dropout(f, *how) for both, how in _DROPOUTS.items() for f in both},
+    **{f: _rrelu(f) for f in (torch.rrelu, torch.rrelu_)},
+    **{f: _fractional_pool(f, dims) for f, dims in _POOLS.items()},
+    **{
+        f: _recurrent(f)
+        for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    },
     torch.native_dropout: _native_dropout,
-    torch.rrelu: _rrelu(torch.rrelu),
-    torch.rrelu_: _rrelu(torch.rrelu_),
-    functional.dropout: _named(_DROPOUT, _DROPOUT_, True),
-    functional.alpha_dropout: _named(_ALPHA_DROPOUT, _ALPHA_DROPOUT_, False),
-    functional.feature_alpha_dropout: _named(_ALPHA_FEATURES, _ALPHA_FEATURES_, False),
+    functional.dropout: _named(torch.dropout, torch.dropout_, True),
+    functional.alpha_dropout: _named(torch.alpha_dropout, torch.alpha_dropout_, False),
+    functional.feature_alpha_dropout: _named(
+        torch.feature_alpha_dropout, torch.feature_alpha_dropout_, False
+    ),
     functional.rrelu: _named_rrelu,
     functional.gumbel_softmax: _gumbel_softmax,
     _torch_attention: _attention,
-    functional.fractional_max_pool2d: _fractional_pool(
-        functional.fractional_max_pool2d, 2
-    ),
-    functional.fractional_max_pool3d: _fractional_pool(
-        functional.fractional_max_pool3d, 3
-    ),
-    functional.fractional_max_pool2d_with_indices: _fractional_pool(
-        functional.fractional_max_pool2d_with_indices, 2
-    ),
-    functional.fractional_max_pool3d_with_indices: _fractional_pool(
-        functional.fractional_max_pool3d_with_indices, 3
-    ),
-    torch.lstm: _recurrent(torch.lstm),
-    torch.gru: _recurrent(torch.gru),
-    torch.rnn_tanh: _recurrent(torch.rnn_tanh),
-    torch.rnn_relu: _recurrent(torch.rnn_relu),
 }

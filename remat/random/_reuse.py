@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -26,54 +26,33 @@ from remat._base.source import user_line
 from remat._torch import base_tensor, must_inline
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Consumed:
-    """The keys consumed so far, and where.
-
-    Attributes:
-        used: the source line that first consumed each key.
-        allowed: how many more times each key may be consumed.
-        lock: held while keys are counted. Threads of a program share a ledger.
-    """
+    """The keys consumed so far: where each was first, and how often it may be again."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # threads of a program share a ledger
         self.used: dict[tuple[int, int], str] = {}
         self.allowed: Counter[tuple[int, int]] = Counter()
 
 
 # One entry for each open block, in any thread, and one while the program is checked.
 _open: list[None] = []
-_ledger: ContextVar[_Consumed | None] = ContextVar("_ledger", default=None)
+# Where a block counts, and where `debug_key_reuse` has all others count.
+_of_block: ContextVar[_Consumed | None] = ContextVar("_of_block", default=None)
+_of_program: _Consumed | None = None
 
 
-class _ProgramCheck:
-    """What `debug_key_reuse` has switched on.
-
-    Attributes:
-        ledger: of the whole program; None if it is not checked.
-    """
-
-    ledger: _Consumed | None = None
-
-    def check(self, ledger: _Consumed | None) -> None:
-        """Count in a ledger from now on, or no more."""
-        if ledger is not None and self.ledger is None:
-            _open.append(None)
-        if ledger is None and self.ledger is not None:
-            _open.pop()
-        self.ledger = ledger
-
-
-_program = _ProgramCheck()
-
-
-def _current() -> _Consumed | None:
-    """Return the ledger that counts here: of the block, else of the program."""
-    return _ledger.get() or _program.ledger
+def _check_program(ledger: _Consumed | None) -> None:
+    """Count in a ledger from now on, or no more."""
+    global _of_program
+    if ledger is not None and _of_program is None:
+        _open.append(None)
+    if ledger is None and _of_program is not None:
+        _open.pop()
+    _of_program = ledger
 
 
 class _CheckedBlock(AbstractContextManager[None]):
@@ -84,31 +63,37 @@ class _CheckedBlock(AbstractContextManager[None]):
 
     @override
     def __enter__(self) -> None:
-        self._tokens.append(_ledger.set(_current() or _Consumed()))
+        ledger = _of_block.get() or _of_program or _Consumed()
+        self._tokens.append(_of_block.set(ledger))
         _open.append(None)
 
     @override
     def __exit__(self, *exception: object) -> None:
         _open.pop()
-        _ledger.reset(self._tokens.pop())
+        _of_block.reset(self._tokens.pop())
 
-    def __call__(self, fn: Callable[P, T]) -> Callable[P, T]:
-        if any(is_stepwise(fn) for is_stepwise in _STEPWISE):
-            raise TypeError(_RUNS_LATER.format(name=getattr(fn, "__qualname__", fn)))
-
-        @functools.wraps(fn)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            with _CheckedBlock():
-                return fn(*args, **kwargs)
-
-        return checked
+    def __call__(self, fn: F) -> F:
+        return in_block(_CheckedBlock, fn, _RUNS_LATER)
 
 
-_STEPWISE = (
-    inspect.isgeneratorfunction,
-    inspect.iscoroutinefunction,
-    inspect.isasyncgenfunction,
-)
+def in_block(block: Callable[[], Any], fn: F, refusal: str) -> F:
+    """Return a function that runs in a new block in each call."""
+    asks = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    if any(ask(f) for ask in asks for f in (fn, type(fn).__call__)):
+        raise TypeError(refusal.format(name=getattr(fn, "__qualname__", fn)))
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with block():
+            return fn(*args, **kwargs)
+
+    return called  # pyrefly: ignore[bad-return]
+
+
 _RUNS_LATER = (
     "remat: {name} is a generator or coroutine function. Its body runs after its "
     "call, so it would not be checked. Write `with remat.random.check_key_reuse():` "
@@ -185,12 +170,12 @@ class debug_key_reuse(AbstractContextManager[None]):  # noqa: N801
     def __init__(self, enabled: bool) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(_NO_BOOL.format(got=enabled))
-        self._before = _program.ledger
-        _program.check((self._before or _Consumed()) if enabled else None)
+        self._before = _of_program
+        _check_program((self._before or _Consumed()) if enabled else None)
 
     @override
     def __exit__(self, *exception: object) -> None:
-        _program.check(self._before)
+        _check_program(self._before)
 
 
 _NO_BOOL = "remat: debug_key_reuse({got!r}): pass True to check keys, or False to stop."
@@ -198,40 +183,36 @@ _NO_BOOL = "remat: debug_key_reuse({got!r}): pass True to check keys, or False t
 
 def consume(data: Tensor) -> None:
     """Count each key of `data` as consumed."""
-    if _open and not must_inline():
-        _consume(data)
+    ledger = _ledger() if _open else None
+    if ledger is None:
+        return
+    rows = _rows(data)
+    here = user_line() if rows else ""
+    with ledger.lock:
+        for row in rows:
+            if row not in ledger.used:
+                ledger.used[row] = here
+            elif ledger.allowed[row]:
+                ledger.allowed[row] -= 1
+            else:
+                first = ledger.used[row]
+                raise KeyReuseError(_REUSED.format(row=row, first=first, here=here))
 
 
 def allow(data: Tensor) -> None:
     """Allow each key of `data` to be consumed once more."""
-    if not _open or must_inline() or is_recomputing():
-        return
-    ledger = _current()
+    ledger = _ledger() if _open else None
     if ledger is not None:
         rows = _rows(data)
         with ledger.lock:
             ledger.allowed.update(rows)
 
 
-def _consume(data: Tensor) -> None:
-    ledger = _current()
-    if ledger is None or is_recomputing():
-        return
-    rows = _rows(data)
-    here = user_line() if rows else ""
-    with ledger.lock:
-        for row in rows:
-            _count(ledger, row, here)
-
-
-def _count(ledger: _Consumed, row: tuple[int, int], here: str) -> None:
-    if row not in ledger.used:
-        ledger.used[row] = here
-    elif ledger.allowed[row]:
-        ledger.allowed[row] -= 1
-    else:
-        first = ledger.used[row]
-        raise KeyReuseError(_REUSED.format(row=row, first=first, here=here))
+def _ledger() -> _Consumed | None:
+    """Return the ledger that counts here, of the block or else of the program."""
+    if must_inline() or is_recomputing():
+        return None
+    return _of_block.get() or _of_program
 
 
 def _rows(data: Tensor) -> list[tuple[int, int]]:

@@ -283,7 +283,7 @@ def test_unless_the_program_is_checked_a_draw_only_looks_at_a_list(
 ):
     for enabled in switches:
         debug_key_reuse(enabled)
-    monkeypatch.setattr(_reuse, "_consume", None)
+    monkeypatch.setattr(_reuse, "_ledger", None)
     monkeypatch.setattr(_reuse, "_rows", None)
     random.clone(K)
     use(K, K, random.split(K))
