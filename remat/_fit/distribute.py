@@ -10,7 +10,7 @@ Rockmate for several options per stage), for the nests that a model has.
 Invariant: sizes are rounded up, so a chain that fits in units fits in bytes. The table
 is for all amounts of memory at once.
 Rejected: `remat.chain.schedules.rotor`. It recomputes any run of stages, where in a
-model only a called module can be: a nest. And it plans for one budget.
+model only a called module can be: a nest.
 """
 
 from collections.abc import Mapping, Sequence

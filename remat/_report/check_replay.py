@@ -1,12 +1,11 @@
 """`check_replay`: whether a recompute computes what the forward did, bit for bit.
 
-Called by users, from `remat.testing`. The function runs twice: as the forward of a
-rematerialized call, and as its recompute. A mode copies the results of each operation
-in the first run, and compares them in the second (`bitwise`).
+The function runs twice: as the forward of a rematerialized call, and as its recompute.
+A mode copies the results of each operation in the first run, and compares them in the
+second (`bitwise`).
 
 Invariant: a value is compared as soon as it is made, so the report names the operation
 where the two runs first differ.
-Rejected: comparing gradients. They show that something differs, but not what.
 Rejected: keeping hashes, which take no memory. Reporting the distance of two values
 would need a third run, which may differ again.
 """

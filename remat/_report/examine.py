@@ -7,7 +7,6 @@ Invariant: a call with the same arguments does what was found, but for what call
 are asked to do (`ask`). Graphs, streams, gradients and buffers are as they were after.
 Rejected: a trace on fake tensors. Some operations choose another kernel there, and the
 user's code may look at values.
-Rejected: a record for each call. The calls share storages, and bytes are counted once.
 """
 
 import dataclasses

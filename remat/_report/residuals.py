@@ -14,11 +14,12 @@ import gc
 import sys
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import graph
+from typing_extensions import override
 
 from remat._base.labels import name_in
 from remat._base.op import Op
@@ -174,6 +175,16 @@ def _total(what: str, found: Sequence[SavedResidual]) -> str:
 # --- The graph ---
 
 
+class _Older(NamedTuple):
+    """The nodes that are older than a run: what they saved may be freed already."""
+
+    start: int
+
+    @override
+    def __contains__(self, node: Any) -> bool:
+        return sequence_number(node) < self.start
+
+
 class _Notes:
     """What the graph says of the storages in the ledger."""
 
@@ -185,8 +196,7 @@ class _Notes:
 
     def ask(self, outs: Sequence[Tensor], start: int) -> None:
         """Note for each node since `start` what it saved."""
-        every = (node for node, _ in nodes_of(outs))
-        nodes = [node for node in every if sequence_number(node) >= start]
+        nodes = (node for node, _ in nodes_of(outs, _Older(start)))
         for node in sorted(nodes, key=sequence_number):
             reader, call = reader_of(node), call_of(getattr(node, "program", None))
             if call is not None:

@@ -27,7 +27,6 @@ from remat._base.context import here
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._graph.graph import nodes_of
 from remat._graph.handles import Handle, PackedOutside, stored_by
 from remat._partial.options import Options
 from remat._report.bitwise import has_values
@@ -98,13 +97,19 @@ def _run(fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: "StepWatch") -> 
 
 def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """Return what a backward gives gradients: the inputs, and other leaves."""
-    found = {id(t): t for t in given if t.requires_grad}
-    for node, _ in nodes_of(outs, {t.grad_fn for t in found.values()}):
-        for behind, _ in node.next_functions:
-            if type(behind) is AccumulateGrad:
-                leaf: Any = behind.variable
-                found.setdefault(id(leaf), leaf)
-    return [*found.values()]
+    found = [t for t in given if t.requires_grad]
+    known = {id(t) for t in found}
+    seen: set[Any] = {t.grad_fn for t in found}
+    todo = [t.grad_fn for t in outs]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [behind for behind, _ in node.next_functions]
+        if type(node) is AccumulateGrad and id(node.variable) not in known:
+            found.append(node.variable)
+    return found
 
 
 # --- What runs ---

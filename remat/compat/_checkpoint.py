@@ -6,8 +6,7 @@ Invariant: in a trace it is what `remat` is there. Only contexts that no graph c
 are left to torch's own checkpoint, which refuses them.
 Rejected: a `Rematerialized` for each call. To copy the names and attributes of the
 function costs as much as to search a small one. Rejected: to run a function under the
-contexts of selective checkpointing. They store all that the policy saves, read or not,
-and give it back once. Its policy is followed as that of `remat(policy=...)`.
+contexts of selective checkpointing. They store all that the policy saves, read or not.
 """
 
 import functools

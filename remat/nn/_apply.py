@@ -269,18 +269,12 @@ def _test_of(selector: Any) -> Callable[[str, nn.Module], bool]:
 def _takes_one(selector: Callable[..., Any]) -> bool:
     """Say whether a function takes a module, and not also its name."""
     try:
-        signature = inspect.signature(selector)
-    except ValueError:  # a builtin that has none
+        inspect.signature(selector).bind("name", "module")
+    except ValueError:  # a builtin that has no signature
         return False
-    return _binds(signature, 1) and not _binds(signature, 2)
-
-
-def _binds(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*range(count))
     except TypeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _pattern(text: str) -> re.Pattern[str]:

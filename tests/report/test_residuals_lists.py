@@ -201,6 +201,23 @@ def test_the_history_of_a_captured_tensor_is_not_part_of_the_function():
     assert origins(lambda y: y.sin() * captured, torch.ones(4)) == ["output of sin"]
 
 
+def test_what_an_older_graph_saved_may_be_freed():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+
+    y = Double.apply(ones(3)).sin()
+    y.sum().backward()
+    (found,) = saved_residuals(lambda: y.exp())
+    assert found.origin == "output of exp"
+
+
 def test_a_name_given_elsewhere_changes_no_report():
     y = make(3, seed=1)
     assert origins(torch.exp, y) == ["output of exp"]
