@@ -105,10 +105,6 @@ def autoencoder():
 # --- Clients ---
 
 
-def both_kinds(model):
-    return [model.transformer_blocks, model.single_transformer_blocks]
-
-
 def both_sides(model):
     return [model.down_blocks, [model.mid_block], model.up_blocks]
 

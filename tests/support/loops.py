@@ -217,16 +217,6 @@ def by_rematerialized_body(loops, w, x, **options):
     )
 
 
-def with_a_policy(loops, w, x, **options):
-    """A step has two products and one tanh, all of which the policy has saved."""
-
-    def body(i, h):
-        return torch.tanh(h @ w) @ w
-
-    policy = policies.everything_saveable
-    return loops.fori_loop(0, LENGTH, body, x, policy=policy, **options)
-
-
 PROGRAMS = {
     "scan": by_scan,
     "scan of inputs": by_scan_of_inputs,

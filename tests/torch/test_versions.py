@@ -111,6 +111,7 @@ def test_a_newer_torch_that_does_not_differ_is_no_warning_whatever_is_around():
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 
+@pytest.mark.slow
 def test_nothing_is_tried_with_the_newest_torch_that_was_run():
     result = imported(SWITCHED_OFF, versions.RUN[-1])
     assert (result.stdout, result.stderr) == ("0\n", "")

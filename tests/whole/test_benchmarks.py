@@ -303,6 +303,7 @@ def test_a_part_that_is_not_known_is_refused():
     assert "no such part: stepz" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_a_line_and_the_others_run():
     broken = "import remat, torch; del torch.randn"
     options = "--device", "cpu", "--small", "--rounds", "1", "steps", "draws"

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from support.processes import in_two_processes, local, needs_gloo
+from support.tables import rows
 from support.zoo import plainly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,17 +67,13 @@ BACKWARD = {
 }
 
 
-# With those functions of which no products are counted.
-FEW = "plain", "nothing", "dots, on disk"
-
-
-def of_dtensors(rank):
+def of_dtensors(others, rank):
     """The gradients of each function under each policy, and what runs for them."""
     mesh = init_device_mesh("cpu", (2,))
     w, x = torch.randn(4, 4), torch.randn(4, 4)
     found = {}
     for name, fn in FUNCTIONS.items():
-        for policy in BACKWARD if name == "block" else FEW:
+        for policy in BACKWARD if name == "block" else others:
             wrap = plainly if policy == "plain" else remat(policy=POLICIES[policy])
             for captured in False, True:
                 found[name, policy, captured] = three_calls(
@@ -110,8 +107,14 @@ def three_calls(fn, wrap, captured, w, x):
     return seen, [(ops["mm"], ops["tanh"]) for ops in (forward, backward)]
 
 
-def test_functions_of_dtensors_follow_policies(tmp_path, subtests):
-    for rank, (found, kept) in enumerate(in_two_processes(tmp_path, of_dtensors)):
+# The policies of functions of which no products are counted.
+OTHERS = {"some": ("plain", "nothing", "dots, on disk"), "all": tuple(BACKWARD)}
+
+
+@rows("others", OTHERS, fast=("some",))
+def test_functions_of_dtensors_follow_policies(others, tmp_path, subtests):
+    results = in_two_processes(tmp_path, of_dtensors, others)
+    for rank, (found, kept) in enumerate(results):
         inputs = [("", 2 * 4 * 4), ("", 4 * 4 * 4)]
         assert kept["nothing"] == inputs
         assert kept["dots"] == [*inputs, *[("", 2 * 4 * 4)] * 2]  # of each its half
@@ -127,7 +130,7 @@ def test_functions_of_dtensors_follow_policies(tmp_path, subtests):
                     levels = once[0] // 2
                     expected = tuple(levels * n for n in BACKWARD[policy])
                     assert backward == expected
-                else:
+                elif policy != "everything":
                     assert (backward[1] > 0) == (policy != "plain")
 
 

@@ -70,7 +70,11 @@ def apply(folder, name):
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diffs")
 @pytest.mark.parametrize(
-    "name", ["policy", "lowering", pytest.param("sampler", marks=pytest.mark.slow)]
+    "name",
+    [
+        "policy",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("sampler", "lowering")),
+    ],
 )
 def test_the_recipe_passes_its_tests(name, copy):
     apply(copy, name)
