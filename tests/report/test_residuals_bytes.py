@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from support.kept import leaves, measured, origins, total
-from support.tables import rotated
+from support.tables import crossed
 from support.zoo import ZOO, X, plainly
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
@@ -44,7 +44,7 @@ WRAPS = {
 plain_and_remat = pytest.mark.parametrize("wrap", [plainly, ckpt])
 
 
-@rotated("case, name", sorted(ZOO), WRAPS)
+@crossed("case, name", sorted(ZOO), WRAPS)
 def test_the_total_is_what_the_graph_of_the_zoo_keeps_alive(case, name):
     (fn, call), wrap = ZOO[case], WRAPS[name]
     w, x = leaves((4, 4), (4, 4))
@@ -151,7 +151,7 @@ BATTERY = {
 }
 
 
-@rotated("case, wrap", sorted(BATTERY), [plainly, ckpt])
+@crossed("case, wrap", sorted(BATTERY), [plainly, ckpt])
 def test_what_torch_has_to_the_byte(case, wrap):
     fn, args = BATTERY[case]()
     found = saved_residuals(wrap(fn), *args)
