@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.as_plain import leaf
 from support.runs import assert_replayed
+from support.tables import rows
 from torch.nn.functional import dropout
 
 from remat import policies, remat
@@ -60,7 +61,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("end", "evaluations"), ENDS.values(), ids=ENDS.keys())
+@rows("end, evaluations", ENDS)
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable])
 def test_streams_are_put_back_however_a_backward_ends(end, evaluations, policy):
     def program(wrap):
@@ -79,7 +80,5 @@ def test_streams_are_put_back_however_a_backward_ends(end, evaluations, policy):
         after = torch.rand(3, generator=generator), torch.rand(3)
         return before, after, w.grad, x.grad
 
-    def with_policy(fn):
-        return remat(fn, policy=policy, prune=False)
-
+    with_policy = lambda fn: remat(fn, policy=policy, prune=False)
     assert_replayed(program, wrap=with_policy, evaluations=(1, evaluations))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.runs import leaf
 from support.states import STATES, autocast, state_of_now
+from support.tables import rows
 from support.zoo import Evaluations
 from torch.func import grad
 
@@ -86,7 +87,7 @@ SURROUNDINGS = {name: change for name, (change, _) in STATES.items()} | {
 }
 
 
-@pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+@rows("surroundings", SURROUNDINGS)
 @pytest.mark.parametrize("path", [backward, backward_with_a_graph, pullback])
 def test_a_recomputation_that_fails_leaves_the_state_alone(surroundings, path):
     run = path(remat(failing(2)), leaf(3, 3))

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from support.runs import assert_replayed, leaf
-from support.zoo import Evaluations
+from support.runs import assert_replayed, leaf, replayed
+from support.tables import rows
+from support.zoo import Evaluations, ops_of
 from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
-from remat.testing import count_ops
 
 
 class CosForSin(TorchFunctionMode):
@@ -63,7 +63,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("step", "counts"), PLACES.values(), ids=PLACES.keys())
+@rows("step, counts", PLACES)
 def test_a_function_mode_is_that_of_the_forward(step, counts):
     x = leaf()
     assert_replayed(lambda wrap: step(wrap(two_sines), x), **counts)
@@ -100,39 +100,34 @@ def test_a_mode_entered_inside_the_function_is_entered_again():
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["backward outside", "inside"])
-def test_a_tensor_of_a_mode_is_an_input(outside):
-    def program(wrap):
-        scale = torch.tensor(3.0, requires_grad=True)
-        with Scaled(scale) as mode:
-            y = wrap(two_sines)(x).sum()
-            inside = None if outside else torch.autograd.grad(y, (x, scale))
-        return inside or torch.autograd.grad(y, (x, scale)), mode.count
-
+@replayed(sin=4)
+def test_a_tensor_of_a_mode_is_an_input(wrap, outside):
     x = leaf()
-    assert_replayed(program, sin=4)
+    scale = torch.tensor(3.0, requires_grad=True)
+    with Scaled(scale) as mode:
+        y = wrap(two_sines)(x).sum()
+        inside = None if outside else torch.autograd.grad(y, (x, scale))
+    return inside or torch.autograd.grad(y, (x, scale)), mode.count
 
 
-def test_the_state_of_a_mode_is_that_of_its_call():
-    def program(wrap):
-        with Scaled(torch.tensor(3.0)) as mode:
-            first, second = wrap(two_sines)(x), wrap(two_sines)(x)
-        assert mode.count == 4
-        return [torch.autograd.grad(y.sum(), x) for y in (second, first)]
-
+@replayed(sin=8)
+def test_the_state_of_a_mode_is_that_of_its_call(wrap):
     x = leaf()
-    assert_replayed(program, sin=8)
+    with Scaled(torch.tensor(3.0)) as mode:
+        first, second = wrap(two_sines)(x), wrap(two_sines)(x)
+    assert mode.count == 4
+    return [torch.autograd.grad(y.sum(), x) for y in (second, first)]
 
 
-def test_a_tensor_of_a_mode_may_be_batched_and_differentiated():
-    def program(wrap):
-        def loss(x, scale):
-            with Scaled(scale):
-                return wrap(two_sines)(x).sum()
-
-        return vmap(grad(loss, argnums=(0, 1)))(xs, scales)
-
+@replayed(sin=4)
+def test_a_tensor_of_a_mode_may_be_batched_and_differentiated(wrap):
     xs, scales = torch.randn(3, 64), torch.tensor([1.0, 2.0, 3.0])
-    assert_replayed(program, sin=4)
+
+    def loss(x, scale):
+        with Scaled(scale):
+            return wrap(two_sines)(x).sum()
+
+    return vmap(grad(loss, argnums=(0, 1)))(xs, scales)
 
 
 def test_a_device_does_not_reach_the_surroundings_of_a_recomputation():
@@ -145,8 +140,7 @@ def test_a_device_does_not_reach_the_surroundings_of_a_recomputation():
         y = remat(lambda x: x.sin().sin())(x * 1)
     y.register_hook(note_device)
     x.register_hook(note_device)
-    with count_ops() as ops:
-        y.sum().backward()
+    ops = ops_of(lambda: y.sum().backward())
     assert devices == ["cpu", "cpu"]
     assert ops["sin"] == 1
 

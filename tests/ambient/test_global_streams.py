@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import re
 import sys
 import types
 from types import SimpleNamespace
@@ -10,12 +11,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.runs import assert_replayed, gradients, leaf, seed_streams, states
+from support.runs import (
+    assert_replayed,
+    gradients,
+    leaf,
+    replayed,
+    seed_streams,
+    states,
+)
+from support.tables import rows
+from support.zoo import ops_of
 from torch import nn
 from torch.func import grad, grad_and_value, vjp, vmap
 
 from remat import RandomnessError, remat
 from remat._ambient import streams as _streams
+from remat._ambient.draws import Guard
 from remat._torch import process as _process
 from remat._transform.saved import Saved
 from remat.testing import assert_same, count_ops, live_bytes
@@ -88,10 +99,6 @@ def by_a_second_derivative(call, x):
     return g.detach(), torch.autograd.grad(g.square().sum(), x)
 
 
-def by_grad(call, x):
-    return grad(lambda x: call(x).sum())(x.detach())
-
-
 # What is computed, and how often it evaluates the function, plain and rematerialized.
 WAYS = {
     "backward": (by_backward, (1, 2)),
@@ -99,12 +106,12 @@ WAYS = {
     "two backwards": (by_two_backwards, (1, 3)),
     "calls in a row": (by_calls_in_a_row, (3, 6)),
     "second derivative": (by_a_second_derivative, (1, 3)),
-    "grad": (by_grad, (1, 2)),
+    "grad": (lambda call, x: grad(lambda x: call(x).sum())(x.detach()), (1, 2)),
 }
 
 
-@pytest.mark.parametrize(("way", "evaluations"), WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize("fn", DRAWS.values(), ids=DRAWS.keys())
+@rows("way, evaluations", WAYS)
+@rows("fn", DRAWS)
 def test_draws_from_global_streams_are_replayed(fn, way, evaluations):
     x = leaf()
     assert_replayed(lambda wrap: way(wrap(fn), x), evaluations=evaluations)
@@ -117,7 +124,7 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize("transform", BATCHED.values(), ids=BATCHED.keys())
+@rows("transform", BATCHED)
 def test_draws_are_replayed_under_vmap(transform):
     x = torch.randn(4, 64)
     assert_replayed(lambda wrap: transform(wrap(noisy))(x), sin=2)
@@ -127,31 +134,25 @@ def test_randomness_is_refused_by_vmap_as_in_plain():
     x = torch.randn(4, 64)
     with pytest.raises(RuntimeError, match="randomness"):
         vmap(grad(remat(noisy)))(x)
-    with count_ops() as ops:
-        vmap(grad(remat(noisy)), randomness="same")(x)
-    assert ops["sin"] == 2
+    assert ops_of(lambda: vmap(grad(remat(noisy)), randomness="same")(x))["sin"] == 2
 
 
-def test_draws_are_replayed_through_a_nested_remat():
-    def program(wrap):
-        inner = wrap(noisy)
-        fn = wrap(lambda x: inner(x) + torch.rand(()) * inner(2 * x))
-        return torch.autograd.grad(fn(x), x)
-
+@replayed(evaluations=(3, 8))
+def test_draws_are_replayed_through_a_nested_remat(wrap):
     x = leaf()
-    assert_replayed(program, evaluations=(3, 8))
+    inner = wrap(noisy)
+    fn = wrap(lambda x: inner(x) + torch.rand(()) * inner(2 * x))
+    return torch.autograd.grad(fn(x), x)
 
 
-def test_a_function_that_draws_only_later_is_replayed_then():
-    def program(wrap):
-        training, x = [False], torch.linspace(0, 1, 64).requires_grad_()
-        call = wrap(lambda x: (x.sin() * (random.random() if training[0] else 1)).exp())
-        for _ in range(3):
-            call(x).sum().backward()
-        training[0] = True
-        return torch.autograd.grad(call(x).sum(), x)
-
-    assert_replayed(program, evaluations=(4, 8))
+@replayed(evaluations=(4, 8))
+def test_a_function_that_draws_only_later_is_replayed_then(wrap):
+    training, x = [False], torch.linspace(0, 1, 64).requires_grad_()
+    call = wrap(lambda x: (x.sin() * (random.random() if training[0] else 1)).exp())
+    for _ in range(3):
+        call(x).sum().backward()
+    training[0] = True
+    return torch.autograd.grad(call(x).sum(), x)
 
 
 # --- Euler: x . grad f(x) = 2 f(x), whatever the mask, unless it changed ----------
@@ -195,7 +196,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("gradient", PATHS.values(), ids=PATHS.keys())
+@rows("gradient", PATHS)
 @pytest.mark.parametrize("fn", [masked, by_generator], ids=["global", "generator"])
 def test_eulers_theorem_holds_with_the_mask_of_the_forward(fn, gradient):
     x = torch.rand(64) + 0.5
@@ -231,7 +232,7 @@ STASHED = {
 }
 
 
-@pytest.mark.parametrize(("fn", "streams"), STASHED.values(), ids=STASHED.keys())
+@rows("fn, streams", STASHED)
 def test_only_the_states_of_streams_that_moved_are_stashed(fn, streams):
     x, fn = leaf(1024), remat(fn)
     assert live_bytes(lambda: fn(x)) == 4096  # a state is no tensor
@@ -241,8 +242,7 @@ def test_only_the_states_of_streams_that_moved_are_stashed(fn, streams):
     states = [state for _, state in call.ambient.moved]
     assert len(states) == streams
     assert all(len(state) <= 624 * 4 + 64 for state in states)  # words of 32 bits
-    with count_ops() as ops:
-        y.sum().backward()
+    ops = ops_of(lambda: y.sum().backward())
     assert ops["sin"] == 1  # what the second sine makes is not needed
 
 
@@ -267,7 +267,7 @@ def test_the_state_is_found_in_memory_within_a_vmap(fresh_memory):
 # --- rng="error" -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fn", OF_TORCH.values(), ids=OF_TORCH.keys())
+@rows("fn", OF_TORCH)
 def test_a_draw_from_torchs_stream_is_refused_on_demand(fn):
     x, state = leaf(), torch.get_rng_state()
     with pytest.raises(
@@ -278,8 +278,7 @@ def test_a_draw_from_torchs_stream_is_refused_on_demand(fn):
 
 
 @pytest.mark.parametrize(
-    ("fn", "name"),
-    [(draw_python, "Python's random"), (draw_numpy, "numpy.random")],
+    ("fn", "name"), [(draw_python, "Python's random"), (draw_numpy, "numpy.random")]
 )
 def test_a_draw_from_a_stream_of_the_host_is_refused_on_demand(fn, name):
     with pytest.raises(RandomnessError, match=f"random stream of: {name}"):
@@ -287,9 +286,7 @@ def test_a_draw_from_a_stream_of_the_host_is_refused_on_demand(fn, name):
 
 
 def test_a_draw_from_a_generator_is_not_refused():
-    def fn(x, generator):
-        return (x * torch.rand(64, generator=generator)).sin().exp()
-
+    fn = lambda x, generator: (x * torch.rand(64, generator=generator)).sin().exp()
     with count_ops() as ops:
         remat(fn, rng="error")(leaf(), torch.Generator()).sum().backward()
     assert ops["sin"] == 2
@@ -342,7 +339,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize(("change", "fn"), ODD.values(), ids=ODD.keys())
+@rows("change, fn", ODD)
 def test_draws_are_replayed_in_an_odd_process(monkeypatch, change, fn):
     monkeypatch.setattr(_streams, "_global", None)
     change(monkeypatch)
@@ -370,36 +367,32 @@ def bit_generator():
     np.random.set_bit_generator(before)
 
 
-def test_another_bit_generator_may_be_the_global_one(bit_generator):
-    def program(wrap):
-        bit_generator(np.random.PCG64(7))
-        return torch.autograd.grad(wrap(draw_numpy)(x).sum(), x)
-
+@replayed(sin=2)
+def test_another_bit_generator_may_be_the_global_one(wrap, bit_generator):
     x = leaf()
-    assert_replayed(program, sin=2)
+    bit_generator(np.random.PCG64(7))
+    return torch.autograd.grad(wrap(draw_numpy)(x).sum(), x)
 
 
 KINDS = np.random.PCG64, np.random.MT19937
 
 
 @pytest.mark.parametrize(("first", "then"), [*itertools.product(KINDS, KINDS)])
+@replayed(sin=2)
 def test_numpys_generator_may_be_exchanged_before_the_backward(
-    bit_generator, first, then
+    wrap, bit_generator, first, then
 ):
-    def program(wrap):
-        old, other = first(7), then(3)
-        bit_generator(old)
-        y = wrap(draw_numpy)(x).sum()
-        state = repr(old.state)
-        bit_generator(other)
-        gradients = torch.autograd.grad(y, x)
-        assert np.random.get_bit_generator() is other
-        assert repr(other.state) == repr(then(3).state)
-        assert repr(old.state) == state
-        return gradients
-
     x = leaf()
-    assert_replayed(program, sin=2)
+    old, other = first(7), then(3)
+    bit_generator(old)
+    y = wrap(draw_numpy)(x).sum()
+    state = repr(old.state)
+    bit_generator(other)
+    gradients = torch.autograd.grad(y, x)
+    assert np.random.get_bit_generator() is other
+    assert repr(other.state) == repr(then(3).state)
+    assert repr(old.state) == state
+    return gradients
 
 
 @pytest.mark.parametrize("initialized", ["before", "in the forward"])
@@ -424,3 +417,58 @@ def test_the_stream_of_every_initialized_device_is_replayed(monkeypatch, initial
 
     x = leaf()
     assert_replayed(program, sin=2)
+
+
+# --- The guard refuses what moves a global stream, and nothing else ---
+
+
+ONES = torch.ones(3)
+LIBRARY = torch.library.Library("remat_test_draws", "DEF")
+LIBRARY.define("noisy(Tensor x) -> Tensor")
+LIBRARY.define("quiet(Tensor x) -> Tensor")
+LIBRARY.impl("noisy", lambda x: x + torch.rand(3), "CompositeExplicitAutograd")
+LIBRARY.impl("quiet", lambda x: x + 1, "CompositeExplicitAutograd")
+
+
+def guarded(fn, *args):
+    with Guard("no {op} at {where}"):
+        return fn(*args)
+
+
+@pytest.mark.parametrize(
+    ("op", "draw"),
+    {
+        "aten.rand.default": lambda: torch.rand(3),
+        "aten.bernoulli_.float": lambda: nn.functional.dropout(ONES),
+        "aten.normal_.default": lambda: torch.empty(3).normal_(),
+        "remat_test_draws.noisy.default": lambda: torch.ops.remat_test_draws.noisy(
+            ONES
+        ),
+    }.items(),
+)
+def test_a_draw_is_refused_with_its_name_and_line_and_the_stream_is_put_back(op, draw):
+    before = torch.get_rng_state()
+    message = rf"^no {re.escape(op)} at {re.escape(__file__)}:\d+, in \S+$"
+    with pytest.raises(RandomnessError, match=message):
+        guarded(draw)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_draws_nothing_passes_though_torch_calls_it_random():
+    heads = torch.ones(1, 1, 4, 8)
+    guarded(nn.functional.scaled_dot_product_attention, heads, heads, heads)
+    guarded(nn.functional.dropout, ONES, 0.5, False)
+    guarded(torch.ops.remat_test_draws.quiet, ONES)
+    guarded(torch.sin, ONES)
+
+
+def test_a_generator_passes_and_moves():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    guarded(lambda: torch.rand(3, generator=generator))
+    assert not torch.equal(generator.get_state(), before)
+
+
+def test_operators_of_higher_order_pass():
+    branch = lambda: torch.cond(ONES.sum() > 2, torch.sin, torch.cos, (ONES,))
+    assert torch.equal(guarded(branch), ONES.sin())

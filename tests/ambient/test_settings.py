@@ -4,9 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from support.runs import assert_replayed, gradients, leaf
-from support.states import STATES, default_dtype, state_of_now
-from support.zoo import Evaluations
+from support.runs import assert_replayed, gradients, leaf, replayed
+from support.states import STATES, autocast, default_dtype, state_of_now
+from support.tables import rows
+from support.zoo import Evaluations, ops_of
 from torch import nn
 from torch.func import grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -62,28 +63,23 @@ def test_a_recomputation_under_grad_sees_the_state_of_the_forward(change, read):
         assert [*seen] == [read()] * 2
 
 
-def test_a_recomputation_draws_in_the_default_dtype_of_its_forward():
-    def program(wrap):
-        with default_dtype(torch.float64):
-            y = wrap(lambda x: (x * torch.rand(64)).sin().exp())(x).sum()
-        return torch.autograd.grad(y, x)
-
+@replayed(sin=2)
+def test_a_recomputation_draws_in_the_default_dtype_of_its_forward(wrap):
     x = leaf()
-    assert_replayed(program, sin=2)
+    with default_dtype(torch.float64):
+        y = wrap(lambda x: (x * torch.rand(64)).sin().exp())(x).sum()
+    return torch.autograd.grad(y, x)
 
 
-def test_a_recomputation_runs_the_same_kernel_of_attention():
+@replayed(bmm=(6, 7))
+def test_a_recomputation_runs_the_same_kernel_of_attention(wrap):
     q = leaf(2, 4, 8, 16)
-
-    def program(wrap):
-        with sdpa_kernel(SDPBackend.MATH), count_ops() as ops:
-            y = wrap(lambda q: nn.functional.scaled_dot_product_attention(q, q, q))(q)
-        with count_ops() as more:
-            found = torch.autograd.grad(y.sum(), q)
-        assert not [op for op in ops + more if "flash" in op]
-        return found
-
-    assert_replayed(program, bmm=(6, 7))
+    with sdpa_kernel(SDPBackend.MATH), count_ops() as ops:
+        y = wrap(lambda q: nn.functional.scaled_dot_product_attention(q, q, q))(q)
+    with count_ops() as more:
+        found = torch.autograd.grad(y.sum(), q)
+    assert not [op for op in ops + more if "flash" in op]
+    return found
 
 
 @pytest.mark.skipif(
@@ -126,8 +122,7 @@ def test_a_setting_that_the_function_sets_is_put_back_after_the_backward():
         y = remat(fn)(x)
         assert torch.get_default_dtype() == torch.float64
         torch.set_default_dtype(before)
-        with count_ops() as ops:
-            y.sum().backward()
+        ops = ops_of(lambda: y.sum().backward())
         assert torch.get_default_dtype() == before
     assert ops["sin"] == 1
 
@@ -157,6 +152,99 @@ def test_with_grad_mode_off_the_function_is_called_as_it_is(off):
     with off():
         assert live_bytes(lambda: remat(fn)(x)) == 4096
     assert seen == [(id(x), False)]
-    with count_ops() as ops:
-        remat(fn)(x).sum().backward()
-    assert ops["sin"] == 2 + 1
+    assert ops_of(lambda: remat(fn)(x).sum().backward())["sin"] == 2 + 1
+
+
+# --- A recompute casts as its forward did, and keeps nothing that it cast ---
+
+
+AUTOCAST = {
+    "off": contextlib.nullcontext,
+    "bfloat16": autocast,
+    "float16": lambda: autocast(torch.float16),
+}
+
+
+def cast(x, w):
+    return (x @ w).sin() @ w
+
+
+@pytest.fixture
+def square():
+    """Two matrices that require grad."""
+    return leaf(8, 8), leaf(8, 8)
+
+
+@pytest.mark.parametrize("then", AUTOCAST.values(), ids=[f"then {s}" for s in AUTOCAST])
+@rows("first", AUTOCAST)
+@replayed(sin=2)
+def test_a_recomputation_casts_as_its_forward_did(wrap, first, then, square):
+    with first():
+        y = wrap(cast)(*square).float().sum()
+    with then():
+        return y, torch.autograd.grad(y, square)
+
+
+def test_autocast_entered_inside_is_entered_again(square):
+    def fn(x, w):
+        with autocast():
+            y = cast(x, w)
+            with autocast(enabled=False):
+                return cast(y.float(), w)
+
+    assert_replayed(gradients(fn, *square), sin=2 * 2)
+
+
+# --- The cache of autocast ---------------------------------------------------------
+
+
+@replayed(sin=2 * 2)
+def test_autocast_casts_a_weight_once_for_two_calls(wrap, square):
+    call, (x, w) = wrap(cast), square
+    with autocast():
+        y = call(call(x, w), w).float().sum()
+    return torch.autograd.grad(y, square)
+
+
+# The recompute casts x, w, and w again.
+@replayed(sin=2, _to_copy=(8, 8 + 3))
+def test_autocast_with_another_setting_of_its_cache(wrap, square):
+    with autocast(cache_enabled=False):
+        y = wrap(cast)(*square).float().sum()
+    with autocast():
+        return torch.autograd.grad(y, square)
+
+
+@replayed(sin=2)
+def test_autocast_under_grad(wrap):
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+
+    def loss(w):
+        with autocast():
+            return wrap(cast)(x, w).float().sum()
+
+    return grad(loss)(w)
+
+
+def test_what_was_cast_is_freed_when_autocast_ends():
+    x, w = leaf(4, 64), leaf(64, 64)
+
+    def two(call):
+        with autocast():
+            return call(call(x, w), w)
+
+    one = 4 * 64 * 2
+    # The results alone. Plain keeps the weight in half the bytes, too.
+    assert live_bytes(lambda: two(remat(cast))) == 2 * one
+    assert live_bytes(lambda: two(cast)) > 2 * one + 64 * 64 * 2
+
+
+def test_what_a_recomputation_casts_is_freed_when_it_ends():
+    x, w = leaf(4, 64), leaf(64, 64)
+    with autocast():
+        y = remat(cast)(x, w).sum()
+        torch.clear_autocast_cache()
+        found = lambda: torch.autograd.grad(y, (x, w), retain_graph=True)
+        with count_ops() as ops:
+            assert live_bytes(found) == x.nbytes + w.nbytes
+    assert ops["sin"] == 1

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support.holders import HOLDERS_OF_STREAMS, WAYS_OF_STREAMS, use
-from support.runs import CONFIGURATIONS, assert_replayed, leaf
-from support.tables import rotated
+from support.runs import CONFIGURATIONS, assert_replayed, leaf, replayed
+from support.tables import crossed, rows
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, vmap
@@ -30,7 +30,7 @@ def next_of(stream):
     return use(torch.ones(64), stream)
 
 
-@rotated("way, make, ours", WAYS_OF_STREAMS, STREAMS, CONFIGURATIONS)
+@crossed("way, make, ours", WAYS_OF_STREAMS, STREAMS, CONFIGURATIONS)
 def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make, ours):
     def program(wrap):
         stream = STREAMS[make]()
@@ -48,26 +48,22 @@ def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make, ours)
 
 
 @pytest.mark.parametrize("way", WAYS_OF_STREAMS)
-def test_a_stream_is_replayed_under_grad_wherever_it_is_held(way):
-    def program(wrap):
-        stream = torch.Generator().manual_seed(5)
-        fn = WAYS_OF_STREAMS[way](wrap, stream)
-        return grad(lambda x: fn(x).sum())(x), next_of(stream)
-
+@replayed(sin=2 + 1)
+def test_a_stream_is_replayed_under_grad_wherever_it_is_held(wrap, way):
     x = torch.randn(64)
-    assert_replayed(program, sin=2 + 1)
+    stream = torch.Generator().manual_seed(5)
+    fn = WAYS_OF_STREAMS[way](wrap, stream)
+    return grad(lambda x: fn(x).sum())(x), next_of(stream)
 
 
-@rotated("way, make", WAYS_OF_STREAMS, STREAMS)
-def test_a_stream_is_replayed_under_vmap_of_grad_wherever_it_is_held(way, make):
-    def program(wrap):
-        stream = STREAMS[make]()
-        fn = WAYS_OF_STREAMS[way](wrap, stream)
-        found = vmap(grad(lambda x: fn(x).sum()), randomness="same")(xs)
-        return found, next_of(stream)
-
+@crossed("way, make", WAYS_OF_STREAMS, STREAMS)
+@replayed(sin=2 + 1)
+def test_a_stream_is_replayed_under_vmap_of_grad_wherever_it_is_held(wrap, way, make):
     xs = torch.randn(3, 64)
-    assert_replayed(program, sin=2 + 1)
+    stream = STREAMS[make]()
+    fn = WAYS_OF_STREAMS[way](wrap, stream)
+    found = vmap(grad(lambda x: fn(x).sum()), randomness="same")(xs)
+    return found, next_of(stream)
 
 
 @streams
@@ -90,24 +86,20 @@ def test_a_failed_recomputation_leaves_the_stream_alone(make):
     assert_same(next_of(stream), next_of(plain))
 
 
-def test_a_global_stream_and_a_generator_are_replayed_together():
-    def program(wrap):
-        generator = torch.Generator().manual_seed(5)
-        call = wrap(lambda x, g: nn.functional.dropout(use(x, g), 0.5))
-        return torch.autograd.grad(call(x, generator).sum(), x), next_of(generator)
-
+@replayed(sin=3)
+def test_a_global_stream_and_a_generator_are_replayed_together(wrap):
     x = leaf()
-    assert_replayed(program, sin=3)
+    generator = torch.Generator().manual_seed(5)
+    call = wrap(lambda x, g: nn.functional.dropout(use(x, g), 0.5))
+    return torch.autograd.grad(call(x, generator).sum(), x), next_of(generator)
 
 
 @pytest.mark.parametrize("method", ["random", "uniform", "normal"])
-def test_a_bound_builtin_method_leads_to_its_stream(method):
-    def program(wrap):
-        draw = getattr(np.random.default_rng(5), method)
-        return torch.autograd.grad(wrap(lambda x: (x.sin() * draw()).exp())(x).sum(), x)
-
+@replayed(sin=2)
+def test_a_bound_builtin_method_leads_to_its_stream(wrap, method):
     x = leaf()
-    assert_replayed(program, sin=2)
+    draw = getattr(np.random.default_rng(5), method)
+    return torch.autograd.grad(wrap(lambda x: (x.sin() * draw()).exp())(x).sum(), x)
 
 
 class Labelled(torch.Generator):
@@ -214,17 +206,15 @@ RESETS = {
 }
 
 
-@pytest.mark.parametrize("fn", RESETS.values(), ids=RESETS)
-def test_a_stream_that_the_function_puts_back_is_replayed(fn):
-    def program(wrap):
-        found = []
-        # The last of several: a first call may leave traces in memory.
-        for _ in range(3):
-            ys = [wrap(fn)(x) for _ in range(3)]
-            torch.rand(3)
-            random.random()
-            found += torch.autograd.grad(ys[-1].sum(), x)
-        return found
-
+@rows("fn", RESETS)
+@replayed(sin=3 * (3 + 1))
+def test_a_stream_that_the_function_puts_back_is_replayed(wrap, fn):
     x = leaf()
-    assert_replayed(program, sin=3 * (3 + 1))
+    found = []
+    # The last of several: a first call may leave traces in memory.
+    for _ in range(3):
+        ys = [wrap(fn)(x) for _ in range(3)]
+        torch.rand(3)
+        random.random()
+        found += torch.autograd.grad(ys[-1].sum(), x)
+    return found

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from support.changes import Wrapped
-from support.runs import assert_replayed, configurations, leaf
-from support.tables import crossed
+from support.runs import assert_replayed, configurations, leaf, replayed
+from support.tables import crossed, rows
+from support.zoo import ops_of
 from torch import distributed, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
@@ -131,15 +132,13 @@ def test_buffers_are_updated_once_when_the_forward_runs(name, how):
 # --- The counter -------------------------------------------------------------------
 
 
-def test_a_recomputation_starts_from_the_buffers_of_its_forward():
-    def program(wrap):
-        module = with_sines(Counter)
-        y = wrap(module)(x).sum()
-        wrap(module)(2 * x.detach())
-        return torch.autograd.grad(y, x), buffers(module)
-
+@replayed(sin=(4, 5))
+def test_a_recomputation_starts_from_the_buffers_of_its_forward(wrap):
     x = leaf(4, 3)
-    assert_replayed(program, sin=(4, 5))
+    module = with_sines(Counter)
+    y = wrap(module)(x).sum()
+    wrap(module)(2 * x.detach())
+    return torch.autograd.grad(y, x), buffers(module)
 
 
 def test_a_backward_leaves_the_buffers_alone():
@@ -157,58 +156,47 @@ def test_a_backward_leaves_the_buffers_alone():
         assert after[name][1] == version, name
 
 
-def test_nothing_is_recomputed_and_buffers_are_updated_in_no_grad():
-    def program(wrap):
-        module = with_sines(Counter)
-        with torch.no_grad():
-            y = wrap(module)(x)
-        states = buffers(module)
-        return y, states, torch.autograd.grad(wrap(module)(x).sum(), x)
-
+@replayed(sin=(2 + 2, 2 + 3))
+def test_nothing_is_recomputed_and_buffers_are_updated_in_no_grad(wrap):
     x = leaf(4, 3)
-    assert_replayed(program, sin=(2 + 2, 2 + 3))
+    module = with_sines(Counter)
+    with torch.no_grad():
+        y = wrap(module)(x)
+    states = buffers(module)
+    return y, states, torch.autograd.grad(wrap(module)(x).sum(), x)
 
 
 # --- Other ways to hold buffers ----------------------------------------------------
 
 
-def test_a_captured_tensor_that_is_no_buffer_is_updated_once():
-    def program(wrap):
-        mean, var = torch.zeros(3), torch.ones(3)
-
-        def fn(x):
-            return nn.functional.batch_norm(x, mean, var, training=True).sin().sin()
-
-        return torch.autograd.grad(wrap(fn)(x).pow(2).sum(), x), mean, var
-
+@replayed(sin=(2, 3))
+def test_a_captured_tensor_that_is_no_buffer_is_updated_once(wrap):
     x = leaf(4, 3)
-    assert_replayed(program, sin=(2, 3))
+    mean, var = torch.zeros(3), torch.ones(3)
+    fn = lambda x: nn.functional.batch_norm(x, mean, var, training=True).sin().sin()
+    return torch.autograd.grad(wrap(fn)(x).pow(2).sum(), x), mean, var
 
 
-def test_functional_call_updates_the_buffers_it_was_given():
-    def program(wrap):
-        module = Wrapped(with_sines(lambda: nn.BatchNorm1d(3)), wrap)
-        params = {k: p.detach() for k, p in module.named_parameters()}
-        given = buffers(module)
-
-        def loss(params, given):
-            return functional_call(module, {**params, **given}, (x,)).pow(3).sum()
-
-        found = grad(loss)(params, given)
-        assert given["module.0.num_batches_tracked"] == 1
-        assert module.module[0].num_batches_tracked == 0
-        return found, given
-
+@replayed(sin=2 * 2)
+def test_functional_call_updates_the_buffers_it_was_given(wrap):
     x = torch.randn(4, 3)
-    assert_replayed(program, sin=2 * 2)
+    module = Wrapped(with_sines(lambda: nn.BatchNorm1d(3)), wrap)
+    params = {k: p.detach() for k, p in module.named_parameters()}
+    given = buffers(module)
+
+    def loss(params, given):
+        return functional_call(module, {**params, **given}, (x,)).pow(3).sum()
+
+    found = grad(loss)(params, given)
+    assert given["module.0.num_batches_tracked"] == 1
+    assert module.module[0].num_batches_tracked == 0
+    return found, given
 
 
-def test_batched_statistics_are_used_and_not_updated_in_eval():
-    def program(wrap):
-        return vmap(grad(wrap(lambda x: norm(x).sin().sum())))(xs), buffers(norm)
-
+@replayed(sin=2)
+def test_batched_statistics_are_used_and_not_updated_in_eval(wrap):
     norm, xs = nn.BatchNorm1d(3).eval(), torch.randn(2, 4, 3)
-    assert_replayed(program, sin=2)
+    return vmap(grad(wrap(lambda x: norm(x).sin().sum())))(xs), buffers(norm)
 
 
 def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
@@ -225,8 +213,7 @@ def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
         distributed.destroy_process_group()
     before["num_batches_tracked"] += 2  # both counted before they looked
     assert_same(buffers(norm), before)
-    with count_ops() as ops:
-        remat(nn.Sequential(norm, Sines()))(x).sum().backward()
+    ops = ops_of(lambda: remat(nn.Sequential(norm, Sines()))(x).sum().backward())
     assert ops["sin"] == 2 + 1
 
 
@@ -265,7 +252,6 @@ class Quantized(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@configurations
 @pytest.mark.parametrize(
     ("make", "writes"),
     [
@@ -276,29 +262,23 @@ class Quantized(nn.Module):
         (quantized_to_four_bits, False),  # torch can neither copy it nor write to it
     ],
 )
-def test_quantized_buffers_are_told_apart_and_updated_once(make, writes, ours):
-    def program(wrap):
-        module = Quantized(make, writes=writes)
-        found = []
-        for _ in range(3):
-            found += torch.autograd.grad(wrap(module)(x).sum(), x)
-            found.append(module.table.dequantize())
-        return found
-
+@replayed(each=True, sin=2 * 3)
+def test_quantized_buffers_are_told_apart_and_updated_once(wrap, make, writes):
     x = leaf(3)
-    assert_replayed(program, wrap=ours, sin=2 * 3)
+    module = Quantized(make, writes=writes)
+    found = []
+    for _ in range(3):
+        found += torch.autograd.grad(wrap(module)(x).sum(), x)
+        found.append(module.table.dequantize())
+    return found
 
 
-@configurations
-def test_a_conjugate_buffer_is_compared(ours):
+@replayed(each=True, sin=2)
+def test_a_conjugate_buffer_is_compared(wrap):
     table = torch.randn(3, dtype=torch.complex64).conj()
     x = leaf(3)
-
-    def program(wrap):
-        fn = wrap(lambda x: (x * table).abs().sin().exp())
-        return torch.autograd.grad(fn(x).sum(), x)
-
-    assert_replayed(program, wrap=ours, sin=2)
+    fn = wrap(lambda x: (x * table).abs().sin().exp())
+    return torch.autograd.grad(fn(x).sum(), x)
 
 
 # --- Of what forwards leave as it is -------------------------------------------------
@@ -334,8 +314,7 @@ def test_tables_that_no_forward_writes_to_are_not_copied(ours, count):
     for _ in range(2):
         step(call, x)
     assert peak_bytes(lambda: step(call, x)) <= peak_bytes(lambda: step(module, x))
-    with count_ops() as ops:
-        step(call, x)
+    ops = ops_of(lambda: step(call, x))
     assert (ops["clone"], ops["exp"]) == (0, 2)
 
 
@@ -348,7 +327,7 @@ WRITES = {
 
 
 @configurations
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@rows("write", WRITES)
 def test_a_later_write_to_such_a_table_is_refused_once(write, ours):
     module, x = Tables(4), torch.ones(8, 128)
     module.table0[:64] = 5.0
@@ -375,15 +354,12 @@ def test_a_later_write_to_such_a_table_is_refused_once(write, ours):
     assert_replayed(program, wrap=ours, exp=2)
 
 
-@configurations
-def test_one_table_may_be_written_to_now_and_then(ours):
-    def program(wrap):
-        module, found = Tables(1), []
-        for k in range(4):
-            module.write = WRITES["in place"] if k % 2 else None
-            step(wrap(module), x)
-            found.append(module.table0.clone())
-        return found, module.weight.grad
-
+@replayed(each=True, exp=2 * 4)
+def test_one_table_may_be_written_to_now_and_then(wrap):
     x = torch.ones(8, 128)
-    assert_replayed(program, wrap=ours, exp=2 * 4)
+    module, found = Tables(1), []
+    for k in range(4):
+        module.write = WRITES["in place"] if k % 2 else None
+        step(wrap(module), x)
+        found.append(module.table0.clone())
+    return found, module.weight.grad

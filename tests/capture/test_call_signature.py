@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from support.holders import Object, Slots, called
+from support.tables import rows
 from torch import nn
 
 from remat import remat
@@ -71,9 +72,8 @@ SAME_CODE = {
 }
 
 
-@pytest.mark.parametrize("case", SAME_CODE)
-def test_calls_of_the_same_code_have_one_signature(case):
-    make, first, second = SAME_CODE[case]
+@rows("make, first, second", SAME_CODE)
+def test_calls_of_the_same_code_have_one_signature(make, first, second):
     a, b = (args if isinstance(args, tuple) else (args,) for args in (first, second))
     assert signature_of(make(), *a) == signature_of(make(), *b)
 
@@ -113,9 +113,8 @@ OTHER_CODE = {
 }
 
 
-@pytest.mark.parametrize("case", OTHER_CODE)
-def test_calls_of_other_code_have_other_signatures(case):
-    first, second = OTHER_CODE[case]
+@rows("first, second", OTHER_CODE)
+def test_calls_of_other_code_have_other_signatures(first, second):
     assert call_of(*first).signature != call_of(*second).signature
 
 

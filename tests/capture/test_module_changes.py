@@ -7,8 +7,8 @@ from collections import OrderedDict
 
 import pytest
 from support.changes import CHANGES, ODD, OF_VALUES, Block, Part, is_remembered
-from support.runs import assert_replayed
-from support.tables import crossed
+from support.runs import assert_replayed, replayed
+from support.tables import crossed, rows
 from support.zoo import Evaluations, make, plainly
 from torch import nn
 
@@ -43,35 +43,32 @@ STYLES = {
 
 
 @crossed("change, style", [*CHANGES, *ODD, *OF_VALUES], STYLES)
-def test_a_change_is_seen_by_later_calls_and_not_by_a_recomputation(change, style):
-    def program(wrap):
-        model = model_of(Block)
-        params, call = [*model.parameters()], wrap(STYLES[style](model))
-
-        def run():
-            return call(x.to(model.weight.dtype)).sum()
-
-        state = state_of(model)
-        for _ in range(2):
-            run().backward()
-        assert state_of(model) == state
-        assert wrap is plainly or is_remembered(model)
-        y = run()
-        if change in OF_VALUES:
-            y.backward()
-            OF_VALUES[change](model)
-        else:
-            (CHANGES | ODD)[change](model)
-            state = state_of(model)
-            y.backward()  # as it was
-            assert state_of(model) == state
-        for _ in range(2):
-            y = run()
-            y.backward(retain_graph=True)  # as it is
-        return y, [p.grad for p in (*params, *model.parameters())]
-
+@replayed(exp=2 * 5)
+def test_a_change_is_seen_by_later_calls_and_not_by_a_recomputation(
+    wrap, change, style
+):
     x = leaf()
-    assert_replayed(program, exp=2 * 5)
+    model = model_of(Block)
+    params, call = [*model.parameters()], wrap(STYLES[style](model))
+    run = lambda: call(x.to(model.weight.dtype)).sum()
+    state = state_of(model)
+    for _ in range(2):
+        run().backward()
+    assert state_of(model) == state
+    assert wrap is plainly or is_remembered(model)
+    y = run()
+    if change in OF_VALUES:
+        y.backward()
+        OF_VALUES[change](model)
+    else:
+        (CHANGES | ODD)[change](model)
+        state = state_of(model)
+        y.backward()  # as it was
+        assert state_of(model) == state
+    for _ in range(2):
+        y = run()
+        y.backward(retain_graph=True)  # as it is
+    return y, [p.grad for p in (*params, *model.parameters())]
 
 
 class Changing(Block):
@@ -91,45 +88,39 @@ class Changing(Block):
     "change",
     ["number", "entry of a list added", "nested list", "list of an object", "tuple"],
 )
-def test_a_change_by_the_forward_is_made_once(change):
-    def program(wrap):
-        model, x = model_of(Changing, change), leaf()
-        call = wrap(model)
-        for _ in range(5):
-            call(x).sum().backward()
-        return x.grad, float(model.number())
-
-    assert_replayed(program, exp=(10, 20))
+@replayed(exp=(10, 20))
+def test_a_change_by_the_forward_is_made_once(wrap, change):
+    model, x = model_of(Changing, change), leaf()
+    call = wrap(model)
+    for _ in range(5):
+        call(x).sum().backward()
+    return x.grad, float(model.number())
 
 
-def test_training_and_evaluating_in_turn():
-    def program(wrap):
-        model, x = model_of(Block), leaf()
-        call = wrap(model)
-        for k in range(6):
-            model.train(k % 2 == 0)
-            call(x).sum().backward()
-        return x.grad, [p.grad for p in model.parameters()]
-
-    assert_replayed(program, exp=2 * 6)
+@replayed(exp=2 * 6)
+def test_training_and_evaluating_in_turn(wrap):
+    model, x = model_of(Block), leaf()
+    call = wrap(model)
+    for k in range(6):
+        model.train(k % 2 == 0)
+        call(x).sum().backward()
+    return x.grad, [p.grad for p in model.parameters()]
 
 
 # --- What several share ------------------------------------------------------------
 
 
-def test_blocks_that_share_an_object_and_a_weight():
-    def program(wrap):
-        first, second, x = model_of(Block), model_of(Block), leaf()
-        second.part, second.weight = first.part, first.weight
-        call = wrap(lambda x: second(first(x)))
-        for _ in range(3):
-            y = call(x).sum()
-            first.part.sizes.append(1)
-            y.backward()
-        call(x).sum().backward()
-        return x.grad, first.weight.grad, second.inner[0].weight.grad
-
-    assert_replayed(program, exp=(2 * 4, 4 * 4))
+@replayed(exp=(2 * 4, 4 * 4))
+def test_blocks_that_share_an_object_and_a_weight(wrap):
+    first, second, x = model_of(Block), model_of(Block), leaf()
+    second.part, second.weight = first.part, first.weight
+    call = wrap(lambda x: second(first(x)))
+    for _ in range(3):
+        y = call(x).sum()
+        first.part.sizes.append(1)
+        y.backward()
+    call(x).sum().backward()
+    return x.grad, first.weight.grad, second.inner[0].weight.grad
 
 
 class Sharing(nn.Module):
@@ -165,7 +156,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize(("make", "calls"), SHARED.values(), ids=SHARED.keys())
+@rows("make, calls", SHARED)
 def test_modules_and_closures_that_share_what_the_forward_changes(make, calls):
     def program(wrap):
         part, listed = Part(), [1.0]
@@ -207,17 +198,15 @@ class Other(Block):
         return super().forward(x) * 3
 
 
-def test_another_class_is_used_after_the_backward():
-    def program(wrap):
-        model, x = model_of(Block), leaf()
-        call = wrap(model)
-        for _ in range(3):
-            call(x).sum().backward()
-        model.__class__ = Other
+@replayed(exp=(4, 8))
+def test_another_class_is_used_after_the_backward(wrap):
+    model, x = model_of(Block), leaf()
+    call = wrap(model)
+    for _ in range(3):
         call(x).sum().backward()
-        return x.grad
-
-    assert_replayed(program, exp=(4, 8))
+    model.__class__ = Other
+    call(x).sum().backward()
+    return x.grad
 
 
 def test_another_class_before_the_backward_is_an_error():
@@ -228,30 +217,26 @@ def test_another_class_before_the_backward_is_an_error():
         y.sum().backward()
 
 
-def test_an_argument_that_is_a_parameter_is_one_input():
-    def program(wrap):
-        model = model_of(Block)
-        wrap(model)(model.second.linear.weight).sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    assert_replayed(program, exp=2)
+@replayed(exp=2)
+def test_an_argument_that_is_a_parameter_is_one_input(wrap):
+    model = model_of(Block)
+    wrap(model)(model.second.linear.weight).sum().backward()
+    return [p.grad for p in model.parameters()]
 
 
-def test_a_module_and_its_submodule_are_one():
-    def program(wrap):
-        model, x = model_of(Block), leaf()
-        pair = [model, model.second]
+@replayed(exp=6)
+def test_a_module_and_its_submodule_are_one(wrap):
+    model, x = model_of(Block), leaf()
+    pair = [model, model.second]
 
-        def listed(x):
-            assert pair[0].second is pair[1]
-            return pair[1](x) + pair[0](x)
+    def listed(x):
+        assert pair[0].second is pair[1]
+        return pair[1](x) + pair[0](x)
 
-        def reached(x):
-            assert model.second is pair[1]
-            return pair[1](x) + model(x)
+    def reached(x):
+        assert model.second is pair[1]
+        return pair[1](x) + model(x)
 
-        for fn in listed, reached, listed:
-            wrap(fn)(x).sum().backward()
-        return x.grad, [p.grad for p in model.parameters()]
-
-    assert_replayed(program, exp=6)
+    for fn in listed, reached, listed:
+        wrap(fn)(x).sum().backward()
+    return x.grad, [p.grad for p in model.parameters()]

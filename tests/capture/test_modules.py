@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support.changes import Wrapped
-from support.runs import assert_replayed, leaf
+from support.runs import assert_replayed, leaf, replayed
+from support.tables import rows
 from support.transforms import TRANSFORMS
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -41,32 +42,28 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_training_ends_in_the_same_parameters(optimizer):
-    def program(wrap):
-        blocks = nn.ModuleList([mlp() for _ in range(3)])
-        steps = optimizer(blocks.parameters())
-        for _ in range(5):
-            x = torch.randn(16, 4)
-            h = x
-            for block in blocks:
-                h = h + wrap(block)(h)
-            (h - x.roll(1, 1)).pow(2).mean().backward()
-            steps.step()
-            steps.zero_grad()
-        return blocks.state_dict()
-
-    assert_replayed(program, sin=(3 * 5, 2 * 3 * 5))
+@rows("optimizer", OPTIMIZERS)
+@replayed(sin=(3 * 5, 2 * 3 * 5))
+def test_training_ends_in_the_same_parameters(wrap, optimizer):
+    blocks = nn.ModuleList([mlp() for _ in range(3)])
+    steps = optimizer(blocks.parameters())
+    for _ in range(5):
+        x = torch.randn(16, 4)
+        h = x
+        for block in blocks:
+            h = h + wrap(block)(h)
+        (h - x.roll(1, 1)).pow(2).mean().backward()
+        steps.step()
+        steps.zero_grad()
+    return blocks.state_dict()
 
 
-def test_gradients_accumulate_over_calls():
-    def program(wrap):
-        module = mlp()
-        for x in torch.randn(3, 2, 4):
-            wrap(module)(x).sum().backward()
-        return grads(module)
-
-    assert_replayed(program, sin=2 * 3)
+@replayed(sin=2 * 3)
+def test_gradients_accumulate_over_calls(wrap):
+    module = mlp()
+    for x in torch.randn(3, 2, 4):
+        wrap(module)(x).sum().backward()
+    return grads(module)
 
 
 def frozen(module, *parts):
@@ -107,20 +104,16 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "of_input", "names"), GRADIENTS.values(), ids=GRADIENTS.keys()
-)
-def test_what_needs_grad_gets_it(make, of_input, names):
-    def program(wrap):
-        module = make()
-        x = torch.randn(2, 4, requires_grad=of_input)
-        y, found, of_x = step(wrap(module), module, x)
-        nonzero = [name for name, g in found.items() if g is not None and g.any()]
-        assert nonzero == names
-        assert (of_x is not None) == of_input
-        return y, found, of_x
-
-    assert_replayed(program, sin=2)
+@rows("make, of_input, names", GRADIENTS)
+@replayed(sin=2)
+def test_what_needs_grad_gets_it(wrap, make, of_input, names):
+    module = make()
+    x = torch.randn(2, 4, requires_grad=of_input)
+    y, found, of_x = step(wrap(module), module, x)
+    nonzero = [name for name, g in found.items() if g is not None and g.any()]
+    assert nonzero == names
+    assert (of_x is not None) == of_input
+    return y, found, of_x
 
 
 def test_nothing_needs_grad():
@@ -140,25 +133,21 @@ def test_only_inputs_stay_alive_after_the_forward():
     assert live_bytes(lambda: remat(module)(x)) == 4096
 
 
-def test_weights_tied_across_calls_get_the_sum():
-    def program(wrap):
-        module, x = Tied(), torch.randn(2, 4)
-        y = wrap(module.b)(wrap(Sin())(wrap(module)(x)))
-        y.pow(2).sum().backward()
-        return grads(module)
-
-    # What is a call of its own needs its input alone.
-    assert_replayed(program, sin=(2, 2 + 1))
+# What is a call of its own needs its input alone.
+@replayed(sin=(2, 2 + 1))
+def test_weights_tied_across_calls_get_the_sum(wrap):
+    module, x = Tied(), torch.randn(2, 4)
+    y = wrap(module.b)(wrap(Sin())(wrap(module)(x)))
+    y.pow(2).sum().backward()
+    return grads(module)
 
 
-def test_blocks_in_a_row_share_nothing():
-    def program(wrap):
-        h, blocks = torch.randn(2, 4), nn.ModuleList([mlp() for _ in range(4)])
-        for block in blocks:
-            h = wrap(block)(h)
-        return torch.autograd.grad(h.sum(), [*blocks.parameters()])
-
-    assert_replayed(program, sin=2 * 4)
+@replayed(sin=2 * 4)
+def test_blocks_in_a_row_share_nothing(wrap):
+    h, blocks = torch.randn(2, 4), nn.ModuleList([mlp() for _ in range(4)])
+    for block in blocks:
+        h = wrap(block)(h)
+    return torch.autograd.grad(h.sum(), [*blocks.parameters()])
 
 
 # --- functional_call -------------------------------------------------------------
@@ -171,26 +160,22 @@ def tripled(module, prefix=""):
     }
 
 
-def test_functional_call_outside_with_the_backward_outside():
-    def program(wrap):
-        module = mlp()
-        params, x = tripled(module, "module."), torch.randn(2, 4)
-        functional_call(Wrapped(module, wrap), params, (x,)).pow(2).sum().backward()
-        assert set(grads(module).values()) == {None}
-        return [p.grad for p in params.values()]
-
-    assert_replayed(program, sin=2)
+@replayed(sin=2)
+def test_functional_call_outside_with_the_backward_outside(wrap):
+    module = mlp()
+    params, x = tripled(module, "module."), torch.randn(2, 4)
+    functional_call(Wrapped(module, wrap), params, (x,)).pow(2).sum().backward()
+    assert set(grads(module).values()) == {None}
+    return [p.grad for p in params.values()]
 
 
-def test_functional_call_inside():
-    def program(wrap):
-        module = mlp()
-        params, x = tripled(module), torch.randn(2, 4)
-        call = wrap(lambda p, x: functional_call(module, p, (x,)).pow(2).sum())
-        call(params, x).backward()
-        return [p.grad for p in params.values()]
-
-    assert_replayed(program, sin=2)
+@replayed(sin=2)
+def test_functional_call_inside(wrap):
+    module = mlp()
+    params, x = tripled(module), torch.randn(2, 4)
+    call = wrap(lambda p, x: functional_call(module, p, (x,)).pow(2).sum())
+    call(params, x).backward()
+    return [p.grad for p in params.values()]
 
 
 # How often a transform runs the sine, plain and rematerialized.
@@ -224,20 +209,15 @@ def test_functional_call_under_transforms(name):
     assert_replayed(program, reassociated=transform.order == 2, sin=SINES[name])
 
 
-def test_functional_call_with_one_batched_parameter():
-    def program(wrap):
-        module = mlp()
-        call, x = Wrapped(module, wrap), torch.randn(2, 4)
-        params = {k: p.detach() for k, p in call.named_parameters()}
-        params["module.2.bias"] = torch.stack([params["module.2.bias"]] * 3)
-        in_dims = ({k: 0 if k == "module.2.bias" else None for k in params},)
-
-        def loss(params):
-            return functional_call(call, params, (x,)).pow(2).sum()
-
-        return vmap(grad(loss), in_dims)(params)
-
-    assert_replayed(program, sin=2)
+@replayed(sin=2)
+def test_functional_call_with_one_batched_parameter(wrap):
+    module = mlp()
+    call, x = Wrapped(module, wrap), torch.randn(2, 4)
+    params = {k: p.detach() for k, p in call.named_parameters()}
+    params["module.2.bias"] = torch.stack([params["module.2.bias"]] * 3)
+    in_dims = ({k: 0 if k == "module.2.bias" else None for k in params},)
+    loss = lambda params: functional_call(call, params, (x,)).pow(2).sum()
+    return vmap(grad(loss), in_dims)(params)
 
 
 # --- What modules do in forward --------------------------------------------------
@@ -254,14 +234,12 @@ class KeepsIntermediate(nn.Module):
         return (x * self.last).sin().sin()
 
 
-def test_an_attribute_may_hold_an_intermediate_of_the_last_call():
-    def program(wrap):
-        module, x = KeepsIntermediate(), torch.randn(2, 4)
-        for _ in range(3):
-            wrap(module)(x).sum().backward()
-        return grads(module), module.last.detach()
-
-    assert_replayed(program, sin=(3 * 2, 3 * 3))
+@replayed(sin=(3 * 2, 3 * 3))
+def test_an_attribute_may_hold_an_intermediate_of_the_last_call(wrap):
+    module, x = KeepsIntermediate(), torch.randn(2, 4)
+    for _ in range(3):
+        wrap(module)(x).sum().backward()
+    return grads(module), module.last.detach()
 
 
 # --- Hooks -------------------------------------------------------------------------
@@ -307,13 +285,11 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize(("hook", "times"), HOOKS.values(), ids=HOOKS.keys())
-def test_hooks_of_the_backward_run_once(hook, times):
-    def program(wrap):
-        module, calls = mlp(), []
-        hook(module, calls.append)
-        wrap(module)(leaf(2, 4)).sum().backward()
-        assert len(calls) == times
-        return calls, grads(module)
-
-    assert_replayed(program, sin=2)
+@rows("hook, times", HOOKS)
+@replayed(sin=2)
+def test_hooks_of_the_backward_run_once(wrap, hook, times):
+    module, calls = mlp(), []
+    hook(module, calls.append)
+    wrap(module)(leaf(2, 4)).sum().backward()
+    assert len(calls) == times
+    return calls, grads(module)

@@ -20,9 +20,9 @@ from support.objects import (
     scalar_of,
 )
 from support.runs import leaf
-from support.tables import crossed
+from support.tables import crossed, rows
 from support.transforms import TRANSFORMS
-from support.zoo import plainly
+from support.zoo import ops_of, plainly
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -60,12 +60,12 @@ def step_of(kind):
 # --- Each kind under each transform ---
 
 
-@crossed("how, kind", TRANSFORMS, KINDS, each=2, whole=("backward", "vmap_grad"))
+@crossed("how, kind", TRANSFORMS, KINDS, whole=("backward", "vmap_grad"))
 def test_a_kind_is_an_argument_and_a_result(how, kind):
     assert_as_plain(how, partial(scalar_of, kind), step_of(kind))
 
 
-@crossed("how, kind", AT_BASE, KINDS, each=8)
+@crossed("how, kind", AT_BASE, KINDS)
 def test_a_kind_with_higher_order(how, kind):
     loss_of, step = partial(scalar_of, kind), step_of(kind)
     assert_as_plain(how, loss_of, step, wrap=higher, calls=True)
@@ -77,24 +77,22 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_the_comparison_of_kinds_fails_for_another_function(case):
-    wrap, message = WRONG[case]
+@rows("wrap, message", WRONG)
+def test_the_comparison_of_kinds_fails_for_another_function(wrap, message):
     loss_of, step = partial(scalar_of, "dataclass"), step_of("dataclass")
     with pytest.raises(AssertionError, match=message):
         assert_as_plain("grad", loss_of, step, wrap=wrap)
 
 
-def both(fn, x, of, transform=grad, sines=None):
-    """Assert that a transform of `of(fn)` is as plain, and that sines are taken again.
+def both(fn, x, loss, transform=grad, sines=None):
+    """Assert that a transform of a loss is as plain, and that sines are taken again.
 
     A hessian takes more: the derivatives of the sines have sines as well.
     """
-    expected = transform(of(fn))(x)
-    with count_ops() as plain:
-        transform(of(fn))(x)
+    expected = transform(partial(loss, fn))(x)
+    plain = ops_of(lambda: transform(partial(loss, fn))(x))
     with count_ops() as ops:
-        found = transform(of(remat(fn)))(x)
+        found = transform(partial(loss, remat(fn)))(x)
     assert_same(found, expected, reassociated=True)
     assert ops["sin"] > plain["sin"]
     if sines is not None:
@@ -104,7 +102,7 @@ def both(fn, x, of, transform=grad, sines=None):
 def test_the_comparison_of_one_transform_fails_without_a_recompute(monkeypatch):
     monkeypatch.setitem(both.__globals__, "remat", plainly)
     with pytest.raises(AssertionError):
-        both(lambda x: x.sin().exp(), X, lambda fn: lambda x: fn(x).sum())
+        both(lambda x: x.sin().exp(), X, lambda fn, x: fn(x).sum())
 
 
 # --- What a result is ---
@@ -112,7 +110,7 @@ def test_the_comparison_of_one_transform_fails_without_a_recompute(monkeypatch):
 
 @under_func
 def test_a_result_is_the_very_object_that_the_function_made(transform):
-    def of(fn):
+    def loss(fn, x):
         made = []
 
         def noting(x):
@@ -120,15 +118,12 @@ def test_a_result_is_the_very_object_that_the_function_made(transform):
             made.append(weakref.ref(out))
             return out
 
-        def loss(x):
-            wrapped = remat(noting) if isinstance(fn, type(remat(fn))) else noting
-            out = wrapped(x)
-            assert out is made[0]()
-            return out.left.sum()
+        wrapped = remat(noting) if isinstance(fn, type(remat(fn))) else noting
+        out = wrapped(x)
+        assert out is made[0]()
+        return out.left.sum()
 
-        return loss
-
-    both(lambda x: Plain(x.sin().exp(), None), X, of, transform)
+    both(lambda x: Plain(x.sin().exp(), None), X, loss, transform)
 
 
 def everything(x):
@@ -140,23 +135,20 @@ def everything(x):
 
 @under_func
 def test_identities_and_constants_are_kept(transform):
-    def of(fn):
-        def loss(x):
-            out = fn(x)
-            o, p, y = out["o"], out["p"], out["y"]
-            assert o.me is o
-            assert p.left is o
-            assert o.left is y
-            assert o.right[0] is y
-            assert p.right.left is y
-            assert o.right[2][0] is x
-            assert (o.number, o.right[1], o.right[2][1]) == (3, None, "text")
-            assert (p.right.right, p.right.none) == (1.5, None)
-            return (o.left * p.right.left).sum()
+    def loss(fn, x):
+        out = fn(x)
+        o, p, y = out["o"], out["p"], out["y"]
+        assert o.me is o
+        assert p.left is o
+        assert o.left is y
+        assert o.right[0] is y
+        assert p.right.left is y
+        assert o.right[2][0] is x
+        assert (o.number, o.right[1], o.right[2][1]) == (3, None, "text")
+        assert (p.right.right, p.right.none) == (1.5, None)
+        return (o.left * p.right.left).sum()
 
-        return loss
-
-    both(everything, X, of, transform)
+    both(everything, X, loss, transform)
 
 
 def test_no_constructor_and_no_setter_runs():
@@ -177,14 +169,10 @@ def test_no_constructor_and_no_setter_runs():
         def __del__(self):
             ran.append("del")
 
-    def loss(x):
-        return remat(lambda x: Noting(x.sin().exp()))(x).y.sum()
-
-    with count_ops() as ops:
-        grad(loss)(X)
-    assert ops["sin"] == 2
+    loss = lambda x: remat(lambda x: Noting(x.sin().exp()))(x).y.sum()
+    assert ops_of(lambda: grad(loss)(X))["sin"] == 2
     assert ran == ["init", "set", "init", "set", "del", "del"] or sorted(ran) == [
-        *("del", "del", "init", "init", "set", "set"),
+        *("del", "del", "init", "init", "set", "set")
     ]
 
 
@@ -195,15 +183,12 @@ def test_a_cycle_among_tuples_is_kept():
         inner.append(outer)
         return outer
 
-    def of(fn):
-        def loss(x):
-            outer = fn(x)
-            assert outer[0][0] is outer
-            return outer[1].sum()
+    def loss(fn, x):
+        outer = fn(x)
+        assert outer[0][0] is outer
+        return outer[1].sum()
 
-        return loss
-
-    both(fn, X, of, sines=2)
+    both(fn, X, loss, sines=2)
 
 
 def test_auxiliary_results_of_grad():
@@ -229,23 +214,18 @@ def test_an_operation_may_return_what_it_is_given_without_a_vmap_alone(transform
         one, other = torch.broadcast_tensors(y, x)
         return y, one, [other]
 
-    def of(fn):
-        def loss(x):
-            y, one, (other,) = fn(x)
-            return (y * one * other).sum()
+    def loss(fn, x):
+        y, one, (other,) = fn(x)
+        return (y * one * other).sum()
 
-        return loss
-
-    both(fn, X, of, transform)
+    both(fn, X, loss, transform)
 
 
 def test_a_class_that_code_of_the_standard_library_made_is_searched():
     made = type("Made", (Attributes,), {"__module__": "abc"})
 
-    def of(fn):
-        return lambda x: fn(made(x, x)).left.sum()
-
-    both(lambda held: made(held.left.sin().exp(), held), X, of, sines=2)
+    loss = lambda fn, x: fn(made(x, x)).left.sum()
+    both(lambda held: made(held.left.sin().exp(), held), X, loss, sines=2)
 
 
 def test_a_large_result():
@@ -253,19 +233,15 @@ def test_a_large_result():
         y = x.sin().exp()
         return Plain([y * i for i in range(1500)], {i: y + i for i in range(1500)})
 
-    def of(fn):
-        def loss(x):
-            out = fn(x)
-            return sum(out.left[::100]).sum() + out.right[1499].sum()
+    def loss(fn, x):
+        out = fn(x)
+        return sum(out.left[::100]).sum() + out.right[1499].sum()
 
-        return loss
-
-    both(fn, X, of, sines=2)
+    both(fn, X, loss, sines=2)
 
 
 def test_results_of_nested_calls():
-    def inner(held):
-        return Plain(held.left.sin().exp(), held)
+    inner = lambda held: Plain(held.left.sin().exp(), held)
 
     def outer(wrap):
         def fn(x):
@@ -290,29 +266,23 @@ def test_methods_partials_and_weak_references_of_a_result():
         read = partial(torch.mul, held.left)
         return held, held.__getattribute__, read, weakref.ref(held), (weakref.ref(fn),)
 
-    def of(fn):
-        def loss(x):
-            held, get, read, ref, _ = fn(x)
-            assert ref() is held
-            assert get("left") is held.left
-            assert read.args[0] is held.left
-            return read(get("left")).sum()
+    def loss(fn, x):
+        held, get, read, ref, _ = fn(x)
+        assert ref() is held
+        assert get("left") is held.left
+        assert read.args[0] is held.left
+        return read(get("left")).sum()
 
-        return loss
-
-    both(fn, X, of, sines=2)
+    both(fn, X, loss, sines=2)
 
 
 def test_a_read_only_view_of_a_class_is_returned_as_it_is():
-    def of(fn):
-        def loss(x):
-            out = fn(x)
-            assert out.right["left"] is vars(Slots)["left"]
-            return out.left.sum()
+    def loss(fn, x):
+        out = fn(x)
+        assert out.right["left"] is vars(Slots)["left"]
+        return out.left.sum()
 
-        return loss
-
-    both(lambda x: Plain(x.sin().exp(), vars(Slots)), X, of, sines=2)
+    both(lambda x: Plain(x.sin().exp(), vars(Slots)), X, loss, sines=2)
 
 
 def test_a_set_of_computed_tensors_that_are_returned_besides():
@@ -320,21 +290,16 @@ def test_a_set_of_computed_tensors_that_are_returned_besides():
         a, b = x.sin().exp(), x.sin().exp() * 2
         return a, b, {a, b}
 
-    def of(fn):
-        def loss(x):
-            a, b, both_of_them = fn(x)
-            assert both_of_them == {a, b}
-            return (a * 3 + b).sum()
+    def loss(fn, x):
+        a, b, both_of_them = fn(x)
+        assert both_of_them == {a, b}
+        return (a * 3 + b).sum()
 
-        return loss
-
-    both(fn, X, of, sines=4)
+    both(fn, X, loss, sines=4)
 
 
 def test_check_replay_takes_any_result():
-    def fn(x):
-        return Plain(x.sin().exp(), SimpleNamespace(read=lambda: x))
-
+    fn = lambda x: Plain(x.sin().exp(), SimpleNamespace(read=lambda: x))
     assert check_replay(fn, leaf(3)).operations > 0
 
 
@@ -355,46 +320,37 @@ class Cache:
 
 @under_func
 def test_a_cache_that_is_passed_updated_and_returned_is_that_cache(transform):
-    def fn(cache, x):
-        return cache.update(x.sin().exp()), cache
+    fn = lambda cache, x: (cache.update(x.sin().exp()), cache)
 
-    def of(fn):
-        def loss(x):
-            cache = Cache()
-            layers = cache.layers
-            a, first = fn(cache, x)
-            b, second = fn(cache, x * 2)
-            assert first is second is cache
-            assert cache.layers is layers
-            assert (cache.seen, len(layers)) == (2, 2)
-            return (a * b * layers[0]["y"]).sum()
+    def loss(fn, x):
+        cache = Cache()
+        layers = cache.layers
+        a, first = fn(cache, x)
+        b, second = fn(cache, x * 2)
+        assert first is second is cache
+        assert cache.layers is layers
+        assert (cache.seen, len(layers)) == (2, 2)
+        return (a * b * layers[0]["y"]).sum()
 
-        return loss
-
-    both(fn, X, of, transform)
+    both(fn, X, loss, transform)
 
 
 @under_func
 def test_a_captured_object_that_is_changed_and_returned_is_that_object(transform):
-    def of(fn):
-        def loss(x):
-            held = Attributes(x * 2, None)
-            wrap = remat if isinstance(fn, type(remat(step))) else plainly
+    def loss(fn, x):
+        held = Attributes(x * 2, None)
+        wrap = remat if isinstance(fn, type(remat(step))) else plainly
 
-            def inner(x):
-                held.right = x.sin().exp() * held.left
-                return held
+        def inner(x):
+            held.right = x.sin().exp() * held.left
+            return held
 
-            out = wrap(inner)(x)
-            assert out is held
-            return (held.right * held.left).sum()
+        out = wrap(inner)(x)
+        assert out is held
+        return (held.right * held.left).sum()
 
-        return loss
-
-    def step(x):
-        return x
-
-    both(step, X, of, transform)
+    step = lambda x: x
+    both(step, X, loss, transform)
 
 
 def test_own_lists_and_dicts_are_returned_as_they_are():
@@ -403,38 +359,30 @@ def test_own_lists_and_dicts_are_returned_as_they_are():
         table["y"] = kept[-1]
         return kept, table, (kept,)
 
-    def of(fn):
-        def loss(x):
-            kept, table = [x], {}
-            one, two, (three,) = fn(x, kept, table)
-            assert one is three is kept
-            assert two is table
-            assert kept[1] is table["y"]
-            return kept[1].sum()
+    def loss(fn, x):
+        kept, table = [x], {}
+        one, two, (three,) = fn(x, kept, table)
+        assert one is three is kept
+        assert two is table
+        assert kept[1] is table["y"]
+        return kept[1].sum()
 
-        return loss
-
-    both(fn, X, of, sines=2)
+    both(fn, X, loss, sines=2)
 
 
 def test_an_own_object_in_a_new_one_is_that_object():
     layer = nn.Linear(3, 3)
 
-    def of(fn):
-        def loss(x):
-            held = Attributes(x, layer)
-            out = fn(held, layer)
-            assert out.left is held
-            assert out.left.right is layer
-            assert out.right[1] is layer
-            return out.right[0].sum()
+    def loss(fn, x):
+        held = Attributes(x, layer)
+        out = fn(held, layer)
+        assert out.left is held
+        assert out.left.right is layer
+        assert out.right[1] is layer
+        return out.right[0].sum()
 
-        return loss
-
-    def fn(held, layer):
-        return Plain(held, (layer(held.left).sin().exp(), layer))
-
-    both(fn, X, of, sines=2)
+    fn = lambda held, layer: Plain(held, (layer(held.left).sin().exp(), layer))
+    both(fn, X, loss, sines=2)
 
 
 def test_at_base_any_object_is_returned_as_it_is():
@@ -472,8 +420,7 @@ def test_a_call_holds_nothing_of_its_result():
 
     gc.disable()
     try:
-        with count_ops() as ops:
-            grad(loss)(X)
+        ops = ops_of(lambda: grad(loss)(X))
     finally:
         gc.enable()
     assert ops["sin"] == 2
@@ -486,9 +433,7 @@ def test_an_object_costs_the_memory_of_a_tuple():
         y = x.sin().exp().sin().exp()
         return put(y, y + 1)
 
-    def bytes_of(wrap, put):
-        return live_bytes(lambda: wrap(fn)(x, put))
-
+    bytes_of = lambda wrap, put: live_bytes(lambda: wrap(fn)(x, put))
     assert bytes_of(higher, Plain) == bytes_of(higher, lambda a, b: (a, b))
     assert bytes_of(higher, Plain) < bytes_of(plainly, Plain)
 
@@ -640,7 +585,7 @@ ITERATORS = {
 }
 
 
-@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS.keys())
+@rows("make", ITERATORS)
 def test_iterators_that_lead_to_tensors_are_refused(make):
     def loss(x):
         y, _ = remat(lambda x: (x, make(x.sin())))(x)
@@ -661,7 +606,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN.keys())
+@rows("make", PLAIN)
 def test_iterators_over_plain_values_are_returned(make):
     def loss(x):
         y, parts = remat(lambda x: (x.sin().exp(), make()))(x)

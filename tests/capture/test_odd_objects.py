@@ -7,7 +7,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.runs import assert_replayed, configurations, gradients, leaf
+from support.runs import assert_replayed, gradients, leaf, replayed
+from support.tables import rows
+from support.zoo import ops_of
 from torch import nn
 
 from remat import RecomputeError, remat
@@ -71,7 +73,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("make", ODD.values(), ids=ODD.keys())
+@rows("make", ODD)
 def test_an_odd_object_is_no_obstacle(make):
     odd = make()
 
@@ -82,16 +84,14 @@ def test_an_odd_object_is_no_obstacle(make):
     assert_replayed(gradients(fn, leaf(3)), exp=2)
 
 
-def test_torch_size_as_an_argument_and_as_a_result():
-    def program(wrap):
-        y, size = wrap(lambda x, size: (x.sin().exp().reshape(size), x.shape))(
-            x, torch.Size((2, 8))
-        )
-        assert type(size) is torch.Size
-        return y, torch.autograd.grad(y.sum(), x)
-
+@replayed(sin=2)
+def test_torch_size_as_an_argument_and_as_a_result(wrap):
     x = leaf(4, 4)
-    assert_replayed(program, sin=2)
+    y, size = wrap(lambda x, size: (x.sin().exp().reshape(size), x.shape))(
+        x, torch.Size((2, 8))
+    )
+    assert type(size) is torch.Size
+    return y, torch.autograd.grad(y.sum(), x)
 
 
 # --- What is long ---
@@ -105,7 +105,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("words", LONG.values(), ids=LONG.keys())
+@rows("words", LONG)
 def test_a_long_list_of_words_is_not_walked_one_by_one(words, monkeypatch):
     visited, reach = [], _walk.Walk._reach
     monkeypatch.setattr(
@@ -132,14 +132,9 @@ def test_hooks_are_not_walked():
 
 def test_a_container_of_very_many_entries_that_changes_is_an_error_that_names_it():
     table = {n: n for n in range(5000)}
-
-    def fn(x):
-        return (x * table[1]).sin().exp()
-
+    fn = lambda x: (x * table[1]).sin().exp()
     x = leaf(3)
-    with count_ops() as ops:
-        remat(fn)(x).sum().backward()
-    assert ops["sin"] == 2
+    assert ops_of(lambda: remat(fn)(x).sum().backward())["sin"] == 2
     y = remat(fn)(x)
     table[1] = 2
     with pytest.raises(RecomputeError, match=r"`table` changed since the call"):
@@ -148,11 +143,7 @@ def test_a_container_of_very_many_entries_that_changes_is_an_error_that_names_it
 
 def test_entries_of_a_large_container_that_use_the_memory_of_others_are_told_apart():
     table = [float(n) + 0.5 for n in range(2000)]
-
-    def fn(x):
-        return (x * table[5]).sin().exp()
-
-    y = remat(fn)(leaf(3))
+    y = remat(lambda x: (x * table[5]).sin().exp())(leaf(3))
     before = id(table[5])
     for n in range(100):
         table[5] = n + 0.25
@@ -162,17 +153,11 @@ def test_entries_of_a_large_container_that_use_the_memory_of_others_are_told_apa
         y.sum().backward()
 
 
-def test_parameters_in_a_large_container_get_their_gradients():
-    def program(wrap):
-        held, x = [leaf(4) for _ in range(1001)], leaf(4)
-
-        def fn(x):
-            return (x * held[1000]).sin().exp()
-
-        wrap(fn)(x).sum().backward()
-        return x.grad, held[1000].grad
-
-    assert_replayed(program, sin=2)
+@replayed(sin=2)
+def test_parameters_in_a_large_container_get_their_gradients(wrap):
+    held, x = [leaf(4) for _ in range(1001)], leaf(4)
+    wrap(lambda x: (x * held[1000]).sin().exp())(x).sum().backward()
+    return x.grad, held[1000].grad
 
 
 # --- Arrays without dimensions, and objects without attributes ----------------------
@@ -197,18 +182,15 @@ def added_to(x, number):
     return y
 
 
-@configurations
-def test_an_array_without_dimensions_is_what_it_was_at_the_call(ours):
-    def program(wrap):
-        passed, held = np.array(2.0), np.array(2.0)
-        module, found = WithArray(held), []
-        for _ in range(3):
-            y = wrap(added_to)(x, passed) + wrap(module)(x)
-            found += torch.autograd.grad(y.sum(), x)
-        return found, float(passed), float(held)
-
+@replayed(each=True, sin=2 * 3 * 2)
+def test_an_array_without_dimensions_is_what_it_was_at_the_call(wrap):
     x = leaf(3)
-    assert_replayed(program, wrap=ours, sin=2 * 3 * 2)
+    passed, held = np.array(2.0), np.array(2.0)
+    module, found = WithArray(held), []
+    for _ in range(3):
+        y = wrap(added_to)(x, passed) + wrap(module)(x)
+        found += torch.autograd.grad(y.sum(), x)
+    return found, float(passed), float(held)
 
 
 class Marker:
@@ -235,15 +217,12 @@ OF_MARKERS = {
 }
 
 
-@configurations
-@pytest.mark.parametrize("way", OF_MARKERS.values(), ids=OF_MARKERS)
-def test_an_object_without_attributes_stays_itself(way, ours):
-    def program(wrap):
-        fn = way(wrap, MISSING)
-        return [torch.autograd.grad(fn(x).sum(), x) for _ in range(2)]
-
+@rows("way", OF_MARKERS)
+@replayed(each=True, sin=2 * 2)
+def test_an_object_without_attributes_stays_itself(wrap, way):
     x = leaf(3)
-    assert_replayed(program, wrap=ours, sin=2 * 2)
+    fn = way(wrap, MISSING)
+    return [torch.autograd.grad(fn(x).sum(), x) for _ in range(2)]
 
 
 # --- Long chains ---------------------------------------------------------------------
@@ -252,10 +231,6 @@ def test_an_object_without_attributes_stays_itself(way, ours):
 class Link:
     def __init__(self, value, rest):
         self.value, self.rest = value, rest
-
-
-def of_link(link):
-    return link.value, link.rest
 
 
 def chained(link, rest=None):
@@ -274,7 +249,7 @@ def summed(link, parts):
 
 
 CHAINS = {
-    "objects": (Link, of_link),
+    "objects": (Link, lambda link: (link.value, link.rest)),
     "lists": (lambda value, rest: [value, rest], tuple),
     "dicts": (lambda value, rest: {"value": value, "rest": rest}, dict.values),
     "functions": (lambda value, rest: lambda: (value, rest), lambda link: link()),
@@ -282,13 +257,10 @@ CHAINS = {
 chains = pytest.mark.parametrize(("link", "parts"), CHAINS.values(), ids=CHAINS)
 
 
-@configurations
 @chains
-def test_a_long_chain_is_no_obstacle(link, parts, ours):
-    def program(wrap):
-        chain = chained(link)
-        fn = wrap(lambda x: (x * summed(chain, parts)).sin().exp())
-        return torch.autograd.grad(fn(x).sum(), x)
-
+@replayed(each=True, sin=2)
+def test_a_long_chain_is_no_obstacle(wrap, link, parts):
     x = leaf(3)
-    assert_replayed(program, wrap=ours, sin=2)
+    chain = chained(link)
+    fn = wrap(lambda x: (x * summed(chain, parts)).sin().exp())
+    return torch.autograd.grad(fn(x).sum(), x)

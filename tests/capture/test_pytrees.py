@@ -1,6 +1,8 @@
 """Arguments and results are pytrees; what is no tensor passes through."""
 
 import dataclasses
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -8,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.holders import PYTREES, attributes
-from support.runs import assert_replayed, leaf
-from support.zoo import Evaluations
+from support.runs import assert_replayed, leaf, replayed
+from support.tables import rows
+from support.zoo import Evaluations, leaves_of, make, ops_of
 from torch.utils import _pytree
+from torch.utils._pytree import tree_leaves
 
 from remat import MutationError, remat
 from remat.testing import assert_same, assert_same_gradients, count_ops
@@ -58,8 +62,7 @@ def check(fn, *args, **kwargs):
 
     Which the backward has to read: an exponential function of it is recomputed with it.
     """
-    with count_ops() as ops:
-        assert_same_gradients(remat(fn), fn, *args, **kwargs)
+    ops = ops_of(lambda: assert_same_gradients(remat(fn), fn, *args, **kwargs))
     assert ops["sin"] == 1 + 2
 
 
@@ -184,7 +187,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("check_call", CALLS.values(), ids=CALLS.keys())
+@rows("check_call", CALLS)
 def test_arguments_and_results_of_every_kind(check_call):
     check_call()
 
@@ -238,8 +241,7 @@ def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs()
         return (t["a"][0] * t["a"][1]).sin().exp()
 
     constant, differentiated = torch.randn(3), leaf(3)
-    with count_ops() as ops:
-        remat(fn)({"a": [constant, differentiated]}).sum().backward()
+    ops = ops_of(lambda: remat(fn)({"a": [constant, differentiated]}).sum().backward())
     forward, again = calls
     assert forward == [id(constant), id(differentiated)]
     assert again[1] == id(differentiated)
@@ -249,20 +251,18 @@ def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs()
 # --- Results ---------------------------------------------------------------------
 
 
-def test_what_a_function_without_a_result_keeps_has_its_graph():
-    def program(wrap):
-        kept = []
-
-        def fn(x):
-            kept.append(x.sin().exp())
-
-        assert wrap(fn)(x) is None
-        found = torch.autograd.grad(kept[0].sum(), x)
-        assert len(kept) == 1
-        return found
-
+@replayed(evaluations=2, sin=2)
+def test_what_a_function_without_a_result_keeps_has_its_graph(wrap):
     x = leaf(3)
-    assert_replayed(program, evaluations=2, sin=2)
+    kept = []
+
+    def fn(x):
+        kept.append(x.sin().exp())
+
+    assert wrap(fn)(x) is None
+    found = torch.autograd.grad(kept[0].sum(), x)
+    assert len(kept) == 1
+    return found
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,7 @@ def test_what_a_function_without_a_result_keeps_has_its_graph():
     ids=["detached", "integer", "boolean", "constant"],
 )
 def test_an_output_may_need_no_grad(other, dtype):
-    def fn(x):
-        return x.sin().exp(), other(x)
-
+    fn = lambda x: (x.sin().exp(), other(x))
     check(fn, leaf(3))
     out = remat(fn)(leaf(3))[1]
     assert (out.dtype, out.requires_grad, out.grad_fn) == (dtype, False, None)
@@ -299,27 +297,20 @@ def test_no_output_needs_grad():
 
 def test_an_input_returned_as_it_is_is_that_tensor():
     x, tree = leaf(3), {"w": torch.randn(3), "h": leaf(3) * 2}
-
-    def fn(x, tree):
-        return x, tree["w"], {"y": x.sin().exp(), "h": tree["h"]}
-
+    fn = lambda x, tree: (x, tree["w"], {"y": x.sin().exp(), "h": tree["h"]})
     a, b, rest = remat(fn)(x, tree)
     assert a is x
     assert b is tree["w"]
     assert rest["h"] is tree["h"]
-    with count_ops() as ops:
-        rest["y"].sum().backward()
-    assert ops["sin"] == 1
+    assert ops_of(lambda: rest["y"].sum().backward())["sin"] == 1
 
 
-def test_a_captured_tensor_returned_as_it_is_is_that_tensor():
-    def program(wrap):
-        out, y = wrap(lambda x: (w, (x * w).sin().exp()))(x)
-        assert out is w
-        return torch.autograd.grad(y.sum(), w)
-
+@replayed(sin=2)
+def test_a_captured_tensor_returned_as_it_is_is_that_tensor(wrap):
     w, x = leaf(3), leaf(3)
-    assert_replayed(program, sin=2)
+    out, y = wrap(lambda x: (w, (x * w).sin().exp()))(x)
+    assert out is w
+    return torch.autograd.grad(y.sum(), w)
 
 
 def test_the_same_tensor_twice_stays_the_same_twice():
@@ -341,7 +332,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@rows("view", VIEWS)
 def test_a_view_of_an_input_keeps_values_gradients_and_memory(view):
     check(lambda x: (x.sin().exp(), view(x)), leaf(2, 4))
     x = leaf(2, 4)
@@ -366,9 +357,7 @@ def test_a_view_of_an_input_may_be_changed_in_place(name):
         loss = h.cos().sum() + (0 if alone else other.sum())
         return torch.autograd.grad(loss, x)
 
-    def fn(x):
-        return VIEWS[name](x), x.exp().sin().exp()
-
+    fn = lambda x: (VIEWS[name](x), x.exp().sin().exp())
     assert_same(changed(remat(fn), alone=True), changed(fn, alone=True))
     with pytest.raises(MutationError, match="`x` was changed in place"):
         changed(remat(fn), alone=False)
@@ -378,9 +367,7 @@ def test_a_detached_view_of_an_input_shares_its_memory():
     x = leaf(3)
     y, out = remat(lambda x: (x.sin().exp(), x.detach()[1:]))(x)
     assert out.data_ptr() == x[1:].data_ptr()
-    with count_ops() as ops:
-        y.sum().backward()
-    assert ops["sin"] == 1
+    assert ops_of(lambda: y.sum().backward())["sin"] == 1
 
 
 @containers
@@ -394,10 +381,7 @@ def test_a_container_is_a_keyword_argument(put, get):
 
 def test_leaves_that_are_no_tensors_are_returned():
     static = {"n": None, "s": "text", "k": [1, True, 2.5, 1j, ...]}
-
-    def fn(x):
-        return {"y": x.sin().exp()} | static
-
+    fn = lambda x: {"y": x.sin().exp()} | static
     check(fn, leaf(3))
     out = remat(fn)(leaf(3))
     assert {k: out[k] for k in static} == static
@@ -408,6 +392,147 @@ def test_an_object_that_is_no_pytree_is_returned_as_it_is():
     token = MappingProxyType({})
     y, out = remat(lambda x: (x.sin().exp(), token))(leaf(3))
     assert out is token
+    assert ops_of(lambda: y.sum().backward())["sin"] == 1
+
+
+# --- Arguments of every layout, in calls one after the other ---
+
+
+W, X = make(3, 3, seed=1), make(3, 3, seed=2)
+
+
+def weigh(*args, **kwargs):
+    """Reads what it is passed in the order in which it is passed."""
+    total = torch.zeros((), dtype=torch.double)
+    for k, value in enumerate((*args, *kwargs.values())):
+        parts = value.items() if type(value) is dict else [(k, value)]
+        for j, (_, part) in enumerate(parts):
+            factor = 1 + j + 3 * k
+            if type(part) in (int, float, bool):
+                total = total + (total * part).sin()
+            elif type(part) is dict:
+                total = total + sum((t * factor).cos().sum() for t in part.values())
+            elif type(part) in (list, tuple):
+                tensors = [t for t in part if isinstance(t, torch.Tensor)]
+                total = total + sum((t * factor).exp().sum() for t in tensors)
+            elif part is not None:
+                total = total + (part * factor).sin().sum()
+    return total
+
+
+def calls():
+    """Calls that differ each from the one before, in one thing."""
+    w, x = leaves_of(W, X)
+    return [
+        (({"a": w, "b": x},), {}),
+        (({"a": w, "b": x},), {}),
+        (({"b": x, "a": w},), {}),
+        (({"b": x, "c": w},), {}),
+        (({"b": x},), {}),
+        (({"b": x}, w), {}),
+        (({"b": x}, None, w), {}),
+        (({"b": x}, w, None), {}),
+        (({"b": x}, [w, x]), {}),
+        (({"b": x}, (w, x)), {}),
+        (({"b": x}, (w,)), {}),
+        (({"b": x}, {"w": w}), {}),
+        (({"b": {"w": w}, "c": x},), {}),
+        (({1: w, 2: x},), {}),
+        (({2: w, 1: x},), {}),
+        ((w, 3), {}),
+        ((w, 4), {}),
+        ((w, 3.0), {}),
+        ((w, True), {}),
+        ((w, X), {}),
+        ((w, x), {}),
+        ((x, w), {}),
+        ((w, w), {}),
+        ((w, x), {"power": 3}),
+        ((w,), {"x": x, "power": 3}),
+        ((w,), {"power": 3, "x": x}),
+        ((w, X), {"u": x, "v": w}),
+        ((w, X), {"v": x, "u": w}),
+        ((w, X), {"v": {"a": x}, "u": w}),
+        ((torch.nn.Parameter(W), x), {"power": 2}),
+        ((torch.nn.Parameter(W), w), {"power": 2}),
+    ]
+
+
+def counted_gradients(fn, args, kwargs):
+    """The gradients of the leaves among the arguments, and how many products ran."""
+    leaves = [t for t in tree_leaves((args, kwargs)) if is_leaf(t)]
     with count_ops() as ops:
-        y.sum().backward()
-    assert ops["sin"] == 1
+        found = torch.autograd.grad(fn(*args, **kwargs), leaves)
+    return found, ops["mul"]
+
+
+def is_leaf(value):
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def assert_recomputed(fn, *args, **kwargs):
+    expected, once = counted_gradients(weigh, args, kwargs)
+    found, twice = counted_gradients(fn, args, kwargs)
+    assert_same(found, expected)
+    assert twice > once, f"{twice} products, and {once} plain"
+
+
+@pytest.mark.parametrize("prune", [False, True])
+def test_calls_in_a_row_that_are_built_otherwise(prune):
+    fn = remat(weigh, prune=prune)
+    for args, kwargs in calls() + calls()[::-1]:
+        assert_recomputed(fn, *args, **kwargs)
+
+
+def test_containers_of_containers_in_another_order():
+    fn = remat(weigh)
+    for order in "ab", "ba", "ab":
+        w, x = leaves_of(W, X)
+        named = {"a": w, "b": x}
+        assert_recomputed(fn, {"first": {k: named[k] for k in order}, "second": w})
+
+
+def grow(params):
+    params["c"] = params["a"].exp()
+    return params["c"].sin().sum()
+
+
+@replayed(exp=2 * 2)
+def test_a_container_is_changed_once_and_another_one_is_passed_next(wrap):
+    fn, found = wrap(grow), []
+    for _ in range(2):
+        (w,) = leaves_of(W)
+        params = {"a": w}
+        loss = fn(params) + params["c"].square().sum()
+        found += torch.autograd.grad(loss, w)
+        assert [*params] == ["a", "c"]
+    return found
+
+
+def test_threads_that_call_one_function_on_other_layouts():
+    fn = remat(weigh)
+
+    def repeat(call):
+        args, kwargs = call
+        for _ in range(50):
+            assert_recomputed(fn, *args, **kwargs)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(repeat, calls()[:6])] == [None] * 6
+
+
+class Key:
+    pass
+
+
+def test_keys_that_are_no_names_are_not_held():
+    key = Key()
+    alive = weakref.ref(key)
+    assert_recomputed(remat(weigh), {key: leaves_of(W)[0]})
+    del key
+    assert alive() is None
+
+
+def test_the_comparison_fails_on_an_identity():
+    with pytest.raises(AssertionError, match="3 products, and 3 plain"):
+        assert_recomputed(weigh, *leaves_of(W))

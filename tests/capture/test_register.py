@@ -9,7 +9,9 @@ import pytest
 import torch
 from support.objects import assert_as_plain
 from support.runs import leaf
+from support.tables import rows
 from support.transforms import TRANSFORMS
+from support.zoo import ops_of
 from torch.func import grad, vjp, vmap
 from torch.utils import _pytree
 
@@ -100,9 +102,7 @@ def test_at_base_the_result_is_the_very_object():
 
 
 def test_a_recompute_at_base_is_given_what_the_argument_held():
-    def fn(held, x):
-        return (held.tensors[0] * x).sin().exp()
-
+    fn = lambda held, x: (held.tensors[0] * x).sin().exp()
     held, x = Opaque([torch.full((3,), 2.0)], ()), leaf(3)
     out = remat(fn)(held, x)
     held.tensors[0] = torch.zeros(3)
@@ -123,9 +123,7 @@ def test_an_argument_that_is_returned_is_that_very_object():
         assert out is held
         return y.sum()
 
-    with count_ops() as ops:
-        grad(loss)(torch.ones(3))
-    assert ops["sin"] == 2
+    assert ops_of(lambda: grad(loss)(torch.ones(3)))["sin"] == 2
 
 
 def test_an_argument_that_is_changed_inside_is_refused():
@@ -133,17 +131,13 @@ def test_an_argument_that_is_changed_inside_is_refused():
         held.tensors[0] = x
         return x.sin()
 
-    def loss(x):
-        return remat(fn)(Opaque([x * 2], ()), x).sum()
-
+    loss = lambda x: remat(fn)(Opaque([x * 2], ()), x).sum()
     with pytest.raises(CaptureError, match="Return a new Opaque"):
         grad(loss)(torch.ones(3))
 
 
 def test_a_class_with_methods_is_registered_as_by_jax():
-    def fn(held):
-        return WithMethods(held.value.sin().exp())
-
+    fn = lambda held: WithMethods(held.value.sin().exp())
     x = WithMethods(torch.linspace(0, 1, 3))
     expected, pull = vjp(fn, x)
     with count_ops() as ops:
@@ -155,16 +149,12 @@ def test_a_class_with_methods_is_registered_as_by_jax():
 
 
 def test_the_dimensions_of_vmap_are_such_a_tree():
-    def fn(held):
-        return WithMethods(held.value.sin().exp())
-
+    fn = lambda held: WithMethods(held.value.sin().exp())
     batch = WithMethods(torch.linspace(0, 1, 6).view(2, 3))
     out = vmap(remat(fn), in_dims=(WithMethods(1),))(batch)
     assert torch.equal(out.value, fn(batch).value.t())
     gradient = vmap(grad(lambda h: remat(fn)(h).value.sum()), in_dims=(WithMethods(1),))
-    with count_ops() as ops:
-        gradient(batch)
-    assert ops["sin"] == 2
+    assert ops_of(lambda: gradient(batch))["sin"] == 2
 
 
 def test_a_registered_class_in_an_object_and_in_a_list():
@@ -222,9 +212,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_registered_is_refused(case):
-    make, message = REFUSED[case]
+@rows("make, message", REFUSED)
+def test_what_cannot_be_registered_is_refused(make, message):
     with pytest.raises(TypeError, match=message):
         package.register(*make())
 
@@ -266,28 +255,12 @@ def in_an_error(y):
     return ValueError("words", y)
 
 
-def in_an_iterator(y):
-    return iter([y])
-
-
 HIDING = {
-    "an exception": (
-        in_an_error,
-        r"a ValueError \(`result\['out'\]`\) that ho",
-    ),
-    "an iterator": (
-        in_an_iterator,
-        r"a list_iterator \(`result\['out'\]`\) that",
-    ),
+    "an exception": (in_an_error, r"a ValueError \(`result\['out'\]`\) that ho"),
+    "an iterator": (lambda y: iter([y]), r"a list_iterator \(`result\['out'\]`\) that"),
     "a set": (lambda y: {y, y + 1}, r"a set \(`result\['out'\]`\).*Return a list"),
-    "a generator": (
-        lambda y: (y for _ in "a"),
-        r"a generator .* computes when",
-    ),
-    "a function": (
-        lambda y: lambda: y,
-        r"a function .* leads to a tensor",
-    ),
+    "a generator": (lambda y: (y for _ in "a"), r"a generator .* computes when"),
+    "a function": (lambda y: lambda: y, r"a function .* leads to a tensor"),
     "a module": (
         lambda y: torch.nn.Sequential(torch.nn.Linear(1, 1)),
         "a Sequential .* leads to a tensor",
@@ -305,10 +278,8 @@ def in_thread_local(y):
     return local
 
 
-@pytest.mark.parametrize("case", HIDING)
-def test_what_hides_a_tensor_is_named(case):
-    hide, message = HIDING[case]
-
+@rows("hide, message", HIDING)
+def test_what_hides_a_tensor_is_named(hide, message):
     def fn(x):
         y = x.sin().exp()
         return {"out": hide(y), "y": y}
@@ -345,6 +316,4 @@ def test_functions_and_modules_without_computed_tensors_are_returned():
         assert (three(), bigger(2), size("a")) == (3, 2, 1)
         return relu(y).sum()
 
-    with count_ops() as ops:
-        grad(loss)(torch.ones(3))
-    assert ops["sin"] == 2
+    assert ops_of(lambda: grad(loss)(torch.ones(3)))["sin"] == 2

@@ -13,7 +13,7 @@ from support.fitted import (
     measured_peak,
     square,
 )
-from support.tables import rotated
+from support.tables import crossed
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -57,7 +57,7 @@ def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
 # --- Against what is measured ---
 
 
-@rotated("name, choice", CASES, CHOICES)
+@crossed("name, choice", CASES, CHOICES)
 def test_the_peak_is_the_measured_one(name, choice):
     make, args, kwargs, loss = CASES[name]
     model = make()

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.changes import ODD, Block, Inner, Wrapped, is_remembered
-from support.runs import assert_replayed
-from support.zoo import make
+from support.runs import assert_replayed, replayed
+from support.tables import rows
+from support.zoo import make, ops_of
 from torch import nn
 from torch.func import functional_call
 
@@ -57,7 +58,7 @@ def walks(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("change", REMEMBERED.values(), ids=REMEMBERED.keys())
+@rows("change", REMEMBERED)
 def test_a_module_is_walked_once(change, walks):
     model = Block().double()
     change(model)
@@ -93,17 +94,15 @@ def test_a_module_whose_numbers_change_in_each_call_is_not_walked_again(walks):
     assert not walks
 
 
-def test_what_is_assigned_in_a_tree_is_assigned_once():
-    def program(wrap):
-        model, states = Counting().double(), []
-        for _ in range(4):
-            y = wrap(model)(leaf()).sum()
-            y.backward()
-            states += [model.count, model.first.factor, model.first.scale]
-            states += [model.shape, model.last, model.activation]
-        return states, [p.grad for p in model.parameters()]
-
-    assert_replayed(program, exp=2 * 4)
+@replayed(exp=2 * 4)
+def test_what_is_assigned_in_a_tree_is_assigned_once(wrap):
+    model, states = Counting().double(), []
+    for _ in range(4):
+        y = wrap(model)(leaf()).sum()
+        y.backward()
+        states += [model.count, model.first.factor, model.first.scale]
+        states += [model.shape, model.last, model.activation]
+    return states, [p.grad for p in model.parameters()]
 
 
 # --- Nothing is kept alive ---------------------------------------------------------
@@ -136,17 +135,15 @@ def test_a_module_is_freed(is_used):
 
 
 @pytest.mark.usefixtures("_no_collector")
-def test_a_module_is_freed_before_the_backward_and_its_parameters_get_gradients():
-    def program(wrap):
-        model, x = Block().double(), leaf()
-        params = [*model.parameters()]
-        y = wrap(model)(x).sum()
-        refs = [weakref.ref(v) for v in model.modules()]
-        del model
-        assert [ref() for ref in refs] == [None] * len(refs)
-        return torch.autograd.grad(y, params)
-
-    assert_replayed(program, exp=2)
+@replayed(exp=2)
+def test_a_module_is_freed_before_the_backward_and_its_parameters_get_gradients(wrap):
+    model, x = Block().double(), leaf()
+    params = [*model.parameters()]
+    y = wrap(model)(x).sum()
+    refs = [weakref.ref(v) for v in model.modules()]
+    del model
+    assert [ref() for ref in refs] == [None] * len(refs)
+    return torch.autograd.grad(y, params)
 
 
 @pytest.mark.usefixtures("_no_collector")
@@ -167,7 +164,7 @@ CYCLES = {name: ODD[name] for name in ODD if name.endswith("holds the model")} |
 }
 
 
-@pytest.mark.parametrize("change", CYCLES.values(), ids=CYCLES.keys())
+@rows("change", CYCLES)
 def test_a_module_in_a_cycle_is_collected(change):
     model = Block().double()
     change(model)
@@ -228,13 +225,8 @@ def test_a_module_that_is_gone_leaves_other_threads_as_they_were():
     child = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     found = ByIdentity()
     TABLE[found] = 2.0
-
-    def of_a_module_that_is_gone():
-        return remat(Around(child))(leaf()).sum()
-
-    with count_ops() as ops:
-        of_a_module_that_is_gone().backward()
-    assert ops["addmm"] == 2
+    of_a_module_that_is_gone = lambda: remat(Around(child))(leaf()).sum()
+    assert ops_of(lambda: of_a_module_that_is_gone().backward())["addmm"] == 2
     x, plain = leaf(), leaf()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: remat(found)(x).sum().backward()).result()
@@ -287,7 +279,7 @@ REBOUND = {
 }
 
 
-@pytest.mark.parametrize("change", REBOUND.values(), ids=REBOUND.keys())
+@rows("change", REBOUND)
 def test_streams_that_code_comes_to_reach_are_replayed(change, monkeypatch):
     model = Noisy()
     check_noise(model)

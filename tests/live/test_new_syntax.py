@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from support.runs import assert_replayed, configurations, leaf
+from support.runs import leaf, replayed
 
 
 pytestmark = pytest.mark.skipif(
@@ -168,28 +168,24 @@ def load(tmp_path):
     sys.modules.pop("users_file", None)
 
 
-@configurations
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_replayed(name, ours, load):
-    def program(wrap):
-        x, fn = leaf().detach().requires_grad_(), load(PROGRAMS[name])
-        out = wrap(fn)(x)
-        return out, torch.autograd.grad(out.sum(), x)
-
-    assert_replayed(program, wrap=ours, exp=(1, 2))
+@replayed(each=True, exp=(1, 2))
+def test_a_program_is_replayed(wrap, name, load):
+    x, fn = leaf().detach().requires_grad_(), load(PROGRAMS[name])
+    out = wrap(fn)(x)
+    return out, torch.autograd.grad(out.sum(), x)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_replayed_under_a_transform(name, load):
-    def program(wrap):
-        x = torch.randn(3)
-        fn = wrap(load(PROGRAMS[name]))
-        return torch.func.vmap(torch.func.grad(lambda x: fn(x).sum()))(x)
-
-    assert_replayed(program)
+@replayed()
+def test_a_program_is_replayed_under_a_transform(wrap, name, load):
+    x = torch.randn(3)
+    fn = wrap(load(PROGRAMS[name]))
+    return torch.func.vmap(torch.func.grad(lambda x: fn(x).sum()))(x)
 
 
-def test_a_generic_function_may_change_what_it_reads(load):
+@replayed()
+def test_a_generic_function_may_change_what_it_reads(wrap, load):
     text = """
         scale = 1.0
 
@@ -198,11 +194,7 @@ def test_a_generic_function_may_change_what_it_reads(load):
             scale += 1.0
             return (x * scale).sin().exp()
     """
-
-    def program(wrap):
-        x, fn = leaf(), load(text)
-        out = wrap(fn)(x)
-        gradient = torch.autograd.grad(out.sum(), x)
-        return out, gradient, sys.modules["users_file"].scale
-
-    assert_replayed(program)
+    x, fn = leaf(), load(text)
+    out = wrap(fn)(x)
+    gradient = torch.autograd.grad(out.sum(), x)
+    return out, gradient, sys.modules["users_file"].scale

@@ -8,10 +8,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from support.tables import rows
+from support.zoo import ops_of
 from torch.utils.checkpoint import checkpoint
 
 from remat import RecomputeError, policies, remat
-from remat.testing import assert_same, count_ops
+from remat.testing import assert_same
 
 
 def curve(x, factor):
@@ -140,12 +142,11 @@ CONFIGURATIONS = {
 
 def gradient(fn):
     x = torch.linspace(0.1, 0.4, 2, requires_grad=True)
-    with count_ops() as ops:
-        fn(x).sum().backward()
+    ops = ops_of(lambda: fn(x).sum().backward())
     return x.grad, ops["sin"]
 
 
-@pytest.mark.parametrize("wrap", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
+@rows("wrap", CONFIGURATIONS)
 @pytest.mark.parametrize(
     "program", [*AS_TORCH, iterator_of_the_users, record_array, matrix]
 )
@@ -164,14 +165,11 @@ def test_torchs_checkpoint_is_right_there(program):
     assert_same(found, gradient(program())[0])
 
 
-@pytest.mark.parametrize("wrap", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
+@rows("wrap", CONFIGURATIONS)
 @pytest.mark.parametrize("read", [next, list, iter, lambda rows: rows.__next__()])
 def test_a_reader_that_a_recompute_reads_is_an_error(read, wrap):
     rows = csv.reader(["1", "2", "3"])
-
-    def fn(x):
-        return curve(x, len([*read(rows)]))
-
+    fn = lambda x: curve(x, len([*read(rows)]))
     with pytest.raises(RecomputeError, match="reads the reader `rows`"):
         gradient(wrap(fn))
 
@@ -205,10 +203,7 @@ def test_a_buffer_that_is_resized_inside_has_its_size_again():
         held.resize_(4)
         return y
 
-    def twice(x):
-        return fn(x) + remat(fn)(x)
-
-    found, evaluations = gradient(twice)
+    found, evaluations = gradient(lambda x: fn(x) + remat(fn)(x))
     assert evaluations == 3
     expected, _ = gradient(lambda x: fn(x) + fn(x))
     assert_same(found, expected)

@@ -11,7 +11,8 @@ from contextvars import ContextVar
 import numpy as np
 import pytest
 import torch
-from support.runs import assert_replayed, leaf
+from support.runs import assert_replayed, leaf, replayed
+from support.tables import rows
 from torch import nn
 
 from remat import RecomputeError, remat
@@ -221,9 +222,7 @@ def list_that_iterates_otherwise(wrap):
 
 
 def function_as_a_key(wrap):
-    def key():
-        return 2.0
-
+    key = lambda: 2.0
     table = {key: 3.0}
     return wrap(lambda x: curve(x, table[key]))
 
@@ -272,8 +271,7 @@ def code_of_a_function(wrap):
 
 
 def default_of_a_function(wrap):
-    def scale(value=2.0):
-        return value
+    scale = lambda value=2.0: value
 
     def change():
         scale.__defaults__ = (9.0,)
@@ -283,11 +281,7 @@ def default_of_a_function(wrap):
 
 def remembered_identity(wrap):
     memo = {}
-
-    def fn(x):
-        return curve(x, memo.setdefault(id(x), len(memo) + 2))
-
-    return wrap(fn)
+    return wrap(lambda x: curve(x, memo.setdefault(id(x), len(memo) + 2)))
 
 
 def leaf_or_not(wrap):
@@ -315,45 +309,39 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
-def test_a_recompute_finds_what_the_forward_found(make):
+@replayed(sin=(2, 4))
+def test_a_recompute_finds_what_the_forward_found(wrap, make):
     """Two calls before their backwards, the second first; what differs is put back."""
 
-    def program(wrap):
-        fn, change, *_ = (
-            (*made, None) if type(made := make(wrap)) is tuple else (made, None)
-        )
-        x = leaf()
-        first, second = fn(x).sum(), fn(x).sum()
-        if change is not None:
-            change()
-        return [torch.autograd.grad(y, x) for y in (second, first)]
-
-    assert_replayed(program, sin=(2, 4))
+    fn, change, *_ = (
+        (*made, None) if type(made := make(wrap)) is tuple else (made, None)
+    )
+    x = leaf()
+    first, second = fn(x).sum(), fn(x).sum()
+    if change is not None:
+        change()
+    return [torch.autograd.grad(y, x) for y in (second, first)]
 
 
-def test_sets_of_modules_keep_their_order():
-    def program(wrap):
-        x, fn = leaf(), set_of_modules(wrap)
-        return torch.autograd.grad(fn(x).sum(), x)
-
-    assert_replayed(program, sin=(5, 10))
+@replayed(sin=(5, 10))
+def test_sets_of_modules_keep_their_order(wrap):
+    x, fn = leaf(), set_of_modules(wrap)
+    return torch.autograd.grad(fn(x).sum(), x)
 
 
 @pytest.mark.parametrize("count", [2, 5, 20, 100])
-def test_a_set_that_forwards_change_keeps_its_order(count):
-    def program(wrap):
-        names, x = {f"name {k}" for k in range(count)}, leaf()
+@replayed(sin=(1, 2))
+def test_a_set_that_forwards_change_keeps_its_order(wrap, count):
+    names, x = {f"name {k}" for k in range(count)}, leaf()
 
-        def fn(x):
-            y = curve(x, 1 + int(next(iter(names)).split()[1]))
-            names.add("name 7000")
-            names.discard(next(iter(names)))
-            return y
+    def fn(x):
+        y = curve(x, 1 + int(next(iter(names)).split()[1]))
+        names.add("name 7000")
+        names.discard(next(iter(names)))
+        return y
 
-        y = wrap(fn)(x).sum()
-        return torch.autograd.grad(y, x), len(names)
-
-    assert_replayed(program, sin=(1, 2))
+    y = wrap(fn)(x).sum()
+    return torch.autograd.grad(y, x), len(names)
 
 
 def test_a_set_is_given_back_in_the_order_of_the_call():
@@ -375,37 +363,33 @@ def test_a_set_is_given_back_in_the_order_of_the_call():
     assert [*found] == [second, first]
 
 
-def test_a_recompute_leaves_no_trace_in_what_hooks_and_methods_wrote():
-    def program(wrap):
-        module, found = Scaled(), []
-        SEEN.clear()
-        module.register_forward_hook(lambda m, args, out: found.append(len(found)))
+@replayed(sin=(3, 6))
+def test_a_recompute_leaves_no_trace_in_what_hooks_and_methods_wrote(wrap):
+    module, found = Scaled(), []
+    SEEN.clear()
+    module.register_forward_hook(lambda m, args, out: found.append(len(found)))
 
-        def fn(x):
-            SEEN.append(1)
-            return curve(module(x), len(found))
+    def fn(x):
+        SEEN.append(1)
+        return curve(module(x), len(found))
 
-        x = leaf()
-        for _ in range(3):
-            wrap(fn)(x).sum().backward()
-        return x.grad, found, [*SEEN]
-
-    assert_replayed(program, sin=(3, 6))
+    x = leaf()
+    for _ in range(3):
+        wrap(fn)(x).sum().backward()
+    return x.grad, found, [*SEEN]
 
 
-def test_what_a_signal_handler_counts_stays():
-    def program(wrap):
-        counted, x = [], leaf()
-        handler = signal.signal(signal.SIGUSR1, lambda *_: counted.append(1))
-        try:
-            y = wrap(lambda x: curve(x, 2.0))(x).sum()
-            x.register_hook(lambda _: signal.raise_signal(signal.SIGUSR1))
-            y.backward()
-        finally:
-            signal.signal(signal.SIGUSR1, handler)
-        return x.grad, counted
-
-    assert_replayed(program, sin=(1, 2))
+@replayed(sin=(1, 2))
+def test_what_a_signal_handler_counts_stays(wrap):
+    counted, x = [], leaf()
+    handler = signal.signal(signal.SIGUSR1, lambda *_: counted.append(1))
+    try:
+        y = wrap(lambda x: curve(x, 2.0))(x).sum()
+        x.register_hook(lambda _: signal.raise_signal(signal.SIGUSR1))
+        y.backward()
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    return x.grad, counted
 
 
 def test_a_subclass_of_dict_is_written_by_its_base_class():
@@ -441,7 +425,7 @@ ITERATORS = {
 }
 
 
-@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
+@rows("make", ITERATORS)
 def test_an_iterator_that_cannot_be_read_again_is_named(make):
     numbers = make()
     x = leaf()
@@ -452,26 +436,21 @@ def test_an_iterator_that_cannot_be_read_again_is_named(make):
         y.backward()
 
 
-def test_an_iterator_that_is_not_read_is_no_error():
+@replayed(sin=(1, 2))
+def test_an_iterator_that_is_not_read_is_no_error(wrap):
     unread = itertools.cycle([2.0])
-
-    def program(wrap):
-        x = leaf()
-        fn = wrap(lambda x: curve(x, 2.0) if unread is not None else x)
-        return torch.autograd.grad(fn(x).sum(), x)
-
-    assert_replayed(program, sin=(1, 2))
+    x = leaf()
+    fn = wrap(lambda x: curve(x, 2.0) if unread is not None else x)
+    return torch.autograd.grad(fn(x).sum(), x)
 
 
-def test_repeat_goes_on_where_it_was():
-    def program(wrap):
-        numbers, x = itertools.repeat(2.0, 3), leaf()
-        fn = wrap(lambda x: curve(x, next(numbers)))
-        ys = [fn(x).sum() for _ in range(2)]
-        grads = [torch.autograd.grad(y, x) for y in ys]
-        return grads, [*numbers]
-
-    assert_replayed(program, sin=(2, 4))
+@replayed(sin=(2, 4))
+def test_repeat_goes_on_where_it_was(wrap):
+    numbers, x = itertools.repeat(2.0, 3), leaf()
+    fn = wrap(lambda x: curve(x, next(numbers)))
+    ys = [fn(x).sum() for _ in range(2)]
+    grads = [torch.autograd.grad(y, x) for y in ys]
+    return grads, [*numbers]
 
 
 # --- What is gone by the backward is revived, and only that ---
@@ -482,37 +461,29 @@ class State:
         self.scale = 2.0
 
 
-def test_an_object_that_was_replaced_is_made_again():
-    def program(wrap):
-        module, x = Scaled(), leaf()
-        module.state = State()
-
-        def fn(x):
-            return curve(module(x), module.state.scale)
-
-        y = wrap(fn)(x).sum()
-        module.state = State()
-        module.state.scale = 9.0
-        (grad,) = torch.autograd.grad(y, x)
-        return grad, module.state.scale
-
-    assert_replayed(program, sin=(1, 2))
+@replayed(sin=(1, 2))
+def test_an_object_that_was_replaced_is_made_again(wrap):
+    module, x = Scaled(), leaf()
+    module.state = State()
+    y = wrap(lambda x: curve(module(x), module.state.scale))(x).sum()
+    module.state = State()
+    module.state.scale = 9.0
+    (grad,) = torch.autograd.grad(y, x)
+    return grad, module.state.scale
 
 
-def test_a_function_and_a_module_that_are_gone_are_made_again():
-    def program(wrap):
-        def computed():
-            module, scales = Scaled(), [2.0]
-            refs.append(weakref.ref(module))
-            fn = functools.partial(lambda s, x: curve(module(x), s[0]), scales)
-            return wrap(fn)(x).sum()
+@replayed(sin=(1, 2))
+def test_a_function_and_a_module_that_are_gone_are_made_again(wrap):
+    def computed():
+        module, scales = Scaled(), [2.0]
+        refs.append(weakref.ref(module))
+        fn = functools.partial(lambda s, x: curve(module(x), s[0]), scales)
+        return wrap(fn)(x).sum()
 
-        refs, x = [], leaf()
-        y = computed()
-        assert refs[0]() is None
-        return torch.autograd.grad(y, x)
-
-    assert_replayed(program, sin=(1, 2))
+    refs, x = [], leaf()
+    y = computed()
+    assert refs[0]() is None
+    return torch.autograd.grad(y, x)
 
 
 def test_what_has_a_finalizer_is_not_made_again():
@@ -535,53 +506,42 @@ def test_what_has_a_finalizer_is_not_made_again():
 # --- What was passed ---
 
 
-def test_passed_lists_and_dicts_hold_what_they_held():
-    def program(wrap):
-        x, tree = leaf(), {"a": [2.0], "b": (3.0, {"c": 1.0})}
-        fn = wrap(lambda x, t: curve(x, t["a"][0] + t["b"][0] + t["b"][1]["c"]))
-        y = fn(x, tree).sum()
-        tree["a"].append(5.0)
-        tree["a"][0] = tree["b"][1]["c"] = 9.0
-        (grad,) = torch.autograd.grad(y, x)
-        return grad, tree
-
-    assert_replayed(program, sin=(1, 2))
+@replayed(sin=(1, 2))
+def test_passed_lists_and_dicts_hold_what_they_held(wrap):
+    x, tree = leaf(), {"a": [2.0], "b": (3.0, {"c": 1.0})}
+    fn = wrap(lambda x, t: curve(x, t["a"][0] + t["b"][0] + t["b"][1]["c"]))
+    y = fn(x, tree).sum()
+    tree["a"].append(5.0)
+    tree["a"][0] = tree["b"][1]["c"] = 9.0
+    (grad,) = torch.autograd.grad(y, x)
+    return grad, tree
 
 
-def test_a_passed_list_that_an_owner_holds_is_that_list():
-    def program(wrap):
-        module, x = Scaled(), leaf()
-        module.values = [2.0]
-
-        def fn(x, values):
-            return curve(module(x), 2.0 if values is module.values else 3.0)
-
-        y = wrap(fn)(x, module.values).sum()
-        return torch.autograd.grad(y, x)
-
-    assert_replayed(program, sin=(1, 2))
+@replayed(sin=(1, 2))
+def test_a_passed_list_that_an_owner_holds_is_that_list(wrap):
+    module, x = Scaled(), leaf()
+    module.values = [2.0]
+    fn = lambda x, values: curve(module(x), 2.0 if values is module.values else 3.0)
+    y = wrap(fn)(x, module.values).sum()
+    return torch.autograd.grad(y, x)
 
 
-def test_a_list_that_the_user_replaced_and_one_in_its_place():
-    def program(wrap):
-        space, x = types.SimpleNamespace(values=[1.0, 2.0]), leaf()
-        y = wrap(lambda x: curve(x, sum(space.values)))(x).sum()
-        space.values = np.arange(3)
-        (grad,) = torch.autograd.grad(y, x)
-        return grad, space.values.tolist()
-
-    assert_replayed(program, sin=(1, 2))
+@replayed(sin=(1, 2))
+def test_a_list_that_the_user_replaced_and_one_in_its_place(wrap):
+    space, x = types.SimpleNamespace(values=[1.0, 2.0]), leaf()
+    y = wrap(lambda x: curve(x, sum(space.values)))(x).sum()
+    space.values = np.arange(3)
+    (grad,) = torch.autograd.grad(y, x)
+    return grad, space.values.tolist()
 
 
-def test_a_set_of_modules_that_is_passed_keeps_its_order():
-    def program(wrap):
-        modules, x = {Scaled() for _ in range(6)}, leaf()
-        for k, module in enumerate(modules):
-            module.weight.data.fill_(1 + k / 4)
-        fn = wrap(lambda x, ms: functools.reduce(lambda y, m: m(y).sin(), ms, x).exp())
-        return torch.autograd.grad(fn(x, modules).sum(), x)
-
-    assert_replayed(program, sin=(6, 12))
+@replayed(sin=(6, 12))
+def test_a_set_of_modules_that_is_passed_keeps_its_order(wrap):
+    modules, x = {Scaled() for _ in range(6)}, leaf()
+    for k, module in enumerate(modules):
+        module.weight.data.fill_(1 + k / 4)
+    fn = wrap(lambda x, ms: functools.reduce(lambda y, m: m(y).sin(), ms, x).exp())
+    return torch.autograd.grad(fn(x, modules).sum(), x)
 
 
 def test_a_tuple_with_attributes_that_is_passed():

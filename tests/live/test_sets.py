@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from support.runs import assert_replayed, leaf
+from support.runs import leaf, replayed
 
 from remat import RecomputeError
 from remat._capture.container_kinds import in_order, new_frozenset, write_set
@@ -64,18 +64,16 @@ def test_a_set_that_was_popped_is_popped_in_its_order_again(seed):
             assert [found.pop() for _ in values] == values
 
 
-def test_a_set_that_grew_before_it_was_popped_is_popped_in_its_order_again():
-    def program(wrap):
-        found, x = {3, 4, 5}, leaf()
+@replayed(sin=(1, 2))
+def test_a_set_that_grew_before_it_was_popped_is_popped_in_its_order_again(wrap):
+    found, x = {3, 4, 5}, leaf()
 
-        def fn(x):
-            found.update(range(1000))
-            return curve(x, 1 + found.pop())
+    def fn(x):
+        found.update(range(1000))
+        return curve(x, 1 + found.pop())
 
-        y = wrap(fn)(x).sum()
-        return torch.autograd.grad(y, x), len(found)
-
-    assert_replayed(program, sin=(1, 2))
+    y = wrap(fn)(x).sum()
+    return torch.autograd.grad(y, x), len(found)
 
 
 class Same:
@@ -126,16 +124,14 @@ def test_a_frozenset_has_the_order_or_is_an_error():
 
 
 @pytest.mark.parametrize("count", [3, 70])
-def test_a_forward_empties_a_set_in_the_same_order_again(count):
-    def program(wrap):
-        todo, x = {f"name {k}" for k in range(count)}, leaf()
+@replayed(sin=(1, 2))
+def test_a_forward_empties_a_set_in_the_same_order_again(wrap, count):
+    todo, x = {f"name {k}" for k in range(count)}, leaf()
 
-        def fn(x):
-            names = [todo.pop() for _ in range(count)]
-            first, second, *_ = [int(name.split()[1]) for name in names]
-            return curve(x, 1 + first + second / 1000)
+    def fn(x):
+        names = [todo.pop() for _ in range(count)]
+        first, second, *_ = [int(name.split()[1]) for name in names]
+        return curve(x, 1 + first + second / 1000)
 
-        y = wrap(fn)(x).sum()
-        return torch.autograd.grad(y, x), len(todo)
-
-    assert_replayed(program, sin=(1, 2))
+    y = wrap(fn)(x).sum()
+    return torch.autograd.grad(y, x), len(todo)

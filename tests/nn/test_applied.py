@@ -4,18 +4,19 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
 import torch
 from support.switches import MODELS, Newer, Stacked, switch_off, switch_on
 from support.tables import rows
+from support.zoo import Evaluations, make, ops_of
 from torch import nn
 
 import remat
-from remat import policies
+from remat import policies, remat as rematerialize
 from remat.nn import Applied
-from remat.testing import count_ops
 
 
 X = torch.linspace(-1, 1, 64 * 4).reshape(64, 4)
@@ -36,8 +37,7 @@ def of_a_step():
 
 
 def tanhs(model):
-    with count_ops() as ops:
-        loss(model(X)).backward()
+    ops = ops_of(lambda: loss(model(X)).backward())
     return ops["tanh"]
 
 
@@ -240,3 +240,77 @@ def test_parts_of_a_model_each_have_their_own():
         "remat.nn.apply",
         "remat.nn.enable",
     }
+
+
+# --- `remat.is_recomputing` tells code inside whether it runs again ---
+
+
+def leaf(n):
+    return make(n, seed=2).requires_grad_()
+
+
+def test_it_is_false_outside():
+    assert remat.is_recomputing() is False
+
+
+@pytest.mark.parametrize("higher_order", [False, True])
+@pytest.mark.parametrize("prune", [False, True])
+def test_it_is_true_in_a_recompute_alone(higher_order, prune):
+    seen = Evaluations()
+
+    @rematerialize(higher_order=higher_order, prune=prune)
+    def f(x):
+        seen.note(remat.is_recomputing())
+        return x.sin().sin()
+
+    f(leaf(3)).sum().backward()
+    assert [*seen] == [False, True]
+    assert not remat.is_recomputing()
+
+
+def test_it_is_true_under_torch_func():
+    seen = Evaluations()
+
+    def f(x):
+        seen.note(remat.is_recomputing())
+        return x.sin().sin().sum()
+
+    torch.func.grad(rematerialize(f))(torch.ones(3))
+    assert [*seen] == [False, True]
+
+
+def test_it_is_of_the_thread_that_asks():
+    asked, seen = threading.Event(), []
+
+    def other():
+        asked.wait(10)
+        seen.append(remat.is_recomputing())
+
+    def f(x):
+        if remat.is_recomputing():
+            asked.set()
+            thread.join(10)
+        return x.sin().sin()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    rematerialize(f)(leaf(3)).sum().backward()
+    assert seen == [False]
+
+
+def test_metrics_are_logged_once():
+    logged = Evaluations()
+
+    @rematerialize
+    def layer(x):
+        y = x.sin()
+        if not remat.is_recomputing():
+            logged.note(y.detach().mean().item())
+        return y.sin()
+
+    x = leaf(3)
+    ops = ops_of(lambda: layer(x).sum().backward())
+    assert ops["mean"] == 1
+    assert ops["sin"] == 3
+    assert [*logged] == [x.detach().sin().mean().item()]
+    assert x.grad.abs().min() > 0

@@ -5,15 +5,16 @@ import io
 
 import pytest
 import torch
-from support.runs import assert_replayed
-from support.zoo import make
+from support.runs import replayed
+from support.tables import rows
+from support.zoo import make, ops_of
 from torch import nn
 from torch.func import functional_call, grad
 from torch.nn.utils import parametrize
 
 import remat
 from remat import policies
-from remat.testing import assert_same, count_ops
+from remat.testing import assert_same
 
 
 class Block(nn.Module):
@@ -55,8 +56,7 @@ def model_of(kind=Model):
 
 
 def counted(model, x=X):
-    with count_ops() as ops:
-        model(x).backward()
+    ops = ops_of(lambda: model(x).backward())
     return ops["tanh"], ops["sin"]
 
 
@@ -84,9 +84,8 @@ SELECTORS = {
 }
 
 
-@pytest.mark.parametrize("case", SELECTORS)
-def test_what_a_selector_selects(case):
-    select, expected = SELECTORS[case]
+@rows("select, expected", SELECTORS)
+def test_what_a_selector_selects(select, expected):
     model = applied(select)
     assert counted(model) == expected
     plain = model_of()
@@ -113,9 +112,7 @@ def test_one_policy_for_all(policy):
     model = applied(policy=policy)
     saves = policy is policies.dots_saveable
     counted(model)
-    with count_ops() as ops:
-        model(X).backward()
-    assert ops["addmm"] == (7 if saves else 10)
+    assert ops_of(lambda: model(X).backward())["addmm"] == (7 if saves else 10)
 
 
 def test_the_whole_model_by_its_class():
@@ -130,9 +127,7 @@ class Stages(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.stages = nn.ModuleList(
-            [self.Stage(2), self.Stage(3)],
-        )
+        self.stages = nn.ModuleList([self.Stage(2), self.Stage(3)])
 
     class Stage(nn.Module):
         def __init__(self, depth):
@@ -208,21 +203,19 @@ def test_it_returns_the_model_and_its_blocks_stay_the_objects_they_are():
     assert all(isinstance(layer, Block) for layer in layers)
 
 
-def test_training_equals_plain():
-    def program(wrap):
-        model = model_of()
-        if wrap is remat.remat:
-            remat.nn.apply(model, [Block, Other])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            losses.append(model(X))
-            losses[-1].backward()
-            optimizer.step()
-        return losses, [*model.parameters()]
-
-    assert_replayed(program, tanh=(9, 18), sin=(3, 6))
+@replayed(tanh=(9, 18), sin=(3, 6))
+def test_training_equals_plain(wrap):
+    model = model_of()
+    if wrap is remat.remat:
+        remat.nn.apply(model, [Block, Other])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(model(X))
+        losses[-1].backward()
+        optimizer.step()
+    return losses, [*model.parameters()]
 
 
 def saved_and_loaded(model):
@@ -257,24 +250,20 @@ def test_hooks_run_once_outside_of_the_recompute():
     assert fired == ["after apply", "before apply", "backward"]
 
 
-def test_under_functional_call_and_grad():
-    def program(wrap):
-        model = model_of()
-        if wrap is remat.remat:
-            remat.nn.apply(model)
-        params = {n: p.detach() * 1.5 for n, p in model.named_parameters()}
-        return grad(lambda params: functional_call(model, params, (X,)))(params)
-
-    assert_replayed(program, tanh=(3, 6), reassociated=True)
+@replayed(tanh=(3, 6), reassociated=True)
+def test_under_functional_call_and_grad(wrap):
+    model = model_of()
+    if wrap is remat.remat:
+        remat.nn.apply(model)
+    params = {n: p.detach() * 1.5 for n, p in model.named_parameters()}
+    return grad(lambda params: functional_call(model, params, (X,)))(params)
 
 
 def test_a_module_that_is_used_twice_is_selected_once():
     block = Block()
     model = nn.Sequential(block, block, nn.ModuleList())
     model = remat.nn.apply(model[:2], Block)
-    with count_ops() as ops:
-        model(X).sum().backward()
-    assert ops["tanh"] == 4
+    assert ops_of(lambda: model(X).sum().backward())["tanh"] == 4
 
 
 def test_a_module_with_a_forward_of_its_own():
@@ -307,24 +296,20 @@ def test_remove_undoes_it():
 def test_remove_puts_back_the_modules_that_remat_was_applied_to():
     blocks = Block(), Block()
     model = nn.Sequential(remat.remat(blocks[0]), remat.remat(remat.remat(blocks[1])))
-    with count_ops() as ops:
-        remat.nn.remove(model)(X).sum().backward()
-    assert ops["tanh"] == 2
+    assert ops_of(lambda: remat.nn.remove(model)(X).sum().backward())["tanh"] == 2
     assert [*model] == [*blocks]
     assert remat.nn.remove(remat.remat(blocks[0])) is blocks[0]
 
 
-def test_remove_between_a_forward_and_its_backward():
-    def program(wrap):
-        model = model_of()
-        if wrap is remat.remat:
-            remat.nn.apply(model)
-        loss = model(X)
-        remat.nn.remove(model)
-        loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    assert_replayed(program, tanh=(3, 6))
+@replayed(tanh=(3, 6))
+def test_remove_between_a_forward_and_its_backward(wrap):
+    model = model_of()
+    if wrap is remat.remat:
+        remat.nn.apply(model)
+    loss = model(X)
+    remat.nn.remove(model)
+    loss.backward()
+    return [p.grad for p in model.parameters()]
 
 
 def test_remove_where_nothing_is_applied_changes_nothing():
@@ -385,9 +370,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    call, message = REFUSED[case]
+@rows("call, message", REFUSED)
+def test_what_is_refused(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
 

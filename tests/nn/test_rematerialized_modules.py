@@ -9,8 +9,9 @@ import weakref
 
 import pytest
 import torch
-from support.runs import assert_replayed
-from support.zoo import make
+from support.runs import assert_replayed, replayed
+from support.tables import rows
+from support.zoo import make, ops_of
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrize
@@ -61,8 +62,7 @@ def saved_and_loaded(model):
 
 
 def tanhs(model, x):
-    with count_ops() as ops:
-        model(x).backward()
+    ops = ops_of(lambda: model(x).backward())
     return ops["tanh"]
 
 
@@ -72,20 +72,18 @@ X = make(3, 4, seed=2).float()
 # --- It is the module ---
 
 
-def test_it_trains_with_its_parent():
-    def program(wrap):
-        model = model_of(wrap)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(X)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, [*model.parameters()]
-
-    assert_replayed(program, tanh=(9, 15))
+@replayed(tanh=(9, 15))
+def test_it_trains_with_its_parent(wrap):
+    model = model_of(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(X)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+    return losses, [*model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +151,7 @@ def test_hooks_fire_once_around_the_recompute():
 )
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable])
 def test_copies_and_pickles_recompute_and_share_nothing(again, policy):
-    def wrap(module):
-        return remat(module, policy=policy)
-
-    model = model_of(wrap)
+    model = model_of(lambda module: remat(module, policy=policy))
     other = again(model)
     assert type(other.first) is type(model.first)
     assert tanhs(other, X) == tanhs(model, X) == 5
@@ -190,9 +185,7 @@ def test_state_dicts_load_both_ways():
 
 def test_in_a_sequential_and_nested():
     model = nn.Sequential(remat(Block()), remat(remat(Block())))
-    with count_ops() as ops:
-        model(X).sum().backward()
-    assert ops["tanh"] == 2 + 2
+    assert ops_of(lambda: model(X).sum().backward())["tanh"] == 2 + 2
     assert next(iter(model.state_dict())) == "0.scale"
 
 
@@ -263,16 +256,14 @@ def test_a_module_whose_forward_is_replaced(later, ran):
     assert_replayed(program, tanh=ran)
 
 
-def test_a_class_that_gets_another_forward(monkeypatch):
-    def program(wrap):
-        torch.manual_seed(0)
-        wrapped = wrap(Block())
-        with monkeypatch.context() as patch:
-            patch.setattr(Block, "forward", lambda self, x: self.up(x).tanh().tanh())
-            wrapped(X).sum().backward()
-        return [p.grad for p in wrapped.up.parameters()]
-
-    assert_replayed(program, tanh=(2, 4))
+@replayed(tanh=(2, 4))
+def test_a_class_that_gets_another_forward(wrap, monkeypatch):
+    torch.manual_seed(0)
+    wrapped = wrap(Block())
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "forward", lambda self, x: self.up(x).tanh().tanh())
+        wrapped(X).sum().backward()
+    return [p.grad for p in wrapped.up.parameters()]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -311,20 +302,18 @@ def test_compiled_code_with_it_inside():
 
 
 @pytest.mark.parametrize("first", ["wrap", "parametrize"])
-def test_a_parametrization(first):
-    def program(wrap):
-        torch.manual_seed(0)
-        block = Block()
-        if first == "wrap":
-            block.up = wrap(block.up)
-        parametrize.register_parametrization(block.up, "weight", nn.Tanh())
-        if first == "parametrize":
-            block.up = wrap(block.up)
-        block(X).sum().backward()
-        return [p.grad for p in block.parameters()]
-
-    # One more where the parametrization is registered.
-    assert_replayed(program, tanh=(3, 4))
+# One more where the parametrization is registered.
+@replayed(tanh=(3, 4))
+def test_a_parametrization(wrap, first):
+    torch.manual_seed(0)
+    block = Block()
+    if first == "wrap":
+        block.up = wrap(block.up)
+    parametrize.register_parametrization(block.up, "weight", nn.Tanh())
+    if first == "parametrize":
+        block.up = wrap(block.up)
+    block(X).sum().backward()
+    return [p.grad for p in block.parameters()]
 
 
 def traced():
@@ -334,7 +323,7 @@ def traced():
 IN_PLACE = {"view": remat, "in place": lambda m: apply(m, "")}
 
 
-@pytest.mark.parametrize("wrap", IN_PLACE.values(), ids=IN_PLACE.keys())
+@rows("wrap", IN_PLACE)
 def test_a_module_of_fx_is_copied_and_compiled_again(wrap):
     wrapped = wrap(traced())
     for again in (wrapped, copy.deepcopy(wrapped), saved_and_loaded(wrapped)):
@@ -345,7 +334,7 @@ def test_a_module_of_fx_is_copied_and_compiled_again(wrap):
         assert ops["addmm"] == 2
 
 
-@pytest.mark.parametrize("wrap", IN_PLACE.values(), ids=IN_PLACE.keys())
+@rows("wrap", IN_PLACE)
 def test_a_replica_has_parameters_of_its_own(wrap):
     replica = wrap(Block())._replicate_for_data_parallel()
     for name in ("up", "down"):
@@ -414,59 +403,42 @@ def test_a_class_that_registers_its_subclasses():
 # --- Transforms ---
 
 
-def test_functional_call_with_the_backward_outside():
-    def program(wrap):
-        model = model_of(wrap)
-        params = {n: p.detach() * 2 for n, p in model.named_parameters()}
-        for p in params.values():
-            p.requires_grad_()
-        functional_call(model, params, (X,)).backward()
-        return [p.grad for p in params.values()]
-
-    assert_replayed(program, tanh=(3, 5))
+@replayed(tanh=(3, 5))
+def test_functional_call_with_the_backward_outside(wrap):
+    model = model_of(wrap)
+    params = {n: p.detach() * 2 for n, p in model.named_parameters()}
+    for p in params.values():
+        p.requires_grad_()
+    functional_call(model, params, (X,)).backward()
+    return [p.grad for p in params.values()]
 
 
-def test_grad_and_hessian_vector_products():
-    def program(wrap):
-        model = model_of(wrap)
-        params = dict(model.named_parameters())
-
-        def loss(params):
-            return functional_call(model, params, (X,))
-
-        tangents = {n: torch.ones_like(p) for n, p in params.items()}
-        return torch.func.jvp(grad(loss), (params,), (tangents,))
-
-    assert_replayed(program, tanh=(3, 5), reassociated=True)
+@replayed(tanh=(3, 5), reassociated=True)
+def test_grad_and_hessian_vector_products(wrap):
+    model = model_of(wrap)
+    params = dict(model.named_parameters())
+    loss = lambda params: functional_call(model, params, (X,))
+    tangents = {n: torch.ones_like(p) for n, p in params.items()}
+    return torch.func.jvp(grad(loss), (params,), (tangents,))
 
 
-def test_an_ensemble():
-    def program(wrap):
-        torch.manual_seed(0)
-        models = [wrap(Block()) for _ in range(3)]
-        params, buffers = stack_module_state(models)
-        base = copy.deepcopy(models[0]).to("meta")
+@replayed(tanh=(1, 2), reassociated=True)
+def test_an_ensemble(wrap):
+    torch.manual_seed(0)
+    models = [wrap(Block()) for _ in range(3)]
+    params, buffers = stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
 
-        def loss(params, buffers, x):
-            return functional_call(base, (params, buffers), (x,)).square().sum()
+    def loss(params, buffers, x):
+        return functional_call(base, (params, buffers), (x,)).square().sum()
 
-        return vmap(grad(loss), (0, 0, None))(params, buffers, X)
-
-    assert_replayed(program, tanh=(1, 2), reassociated=True)
+    return vmap(grad(loss), (0, 0, None))(params, buffers, X)
 
 
 # --- Lifetimes ---
 
 
-@pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
+@pytest.mark.usefixtures("_no_collector")
 def test_both_are_freed_without_the_collector():
     block = Block()
     wrapped = remat(block)
@@ -538,9 +510,7 @@ def test_a_view_shares_the_state_after_a_call_that_changed_it(case):
     torch.manual_seed(0)
     module = Counting()
     view, x = remat(module, **options), torch.ones(2, 4, requires_grad=True)
-    with count_ops() as ops:
-        differentiate(view, x)
-    assert ops["sin"] >= 2 or case == "jacfwd"
+    assert ops_of(lambda: differentiate(view, x))["sin"] >= 2 or case == "jacfwd"
     assert view is not module
     assert vars(view) is vars(module)
     assert view.calls == module.calls == 1
@@ -592,9 +562,7 @@ def test_a_recompute_reads_a_view_that_the_module_itself_holds():
     x = torch.ones(2, 4, requires_grad=True)
     out = outer(x) + outer(x)
     module.calls = 100
-    with count_ops() as ops:
-        out.sum().backward()
-    assert ops["sin"] == 4
+    assert ops_of(lambda: out.sum().backward())["sin"] == 4
     # 0 calls before the first one, 1 before the second.
     expected = torch.full_like(x, torch.tensor(1.0).cos().item())
     assert_same(x.grad, expected)
@@ -620,10 +588,7 @@ def test_a_recompute_reads_a_view_of_a_view_as_it_was():
     view = remat(module)
     module.outer = [remat(view)]
     x = torch.ones(1, requires_grad=True)
-
-    def fn(x):
-        return view(x) * (module.outer[0].scale * x).cos()
-
+    fn = lambda x: view(x) * (module.outer[0].scale * x).cos()
     (want,) = torch.autograd.grad(fn(x), x)
     out = remat(fn)(x)
     module.scale = 10.0
@@ -670,8 +635,7 @@ def test_a_view_whose_class_changes_before_the_backward_is_refused():
 def test_a_hook_is_removed_after_a_transform_whose_call_changed_the_module():
     module, seen = Scaled(), []
     hook = module.register_forward_hook(lambda *args: seen.append(1))
-    with count_ops() as ops:
-        grad(lambda x: remat(module)(x).sum())(torch.ones(1))
+    ops = ops_of(lambda: grad(lambda x: remat(module)(x).sum())(torch.ones(1)))
     assert (ops["sin"], module.calls, len(seen)) == (2, 1, 1)
     hook.remove()
     module(torch.ones(1))

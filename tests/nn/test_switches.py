@@ -11,10 +11,11 @@ import pytest
 import torch
 from support.switches import MODELS, Newer, Older, Stacked, switch_off, switch_on
 from support.tables import rows
+from support.zoo import ops_of
 
 import remat
 from remat import policies
-from remat.testing import assert_same, count_ops, live_bytes
+from remat.testing import assert_same, live_bytes
 
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -24,8 +25,7 @@ every = pytest.mark.parametrize("kind", MODELS.values(), ids=[*MODELS])
 def run(model):
     """Return how often a step runs `tanh` and `addmm`, and the gradients."""
     model.zero_grad()
-    with count_ops() as ops:
-        model(X).square().sum().backward()
+    ops = ops_of(lambda: model(X).square().sum().backward())
     grads = [p.grad.clone() for p in model.parameters()]
     return (ops["tanh"], ops["addmm"]), grads
 
@@ -133,7 +133,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=[*OPTIONS])
+@rows("options", OPTIONS)
 def test_options_that_remat_does_not_have_are_refused(options):
     model = Newer()
     model.activation_checkpointing_enable(**options)

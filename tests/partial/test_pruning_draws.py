@@ -21,6 +21,7 @@ from support.pruning import (
     each_policy_and_way,
     given_up,
 )
+from support.tables import rows
 from torch import Tensor, nn
 from torch.nn.functional import alpha_dropout, dropout, feature_alpha_dropout, rrelu
 from torch.utils.checkpoint import checkpoint
@@ -335,7 +336,7 @@ def after_a_dead_draw(op):
 
 
 @each_policy
-@pytest.mark.parametrize("op", NOISES.values(), ids=NOISES)
+@rows("op", NOISES)
 @pytest.mark.parametrize("made", [dead_operation, after_a_dead_draw])
 def test_an_operation_of_the_users_draws(made, op, policy):
     assert_exact(made(op), X, policy=policy, before=STREAM.manual_seed)

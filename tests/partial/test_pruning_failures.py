@@ -139,9 +139,7 @@ def test_an_error_of_a_recompute_within_is_raised_after_one_run():
 
 @each_policy
 def test_threads_call_first_at_the_same_time(policy):
-    def fn(x, w):
-        return dead_end(torch.tanh(x @ w).exp() @ w)
-
+    fn = lambda x, w: dead_end(torch.tanh(x @ w).exp() @ w)
     ours = remat(fn, policy=policy, prune=True)
 
     def gradients(fn, seed):
@@ -171,9 +169,7 @@ def test_threads_learn_and_strike_at_the_same_time():
 
 
 def test_a_backward_runs_in_another_thread():
-    def fn(x, w):
-        return dead_end(dropout(torch.tanh(x @ w)) @ w)
-
+    fn = lambda x, w: dead_end(dropout(torch.tanh(x @ w)) @ w)
     ours = remat(fn, prune=True)
 
     def gradients(fn, seed):

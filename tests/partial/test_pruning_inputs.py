@@ -6,13 +6,11 @@ besides, it keeps for the sake of what it will recompute. What is let go is chec
 weak references to storages.
 """
 
-import gc
-
 import pytest
 import torch
 from support.letting_go import Held, activation, called, gradients, warmed
 from support.pruning import W, X, assert_like_plain, of_backward
-from support.zoo import V, leaves_of, make, scalar
+from support.zoo import V, leaves_of, make, ops_of, scalar
 from torch import nn
 
 from remat import policies, remat
@@ -23,11 +21,7 @@ from remat.testing import assert_same, count_ops, live_bytes
 everything = policies.everything_saveable
 
 
-@pytest.fixture(autouse=True)
-def _no_collector():
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("_no_collector")
 
 
 # What is computed, and which of two inputs are kept for it.
@@ -63,8 +57,7 @@ def test_the_inputs_kept_are_those_needed(case, prune):
         of_backward(ours, (X, W, V))
     out, held = called(ours, X, W, V)
     assert [*map(bool, held[:2])] == [i in needed or not prune for i in (0, 1)]
-    with count_ops() as ops:
-        scalar(out).backward()
+    ops = ops_of(lambda: scalar(out).backward())
     # Without pruning, also that of which only a constant is made.
     assert ops["exp"] == (2 if case == "constant" and not prune else 1)
 
@@ -142,9 +135,7 @@ def test_an_input_is_not_needed_if_what_is_computed_of_it_is_kept():
     out = ours(x, leaves_of(W)[0])
     del x
     assert not held
-    with count_ops() as ops:
-        scalar(out).backward()
-    assert ops["exp"] == 0
+    assert ops_of(lambda: scalar(out).backward())["exp"] == 0
 
 
 @pytest.mark.parametrize("higher_order", [False, True])
@@ -157,8 +148,7 @@ def test_an_input_that_a_residual_depends_on(higher_order):
     ours = warmed(fn, X, policy=everything, higher_order=higher_order)
     out, (held,) = called(ours, X)
     assert bool(held) == higher_order
-    with count_ops() as ops:
-        scalar(out).backward()
+    ops = ops_of(lambda: scalar(out).backward())
     assert (ops["mm"], ops["tanh"]) == (1, 0)
 
     def second(fn):
@@ -181,9 +171,7 @@ def test_parameters_are_never_let_go():
 
 
 def test_integers_and_masks_are_let_go():
-    def fn(x, index, mask):
-        return x * 2 + (index * 3).double() + mask
-
+    fn = lambda x, index, mask: x * 2 + (index * 3).double() + mask
     index, mask = torch.arange(4), torch.ones(4, dtype=torch.bool)
     ours = warmed(fn, X, index, mask)
     index = index.clone()
@@ -196,10 +184,7 @@ def test_integers_and_masks_are_let_go():
 
 def test_captured_activations_are_let_go_as_arguments_are():
     """The graph does not hold the function, only a snapshot without tensors."""
-
-    def call(h, x):
-        return remat(lambda x: x.sin().exp() + h, prune=True)(x)
-
+    call = lambda h, x: remat(lambda x: x.sin().exp() + h, prune=True)(x)
     for kept in (True, False):
         h, held = activation(W)
         out = call(h, leaves_of(X)[0])
@@ -249,9 +234,7 @@ def test_a_chain_of_blocks_keeps_what_a_policy_says_and_no_more():
     out, held = chain(*leaves_of(X))
     # Each block keeps its input, which is the result of the one before.
     assert [*map(bool, held)] == [True] * 4
-    with count_ops() as ops:
-        scalar(out).backward()
-    assert ops["tanh"] == 4
+    assert ops_of(lambda: scalar(out).backward())["tanh"] == 4
     assert [*map(bool, held)] == [False] * 3 + [True]
 
 

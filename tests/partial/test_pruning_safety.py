@@ -234,11 +234,7 @@ def test_memory_is_read_and_written_past_operations(case, policy):
 
 def read(take):
     """A function of which Python reads a value that no operation does."""
-
-    def fn(x):
-        return (x * take(x.detach().sin())).exp()
-
-    return fn
+    return lambda x: (x * take(x.detach().sin())).exp()
 
 
 def dumped(h):

@@ -88,9 +88,7 @@ def gradient_of_view(fn, x):
 
 @each_policy
 def test_inputs_require_grad_in_some_calls(policy):
-    def fn(x, w):
-        return dead_end((x @ w).exp() * w)
-
+    fn = lambda x, w: dead_end((x @ w).exp() * w)
     ours = remat(fn, policy=policy, prune=True)
 
     def gradients(fn, flags):
@@ -105,9 +103,7 @@ def test_inputs_require_grad_in_some_calls(policy):
 
 @each_policy
 def test_inputs_share_memory_in_some_calls(policy):
-    def fn(a, b):
-        return dead_end(a.exp()) + b * 2
-
+    fn = lambda a, b: dead_end(a.exp()) + b * 2
     ours = remat(fn, policy=policy, prune=True)
 
     def gradients(fn, a, b):
@@ -143,9 +139,7 @@ def test_calls_differ_in_training_and_autocast(policy):
 
 
 def test_some_inputs_are_meta_tensors():
-    def fn(x):
-        return dead_end((x * 2).exp())
-
+    fn = lambda x: dead_end((x * 2).exp())
     ours = remat(fn, prune=True)
     for _ in range(3):
         x = torch.empty(3, 5, device="meta", requires_grad=True)

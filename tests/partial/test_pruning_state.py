@@ -25,6 +25,7 @@ from support.pruning import (
     of_backward,
     total,
 )
+from support.tables import rows
 from support.zoo import Evaluations, leaves_of, scalar
 from torch import nn
 
@@ -167,7 +168,7 @@ def test_state_changes_between_calls(case, policy, sequence):
     )
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@rows("way", WAYS)
 @pytest.mark.parametrize("source", SOURCES)
 @each_case(dict([*cases_of(vars(Changes)).items()][:8:2]))
 def test_state_changes_wherever_it_is_kept(case, source, way):
@@ -196,10 +197,7 @@ def test_a_number_is_annealed(policy):
 def test_a_closure_is_made_anew_in_each_call(policy):
     def made(call):
         scale, flag, shift = 1.0 + call, call % 2, torch.full((4,), float(call))
-
-        def inner(h):
-            return h.exp() if flag else h * shift
-
+        inner = lambda h: h.exp() if flag else h * shift
         return lambda x: dead_end(inner(x * scale))
 
     for call in range(8):

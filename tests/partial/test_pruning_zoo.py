@@ -5,8 +5,11 @@ alone. Here each function is recorded, replayed, and replayed again, and a later
 under another transform has another record or the same one.
 """
 
+from itertools import product
+
 import pytest
 from support.pruning import POLICIES, call_caches, strikes
+from support.tables import crossed, rows
 from support.transforms import ALL, some
 from support.zoo import ZOO, W, X, scalar
 
@@ -28,21 +31,12 @@ def derivative(transform, case, fn):
 
 
 # Each case under each transform, with the policies in turn.
-CROSSED = [
-    pytest.param(case, name, policy, id=f"{case}-{name}-{kept}", marks=marks)
-    for i, case in enumerate(ZOO)
-    for k, name in enumerate([*FIRST, *REASSOCIATED])
-    for j, (kept, policy) in enumerate(POLICIES.items())
-    for marks in [() if (i + k + j) % 3 == 0 else pytest.mark.slow]
-]
-
-
-@pytest.mark.parametrize(("case", "name", "policy"), CROSSED)
+@crossed("case, name, policy", [*product(ZOO, [*FIRST, *REASSOCIATED])], POLICIES)
 def test_the_zoo_under_a_transform(case, name, policy):
     if name == "batched_cotangents" and case in ("custom", "in_place"):
         pytest.skip("torch refuses it in plain code")
     fn, transform = ZOO[case][0], ALL[name]
-    ours = remat(fn, policy=policy, prune=True)
+    ours = remat(fn, policy=POLICIES[policy], prune=True)
     want = derivative(transform, case, fn)
     for _ in range(3):
         got = derivative(transform, case, ours)
@@ -50,7 +44,7 @@ def test_the_zoo_under_a_transform(case, name, policy):
     assert (len(call_caches()) == 0) == transform.forward
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@rows("policy", POLICIES)
 @pytest.mark.parametrize("case", ["matmul", "network", "in_place"])
 def test_the_zoo_under_all_transforms_in_turn(case, policy):
     """Of one function: a record made under one is not used wrongly under another."""

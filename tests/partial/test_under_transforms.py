@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from support.zoo import counted
+from support.zoo import counted, ops_of
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
@@ -54,16 +54,12 @@ def linear(x):
     return nn.functional.linear(x.sin(), X[0], V).tanh()
 
 
-def jacobian_of_batch(f):
-    return jacrev(vmap(f))(torch.stack([X, X + 1]))
-
-
 TRANSFORMS = {
     "grad": lambda f: grad(lambda x: f(x).sum())(X),
     "jacrev": lambda f: jacrev(f)(X),
     "hessian": lambda f: hessian(lambda x: f(x).sum())(X),
     "twice": lambda f: jacrev(jacrev(f))(X),
-    "of_batch": jacobian_of_batch,
+    "of_batch": lambda f: jacrev(vmap(f))(torch.stack([X, X + 1])),
     "of_each": lambda f: vmap(jacrev(grad(lambda x: f(x).sum())))(torch.stack([X, X])),
 }
 
@@ -89,8 +85,7 @@ COMPOSITE = [
 def test_composite_operations_may_become_others(transform, program, options):
     """At second order, `linear` is other operations than in the forward."""
     wrapped, expected = remat(program, **options), transform(program)
-    with count_ops() as plain:
-        transform(program)
+    plain = ops_of(lambda: transform(program))
     for _ in range(3):
         with count_ops() as ops:
             torch.testing.assert_close(transform(wrapped), expected)
@@ -130,19 +125,11 @@ def test_inputs_are_not_dropped_where_several_levels_differentiate(outer):
 @each_option
 def test_a_call_inside_takes_a_snapshot_in_one_run_only(options):
     """Of a vector that it is passed, which it may update, as batch norm does."""
-
-    def inner(x, v):
-        return (x.sin() * v).tanh()
-
-    def outer(x, v, of=inner):
-        return (of(of(x, v) @ x, v * 1)).exp()
-
+    inner = lambda x, v: (x.sin() * v).tanh()
+    outer = lambda x, v, of=inner: (of(of(x, v) @ x, v * 1)).exp()
     wrapped = remat(lambda x, v: outer(x, v, remat(inner)), **options)
     cotangent = torch.ones(2, 4, 4, **DOUBLE)
-
-    def pulled(f):
-        return vjp(lambda x: f(x, V), X)[1](cotangent)[0]
-
+    pulled = lambda f: vjp(lambda x: f(x, V), X)[1](cotangent)[0]
     for _ in range(3):
         with warnings.catch_warnings(), count_ops() as ops:
             warnings.simplefilter("error")
@@ -193,8 +180,7 @@ def test_a_step_recorded_under_a_tracker_keeps_its_policy_later(tracker):
     _, wrapped = model(policy=policies.dots_saveable)
 
     def step():
-        with count_ops() as ops:
-            wrapped(X.clone().requires_grad_()).sum().backward()
+        ops = ops_of(lambda: wrapped(X.clone().requires_grad_()).sum().backward())
         return ops["addmm"], ops["tanh"]
 
     with tracker():
@@ -274,8 +260,7 @@ if f is scanned:  # torch.func has no rule for the others
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["cond", *(pytest.param(p, marks=pytest.mark.slow) for p in _SLOWER)],
+    "program", ["cond", *(pytest.param(p, marks=pytest.mark.slow) for p in _SLOWER)]
 )
 def test_a_higher_order_operator_is_compiled_as_without_remat(program):
     """Outside of remat's modes, under which torch compiles nothing."""
@@ -335,9 +320,7 @@ def test_two_functions_of_the_same_shapes_share_a_name(program, second, options)
         f(x, k).sum().backward()
         return x.grad
 
-    def by_transform(f, k):
-        return grad(lambda x: f(x, k).sum())(X[0])
-
+    by_transform = lambda f, k: grad(lambda x: f(x, k).sum())(X[0])
     for differentiate in by_backward, by_transform:
         for k in (0, 1, 0, 1, 1, 0):
             expected = differentiate(lambda x, k: program(pair, x, k), k)
@@ -376,9 +359,7 @@ class Sized(torch.Tensor):
 @each_option
 def test_what_a_subclass_is_asked_is_not_compared(options):
     """How often autograd asks for sizes depends on what it differentiates."""
-
-    def program(x):
-        return torch.mm(x.sin(), x).tanh().reshape(2, 8).cos()
+    program = lambda x: torch.mm(x.sin(), x).tanh().reshape(2, 8).cos()
 
     def differentiated(f, wrap):
         x = wrap(X[0].clone()).requires_grad_()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.pruning import forget_calls
 from support.transforms import some
+from support.zoo import ops_of
 from torch import nn
 from torch.func import grad, vmap
 
@@ -228,10 +229,7 @@ def test_a_policy_keeps_the_named_value_if_it_can(fn):
 
 def test_a_name_of_a_value_that_no_call_made_does_nothing():
     outside = X.exp()
-
-    def fn(x):
-        return (checkpoint_name(outside, "name") * x).sin()
-
+    fn = lambda x: (checkpoint_name(outside, "name") * x).sin()
     assert named(fn, X) == [] or all("captured" in o for o, _ in named(fn, X))
     assert_equal_and_recomputed(fn, X, save("name"), mul=1)
 
@@ -295,18 +293,14 @@ def test_a_policy_of_an_outer_call_sees_names_given_in_an_inner_one():
     def inner(x):
         return checkpoint_name(x.exp(), "name").sin()
 
-    def fn(x):
-        return inner(x).sin()
-
+    fn = lambda x: inner(x).sin()
     assert named(fn, X) == [("named 'name'", (2, 6))]
     # As a plain call it recomputes the inner call; with the name saved, nothing.
     assert_equal_and_recomputed(fn, X, save("name"), exp=-1)
 
 
 def test_a_name_given_outside_any_call_is_a_label():
-    def fn(x):
-        return checkpoint_name(x.exp(), "name").sin()
-
+    fn = lambda x: checkpoint_name(x.exp(), "name").sin()
     assert [r.origin for r in saved_residuals(fn, X)] == ["named 'name'"]
 
 
@@ -328,8 +322,7 @@ def test_threads_name_their_own_values():
     def kept(name):
         run = remat(partial(fn, name), policy=save("mine"), prune=True)
         leaf = X.clone().requires_grad_()
-        with count_ops() as ops:
-            run(leaf).sum().backward()
+        ops = ops_of(lambda: run(leaf).sum().backward())
         return ops["exp"], leaf.grad
 
     with ThreadPoolExecutor(2) as pool:
@@ -400,12 +393,8 @@ def test_an_error_says_that_arguments_are_swapped():
 
 
 def test_it_runs_no_operation_and_changes_no_gradient():
-    def plain(x):
-        return x.sin().exp()
-
-    def fn(x):
-        return checkpoint_name(checkpoint_name(x, "x").sin(), "y").exp()
-
+    plain = lambda x: x.sin().exp()
+    fn = lambda x: checkpoint_name(checkpoint_name(x, "x").sin(), "y").exp()
     leaf = X.clone().requires_grad_()
     with count_ops() as ops:
         out = fn(leaf)
@@ -423,8 +412,7 @@ def test_any_string_is_a_name(name):
 
 
 def test_a_name_from_outside_means_nothing_to_an_inner_call():
-    def inner(y):
-        return y.sin().sin()
+    inner = lambda y: y.sin().sin()
 
     def fn(x):
         y = checkpoint_name(x.exp(), "name")

@@ -1,5 +1,6 @@
 """What may stand for a policy, and what is refused with advice."""
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from remat._base.sizes import bytes_in
 from remat.policies import (
     Decision,
     as_policy,
@@ -159,6 +161,7 @@ def test_a_function_that_is_not_hashable_is_refused():
 
 @pytest.mark.parametrize("answer", [None, 1, "save", torch.tensor(True), [True]])
 def test_an_answer_that_is_no_decision_is_refused(answer):
+
     def broken(op):
         return answer
 
@@ -290,3 +293,54 @@ def test_a_place_to_offload_to_exists(make, match, dst):
 def test_operators_are_what_torch_ops_holds(bad, advice, make):
     with pytest.raises(TypeError, match=f"save_ops takes operators.*{advice}"):
         make(bad)
+
+
+# --- Numbers of bytes, as people write them ---
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (0, 0),
+        (12, 12),
+        (2.0, 2),
+        ("0", 0),
+        ("7", 7),
+        ("7B", 7),
+        ("8GB", 8 * 10**9),
+        (" 8 gb ", 8 * 10**9),
+        ("512 MiB", 512 * 2**20),
+        ("1.5KiB", 1536),
+        (".5 kb", 500),
+        ("1.2345 KB", 1234),
+        ("0.1 TiB", 2**40 // 10),
+        ("3TB", 3 * 10**12),
+        ("9007199254740993", 2**53 + 1),  # no float
+    ],
+)
+def test_bytes_are_read(size, nbytes):
+    found = bytes_in(size, "within")
+    assert (found, type(found)) == (nbytes, int)
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["", "GB", "-1", "-1GB", "8 G", "8 GBs", "1e9", "1,000", "8 Gb/s", "٣GB", "a B"],
+)
+def test_another_text_is_refused_with_what_is_accepted(size):
+    with pytest.raises(ValueError, match=r"remat: fit takes.*text '.*'.*'800 MB'"):
+        bytes_in(size, "fit")
+
+
+@pytest.mark.parametrize("size", [-1, -0.5, 0.5, math.nan, math.inf, -math.inf])
+def test_another_number_is_refused(size):
+    with pytest.raises(ValueError, match=r"remat: within takes a number of bytes; got"):
+        bytes_in(size, "within")
+
+
+@pytest.mark.parametrize("size", [None, True, b"8GB", [1], 1j])
+def test_what_is_no_number_is_refused(size):
+    with pytest.raises(
+        TypeError, match=r"got .*, a (NoneType|bool|bytes|list|complex)"
+    ):
+        bytes_in(size, "within")

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support.operations import MM, custom, op, recorded, value
+from support.tables import rows
 from torch import nn
 from torch.utils import flop_counter
 
@@ -76,7 +77,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize(("fn", "shapes", "want"), REAL.values(), ids=REAL)
+@rows("fn, shapes, want", REAL)
 def test_the_dots_that_torch_runs_are_known(fn, shapes, want):
     assert dots(fn, *shapes) == want
 

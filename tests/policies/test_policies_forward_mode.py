@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.tables import rows
 from support.zoo import assert_not_vanishing, leaves_of, make
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp, vmap
@@ -118,7 +119,7 @@ def plain(transform):
     return found, ops["tanh"], sum(ops[name] for name in PRODUCTS)
 
 
-@pytest.mark.parametrize("transform", INSIDE.values(), ids=INSIDE.keys())
+@rows("transform", INSIDE)
 def test_inside_of_reverse_mode_policies_save_values_and_tangents(transform):
     want, tanhs, products = plain(transform)
     _, again, more = run(transform)
@@ -131,7 +132,7 @@ def test_inside_of_reverse_mode_policies_save_values_and_tangents(transform):
         assert (ours_products == products) == (name != "names"), name
 
 
-@pytest.mark.parametrize("transform", INSIDE.values(), ids=INSIDE.keys())
+@rows("transform", INSIDE)
 def test_inside_of_reverse_mode_dead_products_are_left_out(transform):
     want, tanhs, products = plain(transform)
     _, _, all_products = run(transform)
@@ -141,7 +142,7 @@ def test_inside_of_reverse_mode_dead_products_are_left_out(transform):
     assert products < ours < all_products
 
 
-@pytest.mark.parametrize("transform", AROUND.values(), ids=AROUND.keys())
+@rows("transform", AROUND)
 @pytest.mark.parametrize("options", [*SAVES.values(), {"prune": True}], ids=str)
 def test_around_reverse_mode_all_is_recomputed(transform, options):
     want, tanhs, _ = plain(transform)

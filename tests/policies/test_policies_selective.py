@@ -17,6 +17,7 @@ from support.operations import (
     torch_saves,
     value,
 )
+from support.tables import rows
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -128,9 +129,7 @@ def test_a_policy_of_torch_that_saves_everything_is_not_asked_of_detach():
 
 
 def test_a_policy_of_torch_may_read_metadata_and_not_values():
-    def reads(ctx, func, *args, **kwargs):
-        return args[0].sum() > 0
-
+    reads = lambda ctx, func, *args, **kwargs: args[0].sum() > 0
     with pytest.raises(TypeError, match=r"shape, dtype and device.*not its values"):
         as_policy(reads)(op(SIN, (2, 3)))
 
@@ -171,7 +170,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("fn", CALLS.values(), ids=CALLS)
+@rows("fn", CALLS)
 def test_a_call_is_put_together_as_it_was(fn):
     with Recorder() as mode:
         fn(torch.arange(16.0).view(4, 4))

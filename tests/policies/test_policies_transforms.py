@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from support.pruning import call_caches, forget_calls, strikes
+from support.tables import crossed
 from support.transforms import ALL, some
 from support.zoo import (
     ZOO,
@@ -149,23 +150,6 @@ CASES = [(policy, "layers") for policy in POLICIES]
 CASES += [(policy, case) for policy in FEW for case in FUNCTIONS if case != "layers"]
 
 
-def crossed(transforms, most):
-    """Each case under `most` transforms, in turn; under the others it is slow."""
-    names = [*transforms]
-    return pytest.mark.parametrize(
-        ("how", "policy", "case"),
-        [
-            pytest.param(
-                how,
-                *case,
-                marks=() if (k - i * most) % len(names) < most else pytest.mark.slow,
-            )
-            for i, case in enumerate(CASES)
-            for k, how in enumerate(names)
-        ],
-    )
-
-
 # Bookkeeping: how a shape is reached, and what autograd detaches.
 FREE = {"detach", "alias", "view", "_unsafe_view", "expand", "t", "transpose"}
 FREE |= {"unsqueeze", "squeeze", "permute", "select", "slice", "as_strided"}
@@ -193,21 +177,21 @@ def assert_same_thrice(transform, case, policy, prune=True):
     return plain, work
 
 
-@crossed(FIRST, 3)
-def test_a_first_derivative(how, policy, case):
+@crossed("policy, case, how", CASES, FIRST, each=3)
+def test_a_first_derivative(policy, case, how):
     plain, work = assert_same_thrice(FIRST[how], case, policy)
     assert work[1] == work[2]
     if policy in ("None", "nothing") and case != "linear":
         assert work[2] > plain, "it recomputes"
 
 
-@crossed(SECOND, 2)
-def test_a_second_derivative(how, policy, case):
+@crossed("policy, case, how", CASES, SECOND, each=2)
+def test_a_second_derivative(policy, case, how):
     assert_same_thrice(SECOND[how], case, policy)
 
 
-@crossed(FORWARD, 1)
-def test_forward_mode_runs_what_plain_code_runs(how, policy, case):
+@crossed("policy, case, how", CASES, FORWARD)
+def test_forward_mode_runs_what_plain_code_runs(policy, case, how):
     """There is no backward to save for: nothing is recorded, kept or recomputed."""
     assert_same_thrice(FORWARD[how], case, policy)
     assert not call_caches()
@@ -227,8 +211,8 @@ def test_a_policy_that_saves_more_recomputes_less(how, case):
         assert [*of_a_call] == sorted(of_a_call)
 
 
-@crossed(["backward", "vmap_grad", "twice"], 1)
-def test_values_without_pruning(how, policy, case):
+@crossed("policy, case, how", CASES, ["backward", "vmap_grad", "twice"])
+def test_values_without_pruning(policy, case, how):
     assert_same_thrice(ALL[how], case, policy, prune=False)
 
 
@@ -259,9 +243,7 @@ def test_calls_are_nested_under_two_policies(inner, outer):
         one = wrap_inner(layers)
         return wrap_outer(lambda w, x: one(w, one(w, x)).exp())
 
-    def wrap(policy):
-        return partial(remat, policy=POLICIES[policy], prune=True)
-
+    wrap = lambda policy: partial(remat, policy=POLICIES[policy], prune=True)
     plain, fn = nested(plainly, plainly), nested(wrap(inner), wrap(outer))
     for how, transform in (FIRST | SECOND).items():
         if how == "vmap_hessian":
@@ -278,10 +260,7 @@ HELPERS = {"mm": lambda a, b: a @ b}
 def test_helpers_of_nested_calls_are_in_a_container():
     """What they leave behind is looked for after the forward; records hold nothing."""
     inner = remat(lambda w, x: HELPERS["mm"](w, x).sin(), prune=True)
-
-    def fn(w, x):
-        return w.cos() + inner(w, x.sin())
-
+    fn = lambda w, x: w.cos() + inner(w, x.sin())
     for transform in FIRST.values():
         expected, _ = measured(transform, fn)
         for policy in ("dots", "everything", "None"):
@@ -303,10 +282,7 @@ def test_a_value_that_nobody_needs_is_changed_through_a_view(how, policy):
 def test_a_kept_value_is_differentiated_to_inputs_that_are_not_read(how, policy):
     """Intermediate values go in, and a kept product is all that depends on them."""
     transform = ALL[how]
-
-    def product(w, x):
-        return (w * x).exp()
-
+    product = lambda w, x: (w * x).exp()
     wrapped = remat(product, policy=POLICIES[policy], prune=True)
     expected, _ = measured(transform, lambda w, x: product(w.cos(), x.sin()))
     for _ in range(4):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.explained import CASES, POLICIES, SQUARE, blk, case_of, example, two
 from support.kept import total
-from support.tables import rotated
+from support.tables import crossed
 from support.zoo import make, plainly
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -208,7 +208,7 @@ def test_a_function_with_blocks_is_called_once_for_each_row_that_needs_it():
     assert len(calls) == 4, "nothing_saveable is planned on the record of the first"
 
 
-@rotated("wrap, policy", WRAPS, POLICIES)
+@crossed("wrap, policy", WRAPS, POLICIES)
 def test_a_row_for_all_blocks_is_the_function_written_so(wrap, policy):
     policy = POLICIES[policy]
     again = remat(policy=policy)
@@ -375,7 +375,7 @@ def measured_peak(fn, x):
 HIDDEN, INPUT = 256 * 256 * 4, 256 * 64 * 4
 
 
-@rotated("count, policy", [1, 2, 6], ["dots", "everything", "none"])
+@crossed("count, policy", [1, 2, 6], ["dots", "everything", "none"])
 def test_the_peak_without_gradients_lacks_only_the_gradients_in_flight(count, policy):
     """The gradients that an operation of the backward reads and makes, at any depth.
 

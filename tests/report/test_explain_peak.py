@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.tables import rotated, rows
+from support.tables import crossed, rows
 from support.zoo import make
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -323,7 +323,7 @@ def closed_over(model):
     return explain(lambda: loss_of(model, tokens()))
 
 
-@rotated(
+@crossed(
     "make_model, explained",
     [by_wrapping, by_apply, by_checkpoint],
     [passed, closed_over],

@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.explained import CASES, POLICIES, SQUARE, blk, case_of, example, nest, two
 from support.kept import measured, total
-from support.tables import rotated
+from support.tables import crossed
 from torch import nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
@@ -70,7 +70,7 @@ def executed(report):
 BESIDES = {"clone", "detach", "alias", "copy_"}
 
 
-@rotated("name, policy, prune", CASES, POLICIES, [True, False])
+@crossed("name, policy, prune", CASES, POLICIES, [True, False])
 def test_the_flops_and_operations_are_those_of_a_backward(name, policy, prune):
     fn, args = case_of(name)
     report = explain(fn, *args, policy=POLICIES[policy], prune=prune)
@@ -84,7 +84,7 @@ def test_the_flops_and_operations_are_those_of_a_backward(name, policy, prune):
     assert again == {n: found[n] for n in again}
 
 
-@rotated("name, policy", CASES, POLICIES)
+@crossed("name, policy", CASES, POLICIES)
 def test_the_saved_bytes_are_what_is_alive_after_a_forward(name, policy):
     fn, args = case_of(name)
     fresh = [t.clone() for t in args]  # no leaves, which the graph would keep alive
@@ -123,7 +123,7 @@ NESTED = {
 }
 
 
-@rotated("name, policy", NESTED, ["none", "dots", "everything"])
+@crossed("name, policy", NESTED, ["none", "dots", "everything"])
 def test_what_calls_within_recompute_is_counted(name, policy):
     (fn, plain), args = NESTED[name], example(*SQUARE)
     rematerialized = ckpt(fn, policy=POLICIES[policy], prune=True)

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 from support.kept import leaves, measured, origins, total
-from support.tables import rotated
+from support.tables import crossed
 from support.zoo import ZOO, W, X, make, plainly
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,7 +48,7 @@ WRAPS = {
 plain_and_remat = pytest.mark.parametrize("wrap", [plainly, ckpt])
 
 
-@rotated("case, name", sorted(ZOO), WRAPS)
+@crossed("case, name", sorted(ZOO), WRAPS)
 def test_the_total_is_what_the_graph_of_the_zoo_keeps_alive(case, name):
     (fn, call), wrap = ZOO[case], WRAPS[name]
     w, x = leaves((4, 4), (4, 4))
@@ -155,7 +155,7 @@ BATTERY = {
 }
 
 
-@rotated("case, wrap", sorted(BATTERY), [plainly, ckpt])
+@crossed("case, wrap", sorted(BATTERY), [plainly, ckpt])
 def test_what_torch_has_to_the_byte(case, wrap):
     fn, args = BATTERY[case]()
     found = saved_residuals(wrap(fn), *args)

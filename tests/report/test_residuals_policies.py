@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 from support.kept import fresh, measured, origins, total
-from support.tables import rotated
+from support.tables import crossed
 from support.zoo import make, plainly
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -129,7 +129,7 @@ def steady(fn, *args):
 # --- To the byte ---
 
 
-@rotated(
+@crossed(
     "policy, prune, when", sorted(POLICIES), [True, "auto", False], ["warm", "cold"]
 )
 def test_the_total_under_a_policy_is_what_the_graph_keeps_alive(policy, prune, when):

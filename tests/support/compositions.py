@@ -42,9 +42,7 @@ def grad_of_a_batch(loss, w, x):
 
 
 def vmap_grad_vmap(loss, w, x):
-    def over_weights(w, x):
-        return scalar(vmap(loss, OVER_W)(w, x))
-
+    over_weights = lambda w, x: scalar(vmap(loss, OVER_W)(w, x))
     return vmap(grad(over_weights, BOTH), OVER_X)(WS, XS)
 
 
@@ -70,9 +68,7 @@ LAYOUTS = {
 
 
 def per_example(xs):
-    def run(loss, w, x):
-        return vmap(grad_and_value(loss, BOTH), OVER_X)(w, xs)
-
+    run = lambda loss, w, x: vmap(grad_and_value(loss, BOTH), OVER_X)(w, xs)
     return Transform(run, batched=True)
 
 
@@ -139,11 +135,7 @@ def vmap_grad_grad(loss, w, x):
 
 def grad_vmap_grad(loss, w, x):
     """A penalty on gradients per example."""
-
-    def penalty(w):
-        return scalar(vmap(grad(loss, 1), OVER_X)(w, XS))
-
-    return grad(penalty)(w)
+    return grad(lambda w: scalar(vmap(grad(loss, 1), OVER_X)(w, XS)))(w)
 
 
 def backward_vmap_grad(loss, w, x):
@@ -157,10 +149,7 @@ def vmap_jvp_grad(loss, w, x):
 
 
 def grad_vmap_jvp(loss, w, x):
-    def tangents(w):
-        return scalar(vmap(lambda x: jvp(loss, (w, x), (V, x)))(XS))
-
-    return grad(tangents)(w)
+    return grad(lambda w: scalar(vmap(lambda x: jvp(loss, (w, x), (V, x)))(XS)))(w)
 
 
 SECOND = {
@@ -287,10 +276,7 @@ def tensors_of(tree: Any) -> Any:
 def result_of(transform: Transform, fn: Callable[..., Any], call: Any) -> Any:
     """What a transform makes of a function, with a backward if it stores nothing."""
     reduce = tensors_of if transform.of_outputs else scalar
-
-    def loss(w, x):
-        return reduce(call(fn, w, x))
-
+    loss = lambda w, x: reduce(call(fn, w, x))
     result = transform(loss, W, X)
     if transform.stores_nothing:
         return result, TRANSFORMS["backward"](loss, W, X)

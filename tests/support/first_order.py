@@ -84,9 +84,7 @@ def of_a_frozen_input(loss, w, x):
 
 
 def autograd(**options):
-    def run(loss, w, x):
-        return torch.autograd.grad(loss(w, x), (w, x), **options)
-
+    run = lambda loss, w, x: torch.autograd.grad(loss(w, x), (w, x), **options)
     return Transform(at_leaves(run), backwards=1)
 
 
@@ -217,9 +215,7 @@ VJPS = {
 
 
 def jvp_of_a_tree(loss, w, x):
-    def of_tree(tree):
-        return {"loss": loss(tree["w"], tree["x"])}
-
+    of_tree = lambda tree: {"loss": loss(tree["w"], tree["x"])}
     return jvp(of_tree, ({"w": w, "x": x},), ({"w": V, "x": V},))
 
 

@@ -8,12 +8,14 @@ import functools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.tables import checked
 from support.zoo import Evaluations, assert_not_vanishing, plainly
 from torch import Tensor
 
@@ -79,13 +81,17 @@ def noting(wrap: Callable[..., Any], notes: Evaluations) -> Callable[..., Any]:
 
 
 def run(
-    program: Program, wrap: Callable[..., Any], *, notes: bool
+    program: Program, wrap: Callable[..., Any], counts: Collection[str]
 ) -> tuple[Any, Counter[str]]:
     """What a program gives, with the streams after it; and how often things ran."""
     evaluations = Evaluations()
+    if "evaluations" in counts:
+        wrap = noting(wrap, evaluations)
+    # In a mode torch compiles nothing: there is one if operations are counted.
+    counts_operations = any(name != "evaluations" for name in counts)
     seed_streams()
-    with count_ops() as ops:
-        result = program(noting(wrap, evaluations) if notes else wrap)
+    with count_ops() if counts_operations else nullcontext(Counter()) as ops:
+        result = program(wrap)
     return (result, states()), ops + Counter(evaluations=len(evaluations))
 
 
@@ -101,11 +107,28 @@ def assert_replayed(
     `counts` are of operations by name: wrapped, or a pair of plain and wrapped.
     One named `evaluations` is of the functions that are wrapped.
     """
-    notes = "evaluations" in counts
-    expected, plain = run(program, plainly, notes=notes)
-    actual, ours = run(program, wrap, notes=notes)
+    expected, plain = run(program, plainly, counts)
+    actual, ours = run(program, wrap, counts)
     assert_same(actual, expected, reassociated=reassociated)
     assert_not_vanishing(expected[0])
     pairs = {k: n if isinstance(n, tuple) else (plain[k], n) for k, n in counts.items()}
     found = {k: (plain[k], ours[k]) for k in counts}
     assert found == pairs, f"plain and rematerialized ran {found}, not {pairs}"
+
+
+def replayed(
+    *, wrap: Callable[..., Any] = remat, each: bool = False, **how: Any
+) -> Callable[..., Any]:
+    """Make a test of a program by `assert_replayed`.
+
+    If `each`, a test in each of the configurations.
+    """
+
+    def check(program, ours=wrap):
+        assert_replayed(program, wrap=ours, **how)
+
+    def test_of(program):
+        test = checked(program, check, more=("ours",) if each else ())
+        return configurations(test) if each else test
+
+    return test_of

@@ -1,7 +1,9 @@
 """Tables of test cases: some of them in each run, all where slow tests run."""
 
+import functools
+import inspect
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -27,46 +29,60 @@ def rows(
 
 
 def crossed(
-    names: str,
-    first: Collection[Any],
-    second: Collection[Any],
-    *,
-    each: int = 1,
-    whole: Collection[Any] = (),
+    names: str, *factors: Collection[Any], each: int = 1, whole: Collection[Any] = ()
 ) -> pytest.MarkDecorator:
-    """Parametrize by all pairs. Those that are not representative are slow.
+    """Parametrize by all combinations of factors. Most of them are slow tests.
+
+    The longest factor is gone through, and the others go round with it. So each value
+    is in a test that is not slow.
 
     Args:
-        names: of both parameters.
-        first: the values of the first one.
-        second: those of the second one.
-        each: how many of `second` are fast with each of `first`: others in turn.
-        whole: those of `first` with which all are fast.
-    """
-    count = len(second)
-
-    def case(i: int, a: Any, k: int, b: Any) -> Any:
-        is_fast = a in whole or (k - i * each) % count < each
-        return pytest.param(a, b, marks=() if is_fast else pytest.mark.slow)
-
-    pairs = [(*x, *y) for x in enumerate(first) for y in enumerate(second)]
-    return pytest.mark.parametrize(names.split(", "), [case(*pair) for pair in pairs])
-
-
-def rotated(names, *factors):
-    """Parametrize by all combinations of factors; most of them are slow tests.
-
-    Each value of a factor is in a test that is not slow: the longest factor is gone
-    through, and the others go round with it.
+        names: of the parameters. A value that is a tuple is several of them.
+        *factors: the values of each.
+        each: how many values of another factor are fast with one of the longest.
+        whole: values with which all are fast.
     """
     longest = max(range(len(factors)), key=lambda k: len(factors[k]))
-    found = []
-    for indices in itertools.product(*(range(len(f)) for f in factors)):
-        first = indices[longest]
-        is_usual = all(
-            i == first % len(f) for i, f in zip(indices, factors, strict=True)
+
+    def case(*places: tuple[int, Any]) -> Any:
+        first, values = places[longest][0], [value for _, value in places]
+        others = [k for k in range(len(factors)) if k != longest]
+        is_fast = any(value in whole for value in values) or all(
+            (places[k][0] - first * each) % len(factors[k]) < each for k in others
         )
-        values = [list(f)[i] for i, f in zip(indices, factors, strict=True)]
-        marks = () if is_usual else pytest.mark.slow
-        found.append(pytest.param(*values, marks=marks))
-    return pytest.mark.parametrize(names, found)
+        spread = [v if isinstance(v, tuple) else (v,) for v in values]
+        marks = () if is_fast else pytest.mark.slow
+        return pytest.param(*itertools.chain(*spread), marks=marks)
+
+    found = itertools.product(*map(enumerate, factors))
+    cases = itertools.starmap(case, found)
+    return pytest.mark.parametrize(names.split(", "), [*cases])
+
+
+def checked(
+    program: Callable[..., Any],
+    check: Callable[..., object],
+    *,
+    given: int = 1,
+    more: Collection[str] = (),
+) -> Callable[..., None]:
+    """Make a test of a program, whose other parameters are those of the test.
+
+    Args:
+        program: takes what `check` gives it first.
+        check: is given the program.
+        given: how many arguments `check` gives it.
+        more: parameters of the test that `check` is given.
+    """
+
+    def test(**parameters: Any) -> None:
+        options = {name: parameters.pop(name) for name in more}
+        check(functools.partial(program, **parameters), **options)
+
+    functools.update_wrapper(test, program)
+    names = [*inspect.signature(program).parameters][given:]
+    parameters = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in (*names, *more)
+    ]
+    test.__signature__ = inspect.Signature(parameters)  # what pytest reads
+    return test

@@ -84,19 +84,14 @@ def in_place(wrap):
 
 
 def named(wrap):
-    def fn(w, x):
-        return torch.tanh(checkpoint_name(torch.tanh(x @ w), "a") @ w)
-
+    fn = lambda w, x: torch.tanh(checkpoint_name(torch.tanh(x @ w), "a") @ w)
     fn = wrap(fn)
     return lambda w, x: fn(w, x).square().sum()
 
 
 def several_results(wrap):
     """One of which nobody uses."""
-
-    def fn(w, x):
-        return torch.tanh(x @ w), (x @ w).exp()
-
+    fn = lambda w, x: (torch.tanh(x @ w), (x @ w).exp())
     fn = wrap(fn)
     return lambda w, x: fn(w, x)[0].square().sum()
 
@@ -127,10 +122,7 @@ def argument_returned(wrap):
 
 def constants(wrap):
     """Numbers and strings go in and come out."""
-
-    def fn(w, x, n, name):
-        return torch.tanh(x @ w) * n, x.shape[0], name
-
+    fn = lambda w, x, n, name: (torch.tanh(x @ w) * n, x.shape[0], name)
     fn = wrap(fn)
 
     def loss(w, x):

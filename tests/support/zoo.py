@@ -5,16 +5,18 @@ with the function as it is and with the rematerialized one: the results have to 
 same, and the function has to have been evaluated as often as the test says.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from support.tables import checked
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat import remat
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 def make(*shape: int, seed: int) -> Tensor:
@@ -185,6 +187,13 @@ def counted(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Evaluations]:
     return evaluated, calls
 
 
+def ops_of(call: Callable[[], object]) -> Counter[str]:
+    """How often each operation runs in a call."""
+    with count_ops() as ops:
+        call()
+    return ops
+
+
 def assert_rematerialized(
     transform: Callable[[Callable[..., Any]], Any],
     fn: Callable[..., Any],
@@ -203,6 +212,12 @@ def assert_rematerialized(
     assert_same(actual, expected, reassociated=reassociated)
     assert len(calls) == evaluations, f"{len(calls)} evaluations, not {evaluations}"
     assert_not_vanishing(expected)
+
+
+def rematerialized(fn: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """Make a test of a transform of `fn` by `assert_rematerialized`."""
+    check = lambda transform: assert_rematerialized(transform, fn, **how)
+    return lambda transform: checked(transform, check)
 
 
 def assert_not_vanishing(tree: Any) -> None:

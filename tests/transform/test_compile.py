@@ -7,15 +7,8 @@ import functools
 
 import pytest
 import torch
-from support.traced import (
-    TRANSFORMS,
-    W,
-    X,
-    assert_traced,
-    begins_again,
-    block,
-    ran,
-)
+from support.traced import TRANSFORMS, W, X, assert_traced, begins_again, block, ran
+from support.zoo import ops_of
 from torch import nn
 from torch.func import grad
 
@@ -111,9 +104,7 @@ def test_compiled_step_that_accumulates(backend, weight):
 def test_after_a_graph_break_within_grad_the_function_runs_uncompiled(backend):
     """Dynamo would compile what is rebuilt for each call, and mix up the globals."""
     weight = torch.eye(4)
-
-    def layer(x):
-        return torch.relu(nn.functional.dropout(x) @ weight).square().sum()
+    layer = lambda x: torch.relu(nn.functional.dropout(x) @ weight).square().sum()
 
     def total(x):
         torch._dynamo.graph_break()
@@ -136,9 +127,7 @@ def test_the_compiled_part_is_recomputed(weight):
     torch._dynamo.reset()
     inner = torch.compile(lambda w: (x @ w).sin(), backend="eager")
     out = remat(lambda w: inner(w).sum())(weight)
-    with count_ops() as backward:
-        out.backward()
-    assert backward["mm"] == 2  # once again, and once for the gradient
+    assert ops_of(out.backward)["mm"] == 2  # once again, and once for the gradient
 
 
 def test_an_eager_call_may_be_pulled_back_within_compiled_code(backend, weight):
@@ -150,9 +139,7 @@ def test_an_eager_call_may_be_pulled_back_within_compiled_code(backend, weight):
         loss.backward()
         return scaled
 
-    with count_ops() as ops:
-        pull(loss)
-    assert ops["tanh"] == 1
+    assert ops_of(lambda: pull(loss))["tanh"] == 1
     torch.testing.assert_close(weight.grad, gradient(body, weight))
 
 
@@ -193,9 +180,7 @@ def test_a_decorated_method_is_compiled(backend):
 
 
 def test_a_compiled_dropout_inside_draws_the_same_mask_again(backend, weight):
-    def dropped(w):
-        return torch.nn.functional.dropout(x @ w, 0.5)
-
+    dropped = lambda w: torch.nn.functional.dropout(x @ w, 0.5)
     compiled = torch.compile(dropped, backend=backend)
     out = remat(lambda w: (compiled(w) ** 2).sum())(weight)
     out.backward()

@@ -8,6 +8,8 @@ import types
 
 import pytest
 import torch
+from support.tables import rows
+from support.zoo import ops_of
 from torch import nn
 
 from remat import remat
@@ -120,10 +122,7 @@ CALLABLES = {
     "unbound method": (functools.partial(remat(Waves.plain), WAVES), WAVES.plain),
     "method decorator": (WAVES.method, WAVES.plain),
     "method decorator with options": (WAVES.configured, WAVES.plain),
-    "decorated method, unbound": (
-        functools.partial(Waves.method, WAVES),
-        WAVES.plain,
-    ),
+    "decorated method, unbound": (functools.partial(Waves.method, WAVES), WAVES.plain),
     "decorated method through super": (
         SUB_WAVES.method,
         lambda x: SUB_WAVES.plain(x) * 2,
@@ -150,7 +149,7 @@ CALLABLES = {
 }
 
 
-@pytest.mark.parametrize(("fn", "plain"), CALLABLES.values(), ids=[*CALLABLES.keys()])
+@rows("fn, plain", CALLABLES)
 def test_whatever_is_called_is_rematerialized(fn, plain):
     x = torch.randn(3, requires_grad=True)
     wrt = [WAVES.weight, SUB_WAVES.weight, *MODULE.parameters()]
@@ -175,9 +174,7 @@ def test_whatever_is_called_is_rematerialized(fn, plain):
 )
 def test_with_options_only_it_returns_a_decorator(factory):
     x = torch.randn(3, requires_grad=True)
-    with count_ops() as ops:
-        assert_same_gradients(factory(wave), wave, x)
-    assert ops["exp"] == 1 + 2
+    assert ops_of(lambda: assert_same_gradients(factory(wave), wave, x))["exp"] == 1 + 2
 
 
 def test_a_decorator_made_once_decorates_many_functions():
@@ -255,8 +252,7 @@ def test_a_rematerialized_bound_method_does_not_bind_again():
         plain = remat(WAVES.plain)
 
     x = torch.randn(3, requires_grad=True)
-    with count_ops() as ops:
-        assert_same_gradients(Holder.plain, WAVES.plain, x)
+    ops = ops_of(lambda: assert_same_gradients(Holder.plain, WAVES.plain, x))
     assert ops["exp"] == 1 + 2
 
 
@@ -266,8 +262,7 @@ def test_what_binds_no_instance_binds_none_when_rematerialized():
         partial = remat(functools.partial(torch.mul, 2.0))
 
     x = torch.ones(3, requires_grad=True)
-    with count_ops() as ops:
-        (Model().activation(x) + Model().partial(x)).sum().backward()
+    ops = ops_of(lambda: (Model().activation(x) + Model().partial(x)).sum().backward())
     assert_same(x.grad, x.detach().exp() + 2)
     assert ops["exp"] == 2
 
@@ -295,9 +290,7 @@ def test_a_bound_forward_is_like_a_method():
     assert forward != Doubled().forward
     assert str(inspect.signature(forward)) == "(x)"
     x = torch.ones(3, requires_grad=True)
-    with count_ops() as ops:
-        copy.deepcopy(forward)(x).sum().backward()
-    assert ops["sin"] == 3
+    assert ops_of(lambda: copy.deepcopy(forward)(x).sum().backward())["sin"] == 3
 
 
 def test_its_repr_shows_what_is_wrapped():
@@ -315,9 +308,7 @@ def test_a_module_rematerialized_stays_registered_with_its_parent():
             return remat(self.wave)(x)
 
     parent = Parent()
-    with count_ops() as ops:
-        parent(torch.randn(3)).sum().backward()
-    assert ops["exp"] == 2
+    assert ops_of(lambda: parent(torch.randn(3)).sum().backward())["exp"] == 2
     assert [n for n, p in parent.named_parameters() if p.grad is not None] == [
         "wave.weight"
     ]
@@ -327,8 +318,7 @@ def test_a_module_rematerialized_stays_registered_with_its_parent():
 
 
 def recomputes(fn, *args):
-    with count_ops() as ops:
-        fn(*args).sum().backward()
+    ops = ops_of(lambda: fn(*args).sum().backward())
     return ops["exp"] > 1
 
 
@@ -356,8 +346,8 @@ DUPLICATES = {
 }
 
 
-@pytest.mark.parametrize("fn", COPIED.values(), ids=COPIED)
-@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
+@rows("fn", COPIED)
+@rows("duplicate", DUPLICATES)
 def test_a_copy_does_the_same(fn, duplicate):
     x = torch.randn(3, requires_grad=True)
     duplicated = duplicate(fn)
@@ -414,7 +404,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@rows("method", METHODS)
 def test_methods_of_callables_are_taken(method):
     x = torch.linspace(0.1, 0.3, 2).requires_grad_()
     ours = remat(method)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from support.compositions import EVERY, assert_derivatives
-from support.tables import crossed
+from support.tables import crossed, rows
 from support.zoo import (
     XS,
     ZOO,
@@ -66,9 +66,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_the_comparison_of_derivatives_fails_for_another_function(case, monkeypatch):
-    wrap, message = WRONG[case]
+@rows("wrap, message", WRONG)
+def test_the_comparison_of_derivatives_fails_for_another_function(
+    wrap, message, monkeypatch
+):
     monkeypatch.setattr("support.compositions.remat", wrap)
     with pytest.raises(AssertionError, match=message):
         assert_derivatives("grad", *ZOO["matmul"])
@@ -112,7 +113,7 @@ WRAPPED = {
 }
 
 
-@crossed("how, case", WRAPPED, ZOO, each=3)
+@crossed("how, case", WRAPPED, ZOO, each=2)
 def test_a_derivative_may_be_wrapped(how, case):
     (derivative, x), (fn, call) = WRAPPED[how], ZOO[case]
 
@@ -128,13 +129,10 @@ def test_a_derivative_may_be_wrapped(how, case):
     )
 
 
-@crossed("how, case", ["grad_0", "vmap_grad"], ZOO, each=5)
+@crossed("how, case", ["grad_0", "vmap_grad"], ZOO)
 def test_a_whole_loss_may_be_wrapped(case, how):
     fn, call = ZOO[case]
-
-    def loss(w, x):
-        return scalar(call(fn, w, x))
-
+    loss = lambda w, x: scalar(call(fn, w, x))
     assert_rematerialized(lambda f: EVERY[how](f, W, X), loss, evaluations=2)
 
 
@@ -152,9 +150,7 @@ def apply(depth, wrap, fn):
     ],
 )
 def test_each_depth_costs_an_evaluation_under_func_and_none_at_base(how, depth):
-    def transform(f):
-        return EVERY[how](lambda w, x: scalar(f(w, x)), W, X)
-
+    transform = lambda f: EVERY[how](lambda w, x: scalar(f(w, x)), W, X)
     evaluations = 1 + (depth if how == "grad" else 1)
     assert_rematerialized(
         transform, matmul, evaluations=evaluations, wrap=partial(apply, depth, remat)
@@ -164,12 +160,8 @@ def test_each_depth_costs_an_evaluation_under_func_and_none_at_base(how, depth):
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize("curved", [True, False], ids=["curved", "linear"])
 def test_each_order_recomputes_the_calls_whose_values_it_reads(order, curved):
-    def derivative(g):
-        return grad(lambda w: g(w).sin() if curved else g(w))
-
-    def transform(f):
-        return apply(order, derivative, f)(W[0, 0])
-
+    derivative = lambda g: grad(lambda w: g(w).sin() if curved else g(w))
+    transform = lambda f: apply(order, derivative, f)(W[0, 0])
     # Where every value matters to the next order, it recomputes all calls before; where
     # none does, only the last. Reassociated: higher order.
     evaluations = 2**order if curved else 1 + order
@@ -210,21 +202,17 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("how", CHUNKS)
-def test_a_jacobian_recomputes_once_for_each_pull(how):
-    transform, pulls = CHUNKS[how]
+@rows("transform, pulls", CHUNKS)
+def test_a_jacobian_recomputes_once_for_each_pull(transform, pulls):
     assert_rematerialized(transform, matmul, evaluations=1 + pulls)
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["base", "higher_order"])
 def test_a_hessian_of_autograd_recomputes_once_for_each_backward(calls):
-    def transform(f):
-        return functional.hessian(lambda w: f(w, X[:2, :2]).sum(), W[:2, :2])
-
     # At base the first backward, and one for each of the four inputs. With calls: the
     # forward, its backward, and the backward of that for each of the four inputs.
     assert_rematerialized(
-        transform,
+        lambda f: functional.hessian(lambda w: f(w, X[:2, :2]).sum(), W[:2, :2]),
         matmul,
         evaluations=6,
         reassociated=calls,

@@ -16,6 +16,7 @@ from support.zoo import (
     counted,
     leaves_of,
     make,
+    rematerialized,
     scalar,
 )
 from torch.func import grad, vmap
@@ -97,9 +98,7 @@ def test_an_argument_may_be_given_that_was_left_to_its_default(policy):
         h = x.sin()
         return h.exp(), torch.amax(h, over)
 
-    def gradient(f):
-        return grad(lambda x: f(x)[0].sum())(A)
-
+    gradient = lambda f: grad(lambda x: f(x)[0].sum())(A)
     wrapped = remat(fn, policy=policy, prune=True)
     expected = gradient(fn)
     for over[:] in [], [0], [], [1], [0, 1]:
@@ -122,14 +121,9 @@ def test_the_cost_of_a_convolutions_backward_without_an_input_gradient():
     x, bias = make(2, 3, 80, 80, seed=26), make(4, seed=27)
 
     def fn(w):
-        def loss(w):
-            return torch.nn.functional.conv2d(x, w, bias).tanh().sum()
+        return grad(lambda w: torch.nn.functional.conv2d(x, w, bias).tanh().sum())(w)
 
-        return grad(loss)(w)
-
-    def gradient(f):
-        return grad(lambda w: f(w).square().sum())(w)
-
+    gradient = lambda f: grad(lambda w: f(w).square().sum())(w)
     w = make(4, 3, 3, 3, seed=28)
     wrapped = remat(fn)  # "auto" asks what is saved by leaving it out
     # That of the forward, and that of the second order: none is recomputed.
@@ -175,9 +169,7 @@ def test_a_read_in_cpp_of_what_was_left_out_is_noticed():
 @pytest.mark.parametrize("policy", [None, policies.everything_saveable])
 def test_dropout_whose_input_is_let_go(policy):
     x = make(300, 300, seed=29)
-
-    def fn(x):
-        return torch.nn.functional.dropout(x, 0.5) * 2
+    fn = lambda x: torch.nn.functional.dropout(x, 0.5) * 2
 
     def gradient(f, call):
         torch.manual_seed(call)
@@ -231,8 +223,7 @@ class Watched(torch.autograd.Function):
 
 @pytest.mark.parametrize("prune", [False, True])
 def test_what_leads_to_an_input_that_is_only_read_gets_no_gradient(prune):
-    def fn(x, scale):
-        return x.exp() * scale.detach()
+    fn = lambda x, scale: x.exp() * scale.detach()
 
     def transform(f):
         Watched.seen.clear()
@@ -303,12 +294,8 @@ def test_a_comparison_with_what_was_left_out(name, shape):
         mask = getattr(operator, name)(w, x.sin())  # of which only the mask is read
         return torch.where(mask, x.exp(), x.cos()).square().sum() * w.sum()
 
-    def gradient(f):
-        return grad(lambda w, x: f(w, x.exp()), (0, 1))(w, X)
-
-    def count(ops):
-        return sum(map(ops.__getitem__, COMPARISONS)), ops["sin"]
-
+    gradient = lambda f: grad(lambda w, x: f(w, x.exp()), (0, 1))(w, X)
+    count = lambda ops: (sum(map(ops.__getitem__, COMPARISONS)), ops["sin"])
     wrapped = remat(fn, policy=policies.everything_saveable, prune=True)
     # It is kept; the sines are those of the forward, and of the derivative of cos.
     assert_over_calls(gradient, fn, wrapped, count, [(1, 2)] * 5)
@@ -332,9 +319,7 @@ def resized_as_out(x):
 @pytest.mark.parametrize("policy", [None, policies.everything_saveable])
 @pytest.mark.parametrize("fn", [resized_in_place, resized_as_out])
 def test_an_operation_that_resizes_is_run_again(fn, policy):
-    def gradient(f):
-        return grad(lambda x: f(x.sin())[0])(X)
-
+    gradient = lambda f: grad(lambda x: f(x.sin())[0])(X)
     # Where a replay did not fit it would be run three times, as exp would be.
     count = lambda ops: (ops["addbmm_"] + ops["add"], ops["exp"])
     wrapped = remat(fn, policy=policy, prune=True)
@@ -380,13 +365,11 @@ def test_a_size_is_an_argument_like_any_other(how, prune):
     assert_rematerialized(transform, reshaped, plain=3, evaluations=6, wrap=wrap)
 
 
-def test_a_size_is_an_argument_under_backward():
-    def transform(f):
-        (x,) = leaves_of(A)
-        scalar(f(x, torch.Size((3, 6)))[0]).backward()
-        return x.grad
-
-    assert_rematerialized(transform, reshaped, evaluations=2)
+@rematerialized(reshaped, evaluations=2)
+def test_a_size_is_an_argument_under_backward(f):
+    (x,) = leaves_of(A)
+    scalar(f(x, torch.Size((3, 6)))[0]).backward()
+    return x.grad
 
 
 def test_a_function_of_the_users_may_be_named_as_the_node_of_a_call():

@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from support.tables import rows
+from support.transforms import some
 from support.zoo import (
     Cubed,
     assert_not_vanishing,
@@ -14,9 +16,11 @@ from support.zoo import (
     plainly,
     scalar,
 )
+from torch import nn
 from torch.autograd import functional
 from torch.autograd.function import once_differentiable
 from torch.func import grad, jacrev, vjp, vmap
+from torch.nn import functional as F  # noqa: N812
 
 from remat import CaptureError, remat
 from remat.testing import assert_same
@@ -96,9 +100,7 @@ def test_a_tensor_left_over_from_another_level_holds_no_graph():
     grad(noting)(A)
     # Plain code takes it for the constant that it is by now.
     assert_rematerialized(
-        lambda f: grad_of(f)(A),
-        lambda x: x.exp() * kept[0],
-        evaluations=2,
+        lambda f: grad_of(f)(A), lambda x: x.exp() * kept[0], evaluations=2
     )
 
 
@@ -137,12 +139,8 @@ def test_a_captured_edge_of_a_graph_is_refused():
 
 
 def test_a_derivative_of_what_was_computed_inside_is_recomputed():
-    def fn(h, x):
-        return derivative_of((h * x).sin(), h) + derivative_of(x.exp(), x)
-
-    def transform(f):
-        return grad(lambda x: scalar(f(x.sin(), x.cos())))(A)
-
+    fn = lambda h, x: derivative_of((h * x).sin(), h) + derivative_of(x.exp(), x)
+    transform = lambda f: grad(lambda x: scalar(f(x.sin(), x.cos())))(A)
     assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
 
 
@@ -169,9 +167,7 @@ def test_what_torch_refuses_under_its_transforms_is_refused(case):
 
 
 def test_autograds_functional_transforms_that_record_are_recomputed():
-    def fn(x):
-        return torch.autograd.functional.jacobian(torch.sin, x, create_graph=True)
-
+    fn = lambda x: torch.autograd.functional.jacobian(torch.sin, x, create_graph=True)
     assert_rematerialized(lambda f: grad_of(f)(A[0]), fn, evaluations=2)
 
 
@@ -236,9 +232,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("after", [torch.sin, lambda y: 2 * y])
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_second_derivative_that_torch_refuses_is_not_dropped(case, after):
-    transform, function, of_torch = REFUSED[case]
+@rows("transform, function, of_torch", REFUSED)
+def test_a_second_derivative_that_torch_refuses_is_not_dropped(
+    transform, function, of_torch, after
+):
     # What it saves is no input of the call, and so recomputed at base, too.
     fn, calls = counted(lambda x: after(function.apply(1 * x)))
     with pytest.raises(RuntimeError, match=of_torch):
@@ -268,10 +265,7 @@ def test_second_derivatives_beside_it_are_not_refused(function):
 
 def test_functions_that_torch_batches_are_looked_into():
     """Under vmap torch makes a Function around that of the user, and one around it."""
-
-    def transform(f):
-        return jacrev(jacrev(lambda x: scalar(f(x))))(A)
-
+    transform = lambda f: jacrev(jacrev(lambda x: scalar(f(x))))(A)
     assert_rematerialized(
         transform, lambda x: Cubed.apply(x.sin()), evaluations=4, reassociated=True
     )
@@ -279,7 +273,42 @@ def test_functions_that_torch_batches_are_looked_into():
 
 @pytest.mark.parametrize("transform", [grad_over_grad, backward_over_grad])
 def test_where_torch_drops_it_the_values_are_those_of_torch(transform):
-    def fn(x):
-        return Once.apply(x) * 2 + x.exp()
-
+    fn = lambda x: Once.apply(x) * 2 + x.exp()
     assert_rematerialized(transform, fn, evaluations=4, reassociated=True)
+
+
+# --- Formulas that choose kernels by grad mode: the same under torch.func as in plain
+# ---
+
+
+LSTM = nn.LSTM(6, 6)
+KERNELS = {
+    "silu": F.silu,
+    "mish": F.mish,
+    "gelu": F.gelu,
+    "group_norm": lambda x: F.group_norm(x, 2) ** 3,
+    "logit": lambda x: (x.sigmoid() / 2).logit(),
+    "cumprod": lambda x: x.cumprod(-1),
+    "solve": lambda x: torch.linalg.solve(x[..., :4] + 3 * torch.eye(4), x),
+    "det": lambda x: torch.linalg.det(x[..., :4] + torch.eye(4)),
+    "weight_norm": lambda x: torch._weight_norm(
+        x.view(20, -1), x.detach().view(20, -1).norm(dim=1, keepdim=True), 0
+    ),
+    "lstm": lambda x: LSTM(x.view(4, 5, 6))[0],
+}
+# Plain torch has no batching rule for these.
+UNBATCHED = ("weight_norm", "lstm")
+# The last bit of these depends on the kernel chosen, where nothing batches it.
+ROUNDED = ("cumprod", "det")
+ROWS = [
+    *(("grad", case) for case in KERNELS if case not in ROUNDED),
+    *(("grad_vmap", case) for case in KERNELS if case not in (*ROUNDED, *UNBATCHED)),
+    *(("vmap_grad", case) for case in KERNELS if case not in UNBATCHED),
+]
+
+
+@pytest.mark.parametrize(("how", "case"), ROWS)
+def test_the_kernels_are_those_of_plain_code(how, case):
+    x = make(5, 4, 6, seed=30).float()
+    transform = lambda f: some(how)[how](lambda x: f(x.sin()).square().sum(), x)
+    assert_rematerialized(transform, KERNELS[case], evaluations=2)

@@ -7,14 +7,14 @@ import weakref
 
 import pytest
 import torch
+from support.tables import rows
 from support.watch import Watch
-from support.zoo import Evaluations
+from support.zoo import Evaluations, ops_of
 from torch import nn
 from torch.func import grad, vmap
 
 import remat as package
 from remat import remat
-from remat.testing import count_ops
 
 
 pytestmark = pytest.mark.usefixtures("_no_collector")
@@ -90,9 +90,8 @@ GROWTH = {
 
 
 @pytest.mark.parametrize("times", [20, 200])
-@pytest.mark.parametrize("what", GROWTH)
-def test_repeated_calls_leave_nothing_behind(what, times):
-    step, measure = GROWTH[what]
+@rows("step, measure", GROWTH)
+def test_repeated_calls_leave_nothing_behind(step, measure, times):
     measure()  # which imports what is imported later
     for _ in range(3):
         step()
@@ -144,8 +143,7 @@ def test_a_local_class_is_freed_with_what_its_methods_close_over():
                 return (x * weight).sin().sin()
 
         x = torch.ones(4, requires_grad=True)
-        with count_ops() as ops:
-            remat(Local())(x).sum().backward()
+        ops = ops_of(lambda: remat(Local())(x).sum().backward())
         assert ops["sin"] == 2 + 1, "the last one is not needed again"
         return weakref.ref(Local)
 

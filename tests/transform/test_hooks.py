@@ -1,22 +1,25 @@
 """Hooks around a call, in it, on its inputs and on its node: as in plain code, once."""
 
-import pytest
 import torch
-from support.as_plain import assert_as_plain, grads, leaf
+from support.as_plain import grads, leaf
+from support.runs import replayed
+from support.tables import rows
 from support.zoo import (
     W,
     X,
     assert_rematerialized,
     leaves_of,
     matmul,
+    ops_of,
     plainly,
+    rematerialized,
     scalar,
 )
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from remat import remat
-from remat.testing import assert_same, count_ops
+from remat.testing import assert_same
 
 
 # --- Hooks on tensors, modules and nodes ---
@@ -42,14 +45,9 @@ def log_of_hooks(wrap):
     h.register_hook(note("input"))
     h.retain_grad()
     register_multi_grad_hook((x, captured), lambda grads: log.append("multi"))
-
-    def fn(h):
-        return layer(h @ captured).tanh()
-
-    out = wrap(fn)(h)
+    out = wrap(lambda h: layer(h @ captured).tanh())(h)
     out.register_hook(note("output"))
-    with count_ops() as ops:
-        out.sum().backward()
+    ops = ops_of(lambda: out.sum().backward())
     log.append(("retained", h.grad))
     return log, ops["tanh"]
 
@@ -63,58 +61,53 @@ def test_hooks_fire_in_the_order_of_plain():
     assert (none, recomputed) == (0, 1)
 
 
-def test_hooks_of_every_kind_fire_once_and_change_gradients():
-    def program(wrap, note):
-        model = nn.Linear(4, 4).double()
-        x = leaf(2)
-        seen = []
+@replayed(evaluations=(1, 2))
+def test_hooks_of_every_kind_fire_once_and_change_gradients(wrap):
+    model = nn.Linear(4, 4).double()
+    x = leaf(2)
+    seen = []
 
-        def hook(name, factor):
-            def run(*args):
-                seen.append(name)
-                last = args[-1]
-                return last * factor if isinstance(last, torch.Tensor) else None
+    def hook(name, factor):
+        def run(*args):
+            seen.append(name)
+            last = args[-1]
+            return last * factor if isinstance(last, torch.Tensor) else None
 
-            return run
+        return run
 
-        x.register_hook(hook("input", 2))
-        model.weight.register_hook(hook("weight", 3))
-        model.weight.register_post_accumulate_grad_hook(
-            lambda p: seen.append("accumulated")
-        )
-        model.register_full_backward_hook(lambda *_: seen.append("module"))
-        model.register_full_backward_pre_hook(lambda *_: seen.append("before"))
+    x.register_hook(hook("input", 2))
+    model.weight.register_hook(hook("weight", 3))
+    model.weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append("accumulated")
+    )
+    model.register_full_backward_hook(lambda *_: seen.append("module"))
+    model.register_full_backward_pre_hook(lambda *_: seen.append("before"))
 
-        def fn(x):
-            note(None)
-            h = model(x).tanh()
-            h.register_hook(hook("inside", 5))
-            return h.exp()
+    def fn(x):
+        h = model(x).tanh()
+        h.register_hook(hook("inside", 5))
+        return h.exp()
 
-        y = wrap(fn)(x)
-        y.register_hook(hook("output", 7))
-        y.grad_fn.register_prehook(lambda _: seen.append("prehook"))
-        y.sum().backward()
-        order = torch.tensor([hash(name) % 1000 for name in seen])
-        assert len(seen) == 8
-        return order, x.grad, *grads(*model.parameters())
-
-    assert_as_plain(program)
+    y = wrap(fn)(x)
+    y.register_hook(hook("output", 7))
+    y.grad_fn.register_prehook(lambda _: seen.append("prehook"))
+    y.sum().backward()
+    order = torch.tensor([hash(name) % 1000 for name in seen])
+    assert len(seen) == 8
+    return order, x.grad, *grads(*model.parameters())
 
 
-def test_hooks_on_a_module_see_the_gradients_of_plain():
-    def transform(f):
-        log = []
-        layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
-        layer.weight = nn.Parameter(W.clone())
-        layer.register_full_backward_pre_hook(lambda m, out: log.append(out))
-        layer.register_full_backward_hook(lambda m, *grads: log.append(grads))
-        (x,) = leaves_of(X)
-        f(layer, x).sum().backward()
-        assert len(log) == 2
-        return log, x.grad, layer.weight.grad
-
-    assert_rematerialized(transform, lambda m, x: m(x.sin()).exp(), evaluations=2)
+@rematerialized(lambda m, x: m(x.sin()).exp(), evaluations=2)
+def test_hooks_on_a_module_see_the_gradients_of_plain(f):
+    log = []
+    layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
+    layer.weight = nn.Parameter(W.clone())
+    layer.register_full_backward_pre_hook(lambda m, out: log.append(out))
+    layer.register_full_backward_hook(lambda m, *grads: log.append(grads))
+    (x,) = leaves_of(X)
+    f(layer, x).sum().backward()
+    assert len(log) == 2
+    return log, x.grad, layer.weight.grad
 
 
 def test_a_hook_that_the_function_sets_on_an_input_fires_once():
@@ -130,23 +123,21 @@ def test_a_hook_that_the_function_sets_on_an_input_fires_once():
     assert_rematerialized(transform, fn, evaluations=2)
 
 
-def test_a_call_in_a_hook_of_another_backward():
-    def transform(f):
-        log = []
+@rematerialized(matmul, plain=2, evaluations=4)
+def test_a_call_in_a_hook_of_another_backward(f):
+    log = []
 
-        def hook(grad):
-            z, x = leaves_of(W, X)
-            with torch.enable_grad():
-                value = scalar(f(z, x * grad))
-            log.extend(torch.autograd.grad(value, (z, x)))
+    def hook(grad):
+        z, x = leaves_of(W, X)
+        with torch.enable_grad():
+            value = scalar(f(z, x * grad))
+        log.extend(torch.autograd.grad(value, (z, x)))
 
-        (x,) = leaves_of(X)
-        h = x.sin()
-        h.register_hook(hook)
-        scalar(f(h, h)).backward()
-        return x.grad, log
-
-    assert_rematerialized(transform, matmul, plain=2, evaluations=4)
+    (x,) = leaves_of(X)
+    h = x.sin()
+    h.register_hook(hook)
+    scalar(f(h, h)).backward()
+    return x.grad, log
 
 
 REMOVED = {
@@ -159,50 +150,38 @@ REMOVED = {
 }
 
 
-@pytest.mark.parametrize("kind", REMOVED)
-def test_a_hook_that_is_removed_before_the_backward_is_that_of_the_forward(kind):
-    register, hook = REMOVED[kind]
-
-    def program(wrap, note):
-        model, x = nn.Linear(4, 4).double(), leaf(2)
-        handle = getattr(model, register)(hook)
-
-        def fn(x):
-            note(None)
-            return model(x.sin()).exp()
-
-        y = wrap(fn)(x)
-        handle.remove()
-        y.sum().backward()
-        return x.grad, *grads(*model.parameters())
-
-    assert_as_plain(program)
+@rows("register, hook", REMOVED)
+@replayed(evaluations=(1, 2))
+def test_a_hook_that_is_removed_before_the_backward_is_that_of_the_forward(
+    wrap, register, hook
+):
+    model, x = nn.Linear(4, 4).double(), leaf(2)
+    handle = getattr(model, register)(hook)
+    y = wrap(lambda x: model(x.sin()).exp())(x)
+    handle.remove()
+    y.sum().backward()
+    return x.grad, *grads(*model.parameters())
 
 
 # --- Hooks for saved tensors ---
 
 
-def test_hooks_for_saved_tensors_around_a_call_and_in_it():
-    def program(wrap, note):
-        w, x = leaf(1), leaf(2).sin()
-        packed = []
+@replayed(evaluations=(1, 2))
+def test_hooks_for_saved_tensors_around_a_call_and_in_it(wrap):
+    w, x = leaf(1), leaf(2).sin()
+    packed = []
 
-        def fn(w, x):
-            note(None)
-            h = (x @ w).tanh()
-            with saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-                h = h.exp()
-            return h.sin()
+    def fn(w, x):
+        h = (x @ w).tanh()
+        with saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+            h = h.exp()
+        return h.sin()
 
-        with saved_tensors_hooks(
-            lambda t: (packed.append(0), t * 4)[1], lambda t: t / 4
-        ):
-            y = wrap(fn)(w, x)
-        y.sum().backward()
-        assert packed
-        return w.grad
-
-    assert_as_plain(program)
+    with saved_tensors_hooks(lambda t: (packed.append(0), t * 4)[1], lambda t: t / 4):
+        y = wrap(fn)(w, x)
+    y.sum().backward()
+    assert packed
+    return w.grad
 
 
 def test_only_the_inputs_are_packed_by_hooks_around_a_call():

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.as_plain import assert_recomputed
-from support.zoo import counted, leaves_of, make, plainly
+from support.runs import assert_replayed, replayed
+from support.zoo import counted, leaves_of, make, ops_of, plainly
 from torch.autograd.graph import (
     get_gradient_edge,
     register_multi_grad_hook,
@@ -33,8 +33,7 @@ def detaches(prepare=lambda w, x: (w, x)):
     args = prepare(w, x)
     with count_ops() as forward:
         y = remat(net)(*args)
-    with count_ops() as backward:
-        y.backward()
+    backward = ops_of(y.backward)
     assert backward["tanh"] == 1
     return forward["detach"], backward["detach"]
 
@@ -70,8 +69,7 @@ def hooks(wrap, when):
     y = fn(w, x)
     if when == "between":
         register()
-    with count_ops() as ops:
-        y.backward(retain_graph=True)
+    ops = ops_of(lambda: y.backward(retain_graph=True))
     if when == "after":
         register()
     y.backward()
@@ -90,18 +88,15 @@ def test_hooks_of_leaves_see_what_they_see_in_plain(when):
     assert texts[0] == texts[1]
 
 
-def test_an_optimizer_may_change_the_leaves_between_calls():
-    def run(wrap):
-        w, x = leaves_of(W, X)
-        fn, optimizer = wrap(net), torch.optim.SGD([w, x], lr=0.1)
-        with count_ops() as ops:
-            for _ in range(2):
-                optimizer.zero_grad()
-                fn(w, x).backward()
-                optimizer.step()
-        return (w, x, w.grad, x.grad), ops["tanh"]
-
-    assert_recomputed(run, 2, 2 * 2)
+@replayed(tanh=(2, 2 * 2))
+def test_an_optimizer_may_change_the_leaves_between_calls(wrap):
+    w, x = leaves_of(W, X)
+    fn, optimizer = wrap(net), torch.optim.SGD([w, x], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        fn(w, x).backward()
+        optimizer.step()
+    return w, x, w.grad, x.grad
 
 
 # --- Functions that do more than compute: it is done once ---
@@ -190,41 +185,34 @@ def marks(w, x):
     ],
 )
 def test_what_a_function_does_to_its_leaves_is_done_once(fn, again):
-    def run(wrap):
+    def program(wrap):
         w, x = leaves_of(W, X)
-        with count_ops() as ops:
-            wrap(fn)(w, x).backward()
-        return (w, x, w.grad, x.grad, getattr(w, "count", 0)), ops["tanh"]
+        wrap(fn)(w, x).backward()
+        return w, x, w.grad, x.grad, getattr(w, "count", 0)
 
-    assert_recomputed(run, 1, 1 + again)
+    assert_replayed(program, tanh=(1, 1 + again))
 
 
 @pytest.mark.parametrize(("fn", "when"), [(net, "before"), (clears, "between")])
-def test_a_gradient_from_somewhere_else_is_added_to(fn, when):
-    def run(wrap):
-        w, x = leaves_of(W, X)
-        if when == "before":
-            w.grad = torch.ones_like(w)
-        y = wrap(fn)(w, x)
-        if when == "between":
-            w.grad = torch.full_like(w, 100.0)
-        with count_ops() as ops:
-            y.backward()
-        return (w.grad, x.grad), ops["tanh"]
-
-    assert_recomputed(run, 0, 1)
+@replayed(tanh=(1, 2))
+def test_a_gradient_from_somewhere_else_is_added_to(wrap, fn, when):
+    w, x = leaves_of(W, X)
+    if when == "before":
+        w.grad = torch.ones_like(w)
+    y = wrap(fn)(w, x)
+    if when == "between":
+        w.grad = torch.full_like(w, 100.0)
+    y.backward()
+    return w.grad, x.grad
 
 
-def test_a_leaf_returned_as_it_is_is_that_leaf():
-    def run(wrap):
-        w, x = leaves_of(W, X)
-        same, y = wrap(lambda w, x: (w, net(w, x)))(w, x)
-        assert same is w
-        with count_ops() as ops:
-            y.backward()
-        return (w.grad, x.grad), ops["tanh"]
-
-    assert_recomputed(run, 0, 1)
+@replayed(tanh=(1, 2))
+def test_a_leaf_returned_as_it_is_is_that_leaf(wrap):
+    w, x = leaves_of(W, X)
+    same, y = wrap(lambda w, x: (w, net(w, x)))(w, x)
+    assert same is w
+    y.backward()
+    return w.grad, x.grad
 
 
 # --- What changes between the forward and the backward ---
@@ -240,15 +228,12 @@ def by_save_on_cpu(fn, w, x):
 
 
 @pytest.mark.parametrize(
-    ("around", "evaluations"),
-    [
-        # The leaves are kept here: nothing is left for the checkpoint to run again for.
-        (by_checkpoint, ((2, 2), (1, 2))),
-        (by_save_on_cpu, ((1, 1), (1, 2))),
-    ],
+    ("around", "plain"),
+    # The leaves are kept here: nothing is left for the checkpoint to run again for.
+    [(by_checkpoint, (2, 2)), (by_save_on_cpu, (1, 1))],
 )
-def test_a_hook_on_what_is_given_back_as_another_tensor_runs_once(around, evaluations):
-    def run(wrap):
+def test_a_hook_on_what_is_given_back_as_another_tensor_runs_once(around, plain):
+    def program(wrap):
         w, x = leaves_of(W, X)
         fired = []
         fn, calls = counted(net)
@@ -257,22 +242,22 @@ def test_a_hook_on_what_is_given_back_as_another_tensor_runs_once(around, evalua
         w.register_hook(lambda grad: fired.append(1) or grad * 2)
         y.backward()
         assert fired == [1]
-        return (w.grad, x.grad), (len(outers), len(calls))
+        assert (len(outers), len(calls)) == (plain if wrap is plainly else (1, 2))
+        return w.grad, x.grad
 
-    assert_recomputed(run, *evaluations)
+    assert_replayed(program)
 
 
 @pytest.mark.parametrize("prune", [False, True])
 def test_a_leaf_may_be_frozen_before_the_backward(prune):
-    def run(wrap):
+    def program(wrap):
         w, x = leaves_of(W, X)
         y = wrap(net)(w, x)
         w.requires_grad_(False)
-        with count_ops() as ops:
-            y.backward()
-        return x.grad, ops["tanh"]
+        y.backward()
+        return x.grad
 
-    assert_recomputed(run, 0, 1, wrap=partial(remat, prune=prune))
+    assert_replayed(program, wrap=partial(remat, prune=prune), tanh=(1, 2))
 
 
 # --- Casts of leaves ---
@@ -322,18 +307,16 @@ def test_casts_of_leaves_do_not_stay_in_the_cache(kind, policy):
 def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy, prune):
     """Autocast casts a weight in the first call: in the second it is in the cache."""
 
-    def run(wrap):
+    def program(wrap):
         w, x = leaves_of(W.float(), X.float())
         fn = wrap(lambda x: (x @ w).tanh())
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = fn(fn(x)).sum()
-        with count_ops() as ops:
-            y.backward()
-        return (w.grad, x.grad), (ops["mm"], ops["tanh"])
+            fn(fn(x)).sum().backward()
+        return w.grad, x.grad
 
     again = 2 if policy is None else 0
     wrap = partial(remat, policy=policy, prune=prune)
-    assert_recomputed(run, (4, 0), (4 + again, 2), wrap=wrap)
+    assert_replayed(program, wrap=wrap, mm=(6, 6 + again), tanh=(2, 4))
 
 
 # --- What a function refers to may be something else in the next call ---
@@ -373,22 +356,18 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_function_refers_to_is_another_thing_in_the_next_call(change):
-    def run(wrap):
-        (captured,) = leaves_of(CAPTURED)
-        scope = {}
-        exec(SOURCE, scope)
-        fn = wrap(scope["f"])
-        found = []
-        for call in range(4):
-            if call == 2:
-                CHANGES[change](scope, captured)
-            w, x = leaves_of(W, X)
-            captured.grad = None
-            y = fn(w, x)
-            with count_ops() as ops:
-                y.backward()
-            found.append((w.grad, x.grad, captured.grad))
-        return found, ops["tanh"]
-
-    assert_recomputed(run, 0, 1)
+@replayed(tanh=(4, 8))
+def test_what_a_function_refers_to_is_another_thing_in_the_next_call(wrap, change):
+    (captured,) = leaves_of(CAPTURED)
+    scope = {}
+    exec(SOURCE, scope)
+    fn = wrap(scope["f"])
+    found = []
+    for call in range(4):
+        if call == 2:
+            CHANGES[change](scope, captured)
+        w, x = leaves_of(W, X)
+        captured.grad = None
+        fn(w, x).backward()
+        found.append((w.grad, x.grad, captured.grad))
+    return found

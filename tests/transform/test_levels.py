@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.first_order import cotangents_of, parts
+from support.tables import rows
 from support.zoo import (
     BIG,
     DEPTH,
@@ -15,6 +16,7 @@ from support.zoo import (
     elementwise,
     leaves_of,
     matmul,
+    rematerialized,
 )
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import grad, grad_and_value, jvp, vjp
@@ -45,10 +47,7 @@ def pull_recorded_by_base(f):
 
 def pull_within_a_later_level(f):
     out, pull = vjp(f, W)
-
-    def loss(cts):
-        return pull(cts)[0].sin().sum()
-
+    loss = lambda cts: pull(cts)[0].sin().sum()
     return vjp(loss, cotangents_of(out))[1](torch.ones((), dtype=torch.double))
 
 
@@ -70,9 +69,7 @@ def test_the_result_of_grad_is_no_part_of_a_graph():
 
 
 def test_a_call_of_constants_of_the_level_is_the_function_itself():
-    def of_constants(f):
-        return grad(lambda w: (f(X) * w.sin()).sum())(W)
-
+    of_constants = lambda f: grad(lambda w: (f(X) * w.sin()).sum())(W)
     assert_rematerialized(of_constants, torch.exp, evaluations=1)
     assert_rematerialized(
         lambda f: grad(lambda w: (f(w) * w).sum())(W), torch.exp, evaluations=2
@@ -85,9 +82,8 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("how", ONCE)
-def test_a_wrapped_function_is_used_over_and_over(how):
-    transform, evaluations = ONCE[how]
+@rows("transform, evaluations", ONCE)
+def test_a_wrapped_function_is_used_over_and_over(transform, evaluations):
     fn, calls = counted(elementwise)
     wrapped = remat(fn)
     results = [transform(f) for f in [wrapped] * 3 + [fn]]
@@ -100,85 +96,71 @@ def test_a_wrapped_function_is_used_over_and_over(how):
 # --- Forward mode ---
 
 
-def test_a_backward_through_the_value_alone():
-    def transform(f):
-        w, x = leaves_of(W, X)
-        value, _ = jvp(f, (w, x), (V, V))
-        value.sum().backward()
-        return w.grad, x.grad
-
-    assert_rematerialized(transform, matmul, evaluations=2)
+@rematerialized(matmul, evaluations=2)
+def test_a_backward_through_the_value_alone(f):
+    w, x = leaves_of(W, X)
+    value, _ = jvp(f, (w, x), (V, V))
+    value.sum().backward()
+    return w.grad, x.grad
 
 
-def test_a_gradient_of_tangents_alone():
-    def transform(f):
-        def loss(w):
-            _, (da, db) = jvp(f, (w, X), (V, V))
-            return (da + db).sum()
+# One evaluation for the value and the tangents, and one recompute.
+@rematerialized(lambda w, x: (w.sin(), x.cos()), evaluations=2)
+def test_a_gradient_of_tangents_alone(f):
+    def loss(w):
+        _, (da, db) = jvp(f, (w, X), (V, V))
+        return (da + db).sum()
 
-        return grad(loss)(W)
-
-    # One evaluation for the value and the tangents, and one recompute.
-    assert_rematerialized(transform, lambda w, x: (w.sin(), x.cos()), evaluations=2)
+    return grad(loss)(W)
 
 
-def test_an_output_has_no_tangent_under_jvp_where_it_has_none_in_plain():
-    def transform(f):
-        (y,) = leaves_of(X)
-        (a, b, c), (da, db, dc) = jvp(lambda w: f(w, y), (W,), (V,))
-        (a.sum() + (da * db).sum() + b.sum()).backward()
-        # Detached: a constant output of a call that is recorded may require grad.
-        return a, b, c.detach(), da, db.detach(), dc.detach(), y.grad
-
-    def fn(w, y):
-        return w.sin() * y, y.exp(), torch.ones(3)
-
-    # Reassociated: second order.
-    assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
+# Reassociated: second order.
+@rematerialized(
+    lambda w, y: (w.sin() * y, y.exp(), torch.ones(3)), evaluations=2, reassociated=True
+)
+def test_an_output_has_no_tangent_under_jvp_where_it_has_none_in_plain(f):
+    (y,) = leaves_of(X)
+    (a, b, c), (da, db, dc) = jvp(lambda w: f(w, y), (W,), (V,))
+    (a.sum() + (da * db).sum() + b.sum()).backward()
+    # Detached: a constant output of a call that is recorded may require grad.
+    return a, b, c.detach(), da, db.detach(), dc.detach(), y.grad
 
 
 # --- Dual levels of base ---
 
 
-def test_outputs_have_no_tangent_within_a_dual_level_where_they_have_none_in_plain():
-    def transform(f):
-        x, y = leaves_of(W, X)
-        with dual_level():
-            outs = f(make_dual(x, V), y)
-            first, *others = [parts(t)[1] for t in outs]
-            # Where plain has none, a call may give zero.
-            assert all(t is None or not t.any() for t in others)
-            outs[1].sum().backward()
-            # Detached: a constant output of a call that is recorded may require grad.
-            return [out.detach() for out in outs], first, x.grad, y.grad
-
-    def fn(x, y):
-        return x.sin(), y.exp(), x.argmax(), y.detach().cos()
-
-    assert_rematerialized(transform, fn, evaluations=2)
+@rematerialized(
+    lambda x, y: (x.sin(), y.exp(), x.argmax(), y.detach().cos()), evaluations=2
+)
+def test_outputs_have_no_tangent_within_a_dual_level_where_they_have_none_in_plain(f):
+    x, y = leaves_of(W, X)
+    with dual_level():
+        outs = f(make_dual(x, V), y)
+        first, *others = [parts(t)[1] for t in outs]
+        # Where plain has none, a call may give zero.
+        assert all(t is None or not t.any() for t in others)
+        outs[1].sum().backward()
+        # Detached: a constant output of a call that is recorded may require grad.
+        return [out.detach() for out in outs], first, x.grad, y.grad
 
 
-def test_a_backward_within_a_dual_level_without_tangents():
-    def transform(f):
-        w, x = leaves_of(W, X)
-        with dual_level():
-            out = f(w, x)
-            assert unpack_dual(out).tangent is None
-            out.sum().backward()
-        return w.grad, x.grad
-
-    assert_rematerialized(transform, matmul, evaluations=2)
-
-
-def test_a_backward_after_a_dual_level_is_gone():
-    def transform(f):
-        w, x = leaves_of(W, X)
-        with dual_level():
-            out = f(make_dual(w, V), x)
+@rematerialized(matmul, evaluations=2)
+def test_a_backward_within_a_dual_level_without_tangents(f):
+    w, x = leaves_of(W, X)
+    with dual_level():
+        out = f(w, x)
+        assert unpack_dual(out).tangent is None
         out.sum().backward()
-        return w.grad, x.grad
+    return w.grad, x.grad
 
-    assert_rematerialized(transform, matmul, evaluations=2)
+
+@rematerialized(matmul, evaluations=2)
+def test_a_backward_after_a_dual_level_is_gone(f):
+    w, x = leaves_of(W, X)
+    with dual_level():
+        out = f(make_dual(w, V), x)
+    out.sum().backward()
+    return w.grad, x.grad
 
 
 def test_after_the_forward_only_inputs_and_tangents_are_alive():
@@ -245,7 +227,7 @@ SEEING = {
 }
 
 
-@pytest.mark.parametrize("transform", SEEING.values(), ids=SEEING.keys())
+@rows("transform", SEEING)
 @pytest.mark.parametrize("fn", [by_requiring_grad, with_a_gradient_inside])
 def test_a_function_sees_what_requires_grad_in_plain_code(transform, fn):
     assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
@@ -260,22 +242,17 @@ def test_the_tangent_of_a_gradient_of_a_tangent_is_a_third_derivative():
         (found,) = torch.autograd.grad(tangent.sum(), w)
         along = unpack_dual(found).tangent
     assert len(calls) == 2
-
-    def curve(w):
-        return (w * w).exp()
-
+    curve = lambda w: (w * w).exp()
     slope = grad(lambda w: jvp(curve, (w,), (V,))[1].sum())
     assert_same(along, jvp(slope, (W,), (V,))[1], reassociated=True)
 
 
-def test_a_dual_level_in_which_nothing_is_dual_changes_nothing():
-    def transform(f):
-        (w,) = leaves_of(W)
-        with dual_level():
-            f(w).sum().backward()
-        return w.grad
-
-    assert_rematerialized(transform, by_requiring_grad, evaluations=2)
+@rematerialized(by_requiring_grad, evaluations=2)
+def test_a_dual_level_in_which_nothing_is_dual_changes_nothing(f):
+    (w,) = leaves_of(W)
+    with dual_level():
+        f(w).sum().backward()
+    return w.grad
 
 
 def test_a_policy_within_a_dual_level_around_grad():

@@ -11,8 +11,9 @@ import pytest
 import torch
 from support.as_plain import Router
 from support.runs import configurations
+from support.tables import rows
 from support.watch import Watch
-from support.zoo import Evaluations
+from support.zoo import Evaluations, ops_of
 from torch import nn
 from torch.func import grad, hessian, jvp, vjp, vmap
 
@@ -54,10 +55,7 @@ def test_the_watch_sees_what_a_function_that_refers_to_itself_keeps_alive():
 
     def leaky():
         x = watch(torch.ones(3, requires_grad=True))
-
-        def fn(n):
-            return x.sin() if n == 0 else fn(n - 1)
-
+        fn = lambda n: x.sin() if n == 0 else fn(n - 1)
         fn(2)
 
     leaky()
@@ -155,7 +153,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize(("use", "evaluations"), USES.values(), ids=list(USES))
+@rows("use, evaluations", USES)
 def test_all_is_freed_when_the_results_are(use, evaluations):
     use(*make_call(Watch())[:2])  # what torch keeps for good is kept now
     gc.collect()
@@ -187,10 +185,7 @@ def test_bytes_return_to_zero(how):
 
 def test_after_a_backward_only_the_gradients_stay_while_the_output_lives():
     watch = Watch()
-
-    def fn(x):
-        return watch(watch(x.sin()).exp()).sin()
-
+    fn = lambda x: watch(watch(x.sin()).exp()).sin()
     x = torch.linspace(0, 1, 4).requires_grad_()
     y = watch(x * 2.0)
     out = remat(fn)(y)
@@ -243,9 +238,7 @@ def test_nested_calls_are_freed():
         calls.note(1)
         return watch(watch(x.sin()).exp())
 
-    def outer(x):
-        return watch(remat(lambda y: inner(y).cos())(watch(remat(inner)(x))))
-
+    outer = lambda x: watch(remat(lambda y: inner(y).cos())(watch(remat(inner)(x))))
     x = torch.linspace(0, 1, 4).requires_grad_()
     out = remat(remat(outer))(watch(x * 1.0))
     assert watch.alive == 2, "the input, and the output that was watched inside"
@@ -261,7 +254,7 @@ def test_nested_calls_are_freed():
 def test_a_call_on_a_module_that_keeps_its_results_leaves_no_cycle(style):
     def run():
         watch = Watch()
-        model = Router(Evaluations().note)
+        model = Router()
         watch(model.inner.weight)
         captured, x = watch(torch.ones(3)), watch(torch.ones(4, requires_grad=True))
         fn = {
@@ -330,7 +323,7 @@ ATTEMPTS = {
 }
 
 
-@pytest.mark.parametrize("use", ATTEMPTS.values(), ids=list(ATTEMPTS))
+@rows("use", ATTEMPTS)
 @pytest.mark.parametrize("evaluation", [1, 2], ids=["forward", "recompute"])
 def test_an_exception_leaves_nothing_alive(use, evaluation):
     # torch's first transform imports modules, which keep the frames they are met in.
@@ -381,8 +374,7 @@ def test_an_exception_leaves_nothing_alive_that_a_policy_may_save(
         train()
     assert len(count) == evaluation
     assert watch.alive == 0
-    with count_ops() as ops:
-        wrapped(x).backward()
+    ops = ops_of(lambda: wrapped(x).backward())
     assert ops["sin"] >= 2, "and the next call is rematerialized"
 
 

@@ -10,18 +10,14 @@ from collections import namedtuple
 import pytest
 import torch
 from support.compositions import higher_order
+from support.tables import rows
 from support.transforms import TRANSFORMS
-from support.zoo import counted, plainly as plain
+from support.zoo import counted, ops_of, plainly as plain
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from remat import remat
-from remat.testing import (
-    assert_same,
-    count_ops,
-    live_bytes,
-    peak_bytes,
-)
+from remat.testing import assert_same, live_bytes, peak_bytes
 
 
 UNIT = 65_536
@@ -58,7 +54,7 @@ def units(size):
 # --- Peak ---
 
 
-def rows():
+def in_rows():
     return ramp().view(4, -1)
 
 
@@ -80,7 +76,7 @@ def by_double_backward(f):
 
 
 def backward_of_vmap(f):
-    x = rows().requires_grad_()
+    x = in_rows().requires_grad_()
     vmap(f)(x).sum().backward()
     return x.grad
 
@@ -95,10 +91,6 @@ def grad_of_grad(f):
     return grad(lambda x: grad(f)(x).sum())
 
 
-def grad_of_jvp(f):
-    return grad(lambda x: jvp(f, (x,), (x,))[1])(ramp())
-
-
 # Derivative: (units with remat at most, share of plain at most). Each makes its input.
 PEAKS = {
     "backward": (by_backward, 17, 0.26),
@@ -107,11 +99,11 @@ PEAKS = {
     "grad": (lambda f: grad(f)(ramp()), 24, 0.14),
     "vjp": (lambda f: TRANSFORMS["vjp"](f, ramp()), 18, 0.29),
     "grad(grad)": (lambda f: grad_of_grad(f)(ramp()), 53, 0.25),
-    "vmap(grad)": (lambda f: vmap(grad(f))(rows()), 24, 0.25),
-    "grad(vmap)": (lambda f: grad(lambda x: vmap(f)(x).sum())(rows()), 24, 0.25),
-    "vmap(grad(grad))": (lambda f: vmap(grad_of_grad(f))(rows()), 53, 0.25),
+    "vmap(grad)": (lambda f: vmap(grad(f))(in_rows()), 24, 0.25),
+    "grad(vmap)": (lambda f: grad(lambda x: vmap(f)(x).sum())(in_rows()), 24, 0.25),
+    "vmap(grad(grad))": (lambda f: vmap(grad_of_grad(f))(in_rows()), 53, 0.25),
     "backward(grad)": (backward_of_grad, 41, 0.25),
-    "grad(jvp)": (grad_of_jvp, 54, 0.25),
+    "grad(jvp)": (lambda f: grad(lambda x: jvp(f, (x,), (x,))[1])(ramp()), 54, 0.25),
     "jvp(grad)": (lambda f: jvp(grad(f), (ramp(),), (ramp(),)), 50, 0.25),
 }
 SECOND_ORDER = {"grad(grad)", "vmap(grad(grad))", "backward(grad)", "grad(jvp)"}
@@ -276,7 +268,7 @@ class _Inside(nn.Module):
         return self.ckpt(self.inner)(x)
 
 
-@pytest.mark.parametrize("call", SIGNATURES.values(), ids=list(SIGNATURES))
+@rows("call", SIGNATURES)
 def test_after_the_forward_only_the_inputs_are_alive(call):
     call(remat)  # what is kept for good is kept now
     assert live_bytes(lambda: call(remat)) == UNIT
@@ -284,9 +276,7 @@ def test_after_the_forward_only_the_inputs_are_alive(call):
 
 
 def test_an_input_that_nothing_else_holds_is_kept_and_nothing_besides():
-    def step(ckpt):
-        return ckpt(mix)(ROOT * 2, SCALE * 2)
-
+    step = lambda ckpt: ckpt(mix)(ROOT * 2, SCALE * 2)
     # Multiplying by 2 keeps the 2: eight bytes.
     assert live_bytes(lambda: step(remat)) == 3 * UNIT + 8
     assert live_bytes(lambda: step(plain)) == 4 * UNIT + 8
@@ -328,9 +318,7 @@ def test_a_whole_step_leaves_nothing_but_the_gradient():
             assert live_bytes(lambda c=ckpt: step(c)) == UNIT
         ROOT.grad = None
         assert peak_bytes(lambda: step(remat)) >= 4 * UNIT
-        with count_ops() as ops:
-            step(remat)
-        assert ops["exp"] == 2
+        assert ops_of(lambda: step(remat))["exp"] == 2
     finally:
         ROOT.grad = None
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.as_plain import assert_recomputed
-from support.zoo import counted
+from support.runs import replayed
+from support.zoo import counted, ops_of
 from torch import nn
 from torch.func import grad, vmap
 
@@ -74,19 +74,14 @@ def test_changing_an_argument_inside_is_refused_by_name(
 
 
 @pytest.mark.parametrize("fn", [fn for fn, _ in CHANGES])
-def test_changing_a_vector_without_a_gradient_inside_works(fn):
+@replayed(sin=(2, 3))
+def test_changing_a_vector_without_a_gradient_inside_works(wrap, fn):
     """Batch norm changes its statistics without a sign, so all such are copied."""
-
-    def run(wrap):
-        torch.manual_seed(1)
-        a, *rest, k, bias = torch.randn(5, 3).unbind()
-        x = leaf(3)
-        with count_ops() as ops:
-            y = wrap(fn)(x, a, *rest, tree={"head": [{"bias": bias}]}, k=k)
-            y.sum().backward()
-        return (y, x.grad, a, rest, k, bias), ops["sin"]
-
-    assert_recomputed(run, 2, 3)
+    a, *rest, k, bias = torch.randn(5, 3).unbind()
+    x = leaf(3)
+    y = wrap(fn)(x, a, *rest, tree={"head": [{"bias": bias}]}, k=k)
+    y.sum().backward()
+    return y, x.grad, a, rest, k, bias
 
 
 def test_the_error_names_the_function_where_it_was_decorated_and_what_to_do():
@@ -137,14 +132,11 @@ def requires(x, a):
     return (x * a).sin().sin().sum()
 
 
-def test_requiring_grad_of_an_argument_inside_works():
-    def run(wrap):
-        x, a = X.clone().requires_grad_(), A.clone()
-        with count_ops() as ops:
-            wrap(requires)(x, a).backward()
-        return (x.grad, a.grad), ops["sin"]
-
-    assert_recomputed(run, 2, 3)
+@replayed(sin=(2, 3))
+def test_requiring_grad_of_an_argument_inside_works(wrap):
+    x, a = X.clone().requires_grad_(), A.clone()
+    wrap(requires)(x, a).backward()
+    return x.grad, a.grad
 
 
 def test_requiring_grad_of_an_argument_inside_is_refused_where_it_is_an_input_of_ours():
@@ -159,7 +151,8 @@ def test_requiring_grad_inside_is_refused_under_grad_as_torch_does():
         grad(remat(requires))(X, A)
 
 
-def test_changing_temporaries_and_copies_inside_is_fine():
+@replayed(sin=(1, 2))
+def test_changing_temporaries_and_copies_inside_is_fine(wrap):
     def fn(x):
         y = x.clone()
         y[0] = 0
@@ -167,13 +160,9 @@ def test_changing_temporaries_and_copies_inside_is_fine():
         z.mul_(y).add_(1)
         return z
 
-    def run(wrap):
-        x = X.clone().requires_grad_()
-        with count_ops() as ops:
-            wrap(fn)(x).sum().backward()
-        return x.grad, ops["sin"]
-
-    assert_recomputed(run, 1, 2)
+    x = X.clone().requires_grad_()
+    wrap(fn)(x).sum().backward()
+    return x.grad
 
 
 # --- Between forward and backward ------------------------------------------------
@@ -290,8 +279,7 @@ def test_changing_an_input_before_the_backward_is_refused_by_name(make):
 @inputs
 def test_the_same_backward_is_fine_if_nothing_changed(make):
     y, _, _ = make()
-    with count_ops() as ops:
-        y.sum().backward()
+    ops = ops_of(lambda: y.sum().backward())
     assert ops["sin"] == 1, "the last one is not needed again"
 
 
@@ -360,9 +348,7 @@ def buffer_that_is_not_used():
 def test_changing_what_is_not_used_is_fine(make):
     y, unused = make()
     unused.add_(1)
-    with count_ops() as ops:
-        y.sum().backward()
-    assert ops["sin"] == 1
+    assert ops_of(lambda: y.sum().backward())["sin"] == 1
 
 
 def test_changing_an_input_after_the_backward_is_fine():

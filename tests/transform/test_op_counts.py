@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 from support.compositions import LAYOUTS
-from support.zoo import W, X, leaves_of, matmul, plainly, scalar
+from support.tables import rows
+from support.zoo import W, X, leaves_of, matmul, ops_of, plainly, scalar
 from torch.autograd.forward_ad import dual_level, make_dual
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
@@ -50,10 +51,6 @@ def second(outer, inner, f):
     outer(lambda w: inner_derivative(w).sum())(W)
 
 
-def cosine_sine(x):
-    return x.cos().sin()
-
-
 # How, of what: the operations in plain, and with all of the forward recomputed.
 COUNTS = {
     # The last product saves its factors, and nobody reads what it gives.
@@ -73,7 +70,7 @@ COUNTS = {
     ),
     # Once for the value and the tangent, and once more for its gradient.
     "grad_of_tangent": (grad_of_tangent, torch.exp, {"exp": (1, 2)}),
-    "backward_of_dual": (backward_of_dual, cosine_sine, {"sin": (4, 6)}),
+    "backward_of_dual": (backward_of_dual, lambda x: x.cos().sin(), {"sin": (4, 6)}),
     # The value, and the value within the backward: both are linear in what follows, so
     # that the outer derivative recomputes the second alone.
     "grad_grad": (partial(second, grad, grad), torch.exp, {"exp": (1, 3)}),
@@ -83,9 +80,10 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("how", COUNTS)
-def test_operations_are_those_of_plain_and_those_of_another_forward(how):
-    derivative, fn, expected = COUNTS[how]
+@rows("derivative, fn, expected", COUNTS)
+def test_operations_are_those_of_plain_and_those_of_another_forward(
+    derivative, fn, expected
+):
     counts = []
     for wrap in (plainly, full):
         with count_ops() as ops:
@@ -136,18 +134,17 @@ def branches(x, y):
 
 @pytest.mark.parametrize("held", [True, False])
 def test_outputs_without_a_cotangent_are_not_differentiated(held):
-    def ops_of(fn):
+    def differentiated(fn):
         x, y = leaves_of(W, X)
         first, second = fn(x, y)
         if not held:
             del second
-        with count_ops() as ops:
-            first.sum().backward()
+        ops = ops_of(lambda: first.sum().backward())
         assert y.grad is None
         return x.grad, (ops["sin"], ops["cos"], ops["exp"], ops["tanh_backward"])
 
-    expected, plain = ops_of(branches)
-    grad, recomputed = ops_of(full(branches))
+    expected, plain = differentiated(branches)
+    grad, recomputed = differentiated(full(branches))
     assert_same(grad, expected)
     assert plain == (1, 1, 0, 0)
     # Each branch is recomputed as long as somebody may differentiate it. Of the cosine
@@ -185,15 +182,12 @@ def test_operations_of_calls_in_calls(fn, forward, backward):
     with count_ops() as ops:
         out = fn(x).sum()
     assert (ops["mm"], ops["tanh"]) == forward
-    with count_ops() as ops:
-        out.backward()
+    ops = ops_of(out.backward)
     assert (ops["mm"], ops["tanh"]) == backward
 
 
 def test_calls_side_by_side_within_a_call_run_again_up_to_what_is_read():
-    def sines(x):
-        return x.sin().sin().sin()
-
+    sines = lambda x: x.sin().sin().sin()
     with count_ops() as ops:
         remat(lambda x: remat(sines)(remat(sines)(x)))(*leaves_of(X)).sum().backward()
     # The outer call runs again up to what the second one saves: its input, the result
@@ -211,13 +205,8 @@ def test_a_call_of_four_operations_is_few_calls_in_python():
             sys.setprofile(None)
         return len(found), result
 
-    def four(w, x):
-        return (w @ (w @ x).tanh()).tanh()
-
-    fn = remat(four)
-    with count_ops() as ops:
-        fn(*leaves_of(W, X)).sum().backward()
-    assert ops["tanh"] == 2 * 2
+    fn = remat(lambda w, x: (w @ (w @ x).tanh()).tanh())
+    assert ops_of(lambda: fn(*leaves_of(W, X)).sum().backward())["tanh"] == 2 * 2
     forward, y = python_calls(partial(fn, *leaves_of(W, X)))
     backward, _ = python_calls(partial(y.backward, torch.ones_like(y)))
     assert forward <= 70

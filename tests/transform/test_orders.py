@@ -1,7 +1,7 @@
 """Derivatives of derivatives, where a level is below another one of another kind."""
 
-import pytest
 import torch
+from support.tables import rows
 from support.zoo import assert_not_vanishing, make
 from torch import nn
 from torch.autograd import forward_ad
@@ -51,7 +51,7 @@ def parameter_gradients(transform, wrap):
     return found, ops["sin"]
 
 
-@pytest.mark.parametrize("transform", OVER_BATCHED.values(), ids=OVER_BATCHED.keys())
+@rows("transform", OVER_BATCHED)
 def test_a_backward_reaches_parameters_through_batched_cotangents(transform):
     expected, once = parameter_gradients(transform, lambda fn: fn)
     assert expected[0] is not None
@@ -165,9 +165,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("transform", "make_fn", "count"), CASES.values(), ids=CASES.keys()
-)
+@rows("transform, make_fn, count", CASES)
 def test_other_orders_are_those_of_plain(transform, make_fn, count):
     with count_ops() as once:
         expected = transform(make_fn(lambda fn: fn))(X)

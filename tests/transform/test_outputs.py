@@ -15,10 +15,6 @@ HOWS = [
 (UNUSED,) = leaves_of(X)
 
 
-def first_output(fn, w, x):
-    return fn(w, x)[0]
-
-
 def product_of_outputs(fn, w, x):
     a, b = fn(w, x)
     return a * b
@@ -27,10 +23,6 @@ def product_of_outputs(fn, w, x):
 def output_used_twice(fn, w, x):
     h = fn(w, x)
     return h * h.sin()
-
-
-def of_no_tensors(fn, w, x):
-    return fn(w, x, torch.tensor([0, 2]), 3, flag=True)
 
 
 def indexed(w, x, index, n, *, flag):
@@ -47,14 +39,6 @@ def without_grad(w, x):
 def with_captured(fn, w, x):
     h = w.sin()
     return fn(lambda y: (y @ h).tanh() @ w, x)
-
-
-def with_nothing_but_captured(fn, w, x):
-    return fn(lambda: w.sin() @ x)
-
-
-def with_captured_leaf(fn, w, x):
-    return fn(lambda y: (y @ UNUSED).tanh() @ w, x)
 
 
 # Where a leaf of base is an input, forward mode is recorded after all.
@@ -82,7 +66,10 @@ def each(programs):
 
 # The function that is wrapped, and how its results are used.
 PROGRAMS = {
-    "unused_output": (lambda w, x: (w.sin() * x, (w * 0).log()), first_output),
+    "unused_output": (
+        lambda w, x: (w.sin() * x, (w * 0).log()),
+        lambda fn, w, x: fn(w, x)[0],
+    ),
     "detached_output": (
         lambda w, x: (x.sin() * w, w.exp().detach()),
         product_of_outputs,
@@ -99,17 +86,20 @@ PROGRAMS = {
         lambda w, x, unused: (w * x).sin(),
         lambda fn, w, x: fn(w, x, UNUSED),
     ),
-    "input_twice": (
-        lambda w, x: torch.tanh(x @ w) @ w,
-        lambda fn, w, x: fn(w, w) * x,
-    ),
+    "input_twice": (lambda w, x: torch.tanh(x @ w) @ w, lambda fn, w, x: fn(w, w) * x),
     "output_used_twice": (lambda w, x: torch.tanh(x @ w) @ w, output_used_twice),
-    "other_arguments": (indexed, of_no_tensors),
+    "other_arguments": (
+        indexed,
+        lambda fn, w, x: fn(w, x, torch.tensor([0, 2]), 3, flag=True),
+    ),
     "no_grad_inside": (without_grad, positional),
     "detach_inside": (lambda w, x: (x @ w @ w.exp().detach()).tanh(), positional),
     "captured": (lambda g, x: g(x), with_captured),
-    "captured_alone": (lambda g: g().exp(), with_nothing_but_captured),
-    "captured_leaf": (lambda g, x: g(x), with_captured_leaf),
+    "captured_alone": (lambda g: g().exp(), lambda fn, w, x: fn(lambda: w.sin() @ x)),
+    "captured_leaf": (
+        lambda g, x: g(x),
+        lambda fn, w, x: fn(lambda y: (y @ UNUSED).tanh() @ w, x),
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 from support.pruning import X, of_backward
-from support.zoo import assert_not_vanishing, leaves_of, scalar
+from support.zoo import assert_not_vanishing, leaves_of, ops_of, scalar
 
 from remat import RecomputeError, RematError, policies, remat
 from remat.testing import assert_same, count_ops
@@ -164,8 +164,7 @@ def test_what_comes_after_the_last_value_that_is_read_may_differ(way):
     set_runs(0)
     expected = gradient_of(longer)
     set_runs(0)
-    with count_ops() as ops:
-        assert_same(gradient_of(remat(longer, **way)), expected)
+    ops = ops_of(lambda: assert_same(gradient_of(remat(longer, **way)), expected))
     # The forward, the loss, the recompute.
     assert (ops["sin"], ops["tanh"]) == (1 + 1 + 1, 0)
     assert_not_vanishing(expected)
@@ -285,11 +284,7 @@ def test_a_result_of_one_node_that_requires_grad_in_one_of_both_only(way, then):
 def test_nested_it_names_the_outer_function():
     """Whose recompute runs the forward of the inner one again, differently."""
     inner = remat(swapped, prune=True)
-
-    def fn(x):
-        return inner(x * 3).cos()
-
-    error = error_of(fn, prune=True)
+    error = error_of(lambda x: inner(x * 3).cos(), prune=True)
     assert any("recomputing `test_nested" in note for note in error.__notes__)
     assert sequences(str(error)) == [
         ["mul", "sin", "exp", "mul", "cos"],
@@ -337,10 +332,7 @@ def test_a_function_that_is_the_same_again_raises_nothing():
 def test_dropped_inputs():
     """They cannot be had again, so whatever does not fit is an error that says so."""
     flag = SimpleQueue()
-
-    def fn(x, w):
-        return (x.exp() if flag.qsize() else x * 2) + w.sin().exp()
-
+    fn = lambda x, w: (x.exp() if flag.qsize() else x * 2) + w.sin().exp()
     ours = remat(fn, prune=True)
     for _ in range(3):
         of_backward(ours, (X, X * 2))
@@ -356,8 +348,7 @@ def test_dropped_inputs():
 
 
 def test_an_error_that_the_function_catches_is_raised_at_its_end():
-    def other(h):
-        return h.exp() if runs() == 0 else h.tanh()
+    other = lambda h: h.exp() if runs() == 0 else h.tanh()
 
     def forgiving(x):
         h = x.sin()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.tables import rows
+from support.zoo import ops_of
 from torch import nn
 
 from remat import policies, remat
@@ -134,8 +136,7 @@ def test_a_container_with_a_forward_of_its_own_is_recomputed():
 def test_the_own_call_of_a_module_is_recomputed():
     module, plain = Called(), Called()
     plain.load_state_dict(module.state_dict())
-    with count_ops() as ops:
-        remat(module.__call__)(torch.ones(3, 2)).backward()
+    ops = ops_of(lambda: remat(module.__call__)(torch.ones(3, 2)).backward())
     plain(torch.ones(3, 2)).backward()
     assert (ops["addmm"], ops["sin"]) == (2, 1)
     assert module.layer.weight.grad.any()
@@ -160,9 +161,8 @@ POSITIONAL = {
 }
 
 
-@pytest.mark.parametrize("case", POSITIONAL)
-def test_options_are_keywords_only(case):
-    args, message = POSITIONAL[case]
+@rows("args, message", POSITIONAL)
+def test_options_are_keywords_only(args, message):
     with pytest.raises(TypeError, match=message):
         remat(*args)
 

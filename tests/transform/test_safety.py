@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.as_plain import assert_recomputed
-from support.runs import assert_replayed, configurations
+from support.runs import assert_replayed, configurations, replayed
+from support.tables import rows
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, jacrev
@@ -25,45 +25,31 @@ def leaf():
 # --- Values are those of the call ---
 
 
-def test_a_loop_variable_is_that_of_the_call():
-    def run(wrap):
-        x = leaf()
-        with count_ops() as ops:
-            ys = [wrap(lambda x: (x.sin() * s).exp())(x) for s in (1.0, 2.0)]  # noqa: B023
-            sum(y.sum() for y in ys).backward()
-        return x.grad, ops["sin"]
-
-    assert_recomputed(run, 2, 2 * 2)
+@replayed(sin=(2, 2 * 2))
+def test_a_loop_variable_is_that_of_the_call(wrap):
+    x = leaf()
+    ys = [wrap(lambda x: (x.sin() * s).exp())(x) for s in (1.0, 2.0)]  # noqa: B023
+    sum(y.sum() for y in ys).backward()
+    return x.grad
 
 
-def test_a_global_constant_is_that_of_the_call(monkeypatch):
-    def fn(x):
-        return (x.sin() * SCALE).exp()
-
-    def run(wrap):
-        x = leaf()
-        y = wrap(fn)(x)
-        with count_ops() as ops, monkeypatch.context() as patch:
-            patch.setitem(globals(), "SCALE", 5.0)
-            y.sum().backward()
-        return x.grad, ops["sin"]
-
-    assert_recomputed(run, 0, 1)
+@replayed(sin=(1, 2))
+def test_a_global_constant_is_that_of_the_call(wrap, monkeypatch):
+    x = leaf()
+    y = wrap(lambda x: (x.sin() * SCALE).exp())(x)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "SCALE", 5.0)
+        y.sum().backward()
+    return x.grad
 
 
-def test_the_mode_of_a_module_is_that_of_the_call():
-    module = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5))
-
-    def run(wrap):
-        torch.manual_seed(3)
-        x = leaf()
-        y = wrap(module.train())(x)
-        module.eval()
-        with count_ops() as ops:
-            y.square().sum().backward()
-        return x.grad, ops["addmm"]
-
-    assert_recomputed(run, 0, 1)
+@replayed(addmm=(1, 2))
+def test_the_mode_of_a_module_is_that_of_the_call(wrap):
+    module, x = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5)), leaf()
+    y = wrap(module)(x)
+    module.eval()
+    y.square().sum().backward()
+    return x.grad
 
 
 # --- Memory shared by outputs ---
@@ -80,16 +66,15 @@ def test_a_view_that_only_flips_a_bit_keeps_its_value(view):
 
 
 def sines_of(make, x):
-    """What runs with a function made by `make(wrap)`."""
+    """A program of a function that `make(wrap)` makes."""
 
-    def run(wrap):
+    def program(wrap):
         leaf = x.detach().clone().requires_grad_()
-        with count_ops() as ops:
-            y = make(wrap)(leaf * 1)
-            y.sum().backward()
-        return (y.detach(), leaf.grad), ops["sin"]
+        y = make(wrap)(leaf * 1)
+        y.sum().backward()
+        return y.detach(), leaf.grad
 
-    return run
+    return program
 
 
 def real(wrap):
@@ -122,9 +107,9 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize(("make", "x"), CHANGED.values(), ids=CHANGED)
+@rows("make, x", CHANGED)
 def test_a_result_that_is_a_view_may_be_changed(make, x):
-    assert_recomputed(sines_of(make, x), 2, 3)
+    assert_replayed(sines_of(make, x), sin=(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +155,7 @@ def test_a_result_may_hide_tensors(make, use, again):
     def using(wrap):
         return lambda x: use(wrap(make)(x))
 
-    assert_recomputed(sines_of(using, leaf()), 2, 2 + again)
+    assert_replayed(sines_of(using, leaf()), sin=(2, 2 + again))
 
 
 class Settings:
@@ -181,16 +166,13 @@ def scaled(x, settings):
     return (x.sin() * settings.weight).sin()
 
 
-def test_a_tensor_that_an_argument_hides_gets_its_gradient():
-    def run(wrap):
-        x = leaf()
-        with count_ops() as ops:
-            y = wrap(scaled)(x, Settings())
-            gradients = torch.autograd.grad(y.sum(), (x, Settings.weight))
-        assert Settings.weight.grad is None
-        return gradients, ops["sin"]
-
-    assert_recomputed(run, 2, 2 + 1)
+@replayed(sin=(2, 2 + 1))
+def test_a_tensor_that_an_argument_hides_gets_its_gradient(wrap):
+    x = leaf()
+    y = wrap(scaled)(x, Settings())
+    gradients = torch.autograd.grad(y.sum(), (x, Settings.weight))
+    assert Settings.weight.grad is None
+    return gradients
 
 
 # --- Containers of very many entries ---
@@ -226,11 +208,7 @@ def test_what_was_only_added_to_a_large_container_is_left_out_of_a_recomputation
 
 def test_a_large_container_that_changed_otherwise_is_refused():
     log = list(range(2000))
-
-    def fn(x):
-        return (x.sin() * len(log)).exp()
-
-    y = remat(fn)(leaf())
+    y = remat(lambda x: (x.sin() * len(log)).exp())(leaf())
     log[0] = "changed"
     with pytest.raises(RecomputeError, match=r"`log` changed since .* 2,000 entries"):
         y.sum().backward()
@@ -241,15 +219,12 @@ def backward_inside(x, w):
     return (x * w).sin().sin()
 
 
-def test_a_backward_inside_adds_its_gradients_once():
-    def run(wrap):
-        x, w = leaf(), leaf()
-        with count_ops() as ops:
-            wrap(backward_inside)(x, w).sum().backward()
-        return (x.grad, w.grad), ops["sin"]
-
-    # The backward inside reads what was saved, and the recompute runs it again.
-    assert_recomputed(run, 3, 3 + 1 + 2)
+# The backward inside reads what was saved, and the recompute runs it again.
+@replayed(sin=(3, 3 + 1 + 2))
+def test_a_backward_inside_adds_its_gradients_once(wrap):
+    x, w = leaf(), leaf()
+    wrap(backward_inside)(x, w).sum().backward()
+    return x.grad, w.grad
 
 
 class Signed(nn.Linear):
@@ -266,18 +241,14 @@ class Halved(nn.Linear):
         return super().forward(x).sin().exp()
 
 
-def test_an_assignment_to_data_that_may_be_done_twice_is_done_once():
-    def run(wrap):
-        torch.manual_seed(1)
-        module, x = Signed(3, 3), leaf()
-        y = wrap(module)(x)
-        place = module.weight.data_ptr()
-        with count_ops() as ops:
-            y.sum().backward()
-        assert module.weight.data_ptr() == place
-        return (module.weight, module.weight.grad, x.grad), ops["sign"]
-
-    assert_recomputed(run, 0, 1)
+@replayed(sign=(1, 2))
+def test_an_assignment_to_data_that_may_be_done_twice_is_done_once(wrap):
+    module, x = Signed(3, 3), leaf()
+    y = wrap(module)(x)
+    place = module.weight.data_ptr()
+    y.sum().backward()
+    assert module.weight.data_ptr() == place
+    return module.weight, module.weight.grad, x.grad
 
 
 def overwritten(w, x):
@@ -396,17 +367,13 @@ def test_what_would_lose_a_gradient_is_refused(case):
 # --- Tensors of unusual kinds ---
 
 
-def test_an_inference_tensor_may_be_an_input():
+@replayed(sin=(1, 2))
+def test_an_inference_tensor_may_be_an_input(wrap):
+    x = leaf()
     with torch.inference_mode():
         c = torch.ones(3)
-
-    def run(wrap):
-        x = leaf()
-        with count_ops() as ops:
-            wrap(lambda c, x: (c + x).sin().exp())(c, x).sum().backward()
-        return x.grad, ops["sin"]
-
-    assert_recomputed(run, 1, 2)
+    wrap(lambda c, x: (c + x).sin().exp())(c, x).sum().backward()
+    return x.grad
 
 
 def test_under_inference_mode_func_grad_is_right():
@@ -433,14 +400,7 @@ def test_a_parameter_is_a_parameter_inside():
 # --- A batch of cotangents ---
 
 
-def test_jacrev_recomputes_once_with_the_draws_of_the_forward():
-    def fn(x):
-        return nn.functional.dropout(x.sin(), 0.5).cumsum(0)
-
-    def run(wrap):
-        torch.manual_seed(3)
-        with count_ops() as ops:
-            jacobian = jacrev(wrap(fn))(torch.ones(16))
-        return jacobian, ops["sin"]
-
-    assert_recomputed(run, 1, 2)
+@replayed(sin=(1, 2))
+def test_jacrev_recomputes_once_with_the_draws_of_the_forward(wrap):
+    fn = wrap(lambda x: nn.functional.dropout(x.sin(), 0.5).cumsum(0))
+    return jacrev(fn)(torch.ones(16))

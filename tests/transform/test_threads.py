@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.runs import assert_replayed, configurations
-from support.zoo import Evaluations
+from support.runs import replayed
+from support.tables import rows
+from support.zoo import Evaluations, ops_of
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _python_dispatch
@@ -16,7 +17,7 @@ from remat import remat
 from remat.testing import assert_same, count_ops
 
 
-ROUNDS = 40
+ROUNDS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@rows("transform", TRANSFORMS)
 def test_different_functions_in_two_threads(transform):
     w = torch.randn(8)
     fns = [lambda x: (x * w).sin().exp(), lambda x: (x.exp().sin() * w).sin().exp()]
@@ -121,9 +122,7 @@ def test_the_same_module_in_two_threads_with_parameters_of_their_own():
     before = dict(block.named_parameters())
     values = [p.detach().clone() for p in before.values()]
     done = threading.Event()
-
-    def call(params, x):
-        return functional_call(block, params, (x,))
+    call = lambda params, x: functional_call(block, params, (x,))
 
     def step(call, k):
         params = {n: (k + 1) * p.detach() for n, p in before.items()}
@@ -154,10 +153,7 @@ def test_the_same_module_in_two_threads_with_parameters_of_their_own():
 
 def test_a_backward_in_another_thread_than_its_forward():
     w, x = torch.randn(8, requires_grad=True), torch.randn(4, 8)
-
-    def fn(x):
-        return nn.functional.dropout(x * w, 0.5).sin().exp()
-
+    fn = lambda x: nn.functional.dropout(x * w, 0.5).sin().exp()
     torch.manual_seed(1)
     (want,) = torch.autograd.grad(fn(x).sum(), w)
     torch.manual_seed(1)
@@ -186,9 +182,7 @@ def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
 
     y = fn(x)
     y.register_hook(hook)
-    with count_ops() as ops:
-        y.sum().backward()
-    assert ops["sin"] == 1
+    assert ops_of(lambda: y.sum().backward())["sin"] == 1
     ((got, sines),) = inner
     assert sines == 2
     assert_same(got, [gradient(lambda x: (x * w).sin().exp())(x)] * ROUNDS)
@@ -197,25 +191,19 @@ def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
 # --- Functions that outlive the run that made them ---------------------------------
 
 
-@configurations
-def test_a_closure_that_a_recompute_made_may_run_later(ours):
+@replayed(each=True, exp=2)
+def test_a_closure_that_a_recompute_made_may_run_later(wrap):
     later = queue.SimpleQueue()
-
-    def program(wrap):
-        scale, shift = torch.tensor(2.0), [3.0]
-
-        def value():
-            return float(scale) + shift[0]
-
-        def fn(x):
-            later.put(lambda: value() + shift[0])
-            return (x * scale).sin().exp().sin()
-
-        grads = torch.autograd.grad(wrap(fn)(x).sum(), x)
-        return grads, sorted({later.get()() for _ in range(later.qsize())})
-
     x = torch.ones(3, requires_grad=True)
-    assert_replayed(program, wrap=ours, exp=2)
+    scale, shift = torch.tensor(2.0), [3.0]
+    value = lambda: float(scale) + shift[0]
+
+    def fn(x):
+        later.put(lambda: value() + shift[0])
+        return (x * scale).sin().exp().sin()
+
+    grads = torch.autograd.grad(wrap(fn)(x).sum(), x)
+    return grads, sorted({later.get()() for _ in range(later.qsize())})
 
 
 # --- Threads inside of a call --------------------------------------------------------
@@ -234,13 +222,9 @@ def in_the_middle(w, x):
     return (y * z @ w).exp()
 
 
-@configurations
 @pytest.mark.parametrize("fn", [in_a_new_pool, in_the_middle])
-def test_a_pool_of_threads_inside_computes_what_it_does_in_plain(fn, ours):
+@replayed(each=True, exp=(4, 8))
+def test_a_pool_of_threads_inside_computes_what_it_does_in_plain(wrap, fn):
     x = torch.randn(8, 8)
-
-    def program(wrap):
-        w = torch.eye(8).requires_grad_()
-        return [torch.autograd.grad(wrap(fn)(w, x).sum(), w) for _ in range(4)]
-
-    assert_replayed(program, wrap=ours, exp=(4, 8))
+    w = torch.eye(8).requires_grad_()
+    return [torch.autograd.grad(wrap(fn)(w, x).sum(), w) for _ in range(4)]

@@ -132,11 +132,7 @@ TRACES = {f"make_fx, {mode}": by_make_fx(mode) for mode in ("real", "fake", "sym
 def assert_euler(path, loss, *, backend="aot_eager", keyed=False):
     """The identity holds in each call; calls draw anew, and seeds decide."""
     torch._dynamo.reset()
-
-    def compile(fn):
-        return torch.compile(fn, backend=backend, fullgraph=True)
-
-    run = path(compile, loss)
+    run = path(lambda fn: torch.compile(fn, backend=backend, fullgraph=True), loss)
     values = []
     for seed in (0, None, 0):
         if seed is not None:

@@ -7,14 +7,7 @@ eager remat runs: the effect happens once for each call, and the backward recomp
 import pytest
 import torch
 from support.tables import rows
-from support.traced import (
-    TRANSFORMS,
-    W,
-    X,
-    assert_traced,
-    block,
-    ran,
-)
+from support.traced import TRANSFORMS, W, X, assert_traced, block, ran
 from support.zoo import leaves_of, plainly
 from torch._dynamo.exc import Unsupported
 from torch.func import grad

@@ -171,7 +171,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@rows("policy", POLICIES)
 def test_a_policy_is_asked_about_the_same_operations_and_decides_alike(policy):
     """The derivative reads them all; eager code asks about no others."""
 

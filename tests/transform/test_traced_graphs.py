@@ -43,14 +43,14 @@ class Model(nn.Module):
 # --- make_fx ---
 
 
-def second(loss):
-    return grad(lambda w, x: grad(loss)(w, x).square().sum())
-
-
 # A transform, and how many tanh its graph holds for plain, and with remat.
 TRACED = {
     "grad": (grad, 2, 4),
-    "grad of grad": (second, 2, 8),
+    "grad of grad": (
+        lambda loss: grad(lambda w, x: grad(loss)(w, x).square().sum()),
+        2,
+        8,
+    ),
     "vmap of grad": (lambda loss: vmap(grad(loss), (None, 0)), 2, 4),
     "vjp": (lambda loss: lambda w, x: vjp(loss, w, x)[1](x.sum()), 2, 4),
     "jvp": (lambda loss: lambda w, x: jvp(loss, (w, x), (w, x)), 2, 2),
@@ -74,9 +74,7 @@ def test_a_trace_holds_the_recompute(transform, plain, rematerialized, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trace_of_a_training_step_holds_the_recompute(mode):
-    def step(w, x):
-        return torch.autograd.grad(loss_of(remat(block))(w, x), (w, x))
-
+    step = lambda w, x: torch.autograd.grad(loss_of(remat(block))(w, x), (w, x))
     graph = make_fx(step, tracing_mode=mode)(*leaves_of(W, X))
     assert operations(graph)["tanh"] == 4
     got = [g.detach() for g in graph(*leaves_of(W, X))]
@@ -121,11 +119,9 @@ READ_LATE = {
 }
 
 
-@pytest.mark.parametrize("name", READ_LATE)
+@rows("fn, late", READ_LATE)
 @pytest.mark.parametrize("mapped", [False, True])
-def test_inputs_that_only_products_read_pass_no_barrier(name, mapped):
-    fn, late = READ_LATE[name]
-
+def test_inputs_that_only_products_read_pass_no_barrier(fn, late, mapped):
     def transformed(fn):
         loss = loss_of(fn)
         return vmap(grad(loss), (None, 0)) if mapped else grad(loss)
@@ -244,8 +240,7 @@ def test_an_export_of_a_rematerialized_module_is_plains(strict):
 @pytest.mark.filterwarnings("default")  # inductor warns of slow numerics
 @rows("compiles_forward", {"eager": False, "compiled": True}, fast=["eager"])
 @pytest.mark.parametrize(
-    "backend",
-    ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 def test_a_backward_of_compiled_autograd_gives_what_plain_gives(
     backend, compiles_forward

@@ -11,12 +11,7 @@ import sys
 import pytest
 import torch
 from support.tables import rows
-from support.traced import (
-    TRANSFORMS,
-    begins_again,
-    block,
-    differentiated,
-)
+from support.traced import TRANSFORMS, begins_again, block, differentiated
 from support.zoo import assert_not_vanishing, plainly
 from torch import fx
 from torch._higher_order_ops.map import map as mapped
@@ -38,16 +33,12 @@ def pulled(w, x):
     return pull(out.cos())[0]
 
 
-def pushed(w, x):
-    return jvp(lambda x: torch.tanh(x @ w), (x,), (x.cos(),))[1]
-
-
 INSIDE = {
     "grad": lambda w, x: grad(lambda x: score(w, x))(x),
     "vjp": pulled,
     "jacrev": lambda w, x: jacrev(lambda x: torch.tanh(x @ w))(x).sum((0, 1)),
     "vmap_grad": lambda w, x: vmap(grad(lambda row: score(w, row)))(x),
-    "jvp": pushed,
+    "jvp": lambda w, x: jvp(lambda x: torch.tanh(x @ w), (x,), (x.cos(),))[1],
     "vmap": lambda w, x: vmap(lambda row: torch.tanh(row @ w))(x),
     "jacfwd": lambda w, x: jacfwd(lambda x: torch.tanh(x @ w))(x).sum((0, 1)),
     "hessian": lambda w, x: hessian(lambda x: score(w, x))(x).exp().sum((0, 1)),
@@ -124,10 +115,6 @@ def around_branches(of):
     return program
 
 
-def in_branches_of_a_call(wrap):
-    return around_branches(wrap(block))(wrap)
-
-
 def in_a_map(wrap):
     fn = wrap(block)
     return lambda w, x: mapped(lambda row, w: fn(w, row[None]), x, w).sum()
@@ -137,9 +124,7 @@ def in_a_scan(wrap):
     fn = wrap(block)
 
     def loss(w, x):
-        def step(carry, row):
-            return fn(w, carry).clone(), (row + carry[0]).sin()
-
+        step = lambda carry, row: (fn(w, carry).clone(), (row + carry[0]).sin())
         return scan(step, x.sin(), x)[1].sum()
 
     return loss
@@ -154,7 +139,7 @@ def with_regions(wrap):
 BRANCHES = {
     "a call in branches": in_branches,
     "branches in a call": around_branches(block),
-    "a call in branches in a call": in_branches_of_a_call,
+    "a call in branches in a call": lambda wrap: around_branches(wrap(block))(wrap),
     "levels in branches": around_branches(INSIDE["grad"]),
     "a vmap in branches": around_branches(INSIDE["vmap"]),
     "forward mode in branches": around_branches(INSIDE["jvp"]),
@@ -165,11 +150,7 @@ BRANCHES = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch, for a scan
-@rows(
-    "program",
-    BRANCHES,
-    fast=["a call in branches", "a call in a scan"],
-)
+@rows("program", BRANCHES, fast=["a call in branches", "a call in a scan"])
 def test_operators_with_branches_compile_as_in_plain_code(program):
     ops = assert_equals_plain(program, TRANSFORMS["backward"])
     assert begins_again(ops)

@@ -23,10 +23,7 @@ BATCH, WIDTH, HIDDEN, BLOCKS = 512, 32, 256, 4
 def weights():
     generator = torch.Generator().manual_seed(0)
     shapes = (WIDTH, HIDDEN), (HIDDEN, WIDTH)
-
-    def matrix(*shape):
-        return torch.randn(shape, generator=generator) / shape[0] ** 0.5
-
+    matrix = lambda *shape: torch.randn(shape, generator=generator) / shape[0] ** 0.5
     return [tuple(matrix(*shape) for shape in shapes) for _ in range(BLOCKS)]
 
 
@@ -109,10 +106,7 @@ def peak(run):
 
 def measured(how, wrap, backend):
     torch._dynamo.reset()
-
-    def compile(fn):
-        return torch.compile(fn, backend=backend, fullgraph=True)
-
+    compile = lambda fn: torch.compile(fn, backend=backend, fullgraph=True)
     result, most = peak(how(loss_of(wrap(block)), compile))
     torch._dynamo.reset()
     return result, most

@@ -115,10 +115,7 @@ def program_of(style, **options):
         torch.manual_seed(3)
         block = Block(**options)
         module = style(wrap, block)
-
-        def loss(*args):
-            return module(*args).square().sum()
-
+        loss = lambda *args: module(*args).square().sum()
         loss.module, loss.block = module, block
         return loss
 
@@ -173,10 +170,7 @@ def norm():
 @rows("backend", {k: k for k in ("eager", "aot_eager")}, fast=["aot_eager"])
 @rows("style", {k: STYLES[k] for k in ("wrapped", "inside", "method", "decorated")})
 def test_batch_norm_is_updated_once(style, backend):
-    def program(wrap):
-        return program_of(style, norm=norm())(wrap)
-
-    assert_module_traced(program, backend)
+    assert_module_traced(lambda wrap: program_of(style, norm=norm())(wrap), backend)
 
 
 def test_the_count_of_batches_is_right():

@@ -110,9 +110,7 @@ CHANGES = {
 @rows("policy", KEEPING, fast=["everything"])
 @rows("program", CHANGES)
 def test_what_is_kept_may_be_changed_later(program, policy, transform):
-    def run(wrap):
-        return differentiated(program(wrap), transform, "aot_eager")
-
+    run = lambda wrap: differentiated(program(wrap), transform, "aot_eager")
     want, once = run(plainly)
     got, ops = run(lambda fn: remat(fn, policy=policy))
     assert_same(got, want)
@@ -278,9 +276,7 @@ def test_tangents_are_not_zero():
 def test_nodes_of_ours_are_right_under_two_levels_of_forward_mode():
     """The barrier's and the dropout's rules of forward mode are linear."""
     key = random.key(3)
-
-    def fn(w, x):
-        return torch.tanh(random.dropout(key, torch.tanh(x @ w), 0.5) @ w)
+    fn = lambda w, x: torch.tanh(random.dropout(key, torch.tanh(x @ w), 0.5) @ w)
 
     def twice(fn):
         def along(w):

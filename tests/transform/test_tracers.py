@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from support.zoo import assert_not_vanishing, leaves_of, make
+from support.zoo import assert_not_vanishing, leaves_of, make, ops_of
 from torch import nn
 
 from remat import remat
@@ -16,9 +16,7 @@ from remat.testing import assert_same, count_ops
 
 X = make(3, 4, seed=31).float()
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.:DeprecationWarning",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
 
 
 def sine(x):
@@ -146,9 +144,7 @@ def test_a_symbolic_trace_of_a_remat_function_is_refused(make_root):
         torch.fx.symbolic_trace(make_root())
     # Nothing of the trace is left.
     (x,) = leaves_of(X)
-    with count_ops() as ops:
-        rematerialized(x).sum().backward()
-    assert ops["sin"] == 2
+    assert ops_of(lambda: rematerialized(x).sum().backward())["sin"] == 2
 
 
 # --- Compilation ---

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.first_order import then_backward
+from support.tables import rows
 from support.zoo import (
     WS,
     XS,
@@ -14,6 +15,7 @@ from support.zoo import (
     leaves_of,
     make,
     matmul,
+    rematerialized,
     scalar,
 )
 from torch.func import grad, jvp, vmap
@@ -39,24 +41,20 @@ def backward_through(batched, *tensors):
 @pytest.mark.parametrize("out_dim", [0, 1, -1])
 @pytest.mark.parametrize("x_dim", [0, 1, 2, -1, None])
 @pytest.mark.parametrize("w_dim", [0, 1, -1])
-def test_any_dimensions(w_dim, x_dim, out_dim):
-    def transform(f):
-        batched = vmap(f, (w_dim, x_dim), out_dim)
-        w = WS.movedim(0, w_dim)
-        x = X if x_dim is None else XS.movedim(0, x_dim)
-        return backward_through(batched, w, x)
-
-    assert_rematerialized(transform, matmul, evaluations=2)
+@rematerialized(matmul, evaluations=2)
+def test_any_dimensions(f, w_dim, x_dim, out_dim):
+    batched = vmap(f, (w_dim, x_dim), out_dim)
+    w = WS.movedim(0, w_dim)
+    x = X if x_dim is None else XS.movedim(0, x_dim)
+    return backward_through(batched, w, x)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("out_dim", [0, 1, -1])
-def test_any_dimensions_of_vmap_of_grad(dim, out_dim):
-    def transform(f):
-        derivative = grad(lambda w, x: scalar(f(w, x)), BOTH)
-        return vmap(derivative, (None, dim), out_dim)(W, XS.movedim(0, dim))
-
-    assert_rematerialized(transform, matmul, evaluations=2)
+@rematerialized(matmul, evaluations=2)
+def test_any_dimensions_of_vmap_of_grad(f, dim, out_dim):
+    derivative = grad(lambda w, x: scalar(f(w, x)), BOTH)
+    return vmap(derivative, (None, dim), out_dim)(W, XS.movedim(0, dim))
 
 
 def test_dimensions_of_trees():
@@ -93,38 +91,30 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("case", OUTPUTS)
-def test_outputs_of_each_kind_are_batched_as_in_plain(case):
-    fn, dims, inputs = OUTPUTS[case]
+@rows("fn, dims, inputs", OUTPUTS)
+def test_outputs_of_each_kind_are_batched_as_in_plain(fn, dims, inputs):
     assert_rematerialized(
         lambda f: backward_through(vmap(f, *dims), *inputs), fn, evaluations=2
     )
 
 
-def test_outputs_that_are_no_tensors_are_returned_as_they_are():
-    def fn(w, x):
-        return (x @ w).sin(), "text", None, 3
+@rematerialized(lambda w, x: ((x @ w).sin(), "text", None, 3), evaluations=2)
+def test_outputs_that_are_no_tensors_are_returned_as_they_are(f):
+    def tensor_of(w, x):
+        out, *rest = f(w, x)
+        assert rest == ["text", None, 3]
+        return out
 
-    def transform(f):
-        def tensor_of(w, x):
-            out, *rest = f(w, x)
-            assert rest == ["text", None, 3]
-            return out
-
-        return backward_through(vmap(tensor_of, (None, 0)), W, XS)
-
-    assert_rematerialized(transform, fn, evaluations=2)
+    return backward_through(vmap(tensor_of, (None, 0)), W, XS)
 
 
-def test_an_input_of_integers_is_batched():
-    def transform(f):
-        (w,) = leaves_of(W)
-        index = torch.tensor([[0, 1], [1, 2], [3, 3]])
-        out = vmap(f, (None, 0, 0))(w, index, XS)
-        out.sum().backward()
-        return out, w.grad
-
-    assert_rematerialized(transform, lambda w, i, x: (x @ w)[i].sin(), evaluations=2)
+@rematerialized(lambda w, i, x: (x @ w)[i].sin(), evaluations=2)
+def test_an_input_of_integers_is_batched(f):
+    (w,) = leaves_of(W)
+    index = torch.tensor([[0, 1], [1, 2], [3, 3]])
+    out = vmap(f, (None, 0, 0))(w, index, XS)
+    out.sum().backward()
+    return out, w.grad
 
 
 # --- Nested, in chunks ---
@@ -132,24 +122,20 @@ def test_an_input_of_integers_is_batched():
 
 @pytest.mark.parametrize("inner_dim", [0, 1, 2])
 @pytest.mark.parametrize("outer_dim", [0, 1, 3])
-def test_a_batch_in_a_batch_of_one_argument(outer_dim, inner_dim):
-    def transform(f):
-        xs = make(2, 3, 4, 4, seed=8).movedim(1, inner_dim + 1).movedim(0, outer_dim)
-        inner = vmap(f, (None, inner_dim), 1)
-        return backward_through(vmap(inner, (None, outer_dim), 2), W, xs)
-
-    assert_rematerialized(transform, matmul, evaluations=2)
+@rematerialized(matmul, evaluations=2)
+def test_a_batch_in_a_batch_of_one_argument(f, outer_dim, inner_dim):
+    xs = make(2, 3, 4, 4, seed=8).movedim(1, inner_dim + 1).movedim(0, outer_dim)
+    inner = vmap(f, (None, inner_dim), 1)
+    return backward_through(vmap(inner, (None, outer_dim), 2), W, xs)
 
 
-def test_three_batches_deep():
-    def transform(f):
-        batched = f
-        for _ in range(3):
-            batched = vmap(batched, (None, 1), 1)
-        xs = make(4, 2, 3, 2, 4, seed=8)
-        return backward_through(batched, W, xs)
-
-    assert_rematerialized(transform, matmul, evaluations=2)
+@rematerialized(matmul, evaluations=2)
+def test_three_batches_deep(f):
+    batched = f
+    for _ in range(3):
+        batched = vmap(batched, (None, 1), 1)
+    xs = make(4, 2, 3, 2, 4, seed=8)
+    return backward_through(batched, W, xs)
 
 
 @pytest.mark.parametrize(
@@ -193,33 +179,27 @@ random = pytest.mark.parametrize("how", RANDOM)
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 @random
-def test_randomness_is_replayed(how, randomness):
-    def transform(f):
-        torch.manual_seed(3)
-        return RANDOM[how](f, randomness), torch.rand(1)
-
-    assert_rematerialized(transform, noisy, evaluations=2)
+@rematerialized(noisy, evaluations=2)
+def test_randomness_is_replayed(f, how, randomness):
+    torch.manual_seed(3)
+    return RANDOM[how](f, randomness), torch.rand(1)
 
 
 @random
-def test_randomness_is_an_error_unless_asked_for(how):
-    def transform(f):
-        torch.manual_seed(3)
-        with pytest.raises(RuntimeError, match="called random operation while in rand"):
-            RANDOM[how](f)
-        return RANDOM[how](f, "same")
-
-    assert_rematerialized(transform, noisy, plain=2, evaluations=3)
+@rematerialized(noisy, plain=2, evaluations=3)
+def test_randomness_is_an_error_unless_asked_for(f, how):
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError, match="called random operation while in rand"):
+        RANDOM[how](f)
+    return RANDOM[how](f, "same")
 
 
-def test_randomness_of_a_batch_in_a_batch_is_replayed():
-    def transform(f):
-        torch.manual_seed(3)
-        inner = vmap(f, (0, None), randomness="different")
-        batched = vmap(inner, (None, 0), randomness="same")
-        return backward_through(batched, WS, XS)
-
-    assert_rematerialized(transform, noisy, evaluations=2)
+@rematerialized(noisy, evaluations=2)
+def test_randomness_of_a_batch_in_a_batch_is_replayed(f):
+    torch.manual_seed(3)
+    inner = vmap(f, (0, None), randomness="different")
+    batched = vmap(inner, (None, 0), randomness="same")
+    return backward_through(batched, WS, XS)
 
 
 def test_the_same_randomness_is_the_same_for_all():
@@ -237,26 +217,22 @@ def test_the_same_randomness_is_the_same_for_all():
 # --- Captured tensors ---
 
 
-def captured_in_a_batch(f, w, x):
-    def of_one(x, b):
-        return f(lambda h: (h @ x) @ w + b, b)
-
-    return vmap(of_one)(x, x[:, 0])
-
-
-def captured_leaf(f, w, x):
-    return vmap(lambda w: scalar(f(lambda: (x @ w).tanh())))(w)
-
-
 CAPTURED = {
-    "batched_and_not": (lambda g, b: g(b).tanh(), captured_in_a_batch, (W, XS)),
-    "leaf": (lambda g: g(), captured_leaf, (WS, X)),
+    "batched_and_not": (
+        lambda g, b: g(b).tanh(),
+        lambda f, w, x: vmap(lambda x, b: f(lambda h: (h @ x) @ w + b, b))(x, x[:, 0]),
+        (W, XS),
+    ),
+    "leaf": (
+        lambda g: g(),
+        lambda f, w, x: vmap(lambda w: scalar(f(lambda: (x @ w).tanh())))(w),
+        (WS, X),
+    ),
 }
 
 
-@pytest.mark.parametrize("case", CAPTURED)
-def test_captured_tensors_are_inputs_of_a_batch(case):
-    fn, call, inputs = CAPTURED[case]
+@rows("fn, call, inputs", CAPTURED)
+def test_captured_tensors_are_inputs_of_a_batch(fn, call, inputs):
     assert_rematerialized(
         lambda f: backward_through(lambda *xs: call(f, *xs), *inputs), fn, evaluations=2
     )
@@ -287,9 +263,8 @@ OF_CAPTURED = {
 }
 
 
-@pytest.mark.parametrize("how", OF_CAPTURED)
-def test_captured_batched_values(how):
-    transform, evaluations = OF_CAPTURED[how]
+@rows("transform, evaluations", OF_CAPTURED)
+def test_captured_batched_values(transform, evaluations):
     # Reassociated: `w` is used twice inside, once through `h`, and outside.
     assert_rematerialized(
         lambda f: transform(of_captured(f)),

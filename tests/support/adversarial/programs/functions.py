@@ -297,8 +297,7 @@ def two_closures_that_share_a_variable():
         total += 1
         return work(x, total)
 
-    def read(x):
-        return work(x, total)
+    read = lambda x: work(x, total)
 
     def step(wrap):
         a, b, x = wrap(add), wrap(read), leaf()
@@ -756,10 +755,7 @@ def a_stack_that_is_pushed_and_popped():
 @program
 def a_missing_entry_is_made():
     held = defaultdict(lambda: len(held) + 1)
-
-    def fn(x):
-        return work(x, held["a"] + held["b"] + held[len(held)])
-
+    fn = lambda x: work(x, held["a"] + held["b"] + held[len(held)])
     return reversed_loop(fn, state=lambda: held)
 
 

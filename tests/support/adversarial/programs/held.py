@@ -2,13 +2,7 @@
 
 import torch
 from support.adversarial.holders import ANYTHING, HOLDERS
-from support.adversarial.program import (
-    family,
-    loop,
-    nothing,
-    reversed_loop,
-    work,
-)
+from support.adversarial.program import family, loop, nothing, reversed_loop, work
 from torch import nn
 
 

@@ -43,22 +43,14 @@ def an_output_in_a_nonlocal():
         last = y
 
     layer.register_forward_hook(hook)
-
-    def fn(x):
-        return work(layer(x)).sin() * last
-
-    return loop(fn)
+    return loop(lambda x: work(layer(x)).sin() * last)
 
 
 @program
 def an_output_in_an_attribute_of_the_layer():
     layer = nn.Tanh()
     layer.register_forward_hook(lambda m, _x, y: nothing(setattr(m, "last", y)))
-
-    def fn(x):
-        return work(layer(x)) * layer.last.sin()
-
-    return loop(fn, state=lambda: layer.last)
+    return loop(lambda x: work(layer(x)) * layer.last.sin(), state=lambda: layer.last)
 
 
 @program
@@ -122,9 +114,7 @@ def a_pre_hook_that_changes_the_input():
 def a_hook_removed_between():
     layer = nn.Tanh()
     handles = []
-
-    def fn(x):
-        return work(layer(x))
+    fn = lambda x: work(layer(x))
 
     def step(wrap):
         handles.append(layer.register_forward_hook(lambda _m, _x, y: y * 3))
@@ -301,9 +291,7 @@ def a_counter_in_a_handler_of_signals():
     def between():
         signal.raise_signal(signal.SIGUSR1)
 
-    def fn(x):
-        return work(x, 2 + (holder.count > 99))
-
+    fn = lambda x: work(x, 2 + (holder.count > 99))
     return signalled(handler)(loop(fn, between=between, state=lambda: holder.count))
 
 
@@ -315,8 +303,7 @@ def a_flag_set_by_a_signal_between():
         nonlocal stop
         stop = True
 
-    def fn(x):
-        return work(x, 3 if stop else 2)
+    fn = lambda x: work(x, 3 if stop else 2)
 
     def between():
         signal.raise_signal(signal.SIGUSR1)
@@ -346,8 +333,7 @@ def a_signal_in_the_function_counts_for_the_user():
     def handler(*_):
         count[0] += 1
 
-    def fn(x):
-        return work(x, 2 + (len(count) > 5))
+    fn = lambda x: work(x, 2 + (len(count) > 5))
 
     def step(wrap):
         run, x = wrap(fn), leaf()

@@ -4,14 +4,7 @@ import functools
 import weakref
 
 import torch
-from support.adversarial.program import (
-    family,
-    leaf,
-    loop,
-    program,
-    reversed_loop,
-    work,
-)
+from support.adversarial.program import family, leaf, loop, program, reversed_loop, work
 from torch import nn
 
 
@@ -39,9 +32,7 @@ def of_an_input(fn, **cases):
 )
 def asked(case):
     ask, is_made = case
-
-    def fn(x):
-        return work(x, 2 if ask(x) else 3)
+    fn = lambda x: work(x, 2 if ask(x) else 3)
 
     def step(wrap):
         run = wrap(fn)
@@ -71,30 +62,21 @@ def a_memo_by_the_identity_of_an_input():
 @program
 def a_memo_by_tensors():
     memo = {}
-
-    def fn(x):
-        return work(x, memo.setdefault(x, len(memo) + 1))
-
+    fn = lambda x: work(x, memo.setdefault(x, len(memo) + 1))
     return reversed_loop(fn, state=lambda: [*memo.values()])
 
 
 @program
 def a_memo_by_a_function():
-    def first(x):
-        return work(x, 1)
-
-    def second(x):
-        return work(x, 2)
-
+    first = lambda x: work(x, 1)
+    second = lambda x: work(x, 2)
     names = {first: 3, second: 4}
     return loop(lambda x: first(x) * names[first] + second(x) * names[second])
 
 
 @program
 def a_function_compared_by_is():
-    def active(x):
-        return x.tanh()
-
+    active = lambda x: x.tanh()
     chosen = [active]
 
     def fn(x):
@@ -107,10 +89,7 @@ def a_function_compared_by_is():
 @program
 def a_list_compared_by_is():
     default = []
-
-    def fn(x, held=default):
-        return work(x, 2 if held is default else 3)
-
+    fn = lambda x, held=default: work(x, 2 if held is default else 3)
     return loop(fn, between=lambda: default.append(1), state=lambda: default)
 
 
@@ -118,9 +97,7 @@ def a_list_compared_by_is():
 def a_sentinel():
     missing = object()
     settings = {"k": missing}
-
-    def fn(x):
-        return work(x, 2 if settings["k"] is missing else settings["k"])
+    fn = lambda x: work(x, 2 if settings["k"] is missing else settings["k"])
 
     def between():
         settings["k"] = 3 if settings["k"] is missing else missing
@@ -144,8 +121,7 @@ def an_argument_compared_with_an_attribute():
 
 @program
 def two_arguments_that_are_one():
-    def fn(x, y):
-        return work(x + y, 2 if x is y else 3)
+    fn = lambda x, y: work(x + y, 2 if x is y else 3)
 
     def step(wrap):
         run = wrap(fn)
@@ -156,8 +132,7 @@ def two_arguments_that_are_one():
 
 @program
 def two_arguments_that_share_memory():
-    def fn(x, y):
-        return work(x[:8] * y, 2 if x.data_ptr() == y.data_ptr() else 3)
+    fn = lambda x, y: work(x[:8] * y, 2 if x.data_ptr() == y.data_ptr() else 3)
 
     def step(wrap):
         run = wrap(fn)
@@ -195,10 +170,7 @@ def a_passed_dict_that_is_an_attribute():
 @program
 def a_passed_module_that_is_reached():
     model = nn.Linear(16, 16).double()
-
-    def fn(x, layer):
-        return work(layer(x), 2 if layer is model else 3)
-
+    fn = lambda x, layer: work(layer(x), 2 if layer is model else 3)
     return loop(fn, args=(model,), state=lambda: model.weight.grad)
 
 
@@ -218,11 +190,7 @@ def a_set_of_tensors():
 def the_order_of_a_set_of_tensors():
     held = {torch.full((), k / 10, dtype=torch.double) for k in range(1, 200)}
     in_order = [t.item() for t in held]
-
-    def fn(x):
-        return work(x, 2 if [t.item() for t in held] == in_order else 3)
-
-    return loop(fn)
+    return loop(lambda x: work(x, 2 if [t.item() for t in held] == in_order else 3))
 
 
 @program
@@ -235,21 +203,14 @@ def the_order_of_a_set_of_modules():
     layers = [Scale(k / 10) for k in range(1, 200)]
     held = {*layers}
     in_order = [layer.k for layer in held]
-
-    def fn(x):
-        return work(x, 2 if [layer.k for layer in held] == in_order else 3)
-
-    return loop(fn)
+    return loop(lambda x: work(x, 2 if [layer.k for layer in held] == in_order else 3))
 
 
 @program
 def the_order_of_a_set_of_functions():
     held = {functools.partial(float, k / 10) for k in range(1, 200)}
     in_order = [fn() for fn in held]
-
-    def fn(x):
-        return work(x, 2 if [fn() for fn in held] == in_order else 3)
-
+    fn = lambda x: work(x, 2 if [fn() for fn in held] == in_order else 3)
     return loop(fn)
 
 

@@ -312,10 +312,7 @@ def an_embedding(options):
     torch.manual_seed(3)
     table = nn.Embedding(8, 4, dtype=torch.double, **options)
     ids = torch.tensor([1, 3, 3, 7])
-
-    def fn(x):
-        return work(x.reshape(4, 4) * table(ids))
-
+    fn = lambda x: work(x.reshape(4, 4) * table(ids))
     return loop(fn, state=lambda: (table.weight, table.weight.grad))
 
 
@@ -379,10 +376,7 @@ def a_copied_module():
 def weights_swapped_for_an_average():
     layer = seeded(lambda: nn.Linear(4, 4))
     average = {n: p.detach() * 0.5 for n, p in layer.named_parameters()}
-
-    def fn(x):
-        return work(torch.func.functional_call(layer, average, (x,)))
-
+    fn = lambda x: work(torch.func.functional_call(layer, average, (x,)))
     return loop(
         lambda x: fn(x.reshape(4, 4)), between=lambda: average.clear() or None, count=1
     )
@@ -470,11 +464,7 @@ def a_moving_average_in_a_new_buffer():
 def a_moving_average_in_eval_mode_of_a_frozen_layer():
     layer = seeded(lambda: Body(nn.BatchNorm1d(4), nn.Linear(4, 4)))
     layer.requires_grad_(requires_grad=False).train()
-
-    def fn(x):
-        return layer(x.reshape(4, 4))
-
-    return loop(fn, state=layer.state_dict)
+    return loop(lambda x: layer(x.reshape(4, 4)), state=layer.state_dict)
 
 
 @program

@@ -91,10 +91,7 @@ def appended_by_the_function(case):
 def appended_by_the_user(case):
     make, get = case
     value = make()
-
-    def fn(x, value):
-        return work(x, get(value)[-1])
-
+    fn = lambda x, value: work(x, get(value)[-1])
     change = lambda: get(value).append(5)
     return loop(fn, args=(value,), between=change, state=lambda: [*get(value)])
 
@@ -211,8 +208,7 @@ def a_passed_list_emptied_by_the_function():
 
 @program
 def a_passed_list_reused_for_each_call():
-    def fn(values):
-        return work(values[0]) * values[1]
+    fn = lambda values: work(values[0]) * values[1]
 
     def step(wrap):
         run, xs, values = wrap(fn), [leaf(seed=i) for i in range(4)], [None, None]
@@ -261,8 +257,7 @@ def a_returned_container_that_was_passed():
 
 @program
 def a_returned_object_that_is_made():
-    def fn(x):
-        return types.SimpleNamespace(y=work(x), more=[x.sin()])
+    fn = lambda x: types.SimpleNamespace(y=work(x), more=[x.sin()])
 
     def step(wrap):
         x = leaf()
@@ -275,8 +270,7 @@ def a_returned_object_that_is_made():
 
 @program
 def a_passed_function_that_is_a_closure():
-    def fn(x, act):
-        return act(work(x))
+    fn = lambda x, act: act(work(x))
 
     def step(wrap):
         run, seen = wrap(fn), []
@@ -292,8 +286,7 @@ def a_passed_function_that_is_a_closure():
 
 @program
 def a_passed_iterator_of_a_list():
-    def fn(x, it):
-        return work(x, sum(it))
+    fn = lambda x, it: work(x, sum(it))
 
     def step(wrap):
         x = leaf()
@@ -306,9 +299,7 @@ def a_passed_iterator_of_a_list():
 
 @program
 def a_passed_slice_and_a_range():
-    def fn(x, part, ks):
-        return sum(work(x[part], k) for k in ks)
-
+    fn = lambda x, part, ks: sum(work(x[part], k) for k in ks)
     return loop(fn, args=(slice(2, 9), range(1, 4)))
 
 
@@ -326,8 +317,5 @@ def a_passed_set_of_names():
 @program
 def a_passed_tensor_in_a_set():
     k = torch.ones(16, dtype=torch.double) * 2
-
-    def fn(x, held):
-        return work(x * next(iter(held)), 2 if k in held else 3)
-
+    fn = lambda x, held: work(x * next(iter(held)), 2 if k in held else 3)
     return loop(fn, args=({k},))

@@ -44,10 +44,7 @@ HOOKS = {
 def a_passed_list_that_a_hook_fills(make):
     layer, held = nn.Tanh(), []
     layer.register_forward_hook(make(held))
-
-    def fn(x, given):
-        return work(layer(x)) * given[-1].sin()
-
+    fn = lambda x, given: work(layer(x)) * given[-1].sin()
     return loop(fn, after=held.clear, args=(held,))
 
 
@@ -55,10 +52,7 @@ def a_passed_list_that_a_hook_fills(make):
 def a_passed_dict_that_a_hook_fills():
     layer, held = nn.Tanh(), {}
     layer.register_forward_hook(lambda _m, _x, y: nothing(held.update(y=y)))
-
-    def fn(x, given):
-        return work(layer(x)) * given["y"].sin()
-
+    fn = lambda x, given: work(layer(x)) * given["y"].sin()
     return loop(fn, args=(held,), state=lambda: [*held])
 
 
@@ -231,8 +225,5 @@ class Named(tuple):
 def a_tuple_that_leads_to_itself():
     held = Named([2.0])
     held.own = [held, (held,)]
-
-    def fn(x, given):
-        return work(x, given.own[1][0][0] * len(given.own))
-
+    fn = lambda x, given: work(x, given.own[1][0][0] * len(given.own))
     return loop(fn, args=(held,))

@@ -288,9 +288,7 @@ def a_thread_inside():
 def a_pool_inside():
     # One thread: with two, the order of what plain adds up is by chance.
     pool = ThreadPoolExecutor(1)
-
-    def fn(x):
-        return sum(pool.map(lambda k: work(x, k), [1, 2, 3]))
+    fn = lambda x: sum(pool.map(lambda k: work(x, k), [1, 2, 3]))
 
     def step(wrap):
         try:
@@ -643,10 +641,7 @@ def a_weak_set_of_objects():
 
     items = [Item(k) for k in range(3)]
     held = weakref.WeakSet(items)
-
-    def fn(x):
-        return work(x, 1 + sum(item.k for item in held))
-
+    fn = lambda x: work(x, 1 + sum(item.k for item in held))
     return loop(fn, between=lambda: items.pop() and None, count=2)
 
 
@@ -696,11 +691,7 @@ def a_dict_of_a_thousand_tensors():
 @program
 def a_hundred_small_tensors():
     held = [leaf(seed=i).detach() for i in range(100)]
-
-    def fn(x):
-        return work(x * held[3] + sum(held[40:50]))
-
-    return loop(fn, between=held.reverse)
+    return loop(lambda x: work(x * held[3] + sum(held[40:50])), between=held.reverse)
 
 
 @program
@@ -745,10 +736,7 @@ def nothing_that_requires_grad():
         state.n += 1
         return work(x.detach(), state.n)
 
-    def step(wrap):
-        return observed((wrap(fn)(leaf()), state))
-
-    return step
+    return lambda wrap: observed((wrap(fn)(leaf()), state))
 
 
 @program(recomputes=False)

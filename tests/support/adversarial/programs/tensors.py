@@ -255,10 +255,7 @@ def a_parameter_unfrozen_by_the_function():
 def a_gradient_read_by_the_function():
     w = leaf(seed=4)
     w.grad = torch.ones_like(w)
-
-    def fn(x):
-        return work(x * w * w.grad.detach().mean())
-
+    fn = lambda x: work(x * w * w.grad.detach().mean())
     return loop(fn, state=lambda: w.grad, count=1)
 
 
@@ -337,10 +334,7 @@ def a_mode_inside(mode):
             k = (x.detach().float().reshape(4, 4) @ torch.ones(4, 4)).flatten()
         return work(x * k.double())
 
-    def step(wrap):
-        return loop(fn)(wrap)
-
-    return step
+    return lambda wrap: loop(fn)(wrap)
 
 
 @family(
@@ -375,10 +369,7 @@ class DefaultDtype:
 
 @program
 def the_grad_mode_is_read():
-    def fn(x):
-        return work(x, 2 if torch.is_grad_enabled() else 3)
-
-    return loop(fn)
+    return loop(lambda x: work(x, 2 if torch.is_grad_enabled() else 3))
 
 
 @program
@@ -510,10 +501,7 @@ def a_view_that_is_returned():
 
 @program
 def the_input_that_is_returned():
-    def fn(x):
-        return x, work(x)
-
-    return loop(fn)
+    return loop(lambda x: (x, work(x)))
 
 
 @program
@@ -573,10 +561,7 @@ def a_scalar_tensor_and_its_item():
 @program
 def a_branch_by_a_captured_flag():
     flags = {"deep": True}
-
-    def fn(x):
-        return work(work(x).tanh()) if flags["deep"] else work(x)
-
+    fn = lambda x: work(work(x).tanh()) if flags["deep"] else work(x)
     return loop(fn, between=lambda: flags.update(deep=not flags["deep"]))
 
 
@@ -614,8 +599,7 @@ def a_subclass_of_tensor():
 
 @family(once=False, kept=True)
 def a_gradient_by_grad(kept):
-    def fn(x):
-        return work(x).tanh()
+    fn = lambda x: work(x).tanh()
 
     def step(wrap):
         x = leaf()
@@ -701,7 +685,4 @@ def a_vmapped_call():
 
 @program
 def a_gradient_checked_numerically():
-    def step(wrap):
-        return torch.autograd.gradcheck(wrap(work), (leaf(4),))
-
-    return step
+    return lambda wrap: torch.autograd.gradcheck(wrap(work), (leaf(4),))
