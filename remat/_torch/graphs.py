@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _python_dispatch, _pytree
 from typing_extensions import override
 
-from remat._torch.levels import base_tensor, get_interpreter_stack
+from remat._torch.levels import JVP, base_tensor, kinds_here
 
 
 # Deleted by: a public way to ask what traces.
@@ -53,7 +53,7 @@ def counted_levels() -> AbstractContextManager[None]:
     A graph of Dynamo enters them past these counts, so that a level inside would take
     itself for the outermost.
     """
-    depth = _jvp_levels()
+    depth = kinds_here().count(JVP)
     return _ALL_COUNTED if depth <= _transforms.JVP_NESTING else _counted(depth)
 
 
@@ -74,16 +74,9 @@ _transforms: Any = eager_transforms
 _dual: Any = forward_ad
 
 
-_JVP: Any = torch._C._functorch.TransformType.Jvp
-
-
 def is_under_jvp() -> bool:
     """Say whether some level of torch.func differentiates forward."""
-    return _jvp_levels() > 0
-
-
-def _jvp_levels() -> int:
-    return [layer.key() for layer in get_interpreter_stack() or ()].count(_JVP)
+    return JVP in kinds_here()
 
 
 # Deleted by: a public context outside of all levels of torch.func.

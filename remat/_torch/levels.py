@@ -85,6 +85,13 @@ def kind_of(layer: CInterpreter) -> int:
     return kind
 
 
+# Deleted by: a public stack of the transforms that are active.
+def kinds_here() -> list[int]:
+    """Return the kinds of the levels that are active, outermost first."""
+    layers: Any = get_interpreter_stack() or ()
+    return [layer.key().value for layer in layers]
+
+
 # Deleted by: a public `Tensor.unwrap()` for torch.func wrappers.
 def base_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor under all torch.func wrappers."""
@@ -179,13 +186,8 @@ def call_below(
 # Deleted by: `torch.autograd.grad(is_grads_batched=True)` saying that it is at work.
 def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
     """Say whether a vmap over the base is the only level, and batches no primal."""
-    layers = get_interpreter_stack()
-    return (
-        layers is not None
-        and len(layers) == 1
-        and layers[0].key().value == VMAP
-        and not any(map(is_functorch_wrapped_tensor, primals))
-    )
+    is_alone = kinds_here() == [VMAP]
+    return is_alone and not any(map(is_functorch_wrapped_tensor, primals))
 
 
 # Deleted by: a public stack of the transforms that are active.
@@ -198,12 +200,9 @@ def batch_size() -> int:
     return math.prod(level.batch_size() for level in levels)
 
 
-# Deleted by: a public list of the transforms that are active.
 def transforms() -> tuple[int, ...]:
     """Return the kinds of the levels, outermost first, but for those of `grad`."""
-    layers: Any = get_interpreter_stack() or ()
-    kinds = [layer.key().value for layer in layers]
-    return (*[kind for kind in kinds if kind != GRAD],)
+    return (*[kind for kind in kinds_here() if kind != GRAD],)
 
 
 def call_below_vmap(fn: Callable[..., Any], *args: Any) -> Any:
@@ -274,8 +273,7 @@ batch = restore_vmap
 
 def are_all_vmaps() -> bool:
     """Say whether no active level differentiates."""
-    layers: Any = get_interpreter_stack() or ()
-    return {layer.key().value for layer in layers} <= {VMAP}
+    return {*kinds_here()} <= {VMAP}
 
 
 How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness

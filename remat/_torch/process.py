@@ -257,7 +257,10 @@ def checkpoint_settings() -> tuple[bool | None, bool | None]:
 
 # Deleted by: contexts of selective checkpointing that tell their policy.
 def selective_policy(context: object) -> Any:
-    """Return the policy of the forward's context of selective checkpointing."""
+    """Return the policy of a context of selective checkpointing, or its operators.
+
+    None if it is another context, or of a subclass.
+    """
     if type(context) is not checkpoint._CachingTorchDispatchMode:
         return None
     policy = context.policy_fn

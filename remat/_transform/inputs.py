@@ -192,7 +192,7 @@ class SavedInputs:
     def note_changes(
         self, inputs: Sequence[Tensor], renorms: Sequence[Renorm] = ()
     ) -> int | None:
-        """Drop the copies of inputs that did not change."""
+        """Drop copies of what did not change; return an input that did and has none."""
         now, then = versions_of(inputs), self.versions
         if self._memory:
             self._copy_written(inputs, now)
