@@ -49,6 +49,7 @@ from remat._torch import (
     call_kernel,
     current_task,
     device_generators,
+    eager_only,
     is_in_compiled_code,
     is_lazy,
     is_view_op,
@@ -59,6 +60,20 @@ from remat._torch import (
     storage_id,
 )
 from remat.policies import Decision, Policy
+
+
+class _Exposures(Exposures):
+    """Notices memory that is taken. Dynamo does not inline it, for that would trace.
+
+    Not so that of a record: with it kept out, Dynamo went on to trace our hooks.
+    """
+
+    @override
+    @eager_only
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 # To send or receive once more, for a backward of this process alone, would hang.
@@ -76,7 +91,7 @@ class Recording(Observer):
         self._table = table
         self._error: Exception | None = None
         self.blocks: list[Block] = []  # in the order in which they were entered
-        self.exposures = Exposures(self.expose)
+        self.exposures = _Exposures(self.expose)
 
     def begin(self) -> None:
         """See operations from now on."""
