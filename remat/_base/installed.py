@@ -1,10 +1,9 @@
 """Which files belong to Python or to an installed package, and which are the user's.
 
-A package is installed in a folder called `site-packages` or `dist-packages`, wherever
-that is, or in another folder of `sys.path` that has the package's `dist-info`
-(`pip install --target`). An editable install is the user's own code, which stays where
-it is. If a project holds its environment, or the environment a project, the innermost
-folder decides.
+A package is installed in a folder called `site-packages` or `dist-packages`, or in
+another folder of `sys.path` that has its `dist-info` (`pip install --target`). An
+editable install is the user's own code. If a project holds its environment, or the
+environment a project, the innermost folder decides.
 
 Invariant: an answer depends on the file and on `sys.path` alone. It is found once for
 each file, and again after `sys.path` changed.

@@ -4,8 +4,6 @@
     same        what inductor runs for it: without a copy
     named       a name of a value
 
-`_partial` differentiates the barrier (`barrier`), and hears names (`names`).
-
 Invariant: an operator computes nothing. It says what a graph must not reorder or lose.
 Rejected: marks in the metadata of nodes, which the tracers drop.
 """

@@ -76,7 +76,7 @@ def taken_apart(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return what is inside of all wrappers, and a function that wraps it again."""
     inner = wrapped_by(tensor)
     if inner is None:
-        return tensor, _as_it_is
+        return tensor, lambda new: new
     inside, context = _parts(tensor)
     kind: Any = type(tensor)
     layout = tensor.size(), tensor.stride()
@@ -95,7 +95,3 @@ def _parts(tensor: Any) -> tuple[dict[str, Any], Any]:
     with no_torch_functions():
         names, context = tensor.__tensor_flatten__()
         return {name: getattr(tensor, name) for name in names}, context
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

@@ -4,11 +4,9 @@
 
 Invariant: `unflatten(treedef, leaves)` undoes `flatten(tree)`. `None` is part of the
 structure, as in JAX. Dataclasses, and classes registered only with torch.utils._pytree,
-are registered in our namespace when first met.
-A user's class is registered in both registries or in neither, and once.
-Rejected: torch.utils._pytree, ten times slower and without key paths for every node. To
-register a user's class with remat alone: the `in_dims` of vmap, and the outputs of a
-function that torch.func transforms, are pytrees of torch.
+are registered in our namespace when first met. A user's class is registered in both
+registries or in neither, for the outputs of what torch.func transforms are of torch's.
+Rejected: torch.utils._pytree, ten times slower and without key paths for every node.
 """
 
 import dataclasses

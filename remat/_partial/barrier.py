@@ -8,8 +8,7 @@ Invariant: linear, so each derivative is the identity, at every level. An operat
 recompute comes after the cotangents if it reads an input, or what was computed from
 one. Views do not count: they move nothing.
 Rejected: `torch.library.register_autograd`. Such an operator has no jvp: its tangents
-are zero, without an error. And a barrier for each operation that reads nothing that
-comes later: it is put on an input, and other operations may read that input as well.
+are zero, without an error.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

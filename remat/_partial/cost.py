@@ -9,7 +9,7 @@ the user's forward.
 """
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat._base.op import Op, Value
 from remat._partial.plan import Fate, Plan, Record, Step, filled
+from remat._torch import call_kernel
 
 
 # FLOPs and bytes per second of one CPU core and of an accelerator, to an order of
@@ -91,14 +92,13 @@ _MOST = 2**16  # operations that are remembered
 class Timing:
     """Calls operations, and notes how long they take."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call, self._last = call, 0.0
+    _last = 0.0
 
     def __call__(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operation, and wait until it is done."""
         _wait()
         start = time.perf_counter()
-        result = self._call(func, *args, **kwargs)
+        result = call_kernel(func, *args, **kwargs)
         _wait()
         self._last = time.perf_counter() - start
         return result

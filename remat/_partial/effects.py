@@ -18,7 +18,7 @@ from typing_extensions import override
 from remat._ambient.draws import is_tagged_random
 from remat._ambient.streams import global_streams
 from remat._base.absent import LIKE, tensors_of
-from remat._torch import OpOverload, eager_only
+from remat._torch import OpOverload
 
 
 _READ_BY_PYTHON = {
@@ -196,7 +196,6 @@ class Exposures(TorchFunctionMode):
         self._expose, self._assign = expose, assign
 
     @override
-    @eager_only
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

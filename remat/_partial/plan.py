@@ -1,13 +1,11 @@
 """Decides what a backward recomputes, what the policy saves, and what is left out.
 
-A record lists the operations of one forward, and by number the storages that each
-touches. From the storages that the backward reads, `plan` walks back through what made
-them, and stops at results that the policy saves.
+From the storages that the backward reads, `plan` walks back through what made them, and
+stops at results that the policy saves.
 
 Invariant: a storage is needed as a whole or not at all. Whatever makes or changes a
 needed storage runs again, in order; an operation that is left out has neither read nor
-written anything that is needed. There are no tensors here, so a record can be written
-by hand.
+written anything that is needed. A record holds no tensors, and can be written by hand.
 Rejected: dataflow between tensors. Views and in-place operations make one value of
 many, and only their storage tells.
 """

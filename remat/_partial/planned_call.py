@@ -1,9 +1,7 @@
 """What one call with a policy or `prune=True` does: record, save residuals, replay.
 
-A call is recorded, or follows the plan of a record that a call like it made. Its
-forward saves the residuals of the plan, in handles or in its node, and its recompute is
-a replay of the plan. `_transform` runs the forward under its `mode`, and ends it with
-`finish`.
+A call is recorded, or follows the plan of a record that a call like it made. The
+forward runs under its `mode`, ends with `finish`, and saves the residuals of the plan.
 
 Invariant: a record is only an optimization. A replay that does not fit is given up, and
 the function runs as it is. An input is dropped only if replays of these plans have

@@ -65,7 +65,7 @@ class Recorder(Observer):
     ) -> None:
         super().__init__()
         self._policy = policy
-        self._timing = Timing(call_kernel) if times_operations(policy) else None
+        self._timing = Timing() if times_operations(policy) else None
         self._storages = storages = Storages() if storages is None else storages
         self._made: set[int] = set()  # storages, by operations
         self._updates: list[tuple[int, ...]] = []  # of running statistics

@@ -49,6 +49,7 @@ from remat._torch import (
     call_kernel,
     current_task,
     device_generators,
+    eager_only,
     is_in_compiled_code,
     is_lazy,
     is_view_op,
@@ -59,6 +60,20 @@ from remat._torch import (
     storage_id,
 )
 from remat.policies import Decision, Policy
+
+
+class _Exposures(Exposures):
+    """Notices memory that is taken. Dynamo does not inline it, for that would trace.
+
+    Not so that of a record: with it kept out, Dynamo went on to trace our hooks.
+    """
+
+    @override
+    @eager_only
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 # To send or receive once more, for a backward of this process alone, would hang.
@@ -76,7 +91,7 @@ class Recording(Observer):
         self._table = table
         self._error: Exception | None = None
         self.blocks: list[Block] = []  # in the order in which they were entered
-        self.exposures = Exposures(self.expose)
+        self.exposures = _Exposures(self.expose)
 
     def begin(self) -> None:
         """See operations from now on."""
@@ -122,17 +137,21 @@ class Recording(Observer):
             operation.streams = [(s, state) for s, state in before if s.read() != state]
             written = [(t, e) for t, e in targets if e is not None]
             new, others, parts = self._sorted(results_of(result), operands.storages)
+            inputs = [*map(id, inputs_of(args, kwargs))]
             if parts:
-                self._drop_parted(parts, inputs_of(args, kwargs))
+                self._drop_parted(parts, inputs)
             for entry in filter(None, map(table.entry_at, statistics)):
                 table.drop(entry)  # a batch norm wrote to it, and counted no version
             if len(written) < len(targets):
                 new.clear()  # it changed what it was given, so it cannot be run again
             if new or written:
-                operation.written = _places(changed, args, kwargs)
+                places = [
+                    k for t in changed for k, n in enumerate(inputs) if n == id(t)
+                ]
+                operation.written = frozenset(places)
                 operation.settings, operation.line = read_settings(), user_line()
                 operation.grad_mode = torch.is_grad_enabled()
-                self._note_writes(operation, written, args, kwargs)
+                self._note_writes(operation, written, inputs)
                 # Statistics that it updates are no result that anybody saves.
                 asks = not written_to
                 self._note_new(operation, new, result, asks=asks)
@@ -158,10 +177,9 @@ class Recording(Observer):
                 known.add(key)
         return new, others, parts
 
-    def _drop_parted(self, parts: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _drop_parted(self, parts: Sequence[Tensor], inputs: Sequence[int]) -> None:
         """Drop what is parted into results that count their versions apart."""
-        ids = {*map(id, inputs)}
-        parts = [t for t in parts if id(t) not in ids]
+        parts = [t for t in parts if id(t) not in inputs]
         for entry in filter(None, map(self._table.entry_at, parts)):
             if len(parts) > 1:
                 self._table.drop(entry)
@@ -172,8 +190,7 @@ class Recording(Observer):
         self,
         operation: BlockOperation,
         written: Sequence[tuple[Tensor, ValueEntry]],
-        args: Any,
-        kwargs: dict[str, Any],
+        inputs: Sequence[int],
     ) -> None:
         for t, entry in written:
             if Tag.inplace_view in operation.func.tags:
@@ -181,10 +198,8 @@ class Recording(Observer):
             elif traits_of(operation.func).is_read_by_python:
                 self._table.drop(entry)  # its storage was exchanged
             else:
-                inputs = enumerate(inputs_of(args, kwargs))
-                k = next(k for k, other in inputs if other is t)
                 made = Made(self.blocks[-1].part(), TensorLayout.of(t), operation)
-                operation.note_made(k, made, is_operand=True)
+                operation.note_made(inputs.index(id(t)), made, is_operand=True)
                 entry.made = made
                 self._table.wrote(entry, t)
 
@@ -199,21 +214,16 @@ class Recording(Observer):
         block = self.blocks[-1]
         makes = [(Made(block.part(), TensorLayout.of(t), operation), t) for _, t in new]
         if block.policy is not None and asks:
-            makes = self._chosen(makes, result)
+            try:
+                makes = _choose(block.policy, makes, result)
+            except Exception as error:  # noqa: BLE001 - raised at the end
+                # Raised here, a TypeError would make `a + b` say that it takes no
+                # tensors.
+                self._error = self._error or error
         numbers = {id(t): k for k, t in new}
         for made, t in makes:
             operation.note_made(numbers[id(t)], made, is_operand=False)
             self._table.enter(made, t)
-
-    def _chosen(
-        self, makes: list[tuple[Made, Tensor]], result: Any
-    ) -> list[tuple[Made, Tensor]]:
-        try:
-            return _choose(self.blocks[-1].policy, makes, result)
-        except Exception as error:  # noqa: BLE001 - raised at the end
-            # Raised here, a TypeError would make `a + b` say that it takes no tensors.
-            self._error = self._error or error
-            return makes
 
     def raise_error(self) -> None:
         """Raise what the policy raised, if it did."""
@@ -243,16 +253,6 @@ class Recording(Observer):
 
 def _may_run_again(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace not in _COMMUNICATE
-
-
-def _places(
-    tensors: Sequence[Tensor], args: Any, kwargs: dict[str, Any]
-) -> frozenset[int]:
-    """Return the places of some tensors among the arguments."""
-    ids = {*map(id, tensors)}
-    if not ids:
-        return frozenset()
-    return frozenset(k for k, t in enumerate(inputs_of(args, kwargs)) if id(t) in ids)
 
 
 def _states_before(

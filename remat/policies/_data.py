@@ -1,15 +1,14 @@
 """Policies as data, for compiled code: a text that tells one, and its parts.
 
-The text is part of the key of a node in Dynamo's graph, for caches on disk. Dynamo
-calls a function of ours as it traces. An object that the trace itself has made has no
-attributes by then, so a policy is passed as its class and its fields.
+The text is part of the key of a node in Dynamo's graph, for caches on disk. An object
+that the trace itself has made has no attributes as Dynamo calls ours, so a policy is
+passed as its class and its fields.
 
 Invariant: policies of equal identity decide alike. A policy that asks a user's
 function, or is of a user's class, has none: nobody can tell what its code reads. And
 `whole(*parts_of(policy))` equals the policy.
 Rejected: `repr` and pickles. The first may be a user's own, and the second hold the
-order of sets, which differs between processes. And constructors that Dynamo calls: it
-cannot guard what they would return.
+order of sets, which differs between processes.
 """
 
 import re

@@ -7,9 +7,8 @@ tensors that have metadata and no data.
 Invariant: `name` of an overload differs from `name` of its packet. Each name with
 `torch.ops.` in front is an expression for the operator.
 Rejected: names from users, such as `"aten::mm"`. A typo would make a policy that does
-nothing. Guessing the policy that the user meant: `policy="dots"` would have to mean the
-same in every later version. And tensors on the meta device: a function that reads the
-device would decide differently.
+nothing. And tensors on the meta device: a function that reads the device would decide
+differently.
 """
 
 import inspect

@@ -4,11 +4,9 @@ Invariant: a dot sums over a dimension, and its cost per byte of output grows wi
 dimension. So convolution and attention are dots, and outer products are not. Of a
 collective the tensor is saved that it fills, and not what waits for it. Sizes are in
 bytes, like memory.
-Rejected: torch's FLOP registry for dots. It lacks mv, dot and quantized products. It
-has a custom operator only if its author registered a formula. To save what
-`wait_tensor` returns: it returns its argument, and a recompute would run the collective
-to have one. And sizes in elements: a policy would save twice as many bytes in float32
-as in half precision.
+Rejected: torch's FLOP registry for dots. It lacks mv, dot and quantized products. And
+to save what `wait_tensor` returns: it returns its argument, and a recompute would run
+the collective to have one.
 """
 
 from dataclasses import dataclass
