@@ -118,7 +118,10 @@ class Steps:
 
     def place(self, k: int) -> int:
         """Return which slice a step needs."""
-        return self.slices(k, k + 1)[0]
+        if not self.is_reversed:
+            return k
+        assert self.length is not None
+        return self.length - 1 - k
 
 
 class FunctionList:
@@ -282,13 +285,13 @@ def run_step(
         raise MutationError(_CHANGED.format(k=k, label=steps.label)) from error
     if versions_of(leaves) != before:
         raise MutationError(_CHANGED.format(k=k, label=steps.label))
-    results = [taken_apart(carry), taken_apart(y)]
+    tensors, frame = taken_apart(carry)
+    collected, form = taken_apart(y)
     if look is not None:
-        look([t for tensors, _ in results for t in tensors], leaves)
-    new, row = [
-        Live([*map(cut.value, tensors)], frame, [t.requires_grad for t in tensors])
-        for tensors, frame in results
-    ]
+        look([*tensors, *collected], leaves)
+    new = Live([*map(cut.value, tensors)], frame, [t.requires_grad for t in tensors])
+    needs = [t.requires_grad for t in collected]
+    row = Live([*map(cut.value, collected)], form, needs)
     return new, row, leaves
 
 
