@@ -16,11 +16,8 @@
     _measure    what a step takes: runs some on fake tensors
     _budget     which schedule stays under a budget, of equal steps or unequal stages
 
-    _segments     schedule: equal segments, each reversed as a whole
-    _multilevel   schedule: carries on disk, and the steps between them from memory
-    _binomial     schedules: the fewest steps run again for a number of checkpoints
-    _rotor        plans for chains of unequal stages, under a budget
-    _actions      what a schedule says, what all share, and what is held
+    _segments, _binomial, _multilevel, _rotor   the schedules
+    _actions                                    what they say, and what is held
 
 Called by users.
 """

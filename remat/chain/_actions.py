@@ -11,7 +11,7 @@ Rejected: actions as named tuples. `Advance(0, 3)` would equal `Reverse(0, 3)`.
 
 import abc
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -208,6 +208,16 @@ class Schedule(abc.ABC):
     @abc.abstractmethod
     def evaluations(self, length: int) -> Evaluations:
         """Predict how many steps the forward and the backward run."""
+
+
+def without_records(actions: Iterable[Action]) -> Iterator[Action]:
+    """Return what a forward does: residuals would outlive it, so it stores a carry."""
+    for action in actions:
+        if isinstance(action, RecordStep):
+            yield Save(action.step)
+            yield Advance(action.step, action.step + 1)
+        else:
+            yield action
 
 
 def check_count(taker: str, name: str, value: object, least: int = 1) -> None:

@@ -1,19 +1,15 @@
 """Binomial checkpointing: the fewest advances for a number of checkpoints.
 
-`Binomial` knows the length of a chain, and `Online` learns it at the end.
-
-The classic problem: carry 0 of a chain is stored in the first of `slots` checkpoints,
-and the steps are reversed from the last to the first. A step runs once more when it is
-reversed; all other evaluations are *advances*. With `beta(c, r) = C(c + r, c)`, the
-longest chain that `c` checkpoints reverse with at most `r` advances of each step, the
-fewest advances are `t(l, c) = r * l - beta(c + 1, r - 1)`, for the least `r` with
-`beta(c, r) >= l`.
+Carry 0 of a chain is stored in the first of `c` checkpoints, and the steps are reversed
+from the last to the first. A step runs once more when it is reversed; all other
+evaluations are *advances*. With `beta(c, r) = C(c + r, c)`, the longest chain that `c`
+checkpoints reverse with at most `r` advances of each step, the fewest advances are
+`t(l, c) = r * l - beta(c + 1, r - 1)`, for the least `r` with `beta(c, r) >= l`.
 
 Invariant: a subchain of `l` steps with `c` checkpoints is split where the minimum of
 `k + t(l - k, c - 1) + t(k, c)` over `k` is reached, so the count is `t(l, c)` exactly.
-Rejected: a table of optimal splits. It takes time and space quadratic in the length.
-Rejected: keeping the residuals of the last step from the forward on. It spares one
-evaluation, and holds those residuals while the caller computes a loss.
+Rejected: a table of optimal splits: it is quadratic in the length. Keeping the
+residuals of the last step, while the caller computes a loss, to spare one evaluation.
 
 Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000; Griewank,
 "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
@@ -43,12 +39,8 @@ from remat.chain._actions import (
 def beta(slots: int, repetitions: int) -> int:
     """Return the length of the longest chain that can be reversed.
 
-    Args:
-        slots: How many checkpoints there are, with that of carry 0.
-        repetitions: How often each step may be advanced over.
-
     Example:
-        >>> beta(3, 2)
+        >>> beta(slots=3, repetitions=2)
         10
     """
     return math.comb(slots + repetitions, slots) if repetitions >= 0 else 0
@@ -86,14 +78,9 @@ def advances(length: int, slots: int) -> int:
 
 @functools.lru_cache(4096)  # the same subchains come up again and again
 def split(length: int, slots: int) -> int:
-    """Return how far to advance before the next checkpoint.
+    """Return the least k that minimizes `k + t(length - k, slots - 1) + t(k, slots)`.
 
-    Args:
-        length: The length of a subchain, at least 2.
-        slots: How many checkpoints it may use, with that of its start, at least 2.
-
-    Returns:
-        The least `k` that minimizes `k + t(length - k, slots - 1) + t(k, slots)`.
+    It is how far to advance before the next checkpoint.
     """
     if slots >= length - 1:
         return 1
@@ -104,8 +91,8 @@ def split(length: int, slots: int) -> int:
 def descent(start: int, stop: int, slots: int, width: int = 1) -> Iterator[int]:
     """Return the carries to store on a first run over a subchain that goes to its end.
 
-    The run goes over the last unit too, without recording it. That is what the classic
-    schedule does with a chain that is one unit longer, whose last unit costs nothing.
+    It goes over the last unit too, unrecorded, as the classic schedule does with a
+    chain that is one unit longer.
     """
     left = units(start, stop, width) + 1
     while left > 1:
@@ -132,10 +119,7 @@ def save_on_the_way(carries: Iterable[int], stop: int) -> Iterator[Action]:
 def reverse(
     stored: Iterable[int], stop: int, slots: int, width: int = 1
 ) -> Iterator[Action]:
-    """Reverse a subchain from its stored carries, with at most `slots` of them at once.
-
-    `width` steps are a unit, which is reversed as one.
-    """
+    """Reverse a subchain, with at most `slots` carries, in units of `width` steps."""
     stack = list(stored)
     while stack:
         live = stack[-1]
@@ -219,20 +203,13 @@ class Binomial(Schedule):
 class Placer:
     """Decides which carries to store while a chain runs.
 
-    `at` is called once for each step, in order, before the step runs. It is not called
-    for the result of the chain.
-
-    It stores every carry when it is live, and lets an earlier one go when there is no
-    room. Each stored carry has a *level*. A carry is dispensable if a later one has a
-    higher level. When there is no room, a dispensable carry is dropped. If there is
-    none, the latest carry is dropped, and the one that takes its place gets a level
-    more. So the stored carries spread out as the chain grows, whenever it ends, and a
-    backward repeats no step more often than the best schedule that knows the length.
-    Not a stride that doubles when there is no room: right before it doubles, no
-    checkpoint is free for the last interval, which is 16 times the steps for 10,000.
-
-    Args:
-        checkpoints: How many carries may be stored at once, with carry 0.
+    It stores every carry when it is live. Each has a *level*, and is dispensable if a
+    later one has a higher level. When there is no room, a dispensable carry is dropped.
+    If there is none, the latest is dropped, and the one that takes its place gets a
+    level more. So the stored carries spread out as the chain grows, whenever it ends,
+    and a backward repeats no step more often than the best schedule that knows the
+    length. Not a stride that doubles when there is no room: right before it doubles, no
+    checkpoint is free for the last interval.
     """
 
     def __init__(self, checkpoints: int) -> None:
@@ -247,11 +224,7 @@ class Placer:
         return (0, *self._levels) if self._next else ()
 
     def at(self, step: int) -> list[Action]:
-        """Return what to do when carry `step` is live.
-
-        Raises:
-            ValueError: the step is not the next one.
-        """
+        """Return what to do when carry `step`, the next one, is live."""
         if step != self._next:
             raise ValueError(f"remat: expected carry {self._next}; got carry {step}")
         self._next += 1

@@ -1,23 +1,23 @@
 """Budgets of bytes: which schedule of equal steps or unequal stages stays under one.
 
-`_loops` takes a budget, `_measure` tells the numbers of steps, and `_within` asks. What
-a schedule of unequal stages takes is found by following its actions, as the chain
-follows them, with the numbers of each stage. So all kinds of schedules compare.
+`_loops` takes a budget, `_measure` tells the numbers of steps, and `_within` asks.
 
 Invariant: bytes are those of stored carries, of the live carry, and of the steps that
-run at a time. Arguments, results and the gradients of both are there in any case, and
-come on top.
+run at a time. Arguments, results and the gradients of both come on top.
 Rejected: the peak of a whole training step as a budget. A loop does not know what else
 is alive. Rejected: the plan of `rotor` alone. Its time grows with the third power of
 the stages, and it plans for a forward that records stages, as that of a chain does not.
 """
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from remat._base.sizes import bytes_in
+from remat.chain._actions import without_records
 from remat.chain._rotor import Stages, rotor
 from remat.chain.schedules import (
     Action,
@@ -44,13 +44,7 @@ _SLOTS = 2**20  # of a loop whose carries take no bytes
 
 @dataclass(frozen=True, slots=True)
 class LoopBudget:
-    """What a user asks for in place of checkpoints.
-
-    Attributes:
-        nbytes: how many bytes there may be.
-        disk: whether carries may be written to disk.
-        policy: of the steps, which changes what they hold.
-    """
+    """What a user asks for in place of checkpoints; `policy` is that of the steps."""
 
     nbytes: int
     disk: bool = False
@@ -118,11 +112,7 @@ class StepBytes:
         return less + -(-(nbytes - less) * (count - fewer) // (steps - fewer))
 
     def between(self, unroll: int) -> int:
-        """Return the bytes beside stored carries while steps run one after another.
-
-        That is the live carry, and either an advance below the cotangent, or a unit of
-        steps that is reversed.
-        """
+        """Return the bytes beside stored carries: to advance, or to reverse a unit."""
         advance = self.advance + self.cotangent
         return self.carry + max(advance, self.reversing(unroll))
 
@@ -142,60 +132,53 @@ def counts_together(length: int) -> list[int]:
 
 
 class Priced(NamedTuple):
-    """A schedule with what it costs.
-
-    Attributes:
-        nbytes: that exist at a time, at most.
-        cost: of a backward in steps; where stages differ, of all in seconds.
-        schedule: that is priced.
-    """
+    """A schedule, its peak, and its cost: in steps, or of unequal stages in seconds."""
 
     nbytes: int
     cost: float
     schedule: Schedule
 
 
-def least(step: StepBytes, length: int) -> Priced:
-    """Return the schedule that needs the fewest bytes."""
-    few = _binomial(step, length, 1, 1)
-    return min([few, *_uniform(step, length)], key=lambda option: option.nbytes)
+@functools.lru_cache(64)  # to follow all schedules takes long
+def chosen(
+    numbers: "StepBytes | Staged", length: int | None, nbytes: int, disk: bool
+) -> tuple[Schedule | None, int]:
+    """Return the schedule with the least work that fits, or None; and the least bytes.
 
-
-def chosen(step: StepBytes, length: int, budget: LoopBudget) -> Schedule | None:
-    """Return the schedule that runs the fewest steps under a budget; None if none fits.
-
-    Segments run each step twice, so those come first, of these the longest that fit.
+    Of those with as much work, it is the first one.
     """
-    for segments in _uniform(step, length):
-        if segments.nbytes <= budget.nbytes:
-            return segments.schedule
-    options = _options(step, length, budget)
-    found = min(options, key=lambda option: option.cost, default=None)
-    return None if found is None else found.schedule
+    if isinstance(numbers, Staged):
+        options = _of_stages(numbers, nbytes, disk)
+    elif length is None:
+        slots = max(1, _slots(numbers, nbytes - numbers.between(1), _SLOTS))
+        options = [_priced(numbers, Online(slots), 0, slots, 1)]
+    else:
+        options = [*_of_steps(numbers, length, nbytes, disk)]
+    fitting = [option for option in options if option.nbytes <= nbytes]
+    found = min(fitting, key=lambda option: option.cost, default=None)
+    least = min(option.nbytes for option in options)
+    return None if found is None else found.schedule, least
 
 
-def online(step: StepBytes, nbytes: int) -> Online | None:
-    """Return the schedule of a loop whose length is not known; None if none fits."""
-    slots = _slots(step, nbytes - step.between(1), _SLOTS)
-    return Online(slots) if slots else None
+def _of_steps(
+    step: StepBytes, length: int, nbytes: int, disk: bool
+) -> Iterator[Priced]:
+    """Yield schedules of equal steps: segments, then those with fewer carries.
 
-
-def _uniform(step: StepBytes, length: int) -> Iterator[Priced]:
-    """Yield equal segments of each size, the longest first."""
-    for size in range(min(step.together, length), 0, -1):
+    Segments run each step twice, which is the least, and the longest come first.
+    """
+    together = min(step.together, length)
+    for size in range(together, 0, -1):
         count = -(-length // size)
         runs = max(step.carry + step.advance, step.reversing(-(-length // count)))
         yield Priced((count - 1) * step.carry + runs, length, Uniform(count))
-
-
-def _options(step: StepBytes, length: int, budget: LoopBudget) -> Iterator[Priced]:
-    """Yield what fits with fewer carries than segments have."""
-    for unroll in range(1, min(step.together, length) + 1):
-        free = budget.nbytes - step.between(unroll)
+    yield _binomial(step, length, 1, 1)
+    for unroll in range(1, together + 1):
+        free = nbytes - step.between(unroll)
         slots = _slots(step, free, -(-length // unroll))
         if slots:
             yield _binomial(step, length, slots, unroll)
-        if budget.disk and free >= step.carry:
+        if disk and free >= step.carry:
             yield _multilevel(step, length, slots - 1, unroll)
 
 
@@ -208,8 +191,8 @@ def _slots(step: StepBytes, free: int, most: int) -> int:
 
 def _binomial(step: StepBytes, length: int, slots: int, unroll: int) -> Priced:
     schedule = Binomial(slots, unroll)
-    nbytes = (slots - 1) * step.carry + step.between(unroll)
-    return Priced(nbytes, schedule.evaluations(length).backward, schedule)
+    cost = schedule.evaluations(length).backward
+    return _priced(step, schedule, cost, slots, unroll)
 
 
 def _multilevel(step: StepBytes, length: int, slots: int, unroll: int) -> Priced:
@@ -219,7 +202,14 @@ def _multilevel(step: StepBytes, length: int, slots: int, unroll: int) -> Priced
     schedule = Multilevel(slots, None, transfer, transfer, unroll)
     cost = schedule.evaluations(length).backward
     cost += 2 * transfer * schedule.on_disk(length)
-    return Priced(slots * step.carry + step.between(unroll), cost, schedule)
+    return _priced(step, schedule, cost, slots + 1, unroll)
+
+
+def _priced(
+    step: StepBytes, schedule: Schedule, cost: float, slots: int, unroll: int
+) -> Priced:
+    nbytes = (slots - 1) * step.carry + step.between(unroll)
+    return Priced(nbytes, cost, schedule)
 
 
 _DISK = (
@@ -240,35 +230,22 @@ _MOST = 64  # checkpoints that are tried
 
 
 class Staged(NamedTuple):
-    """The numbers of stages.
-
-    Attributes:
-        stages: of a chain. Its input is an argument, which counts nothing.
-        shared: the bytes of gradients that several stages give.
-    """
+    """The numbers of stages, and the bytes of gradients that several of them give."""
 
     stages: Stages
     shared: int
 
 
-def least_staged(numbers: Staged) -> Priced:
-    """Return the schedule that needs the fewest bytes."""
-    options = (_followed(numbers, s) for s in _schedules(len(numbers.stages)))
-    return min(options, key=lambda option: option[:2])
-
-
-def chosen_staged(numbers: Staged, budget: LoopBudget) -> Schedule | None:
-    """Return the schedule with the least work under a budget; None if none fits."""
+def _of_stages(numbers: Staged, nbytes: int, disk: bool) -> list[Priced]:
+    """Return schedules of unequal stages, those with the fewest bytes first."""
     schedules = [*_schedules(len(numbers.stages))]
-    if budget.disk:
+    if disk:
         schedules += _on_disk(numbers)
     if len(numbers.stages) <= _ROTOR:
-        schedules += _planned(numbers, budget.nbytes)
+        with contextlib.suppress(ValueError):  # it is too small
+            schedules.append(rotor(numbers.stages.stages, nbytes))
     options = [_followed(numbers, schedule) for schedule in schedules]
-    fitting = [option for option in options if option.nbytes <= budget.nbytes]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda option: (option.cost, option.nbytes)).schedule
+    return sorted(options, key=lambda option: option.nbytes)
 
 
 def _schedules(length: int) -> Iterator[Schedule]:
@@ -277,13 +254,6 @@ def _schedules(length: int) -> Iterator[Schedule]:
     yield from map(Uniform, sorted(counts | {*range(1, root + 1)}))
     for checkpoints in range(1, min(length, _MOST)):
         yield from (Binomial(checkpoints, unroll) for unroll in (1, 2, 4))
-
-
-def _planned(numbers: Staged, nbytes: int) -> list[Schedule]:
-    try:
-        return [rotor(numbers.stages.stages, nbytes)]
-    except ValueError:  # it is too small
-        return []
 
 
 def _on_disk(numbers: Staged) -> Iterator[Schedule]:
@@ -299,7 +269,7 @@ def _followed(numbers: Staged, schedule: Schedule) -> Priced:
     """Return what a schedule takes: bytes, and seconds."""
     followed = _Simulated(numbers)
     length = len(numbers.stages)
-    for action in _without_records(schedule.forward(length)):
+    for action in without_records(schedule.forward(length)):
         followed.do(action)
     followed.turn(length)
     for action in schedule.backward(length):
@@ -307,23 +277,8 @@ def _followed(numbers: Staged, schedule: Schedule) -> Priced:
     return Priced(followed.peak, followed.seconds, schedule)
 
 
-def _without_records(actions: Iterable[Action]) -> Iterator[Action]:
-    """Yield what a forward does: it stores the carry of a step that it is to record."""
-    for action in actions:
-        if isinstance(action, RecordStep):
-            yield Save(action.step)
-            yield Advance(action.step, action.step + 1)
-        else:
-            yield action
-
-
 class _Simulated:
-    """Follows actions, and adds up what they take.
-
-    Attributes:
-        peak: the most bytes.
-        seconds: of all steps, and of transfers.
-    """
+    """Follows actions; adds up the peak of bytes, and the seconds of all steps."""
 
     def __init__(self, numbers: Staged) -> None:
         self._stages, self._shared = numbers
@@ -390,42 +345,37 @@ class _Simulated:
     def _transfer(self, step: int) -> None:
         self.seconds += self._stages.carry(step) / DISK_BYTES_PER_SECOND
 
+    def _run(self, start: int, stop: int, nbytes: int) -> None:
+        """Note what some stages take besides what is held, and their seconds."""
+        self._note(self._held() + nbytes)
+        self.seconds += self._stages.work[stop] - self._stages.work[start]
+
     def _advance(self, start: int, stop: int) -> None:
-        stages, held = self._stages, self._held() + self._cotangent
-        self._note(held + max(_running(stages, start, stop)))
-        self.seconds += stages.work[stop] - stages.work[start]
+        stages = self._stages
+        self._run(start, stop, self._cotangent + max(stages.running(start, stop)))
         self._live, self._size = stop, stages.carry(stop)
 
     def _reverse(self, start: int, stop: int) -> None:
-        stages = self._stages
-        parts = tuple(range(start, stop))
         several = self._shared if stop > start + 1 else 0
-        self._note(self._held() + stages.peak(parts, stop) + several)
-        self.seconds += stages.work[stop] - stages.work[start]
-        self._live, self._size = -1, 0
-        self._cotangent = stages.gradient(start)
+        parts = tuple(range(start, stop))
+        self._run(start, stop, self._stages.peak(parts, stop) + several)
+        self._pulled(start)
 
     def _record(self, step: int) -> None:
-        stages = self._stages
-        stage = stages.stages[step]
-        held = self._held() + self._cotangent
-        self._note(held + stage.saved_bytes + stage.forward_extra)
-        self.seconds += stages.work[step + 1] - stages.work[step]
+        stage = self._stages.stages[step]
+        nbytes = stage.saved_bytes + stage.forward_extra
+        self._run(step, step + 1, self._cotangent + nbytes)
         self._recorded.add(step)
         self._live, self._size = step + 1, 0
 
     def _pull(self, step: int) -> None:
         stages = self._stages
-        stage = stages.stages[step]
         gradients = stages.gradient(step + 1) + stages.gradient(step)
-        self._note(self._held() + gradients + stage.backward_extra)
+        self._note(self._held() + gradients + stages.stages[step].backward_extra)
         self._recorded.remove(step)
+        self._pulled(step)
+
+    def _pulled(self, step: int) -> None:
+        """Have the cotangent of a carry, and no live carry."""
         self._live, self._size = -1, 0
-        self._cotangent = stages.gradient(step)
-
-
-def _running(stages: Stages, start: int, stop: int) -> Iterator[int]:
-    """Yield what each step takes beside the carry at the start."""
-    for k in range(start, stop):
-        before = stages.carry(k) if k > start else 0
-        yield before + stages.carry(k + 1) + stages.stages[k].extra_bytes
+        self._cotangent = self._stages.gradient(step)

@@ -1,14 +1,12 @@
 """Calls a chain: as one node, as the plain loop, or in a graph.
 
-`_loops` and `_sequential` say what a step is, and call it.
-
 Invariant: the plain loop checks carries like the chain does. Code that works without
 gradients works with them.
 Rejected: a node for each step in the plain loop, for what a body may differentiate.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +27,6 @@ from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall, Progress
 from remat.chain._segments import Segments, Sqrt, ranges_of
 from remat.chain._steps import (
-    Collected,
     Live,
     Steps,
     refuse_other_form,
@@ -73,10 +70,7 @@ def call_chain(
 
 
 def _is_in_graph(steps: Steps) -> bool:
-    """Say whether a graph is made that is to hold recomputes.
-
-    Outside of compiled code a chain of unknown length runs on values.
-    """
+    """Say whether a graph is made that is to hold recomputes."""
     if torch.compiler.is_compiling():
         return True
     return makes_graph() and steps.length is not None
@@ -87,24 +81,22 @@ def _plain(
 ) -> tuple[Any, Any]:
     """Run all steps where nothing is differentiated."""
     carry, k = args[0], 0
-    columns = Columns(steps.length or 0, steps.label, is_reversed=steps.is_reversed)
+    columns = Columns(steps)
     first = _form_of(carry)
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
-        carry, y = steps.apply(fn, args, k, carry, 0)
+        carry, y = steps.apply(fn, args, k, carry, steps.place(k))
         if steps.is_repeated:
             refuse_other_form(_form_of(carry), first, k, steps.label)
-        tensors, frame = taken_apart(y)
-        columns.add(Collected(tensors, frame, [False] * len(tensors)))
+        columns.add(_form_of(y))
         k += 1
         if progress is not None:
             progress(k)
-    frame = columns.frame
-    return carry, None if frame is None else frame.filled(columns.stacked())
+    return carry, columns.stacked().tree
 
 
-def _form_of(carry: Any) -> Live:
-    tensors, frame = taken_apart(carry)
-    return Live(tensors, frame, ())
+def _form_of(tree: Any) -> Live:
+    tensors, frame = taken_apart(tree)
+    return Live(tensors, frame, [False] * len(tensors))
 
 
 def _inlined(
@@ -128,21 +120,16 @@ def _inlined(
 
 
 def _segments_for(asked: Asked, label: str) -> Segments:
-    """Return the segments of a graph, which cannot let go of a carry and store another.
-
-    Where none is recomputed, nothing is stored, and it does not matter.
-    """
+    """Return the segments of a graph, which cannot follow other schedules."""
     if isinstance(asked, Segments):
         return asked
     if lowering_of(DEFAULT) is Lowering.TRACED:
-        _warn(_told(asked, label))
+        kind = type(asked).__name__
+        why, what = f"which cannot follow {kind} checkpoints", "follow them"
+        if isinstance(asked, LoopBudget):
+            why, what = "where no step is measured: its budget is not kept", _KEEP
+        _warn(_SEGMENTS.format(label=label, why=why, what=what))
     return Sqrt()
-
-
-def _told(asked: Asked, label: str) -> str:
-    if isinstance(asked, LoopBudget):
-        return _BUDGET.format(label=label)
-    return _SCHEDULE.format(label=label, kind=type(asked).__name__)
 
 
 @constant_in_traces
@@ -180,28 +167,32 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.map_leaves(fn, tree)
 
 
-def check_function(kind: str, f: object) -> None:
-    """Refuse what cannot be called.
-
-    Raises:
-        TypeError: it is not callable.
-    """
-    if not callable(f):
-        got = type(f).__qualname__
-        raise TypeError(f"remat: {kind} takes a function; got an object of type {got}")
-
-
-def check_progress(progress: object) -> None:
-    """Refuse a `progress` that cannot be called.
-
-    Raises:
-        TypeError: it is neither callable nor None.
-    """
+def check_callable(kind: str, fns: Sequence[object], progress: object) -> None:
+    """Refuse functions of a loop, and a `progress`, that cannot be called."""
+    for f in fns:
+        if not callable(f):
+            got = type(f).__qualname__
+            raise TypeError(
+                f"remat: {kind} takes a function; got an object of type {got}"
+            )
     if progress is not None and not callable(progress):
         raise TypeError(_NO_PROGRESS.format(got=progress))
 
 
 _NO_PROGRESS = (
+    "remat: progress= takes a function of the number of steps done; got {got!r}."
+)
+_UNKNOWN = (
+    "remat: {label} cannot be compiled: how many steps there are depends on values. "
+    "Leave it out of the compiled function (`torch.compiler.disable`)."
+)
+_KEEP = "keep the budget"
+_SEGMENTS = (
+    "remat: {label} is a part of a graph, {why}. About sqrt(n) segments are recomputed "
+    "instead. To choose how many, pass checkpoints=schedules.Uniform(k); to {what}, "
+    "leave it out of the graph (`torch.compiler.disable`)."
+)
+_PROGRESS = (
     "remat: progress= takes a function of the number of steps done; got {got!r}."
 )
 _UNKNOWN = (

@@ -1,7 +1,7 @@
 """A chain: a call whose function runs again and again, as one node.
 
-`_loops` and `_sequential` make one. The forward runs step after step, and leaves the
-checkpoints of its schedule behind. The backward is a `Reversal`.
+Its forward runs step after step, and leaves the checkpoints of its schedule behind. Its
+backward is a `Reversal`.
 
 Invariant: the graph holds the inputs of the chain, and a chain of any length one node.
 Rejected: a node for each segment, as nested calls would have. A checkpoint could not be
@@ -20,37 +20,25 @@ from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.types import Outputs
 from remat._torch import current_layer, requires_grad_at_any_level
-from remat._transform.function import Primal, call as evaluate
+from remat._transform.function import call as evaluate
 from remat._transform.levels import Below
-from remat.chain._forward import CHANGED, ChainCall
+from remat.chain._forward import CHANGED, ChainProgram
 from remat.chain._reversal import Reversal, is_recorded
-from remat.chain._segment import Segment
+from remat.chain._segment import segment_from
 from remat.chain._segments import Sqrt, Uniform, ranges_of
 from remat.chain._steps import cutting
 
 
-class Chain(Primal):
-    """All steps of a chain.
-
-    Args:
-        call: the call of the chain.
-
-    Attributes:
-        call: see above.
-    """
+class Chain(ChainProgram):
+    """All steps of a chain."""
 
     __slots__ = ()
-    call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
     @override
     def forward(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate for the first time, and keep the checkpoints.
-
-        Raises:
-            CaptureError: the steps update a buffer.
-        """
+        """Evaluate for the first time, and keep the checkpoints."""
         call = self.call
         call.needs = _needs_of(program, request)
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
@@ -68,13 +56,9 @@ class Chain(Primal):
     def pulled(
         self, program: Program, wanted: Sequence[int], given: Sequence[int]
     ) -> Program | None:
-        """Return the program that reverses the chain.
-
-        Under a vmap the chain is differentiated like any program, in segments.
-        """
-        if program is not self:
+        if program is not self:  # under a vmap: it is differentiated in segments
             return None
-        return Reversal(self, self.call, wanted, given)
+        return Reversal(self, wanted, given)
 
     @override
     def run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
@@ -88,23 +72,21 @@ class Chain(Primal):
 
     @override
     def recompute(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
-        """Run all steps for who differentiates them: forward mode, or around a vmap.
+        """Run all steps for who differentiates them: by jvp, or around a vmap.
 
         A graph of it holds a carry for each of about sqrt(n) segments.
         """
         del mode
-        call, length = self.call, self.call.length
+        call = self.call
         cuts = Sqrt() if is_recorded(inputs) else Uniform(1)
         live = call.first(inputs)
         rows: list[Sequence[Tensor]] = []
-        for steps in ranges_of(cuts, length):
-            start, stop = steps.start, steps.stop
-            segment = Segment(self, call, live, start, stop)
-            outs = evaluate(segment, [*live.tensors, *call.cut_to(inputs, start, stop)])
-            assert segment.after is not None
-            count = len(segment.after.needs)
-            live = segment.after._replace(tensors=outs[:count])
-            rows += _cut_rows(outs[count:], stop - start)
+        for steps in ranges_of(cuts, call.length):
+            bounds = steps.start, steps.stop
+            segment, given = segment_from(self, live, inputs, bounds)
+            outs = evaluate(segment, given)
+            live = segment.carry_of(outs)
+            rows += _cut_rows(outs[len(live.tensors) :], len(steps))
         if call.steps.is_reversed:
             rows.reverse()
         columns = [torch.stack([*c]) for c in zip(*rows, strict=True)]
@@ -132,11 +114,7 @@ def _needs_of(program: Program, request: Request) -> Sequence[bool]:
 def _connected(
     outs: Sequence[Tensor], needs: Iterable[bool], inputs: Sequence[Tensor]
 ) -> Outputs:
-    """Return the outputs of a chain with a graph that says what they depend on.
-
-    Their own graph was cut between the steps. This one leads to every input that
-    requires grad, by way of a zero. It leaves values as they are, -0.0 too.
-    """
+    """Return the outputs of a chain with a graph, by way of a zero, to all inputs."""
     ends = [t for t in inputs if requires_grad_at_any_level(t)]
     if not ends:
         return tuple(outs)

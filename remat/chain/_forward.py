@@ -1,4 +1,4 @@
-"""The forward of a chain: runs step after step, and leaves checkpoints behind.
+"""The forward of a chain: one sweep over its steps, which leaves checkpoints behind.
 
 `_call` makes a `ChainCall`, and `_chain` a program of it.
 
@@ -32,7 +32,16 @@ from remat._graph.edges import reached_inputs
 from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
-from remat.chain._actions import Action, Advance, Drop, RecordStep, Save, Schedule
+from remat._transform.function import Primal
+from remat.chain._actions import (
+    Action,
+    Advance,
+    Drop,
+    Save,
+    Schedule,
+    Storage,
+    without_records,
+)
 from remat.chain._binomial import Online
 from remat.chain._steps import (
     Cut,
@@ -46,19 +55,14 @@ from remat.chain._steps import (
 from remat.chain._stored import Columns, Stored
 
 
-class Outs(NamedTuple):
-    """Where in the outputs of a chain each tensor of its result is.
+Progress: TypeAlias = Callable[[int], object] | None
 
-    Attributes:
-        of_carry: those of the last carry.
-        of_collected: those that are collected.
-    """
+
+class Outs(NamedTuple):
+    """Where in the outputs of a chain the tensors of its last carry are, and others."""
 
     of_carry: Sequence[int]
     of_collected: Sequence[int]
-
-
-Progress: TypeAlias = Callable[[int], object] | None
 
 
 class ChainCall(Call):
@@ -70,16 +74,25 @@ class ChainCall(Call):
         length: how many steps there are; for some chains only after the forward.
         initial: the inputs that are the initial carry, by index.
         scanned: the inputs that are cut into slices.
-        outs: where its tensors are in the outputs; known after the forward.
+        outs: known after the forward.
         needs: which inputs some level differentiates.
         stores: whether the forward stores checkpoints.
         cut: how graphs end between two steps, while the forward runs.
     """
 
     __slots__ = (
-        *("_changing", "_is_noted", "_others"),
-        *("_flags", "_form", "_last", "_progress", "_stored", "cut", "initial"),
-        *("length", "needs", "outs", "scanned", "schedule", "steps", "stores"),
+        *("_changing", "_form", "_others", "_progress", "_results", "_stored", "cut"),
+        *(
+            "_is_noted",
+            "initial",
+            "length",
+            "needs",
+            "outs",
+            "scanned",
+            "schedule",
+            "steps",
+        ),
+        "stores",
     )
 
     def __init__(
@@ -93,7 +106,7 @@ class ChainCall(Call):
         super().__init__(fn, steps.label, args, {})
         self.steps, self.schedule, self._progress = steps, schedule, progress
         self.length = steps.length or 0
-        index = dict(zip(map(id, self._inputs), itertools.count(), strict=False))
+        index = {id(t): i for i, t in enumerate(self._inputs)}
         tensors, self._form = taken_apart(args[0])
         if steps.is_repeated:
             refuse_opaque(self._form, steps.label)
@@ -104,13 +117,13 @@ class ChainCall(Call):
         self.needs: Sequence[bool] = ()
         self.stores = False
         self.cut: Cut | None = None
+        # The last carry, and what was collected, until their places are known.
+        self._results: Sequence[Live] = ()
+        self._is_noted = False
         self._stored: Stored | None = None
         # The objects that change, by their nodes, and those nodes that do not change.
         self._changing: Nodes = {}
         self._others: Nodes = {}
-        self._is_noted = False
-        self._flags: dict[int, bool] = {}
-        self._last: tuple[Sequence[Tensor], Sequence[Tensor]] = (), ()
 
     def first(self, inputs: Sequence[Tensor]) -> Live:
         """Return the initial carry."""
@@ -128,10 +141,16 @@ class ChainCall(Call):
 
     @override
     def body(self, fn: BoundFunction, run: ForwardRun) -> Fn:
-        """Return what runs all steps."""
         assert self._search is not None
         run.watch(self._search.walked())
         return functools.partial(self._run_all, run, fn.fn, fn.args)
+
+    def _run_all(self, run: ForwardRun, fn: Any, args: Sequence[Any]) -> Any:
+        sweep = _Sweep(self, run, fn, args)  # local: it leads to the call
+        carry, collected = self._results = sweep.run_all()
+        self.length, self._stored = sweep.count, sweep.stored
+        self._changing, self._is_noted = sweep.changing, sweep.is_noting
+        return carry.tree, collected.tree
 
     @override
     def hand_on(self, run: ForwardRun) -> None:
@@ -145,8 +164,8 @@ class ChainCall(Call):
         if changed:
             # Those that changed and changed back are in checkpoints alone.
             self._changing |= dict.fromkeys(changed)
-            if not self._is_noted:  # of the checkpoints nobody knows what objects held
-                self._stored = None
+            if not self._is_noted:
+                self._stored = None  # of its carries nobody knows what objects held
                 if self.steps.goes_on is not None:
                     what = named_change(*next(run.changes())[1:])
                     raise CaptureError(_LATE.format(label=self.steps.label, what=what))
@@ -181,69 +200,64 @@ class ChainCall(Call):
 
     def note_outs(self, outs: Sequence[Tensor]) -> list[bool]:
         """Note where the tensors of the result are; return which require grad."""
-        index = dict(zip(map(id, outs), itertools.count(), strict=False))
-        carry, collected = ([index[id(t)] for t in part] for part in self._last)
-        self.outs, self._last = Outs(carry, collected), ((), ())
-        flags, self._flags = self._flags, dict[int, bool]()
-        return [flags[id(o)] for o in outs]
+        index = {id(t): j for j, t in enumerate(outs)}
+        found, self._results = self._results, ()
+        self.outs = Outs(*([index[id(t)] for t in part.tensors] for part in found))
+        needs = (need for part in found for need in part.needs)
+        flags = dict(zip(itertools.chain(*self.outs), needs, strict=True))
+        return [flags[j] for j in range(len(outs))]
 
     @override
     def forward_done(self) -> None:
         super().forward_done()
         self._progress = self.cut = None
 
-    def _run_all(self, run: ForwardRun, fn: Any, args: Sequence[Any]) -> Any:
-        """Run all steps; return the last carry and what was collected."""
-        cut = self.cut
-        assert cut is not None
-        loop = _Loop(self, run, fn, args, cut)
-        stored = Stored() if self.stores else None
-        for action in loop.actions():
-            if isinstance(action, Advance):
-                loop.advance(action)
-            elif isinstance(action, RecordStep):
-                # Residuals would outlive the forward: the carry is stored instead.
-                if stored is not None:
-                    loop.store(Save(action.step), stored)
-                loop.advance(Advance(action.step, action.step + 1))
-            elif stored is not None:
-                loop.store(action, stored)
-        self.length, self._stored = loop.count, stored
-        self._changing, self._is_noted = loop.changing, loop.is_noting
-        live, frame, columns = loop.live, loop.columns.frame, loop.columns.stacked()
-        self._last = live.tensors, columns
-        tensors, needs = [*live.tensors, *columns], [*live.needs, *loop.columns.needs]
-        self._flags = dict(zip(map(id, tensors), needs, strict=True))
-        return live.carry, None if frame is None else frame.filled(columns)
+
+class ChainProgram(Primal):
+    """A chain as a program. How it is evaluated is said by `_chain`."""
+
+    __slots__ = ()
+    call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
 
-class _Loop:
+class _Sweep:
     """The forward of a chain, while it runs."""
 
     def __init__(
-        self, call: ChainCall, run: ForwardRun, fn: Any, args: Sequence[Any], cut: Cut
+        self, call: ChainCall, run: ForwardRun, fn: Any, args: Sequence[Any]
     ) -> None:
-        self._call, self._fn, self._args, self._cut = call, fn, args, cut
-        self._run = run
+        assert call.cut is not None
+        self._call, self._run, self._fn, self._args = call, run, fn, args
+        self._cut = cut = call.cut
         # Of what every step may change, the first one tells: to look takes time.
         self.is_noting = False
         self.changing: Nodes = {}
         tensors, frame = taken_apart(args[0])
         needs = [t.requires_grad for t in tensors]
-        self.live = self._first = Live([*map(cut.value, tensors)], frame, needs)
+        self._live = self._first = Live([*map(cut.value, tensors)], frame, needs)
         self.count = 0
-        steps = call.steps
-        self.columns = Columns(
-            steps.length or 0, steps.label, is_reversed=steps.is_reversed
-        )
+        self.stored = Stored() if call.stores else None
+        self._columns = Columns(call.steps)
         self._ambient: Ambient | None = None
         self._progress = call._progress
 
-    def actions(self) -> Iterable[Action]:
+    def run_all(self) -> tuple[Live, Live]:
+        """Run all steps; return the last carry and what was collected."""
+        for action in self._actions():
+            match action:
+                case Advance(start, stop):
+                    self._advance(start, stop)
+                case Save(step, storage) if self.stored is not None:
+                    self._store(step, storage)
+                case Drop(step) if self.stored is not None:
+                    self.stored.drop(step)
+        return self._live, self._columns.stacked()
+
+    def _actions(self) -> Iterable[Action]:
         """Return what to do. Where the length is unknown, ask before each step."""
         steps, schedule = self._call.steps, self._call.schedule
         if steps.length is not None:
-            yield from schedule.forward(steps.length)
+            yield from without_records(schedule.forward(self._call.length))
             return
         assert steps.goes_on is not None
         placer = schedule.online() if isinstance(schedule, Online) else None
@@ -256,20 +270,19 @@ class _Loop:
         """Ask whether there is another step."""
         looks = not self.count or self.is_noting
         before = self._run.noted_now() if looks else ()
-        goes_on = asked(self._fn, self.live.carry)
+        goes_on = asked(self._fn, self._live.tree)
         changed = next(self._run.changes(before), None)
         if changed is not None:
             label, what = self._call.steps.label, named_change(*changed[1:])
             raise CaptureError(_ASKED.format(label=label, what=what))
         return goes_on
 
-    def advance(self, action: Advance) -> None:
-        """Run some steps."""
+    def _advance(self, start: int, stop: int) -> None:
         steps, snapshot = self._call.steps, self._call.snapshot
         called = self._fn, self._args
-        for k in range(action.start, action.stop):
+        for k in range(start, stop):
             live, row, leaves = run_step(
-                steps, called, self._cut, self.live, k, look=self._look
+                steps, called, self._cut, self._live, k, look=self._look
             )
             if steps.is_repeated:
                 refuse_other_form(live, self._first, k, steps.label)
@@ -277,23 +290,20 @@ class _Loop:
             del leaves
             if not self.count:
                 self.is_noting = bool(self._call.changed(self._run))
-            self.live, self.count = live, k + 1
-            self.columns.add(row)
+            self._live, self.count = live, k + 1
+            self._columns.add(row)
             if self._progress is not None:
                 self._progress(k + 1)
 
-    def store(self, action: Action, stored: Stored) -> None:
-        """Store the live carry, or let go of another one."""
-        if isinstance(action, Drop):
-            stored.drop(action.step)
-        elif isinstance(action, Save):
-            streams = self._call.snapshot.streams
-            self._ambient = noted(streams, self._ambient)
-            objects = self._call.changed(self._run) if self.is_noting else NOTHING
-            self.changing |= dict.fromkeys(objects)
-            ambient = self._ambient if action.step else None
-            live = self.live._replace(ambient=ambient, objects=objects)
-            stored.save(action.step, live, action.storage)
+    def _store(self, step: int, storage: Storage) -> None:
+        """Store the live carry, with what objects hold and where streams are."""
+        assert self.stored is not None
+        self._ambient = noted(self._call.snapshot.streams, self._ambient)
+        objects = self._call.changed(self._run) if self.is_noting else NOTHING
+        self.changing |= dict.fromkeys(objects)
+        ambient = self._ambient if step else None
+        live = self._live._replace(ambient=ambient, objects=objects)
+        self.stored.save(step, live, storage)
 
     def _look(self, outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Refuse a step that uses what is differentiated and was not found."""

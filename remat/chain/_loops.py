@@ -23,8 +23,7 @@ from remat.chain._binomial import Binomial, Online
 from remat.chain._budget import budget_of
 from remat.chain._call import (
     call_chain,
-    check_function,
-    check_progress,
+    check_callable,
     label_for,
     map_leaves,
     policed,
@@ -131,21 +130,14 @@ def scan(
         >>> x.grad.shape
         torch.Size([3])
     """
-    check_function("scan", f)
-    check_progress(progress)
+    check_callable("scan", [f], progress)
     given = {"checkpoints": checkpoints, "unroll": None if unroll == 1 else unroll}
     asked = budget_of("scan", budget, policy, disk=disk, **given)
     label = label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
         return init, _nothing_collected(f, init, xs)
-    steps = Steps(
-        functools.partial(_reversed_step, count) if reverse else _scan_step,
-        label,
-        count,
-        scanned=1,
-        is_reversed=reverse,
-    )
+    steps = Steps(_scan_step, label, count, scanned=1, is_reversed=reverse)
     schedule = asked or schedule_for(checkpoints, unroll)
     args = init, map_leaves(_alias, xs)
     return call_chain(policed(f, policy), args, steps, schedule, progress)
@@ -199,8 +191,7 @@ def fori_loop(
         >>> y.item(), x.grad.item()
         (1024.0, 5120.0)
     """
-    check_function("fori_loop", body)
-    check_progress(progress)
+    check_callable("fori_loop", [body], progress)
     given = {"checkpoints": checkpoints, "unroll": None if unroll == 1 else unroll}
     asked = budget_of("fori_loop", budget, policy, disk=disk, **given)
     first, stop = operator.index(lower), operator.index(upper)
@@ -260,9 +251,7 @@ def while_loop(
         >>> y.item(), x.grad.item()
         (0.75, 0.25)
     """
-    check_function("while_loop", cond)
-    check_function("while_loop", body)
-    check_progress(progress)
+    check_callable("while_loop", [cond, body], progress)
     schedule = budget_of("while_loop", budget, policy, checkpoints=checkpoints)
     schedule = schedule or _online(checkpoints)
     label = label_for("while_loop", body)
@@ -275,19 +264,10 @@ def while_loop(
 
 
 def _scan_step(
-    f: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+    f: Any, args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, Any]:
-    return _with_slice(f, args[1], k - offset, carry)
-
-
-def _reversed_step(
-    count: int, f: Any, args: Sequence[Any], k: int, carry: Any, offset: int
-) -> tuple[Any, Any]:
-    return _with_slice(f, args[1], count - 1 - k - offset, carry)
-
-
-def _with_slice(f: Any, xs: Any, i: int, carry: Any) -> tuple[Any, Any]:
-    result = f(carry, map_leaves(lambda t: t[i], xs))
+    del k
+    result = f(carry, map_leaves(lambda t: t[place], args[1]))
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(_PAIR.format(got=type(result).__name__))
     carry, y = result
@@ -295,16 +275,16 @@ def _with_slice(f: Any, xs: Any, i: int, carry: Any) -> tuple[Any, Any]:
 
 
 def _counted_step(
-    first: int, body: Any, args: Sequence[Any], k: int, carry: Any, offset: int
+    first: int, body: Any, args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, None]:
-    del args, offset
+    del args, place
     return body(first + k, carry), None
 
 
 def _while_step(
-    both: FunctionList, args: Sequence[Any], k: int, carry: Any, offset: int
+    both: FunctionList, args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, None]:
-    del args, k, offset
+    del args, k, place
     return both.fns[1](carry), None
 
 

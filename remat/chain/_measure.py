@@ -1,7 +1,5 @@
 """Measures the steps of a chain: runs a few of them, on fake tensors, under a meter.
 
-`_within` calls it once for chains that are alike.
-
 Invariant: a step runs as the chain runs it, by the chain's own forward, segments and
 reversal. What it reaches is put back: objects, buffers and random streams. No dispatch
 mode sees it; a print or a write to a file is seen.
@@ -37,21 +35,14 @@ from remat._torch import (
     storage_id,
 )
 from remat._transform.function import replaced_at
-from remat.chain._actions import (
-    Action,
-    Advance,
-    Backward,
-    Evaluations,
-    RecordStep,
-    Reverse,
-    Schedule,
-)
+from remat.chain._actions import Action, Backward, RecordStep, Reverse
 from remat.chain._budget import Staged, StepBytes, counts_together
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall
 from remat.chain._reversal import Reversing
 from remat.chain._rotor import StageCosts, Stages
-from remat.chain._segment import Segment
+from remat.chain._segment import segment_from
+from remat.chain._segments import Uniform
 from remat.chain._steps import FunctionList, Live, Steps, taken_apart
 
 
@@ -153,7 +144,7 @@ def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes
     lives, taken = rehearsal.settled()
     last = len(lives) - 1
     carry = rehearsal.size(lives[-1])
-    advance = max(*(t.peak for t in taken), rehearsal.forward - carry)
+    advance = max(*(t.peak for t in taken), rehearsal.forward_bytes - carry)
 
     def reversing(count: int) -> int:
         start = min(last, length - count)
@@ -186,10 +177,10 @@ def _stages_of(rehearsal: "Rehearsal") -> Staged:
     gradients, pulled = [rehearsal.cotangent], list[Usage]()
     givers = Counter[int]()  # how many stages give the gradient of an input
     for k in reversed(range(count)):
-        before = rehearsal.gradients
+        before = rehearsal.run.gradients
         pulled.append(rehearsal.reversed(lives[k], Backward(k)))
         gradients.append(rehearsal.cotangent)
-        now = rehearsal.gradients
+        now = rehearsal.run.gradients
         givers.update(i for i, grad in now.items() if grad is not before.get(i))
     gradients.reverse()
     pulled.reverse()
@@ -198,7 +189,7 @@ def _stages_of(rehearsal: "Rehearsal") -> Staged:
         _stage(sizes[k + 1], gradients[k : k + 2], *numbers)
         for k, numbers in enumerate(zip(advanced, recorded, pulled, strict=True))
     ]
-    several = [g for i, g in rehearsal.gradients.items() if givers[i] > 1]
+    several = [g for i, g in rehearsal.run.gradients.items() if givers[i] > 1]
     given = _nbytes(lives[0].tensors)
     return Staged(Stages(tuple(stages), given, gradients[0]), _nbytes(several))
 
@@ -223,32 +214,8 @@ def _stage(
     )
 
 
-class _First(Schedule):
-    """Runs the first steps of a chain, and stores nothing."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    @override
-    def forward(self, length: int) -> Iterator[Action]:
-        del length
-        return iter([Advance(0, self._count)])
-
-    @override
-    def backward(self, length: int) -> Iterator[Action]:
-        raise NotImplementedError
-
-    @override
-    def evaluations(self, length: int) -> Evaluations:
-        raise NotImplementedError
-
-
 class Trial(ChainCall):
-    """A call of some steps of a chain, of which nothing stays.
-
-    Attributes:
-        reach: what is to be put back.
-    """
+    """A call of some steps of a chain, of which nothing stays: `reach` is put back."""
 
     __slots__ = ("reach",)
 
@@ -257,7 +224,8 @@ class Trial(ChainCall):
     ) -> None:
         assert steps.length is not None
         count = min(steps.length, count) if steps.is_repeated else steps.length
-        super().__init__(fn, args, steps, _First(count), None)
+        super().__init__(fn, args, steps, Uniform(1), None)
+        self.length = count  # what is scanned is as long as all steps
         fns = fn.fns if isinstance(fn, FunctionList) else (fn,)
         self.reach = Reach(fns[0], steps.label, (*fns, *args), {})
 
@@ -268,12 +236,9 @@ class Trial(ChainCall):
 
 @dataclass(slots=True)
 class Usage:
-    """What a piece of work took.
+    """What a piece of work took: seconds, and bytes beside those from before.
 
-    Attributes:
-        peak: the most bytes that were alive, besides those from before.
-        left: the bytes that are alive after it, and were not before.
-        seconds: of its forward, at nominal rates.
+    `peak` is the most that were alive, and `left` what is alive after it.
     """
 
     peak: int = 0
@@ -286,8 +251,9 @@ class Rehearsal:
 
     Attributes:
         call: the trial.
+        run: its backward.
         inputs: of the chain, with the values that buffers had before the forward.
-        forward: the bytes that its forward took, without what was collected.
+        forward_bytes: what its forward took, without what was collected.
     """
 
     def __init__(
@@ -305,26 +271,27 @@ class Rehearsal:
             inputs = replaced_at(inputs, updated, outs[-len(updated) :])
         self.inputs = inputs
         places = chain.call.outs
-        self.forward = taken.peak - _nbytes([outs[j] for j in places.of_collected])
+        self.forward_bytes = taken.peak - _nbytes(
+            [outs[j] for j in places.of_collected]
+        )
         given = [*places.of_carry, *places.of_collected]
         given = [j for j in given if evaluation.differentiable[j]]
         cotangents = {j: outs[j].new_zeros(outs[j].shape) for j in given}
         wanted = [i for i, need in enumerate(needs) if need]
-        self._run = Reversing(chain, chain.call, inputs, wanted, cotangents)
+        self.run = Reversing(chain, inputs, wanted, cotangents)
 
     def advanced(self, live: Live, k: int) -> tuple[Live, Usage]:
         """Run a step; return the carry after it, and what it took."""
-        inputs = self.call.cut_to(self.inputs, k, k + 1)
-        segment = Segment(self._chain, self.call, live, k, k + 1)
+        bounds = k, k + 1
+        segment, given = segment_from(self._chain, live, self.inputs, bounds)
         with self._measuring() as taken:
-            after = segment.advance(live, inputs)
+            after = segment.advance(given)
         return after, taken
 
     def settled(self) -> tuple[list[Live], list[Usage]]:
         """Run steps until carries are alike; return these, and what steps took.
 
-        The first carries may hold tensors that were passed, as a window of states does,
-        and need no gradients yet.
+        The first may hold tensors that were passed, and need no gradients yet.
         """
         lives, taken = [self.call.first(self.inputs)], list[Usage]()
         assert self.call.steps.length is not None
@@ -346,26 +313,20 @@ class Rehearsal:
     def reversed(self, live: Live, action: Action) -> Usage:
         """Do an action of a backward from a carry; return what it took.
 
-        The cotangents that it was given count, and what is new of the gradients of
-        arguments does not.
+        The cotangents that it was given count; new gradients of arguments do not.
         """
-        given, before = self.cotangent, _nbytes(self.gradients.values())
-        self._run.start_at(live)
-        with differentiated(), self._run.surroundings, self._measuring() as taken:
-            self._run.do(action)
-        new = _nbytes(self.gradients.values()) - before
+        given, before = self.cotangent, _nbytes(self.run.gradients.values())
+        self.run.live = live
+        with differentiated(), self.run.surroundings, self._measuring() as taken:
+            self.run.do(action)
+        new = _nbytes(self.run.gradients.values()) - before
         taken.peak += given - new
         return taken
 
     @property
-    def gradients(self) -> dict[int, Tensor]:
-        """The gradients of inputs so far."""
-        return self._run.gradients
-
-    @property
     def cotangent(self) -> int:
         """The bytes of the cotangents of a carry."""
-        return _nbytes(self._run.carried)
+        return _nbytes(self.run.carried)
 
     def size(self, live: Live) -> int:
         """Return the bytes of a carry, without those of inputs of the chain."""

@@ -5,13 +5,11 @@ reversed from memory, with all memory checkpoints: the last one at once, each ot
 after its first carry was read back and moved to memory.
 
 Invariant: each carry on disk is written once, in the forward, and read once. Among all
-schedules that do so, the number and the places of these carries are optimal. They come
-from closed forms: `t(l, c)` is convex in `l`, so blocks are equal up to its slope; and
-the total is convex in the number of blocks, so bisection finds it.
+schedules that do so, the number and the places of these carries are optimal: `t(l, c)`
+is convex in `l`, so blocks are equal up to its slope; and the total is convex in the
+number of blocks, so bisection finds it.
 Rejected: reading a carry more than once, as the dynamic program of Aupy et al. may do.
-It is quadratic in the length. With three memory checkpoints or more, it finds nothing
-better if a read costs as much as a write, and up to 9% if writes cost 100 steps and
-reads cost one.
+It is quadratic in the length, and seldom better: by 9% if writes cost 100 times reads.
 
 Source: Aupy, Herrmann, Hovland and Robert, "Optimal multistage algorithm for adjoint
 computation", SIAM J. Sci. Comput. 38, 2016; Herrmann and Pallez, "H-Revolve", ACM TOMS
@@ -46,13 +44,9 @@ from remat.chain._binomial import (
 
 
 class DiskBlocks(NamedTuple):
-    """How a chain is cut: equal blocks that begin on disk, and a last one that doesn't.
+    """How a chain is cut: `count` blocks on disk, of `size` units, and a last one.
 
-    Attributes:
-        count: How many blocks begin on disk.
-        size: The units of all of them.
-        last: The units of the last block.
-        again: How many units are advanced over in the backward.
+    `again` is how many units are advanced over in the backward.
     """
 
     count: int
@@ -68,8 +62,8 @@ class DiskBlocks(NamedTuple):
 def cut(length: int, count: int, slots: int) -> DiskBlocks:
     """Cut a chain where the fewest units run again.
 
-    Block sizes are optimal when one unit more costs the same in each. It costs `r`
-    advances in a block, and one fewer in the last block: the forward did its first run.
+    One unit more costs the same in each block: `r` advances, and one fewer in the last
+    one, as the forward did its first run.
     """
     most = length + 1  # the forward goes over the last unit too: see `descent`
     r = _slope(most, count, slots)

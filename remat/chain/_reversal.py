@@ -3,13 +3,13 @@
     (*inputs, *cotangents) -> gradients
 
 It begins with the checkpoints that the forward left. A second backward of the same
-graph finds none, and runs the forward's part of the schedule again.
+graph finds none, and runs the forward's part of the schedule again. A backward that is
+itself differentiated makes a call of each of about sqrt(n) segments: a graph holds a
+carry and a cotangent for each.
 
 Invariant: at most the checkpoints of the schedule are stored, one carry is live, and
 the residuals of one segment exist. Each step is reversed once, the last one first.
-Where the backward itself is differentiated, each of its parts is a call: it is cut into
-about sqrt(n) segments, and a graph holds a carry and a cotangent for each.
-Rejected: the schedule there as well. Its advances would each hold a carry.
+Rejected: the schedule in a second derivative. Its advances would each hold a carry.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from remat._torch import (
     unwrap_dead,
 )
 from remat._transform.checks import RefuseReads
-from remat._transform.function import Primal, Vjp, call as evaluate
+from remat._transform.function import Vjp, call as evaluate
 from remat.chain._actions import (
     Action,
     Advance,
@@ -43,8 +43,8 @@ from remat.chain._actions import (
     Reverse,
     Save,
 )
-from remat.chain._forward import ChainCall
-from remat.chain._segment import Segment
+from remat.chain._forward import ChainProgram
+from remat.chain._segment import Segment, segment_from
 from remat.chain._segments import Sqrt
 from remat.chain._steps import Live
 from remat.chain._stored import Stored, can_be_written
@@ -56,13 +56,9 @@ class Reversal(Program):
     __slots__ = ("_call", "_chain", "_given", "_wanted")
 
     def __init__(
-        self,
-        chain: Primal,
-        call: ChainCall,
-        wanted: Sequence[int],
-        given: Sequence[int],
+        self, chain: ChainProgram, wanted: Sequence[int], given: Sequence[int]
     ) -> None:
-        self._chain, self._call = chain, call
+        self._chain, self._call = chain, chain.call
         self._wanted, self._given = wanted, given
 
     @override
@@ -72,7 +68,7 @@ class Reversal(Program):
         count = len(self._call.needs)
         primals, cts = inputs[:count], inputs[count:]
         cotangents = dict(zip(self._given, cts, strict=True))
-        run = Reversing(self._chain, self._call, primals, self._wanted, cotangents)
+        run = Reversing(self._chain, primals, self._wanted, cotangents)
         with differentiated(), run.surroundings:
             for action in run.actions(is_watched(inputs)):
                 run.do(action)
@@ -101,25 +97,21 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
 
 
 class Reversing:
-    """One run of a reversal.
+    """One run of a reversal; `surroundings` refuse reads of carries that changed."""
 
-    Attributes:
-        surroundings: the context of its actions, in which no carry is read that was
-            changed in place since the forward.
-    """
+    live: Live | None = None
 
     def __init__(
         self,
-        chain: Primal,
-        call: ChainCall,
+        chain: ChainProgram,
         inputs: Sequence[Tensor],
         wanted: Sequence[int],
         cotangents: Mapping[int, Tensor],
     ) -> None:
-        self._chain, self._call, self._inputs = chain, call, inputs
+        self._chain, self._call, self._inputs = chain, chain.call, inputs
         self._wanted = wanted
         self._is_watched = False
-        outs = call.outs
+        outs = chain.call.outs
         # Of the live carry, and of what was collected.
         self._cts = [cotangents.get(j) for j in outs.of_carry]
         self._collected = [cotangents.get(j) for j in outs.of_collected]
@@ -127,7 +119,6 @@ class Reversing:
         # Of what is scanned: the whole of it, or parts where that cannot be written to.
         self._whole: dict[int, Tensor] = {}
         self._slices: dict[int, list[tuple[int, Tensor]]] = {}
-        self._live: Live | None = None
         self._stored = Stored()
         self._recorded: dict[int, tuple[Segment, Sequence[bool], Any, Any]] = {}
         self.surroundings = ExitStack()
@@ -142,13 +133,9 @@ class Reversing:
             self._stored = taken
             return schedule.backward(length)
         schedule = Sqrt() if is_watched else schedule
-        self._live = call.first(self._inputs)
-        forward = (a for a in schedule.forward(length) if not _ends(a, length))
-        return itertools.chain(forward, schedule.backward(length))
-
-    def start_at(self, live: Live) -> None:
-        """Make a carry the live one, which was not stored."""
-        self._live = live
+        self.live = call.first(self._inputs)
+        saves = (a for a in schedule.forward(length) if not _ends(a, length))
+        return itertools.chain(saves, schedule.backward(length))
 
     @property
     def carried(self) -> list[Tensor]:
@@ -164,10 +151,10 @@ class Reversing:
         """Do one thing."""
         match action:
             case Advance(start, stop):
-                self._live = self._advanced(start, stop)
+                self._advance(start, stop)
             case Save(step, storage):
-                assert self._live is not None
-                self._stored.save(step, self._live, storage)
+                assert self.live is not None
+                self._stored.save(step, self.live, storage)
             case Load(step):
                 self._load(step)
             case Drop(step):
@@ -184,12 +171,12 @@ class Reversing:
 
     def _load(self, step: int) -> None:
         """Make a stored carry the live one, and refuse reads of what was changed."""
-        self._live = None  # freed first
+        self.live = None  # freed first
         # The state of the call knows of carry 0: its tensors are inputs.
         changed = self._stored.changed(step) if step else []
         if changed:
             self._refuse(step, changed)
-        self._live = self._stored.load(step)
+        self.live = self._stored.load(step)
 
     def _refuse(self, step: int, changed: Sequence[Tensor]) -> None:
         """Refuse reads of what was changed, in one mode for all carries."""
@@ -199,57 +186,51 @@ class Reversing:
         for t in changed:
             self._refused.refuse(t, lambda name=name: name)
 
-    def _advanced(self, start: int, stop: int) -> Live:
-        live, self._live = self._live, None
+    def _segment(
+        self, start: int, stop: int
+    ) -> tuple[Segment, Sequence[bool], list[Tensor]]:
+        """Take the live carry; return some steps from it on, and what they are given.
+
+        Between these are the tensors of the carry that are differentiated.
+        """
+        live, self.live = self.live, None
         assert live is not None
-        segment = Segment(self._chain, self._call, live, start, stop)
-        inputs = self._cut(start, stop)
-        if not self._is_watched:
-            return segment.advance(live, inputs)
-        outs = evaluate(segment, [*live.tensors, *inputs])
-        assert segment.after is not None
-        return segment.after._replace(tensors=outs[: len(segment.after.needs)])
+        bounds = start, stop
+        segment, given = segment_from(self._chain, live, self._inputs, bounds)
+        return segment, live.needs, given
 
-    def _cut(self, start: int, stop: int) -> Sequence[Tensor]:
-        return self._call.cut_to(self._inputs, start, stop)
-
-    def _slices_of(self, start: int, stop: int) -> tuple[int, int]:
-        return self._call.steps.slices(start, stop)
+    def _advance(self, start: int, stop: int) -> None:
+        segment, _, given = self._segment(start, stop)
+        if self._is_watched:
+            self.live = segment.carry_of(evaluate(segment, given))
+        else:
+            self.live = segment.advance(given)
 
     def _reverse(self, start: int, stop: int) -> None:
         """Pull the cotangents back over some steps."""
-        live, self._live = self._live, None
-        assert live is not None
-        needs = live.needs
-        cts = self._cotangents(start, stop, len(needs))
+        segment, needs, given = self._segment(start, stop)
+        cts = self._take_cotangents(start, stop, len(needs))
         if not cts:
             return
-        segment = Segment(self._chain, self._call, live, start, stop)
         rule = self._rule(segment, needs, [*cts])
-        given = [*live.tensors, *self._cut(start, stop), *cts.values()]
-        del live
-        pull = evaluate if self._is_watched else _run
-        self._take(pull(rule, given), needs, start, stop)
+        given += cts.values()
+        grads = evaluate(rule, given) if self._is_watched else rule.run(*given)
+        self._take(grads, needs, start, stop)
 
     def _record(self, step: int) -> None:
         """Run a step with recording, and hold its graph."""
-        live, self._live = self._live, None
-        assert live is not None
         assert not self._is_watched
-        segment = Segment(self._chain, self._call, live, step, step + 1)
-        inputs = [*live.tensors, *self._cut(step, step + 1)]
-        inner, outs = self._rule(segment, live.needs, ()).recorded(inputs)
-        self._recorded[step] = segment, live.needs, inner, outs
-        assert segment.after is not None
-        carry = outs[: len(segment.after.needs)]
-        self._live = segment.after._replace(
-            tensors=[unwrap_dead(o).detach() for o in carry]
-        )
+        segment, needs, given = self._segment(step, step + 1)
+        inner, outs = self._rule(segment, needs, ()).recorded(given)
+        self._recorded[step] = segment, needs, inner, outs
+        live = segment.carry_of(outs)
+        tensors = [unwrap_dead(o).detach() for o in live.tensors]
+        self.live = live._replace(tensors=tensors)
 
     def _pull_recorded(self, step: int) -> None:
         """Pull the cotangents back over a step that was recorded."""
         segment, needs, inner, outs = self._recorded.pop(step)
-        cts = self._cotangents(step, step + 1, len(needs))
+        cts = self._take_cotangents(step, step + 1, len(needs))
         if cts:
             rule = self._rule(segment, needs, [*cts])
             grads = rule.pulled_back(outs, [*cts.values()], inner)
@@ -269,12 +250,23 @@ class Reversing:
         wanted = [i for i, need in enumerate(needs) if need]
         return wanted + [len(needs) + i for i in self._wanted]
 
-    def _cotangents(self, start: int, stop: int, count: int) -> dict[int, Tensor]:
-        """Take the cotangents of the outputs of a segment, by index."""
-        cts = {j: ct for j, ct in enumerate(self._cts) if ct is not None}
-        cts |= self._of_collected(start, stop, len(self._cts))
+    def _take_cotangents(self, start: int, stop: int, count: int) -> dict[int, Tensor]:
+        """Take the cotangents of the outputs of a segment, by index.
+
+        Args:
+            start: the first step.
+            stop: the step after the last.
+            count: how many tensors its first carry has.
+        """
+        places = [*map(self._call.steps.place, range(start, stop))]
+        rows = [
+            None if ct is None else ct.select(0, place)
+            for place in places
+            for ct in self._collected
+        ]
+        cts = [*self._cts, *rows]
         self._cts = [None] * count
-        return cts
+        return {j: ct for j, ct in enumerate(cts) if ct is not None}
 
     def _take(
         self, grads: Sequence[Any], needs: Sequence[bool], start: int, stop: int
@@ -283,20 +275,9 @@ class Reversing:
         found = dict(zip(self._wanted_of(needs), grads, strict=True))
         count = len(needs)
         self._cts = [found.get(i) for i in range(count)]
-        first, _ = self._slices_of(start, stop)
+        first, _ = self._call.steps.slices(start, stop)
         for i in self._wanted:
             self._add(i, found[count + i], first)
-
-    def _of_collected(self, start: int, stop: int, before: int) -> dict[int, Tensor]:
-        """Return the cotangents of what steps collect, by output of the segment."""
-        cts: dict[int, Tensor] = {}
-        width = len(self._collected)
-        for k in range(start, stop):
-            place = self._slices_of(k, k + 1)[0]
-            for j, ct in enumerate(self._collected):
-                if ct is not None:
-                    cts[before + (k - start) * width + j] = ct.select(0, place)
-        return cts
 
     def _add(self, i: int, grad: Tensor | None, place: int) -> None:
         """Add to the gradient of an input, or note that of slices."""
@@ -349,7 +330,3 @@ class Reversing:
 def _ends(action: Action, length: int) -> bool:
     """Say whether an action only computes the result of a chain, which is known."""
     return isinstance(action, Advance) and action.stop == length
-
-
-def _run(program: Program, inputs: Sequence[Tensor]) -> Outputs:
-    return program.run(*inputs)

@@ -129,22 +129,15 @@ class Stages:
     def recording(self, k: int, stop: int) -> int:
         """Return the peak of recording a stage, and of reversing it."""
         stage = self.stages[k]
-        forward = self.gradient(stop) + stage.forward_extra
-        backward = self.gradient(k + 1) + self.gradient(k) + stage.backward_extra
-        return stage.saved_bytes + max(forward, backward)
+        recorded = self.gradient(stop) + stage.forward_extra
+        pulled = self.gradient(k + 1) + self.gradient(k) + stage.backward_extra
+        return stage.saved_bytes + max(recorded, pulled)
 
-    def running(self, start: int) -> list[int]:
-        """Return the peak of running stages `start` .. `stop - 1`, for each `stop`.
-
-        Carry `start` does not count, as it stays.
-        """
-        peaks = (
-            (self.carry(k) if k > start else 0)
-            + self.carry(k + 1)
-            + self.stages[k].extra_bytes
-            for k in range(start, len(self))
-        )
-        return [*([0] * (start + 1)), *itertools.accumulate(peaks, max)]
+    def running(self, start: int, stop: int) -> Iterator[int]:
+        """Yield the peak of each of some stages as it runs; carry `start` stays."""
+        for k in range(start, stop):
+            before = self.carry(k) if k > start else 0
+            yield before + self.carry(k + 1) + self.stages[k].extra_bytes
 
     def cost(self, parts: Parts) -> float:
         """Return the work of parts, forward and backward."""
@@ -166,7 +159,7 @@ class Stages:
                 peak = max(peak, held + self.recording(part, stop))
                 held += self.stages[part].saved_bytes
             else:
-                run = self.running(part.start)[part.stop] + self.gradient(stop)
+                run = max(self.running(part.start, part.stop)) + self.gradient(stop)
                 inner = self.peak(part.inner, part.stop)
                 peak = max(peak, held + run, held + inner)
                 held += self.carry(part.stop)
@@ -315,7 +308,9 @@ class FirstPart(NamedTuple):
 
 def _choices(numbers: Stages) -> Callable[[int, int], Iterator[FirstPart]]:
     """Return what lists the choices for a subchain."""
-    running = [numbers.running(i) for i in range(len(numbers))]
+    length = len(numbers)
+    each = (numbers.running(i, length) for i in range(length))
+    running = [[*itertools.accumulate(peaks, max)] for peaks in each]
 
     def choices(i: int, j: int) -> Iterator[FirstPart]:
         stage = numbers.stages[i]
@@ -324,7 +319,7 @@ def _choices(numbers: Stages) -> Callable[[int, int], Iterator[FirstPart]]:
         yield FirstPart(True, need, stage.saved_bytes, work, (i + 1, j), (i, i))
         for e in range(i + 1, j):
             held, work = numbers.carry(e), numbers.work[e] - numbers.work[i]
-            need = max(held, running[i][e] + numbers.gradient(j))
+            need = max(held, running[i][e - i - 1] + numbers.gradient(j))
             yield FirstPart(False, need, held, work, (e, j), (i, e))
 
     return choices

@@ -1,8 +1,5 @@
 """Some steps of a chain, as a program: from a carry on.
 
-The backward of a chain evaluates segments: it advances over them, or reverses them by
-their vjp.
-
 Invariant: a segment runs in the state of the chain's forward, from where the random
 streams were at its first step. Rejected: to slice what is scanned inside the segment.
 The gradient of a slice would be as large as the whole, in each step.
@@ -25,8 +22,7 @@ from remat._capture.between import NOTHING
 from remat._capture.runs import SnapshotRun
 from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
-from remat._transform.function import Primal
-from remat.chain._forward import ChainCall
+from remat.chain._forward import ChainProgram
 from remat.chain._steps import Cut, Live, cutting, run_step, taken_apart, through
 
 
@@ -36,26 +32,26 @@ class Segment(Program):
     Its inputs are the tensors of a carry, and the inputs of the chain, where what is
     scanned is cut to the steps. Its outputs are the tensors of the carry after the
     steps, and then what is collected of each step.
-
-    Attributes:
-        after: the carry at its end, without its tensors; None until it has run.
     """
 
     __slots__ = (
-        *("_ambient", "_call", "_chain", "_live", "_numbers", "_objects", "_offset"),
-        "after",
+        *("_after", "_ambient", "_call", "_chain", "_live", "_numbers", "_objects"),
+        "_offset",
     )
 
-    def __init__(
-        self, chain: Primal, call: ChainCall, live: Live, start: int, stop: int
-    ) -> None:
-        self._chain, self._call = chain, call
+    def __init__(self, chain: ChainProgram, live: Live, start: int, stop: int) -> None:
+        self._chain, self._call = chain, chain.call
         self._live = live._replace(tensors=())
         self._numbers = range(start, stop)
-        self._offset = call.steps.slices(start, stop)[0]
+        self._offset = chain.call.steps.slices(start, stop)[0]
         self._ambient: Ambient | None = None
         self._objects = NOTHING
-        self.after: Live | None = None
+        self._after: Live | None = None
+
+    def carry_of(self, outs: Sequence[Tensor]) -> Live:
+        """Return the carry after the steps, of the outputs of the last run."""
+        assert self._after is not None
+        return self._after._replace(tensors=outs[: len(self._after.needs)])
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
@@ -65,43 +61,36 @@ class Segment(Program):
 
         def call(fn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
             steps = self._call.steps
-            return through(steps, fn, args, live.carry, self._numbers, self._offset)
+            return through(steps, fn, args, live.tree, self._numbers, self._offset)
 
         carry, ys = self._called(call, inputs[count:], mode)
         tensors, frame = taken_apart(carry)
         # Who differentiates it is outside, and does not show in the tensors.
         needs = [*map(has_derivatives, tensors)]
-        self.after = Live((), frame, needs, self._ambient, self._objects)
+        self._after = Live((), frame, needs, self._ambient, self._objects)
         return (*tensors, *(t for y in ys for t in taken_apart(y)[0]))
 
     @override
     def evaluate(
         self, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Run the steps with the graph of one at a time."""
+        """Run the steps, each with its own graph."""
         known = [*self._live.needs, *self._call.needs]
         needs = [*map(operator.or_, known, request.needs)]
-        count = len(self._live.needs)
-        live = self._live._replace(tensors=inputs[:count], needs=needs[:count])
-        values, flags = self._sweep(live, inputs[count:], needs[count:], collects=True)
+        values, flags = self._step_by_step(inputs, needs, collects=True)
         return values, Evaluation(request, range(len(inputs)), flags)
 
-    def advance(self, live: Live, inputs: Sequence[Tensor]) -> Live:
-        """Run the steps from a carry, and return the carry after them."""
-        values, _ = self._sweep(live, inputs, self._call.needs, collects=False)
-        assert self.after is not None
-        return self.after._replace(tensors=values)
+    def advance(self, inputs: Sequence[Tensor]) -> Live:
+        """Run the steps, each with its own graph; return the carry after them."""
+        needs = [*self._live.needs, *self._call.needs]
+        return self.carry_of(self._step_by_step(inputs, needs, collects=False)[0])
 
-    def _sweep(
-        self,
-        live: Live,
-        inputs: Sequence[Tensor],
-        needs: Sequence[bool],
-        *,
-        collects: bool,
+    def _step_by_step(
+        self, inputs: Sequence[Tensor], needs: Sequence[bool], *, collects: bool
     ) -> tuple[list[Tensor], list[bool]]:
         """Return the values of the outputs, and which of them require grad."""
-        steps = self._call.steps
+        steps, count = self._call.steps, len(self._live.needs)
+        live = self._live._replace(tensors=inputs[:count], needs=needs[:count])
         values: list[Tensor] = []
         flags: list[bool] = []
 
@@ -117,10 +106,10 @@ class Segment(Program):
                     flags.extend(collected.needs)
             return now
 
-        with cutting(inputs, needs) as cut:
+        with cutting(inputs[count:], needs[count:]) as cut:
             run = functools.partial(call, cut)
             last = without_hooks(self._called, run, cut.inputs, None)
-        self.after = last._replace(
+        self._after = last._replace(
             tensors=(), ambient=self._ambient, objects=self._objects
         )
         return [*last.tensors, *values], [*last.needs, *flags]
@@ -159,3 +148,11 @@ class Segment(Program):
             raise
         finally:
             context.recomputing = context.recomputing[:-1]
+
+
+def segment_from(
+    chain: ChainProgram, live: Live, inputs: Sequence[Tensor], steps: tuple[int, int]
+) -> tuple[Segment, list[Tensor]]:
+    """Return some steps from a carry on, and what they are given."""
+    given = [*live.tensors, *chain.call.cut_to(inputs, *steps)]
+    return Segment(chain, live, *steps), given

@@ -1,8 +1,5 @@
 """Segments: each step runs twice, and each carry is stored at most once.
 
-A forward stores the carry at the start of each segment. A backward reverses segments as
-a whole, from the last to the first.
-
 Invariant: the starts of segments are a function of their number and the length. They
 are computed when they are needed, and never held.
 
@@ -14,6 +11,8 @@ import abc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from typing_extensions import override
 
 from remat.chain._actions import (
     Action,
@@ -34,9 +33,9 @@ class Segments(Schedule):
     def count(self, length: int) -> int:
         """Return how many segments a chain has."""
 
-    @abc.abstractmethod
     def start(self, segment: int, length: int) -> int:
-        """Return the first step of a segment. For `count(length)` it is the length."""
+        """Return the first step of a segment; of segment `count`, the length."""
+        return segment * length // self.count(length)
 
     def forward(self, length: int) -> Iterator[Action]:
         """Store the carry at the start of each segment."""
@@ -93,10 +92,6 @@ class Uniform(Segments):
         """Return the number of segments, at most one for each step."""
         return min(self.segments, length)
 
-    def start(self, segment: int, length: int) -> int:
-        """Divide the steps equally."""
-        return segment * length // self.count(length)
-
 
 @dataclass(frozen=True)
 class Sqrt(Segments):
@@ -116,10 +111,6 @@ class Sqrt(Segments):
     def count(self, length: int) -> int:
         """Return the root of the length, rounded up."""
         return math.isqrt(length - 1) + 1 if length else 0
-
-    def start(self, segment: int, length: int) -> int:
-        """Divide the steps equally."""
-        return segment * length // self.count(length)
 
 
 @dataclass(frozen=True)
@@ -148,6 +139,7 @@ class EveryStep(Segments):
         """Return the number of units."""
         return -(-length // self.unroll)
 
+    @override
     def start(self, segment: int, length: int) -> int:
         """Give each unit as many steps."""
         return min(segment * self.unroll, length)

@@ -16,7 +16,7 @@ from remat.chain._actions import Schedule
 from remat.chain._budget import budget_of
 from remat.chain._call import (
     call_chain,
-    check_progress,
+    check_callable,
     label_for,
     policed,
 )
@@ -88,7 +88,7 @@ def sequential(
     for i, fn in enumerate(layers):
         if not callable(fn):
             raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
-    check_progress(progress)
+    check_callable("sequential", (), progress)
     given = {"segments": segments, "checkpoints": checkpoints}
     asked = budget_of("sequential", budget, policy, disk=disk, **given)
     schedule = asked or _schedule(segments, checkpoints)
@@ -110,9 +110,9 @@ def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
 
 
 def _call(
-    layers: FunctionList, args: Sequence[Any], k: int, carry: Any, offset: int
+    layers: FunctionList, args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, None]:
-    del offset
+    del place
     return layers.fns[k](carry, *args[1]), None
 
 

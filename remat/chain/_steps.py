@@ -1,8 +1,5 @@
 """What the steps of a chain are, what is between two of them, and how one runs.
 
-The forward of a chain and the advances of its backward run step after step, each with
-the graph of one step at a time.
-
 Invariant: a step runs with grad mode on, on tensors that require grad where they do in
 plain code. When it has ended its graph is gone. So a chain computes what plain code
 does, and holds one carry.
@@ -12,7 +9,7 @@ function is given pytrees, and errors name their parts.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,12 +25,7 @@ from remat._torch import current_layer, grad_level, grad_mode, leaf_at, unwrap_f
 
 
 class Frame(NamedTuple):
-    """A pytree without its tensors.
-
-    Attributes:
-        treedef: its structure.
-        leaves: its leaves, with `TENSOR` in place of tensors.
-    """
+    """A pytree with `TENSOR` in place of its tensors."""
 
     treedef: pytree.Treedef
     leaves: Sequence[Any]
@@ -57,7 +49,7 @@ def taken_apart(tree: Any) -> tuple[list[Tensor], Frame]:
 
 
 class Live(NamedTuple):
-    """A carry between two steps.
+    """A carry between two steps, or what one step collects, without graphs.
 
     Attributes:
         tensors: of the carry.
@@ -75,17 +67,9 @@ class Live(NamedTuple):
     objects: Between = NOTHING
 
     @property
-    def carry(self) -> Any:
-        """The carry, as a step is given it."""
+    def tree(self) -> Any:
+        """The pytree, as a step is given it."""
         return self.frame.filled(self.tensors)
-
-
-class Collected(NamedTuple):
-    """What is collected of one step, without graphs; `needs` says which had one."""
-
-    tensors: Sequence[Tensor]
-    frame: Any
-    needs: Sequence[bool]
 
 
 def refuse_opaque(frame: Frame, label: str) -> None:
@@ -97,7 +81,7 @@ def refuse_opaque(frame: Frame, label: str) -> None:
             raise TypeError(_OPAQUE.format(label=label, path=path, kind=kind))
 
 
-# function, arguments of the chain, number of the step, carry, offset of what is scanned
+# function, arguments of the chain, number of the step, carry, number of its slice
 Apply: TypeAlias = Callable[[Any, Sequence[Any], int, Any, int], tuple[Any, Any]]
 
 
@@ -106,9 +90,7 @@ class Steps:
     """What the steps of a chain are.
 
     Attributes:
-        apply: runs a step. It is given the function and the arguments of the chain, the
-            number of the step, its carry, and where what is scanned begins. It returns
-            the next carry, and what is collected.
+        apply: runs a step; returns the next carry, and what is collected.
         label: what errors call the chain.
         length: how many steps there are; None if only the chain itself can tell.
         goes_on: given the function and a carry, says whether there is another step;
@@ -134,6 +116,13 @@ class Steps:
         assert self.length is not None
         return self.length - stop, self.length - start
 
+    def place(self, k: int) -> int:
+        """Return which slice a step needs."""
+        if not self.is_reversed:
+            return k
+        assert self.length is not None
+        return self.length - 1 - k
+
 
 class FunctionList:
     """Several functions, as one that a search can walk."""
@@ -152,52 +141,42 @@ def through(
     """Run steps as plain code does; return the carry, and what is collected of each."""
     ys: list[Any] = []
     for k in numbers:
-        carry, y = steps.apply(fn, args, k, carry, offset)
+        carry, y = steps.apply(fn, args, k, carry, steps.place(k) - offset)
         ys.append(y)
     return carry, ys
 
 
-class Named(NamedTuple):
-    """What errors call a part of a chain that is built alike in each step.
-
-    Attributes:
-        name: of the variable.
-        kind: what it is.
-        first: which one the others are to be like.
-        advice: how.
-    """
-
-    name: str
-    kind: str
-    first: str
-    advice: str
-
-
-CARRY = Named(
-    *("carry", "a carry", "at the start"),
-    "A carry keeps its shape, dtype and device: convert the initial one or the result.",
-)
-COLLECTED = Named(
-    *("y", "a `y`", "in step 0"),
-    "What is collected is stacked: return the same shape, dtype and device each time.",
-)
+# What errors call a part of a chain that is built alike in each step.
+CARRY = {
+    "name": "carry",
+    "kind": "a carry",
+    "first": "at the start",
+    "advice": "A carry keeps its shape, dtype and device: convert the initial one or "
+    "the result.",
+}
+COLLECTED = {
+    "name": "y",
+    "kind": "a `y`",
+    "first": "in step 0",
+    "advice": "What is collected is stacked: return the same shape, dtype and device "
+    "each time.",
+}
 
 
 def refuse_other_form(
-    live: Live, first: Live, k: int, label: str, what: Named = CARRY
+    live: Live, first: Live, k: int, label: str, what: Mapping[str, str] = CARRY
 ) -> None:
     """Refuse a carry that is not built like the first one."""
-    if live.frame.treedef != first.frame.treedef:
-        then, now = first.frame.treedef, live.frame.treedef
-        shown = {"then": then, "now": now, "kind": what.kind, "first": what.first}
-        raise TypeError(_TREEDEF.format(label=label, k=k, **shown))
+    then, now = first.frame.treedef, live.frame.treedef
+    if now != then:
+        raise TypeError(_TREEDEF.format(label=label, k=k, then=then, now=now, **what))
     if _form(live) == _form(first):
         return
     paths = pytree.paths(first.frame.treedef)
     for path, then, now in zip(paths, _shown(first), _shown(live), strict=True):
         if now != then:
-            shown = {"then": then, "now": now, **what._asdict()}
-            raise TypeError(_FORM.format(label=label, path=path, k=k, **shown))
+            shown = {"path": path, "k": k, "then": then, "now": now}
+            raise TypeError(_FORM.format(label=label, **shown, **what))
 
 
 def _form(live: Live) -> tuple[Any, ...]:
@@ -293,12 +272,13 @@ def run_step(
     k: int,
     offset: int = 0,
     look: Look | None = None,
-) -> tuple[Live, Collected, list[Tensor]]:
-    """Run a step."""
+) -> tuple[Live, Live, list[Tensor]]:
+    """Run a step; return the next carry, what it collects, and its leaves."""
     leaves = [*map(cut.leaf, live.tensors, live.needs)]
     before = versions_of(leaves)
     try:
-        carry, y = steps.apply(*call, k, live.frame.filled(leaves), offset)
+        given = live.frame.filled(leaves)
+        carry, y = steps.apply(*call, k, given, steps.place(k) - offset)
     except RuntimeError as error:
         if "a leaf Variable that requires grad" not in str(error):
             raise
@@ -311,7 +291,8 @@ def run_step(
         look([*tensors, *collected], leaves)
     new = Live([*map(cut.value, tensors)], frame, [t.requires_grad for t in tensors])
     needs = [t.requires_grad for t in collected]
-    return new, Collected([*map(cut.value, collected)], form, needs), leaves
+    row = Live([*map(cut.value, collected)], form, needs)
+    return new, row, leaves
 
 
 _CHANGED = (

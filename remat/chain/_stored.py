@@ -1,12 +1,12 @@
 """What a chain holds: stored carries, in memory and on disk, and what it collects.
 
-Invariant: a carry that is let go of is freed, and its file with it. Files have no
-names, so that nothing is left behind, whatever ends the process. A carry in memory
-shares it with what steps return, so it knows how often that was changed. No collected
-row is held longer than its step: a row that is a view of a carry would keep it alive.
+Invariant: a carry that is let go of is freed, and its file with it, which has no name.
+A carry in memory shares it with what steps return, so it knows how often that was
+changed. No collected row is held longer than its step: a view of a carry would keep it
+alive.
 Rejected: tensors that autograd saves for the node of the chain. They would live until
-the node is done, and a schedule lets go of them one by one. Rejected: a list of rows
-that is stacked at the end, which holds all of them twice.
+the node is done. Rejected: a list of rows that is stacked at the end, which holds all
+of them twice.
 """
 
 import operator
@@ -26,17 +26,11 @@ from remat._torch import (
     unbatched,
 )
 from remat.chain._actions import Storage
-from remat.chain._steps import COLLECTED, Collected, Live, refuse_other_form
+from remat.chain._steps import COLLECTED, Live, Steps, refuse_other_form, taken_apart
 
 
 class _OnDisk(NamedTuple):
-    """A carry in files.
-
-    Attributes:
-        live: the carry, its tensors mapped from files.
-        origins: what each tensor was.
-        hows: how they were batched, by each vmap around.
-    """
+    """A carry in files: what its tensors were, and how they were batched."""
 
     live: Live
     origins: Sequence[Origin]
@@ -106,36 +100,30 @@ class Columns:
 
     A tensor is written to its place at once. A row that is a view of a carry would keep
     the carry alive.
-
-    Attributes:
-        frame: of each step; None if nothing is collected.
-        needs: which of the tensors require grad, in any step.
     """
 
-    def __init__(self, length: int, label: str, *, is_reversed: bool) -> None:
-        self._length, self._label, self._is_reversed = length, label, is_reversed
+    def __init__(self, steps: Steps) -> None:
+        self._steps, self._length = steps, steps.length or 0
         self._columns: list[Any] = []
         self._count = 0
-        self.frame: Any = None
-        self.needs: list[bool] = []
+        self._frame = taken_apart(None)[1]
+        self._needs: list[bool] = []
 
-    def add(self, row: Collected) -> None:
+    def add(self, row: Live) -> None:
         """Add what was collected of the next step."""
-        if self.frame is None:
-            self.frame, self.needs = row.frame, [*row.needs]
+        if not self._count:
+            self._frame, self._needs = row.frame, [*row.needs]
             self._columns = [*map(self._column, row.tensors)]
         else:
             # Of a whole column, so that no row of the first step is held.
-            then = Live([column[0] for column in self._columns], self.frame, ())
-            now = Live(row.tensors, row.frame, ())
-            refuse_other_form(now, then, self._count, self._label, COLLECTED)
-        self.needs = [*map(operator.or_, self.needs, row.needs)]
+            then = Live([column[0] for column in self._columns], self._frame, ())
+            refuse_other_form(row, then, self._count, self._steps.label, COLLECTED)
+        self._needs = [*map(operator.or_, self._needs, row.needs)]
         for column, t in zip(self._columns, row.tensors, strict=True):
             if isinstance(column, list):
                 column.append(t)
             else:
-                last = self._length - 1
-                column[last - self._count if self._is_reversed else self._count] = t
+                column[self._steps.place(self._count)] = t
         self._count += 1
 
     def _column(self, first: Tensor) -> Any:
@@ -143,20 +131,18 @@ class Columns:
             return list[Tensor]()
         return first.new_empty((self._length, *first.shape))
 
-    def stacked(self) -> list[Tensor]:
-        """Return the tensors, stacked, and forget them."""
+    def stacked(self) -> Live:
+        """Return what was collected, stacked, and forget it."""
         columns, self._columns = self._columns, list[Any]()
-        return [self._stacked(c) if isinstance(c, list) else c for c in columns]
-
-    def _stacked(self, rows: list[Tensor]) -> Tensor:
-        return torch.stack(rows[::-1] if self._is_reversed else rows)
+        turn = -1 if self._steps.is_reversed else 1
+        stacked = [
+            torch.stack(c[::turn]) if isinstance(c, list) else c for c in columns
+        ]
+        return Live(stacked, self._frame, self._needs)
 
 
 def can_be_written(row: Tensor) -> bool:
-    """Say whether a tensor that holds rows like this one can be written to.
-
-    Below a vmap it would need a dimension that it does not have.
-    """
+    """Say whether a tensor of such rows can be written to; not below a vmap."""
     if current_layer() is not None or is_legacy_batch(row):
         return False
     return row.layout is torch.strided and (type(row) is Tensor or is_fake(row))

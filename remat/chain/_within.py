@@ -1,7 +1,5 @@
 """Finds the schedule of a chain that a user gave a budget of bytes.
 
-`_call` asks before a chain runs that is differentiated.
-
 Invariant: steps that are alike are measured once. What cannot be measured runs without
 a budget, and a warning says so, once the steps have run: an error in them is raised by
 the chain. To tell what is alike, nothing of the user's is held: code and settings,
@@ -16,7 +14,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +33,10 @@ from remat.chain._budget import (
     Staged,
     StepBytes,
     chosen,
-    chosen_staged,
-    least,
-    least_staged,
-    online,
 )
 from remat.chain._forward import ChainCall
 from remat.chain._measure import measured
 from remat.chain._segments import Sqrt
-from remat.chain._steps import FunctionList, Steps
 from remat.chain.schedules import Schedule
 from remat.policies import Policy
 
@@ -62,44 +55,23 @@ def schedule_within(
     batch = batch_size()
     inside = replace(budget, nbytes=budget.nbytes // batch)
     kind = kind_of_chain(call, called[0], inputs, needs, inside)
-    numbers = _KNOWN.get(kind)
+    numbers = _KNOWN.get(*kind)
     if numbers is None:
         numbers = measured(*called, steps, inside.nbytes, is_batched=batch > 1)
         if isinstance(numbers, Exception):
             other = Sqrt() if steps.length is not None else Online(_ONLINE)
             return other, _UNMEASURED.format(label=steps.label, error=numbers)
-        _KNOWN.add(kind, numbers)
-    found, few = _chosen(numbers, steps, inside)
+        _KNOWN.add(*kind, numbers)
+    found, few = chosen(numbers, steps.length, inside.nbytes, budget.disk)
     if found is None:
-        raise _too_small(budget.nbytes, few * batch, steps.label)
+        few *= batch
+        shown = {"budget": mebibytes(budget.nbytes), "least": mebibytes(few)}
+        message = _TOO_SMALL.format(label=steps.label, bytes=few, **shown)
+        raise BudgetError(message, few)
     return found, ""
 
 
 _ONLINE = 10  # checkpoints of a loop that cannot be measured
-
-
-def _chosen(
-    numbers: StepBytes | Staged, steps: Steps, budget: LoopBudget
-) -> tuple[Schedule | None, int]:
-    """Return the schedule; where none fits, the bytes of one that needs the fewest."""
-    length = steps.length
-    if isinstance(numbers, Staged):
-        return _of_stages(numbers, budget.nbytes, budget.disk)
-    if length is None:
-        return online(numbers, budget.nbytes), numbers.between(1)
-    found = chosen(numbers, length, budget)
-    return found, 0 if found else least(numbers, length).nbytes
-
-
-@functools.lru_cache(64)  # to follow all schedules takes long
-def _of_stages(numbers: Staged, nbytes: int, disk: bool) -> tuple[Schedule | None, int]:
-    found = chosen_staged(numbers, LoopBudget(nbytes, disk))
-    return found, 0 if found else least_staged(numbers).nbytes
-
-
-def _too_small(nbytes: int, few: int, label: str) -> BudgetError:
-    shown = {"budget": mebibytes(nbytes), "least": mebibytes(few), "bytes": few}
-    return BudgetError(_TOO_SMALL.format(label=label, **shown), few)
 
 
 _OUTSIDE = (
@@ -124,18 +96,6 @@ _TOO_SMALL = (
 _MOST = 2_000  # values that are walked to
 
 
-class ChainKind(NamedTuple):
-    """What chains have in common whose steps are alike.
-
-    Attributes:
-        code: what it does, with which shapes and settings.
-        numbers: a hash of those that its steps refer to.
-    """
-
-    code: Hashable
-    numbers: int
-
-
 class _Measured:
     """What was measured, by kind. The least recently used is forgotten first.
 
@@ -148,22 +108,22 @@ class _Measured:
         self._found: OrderedDict[Hashable, dict[int, StepBytes | Staged]]
         self._found = OrderedDict()
 
-    def get(self, kind: ChainKind) -> StepBytes | Staged | None:
+    def get(self, code: Hashable, numbers: int) -> StepBytes | Staged | None:
         """Return what was measured of a kind; None if nothing was."""
         with self._lock:
-            found = self._found.get(kind.code)
+            found = self._found.get(code)
             if found is None:
                 return None
-            self._found.move_to_end(kind.code)
+            self._found.move_to_end(code)
             if len(found) == _TIMES and len({*found.values()}) == 1:
                 return next(iter(found.values()))
-            return found.get(kind.numbers)
+            return found.get(numbers)
 
-    def add(self, kind: ChainKind, numbers: StepBytes | Staged) -> None:
+    def add(self, code: Hashable, numbers: int, costs: StepBytes | Staged) -> None:
         """Remember what was measured."""
         with self._lock:
-            found = self._found.setdefault(kind.code, {})
-            found[kind.numbers] = numbers
+            found = self._found.setdefault(code, {})
+            found[numbers] = costs
             if len(found) > _TIMES:
                 del found[next(iter(found))]
             if len(self._found) > self._size:
@@ -180,8 +140,11 @@ def kind_of_chain(
     inputs: Sequence[Tensor],
     needs: Sequence[bool],
     budget: LoopBudget,
-) -> ChainKind:
-    """Return what a chain has in common with those whose steps are alike."""
+) -> tuple[Hashable, int]:
+    """Return what chains have in common whose steps are alike.
+
+    That is the code, with shapes and settings, and a hash of the numbers of a step.
+    """
     steps = call.steps
     # Of more steps, none more is run to measure them.
     most = TOGETHER + len(call.initial) + 2
@@ -192,7 +155,7 @@ def kind_of_chain(
     settings = Ambient().key, torch.get_default_dtype()
     length = None if is_long else steps.length
     code = call.snapshot.signature, shapes, tuple(needs), settings, length
-    return ChainKind((code, budget.nbytes), _hash([fn, budget.policy, steps.apply]))
+    return (code, budget.nbytes), _hash([fn, budget.policy, steps.apply])
 
 
 def _hash(values: Iterable[Any]) -> int:
@@ -215,8 +178,6 @@ def _parts(value: Any) -> Iterable[Any]:
         return ()
     if isinstance(value, Policy):
         return (value.cache_key,)
-    if isinstance(value, FunctionList):
-        return value.fns
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
     if isinstance(value, types.MethodType):
