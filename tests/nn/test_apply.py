@@ -1,11 +1,10 @@
 """`remat.nn.apply` recomputes chosen submodules, in place, and `remove` undoes it."""
 
 import copy
-import io
 
 import pytest
 import torch
-from support.runs import assert_replayed
+from support.runs import assert_replayed, saved_and_loaded
 from support.zoo import make
 from torch import nn
 from torch.func import functional_call, grad
@@ -223,13 +222,6 @@ def test_training_equals_plain():
         return losses, [*model.parameters()]
 
     assert_replayed(program, tanh=(9, 18), sin=(3, 6))
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize(
