@@ -1,11 +1,10 @@
 """`remat.nn.apply` recomputes chosen submodules, in place, and `remove` undoes it."""
 
 import copy
-import io
 
 import pytest
 import torch
-from support.runs import replayed
+from support.runs import replayed, saved_and_loaded
 from support.tables import rows
 from support.zoo import make, ops_of
 from torch import nn
@@ -216,13 +215,6 @@ def test_training_equals_plain(wrap):
         losses[-1].backward()
         optimizer.step()
     return losses, [*model.parameters()]
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize(

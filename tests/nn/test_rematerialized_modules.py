@@ -3,13 +3,12 @@
 import copy
 import gc
 import inspect
-import io
 import pickle
 import weakref
 
 import pytest
 import torch
-from support.runs import assert_replayed, replayed
+from support.runs import assert_replayed, replayed, saved_and_loaded
 from support.tables import rows
 from support.zoo import make, ops_of
 from torch import nn
@@ -52,13 +51,6 @@ def model_of(wrap):
 
 def plainly(module):
     return module
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def tanhs(model, x):

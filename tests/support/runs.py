@@ -5,6 +5,7 @@ It makes what it changes itself: both runs begin in the same state of all stream
 """
 
 import functools
+import io
 import json
 import random
 from collections import Counter
@@ -34,6 +35,14 @@ CONFIGURATIONS: dict[str, Callable[..., Any]] = {
 configurations = pytest.mark.parametrize(
     "ours", CONFIGURATIONS.values(), ids=CONFIGURATIONS
 )
+
+
+def saved_and_loaded(value: Any) -> Any:
+    """Return what comes of saving a value with torch and loading it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def leaf(*shape: int) -> Tensor:

@@ -5,7 +5,6 @@ bit, and products are counted.
 """
 
 import copy
-import io
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from support.clients import (
     products,
     train,
 )
+from support.runs import saved_and_loaded
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -174,13 +174,6 @@ def test_a_frozen_block(way):
 
 
 # --- Copies ---
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @ways

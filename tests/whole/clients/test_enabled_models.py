@@ -5,7 +5,6 @@ what it does about caches.
 """
 
 import copy
-import io
 from dataclasses import replace
 
 import pytest
@@ -29,6 +28,7 @@ from support.clients import (
 )
 from support.decoders import adapted, tokens
 from support.diffusion import CLIENTS as DIFFUSERS, diffusers
+from support.runs import saved_and_loaded
 
 import remat
 from remat import policies
@@ -261,13 +261,6 @@ def test_generation_is_as_before_while_enabled_and_once_removed(name):
 
 
 # --- Copies ---
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, saved_and_loaded])
