@@ -152,7 +152,8 @@ def attempt(transform: Any, case: Case, wrap: Any) -> Any:
 def check(transform, op, amounts, *, wrap=remat, call=None, more=None):
     """Fail with all that deviates; skip what can't be compared.
 
-    `call` stands in for the operator. `more` runs more operations: plain, if it is None.
+    `call` stands in for the operator. `more` runs more operations than `wrap`; without
+    it, `wrap` runs more than plain.
     """
     name, kind = name_of(op), transform.__name__
     if name in NO_VALUES:

@@ -299,9 +299,9 @@ def assert_no_more_than_theirs(
 ) -> tuple[int, int, int, int]:
     """remat does no more work than torch's checkpoint, and holds no more bytes.
 
-    With `copies` a peak may hold the buffers once more: theirs updates running statistics
-    twice, remat has a copy of what they were. Returns the bytes after a forward, plain and
-    with remat, and those at the peak.
+    With `copies` a peak may hold the buffers once more: theirs updates running
+    statistics twice, remat has a copy of what they were. Returns the bytes after a
+    forward, plain and with remat, and those at the peak.
     """
     models = [of_style(client, style, wrap) for wrap in (plainly, theirs, wrap)]
     beside = copies * sum(b.nbytes for b in models[2].buffers())
