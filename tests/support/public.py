@@ -37,7 +37,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Name:
-    """A public name of a module; its home defines it, where an alias has another name."""
+    """A public name of a module; its home defines it, an alias by another name."""
 
     module: str
     name: str
