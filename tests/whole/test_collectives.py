@@ -267,7 +267,7 @@ def follow_all(rank):
 
 
 def assert_follows(policy, ours, plain, without):
-    """Check a run of `three_calls` with a policy: its values, what it sends and saves."""
+    """Check what `three_calls` gives with a policy: values, what is sent and saved."""
     for got in ours, plain, without:
         if isinstance(got, str):
             pytest.fail(got, pytrace=False)
