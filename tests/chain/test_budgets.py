@@ -331,16 +331,20 @@ def test_measuring_leaves_objects_that_steps_change_as_they_were(asks):
     assert ops["tanh"] >= 2 * N
 
 
-def test_steps_that_are_alike_are_measured_once(monkeypatch):
-    times = []
-    measure = _within.measured
+@pytest.fixture
+def times(monkeypatch):
+    """One for each measurement."""
+    found, measure = [], _within.measured
 
     def measured(*args, **options):
-        times.append(1)
+        found.append(1)
         return measure(*args, **options)
 
     monkeypatch.setattr(_within, "measured", measured)
+    return found
 
+
+def test_steps_that_are_alike_are_measured_once(times):
     def loop(x, power):
         return chain.fori_loop(0, N, lambda i, x: x.tanh() ** power, x, budget="1 MiB")
 
@@ -408,12 +412,7 @@ def test_what_a_step_refers_to_is_measured_anew_when_it_changes(monkeypatch):
     assert len({*few[::2]}) == 1
 
 
-def test_a_step_that_counts_is_not_measured_for_ever(monkeypatch):
-    times = []
-    measure = _within.measured
-    monkeypatch.setattr(
-        _within, "measured", lambda *a, **o: times.append(1) or measure(*a, **o)
-    )
+def test_a_step_that_counts_is_not_measured_for_ever(times):
     counter = Counter()
 
     def body(i, x):

@@ -11,13 +11,7 @@ from remat.testing import assert_same, count_ops, peak_bytes
 
 
 class Medium(NamedTuple):
-    """Parameters of a FitzHugh-Nagumo system of two substances.
-
-    Attributes:
-        diffusion: how fast each spreads.
-        coupling: how fast each makes the others, as a matrix.
-        source: how fast each is supplied.
-    """
+    """Parameters of a FitzHugh-Nagumo system of two substances."""
 
     diffusion: torch.Tensor
     coupling: torch.Tensor

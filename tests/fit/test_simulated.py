@@ -160,14 +160,7 @@ def test_expanded_gradients_are_copied_inside(name):
 
 
 def assert_made(model, args, loss, *, at_most=False):
-    """Assert that what a step makes is predicted: what is there before hides much.
-
-    Args:
-        model: of the step.
-        args: of the model.
-        loss: of its result.
-        at_most: whether less may be made.
-    """
+    """Assert that what a step makes is predicted: what is there before hides much."""
     found = simulated(model, tuple(args), loss=loss)
     before = bytes_before(model, *args)
     measured = measured_peak(model, args, {}, loss)

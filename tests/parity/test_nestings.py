@@ -86,14 +86,10 @@ AS_JVP = {"linearize": "jvp", "forward_ad": "jvp"}
 
 
 def nestings(depth: int, order: int) -> Iterator[tuple[str, ...]]:
-    """Every nesting, the outermost transform first.
+    """Every nesting up to a depth and an order, the outermost transform first.
 
     Of three, `linearize` is the outermost one: within another transform plain torch
     raises, or is wrong. Nestings of two show that. It is also a hundred times slower.
-
-    Args:
-        depth: how many transforms there are at most.
-        order: of the derivative, at most.
     """
     for count in range(1, depth + 1):
         inner = [TRANSFORMS] * (count - 1)
@@ -141,12 +137,7 @@ class Normed(nn.Module):
 
 
 class Subject(NamedTuple):
-    """A function of a tensor.
-
-    Attributes:
-        fn: the function.
-        parameters: that it reads.
-    """
+    """A function of a tensor, and the parameters that it reads."""
 
     fn: Callable[[Tensor], Tensor]
     parameters: Sequence[Tensor]
@@ -270,12 +261,9 @@ def result_of(names: Sequence[str], made: Subject) -> Any:
 
 
 class Attempt(NamedTuple):
-    """What a nesting gave.
+    """What a nesting gave or raised, and how many values of `tanh` it computed.
 
-    Attributes:
-        result: what it gave, if it raised no error.
-        evaluations: how many values of `tanh` were computed. No derivative runs it.
-        error: what it raised.
+    No derivative runs that.
     """
 
     result: Any

@@ -152,13 +152,8 @@ def attempt(transform: Any, case: Case, wrap: Any) -> Any:
 def check(transform, op, amounts, *, wrap=remat, call=None, more=None):
     """Fail with all that deviates; skip what can't be compared.
 
-    Args:
-        transform: what is done with each case.
-        op: an operator of the database.
-        amounts: how many samples there are of each type of numbers.
-        wrap: the remat under test.
-        call: what is called in place of the operator.
-        more: what runs more operations; None where remat runs more than plain.
+    `call` stands in for the operator. `more` runs more operations than `wrap`; without
+    it, `wrap` runs more than plain.
     """
     name, kind = name_of(op), transform.__name__
     if name in NO_VALUES:

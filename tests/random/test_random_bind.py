@@ -78,16 +78,18 @@ def test_a_block_a_decorator_and_a_wrapped_function_draw_the_same():
     assert decorated.__name__ == "decorated"
 
 
-def test_a_block_may_be_entered_again_and_within_itself():
+@pytest.mark.parametrize("seed", [3, 2], ids=["itself", "another"])
+def test_a_block_may_be_entered_again_and_others_within_it(seed):
     block = bind(key(3))
+    other = block if seed == 3 else bind(key(seed))
     for _ in range(2):
         with block:
             a = torch.rand(3)
-            with block:
+            with other:
                 inner = torch.rand(3)
             b = torch.rand(3)
         assert torch.equal(a, uniform(3, 0))
-        assert torch.equal(inner, a)
+        assert torch.equal(inner, uniform(seed, 0))
         assert torch.equal(b, uniform(3, 1))
 
 
@@ -309,17 +311,6 @@ def test_a_thread_that_is_started_in_a_block_is_not_in_it():
     with unmoved():
         drawn = bound(1, threaded, bind(key(2))(lambda: torch.rand(3)))
     assert torch.equal(drawn, bound(2, torch.rand, 3))
-
-
-def test_an_inner_block_draws_from_its_own_key_and_the_outer_goes_on_after_it():
-    with bind(key(1)):
-        a = torch.rand(3)
-        with bind(key(2)):
-            inner = torch.rand(3)
-        b = torch.rand(3)
-    assert torch.equal(a, uniform(1, 0))
-    assert torch.equal(inner, uniform(2, 0))
-    assert torch.equal(b, uniform(1, 1))
 
 
 def test_seeding_inside_moves_the_stream_that_is_seeded():

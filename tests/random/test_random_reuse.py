@@ -49,8 +49,10 @@ def line_of(text):
 @contextlib.contextmanager
 def switched_on():
     debug_key_reuse(True)
-    yield
-    debug_key_reuse(False)
+    try:
+        yield
+    finally:
+        debug_key_reuse(False)
 
 
 CHECKS = {
@@ -183,17 +185,21 @@ def test_each_clone_may_be_consumed_besides_the_original(check):
 # --- Blocks ------------------------------------------------------------------------
 
 
-def test_a_key_consumed_before_the_block_does_not_count():
-    random.uniform(K)
+@rows("check", CHECKS)
+def test_a_key_consumed_before_or_after_the_check_does_not_count(check):
+    use(K, K)
     for _ in range(2):
-        with check_key_reuse():
+        with check():
             use(K)
-    random.uniform(K)
+            with is_reuse():
+                use(K)
+    use(K, K)
     assert not _reuse._open
 
 
-def test_blocks_inside_one_another_count_together():
-    with check_key_reuse():
+@rows("check", CHECKS)
+def test_blocks_inside_one_another_count_together(check):
+    with check():
         random.uniform(KEYS[0, 0])
         with check_key_reuse():
             random.uniform(KEYS[0, 1])
@@ -203,11 +209,11 @@ def test_blocks_inside_one_another_count_together():
             random.uniform(KEYS[0, 1])
 
 
-def test_the_block_is_left_by_an_exception():
-    both = torch.stack([K.data, K.data])
-    with is_reuse(), check_key_reuse():
-        random.uniform(both)
-    random.uniform(both)
+@rows("check", CHECKS)
+def test_the_check_is_left_by_an_exception(check):
+    with is_reuse(), check():
+        use(K, K)
+    use(K, K)
     assert not _reuse._open
 
 
@@ -300,16 +306,6 @@ def checked():
     assert not _reuse._open
 
 
-def test_the_program_is_not_checked_by_default_nor_after_the_block():
-    use(K, K)
-    with debug_key_reuse(True):
-        use(K)
-        with is_reuse():
-            use(K)
-    use(K, K)
-    assert not _reuse._open
-
-
 @pytest.mark.usefixtures("checked")
 def test_switching_on_again_goes_on_with_the_keys_so_far():
     use(K)
@@ -329,17 +325,6 @@ def test_a_block_can_pause_the_check():
 
 
 @pytest.mark.usefixtures("checked")
-def test_a_block_in_a_checked_program_counts_together_with_it():
-    use(K)
-    with check_key_reuse():
-        use(KEYS[0, 0])
-        with is_reuse():
-            use(K)
-    with is_reuse():
-        use(KEYS[0, 0])
-
-
-@pytest.mark.usefixtures("checked")
 def test_of_many_threads_that_draw_from_one_key_one_may():
     def draw(_):
         try:
@@ -350,13 +335,6 @@ def test_of_many_threads_that_draw_from_one_key_one_may():
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(draw, range(64))) == 1
-
-
-def test_the_block_of_a_checked_program_is_left_by_an_exception():
-    with is_reuse(), debug_key_reuse(True):
-        use(K, K)
-    use(K, K)
-    assert not _reuse._open
 
 
 @pytest.mark.parametrize("enabled", [1, None, "on"])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from support.zoo import plainly
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from remat import remat
@@ -42,6 +43,37 @@ class Client:
     inputs: Callable[[], dict[str, Any]]
     loss: Callable[[Any], Tensor] = lambda out: out.loss
     is_adapted: bool = False
+
+
+class WithLoss(nn.Module):
+    """A model of pictures, as a client: it returns a loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.model(images)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def vision(
+    build: Callable[[], nn.Module], blocks: Callable[[Any], Sequence[Any]]
+) -> Client:
+    def inputs() -> dict[str, Tensor]:
+        labels = torch.tensor([0, 1, 2, 3])
+        return {"images": torch.randn(4, 3, 64, 64), "labels": labels}
+
+    return Client(
+        lambda: WithLoss(build()),
+        lambda model: blocks(model.model),
+        inputs,
+        lambda out: out["loss"],
+    )
+
+
+def residual_stages(model: Any) -> list[Any]:
+    return [model.layer1, model.layer2, model.layer3, model.layer4]
 
 
 # --- Styles: how users put remat into a model that they do not edit ---
@@ -267,15 +299,9 @@ def assert_no_more_than_theirs(
 ) -> tuple[int, int, int, int]:
     """remat does no more work than torch's checkpoint, and holds no more bytes.
 
-    Args:
-        client: the model.
-        style: how remat is put in.
-        wrap: the transform under test.
-        copies: whether a peak may hold the buffers once more. Theirs updates running
-            statistics twice; remat has a copy of what they were.
-
-    Returns:
-        The bytes after a forward, plain and with remat, and those at the peak.
+    With `copies` a peak may hold the buffers once more: theirs updates running
+    statistics twice, remat has a copy of what they were. Returns the bytes after a
+    forward, plain and with remat, and those at the peak.
     """
     models = [of_style(client, style, wrap) for wrap in (plainly, theirs, wrap)]
     beside = copies * sum(b.nbytes for b in models[2].buffers())

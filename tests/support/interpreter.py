@@ -36,10 +36,7 @@ def require(condition, message):
 class Interpreter:
     """Runs the actions of a schedule on step numbers, and counts.
 
-    Args:
-        length: How many steps the chain has.
-        limits: How many carries each storage may hold at once.
-        width: How many steps may be reversed at once.
+    `limits` are of carries in each storage, and `width` of the steps reversed at once.
     """
 
     def __init__(self, length, *, memory=math.inf, disk=0, width=math.inf):
@@ -160,13 +157,7 @@ def fewest_advances(length, slots):
 
 
 class ByteInterpreter(Interpreter):
-    """Counts bytes and work as well, for a chain of unequal stages.
-
-    Args:
-        stages: The stages.
-        input_bytes: The bytes of the input, which exists all the time.
-        input_gradient_bytes: The bytes of its cotangent.
-    """
+    """Counts bytes and work as well, for a chain of unequal stages."""
 
     def __init__(self, stages, input_bytes=0, input_gradient_bytes=0):
         super().__init__(len(stages))

@@ -83,13 +83,9 @@ def assert_chained(
     runs: int,
     reassociated: bool = False,
 ) -> None:
-    """A program computes the same with plain loops and with chains.
+    """A program of loops computes the same with plain ones, which run so many `steps`.
 
-    Args:
-        program: takes loops.
-        steps: how many run in plain loops.
-        runs: how many run in chains, those that run again included.
-        reassociated: whether sums are in another order.
+    In chains `runs` of them run, those that run again included.
     """
     with count_ops() as ops:
         expected = program(Plain)

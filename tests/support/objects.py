@@ -245,12 +245,7 @@ def assert_as_plain(
 ) -> None:
     """Assert that a transform of a loss is as plain, and is recomputed as often.
 
-    Args:
-        how: the name of the transform.
-        loss_of: makes a loss of two tensors from a function.
-        fn: the function.
-        wrap: rematerializes it.
-        calls: whether each backward is a call, as with `higher_order=True`.
+    `calls` says whether each backward is a call, as with `higher_order=True`.
     """
     transform, (counting, evaluations) = TRANSFORMS[how], counted(fn)
     w, x = torch.linspace(0.1, 1, 3), torch.linspace(0.4, 0.8, 3)

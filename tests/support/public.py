@@ -37,14 +37,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Name:
-    """A public name.
-
-    Attributes:
-        module: the public module that has it, "remat.policies" say.
-        name: the name there.
-        home: the module that defines it.
-        own: what it is called there, which differs for an alias.
-    """
+    """A public name of a module; its home defines it, an alias by another name."""
 
     module: str
     name: str
@@ -211,14 +204,7 @@ def _types(name: Name) -> Iterator[str]:
 def missing(
     modules: Sequence[str], pages: str, errors: str, home: str = "remat"
 ) -> list[str]:
-    """Return what pages and docstrings lack, in words.
-
-    Args:
-        modules: the public modules.
-        pages: the text of all pages.
-        errors: the text of the page on errors.
-        home: the package of the modules.
-    """
+    """Return what the text of all pages, and of that on errors, and docstrings lack."""
     found = []
     listed = entries(pages)
     for name in public_names(modules):

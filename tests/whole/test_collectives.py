@@ -267,14 +267,7 @@ def follow_all(rank):
 
 
 def assert_follows(policy, ours, plain, without):
-    """Check a run with a policy: its values, its collectives, and that work is saved.
-
-    Args:
-        policy: the name of the policy.
-        ours: what `three_calls` returns of it.
-        plain: what it returns of the function itself.
-        without: what it returns without a policy.
-    """
+    """Check what `three_calls` gives with a policy: values, what is sent and saved."""
     for got in ours, plain, without:
         if isinstance(got, str):
             pytest.fail(got, pytrace=False)

@@ -8,12 +8,17 @@ import importlib
 
 import pytest
 import torch
-from support.clients import PRODUCTS, Client, assert_moved, of_style, train
+from support.clients import (
+    PRODUCTS,
+    assert_moved,
+    of_style,
+    residual_stages,
+    train,
+    vision,
+)
 from support.decoders import without_cache
 from support.traced import compiling, ran
 from support.zoo import plainly
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from remat import remat
 from remat.testing import assert_same
@@ -24,35 +29,6 @@ pytestmark = [
     # Dynamo and inductor warn of their own deprecations, and of slow numerics.
     pytest.mark.filterwarnings("default"),
 ]
-
-
-class WithLoss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images, labels):
-        logits = self.model(images)
-        return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
-def vision(build, blocks, size=64):
-    def inputs():
-        return {
-            "images": torch.randn(4, 3, size, size),
-            "labels": torch.tensor([0, 1, 2, 3]),
-        }
-
-    return Client(
-        lambda: WithLoss(build()),
-        lambda model: blocks(model.model),
-        inputs,
-        lambda out: out["loss"],
-    )
-
-
-def stages(model):
-    return [model.layer1, model.layer2, model.layer3, model.layer4]
 
 
 def package(name):
@@ -78,7 +54,7 @@ MODELS = {
     "transformers BERT": without_cache("bert"),
     "transformers ViT": without_cache("vit"),
     "timm ViT": vision(timm_vit, lambda model: [model.blocks]),
-    "torchvision ResNet": vision(torchvision_resnet, stages),
+    "torchvision ResNet": vision(torchvision_resnet, residual_stages),
 }
 
 

@@ -18,11 +18,11 @@ from support.clients import (
     bytes_after_forward,
     of_style,
     products,
+    residual_stages,
     sgd,
     train,
+    vision,
 )
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 import remat as package
 from remat import policies, remat
@@ -38,31 +38,8 @@ timm = pytest.importorskip("timm", reason="needs timm")
 # --- The models ---
 
 
-class WithLoss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images, labels):
-        logits = self.model(images)
-        return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
 def client(name, blocks, **options):
-    def build():
-        return WithLoss(timm.create_model(name, num_classes=5, **options))
-
-    def inputs():
-        labels = torch.tensor([0, 1, 2, 3])
-        return {"images": torch.randn(4, 3, 64, 64), "labels": labels}
-
-    return Client(
-        build, lambda model: blocks(model.model), inputs, lambda out: out["loss"]
-    )
-
-
-def residual_stages(model):
-    return [model.layer1, model.layer2, model.layer3, model.layer4]
+    return vision(lambda: timm.create_model(name, num_classes=5, **options), blocks)
 
 
 CLIENTS = {
