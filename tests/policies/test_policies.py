@@ -8,7 +8,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.operations import MM, OPS, SIN, custom, op, saves, torch_saves, value
+from support.operations import (
+    DISK,
+    MM,
+    OFFLOAD,
+    OPS,
+    RECOMPUTE,
+    SAVE,
+    SIN,
+    aten,
+    custom,
+    op,
+    saves,
+    torch_saves,
+    value,
+)
 
 from remat import policies
 from remat.policies import (
@@ -32,11 +46,6 @@ from remat.policies import (
     save_smaller_than,
 )
 from remat.policies._functions import PUBLIC
-
-
-aten = torch.ops.aten
-SAVE, OFFLOAD = Decision.SAVE, Decision.OFFLOAD
-DISK, RECOMPUTE = Decision.OFFLOAD_TO_DISK, Decision.RECOMPUTE
 
 
 MANY = {

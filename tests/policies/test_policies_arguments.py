@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.operations import MM, op
+from support.operations import MM, OFFLOAD, RECOMPUTE, SAVE, aten, op
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -32,11 +32,6 @@ from remat.policies import (
     save_ops,
     save_smaller_than,
 )
-
-
-aten = torch.ops.aten
-SAVE, OFFLOAD = Decision.SAVE, Decision.OFFLOAD
-DISK, RECOMPUTE = Decision.OFFLOAD_TO_DISK, Decision.RECOMPUTE
 
 
 def without_address(value):

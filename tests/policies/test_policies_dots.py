@@ -5,24 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-from support.operations import MM, custom, op, recorded, value
+from support.operations import MM, RECOMPUTE, SAVE, aten, custom, op, recorded, value
 from support.tables import rows
 from torch import nn
 from torch.utils import flop_counter
 
 from remat.policies import (
-    Decision,
     Op,
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     register_dot,
 )
 from remat.policies._operations import _DOTS
-
-
-aten = torch.ops.aten
-SAVE, OFFLOAD = Decision.SAVE, Decision.OFFLOAD
-DISK, RECOMPUTE = Decision.OFFLOAD_TO_DISK, Decision.RECOMPUTE
 
 
 def dots(fn, *shapes):

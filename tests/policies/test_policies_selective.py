@@ -8,8 +8,11 @@ import pytest
 import torch
 from support.operations import (
     MM,
+    RECOMPUTE,
+    SAVE,
     SIN,
     Recorder,
+    aten,
     described,
     op,
     recorded,
@@ -27,13 +30,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from remat.policies import Decision, Op, Value, as_policy
+from remat.policies import Op, Value, as_policy
 from remat.policies._functions import call_of, stand_in
-
-
-aten = torch.ops.aten
-SAVE, OFFLOAD = Decision.SAVE, Decision.OFFLOAD
-DISK, RECOMPUTE = Decision.OFFLOAD_TO_DISK, Decision.RECOMPUTE
 
 
 def wide_matmuls(ctx, func, *args, **kwargs):

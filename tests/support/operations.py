@@ -4,10 +4,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat.policies import Op, Value
+from remat.policies import Decision, Op, Value
 
 
 aten = torch.ops.aten
+SAVE, OFFLOAD = Decision.SAVE, Decision.OFFLOAD
+DISK, RECOMPUTE = Decision.OFFLOAD_TO_DISK, Decision.RECOMPUTE
 MM, SIN = aten.mm.default, aten.sin.default
 
 

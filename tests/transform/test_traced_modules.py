@@ -146,7 +146,7 @@ def assert_module_traced(program, backend, **options):
     assert_traced(program, kind, backend, **options)
 
 
-@rows("style", STYLES, fast=["wrapped", "method", "decorated_method", "applied"])
+@rows("style", STYLES, fast=["wrapped", "decorated_method", "applied"])
 def test_a_module_is_recomputed(style):
     assert_module_traced(program_of(style), "aot_eager")
 
@@ -168,7 +168,11 @@ def norm():
 
 
 @rows("backend", {k: k for k in ("eager", "aot_eager")}, fast=["aot_eager"])
-@rows("style", {k: STYLES[k] for k in ("wrapped", "inside", "method", "decorated")})
+@rows(
+    "style",
+    {k: STYLES[k] for k in ("wrapped", "inside", "method", "decorated")},
+    fast=["wrapped", "method"],
+)
 def test_batch_norm_is_updated_once(style, backend):
     assert_module_traced(lambda wrap: program_of(style, norm=norm())(wrap), backend)
 

@@ -183,7 +183,7 @@ NESTED = {
 
 
 @rows("program, factor, reassociated", {k: NESTED[k] for k in NESTED if NESTED[k][1]})
-@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
+@rows("transform", {k: k for k in ("backward", "grad", "vmap_grad")}, fast=["grad"])
 def test_calls_in_calls(program, factor, reassociated, transform):
     assert_traced(
         program,
@@ -333,7 +333,7 @@ def wrong(fn):
         ),
     },
 )
-@pytest.mark.parametrize("transform", ["backward", "grad"])
+@rows("transform", {k: k for k in ("backward", "grad")}, fast=["grad"])
 def test_the_comparison_fails_for_what_is_no_remat(wrap, message, transform):
     with pytest.raises(AssertionError, match=message):
         assert_traced(plain_block, TRANSFORMS[transform], "aot_eager", wrap=wrap)
