@@ -74,7 +74,10 @@ def test_a_large_budget_recomputes_nothing(over):
     assert ops["addmm"] == plain["addmm"]
 
 
-@pytest.mark.parametrize(("over", "where"), [("step", "meta"), ("blocks", "fake")])
+@pytest.mark.parametrize(
+    ("over", "where"),
+    [("step", "meta"), pytest.param("blocks", "fake", marks=pytest.mark.slow)],
+)
 def test_the_model_need_not_exist(over, where):
     with torch.device("meta") if where == "meta" else remat._torch.fake_mode():
         model = mlps()

@@ -195,6 +195,7 @@ def ranks(tmp_path_factory):
     return in_two_processes(tmp_path_factory.mktemp("ranks"), everything)
 
 
+@pytest.mark.slow
 def test_draws_of_dtensors_are_those_of_full_tensors(ranks, subtests):
     for rank, (found, _, _) in enumerate(ranks):
         for case, result in found.items():
@@ -244,6 +245,7 @@ def by_rank(rank):
     return random.normal(KEY, (4,)), random.normal(own, (4,))
 
 
+@pytest.mark.slow
 def test_a_key_draws_the_same_on_every_rank(ranks):
     (_, (same, first), _), (_, (again, second), _) = ranks
     assert torch.equal(same, again)

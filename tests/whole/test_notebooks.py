@@ -65,7 +65,7 @@ def golden(notebook):
 
 
 # The others take ten seconds to a minute: they compile, search for plans, load models.
-SLOW = ("02", "03", "04", "05", "06", "07", "08")
+SLOW = ("02", "03", "04", "05", "06", "07", "08", "09")
 RUN = [
     pytest.param(p, marks=pytest.mark.slow) if p.stem.startswith(SLOW) else p
     for p in NOTEBOOKS
