@@ -48,6 +48,7 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	partial/test_pruning_state.py partial/test_under_transforms.py \
 	partial/test_pruning_layers.py partial/test_plan_random.py \
 	partial/test_pruning_signatures.py partial/test_pruning_interop.py \
+	partial/test_pruning_calls.py partial/test_pruning_results.py \
 	policies/test_policies_transforms.py policies/test_within.py random/%_compiled.py \
 	random/test_random_euler.py random/test_random_keys_transforms.py \
 	random/test_random_samplers.py random/test_random_sharded.py \
@@ -57,7 +58,10 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	transform/test_adversarial.py transform/test_every_transform.py transform/test_api.py \
 	transform/test_compile.py transform/test_tracebacks.py \
 	transform/test_type_checkers.py transform/test_import.py \
-	transform/test_kept_tensors.py transform/test_growth.py whole/%
+	transform/test_kept_tensors.py transform/test_growth.py transform/test_orders.py \
+	capture/test_module_changes.py chain/test_disk.py chain/test_surroundings.py \
+	nn/test_applied.py parity/test_interpreter.py parity/test_policy_savings.py \
+	random/test_random_bind.py random/test_random_stream_ops.py whole/%
 QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
 	tests/whole/test_docs_limits.py tests/whole/test_rooms.py
 

@@ -37,7 +37,7 @@ class Stream(NamedTuple):
     """A random stream that a recompute sets back."""
 
     name: str
-    read: Callable[[], Any]
+    read: Callable[[], Any]  # its state, to be compared by ==
     write: Callable[[Any], None]
 
 

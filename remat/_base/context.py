@@ -49,7 +49,7 @@ class Context:
         self.plans = 0  # for whole steps, that are followed
         self.recomputing: tuple[Any, ...] = ()  # calls, from the outermost in
         self.decisions: Decisions | None = None  # of the calls within the innermost one
-        self.reporter: Reporter | None = None
+        self.reporter: Reporter | None = None  # follows the run for a report
         # For a report: the calls whose forwards run, from the outermost in.
         self.inside: tuple[Any, ...] = ()
         # While a graph is made: the cotangents that a recompute is to read first.

@@ -1,9 +1,10 @@
 """Which files belong to Python or to an installed package, and which are the user's.
 
-A package is installed in a folder called `site-packages` or `dist-packages`, or in
-another folder of `sys.path` that has its `dist-info` (`pip install --target`). An
-editable install is the user's own code. If a project holds its environment, or the
-environment a project, the innermost folder decides.
+A package is installed in a folder called `site-packages` or `dist-packages`, wherever
+that is, or in another folder of `sys.path` that has the package's `dist-info`
+(`pip install --target`). An editable install is the user's own code, which stays where
+it is. If a project holds its environment, or the environment a project, the innermost
+folder decides.
 
 Invariant: an answer depends on the file and on `sys.path` alone. It is found once for
 each file, and again after `sys.path` changed.
@@ -39,15 +40,32 @@ _SITES = tuple(os.path.join(_PATHS[k], "") for k in ("purelib", "platlib"))
 _SITE = re.compile(r".*[\\/](?:site|dist)-packages[\\/]", re.DOTALL)
 
 
+class _Answers:
+    """Which files are a package's, while `sys.path` is as it is here: oldest first."""
+
+    __slots__ = ("of", "path")
+
+    def __init__(self) -> None:
+        self.path = [*sys.path]
+        self.of: dict[str, bool] = {}
+
+
+_SIZE = 4096
+_answers = _Answers()
+
+
 def is_installed(file: str) -> bool:
     """Say whether a file is Python's or an installed package's."""
-    return _answer(file, (*map(str, sys.path),))
-
-
-@functools.lru_cache(maxsize=4096)
-def _answer(file: str, path: tuple[str, ...]) -> bool:
-    del path  # only for the cache
-    return _is_installed(file)
+    global _answers
+    answers = _answers
+    if answers.path != sys.path:
+        answers = _answers = _Answers()
+    known = answers.of.get(file)
+    if known is None:
+        if len(answers.of) >= _SIZE:
+            answers.of.pop(next(iter(answers.of)), None)
+        known = answers.of[file] = _is_installed(file)
+    return known
 
 
 def is_standard(file: str) -> bool:

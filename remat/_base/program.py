@@ -47,11 +47,11 @@ class Evaluation(NamedTuple):
 
     request: Request  # as it arrived at the base
     used: Sequence[InputIndex]  # that some output may depend on differentiably
-    differentiable: PerResult = ()  # which do
+    differentiable: PerResult = ()  # which results do
     updated: Sequence[InputIndex] = ()  # in place, by the function
     residuals: int = 0  # how many there are
     recomputation: Any = None  # how it is recomputed; None to run it as it is
-    shared: Collection[OutputIndex] = ()  # memory with an input or another output
+    shared: Collection[OutputIndex] = ()  # outputs that share memory with others
     # Whether its backward depends on whether grad mode is on. Where nobody looked, as
     # for rules, it may.
     asks_grad_mode: bool = False
@@ -135,7 +135,7 @@ class Program:
         return False
 
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
-        """In a graph, refuse inputs that were changed in place since the forward."""
+        """Before a barrier, refuse inputs that changed since the forward."""
         del inputs
 
     def check_reached(

@@ -34,13 +34,13 @@ class _New(NamedTuple):
     """A container that is made anew."""
 
     kind: type
-    items: tuple[Any, ...]
+    items: tuple[Any, ...]  # of a dict, keys and values by turns
 
 
 class _HeldBetween(NamedTuple):
     """What an object held."""
 
-    entries: dict[Any, Any]
+    entries: dict[Any, Any]  # of an object, only those that changed since the call
     gone: Sequence[str] = ()
 
 

@@ -33,7 +33,9 @@ class Iterated:
 
     def __init__(self, value: Any, name: str) -> None:
         self._name = f"the {type(value).__name__} `{name}`"
-        self._stays = _gives_streams(value)
+        # One that is read to its end gives nothing again.
+        is_spent = type(value) is types.GeneratorType and value.gi_frame is None
+        self._stays = is_spent or _gives_streams(value)
         self._copy = value if self._stays else _copy_of(value)
         self._spent = _Spent(value, self._name)
 

@@ -59,8 +59,15 @@ class Dicts(Kind):
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
         base = self._base
         now = [*base.__iter__(holder)]
-        if len(now) != len(keys) or not all(map(operator.is_, now, keys)):
-            base.clear(holder)
+        if not _begin(now, keys):
+            # Other threads may read it meanwhile, so it is emptied only if it must be.
+            wanted = {*map(id, keys)}
+            gone = [key for key in now if id(key) not in wanted]
+            if _begin([key for key in now if id(key) in wanted], keys):
+                for key in gone:
+                    base.__delitem__(holder, key)
+            else:
+                base.clear(holder)
         if base is dict:
             dict.update(holder, zip(keys, values, strict=True))
             return
@@ -70,6 +77,11 @@ class Dicts(Kind):
     @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
         return self._base.__new__(kind)
+
+
+def _begin(now: Sequence[Any], keys: Sequence[Any]) -> bool:
+    """Say whether some keys are the first ones of others."""
+    return len(now) <= len(keys) and all(map(operator.is_, now, keys))
 
 
 class Attributes(Dicts):
@@ -194,6 +206,19 @@ def container_kind(kind: type) -> Kind | None:
     return next(
         (how for base, how in CONTAINERS.items() if issubclass(kind, base)), None
     )
+
+
+def refill(how: Kind, value: Any, keys: Sequence[Any], items: Sequence[Any]) -> None:
+    """Have a container that a run under torch.func was given hold these.
+
+    Sets get them in any order: the search of `write_set` is slow, and tensors stand in
+    for others there.
+    """
+    if isinstance(value, set):
+        set.clear(value)
+        set.update(value, items)
+    else:
+        how.write(value, keys, items)
 
 
 # --- Sets in the order in which they were read ---

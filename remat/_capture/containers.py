@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from remat._base.errors import CaptureError
 from remat._base.pytree import Registered
-from remat._capture.container_kinds import CONTAINERS
+from remat._capture.container_kinds import CONTAINERS, refill
 from remat._capture.holders import Kind
 from remat._capture.nodes import (
     Composite,
@@ -91,7 +91,7 @@ class ContainerNode(Composite):
         else:
             # It may hold itself.
             new = run.built[self.identity] = how.new(kind, (), self._limit)
-            how.put_back(new, self._filled_keys(run), self._filled(run))
+            refill(how, new, self._filled_keys(run), self._filled(run))
         if self.entries:
             entries = filled(self.entries, self.children, run)
             if FACTORY in entries:

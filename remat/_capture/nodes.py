@@ -31,7 +31,7 @@ class Rebuilding(Protocol):
     """What a node asks of a run."""
 
     tensors: Any
-    built: dict[int, Any]
+    built: dict[int, Any]  # by identity of what each stands for
 
     def make(self, node: "Composite") -> Any:
         """Return the value of a node that was not built yet."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
+from remat._capture.container_kinds import refill
 from remat._capture.containers import FACTORY
 from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
 from remat._capture.objects import set_attributes
@@ -148,7 +149,7 @@ def _change(node: Any, value: Any, build: _Build) -> None:
     for i, index in node.tensors:
         items[i] = build(TensorNode.of(index))
     # Past methods of the user's, which may do more than set an item.
-    node.how.put_back(value, keys, items)
+    refill(node.how, value, keys, items)
 
 
 # --- Where its tensors are ---

@@ -24,7 +24,7 @@ from typing_extensions import override
 from remat._base.code import VIEWED
 from remat._base.context import empty, here
 from remat._base.errors import CaptureError
-from remat._capture.container_kinds import container_kind
+from remat._capture.container_kinds import container_kind, refill
 from remat._capture.containers import ContainerNode, RegisteredNode
 from remat._capture.holders import MISSING, content_of
 from remat._capture.modules import HOOKS, REGISTRIES, ModuleNode, ViewNode
@@ -361,7 +361,7 @@ def _refill(value: Any, held: dict[Any, Any]) -> None:
     """Have a container hold this and nothing else."""
     how = container_kind(type(value))
     if how is not None and not how.frozen:
-        how.put_back(value, [*held], [*held.values()])
+        refill(how, value, [*held], [*held.values()])
 
 
 _REGISTERED = (

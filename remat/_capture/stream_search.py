@@ -12,6 +12,7 @@ import gc
 import random
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import islice
@@ -169,7 +170,7 @@ class StreamSearch:
             self.look_deeply(value)
             return ()
         if issubclass(kind, PARTS):
-            return parts_of(value)
+            return (*parts_of(value), *attributes(value).values())
         how = container_kind(kind)
         if how is not None:
             return _parts_of_container(value, how)
@@ -218,6 +219,8 @@ def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any
 
 def _parts_of_container(value: Any, how: Kind) -> Iterable[Any]:
     items = [*how.values([value])]
-    held = [*attributes(value).values(), getattr(value, "default_factory", None)]
+    held = [*attributes(value).values()]
+    if isinstance(value, defaultdict):  # of another, a user's `__getattr__` would run
+        held.append(value.default_factory)
     # A long list of numbers or words is looked at in one go.
     return held if _NOT_WALKED.issuperset(map(type, items)) else [*items, *held]

@@ -123,8 +123,8 @@ class _Solving:
             work = nest.whole.work + inside[m].work + rest.work
             if work < table[m].work:
                 # The linked lists are joined, and not copied.
-                picks = inside[m].picks, rest.picks
-                picks = rest.picks if inside[m].picks is None else picks
+                pick = inside[m].picks
+                picks = rest.picks if pick is None else (pick, rest.picks)
                 table[m] = _Cell(work, ((nest.key, WHOLE), picks))
         return table
 

@@ -85,7 +85,7 @@ class StepRecord:
 def record(
     step: TrainingStep, mode: Any, *, unless: Sequence[str] | None = None
 ) -> StepRecord | None:
-    """Run a step twice; return what it did, or None if it has some known operations."""
+    """Run a step twice; return what it did, or None if they are those of `unless`."""
     grads = gradients_of(step)
     alone, whole = StepRecorder(costs=False), StepRecorder(costs=True)
     with mode:

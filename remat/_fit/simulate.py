@@ -82,14 +82,13 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     if any(map(is_lazy, _leaves(step))):
         raise CaptureError(_LAZY)
 
-    def copy_of(value: Any) -> Any:
-        is_real = isinstance(mode, nullcontext)
-        return copy.deepcopy(value) if is_real else copied_as_fake(value, mode, device)
-
-    made = copy_of(step)
+    is_real = isinstance(mode, nullcontext)
+    made = copy.deepcopy(step) if is_real else copied_as_fake(step, mode, device)
     for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
         if tensor.grad is not None:
-            twin.grad = copy_of(tensor.grad.detach())
+            grad = tensor.grad.detach()
+            # A deep copy of a view has all of its storage.
+            twin.grad = grad.clone() if is_real else copied_as_fake(grad, mode, device)
         elif step.accumulates and twin.requires_grad:
             with mode:
                 twin.grad = torch.zeros_like(twin)

@@ -49,7 +49,10 @@ def at(number: int) -> At:
 
 
 class Ref:
-    """In place of a value that is not held."""
+    """In place of a value that is not held.
+
+    `ref` is None where its class has no weak references, `limit` is of a deque.
+    """
 
     __slots__ = ("id", "kind", "limit", "ref")
 

@@ -157,7 +157,9 @@ def plan(
     The policy saves the results of `saveable`. One that shares memory with another
     tensor, or is changed in place, is recomputed anyway; one that a collective
     overwrites is saved as the collective leaves it. `outputs` have cotangents (None
-    for all). Without `prune` all that is not saved is recomputed.
+    for all), `extra_roots` are more storages that are needed. With fewer outputs a plan
+    needs no more, and reads no more residuals. Without `prune` all that is not saved is
+    recomputed.
 
     Example:
         >>> sin = Op("sin")

@@ -41,7 +41,7 @@ from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved
 
 
-Ask = Callable[..., Any]
+Ask = Callable[..., Any]  # of (block, lowering, args): the options of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Examined:
 
     record: Record
     readers: Mapping[int, tuple[str, ...]]  # what reads each storage in the backward
-    sizes: Mapping[int, int]
+    sizes: Mapping[int, int]  # the bytes of each storage
     leaves: tuple[Leaf, ...]
     itself: frozenset[int]  # what the graph saves itself, without a handle
     situation: Situation
@@ -247,7 +247,7 @@ class Examined:
     inner: tuple[tuple[int, str], ...]
     calls: tuple[CallWithin, ...]  # the ones around before the ones inside
     exposed: frozenset[int]  # the storages whose memory Python reads or writes
-    kind: CallKind
+    kind: CallKind  # what calls that share its record have in common
     streams: tuple[str, ...]
 
 

@@ -254,8 +254,8 @@ def counts(entries: Iterable[StorageNote]) -> dict[int, int]:
 class Inputs:
     """The arguments to run on, and the tensors and streams that a function reaches.
 
-    Those are `args` and `kwargs`, in which stand-ins are for some of `tensors`: passed
-    or captured. `run_on` has for each of `tensors` itself or its stand-in.
+    `tensors` are passed or captured; `run_on` has each itself, or its stand-in. `args`
+    and `kwargs` are what to run on.
     """
 
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

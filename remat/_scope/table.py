@@ -39,9 +39,8 @@ class ValueEntry:
     def __init__(self, table: "ValueTable", made: Made, tensor: Tensor) -> None:
         self.table, self.made = table, made
         self.key = storage_id(tensor)
-        self._ref = StorageRef(
-            tensor.untyped_storage()
-        )  # so that the key stays its own
+        # So that the key stays its own.
+        self._ref = StorageRef(tensor.untyped_storage())
         # Of the storage when it held the value; None while it is not known.
         self.version: int | None = version_of(tensor)
         self.ties: dict[int, weakref.ref[Tensor]] = {}  # tensors that keep this alive

@@ -690,7 +690,7 @@ class Vjp(Program):
         self,
         program: Program,
         evaluation: Evaluation,
-        arity: int,
+        arity: int,  # primals that the node saved: inputs and residuals
         wanted: Sequence[InputIndex],
         given: Sequence[OutputIndex],
     ) -> None:

@@ -82,8 +82,8 @@ class SavedInputs:
         self,
         inputs: Sequence[Tensor],
         needs: list[bool],
-        first: int,
-        buffers: Mapping[int, bool],
+        first: int,  # from here on all are parameters
+        buffers: Mapping[int, bool],  # may be updated; whether registered
         hooks: Any,
         *,
         nested: bool,

@@ -190,7 +190,7 @@ class Dual(Below):
     ) -> None:
         super().__init__(program, needs)
         self._given, self.count = given, 0
-        self.is_split = True in needs
+        self.is_split = True in needs  # then its node is of values alone
         self._marked = self.is_split and program.is_forward
         self.positions: list[int] | None = None
         self._versions: Sequence[int | None] | None = None
@@ -275,8 +275,8 @@ class Duals(NamedTuple):
 class DualResults(NamedTuple):
     """What a program in forward mode gave, taken apart."""
 
-    outs: Sequence[Any]
-    tangents: Mapping[int, Tensor]
+    outs: Sequence[Any]  # and what updated inputs held before
+    tangents: Mapping[int, Tensor]  # by index of output
     evaluation: Evaluation
 
     def joined(self, outs: Sequence[Any]) -> list[Any]:

@@ -193,25 +193,6 @@ _SEGMENTS = (
     "leave it out of the graph (`torch.compiler.disable`)."
 )
 _PROGRESS = (
-    "remat: progress= takes a function of the number of steps done; got {got!r}."
-)
-_UNKNOWN = (
-    "remat: {label} cannot be compiled: how many steps there are depends on values. "
-    "Leave it out of the compiled function (`torch.compiler.disable`)."
-)
-_SCHEDULE = (
-    "remat: {label} is a part of a graph, which cannot follow {kind} checkpoints. "
-    "About sqrt(n) segments are recomputed instead. To choose how many, pass "
-    "checkpoints=schedules.Uniform(k); to follow them, leave it out of the graph "
-    "(`torch.compiler.disable`)."
-)
-_BUDGET = (
-    "remat: {label} is a part of a graph, where no step is measured: its budget is not "
-    "kept. About sqrt(n) segments are recomputed instead. To choose how many, pass "
-    "checkpoints=schedules.Uniform(k); to keep the budget, leave it out of the graph "
-    "(`torch.compiler.disable`)."
-)
-_PROGRESS = (
     "remat: {label} is a part of a graph, which runs without Python: progress= is not "
     "called. Leave it out of the graph to see it (`torch.compiler.disable`)."
 )

@@ -315,13 +315,14 @@ _DEBUG = (
 
 def _under(first: Any, second: Any, fn: Fn) -> Fn:
     """Return a function that runs under one context first, then under another."""
-    runs = Opaque(enumerate(itertools.chain((first,), itertools.repeat(second))))
+    contexts = Opaque([second, first])  # the first is let go of with its run
 
     def under(*args: Any, **kwargs: Any) -> Any:
-        number, context = next(runs.value)
+        is_forward = len(contexts.value) > 1
+        context = contexts.value.pop() if is_forward else contexts.value[0]
         with context:
             return fn(*args, **kwargs)
-        if number == 0:
+        if is_forward:
             raise RematError(_SUPPRESSED)
         return None
 

@@ -24,8 +24,9 @@ class ByName(Policy):
 
     def decide(self, op: Op) -> bool:
         """Say whether the value has such a name."""
-        found = op.names - self.these if self.other else op.names & self.these
-        return bool(found)
+        if self.other:
+            return not self.these.issuperset(op.names)
+        return not self.these.isdisjoint(op.names)
 
     @property
     @override

@@ -136,6 +136,7 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
         <Decision.SAVE: 3>
     """
     checked(operator, "register_dot")
+    batched = bool(batched)
     have = _batched(operator)
     if have is None:
         # It is atomic, so threads that register need no lock.

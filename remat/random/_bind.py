@@ -290,7 +290,7 @@ class _BindBlock:
 
     def __call__(self, fn: _F) -> _F:
         block = functools.partial(_BindBlock, self._key)
-        return in_block(block, fn, _LATER)
+        return in_block(block, fn, _LATER, "__name__")
 
 
 def bind(key: KeyLike) -> _BindBlock:

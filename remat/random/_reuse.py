@@ -73,10 +73,10 @@ class _CheckedBlock(AbstractContextManager[None]):
         _of_block.reset(self._tokens.pop())
 
     def __call__(self, fn: F) -> F:
-        return in_block(_CheckedBlock, fn, _RUNS_LATER)
+        return in_block(_CheckedBlock, fn, _RUNS_LATER, "__qualname__")
 
 
-def in_block(block: Callable[[], Any], fn: F, refusal: str) -> F:
+def in_block(block: Callable[[], Any], fn: F, refusal: str, name: str) -> F:
     """Return a function that runs in a new block in each call."""
     asks = (
         inspect.isgeneratorfunction,
@@ -84,7 +84,7 @@ def in_block(block: Callable[[], Any], fn: F, refusal: str) -> F:
         inspect.isasyncgenfunction,
     )
     if any(ask(f) for ask in asks for f in (fn, type(fn).__call__)):
-        raise TypeError(refusal.format(name=getattr(fn, "__qualname__", fn)))
+        raise TypeError(refusal.format(name=getattr(fn, name, fn)))
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:

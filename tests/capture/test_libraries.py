@@ -283,6 +283,14 @@ def test_a_package_that_is_installed_later_is_recognized(machine):
     assert installed.is_installed(str(folder / machine.name / "__init__.py"))
 
 
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(installed, "_SIZE", 10)
+    monkeypatch.setattr(installed, "_answers", installed._Answers())
+    for n in range(30):
+        assert not installed.is_installed(f"/mine/{n}.py")
+    assert len(installed._answers.of) == 10
+
+
 # --- What is not a folder of packages ---
 
 

@@ -20,7 +20,8 @@ from torch.func import grad
 from torch.utils._pytree import tree_map
 
 from remat import RecomputeError, policies, remat
-from remat.testing import count_ops
+from remat._capture import container_kinds
+from remat.testing import assert_same, count_ops
 
 
 class Holder:
@@ -490,3 +491,123 @@ def test_a_table_that_a_cache_of_the_standard_library_holds(options):
     # run again as it is.
     count = 7 if options else 6
     assert_replayed(program, wrap=with_options, tanh=(3, count))
+
+
+# --- What a run under torch.func is given in place of containers ---
+
+
+def func_gradient(fn):
+    x = torch.linspace(0.1, 1, 4)
+    with count_ops() as ops:
+        ours = torch.func.grad(lambda x: remat(fn)(x).sum())(x)
+    return ours, torch.func.grad(lambda x: fn(x).sum())(x), ops
+
+
+def test_a_set_is_made_again_without_a_search_for_its_order(monkeypatch):
+    searched = []
+    monkeypatch.setattr(container_kinds, "write_set", lambda *_: searched.append(1))
+    words, made = {f"word {i}" for i in range(300)}, []
+
+    def fn(x):
+        made.append({f"new {i}" for i in range(60)})
+        words.add(f"call {len(made)}")
+        return (x * (1 + len(words - {"none"}))).sin().exp()
+
+    ours, _, ops = func_gradient(fn)
+    assert not searched
+    assert ours.isfinite().all()
+    assert (ops["sin"], ops["exp"]) == (2, 2)
+    assert {"call 1", "word 299"} <= words
+
+
+class ByAttribute(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Growing(dict):
+    def __getattr__(self, name):
+        return self.setdefault(name, Growing())
+
+
+class Configured:
+    options = ByAttribute(scale=2.0), Growing(scale=3.0)
+
+
+def test_a_search_asks_dicts_for_no_attribute():
+    def fn(x):
+        first, second = Configured.options
+        return (x * first["scale"] * second["scale"]).sin().exp()
+
+    ours, plain, ops = func_gradient(fn)
+    assert_same(ours, plain)
+    assert ops["sin"] == 2
+    assert [*Configured.options[1]] == ["scale"]
+
+
+class Noisy(property):
+    def __init__(self, seed):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+
+def with_attribute(seed):
+    fn = functools.partial(torch.sin)
+    fn.generator = torch.Generator().manual_seed(seed)
+    return fn
+
+
+class Streams:
+    noisy, part = Noisy(1), with_attribute(2)
+
+
+@pytest.mark.parametrize("name", ["noisy", "part"])
+def test_streams_of_attributes_of_what_classes_hold_are_set_back(name):
+    generator = vars(Streams)[name].generator
+    fn = lambda x: (x * torch.rand(4, generator=generator)).sin().exp()
+    before = generator.get_state()
+    x = torch.linspace(0.1, 1, 4)
+    plain = torch.func.grad(lambda x: fn(x).sum())(x)
+    generator.set_state(before)
+    found = lambda x: (x * torch.rand(4, generator=vars(Streams)[name].generator)).sin()
+    with count_ops() as ops:
+        ours = torch.func.grad(lambda x: remat(lambda x: found(x).exp())(x).sum())(x)
+    assert_same(ours, plain)
+    assert ops["sin"] == 2
+
+
+def test_a_dict_that_gets_a_key_is_never_empty(monkeypatch):
+    table = OrderedDict((f"key {i}", 2.0) for i in range(5))
+    cleared = []
+
+    class Watched(OrderedDict):
+        def clear(self):
+            cleared.append(1)
+            super().clear()
+
+    watched = Watched(table)
+    how = container_kinds.container_kind(Watched)
+    monkeypatch.setattr(how, "_base", Watched)
+    keys, values = how.held(watched)
+    how.write(watched, [*keys, "new"], [*values, 3.0])
+    assert [*watched.items()][-1] == ("new", 3.0)
+    how.write(watched, keys[1:], values[1:])  # one is gone
+    assert [*watched] == keys[1:]
+    assert not cleared
+    how.write(watched, keys[::-1], values)
+    assert [*watched] == keys[::-1]
+    assert cleared == [1]
+
+
+def test_a_generator_that_was_at_its_end_gives_nothing_again():
+    numbers = (n for n in [2.0])
+    assert [*numbers] == [2.0]
+
+    def fn(x):
+        for n in numbers:
+            x = x * n
+        return x.sin().exp()
+
+    ours, plain, ops = func_gradient(fn)
+    assert_same(ours, plain)
+    assert ops["sin"] == 2

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import warnings
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -105,6 +106,23 @@ def test_the_contexts_see_the_forward_and_the_recompute(checkpoint):
     assert (first.entered, second.entered) == (1, 2)
     assert (second.ops["sin"], second.ops["exp"], second.ops["cos"]) == (1, 1, 0)
     assert_same(x.grad, 2 * SLOPE)
+
+
+@both
+def test_the_first_context_is_let_go_of_after_the_forward(checkpoint):
+    """16: it may hold tensors."""
+    x, refs, second = leaf(3), [], Counting()
+
+    def context_fn():
+        first = Counting()
+        refs.append(weakref.ref(first))
+        return first, second
+
+    out = checkpoint(sin_exp, x, context_fn=context_fn)
+    assert [ref() for ref in refs] == [None]
+    out.sum().backward()
+    assert (second.entered, second.ops["sin"]) == (1, 1)
+    assert_same(x.grad, SLOPE)
 
 
 @both

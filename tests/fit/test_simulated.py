@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat import policies
 from remat._fit.meter import allocated
-from remat._fit.simulate import TrainingStep, simulate, undisturbed
+from remat._fit.simulate import TrainingStep, copied, simulate, undisturbed
 from remat._torch import fake_mode
 from remat.testing import memory_timeline
 
@@ -192,6 +193,16 @@ def test_gradients_that_exist_count():
     first = simulated(model, (WIDE,))
     model(WIDE).sum().backward()
     assert simulated(model, (WIDE,)).resident == first.resident + 4 * 65 * 64
+
+
+def test_a_gradient_that_is_a_view_is_copied_alone():
+    model = nn.Linear(64, 64, bias=False)
+    flat = torch.ones(100, 64, 64)
+    model.weight.grad = flat[3]
+    step = TrainingStep(model, (WIDE,), {}, None)
+    grad = copied(step, nullcontext(), CPU).fn.weight.grad
+    assert grad.untyped_storage().nbytes() == 4 * 64 * 64
+    assert torch.equal(grad, flat[3])
 
 
 def test_storages_are_counted_once():

@@ -130,9 +130,11 @@ def test_a_dot_of_ones_own_is_registered():
     assert dots_with_no_batch_dims_saveable(o) is SAVE
 
 
-def test_a_dot_with_batch_dimensions_is_registered():
-    register_dot(custom("batched"), batched=True)
-    o = op(torch.ops.remat_tests.batched.default, (2, 3), (3, 4))
+@pytest.mark.parametrize("batched", [True, 1])
+def test_a_dot_with_batch_dimensions_is_registered(batched):
+    name = f"batched_{type(batched).__name__}"
+    register_dot(custom(name), batched=batched)
+    o = op(getattr(torch.ops.remat_tests, name).default, (2, 3), (3, 4))
     assert dots_saveable(o) is SAVE
     assert dots_with_no_batch_dims_saveable(o) is RECOMPUTE
 

@@ -311,8 +311,9 @@ def test_with_an_assignment_to_data_a_policy_is_given_up_with_a_warning(option):
     assert ops["mm"] == 2 + 1
 
 
-def test_another_assignment_to_data_is_refused_and_undone():
-    module = Halved(3, 3)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_another_assignment_to_data_is_refused_and_undone(is_frozen):
+    module = Halved(3, 3).requires_grad_(not is_frozen)
     y = remat(module)(leaf())
     weight = module.weight.detach().clone()
     for _ in range(2):

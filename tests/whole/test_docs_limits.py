@@ -345,6 +345,20 @@ def test_a_gradient_costs_what_the_inputs_asked_for_cost():
 # --- Forward mode ---
 
 
+def test_a_tangent_that_plain_leaves_none_is_none():
+    both = lambda x, y: (x.sin(), y.exp())
+    x, y = torch.ones(3), ones(3)
+    with forward_ad.dual_level(), count_ops() as ops:
+        dual = forward_ad.make_dual(x, torch.ones(3))
+        plain = forward_ad.unpack_dual(both(dual, y)[1])
+        outs = remat(both)(dual, y)
+        ours = forward_ad.unpack_dual(outs[1])
+        outs[1].sum().backward()
+    assert plain.tangent is None
+    assert ours.tangent is None
+    assert ops["exp"] == 3
+
+
 def test_a_constant_requires_no_grad_under_forward_mode():
     x, y = torch.ones(3), ones(3)
     with forward_ad.dual_level(), count_ops() as ops:
