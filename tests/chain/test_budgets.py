@@ -104,7 +104,7 @@ def steps_run(run, *tensors, **options):
     return found, ops["tanh"]
 
 
-@rows("run, steps", LOOPS, fast=("scan", "while_loop", "sequential"))
+@rows("run, steps", LOOPS, fast=("scan",))
 def test_what_is_held_stays_below_the_budget(run, steps):
     """More bytes run fewer steps again. One byte less than the least is refused."""
     few = least(run, X, US, W)
@@ -135,6 +135,7 @@ def looped(body, steps=N):
     return run
 
 
+@pytest.mark.slow
 def test_the_disk_spares_steps():
     def body(x, us, w):
         for _ in range(4):
@@ -233,7 +234,11 @@ OTHERS = {
 }
 
 
-@rows("run, factor, runs", OTHERS)
+@rows(
+    "run, factor, runs",
+    OTHERS,
+    fast=("steps that format", "carries that pass states on, more bytes"),
+)
 def test_other_loops_keep_a_budget(run, factor, runs):
     budget = factor * least(run, X, US, W)
     found, ran = steps_run(run, X, US, W, budget=budget)
@@ -361,6 +366,7 @@ def test_steps_that_are_alike_are_measured_once(times):
     assert len(times) == 3
 
 
+@pytest.mark.slow
 def test_a_policy_is_measured_too():
     x, us, w = (t[..., :20].contiguous() for t in (X, US, W[:20]))
 

@@ -465,6 +465,7 @@ class Twice(nn.Module):
         return self.again(x)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_called_twice_have_one_option():
     model = Twice()
     budget = int(0.9 * simulated(model, (X,), {}, square).peak)

@@ -108,7 +108,7 @@ MORE = {
     "autocast": (Autocast, (X,), {}, lambda out: out.float().square().mean()),
 }
 
-SLOW = "mlps", "tied lm", "unet", "llama"
+SLOW = "mlps", "tied lm", "unet", "llama", "mixed", "autocast"
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
@@ -142,6 +142,7 @@ def test_the_comparison_fails_for_a_plan_that_is_over_its_budget():
         assert_plan_holds(worse, model, (X,), {}, square)
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_function_wraps_it_or_is_applied_to_its_model():
     model = Lm()
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from support.pruning import call_caches, forget_calls, strikes
-from support.tables import crossed
+from support.tables import crossed, sampled
 from support.transforms import ALL, some
 from support.zoo import (
     ZOO,
@@ -177,7 +177,7 @@ def assert_same_thrice(transform, case, policy, prune=True):
     return plain, work
 
 
-@crossed("policy, case, how", CASES, FIRST, each=3)
+@crossed("policy, case, how", CASES, FIRST, each=2)
 def test_a_first_derivative(policy, case, how):
     plain, work = assert_same_thrice(FIRST[how], case, policy)
     assert work[1] == work[2]
@@ -185,7 +185,7 @@ def test_a_first_derivative(policy, case, how):
         assert work[2] > plain, "it recomputes"
 
 
-@crossed("policy, case, how", CASES, SECOND, each=2)
+@crossed("policy, case, how", CASES, SECOND)
 def test_a_second_derivative(policy, case, how):
     assert_same_thrice(SECOND[how], case, policy)
 
@@ -233,10 +233,12 @@ def test_one_record_serves_all_transforms_in_any_order(policy):
 
 @pytest.mark.parametrize(
     ("inner", "outer"),
-    [
-        *(("None", "dots"), ("dots", "names"), ("names", "everything")),
-        *(("everything", "None"), ("names", "names")),
-    ],
+    sampled(
+        [
+            *(("None", "dots"), ("dots", "names"), ("names", "everything")),
+            *(("everything", "None"), ("names", "names")),
+        ]
+    ),
 )
 def test_calls_are_nested_under_two_policies(inner, outer):
     def nested(wrap_inner, wrap_outer):

@@ -11,7 +11,7 @@ import random as python_random
 import numpy as np
 import pytest
 import torch
-from support.tables import rows
+from support.tables import crossed, rows
 from support.zoo import leaves_of, plainly
 from torch import nn
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
@@ -348,8 +348,7 @@ def by_trace_of_vmap(f):
         yield from zip(XS, *traced(XS, keys), strict=True)
 
 
-@pytest.mark.parametrize("path", [by_trace, by_trace_of_vmap])
-@rows("source", KEYED)
+@crossed("path, source", [by_trace, by_trace_of_vmap], KEYED.values())
 def test_a_traced_gradient_is_of_the_masks_of_the_key_it_is_given(path, source):
     assert evaluations(path, source(remat)) == 2 * evaluations(path, source(plainly))
     assert differ(g == 0 for _, g, _ in [*path(source(remat))][:4])

@@ -84,6 +84,7 @@ def test_the_version_is_that_of_the_installed_package():
     assert remat.__version__ == importlib.metadata.version("remat")
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_is_imported(tmp_path):
     # An environment that has all packages of this one but remat.
     for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:

@@ -111,7 +111,7 @@ def _collector_sees_all():
 
 
 # Each looks at all objects of the process, of which pytest has very many.
-FAST = {("attribute", "grad"), ("attribute", "chain"), ("variable", "grad")}
+FAST = {("attribute", "grad"), ("variable", "chain")}
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_variable_of_the_environment_shows_all():
     env = {**os.environ, "REMAT_FULL_TRACEBACK": "1"}
     run = [sys.executable, "-c", SCRIPT]

@@ -101,7 +101,7 @@ def test_an_effect_is_refused_in_a_full_graph(effect, way, capsys):
     "backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"]
 )
 @rows("way", WAYS, fast=["inside"])
-@rows("effect", EFFECTS)
+@rows("effect", EFFECTS, fast=["appending", "storing"])
 def test_an_effect_breaks_the_graph_and_happens_once_in_each_call(
     effect, way, backend, capsys
 ):
@@ -173,7 +173,7 @@ BREAKS = {
 
 @pytest.mark.filterwarnings("default")  # Dynamo's, of what it was told not to compile
 @rows("backend", {k: k for k in ("eager", "aot_eager")}, fast=["aot_eager"])
-@rows("program", BREAKS)
+@rows("program", BREAKS, fast=["break_inside", "break_between"])
 def test_a_graph_may_break(program, backend):
     reassociated = program is break_between
     assert_traced(

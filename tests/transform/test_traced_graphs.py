@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tables import rows
+from support.tables import rows, sampled
 from support.traced import W, X, block, operations, ran
 from support.zoo import leaves_of, plainly
 from torch import nn
@@ -239,9 +239,7 @@ def test_an_export_of_a_rematerialized_module_is_plains(strict):
 
 @pytest.mark.filterwarnings("default")  # inductor warns of slow numerics
 @rows("compiles_forward", {"eager": False, "compiled": True}, fast=["eager"])
-@pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", sampled(["aot_eager", "eager", "inductor"]))
 def test_a_backward_of_compiled_autograd_gives_what_plain_gives(
     backend, compiles_forward
 ):
