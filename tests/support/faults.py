@@ -261,8 +261,8 @@ FAULTS = [
     Fault(
         "an entry that a forward deletes stays in the user's dict",
         CAPTURE + "runs.py",
-        "        how.put_back(value, [*held], [*held.values()])",
-        "        held = {**value, **held} if isinstance(value, dict) else held\n        how.put_back(value, [*held], [*held.values()])",
+        "        refill(how, value, [*held], [*held.values()])",
+        "        held = {**value, **held} if isinstance(value, dict) else held\n        refill(how, value, [*held], [*held.values()])",
         ("tests/capture/test_state.py", "tests/capture/test_objects.py"),
     ),
     Fault(
