@@ -207,7 +207,10 @@ def test_a_call_of_four_operations_is_few_calls_in_python():
 
     fn = remat(lambda w, x: (w @ (w @ x).tanh()).tanh())
     assert ops_of(lambda: fn(*leaves_of(W, X)).sum().backward())["tanh"] == 2 * 2
-    forward, y = python_calls(partial(fn, *leaves_of(W, X)))
-    backward, _ = python_calls(partial(y.backward, torch.ones_like(y)))
-    assert forward <= 70
-    assert backward <= 70
+    forwards, backwards = [], []
+    for _ in range(3):  # in one of them the collector may call finalizers
+        count, y = python_calls(partial(fn, *leaves_of(W, X)))
+        forwards.append(count)
+        backwards.append(python_calls(partial(y.backward, torch.ones_like(y)))[0])
+    assert min(forwards) <= 70
+    assert min(backwards) <= 70
