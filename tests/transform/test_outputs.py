@@ -3,8 +3,12 @@
 import pytest
 import torch
 from support.compositions import assert_derivatives
-from support.zoo import X, leaves_of, positional
+from support.tables import rows
+from support.zoo import W, X, leaves_of, positional
 from torch.func import grad, jvp, vjp, vmap
+
+from remat import remat
+from remat.testing import assert_same, count_ops
 
 
 HOWS = [
@@ -134,3 +138,25 @@ INSIDE = {
 def test_derivatives_inside(program, how):
     # Reassociated: w is used twice in the call, and its gradient is of second order.
     assert_derivatives(how, INSIDE[program], positional, reassociated=True)
+
+
+SHARED = {
+    "a result and its transpose": lambda w: ((y := (w @ w).tanh()), y.t()),
+    "a result and the input's": lambda w: (w.tanh(), w.t()),
+    "two rows": lambda w: (w @ w).tanh().unbind()[:2],
+}
+
+
+@rows("fn", SHARED)
+def test_results_that_share_memory_have_graphs_at_all_levels(fn):
+    def twice(fn):
+        def loss(w):
+            first, second = fn(w)
+            return (first.sin() * second).sum()
+
+        return grad(lambda w: grad(loss)(w).square().sum())
+
+    with count_ops() as ops:
+        ours = twice(remat(fn))(W)
+    assert_same(ours, twice(fn)(W), reassociated=True)
+    assert ops["tanh"] == 2 * 2
