@@ -116,3 +116,12 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], types.ModuleType
     pytest.importorskip("rich", reason="needs the extra `viz`")
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     return importlib.import_module
+
+
+@pytest.fixture
+def pyplot() -> Iterator[types.ModuleType]:
+    """matplotlib's, drawing to memory; all figures are closed afterwards."""
+    pytest.importorskip("matplotlib").use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    yield pyplot
+    pyplot.close("all")

@@ -27,7 +27,7 @@ from remat._capture.objects import by_class
 
 
 class Dicts(Kind):
-    """Dicts, and the dicts of objects."""
+    """Dicts, and the dicts of objects and functions, which threads read meanwhile."""
 
     keyed = True
 
@@ -60,7 +60,7 @@ class Dicts(Kind):
         base = self._base
         now = [*base.__iter__(holder)]
         if not _begin(now, keys):
-            # Other threads may read it meanwhile, so it is emptied only if it must be.
+            # It is emptied only if the order differs.
             wanted = {*map(id, keys)}
             gone = [key for key in now if id(key) not in wanted]
             if _begin([key for key in now if id(key) in wanted], keys):
@@ -84,27 +84,7 @@ def _begin(now: Sequence[Any], keys: Sequence[Any]) -> bool:
     return len(now) <= len(keys) and all(map(operator.is_, now, keys))
 
 
-class Attributes(Dicts):
-    """The dicts of objects and functions, which threads read meanwhile.
-
-    They are never empty for a moment.
-    """
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        now = [*holder]
-        same = len(now) >= len(keys) and all(map(operator.is_, now, keys))
-        if not same:  # the order differs, or some are gone
-            super().write(holder, keys, values)
-            return
-        for key, value in zip(keys, values, strict=True):
-            if holder[key] is not value:
-                holder[key] = value
-        for key in now[len(keys) :]:
-            del holder[key]
-
-
-class Owned(Attributes):
+class Owned(Dicts):
     """The dicts of values that have no weak references, as instances of a tuple's."""
 
     adds = True
@@ -191,7 +171,7 @@ class Factories(Kind):
 _factory_of = operator.attrgetter("default_factory")
 
 
-ATTRIBUTES, OWNED, FACTORIES = Attributes(dict), Owned(dict), Factories()
+ATTRIBUTES, OWNED, FACTORIES = Dicts(dict), Owned(dict), Factories()
 # By the base class, the more special one first.
 CONTAINERS: dict[type, Kind] = {
     OrderedDict: Dicts(OrderedDict),

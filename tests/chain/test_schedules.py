@@ -463,15 +463,6 @@ def test_a_chain_without_steps_holds_nothing():
     assert not [*held(Binomial(3), 0)]
 
 
-@pytest.fixture
-def pyplot():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    yield pyplot
-    pyplot.close("all")
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_the_plot_draws_what_is_held(pyplot, schedule):
     axes = plot(schedule, 50)

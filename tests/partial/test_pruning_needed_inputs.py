@@ -104,14 +104,20 @@ def test_a_branch_taken_in_the_recomputation_only_is_an_error(monkeypatch):
         torch.autograd.grad(loss, (x, w))
 
 
-def test_a_read_by_python_now_and_then_is_an_error_once():
-    """No operation shows it. The input is kept ever after."""
+def reading_now_and_then():
+    """A function, and the flag that has Python read its input."""
     flag = {"on": False}
 
     def fn(x, w):
         factor = float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5
         return (w * factor).sin() + x
 
+    return fn, flag
+
+
+def test_a_read_by_python_now_and_then_is_an_error_once():
+    """No operation shows it. The input is kept ever after."""
+    fn, flag = reading_now_and_then()
     ours = warmed(fn, X, W)
     flag["on"] = True
     with pytest.raises(
@@ -138,12 +144,7 @@ def test_nothing_is_let_go_until_a_recomputation_went_well():
 
 def test_a_read_by_python_of_a_leaf_is_no_error():
     """A leaf is never let go."""
-    flag = {"on": False}
-
-    def fn(x, w):
-        factor = float(x.detach().numpy()[0, 0]) if flag["on"] else 1.5
-        return (w * factor).sin() + x
-
+    fn, flag = reading_now_and_then()
     ours = warmed(fn, X, W)
     flag["on"] = True
     for _ in range(2):

@@ -371,15 +371,6 @@ def test_a_long_text_may_be_broken_into_lines_in_a_notebook():
     assert ["nowrap" in cell for cell in cells] == [True, False]
 
 
-@pytest.fixture
-def pyplot():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    yield pyplot
-    pyplot.close("all")
-
-
 def test_as_bars(pyplot):
     found, _ = reports()
     axes = found.plot()

@@ -166,14 +166,6 @@ def test_a_timeline_is_a_value_that_shows_as_a_table():
     assert "<table" in found._repr_html_()
 
 
-@pytest.fixture
-def pyplot():
-    pytest.importorskip("matplotlib").use("Agg")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    yield pyplot
-    pyplot.close("all")
-
-
 def test_a_timeline_is_drawn_in_mib(pyplot):
     found = memory_timeline(backward_of(sines(4)))
     axes = found.plot()
