@@ -1,25 +1,23 @@
-"""State that a function changes is changed once, of each kind and wherever it is."""
+"""State that a function changes is changed once under torch.func, wherever it is.
 
-import argparse
+Under base autograd it is a theme of `support.adversarial`.
+"""
+
 import functools
-import sys
 import types
-import weakref
-from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
 
-import numpy as np
 import pytest
 import torch
 from support.as_plain import leaf
-from support.runs import assert_replayed, replayed
-from support.tables import crossed, rows
-from support.zoo import make, ops_of
+from support.runs import replayed
+from support.tables import crossed
+from support.zoo import ops_of
 from torch import nn
 from torch.func import grad
 from torch.utils._pytree import tree_map
 
-from remat import RecomputeError, policies, remat
+from remat import remat
 from remat._capture import container_kinds
 from remat.testing import assert_same, count_ops
 
@@ -161,86 +159,13 @@ WHERE = {
 }
 
 
-def in_each_place(each):
-    return crossed("change, where", CHANGES, WHERE, each=each)
-
-
-@in_each_place(3)
-@replayed(sin=4)
-def test_each_call_is_recomputed_with_the_state_that_it_read(wrap, where, change):
-    x = leaf(2)
-    call, state = WHERE[where](wrap, CHANGES[change])
-    first = call(x).sum()
-    second = call(x).sum()
-    first.backward()  # after the state has changed twice
-    second.backward()
-    return state.tell(), x.grad
-
-
-@in_each_place(1)
-@replayed(sin=6)
-def test_state_is_changed_once_by_each_of_several_steps(wrap, where, change):
-    x = leaf(2)
-    call, state = WHERE[where](wrap, CHANGES[change])
-    for _ in range(3):
-        call(x).sum().backward()
-    return state.tell(), x.grad
-
-
-@in_each_place(2)
+@crossed("change, where", CHANGES, WHERE, each=2)
 @replayed(sin=4)
 def test_state_is_changed_once_under_grad(wrap, where, change):
     call, state = WHERE[where](wrap, CHANGES[change])
     found = grad(lambda x: (call(x) + call(x)).sum())(leaf(2).detach())
     # The tensors may be dead ones of the transform.
     return tree_map(lambda leaf: None, state.tell()), found
-
-
-def rebinds_a_nonlocal():
-    state = torch.zeros(4, 4)
-
-    def fn(x):
-        nonlocal state
-        state = state + x.detach()
-        return (x + state).sin().exp()
-
-    return fn, lambda: state
-
-
-def rebinds_a_global():
-    sys.modules[__name__].TOTAL = torch.zeros(4, 4)
-
-    def fn(x):
-        global TOTAL
-        TOTAL = TOTAL + 1
-        return (x + TOTAL).sin().exp()
-
-    return fn, lambda: TOTAL
-
-
-@pytest.mark.parametrize("make", [rebinds_a_nonlocal, rebinds_a_global])
-@replayed(sin=2 * 3)
-def test_a_variable_is_rebound_once(wrap, make):
-    x, (fn, value) = leaf(), make()
-    for _ in range(3):
-        wrap(fn)(x).sum().backward()
-    return value(), x.grad
-
-
-def grows(x, log):
-    log.append(x.detach())
-    return (x * log[0] * len(log)).sin().exp().sum()
-
-
-def by_backward(fn, x):
-    return torch.autograd.grad(fn(x), x)
-
-
-@pytest.mark.parametrize("how", [by_backward, lambda fn, x: grad(fn)(x.detach())])
-@replayed(sin=2 * 2)
-def test_a_list_of_tensors_in_an_argument_is_changed_once(wrap, how):
-    log, call, x = [], wrap(grows), leaf()
-    return how(lambda x: call(x, log) + call(2 * x, log), x), len(log)
 
 
 # --- What a forward deletes, and new lists -----------------------------------------
@@ -285,212 +210,6 @@ def test_what_was_set_between_forward_and_backward_stays_under_torch_func():
     assert torch.equal(pull(torch.ones(4))[0], x.cos())  # as counted in the forward
     assert torch.equal(y, x.sin())
     assert holder.count == 10
-
-
-# --- A recompute reads what the call read, and what it changes is dropped ---
-# The forward runs on the user's own objects. A recompute runs on a snapshot of the
-# call: whatever the forward changed, and whatever was changed since, is as it was,
-# or it is an error that names it.
-
-
-# --- State that the forward changes ---
-
-
-class Cache:
-    """Grows at every use, as those of language models do, and is empty at first."""
-
-    def __init__(self):
-        self.keys = None
-
-    def update(self, key):
-        self.keys = key if self.keys is None else torch.cat([self.keys, key])
-        return self.keys
-
-
-@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
-def test_a_cache_that_is_empty_at_the_call(policy):
-    def program(wrap):
-        layer, cache = nn.Linear(4, 4).double(), Cache()
-
-        def attend(x, cache):
-            keys = cache.update(layer(x))
-            return (x @ keys.T).softmax(-1) @ keys
-
-        call = wrap(attend)
-        first = call(leaf(2), cache)
-        second = call(leaf(3), cache)
-        (first.sum() + second.square().sum()).backward()
-        assert cache.keys.shape == (8, 4)
-        return cache.keys, [p.grad for p in layer.parameters()]
-
-    with_policy = lambda fn: remat(fn, policy=policy)
-    assert_replayed(program, wrap=with_policy, _softmax=4)
-
-
-@replayed(tanh=4)
-def test_a_value_with_a_graph_that_is_memoised(wrap):
-    w, memo = leaf(1), {}
-
-    def scale(w):
-        if "scale" not in memo:
-            memo["scale"] = w.exp().cos()
-        return memo["scale"]
-
-    call = wrap(lambda x: (x * scale(w)).tanh())
-    (call(make(4, 4, seed=2)) + call(make(4, 4, seed=3))).sum().backward()
-    return w.grad, memo["scale"].detach()
-
-
-# --- Containers and variables ---
-
-
-@dataclass
-class Config:
-    steps: list = field(default_factory=list)
-
-
-def add_one(array):
-    array += 1
-
-
-# A container, how the function and the caller change it, and what is read of it.
-KINDS = {
-    "list": (lambda: [1], lambda c: c.append(2), len),
-    "dict": (lambda: {"a": 1}, lambda c: c.update(b=2), len),
-    "ordered dict": (lambda: OrderedDict(a=1), lambda c: c.update(b=2), len),
-    "default dict": (lambda: defaultdict(list), lambda c: c["new"].append(2), len),
-    "set": (lambda: {1}, lambda c: c.add(2), len),
-    "deque": (lambda: deque([1]), lambda c: c.appendleft(2), len),
-    "namespace": (
-        lambda: argparse.Namespace(n=1),
-        lambda c: setattr(c, "n", c.n + 1),
-        lambda c: c.n,
-    ),
-    "dataclass": (
-        lambda: Config([1]),
-        lambda c: c.steps.append(2),
-        lambda c: len(c.steps),
-    ),
-    "array": (lambda: np.ones(1), add_one, lambda c: int(c[0])),
-    "bytes": (lambda: bytearray(b"1"), lambda c: c.append(3), len),
-}
-
-
-@rows("make, change, read", KINDS)
-@replayed(sin=2)
-def test_a_container_of_any_kind_in_an_argument_is_changed_once(
-    wrap, make, change, read
-):
-    x, held = leaf(), {"c": make()}
-
-    def fn(x, held):
-        change(held["c"])
-        return (x * read(held["c"])).sin().exp()
-
-    y = wrap(fn)(x, held)
-    after_the_forward = read(held["c"])
-    change(held["c"])
-    y.sum().backward()
-    return x.grad, after_the_forward, read(held["c"])
-
-
-@replayed(sin=2)
-def test_variables_that_functions_share_and_globals(wrap):
-    x, scale, calls = leaf(), 2.0, 0
-
-    def bump():
-        nonlocal calls
-        calls += 1
-        return calls
-
-    def fn(x):
-        nonlocal scale
-        scale = scale + bump()
-        GLOBAL["n"] += 1
-        return (x * scale * GLOBAL["n"]).sin().exp()
-
-    GLOBAL["n"] = 0
-    y = wrap(fn)(x)
-    scale = 100.0
-    GLOBAL["n"] = 50
-    y.sum().backward()
-    assert (scale, calls, GLOBAL["n"]) == (100.0, 1, 50)
-    return x.grad
-
-
-GLOBAL = {"n": 0}
-
-
-# --- Iterators, identities, attributes and tables ---
-
-
-@replayed(evaluations=4)
-def test_an_iterator_that_the_forward_advances(wrap):
-    x, scales = leaf(), iter([2.0, 3.0, 5.0])
-    call = wrap(lambda x: (x * next(scales)).sin())
-    (call(x) + call(x)).sum().backward()
-    assert next(scales) == 5.0
-    return x.grad
-
-
-def test_a_generator_that_the_forward_advances_is_an_error_that_names_it():
-    numbers = (n for n in [2.0, 3.0, 5.0])
-    y = remat(lambda x: (x * next(numbers)).sin())(leaf())
-    with pytest.raises(RecomputeError, match="numbers"):
-        y.sum().backward()
-
-
-@replayed(sin=2)
-def test_state_that_is_kept_by_the_identity_of_a_module(wrap):
-    model, x = nn.Linear(4, 4).double(), leaf(2)
-    table = weakref.WeakKeyDictionary({model: 3.0})
-    by_id = {id(model): 2.0}
-    fn = lambda x: (model(x) * table[model] * by_id[id(model)]).sin().exp()
-    wrap(fn)(x).sum().backward()
-    return x.grad, model.weight.grad
-
-
-@replayed(evaluations=2)
-def test_attributes_set_on_a_tensor_that_is_passed(wrap):
-    x, mask = leaf().sin(), make(4, 4, seed=2)
-    x.retain_grad()
-    mask.scale = 2
-
-    def fn(x, mask):
-        x.seen = getattr(x, "seen", 0) + 1
-        mask.scale += 1
-        return (x * mask * mask.scale * x.seen).sin()
-
-    y = wrap(fn)(x, mask)
-    mask.scale = 50
-    y.sum().backward()
-    assert (x.seen, mask.scale) == (1, 50)
-    return x.grad
-
-
-@functools.lru_cache(None)
-def positions(n):
-    return torch.arange(float(n)).double().cos()
-
-
-OPTIONS = [{}, {"policy": policies.dots_saveable}, {"prune": True}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["default", "dots", "prune"])
-def test_a_table_that_a_cache_of_the_standard_library_holds(options):
-    def program(wrap):
-        positions.cache_clear()
-        w, x = leaf(1), leaf(2)
-        call = wrap(lambda w, x: ((x @ w).tanh() * positions(4)).sin())
-        for _ in range(3):
-            call(w, x).sum().backward()
-        return w.grad, x.grad
-
-    with_options = lambda fn: remat(fn, **options)
-    # With a record, the first recompute finds the table, which does not fit, and is
-    # run again as it is.
-    count = 7 if options else 6
-    assert_replayed(program, wrap=with_options, tanh=(3, count))
 
 
 # --- What a run under torch.func is given in place of containers ---

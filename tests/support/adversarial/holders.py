@@ -116,6 +116,16 @@ class Hiding(dict):
         return 0
 
 
+class Loud(dict):
+    def __setitem__(self, key, value):
+        raise AssertionError("no setter of the user's runs")
+
+
+def in_a_dict_whose_setter_raises():
+    held = Loud(n=1)
+    return lambda: held["n"], lambda v: dict.__setitem__(held, "n", v), lambda: held
+
+
 def in_a_list_that_overrides_iteration():
     held = Reversed([0.5, 8])
 
@@ -181,6 +191,7 @@ CONTAINERS = {
     "order of an OrderedDict": by_order,
     "length of a list": by_the_length_of_a_list,
     "list that overrides iteration": in_a_list_that_overrides_iteration,
+    "dict whose setter raises": in_a_dict_whose_setter_raises,
     "dict that hides its entries": in_a_dict_that_hides_its_entries,
     "dict of lists of an object": in_a_dict_of_lists_of_an_object,
     "list in a tuple": in_a_list_in_a_tuple,
@@ -191,6 +202,8 @@ CONTAINERS = {
     "array": lambda: by_key(array.array("d", [1])),
     "NumPy array": lambda: by_key(np.ones(1)),
     "NumPy array without axes": lambda: by_key(np.array(1.0), ()),
+    "record array": lambda: by_key(np.ones(1, [("n", "f8")]).view(np.recarray).n),
+    "matrix of NumPy": lambda: by_key(np.ones((1, 1)).view(np.matrix), (0, 0)),
     "field of a record array": lambda: by_key(np.ones(1, [("n", "f8")])["n"]),
 }
 
@@ -247,6 +260,16 @@ def in_a_default():
 
     def write(v):
         read.__defaults__[0][0] = v
+
+    return read, write, read
+
+
+def in_the_defaults():
+    def read(n=1):
+        return n
+
+    def write(v):
+        read.__defaults__ = (v,)
 
     return read, write, read
 
@@ -324,6 +347,7 @@ VARIABLES = {
     "closure": in_a_closure,
     "closure of a closure": in_a_closure_of_a_closure,
     "list as a default": in_a_default,
+    "default": in_the_defaults,
     "keyword default": as_a_default,
     "keyword of a partial": in_keywords_of_a_partial,
     "attribute of a function": in_an_attribute_of_a_function,
@@ -628,6 +652,7 @@ _NUMBERS = {
     *("Counter", "set", "order of an OrderedDict", "length of a list", "bytearray"),
     *("list that overrides iteration", "array", "NumPy array", "environment"),
     *("NumPy array without axes", "field of a record array", "buffer", "tensor"),
+    *("record array", "matrix of NumPy"),
     *("buffer that is replaced", "array of a tensor", "local of a generator"),
 }
 ANYTHING = {name: hold for name, hold in HOLDERS.items() if name not in _NUMBERS}

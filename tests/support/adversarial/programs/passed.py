@@ -48,6 +48,16 @@ class Holding(nn.Module):
         self.items = [1]
 
 
+class Words(tuple):
+    """A tuple with attributes."""
+
+
+def words():
+    found = Words(("a", "b"))
+    found.items = [1]
+    return found
+
+
 # What is passed, and the list in it.
 PASSED = {
     "list": (lambda: [1], lambda v: v),
@@ -64,6 +74,7 @@ PASSED = {
     "list in a module": (Holding, lambda v: v.items),
     "list in an OrderedDict": (lambda: OrderedDict(a=[1]), lambda v: v["a"]),
     "list in a defaultdict": (lambda: defaultdict(list, a=[1]), lambda v: v["a"]),
+    "list in an attribute of a tuple": (words, lambda v: v.items),
     "list in a UserDict": (lambda: UserDict(a=[1]), lambda v: v["a"]),
     "list in a deque": (lambda: deque([[1]]), lambda v: v[0]),
     "UserList": (lambda: UserList([1]), lambda v: v),
@@ -319,3 +330,11 @@ def a_passed_tensor_in_a_set():
     k = torch.ones(16, dtype=torch.double) * 2
     fn = lambda x, held: work(x * next(iter(held)), 2 if k in held else 3)
     return loop(fn, args=({k},))
+
+
+@program
+def the_order_of_a_passed_set_of_layers():
+    held = {nn.Tanh() for _ in range(200)}
+    in_order = [*map(id, held)]
+    fn = lambda x, held: work(x, 2 if [*map(id, held)] == in_order else 3)
+    return loop(fn, args=(held,))
