@@ -7,13 +7,13 @@ What PyTorch's tests say of `torch.utils.checkpoint`, by the numbers of our surv
     16, 17, 18, 19, 29  `test_compat_options.py`
     31, 32       `test_compat_selective.py`
 
-Most tests run with torch's checkpoint, too: see `support/checkpoints.py`.
+Most tests run with torch's checkpoint, too: see `support/checkpoints.py`. Items that are
+missing (2, 5, 10 to 13) are programs, which `support.adversarial` runs with both.
 """
 
 import functools
 import sys
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -50,36 +50,7 @@ def sin_exp(x):
 SLOPE = points(3).sin().exp() * points(3).cos()
 
 
-@both
-def test_gradients_by_autograd_grad_and_of_gradients(checkpoint):
-    """2: `autograd.grad` and `create_graph` are no different from `backward`."""
-
-    def program(wrap, counting):
-        x = leaf(3)
-        body = counting(sin_exp)
-        (first,) = torch.autograd.grad(wrap(body)(x).sum(), x, create_graph=True)
-        return first, *torch.autograd.grad(first.square().sum(), x)
-
-    assert_compared(program, 3, wrap=wrapped(checkpoint))
-
-
 # --- 5, 6: random streams ---
-
-
-@both
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.AlphaDropout(0.5)], ids=str)
-def test_masks_are_the_same_in_the_recompute(checkpoint, layer):
-    """5: bit for bit; and the stream goes on as if nothing had been recomputed."""
-
-    def program(wrap, counting):
-        body = counting(lambda x: layer(x.sin()) * layer(x - 0.7).exp())
-        x = leaf(50)
-        out = wrap(body)(x)
-        between = torch.rand(3)
-        out.sum().backward()
-        return out.detach(), x.grad, between, torch.rand(3)
-
-    assert_compared(program, 2, wrap=wrapped(checkpoint))
 
 
 def test_random_streams_are_restored_though_the_user_said_no():
@@ -99,23 +70,6 @@ def test_random_streams_are_restored_though_the_user_said_no():
 
 
 # --- 7, 8: what may go in and out ---
-
-
-@both
-def test_what_is_no_tensor_passes_both_ways(checkpoint):
-    """7."""
-    seen = Evaluations()
-
-    def f(x, none, text, number, pair):
-        seen.note((none, text, number, pair))
-        return x.sin().exp() * number, none, text, pair, number
-
-    x = leaf(3)
-    out, *rest = checkpoint(f, x, None, "text", 3, (1, None))
-    assert rest == [None, "text", (1, None), 3]
-    out.sum().backward()
-    assert [*seen] == [(None, "text", 3, (1, None))] * 2
-    assert_same(x.grad, 3 * points(3).sin().exp() * points(3).cos())
 
 
 @both
@@ -147,24 +101,6 @@ def test_a_third_backward_needs_a_graph(checkpoint):
         out.backward()
     assert len(calls) == 3
     assert_same(x.grad, 2 * SLOPE)
-
-
-@both
-def test_some_outputs_may_need_no_grad(checkpoint):
-    """8."""
-
-    def program(wrap, counting):
-        body = counting(
-            lambda x: (x.detach() + 1, x.sin().exp(), x > 0.5, [x.exp().detach()])
-        )
-        x = leaf(3)
-        outs = wrap(body)(x)
-        flags = [o.requires_grad for o in (*outs[:3], *outs[3])]
-        assert flags == [False, True, False, False]
-        outs[1].sum().backward()
-        return x.grad
-
-    assert_compared(program, 2, wrap=wrapped(checkpoint))
 
 
 ONCE = {
@@ -219,27 +155,7 @@ def test_recomputed_values_are_freed_block_by_block(checkpoint, retain_graph):
     assert x.grad.abs().min() > 0.01
 
 
-# --- 10, 11: devices ---
-
-
-@both
-def test_tensors_on_other_devices_in_nested_structures(checkpoint):
-    """10: meta tensors in dicts and lists; the CPU's stream is replayed anyway."""
-
-    def program(wrap, counting):
-        body = counting(
-            lambda tree: (
-                tree["a"][0].sin() * torch.rand(3),
-                {"m": tree["b"]["m"].sin()},
-            )
-        )
-        x, m = leaf(3), torch.empty(3, device="meta", requires_grad=True)
-        out, on_meta = wrap(body)({"a": [x, None], "b": {"m": m}})
-        assert on_meta["m"].is_meta
-        out.sum().backward()
-        return x.grad
-
-    assert_compared(program, 2, wrap=wrapped(checkpoint))
+# --- 10: devices ---
 
 
 @both
@@ -253,65 +169,7 @@ def test_only_meta_tensors(checkpoint):
     assert (out.shape, x.grad.shape, x.grad.is_meta) == ((2, 4), (2, 3), True)
 
 
-@both
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_device_context_of_the_forward_is_in_force_again(checkpoint, inside):
-    """11: torch's checkpoint restores one that was active, and adds none."""
-    devices = Evaluations()
-
-    def f(x):
-        devices.note(torch.zeros(1).device.type)
-        return x.sin().exp()
-
-    x = leaf(3)
-    with torch.device("meta") if inside else nullcontext():
-        out = checkpoint(f, x)
-    ones = torch.ones(3)
-    with torch.device("cpu") if inside else nullcontext():
-        out.backward(ones)
-    assert [*devices] == (["meta"] if inside else ["cpu"]) * 2
-    assert_same(x.grad, SLOPE)
-
-
-# --- 12-14: many, autocast, memory ---
-
-
-@both
-def test_two_hundred_small_nets_in_one_graph(checkpoint):
-    """12."""
-
-    def program(wrap, counting):
-        net = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
-        fn = wrap(counting(net))
-        sum(fn(row) for row in leaf(200, 4)).sum().backward()
-        return {k: p.grad for k, p in net.named_parameters()}
-
-    assert_compared(program, 400, plain=200, wrap=wrapped(checkpoint))
-
-
-@both
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-def test_the_recompute_autocasts_as_the_forward_did(checkpoint, dtype, enabled):
-    """13: whatever is on when the backward runs."""
-    dtypes = Evaluations()
-
-    def f(x, w):
-        y = (x @ w).sin()
-        dtypes.note(y.dtype)
-        return y.exp().sum()
-
-    def run(fn):
-        x, w = leaf(3, 4), leaf(4, 2)
-        with torch.autocast("cpu", dtype, enabled=enabled):
-            out = fn(x, w)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not enabled):
-            out.backward()
-        return out.detach(), x.grad, w.grad
-
-    got = run(wrapped(checkpoint)(f))
-    assert [*dtypes] == [dtype if enabled else torch.float32] * 2
-    assert_same(got, run(f))
+# --- 14: memory ---
 
 
 @both
@@ -551,17 +409,6 @@ def test_a_generator_that_is_passed():
     assert_compared(program, 2, wrap=wrapped(ours))
     with pytest.raises(AssertionError, match="differs in value"):
         assert_compared(program, 2, wrap=wrapped(theirs))
-
-
-def test_a_batched_forward_with_the_backward_outside():
-    """`vmap` around the call, `backward` around that."""
-
-    def program(wrap, counting):
-        x = leaf(2, 3)
-        vmap(wrap(counting(body)))(x).sum().backward()
-        return x.grad
-
-    assert_compared(program, 2, wrap=wrapped(ours))
 
 
 def test_buffers_are_updated_once():

@@ -4,7 +4,7 @@ from functools import partial
 
 from torch.utils.checkpoint import checkpoint
 
-from remat import policies, remat
+from remat import compat, policies, remat
 
 
 def plain(fn):
@@ -15,6 +15,10 @@ def torchs(fn):
     return partial(checkpoint, fn, use_reentrant=False)
 
 
+def drop_in(fn):
+    return partial(compat.checkpoint, fn, use_reentrant=False)
+
+
 # Its inputs are of 128 bytes: what is smaller is a loss, a flag, a row.
 SMALL = policies.save_smaller_than(100)
 
@@ -23,5 +27,6 @@ OURS = {
     "prune": partial(remat, prune=True),
     "dots": partial(remat, policy=policies.dots_saveable),
     "small": partial(remat, policy=SMALL, prune=False),
+    "compat": drop_in,
 }
 CONFIGURATIONS = {"torch": torchs, **OURS}

@@ -144,14 +144,16 @@ def reversed_loop(fn, *, between=nothing, state=nothing, count=3):
     return step
 
 
-def trained(module, *, between=nothing, state=nothing, count=3, call=None):
+def trained(
+    module, *, between=nothing, state=nothing, count=3, call=None, shape=(4, 4)
+):
     """A step that trains a module by SGD, wrapped once, and observes all its state."""
 
     def step(wrap):
         run, seen = wrap(call or module), []
         optimizer = torch.optim.SGD([*module.parameters()], lr=0.1)
         for i in range(count):
-            x = leaf(4, 4, seed=i + 1)
+            x = leaf(*shape, seed=i + 1)
             out = run(x)
             between()
             back(out)

@@ -61,6 +61,65 @@ def a_layer_that_is_trained(make):
     return trained(seeded(lambda: Body(make(), nn.Linear(4, 4))))
 
 
+class Called(nn.Module):
+    """Calls a layer in a way of its own."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x):
+        return self.call(self.layer, x)
+
+
+def attention(**how):
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Called(layer, lambda layer, x: layer(x, x, x, **how)[0])
+
+
+def embedded(layer, x):
+    return layer(torch.tensor([[1, 2, 3, 1], [4, 0, 1, 1]])) * x[..., None]
+
+
+SHAPED = {
+    "Bilinear": (lambda: Called(nn.Bilinear(4, 4, 3), lambda f, x: f(x, x)), (2, 4)),
+    "Conv1d": (lambda: nn.Conv1d(4, 3, 2), (2, 4, 5)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 2), (2, 2, 4, 4)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 2, 4, 4)),
+    "LayerNorm": (lambda: nn.LayerNorm(4), (2, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (2, 4, 3)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), (2, 4)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), (2, 4, 5)),
+    "PReLU": (nn.PReLU, (2, 4)),
+    "Dropout in place": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5, True)),
+        (8, 4),
+    ),
+    "AlphaDropout": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.5)),
+        (8, 4),
+    ),
+    "Dropout2d": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Dropout2d(0.5)),
+        (2, 2, 6, 6),
+    ),
+    "GRU": (lambda: Called(nn.GRU(4, 3, 2), lambda f, x: f(x)[0]), (5, 2, 4)),
+    "LSTM": (
+        lambda: Called(nn.LSTM(4, 3, 2, dropout=0.5), lambda f, x: f(x)[0]),
+        (5, 2, 4),
+    ),
+    "MultiheadAttention": (attention, (2, 3, 4)),
+    "MultiheadAttention, fused": (lambda: attention(need_weights=False), (2, 3, 4)),
+    "Embedding": (lambda: Called(nn.Embedding(5, 4), embedded), (2, 4)),
+}
+
+
+@family(**SHAPED)
+def a_layer_of_another_shape(case):
+    make, shape = case
+    return trained(seeded(lambda: Body(make())), shape=shape, count=2)
+
+
 @family(**{k: LAYERS[k] for k in ("batch norm", "dropout", "old spectral norm")})
 def a_layer_called_twice(make):
     layer = seeded(lambda: Body(make()))

@@ -338,3 +338,40 @@ def the_order_of_a_passed_set_of_layers():
     in_order = [*map(id, held)]
     fn = lambda x, held: work(x, 2 if [*map(id, held)] == in_order else 3)
     return loop(fn, args=(held,))
+
+
+@program
+def what_is_no_tensor_comes_and_goes():
+    def fn(x, flag, *, name, pair, scale=None):
+        return work(x, 2 if flag else 3), name, pair, scale, x.shape
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        outs = [run(x, flag, name="a", pair=(1, None)) for flag in (True, False)]
+        back([out[0] for out in outs])
+        return observed((outs, x.grad))
+
+    return step
+
+
+@program
+def a_keyword_that_requires_grad():
+    def step(wrap):
+        x, scale = leaf(), leaf(seed=2)
+        back(wrap(lambda x, *, scale, k=2: work(x * scale, k))(x, scale=scale, k=3))
+        return observed((x.grad, scale.grad))
+
+    return step
+
+
+@program
+def tensors_of_another_device():
+    fn = lambda tree: (work(tree["a"][0]) * torch.rand(16), tree["b"]["m"].sin())
+
+    def step(wrap):
+        x, m = leaf(), torch.empty(3, device="meta", requires_grad=True)
+        out, on_meta = wrap(fn)({"a": [x, None], "b": {"m": m}})
+        back(out)
+        return observed((out, x.grad, on_meta.is_meta))
+
+    return step
