@@ -36,36 +36,6 @@ def step(call, module, x):
 # --- Training --------------------------------------------------------------------
 
 
-OPTIMIZERS = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01),
-}
-
-
-@rows("optimizer", OPTIMIZERS)
-@replayed(sin=(3 * 5, 2 * 3 * 5))
-def test_training_ends_in_the_same_parameters(wrap, optimizer):
-    blocks = nn.ModuleList([mlp() for _ in range(3)])
-    steps = optimizer(blocks.parameters())
-    for _ in range(5):
-        x = torch.randn(16, 4)
-        h = x
-        for block in blocks:
-            h = h + wrap(block)(h)
-        (h - x.roll(1, 1)).pow(2).mean().backward()
-        steps.step()
-        steps.zero_grad()
-    return blocks.state_dict()
-
-
-@replayed(sin=2 * 3)
-def test_gradients_accumulate_over_calls(wrap):
-    module = mlp()
-    for x in torch.randn(3, 2, 4):
-        wrap(module)(x).sum().backward()
-    return grads(module)
-
-
 def frozen(module, *parts):
     for part in parts or [module]:
         part.requires_grad_(False)
@@ -131,23 +101,6 @@ def test_only_inputs_stay_alive_after_the_forward():
     module, x = nn.Sequential(*[Sin() for _ in range(8)]), leaf(1024)
     assert live_bytes(lambda: module(x)) == 8 * 4096
     assert live_bytes(lambda: remat(module)(x)) == 4096
-
-
-# What is a call of its own needs its input alone.
-@replayed(sin=(2, 2 + 1))
-def test_weights_tied_across_calls_get_the_sum(wrap):
-    module, x = Tied(), torch.randn(2, 4)
-    y = wrap(module.b)(wrap(Sin())(wrap(module)(x)))
-    y.pow(2).sum().backward()
-    return grads(module)
-
-
-@replayed(sin=2 * 4)
-def test_blocks_in_a_row_share_nothing(wrap):
-    h, blocks = torch.randn(2, 4), nn.ModuleList([mlp() for _ in range(4)])
-    for block in blocks:
-        h = wrap(block)(h)
-    return torch.autograd.grad(h.sum(), [*blocks.parameters()])
 
 
 # --- functional_call -------------------------------------------------------------
@@ -220,28 +173,6 @@ def test_functional_call_with_one_batched_parameter(wrap):
     return vmap(grad(loss), in_dims)(params)
 
 
-# --- What modules do in forward --------------------------------------------------
-
-
-class KeepsIntermediate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.last = torch.zeros(4)
-
-    def forward(self, x):
-        self.last = self.weight.exp()
-        return (x * self.last).sin().sin()
-
-
-@replayed(sin=(3 * 2, 3 * 3))
-def test_an_attribute_may_hold_an_intermediate_of_the_last_call(wrap):
-    module, x = KeepsIntermediate(), torch.randn(2, 4)
-    for _ in range(3):
-        wrap(module)(x).sum().backward()
-    return grads(module), module.last.detach()
-
-
 # --- Hooks -------------------------------------------------------------------------
 
 
@@ -258,38 +189,3 @@ def test_forward_hooks_run_in_the_forward_and_in_the_recomputation():
 
     assert_replayed(program, sin=2)
     assert calls == ["pre", "post"] * 3
-
-
-def hook_modules(module, note):
-    for m in module:
-        m.register_full_backward_hook(
-            lambda m, given, computed: note((type(m), given, computed))
-        )
-
-
-def hook_parameters(module, note):
-    for p in module.parameters():
-        p.register_hook(lambda g: note("gradient"))
-        p.register_post_accumulate_grad_hook(lambda p: note(p.grad.clone()))
-
-
-def change_a_gradient(module, note):
-    module[0].weight.register_hook(lambda g: note("changed") or 2 * g)
-
-
-# What is hooked, and how often a hook runs in one backward.
-HOOKS = {
-    "modules": (hook_modules, 3),
-    "parameters": (hook_parameters, 2 * 4),
-    "a gradient that is changed": (change_a_gradient, 1),
-}
-
-
-@rows("hook, times", HOOKS)
-@replayed(sin=2)
-def test_hooks_of_the_backward_run_once(wrap, hook, times):
-    module, calls = mlp(), []
-    hook(module, calls.append)
-    wrap(module)(leaf(2, 4)).sum().backward()
-    assert len(calls) == times
-    return calls, grads(module)

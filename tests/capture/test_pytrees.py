@@ -1,60 +1,19 @@
 """Arguments and results are pytrees; what is no tensor passes through."""
 
-import dataclasses
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
-from support.holders import PYTREES, attributes
 from support.runs import assert_replayed, leaf, replayed
 from support.tables import rows
 from support.zoo import Evaluations, leaves_of, make, ops_of
-from torch.utils import _pytree
 from torch.utils._pytree import tree_leaves
 
 from remat import MutationError, remat
 from remat.testing import assert_same, assert_same_gradients, count_ops
-
-
-@dataclasses.dataclass
-class Checked:
-    """Its `__init__` takes other things than its fields, and checks them."""
-
-    both: dataclasses.InitVar[tuple]
-    left: Any = dataclasses.field(init=False)
-    right: Any = dataclasses.field(init=False)
-
-    def __post_init__(self, both):
-        self.left, self.right = both
-        assert isinstance(self.left, torch.Tensor)
-
-
-class KnownToTorch:
-    """A pytree for torch.utils._pytree, unknown to optree."""
-
-    def __init__(self, left, right, label):
-        self.left, self.right, self.label = left, right, label
-
-
-_pytree.register_pytree_node(
-    KnownToTorch,
-    lambda node: ([node.left, node.right], node.label),
-    lambda children, label: KnownToTorch(*children, label),
-)
-
-
-# How to put two tensors in, and how to get them out.
-CONTAINERS = PYTREES | {
-    "dataclass with its own init": (lambda a, b: Checked((a, b)), attributes),
-    "known to torch only": (lambda a, b: KnownToTorch(a, b, "hi"), attributes),
-}
-containers = pytest.mark.parametrize(
-    ("put", "get"), CONTAINERS.values(), ids=CONTAINERS.keys()
-)
 
 
 def check(fn, *args, **kwargs):
@@ -67,36 +26,6 @@ def check(fn, *args, **kwargs):
 
 
 # --- Containers --------------------------------------------------------------------
-
-
-@containers
-def test_a_container_is_an_argument(put, get):
-    def fn(tree):
-        a, b = get(tree)
-        return a.sin().exp() * b
-
-    check(fn, put(leaf(3), leaf(3)))
-
-
-@containers
-def test_the_function_sees_containers_of_the_same_type(put, get):
-    seen = Evaluations()
-
-    def fn(tree):
-        seen.note(type(tree))
-        return get(tree).__class__, sum(get(tree)).sin().exp()
-
-    tree = put(leaf(3), leaf(3))
-    remat(fn)(tree)[1].sum().backward()
-    assert [*seen] == [type(tree)] * 2
-
-
-@containers
-def test_a_container_is_the_result(put, get):
-    check(lambda x: put(x.sin().exp(), x * 2), leaf(3))
-    assert type(remat(lambda x: put(x.sin().exp(), x))(leaf(3))) is type(
-        put(leaf(1), leaf(1))
-    )
 
 
 def test_the_order_of_a_dict_is_kept():
@@ -368,15 +297,6 @@ def test_a_detached_view_of_an_input_shares_its_memory():
     y, out = remat(lambda x: (x.sin().exp(), x.detach()[1:]))(x)
     assert out.data_ptr() == x[1:].data_ptr()
     assert ops_of(lambda: y.sum().backward())["sin"] == 1
-
-
-@containers
-def test_a_container_is_a_keyword_argument(put, get):
-    def fn(x, *, tree):
-        a, b = get(tree)
-        return a.sin().exp() * b + x
-
-    check(fn, leaf(3), tree=put(leaf(3), leaf(3)))
 
 
 def test_leaves_that_are_no_tensors_are_returned():

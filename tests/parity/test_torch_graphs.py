@@ -15,7 +15,7 @@ import weakref
 import pytest
 import torch
 from support.checkpoints import sin_exp, slope_of_sin_exp
-from support.compared import compared, leaf, points
+from support.compared import leaf, points
 from support.zoo import Evaluations, counted
 from torch.utils._pytree import tree_leaves
 
@@ -64,56 +64,6 @@ def test_a_backward_that_raised_in_a_hook_can_be_done_again():
     assert_same(x.grad, slope_of_sin_exp())
 
 
-# --- 23, 24: nothing recorded, and identity ---
-
-
-def test_the_body_sees_the_original_object_where_it_needs_no_grad():
-    """24: in the forward and in the recompute."""
-    seen = Evaluations()
-
-    def f(x, n):
-        seen.note(n.data_ptr())
-        return (x * n).sin()
-
-    n, x = points(3, 1), leaf(3, 1)
-    remat(f)(x, n).sum().backward()
-    assert [*seen] == [n.data_ptr()] * 2
-    assert_same(x.grad, n * (n * n).cos())
-
-
-# --- 27, 28: nesting, orders, hooks ---
-
-
-@compared(sin=2)
-def test_a_hook_inside_fires_once(wrap, counting):
-    """28: on a value made inside, as often as a gradient passes there."""
-    fired, x = [], leaf(3)
-
-    def f(x):
-        y = x.sin()
-        y.register_hook(lambda g: fired.append(g.clone()) or 3 * g)
-        return y.exp()
-
-    wrap(f)(x).sum().backward()
-    (once,) = fired
-    return once, x.grad
-
-
-@compared(sin=2)
-def test_a_backward_started_inside_the_body(wrap, counting):
-    """28: `backward` within the function, on tensors of its own."""
-
-    def f(x):
-        with torch.enable_grad():
-            own = x.detach().requires_grad_()
-            own.sin().sum().backward()
-        return own.grad * x.exp()
-
-    x = leaf(3)
-    wrap(f)(x).sum().backward()
-    return x.grad
-
-
 # --- 9: memory during the backward ---
 
 
@@ -145,30 +95,6 @@ def test_inputs_are_freed_as_the_backward_proceeds():
 
     assert run() == [4, 3, 2, 1]
     assert run(retain_graph=True) == [4, 4, 4, 4]
-
-
-# --- 10, 11: devices ---
-
-
-def test_a_draw_is_replayed_where_no_argument_tells_of_its_device():
-    """10: no argument at all, only a captured tensor inside an object."""
-
-    class Holder:
-        value = None
-
-    holder = Holder()
-    holder.value = leaf(50)
-    draws = Evaluations()
-
-    def f():
-        mask = torch.rand(50)
-        draws.note(mask)
-        return (holder.value * mask).sin()
-
-    remat(f)().sum().backward()
-    first, second = draws
-    assert_same(first, second)
-    assert_same(holder.value.grad, first * (points(50) * first).cos())
 
 
 # --- 19, functions that are not the same when run again ---

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
+from support.holders import PYTREES
 from support.transforms import TRANSFORMS
 from support.zoo import counted
 from torch import Tensor
+from torch.utils import _pytree
 
 from remat import remat
 from remat.testing import assert_same
@@ -174,10 +176,23 @@ def mapping(make):
     return lambda a, b: make({"a": a, "b": b})
 
 
+class KnownToTorch:
+    """A pytree for torch.utils._pytree, unknown to optree."""
+
+    def __init__(self, left, right, label):
+        self.left, self.right, self.label = left, right, label
+
+
+_pytree.register_pytree_node(
+    KnownToTorch,
+    lambda node: ([node.left, node.right], node.label),
+    lambda children, label: KnownToTorch(*children, label),
+)
+
+
 # How to put two tensors in, and how to get them out.
-KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "dataclass": (Plain, attributes),
-    "frozen dataclass": (Frozen, attributes),
+KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = PYTREES | {
+    "known to torch only": (lambda a, b: KnownToTorch(a, b, "hi"), attributes),
     "frozen dataclass with slots": (FrozenSlots, attributes),
     "dataclass of keywords": (lambda a, b: OnlyKeywords(left=a, right=b), attributes),
     "dataclass with an init of its own": (lambda a, b: Checked((a, b)), attributes),
@@ -190,8 +205,6 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda a, b: Plain(Frozen(a, None), FrozenSlots({"b": [b]}, "text")),
         lambda o: (o.left.left, o.right.left["b"][0]),
     ),
-    "OrderedDict": (mapping(collections.OrderedDict), items),
-    "defaultdict": (mapping(lambda d: collections.defaultdict(list, d)), items),
     "UserDict": (mapping(collections.UserDict), items),
     "ChainMap": (mapping(lambda d: collections.ChainMap(d, {})), items),
     "MappingProxyType": (mapping(types.MappingProxyType), items),

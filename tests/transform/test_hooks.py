@@ -7,7 +7,6 @@ from support.tables import rows
 from support.zoo import (
     W,
     X,
-    assert_rematerialized,
     leaves_of,
     matmul,
     ops_of,
@@ -108,19 +107,6 @@ def test_hooks_on_a_module_see_the_gradients_of_plain(f):
     f(layer, x).sum().backward()
     assert len(log) == 2
     return log, x.grad, layer.weight.grad
-
-
-def test_a_hook_that_the_function_sets_on_an_input_fires_once():
-    def fn(x):
-        x.register_hook(lambda g: g * 2)
-        return x.sin().exp()
-
-    def transform(f):
-        x = leaf()
-        f(x).sum().backward()
-        return x.grad
-
-    assert_rematerialized(transform, fn, evaluations=2)
 
 
 @rematerialized(matmul, plain=2, evaluations=4)

@@ -88,17 +88,6 @@ def test_hooks_of_leaves_see_what_they_see_in_plain(when):
     assert texts[0] == texts[1]
 
 
-@replayed(tanh=(2, 2 * 2))
-def test_an_optimizer_may_change_the_leaves_between_calls(wrap):
-    w, x = leaves_of(W, X)
-    fn, optimizer = wrap(net), torch.optim.SGD([w, x], lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        fn(w, x).backward()
-        optimizer.step()
-    return w, x, w.grad, x.grad
-
-
 # --- Functions that do more than compute: it is done once ---
 
 
@@ -206,15 +195,6 @@ def test_a_gradient_from_somewhere_else_is_added_to(wrap, fn, when):
     return w.grad, x.grad
 
 
-@replayed(tanh=(1, 2))
-def test_a_leaf_returned_as_it_is_is_that_leaf(wrap):
-    w, x = leaves_of(W, X)
-    same, y = wrap(lambda w, x: (w, net(w, x)))(w, x)
-    assert same is w
-    y.backward()
-    return w.grad, x.grad
-
-
 # --- What changes between the forward and the backward ---
 
 
@@ -246,18 +226,6 @@ def test_a_hook_on_what_is_given_back_as_another_tensor_runs_once(around, plain)
         return w.grad, x.grad
 
     assert_replayed(program)
-
-
-@pytest.mark.parametrize("prune", [False, True])
-def test_a_leaf_may_be_frozen_before_the_backward(prune):
-    def program(wrap):
-        w, x = leaves_of(W, X)
-        y = wrap(net)(w, x)
-        w.requires_grad_(False)
-        y.backward()
-        return x.grad
-
-    assert_replayed(program, wrap=partial(remat, prune=prune), tanh=(1, 2))
 
 
 # --- Casts of leaves ---

@@ -5,14 +5,13 @@ The programs are those of `support.runs`.
 
 import pytest
 import torch
-from support.as_plain import Router, grads, leaf, trained
-from support.runs import assert_replayed, replayed
+from support.as_plain import Router, grads, leaf
+from support.runs import assert_replayed
 from support.tables import rows
 from support.zoo import make, ops_of, plainly
 from torch import nn
 from torch.autograd import Function, grad
-from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
 from remat import policies, remat
@@ -66,15 +65,6 @@ def test_a_backward_of_a_part_recomputes_up_to_what_it_reads():
     # The cosine is that of the derivative.
     assert (ops["exp"], ops["tanh"], ops["cos"]) == (1, 0, 1)
     assert torch.equal(w.grad, w.cos() * w.sin().exp())
-
-
-@replayed(evaluations=(1, 3))
-def test_a_backward_with_respect_to_one_input_and_then_to_the_other(wrap):
-    w, x = leaf(1), leaf(2)
-    y = wrap(lambda w, x: (x @ w).tanh() * x.sin())(w, x).sum()
-    y.backward(inputs=[w], retain_graph=True)
-    assert x.grad is None
-    return w.grad, *grad(y, [x])
 
 
 # --- Functions of a leaf ---
@@ -158,39 +148,7 @@ def test_a_function_of_a_leaf(fn, evaluations):
     assert_replayed(program, evaluations=(1, evaluations))
 
 
-# --- What leaves the function other than by being returned ---
-
-
-@pytest.mark.parametrize("fn", [F.rrelu, F.rrelu_])
-@replayed(evaluations=(1, 2))
-def test_noise_that_an_operation_writes_after_it_was_saved(wrap, fn):
-    x = make(3, 4, seed=2).requires_grad_()
-    y = wrap(lambda x: fn(x * 2, training=True))(x)
-    return torch.autograd.grad(y.sum(), x)
-
-
-@replayed(tanh=(1, 2))
-def test_a_loss_of_what_a_forward_hook_collected(wrap):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    found = []
-    model[1].register_forward_hook(lambda m, a, out: found.append(out))
-    y = wrap(model)(make(3, 4, seed=2))
-    (y.sum() + found[0].square().sum()).backward()
-    return y, [p.grad for p in model.parameters()]
-
-
-@pytest.mark.parametrize("style", ["module", "forward"])
-@replayed(_softmax=(1, 2))
-def test_a_loss_that_is_left_in_an_attribute(wrap, style):
-    model = Router().double()
-    if style == "module":
-        call = wrap(model)
-    else:
-        model.forward = wrap(model.forward)
-        call = model
-    y = call(make(3, 4, seed=2))
-    (y.sum() + model.loss).backward()
-    return y, model.weights, [p.grad for p in model.inner.parameters()]
+# --- What is kept, and what is changed ---
 
 
 def test_attention_that_is_kept_for_plotting_stays_that_of_the_last_forward():
@@ -202,44 +160,6 @@ def test_attention_that_is_kept_for_plotting_stays_that_of_the_last_forward():
     ops = ops_of(lambda: remat(model)(make(3, 4, seed=3)).sum().backward())
     assert ops["addmm"] == 2
     assert model.weights is not kept
-
-
-@replayed(_softmax=(1, 2))
-def test_a_function_and_a_module_passed_as_arguments(wrap):
-    model, x = Router().double(), leaf(2)
-    model.register_forward_hook(lambda m, args, out: out * 2)
-    y = wrap(lambda call, inner, x: call(inner(x).exp()))(torch.tanh, model, x)
-    (y.sum() + model.loss).backward()
-    return x.grad, [p.grad for p in model.parameters()]
-
-
-# --- Results that are views, or are changed ---
-
-
-@replayed(evaluations=(1, 2))
-def test_results_that_share_memory_with_inputs_and_with_each_other(wrap):
-    x = leaf().sin()
-    x.retain_grad()
-
-    def fn(x):
-        h = x.exp().cos()
-        return x[0], h, h.view(-1)[1:3]
-
-    row, h, part = wrap(fn)(x)
-    assert row._base is not None
-    assert part.data_ptr() == h.data_ptr() + 8
-    (row.sum() + h.sum() + part.square().sum()).backward()
-    return x.grad
-
-
-@replayed(evaluations=(1, 2))
-def test_a_result_that_is_changed_in_place(wrap):
-    x = leaf()
-    y = wrap(lambda x: x.sin().cos() * 2)(x)
-    y.mul_(3)
-    y[0] = 1
-    y.sum().backward()
-    return y, x.grad
 
 
 def test_a_result_that_the_backward_reads_may_be_changed():
@@ -254,72 +174,7 @@ def test_a_result_that_the_backward_reads_may_be_changed():
     assert ops_of(y.backward)["exp"] == 1
 
 
-# --- Modules whose weights are computed, cached or made late; over steps ---
-
-
-def normed(norm):
-    return lambda: nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()).double()
-
-
-MODULES = {
-    "weight_norm": normed(weight_norm),
-    "spectral_norm": normed(spectral_norm),
-    "parametrization": normed(parametrizations.spectral_norm),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-@rows("make_model", MODULES)
-@replayed(tanh=(3, 6))
-def test_norms_of_weights_over_steps(wrap, make_model):
-    model = make_model()
-    return trained(model, make(3, 4, seed=2), wrap(model))
-
-
-@replayed(tanh=(2 + 2, 4 + 2))
-def test_parameters_are_unfrozen_between_steps_and_before_a_backward(wrap):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    model[0].requires_grad_(False)
-    call, x = wrap(model), make(3, 4, seed=2)
-    first = call(x).tanh().sum()
-    model[0].requires_grad_(True)
-    first.backward()
-    frozen = model[0].weight.grad
-    call(x).tanh().sum().backward()
-    assert frozen is None
-    return [p.grad for p in model.parameters()]
-
-
-class LateParameter(nn.Module):
-    """Makes a parameter when it first sees an input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = None
-
-    def forward(self, x):
-        if self.weight is None:
-            self.weight = nn.Parameter(torch.full((x.shape[-1],), 0.5).double())
-        return (x * self.weight).sin().exp()
-
-
-@replayed(sin=(1, 2))
-def test_a_parameter_that_the_forward_makes(wrap):
-    model, x = LateParameter(), leaf(2)
-    y = wrap(model)(x)
-    made = model.weight
-    y.sum().backward()
-    assert model.weight is made
-    return x.grad, made.grad
-
-
-@replayed(tanh=(1 + 1, 1 + 2))
-def test_a_lazy_module(wrap):
-    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh()).double()
-    call, x = wrap(model), leaf(2)
-    call(x).sum().backward()  # runs as it is
-    call(x).exp().sum().backward()
-    return x.grad, [p.grad for p in model.parameters()]
+# --- Modules ---
 
 
 def test_a_lazy_module_runs_as_it_is_until_it_ran():
@@ -349,36 +204,6 @@ def test_statistics_of_many_features_are_updated_once(policy):
         assert ops["native_batch_norm"] == (1 if wrap is plainly else 2)
         assert x.grad.any()
     assert_same(*([*norm.buffers()] for norm in norms))
-
-
-@replayed(sin=(1, 2))
-def test_a_batch_norm_that_is_passed_as_an_argument(wrap):
-    norm, x = nn.BatchNorm1d(4).double(), leaf(2)
-    wrap(lambda norm, x: norm(x.sin()).exp())(norm, x).sum().backward()
-    return x.grad, norm.weight.grad, norm.running_mean, norm.num_batches_tracked
-
-
-# --- Parametrizations that are cached ---
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, weight):
-        return weight * self.scale
-
-
-@replayed(addmm=(2, 2 * 2))
-def test_parametrizations_are_cached_in_a_recomputation_as_they_were(wrap):
-    """The second call finds what the first computed, which its recompute does."""
-    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    parametrize.register_parametrization(layer[0], "weight", Scaled())
-    x = torch.randn(2, 4)
-    with parametrize.cached():
-        y = wrap(layer)(wrap(layer)(x).sin()).sin()
-    return torch.autograd.grad(y.sum(), layer[0].parametrizations.weight[0].scale)
 
 
 def test_parametrizations_are_computed_in_a_recomputation_if_they_were():

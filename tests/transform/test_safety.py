@@ -15,41 +15,8 @@ from remat import CaptureError, MutationError, RecomputeError, policies, remat
 from remat.testing import assert_same, count_ops
 
 
-SCALE = 1.0
-
-
 def leaf():
     return torch.linspace(0.1, 1.0, 3).requires_grad_()
-
-
-# --- Values are those of the call ---
-
-
-@replayed(sin=(2, 2 * 2))
-def test_a_loop_variable_is_that_of_the_call(wrap):
-    x = leaf()
-    ys = [wrap(lambda x: (x.sin() * s).exp())(x) for s in (1.0, 2.0)]  # noqa: B023
-    sum(y.sum() for y in ys).backward()
-    return x.grad
-
-
-@replayed(sin=(1, 2))
-def test_a_global_constant_is_that_of_the_call(wrap, monkeypatch):
-    x = leaf()
-    y = wrap(lambda x: (x.sin() * SCALE).exp())(x)
-    with monkeypatch.context() as patch:
-        patch.setitem(globals(), "SCALE", 5.0)
-        y.sum().backward()
-    return x.grad
-
-
-@replayed(addmm=(1, 2))
-def test_the_mode_of_a_module_is_that_of_the_call(wrap):
-    module, x = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5)), leaf()
-    y = wrap(module)(x)
-    module.eval()
-    y.square().sum().backward()
-    return x.grad
 
 
 # --- Memory shared by outputs ---
@@ -366,15 +333,6 @@ def test_what_would_lose_a_gradient_is_refused(case):
 
 
 # --- Tensors of unusual kinds ---
-
-
-@replayed(sin=(1, 2))
-def test_an_inference_tensor_may_be_an_input(wrap):
-    x = leaf()
-    with torch.inference_mode():
-        c = torch.ones(3)
-    wrap(lambda c, x: (c + x).sin().exp())(c, x).sum().backward()
-    return x.grad
 
 
 def test_under_inference_mode_func_grad_is_right():

@@ -151,25 +151,6 @@ def test_the_same_module_in_two_threads_with_parameters_of_their_own():
     assert_same([p.detach() for p in block.parameters()], values)
 
 
-def test_a_backward_in_another_thread_than_its_forward():
-    w, x = torch.randn(8, requires_grad=True), torch.randn(4, 8)
-    fn = lambda x: nn.functional.dropout(x * w, 0.5).sin().exp()
-    torch.manual_seed(1)
-    (want,) = torch.autograd.grad(fn(x).sum(), w)
-    torch.manual_seed(1)
-    y = remat(fn)(x).sum()
-    after = torch.get_rng_state()
-
-    def backward():
-        with count_ops() as ops:
-            return torch.autograd.grad(y, w)[0], ops["sin"]
-
-    ((got, sines),) = in_threads(backward)
-    assert_same(got, want)
-    assert sines == 1
-    assert_same(torch.get_rng_state(), after)
-
-
 def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
     """As a hook does that hands work to a pool and waits for it."""
     w = torch.randn(8, requires_grad=True)

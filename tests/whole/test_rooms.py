@@ -16,10 +16,6 @@ ROOMS = sorted(
 FILES = sorted(set(re.findall(r"`((?:\w+/)?\w+/\w+\.(?:py|md))`", PAGE)))
 
 
-def test_the_rooms_are_few():
-    assert len(ROOMS) <= 18
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_is_on_the_map(room):
     assert re.search(rf"\b{room}\b", PAGE.split("## The life of a call")[0])
@@ -38,10 +34,6 @@ def test_every_room_says_what_its_files_are(room):
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_that_the_page_names_exists(file):
     assert (ROOT / "remat" / file).exists() or (ROOT / file).exists()
-
-
-def test_the_page_names_files():
-    assert len(FILES) > 25
 
 
 def test_the_words_fit_one_screen():

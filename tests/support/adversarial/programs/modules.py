@@ -46,7 +46,11 @@ LAYERS = {
     "dropout": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
     "two dropouts": lambda: nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.5)),
     "random leaky relu": lambda: nn.RReLU(),
+    "random leaky relu in place": lambda: nn.Sequential(
+        nn.Linear(4, 4), nn.RReLU(inplace=True)
+    ),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
     "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
