@@ -22,7 +22,7 @@ from support.runs import (
 from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
-from torch.func import grad, grad_and_value, vjp, vmap
+from torch.func import grad, vmap
 
 from remat import RandomnessError, remat
 from remat._ambient import streams as _streams
@@ -153,68 +153,6 @@ def test_a_function_that_draws_only_later_is_replayed_then(wrap):
         call(x).sum().backward()
     training[0] = True
     return torch.autograd.grad(call(x).sum(), x)
-
-
-# --- Euler: x . grad f(x) = 2 f(x), whatever the mask, unless it changed ----------
-
-GENERATOR = torch.Generator()
-
-
-def masked(x):
-    return nn.functional.dropout(x.exp().log(), 0.5).square().sum()
-
-
-def by_generator(x):
-    mask = torch.rand(x.shape, generator=GENERATOR) > 0.5
-    return (x.exp().log() * mask).square().sum()
-
-
-def backward(f):
-    def gradient(x):
-        x = x.detach().requires_grad_()
-        y = f(x)
-        torch.rand(3)
-        return torch.autograd.grad(y, x)[0], y
-
-    return gradient
-
-
-def pullback(f):
-    def gradient(x):
-        y, pull = vjp(f, x)
-        torch.rand(3)
-        return pull(torch.ones(()))[0], y
-
-    return gradient
-
-
-PATHS = {
-    "backward": backward,
-    "grad": grad_and_value,
-    "vjp": pullback,
-    "nested": lambda f: backward(remat(lambda x: f(2 * x))),
-}
-
-
-@rows("gradient", PATHS)
-@pytest.mark.parametrize("fn", [masked, by_generator], ids=["global", "generator"])
-def test_eulers_theorem_holds_with_the_mask_of_the_forward(fn, gradient):
-    x = torch.rand(64) + 0.5
-    with count_ops() as ops:
-        g, y = gradient(remat(fn))(x)
-    assert ops["log"] >= 2
-    torch.testing.assert_close((x * g).sum(), 2 * y.detach())
-    assert (g == 0).any()
-    assert (g != 0).any()
-
-
-def test_eulers_theorem_holds_for_each_example_of_a_batch():
-    x = torch.rand(8, 64) + 0.5
-    with count_ops() as ops:
-        g, y = vmap(grad_and_value(remat(masked)), randomness="different")(x)
-    assert ops["log"] == 2
-    torch.testing.assert_close((x * g).sum(1), 2 * y)
-    assert len({tuple(row.tolist()) for row in g == 0}) == 8
 
 
 # --- What is stashed -------------------------------------------------------------

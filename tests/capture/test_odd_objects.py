@@ -1,10 +1,8 @@
 """Odd objects that a call reaches are no obstacle, and long ones are not walked."""
 
 import collections
-import functools
 import threading
 
-import numpy as np
 import pytest
 import torch
 from support.runs import assert_replayed, gradients, leaf, replayed
@@ -84,16 +82,6 @@ def test_an_odd_object_is_no_obstacle(make):
     assert_replayed(gradients(fn, leaf(3)), exp=2)
 
 
-@replayed(sin=2)
-def test_torch_size_as_an_argument_and_as_a_result(wrap):
-    x = leaf(4, 4)
-    y, size = wrap(lambda x, size: (x.sin().exp().reshape(size), x.shape))(
-        x, torch.Size((2, 8))
-    )
-    assert type(size) is torch.Size
-    return y, torch.autograd.grad(y.sum(), x)
-
-
 # --- What is long ---
 
 
@@ -151,78 +139,6 @@ def test_entries_of_a_large_container_that_use_the_memory_of_others_are_told_apa
             break
     with pytest.raises(RecomputeError, match=r"`table` changed since the call"):
         y.sum().backward()
-
-
-@replayed(sin=2)
-def test_parameters_in_a_large_container_get_their_gradients(wrap):
-    held, x = [leaf(4) for _ in range(1001)], leaf(4)
-    wrap(lambda x: (x * held[1000]).sin().exp())(x).sum().backward()
-    return x.grad, held[1000].grad
-
-
-# --- Arrays without dimensions, and objects without attributes ----------------------
-
-
-class WithArray(nn.Module):
-    """Adds to an array of one number, in place."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number = number
-
-    def forward(self, x):
-        y = (x * float(self.number)).sin().exp()
-        self.number[...] = self.number + 1
-        return y
-
-
-def added_to(x, number):
-    y = (x * float(number)).sin().exp()
-    np.add(number, 1, out=number)
-    return y
-
-
-@replayed(each=True, sin=2 * 3 * 2)
-def test_an_array_without_dimensions_is_what_it_was_at_the_call(wrap):
-    x = leaf(3)
-    passed, held = np.array(2.0), np.array(2.0)
-    module, found = WithArray(held), []
-    for _ in range(3):
-        y = wrap(added_to)(x, passed) + wrap(module)(x)
-        found += torch.autograd.grad(y.sum(), x)
-    return found, float(passed), float(held)
-
-
-class Marker:
-    __slots__ = ()
-
-    def factor(self):
-        return 2.0
-
-    def __call__(self, x):
-        return (x * self.factor()).sin().exp()
-
-
-MISSING = Marker()
-OF_MARKERS = {
-    "closure": lambda wrap, m: wrap(lambda x: m(x)),
-    "method": lambda wrap, m: wrap(m.__call__),
-    "itself": lambda wrap, m: wrap(m),
-    "argument": lambda wrap, m: lambda x: wrap(lambda x, m: m(x))(x, m),
-    "default": lambda wrap, m: wrap(lambda x, m=m: m(x)),
-    "key": lambda wrap, m: wrap(functools.partial(lambda held, x: held[m](x), {m: m})),
-    "told by identity": lambda wrap, m: wrap(
-        lambda x: m(x) * (2 if m is MISSING else 1)
-    ),
-}
-
-
-@rows("way", OF_MARKERS)
-@replayed(each=True, sin=2 * 2)
-def test_an_object_without_attributes_stays_itself(wrap, way):
-    x = leaf(3)
-    fn = way(wrap, MISSING)
-    return [torch.autograd.grad(fn(x).sum(), x) for _ in range(2)]
 
 
 # --- Long chains ---------------------------------------------------------------------

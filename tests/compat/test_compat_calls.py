@@ -7,8 +7,8 @@ What PyTorch's tests say of `torch.utils.checkpoint`, by the numbers of our surv
     16, 17, 18, 19, 29  `test_compat_options.py`
     31, 32       `test_compat_selective.py`
 
-Most tests run with torch's checkpoint, too: see `support/checkpoints.py`. Items that are
-missing (2, 5, 10 to 13) are programs, which `support.adversarial` runs with both.
+Most tests run with torch's checkpoint, too: see `support/checkpoints.py`. Items 2, 5
+and 10 to 13 are programs, which `support.adversarial` runs with both.
 """
 
 import functools

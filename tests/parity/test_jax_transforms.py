@@ -4,6 +4,8 @@ Numbers are items of the survey of JAX's tests (`RematTest` 1 to 80, then other 
 name). `test_jax_modules.py` has others.
 Left out: policies, names and offload (`test_policy_behaviours.py`), pruning and lists
 of residuals (37, 43, 44, 72), XLA and jaxprs (20, 24, 25, 31, 76-79), reuse of keys.
+Orders of transforms, axes and arguments (2, 3, 4, 7 to 10, 17 to 19) are those of
+`test_nestings.py`, `transform/test_vmap.py` and `transform/test_every_transform.py`.
 
 Where JAX prunes the recompute, the count here is that of a full recompute, and the test
 says what pruning would make of it.
@@ -18,34 +20,18 @@ from support.zoo import Evaluations, counted, plainly
 from torch.func import (
     grad,
     grad_and_value,
-    hessian,
-    jacfwd,
-    jacrev,
-    linearize,
     vjp,
-    vmap,
 )
 
 from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes
 
 
-ORDERS = {
-    "grad(grad(remat))": lambda wrap, f: grad(grad(wrap(f))),
-    "grad(remat(grad))": lambda wrap, f: grad(wrap(grad(f))),
-    "remat(grad(grad))": lambda wrap, f: grad(wrap(grad(grad(f)))),
-    "grad(grad(grad(remat)))": lambda wrap, f: grad(grad(grad(wrap(f)))),
-    "grad(remat(grad(remat)))": lambda wrap, f: grad(wrap(grad(wrap(f)))),
-    "hessian(remat)": lambda wrap, f: hessian(wrap(f)),
-    "jacrev(jacrev(remat))": lambda wrap, f: jacrev(jacrev(wrap(f))),
-}
-
-
 def sin_sin(x):
     return x.sin().sin()
 
 
-# --- 1, 2: basics ---
+# --- 1: basics ---
 
 
 def test_basic_vjp_recomputes_what_it_needs():
@@ -63,62 +49,7 @@ def test_basic_vjp_recomputes_what_it_needs():
     assert (backward["sin"], backward["cos"]) == (2, 2)
 
 
-# torch's own, of any function under linearize.
-IGNORE = "ignore:Attempted to insert a get_attr Node:UserWarning"
-
-
-@pytest.mark.filterwarnings(IGNORE)
-@compared(evaluations=3, plain=2)
-def test_a_linearized_function_is_differentiable_in_its_tangent(wrap, counting):
-    """1: the linear function is its own derivative, seen from its argument too."""
-    x, v = points(3).requires_grad_(), points(3).requires_grad_()
-    out, push = linearize(wrap(counting(sin_sin)), x)
-    tangent = push(v)
-    of_v = torch.autograd.grad(tangent.sum(), v)
-    return out, tangent, of_v, torch.autograd.grad(out.sum(), x)
-
-
-@pytest.mark.parametrize(
-    "transform", [grad, grad_and_value, jacrev], ids=lambda t: t.__name__
-)
-@compared(evaluations=2)
-def test_a_closure_over_a_differentiated_value_gets_its_gradient(
-    wrap, counting, transform
-):
-    """2: free variables of a lambda are inputs like any other."""
-    body = counting(lambda x, y: (x * y.sin()).sin().sum())
-    return transform(lambda y: wrap(lambda x: body(x, y))(points(3)) * y.sum())(
-        points(3)
-    )
-
-
-# --- 3-7: Python, control flow ---
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_an_argument_that_a_branch_reads_stays_a_bool(flag):
-    """3: in the recompute too."""
-    seen = Evaluations()
-
-    def f(x, flag):
-        seen.note(flag)
-        return (x.sin() if flag else x.cos()).exp().sum()
-
-    got = grad(remat(f))(points(3), flag)
-    assert [*seen] == [flag, flag]
-    assert_same(got, grad(f)(points(3), flag))
-
-
-class Unhashable:
-    __hash__ = None
-    power = 3
-
-
-@compared(evaluations=2)
-def test_an_unhashable_argument_needs_no_declaration(wrap, counting):
-    """4, and the static arguments of `Remat3Test`: no hash is asked for."""
-    body = counting(lambda x, how, *, table: (x.sin() ** how.power * table["k"]).sum())
-    return grad(wrap(body))(points(3), Unhashable(), table={"k": 2, "l": [None]})
+# --- 5, 6: how often ---
 
 
 def test_the_body_runs_once_for_a_call_and_once_for_its_backward():
@@ -133,7 +64,7 @@ def test_the_body_runs_once_for_a_call_and_once_for_its_backward():
     assert_same(grad(f)(points(3)), grad(body)(points(3)))
 
 
-# --- 8-10: Jacobians, batching axes, second order ---
+# --- 11: second order ---
 
 
 def test_the_graph_of_a_backward_does_not_grow_with_the_depth():
@@ -160,16 +91,6 @@ def test_the_graph_of_a_backward_does_not_grow_with_the_depth():
 # --- Of other files ---
 
 
-@pytest.mark.parametrize("number", [2.0, torch.tensor(2.0)], ids=["python", "tensor"])
-@compared(evaluations=2)
-def test_the_hessian_of_a_dot_with_a_number(wrap, counting, number):
-    """lax_test: a Python number is no tensor, and no trouble."""
-    body = counting(lambda x, k: torch.dot(x, x) * k)
-    got = hessian(wrap(body))(points(3), number)
-    assert_same(got, 4 * torch.eye(3))
-    return got
-
-
 # x has several uses inside the inner gradient (promise 1).
 @compared(evaluations=4, plain=2, reassociated=True)
 def test_a_gradient_inside_a_call_with_an_output_that_is_dropped(wrap, counting):
@@ -185,13 +106,6 @@ def test_a_gradient_inside_a_call_with_an_output_that_is_dropped(wrap, counting)
         return (force * body(x)).sum()
 
     return grad(wrap(f))(points(3))
-
-
-@compared(cumsum=2, sin=2)
-def test_constants_made_inside_are_made_again(wrap, counting):
-    """46: an op whose result is used, but which uses no input."""
-    f = wrap(lambda x: (x * torch.ones(3).cumsum(0).exp()).sin().sum())
-    return grad(f)(points(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -210,75 +124,7 @@ def test_the_value_recomputed_is_the_value_used(dtype):
     assert_same(first, second)
 
 
-@pytest.mark.filterwarnings(IGNORE)
-@compared(evaluations=3, plain=2)
-def test_a_linearized_value_is_differentiated(wrap, counting):
-    """1, 7."""
-    body = counting(sin_sin)
-    return grad(lambda x: linearize(wrap(body), x)[0].sum())(points(3))
-
-
-@pytest.mark.parametrize("transform", ["jacrev", "vmap(grad)"])
-@compared(evaluations=2)
-def test_jacobians_are_the_analytic_diagonals(wrap, counting, transform):
-    """8: also of a function that brings in new constants while batched."""
-    body = wrap(counting(lambda x: (x * torch.arange(1, x.numel() + 1)).sin().sin()))
-    x, scale = points(5), torch.arange(1, 6)
-    if transform == "jacrev":
-        got = jacrev(body)(x).diagonal()
-    else:
-        scale = torch.ones(())
-        got = vmap(grad(lambda x: body(x).sum()))(x[:, None]).squeeze()
-    true = (scale * x).sin().cos() * (scale * x).cos() * scale
-    assert_same(got, true, reassociated=True)
-    return got
-
-
-@compared(evaluations=2, reassociated=True)  # x in value and tangent (promise 1)
-def test_forward_mode_inside_reverse_mode(wrap, counting):
-    """8: jacfwd of remat, differentiated. The sum of a Jacobian's rows is its own."""
-    body = counting(sin_sin)
-    return grad(lambda x: jacfwd(wrap(body))(x).sum())(points(4))
-
-
-@pytest.mark.parametrize("out_dim", [0, 1])
-@pytest.mark.parametrize("in_dim", [0, 1])
-@compared(evaluations=2 + 1, plain=2)  # and once for the shape
-def test_batching_along_any_axis(wrap, counting, in_dim, out_dim):
-    """9."""
-    body = wrap(counting(lambda x: x.sin().cumsum(0).sin()))
-    batched = vmap(body, in_dims=in_dim, out_dims=out_dim)
-
-    def loss(x):
-        return (batched(x) * points(*batched(x.detach()).shape)).sum()
-
-    return grad(loss)(points(3, 4))
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
-def test_higher_orders(order):
-    """7, 10: grad of grad in every order of nesting."""
-    body, calls = counted(lambda x: (x.sin() * x).sin())
-    want = order(plainly, body)(points())
-    plain_evaluations = len(calls)
-    calls.clear()
-    got = order(remat, body)(points())
-    assert len(calls) > plain_evaluations
-    # x has two uses inside, and more outside from the second order on (promise 1).
-    assert_same(got, want, reassociated=True)
-
-
-@pytest.mark.parametrize("what", ["primal", "cotangent", "both"])
-@compared(evaluations=2)
-def test_vmap_of_primal_and_of_cotangent(wrap, counting, what):
-    """equinox: vmap of the primal, of the cotangent, and of both."""
-    body = wrap(counting(lambda x: x.sin().cumsum(0).exp()))
-    in_dims = {"primal": (0, None), "cotangent": (None, 0), "both": (0, 0)}[what]
-    args = [points(2, 3) if d == 0 else points(3) for d in in_dims]
-    return vmap(lambda x, ct: vjp(body, x)[1](ct), in_dims=in_dims)(*args)
-
-
-# --- 12-19: loops, redundant work, nesting, zeros, environments ---
+# --- 12-15: loops, redundant work, nesting, zeros ---
 
 
 def scan(body, carry, xs):
@@ -336,33 +182,6 @@ def test_outputs_without_a_cotangent_cost_nothing(wrap, counting, used):
     return grad(loss)(points(2))
 
 
-# The first step only adds `bias` to constants: nothing of it is recomputed.
-@compared(evaluations=4 + 3, plain=4)
-def test_defaults_and_tuples_in_the_environment(wrap, counting):
-    """17: default keywords and tuple state, in a loop."""
-    state = (points(3), {"scale": points(3) + 1})
-    bias = points(3).requires_grad_()
-    body = counting(torch.sin)
-
-    def step(c, x, *, power=2, bias=bias):
-        return body(c * state[0] + x) ** power * state[1]["scale"] + bias, c.sum()
-
-    carry, outs = scan(wrap(step), points(3), points(4, 3))
-    return torch.autograd.grad(carry.sum() + outs.sum(), bias)
-
-
-@compared(_softmax=2, bmm=2 + 2 + 4)
-def test_attention_by_einsum(wrap, counting):
-    """18."""
-
-    def attention(q, k, v):
-        weights = torch.einsum("hqd,hkd->hqk", q, k).softmax(-1)
-        return torch.einsum("hqk,hkd->hqd", weights, v).square().sum()
-
-    args = points(2, 3, 4), points(2, 5, 4).sin(), points(2, 5, 4).cos()
-    return grad(wrap(attention), argnums=(0, 1, 2))(*args)
-
-
 # --- 21, 22: how often ---
 
 
@@ -385,23 +204,7 @@ def test_a_call_in_a_call_evaluates_twice_forward_and_three_times_in_vjp(
     assert_same(got, both_ways(lambda x: add_one(add_one(x)), calls)[2])
 
 
-# --- equinox ---
-
-
-# w is used by each step, several times (promise 1).
-@compared(evaluations=8, plain=4, reassociated=True)
-def test_values_closed_over_by_a_loop_body_get_gradients(wrap, counting):
-    """equinox: the body's closure is differentiated, through every step."""
-    body = counting(torch.sin)
-
-    def f(w):
-        step = wrap(lambda c: body(c * w) + w)
-        c = points(3)
-        for _ in range(4):
-            c = step(c)
-        return c.sum()
-
-    return grad(f)(points(3) + 1)
+# --- 13, 22: recursion ---
 
 
 def test_a_constant_is_computed_again_with_the_rest():
@@ -417,22 +220,6 @@ def test_a_constant_is_computed_again_with_the_rest():
     with count_ops() as ops:
         remat(f)(torch.tensor(2.0), points())
     assert ops["sin"] == 1, "nothing to differentiate: nothing to do again"
-
-
-@compared(evaluations=12, plain=6, reassociated=True)  # uses of c
-def test_a_loop_inside_a_loop(wrap, counting):
-    """19."""
-    inner = counting(lambda c, x: ((c * x).sin(), c.exp()))
-
-    def outer(c, xs):
-        carry, outs = scan(inner, c, xs)
-        return carry, outs.sum()
-
-    def loss(c):
-        carry, outs = scan(wrap(outer), c, points(2, 3, 4))
-        return carry.sum() + outs.sum()
-
-    return grad(loss)(points(4))
 
 
 @pytest.mark.parametrize(("count", "extra"), [(4, 2), (8, 8), (16, 24)])

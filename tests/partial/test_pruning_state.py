@@ -9,14 +9,12 @@ import pytest
 import torch
 from support.pruning import (
     POLICIES,
-    WAYS,
     Cases,
     W,
     X,
     assert_exact,
     assert_like_plain,
     call_caches,
-    cases_of,
     dead_end,
     each_case,
     each_policy,
@@ -25,11 +23,9 @@ from support.pruning import (
     of_backward,
     total,
 )
-from support.tables import rows
 from support.zoo import Evaluations, leaves_of, scalar
-from torch import nn
 
-from remat import RecomputeError, policies, remat
+from remat import RecomputeError, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -40,30 +36,14 @@ pytestmark = given_up
 
 
 STATE = {"value": 0}
-FACTOR = 1.0
-
-
-class Config:
-    value = 0
 
 
 def of_a_dict():
     return STATE["value"]
 
 
-def of_a_class():
-    return Config.value
-
-
-def of_a_default(x, values=[0]):  # noqa: B006
-    return values[0]
-
-
 def set_state(value):
-    STATE["value"] = Config.value = of_a_default.__defaults__[0][0] = value
-
-
-SOURCES = {"dict": of_a_dict, "class": of_a_class, "default": lambda: of_a_default(0)}
+    STATE["value"] = value
 
 
 class Changes(Cases):
@@ -168,31 +148,6 @@ def test_state_changes_between_calls(case, policy, sequence):
     )
 
 
-@rows("way", WAYS)
-@pytest.mark.parametrize("source", SOURCES)
-@each_case(dict([*cases_of(vars(Changes)).items()][:8:2]))
-def test_state_changes_wherever_it_is_kept(case, source, way):
-    values = [0, 0, 0, 1, 0]
-    assert_exact(
-        of_state(case, SOURCES[source]),
-        X,
-        W,
-        policy=policies.everything_saveable,
-        way=way,
-        before=lambda call: set_state(values[call]),
-        calls=len(values),
-    )
-
-
-@each_policy
-def test_a_number_is_annealed(policy):
-    def step(call):
-        globals()["FACTOR"] = 0.9**call
-
-    fn = lambda x, w: x * FACTOR + (w * FACTOR).sin()
-    assert_exact(fn, X, W, policy=policy, before=step, calls=8)
-
-
 @each_policy
 def test_a_closure_is_made_anew_in_each_call(policy):
     def made(call):
@@ -267,44 +222,6 @@ def test_a_number_grows_that_is_in_no_snapshot(policy):
             assert_same(got, gradient(fn, length))
         else:
             assert isinstance(got, str)
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4).double()
-        self.flag, self.factor = True, 2.0
-
-    def forward(self, x):
-        h = self.linear(x).sin()
-        return dead_end(h.exp() if self.flag else h * self.factor)
-
-
-@each_policy
-def test_attributes_of_a_module_change(policy):
-    module = Scaled()
-
-    def before(call):
-        module.flag, module.factor = call % 3 != 2, 1.0 + call
-
-    assert_exact(module, X, policy=policy, before=before, calls=8)
-
-
-@each_policy
-@pytest.mark.parametrize("when", ["between calls", "between forward and backward"])
-def test_attributes_of_a_module_are_those_of_the_call(policy, when):
-    module = Scaled()
-    ours = remat(module, policy=policy, prune=True)
-
-    def gradients(fn, call):
-        (x,) = leaves_of(X)
-        module.flag = call % 2 == 0 or when != "between calls"
-        loss = scalar(fn(x))
-        module.flag = when == "between calls"
-        return torch.autograd.grad(loss, [x, *module.parameters()])
-
-    for call in range(6):
-        assert_same(gradients(ours, call), gradients(module, call))
 
 
 # --- State that changes between forward and backward, a documented limit ---

@@ -1,6 +1,5 @@
 """What tests share that compare graphs and training with those of plain code."""
 
-import torch
 from support.zoo import make
 from torch import nn
 
@@ -11,19 +10,6 @@ def leaf(seed=1, shape=(4, 4)):
 
 def grads(*leaves):
     return [t.grad for t in leaves]
-
-
-def trained(model, x, call):
-    """Return what three steps of an optimizer make of the parameters of a model."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = call(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, [p.detach().clone() for p in model.parameters()]
 
 
 class Router(nn.Module):

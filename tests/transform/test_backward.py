@@ -21,7 +21,6 @@ from support.zoo import (
     ops_of,
     plainly,
     rematerialized,
-    scalar,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -301,15 +300,6 @@ def test_an_output_that_depends_on_no_input_requires_no_grad(f):
     assert [t.requires_grad for t in out] == [True, False, False]
     out[0].sum().backward()
     return out, x.grad
-
-
-@rematerialized(matmul, evaluations=2)
-def test_a_backward_without_grad_mode(f):
-    w, x = leaves_of(W, X)
-    value = scalar(f(w, x))
-    with torch.no_grad():
-        value.backward()
-    return w.grad, x.grad
 
 
 # --- Remat in remat: what is kept, the peak, and functions that wrap functions ---

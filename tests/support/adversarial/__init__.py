@@ -1,6 +1,8 @@
-"""Small programs that are hard to run twice, and a way to run them in configurations.
+"""The table of programs, most of them hard to run twice, and that of their contexts.
 
-Each module beside this one is a theme. `python -m support.adversarial`, from `tests/`,
+Each module in `programs` is a theme; `configurations.py` is the table of contexts, with
+which it is crossed. A test whose point is that values are those of plain code, and that
+something ran again, is a row here. `python -m support.adversarial`, from `tests/`,
 runs all programs in all configurations and prints a table.
 
 Invariant: a program makes all that it changes when it is built, and returns all that it

@@ -1,6 +1,7 @@
 """Objects in C, keys that compare, iterators that do more, weak references."""
 
 import csv
+import functools
 import itertools
 import sqlite3
 import weakref
@@ -200,3 +201,49 @@ def a_tensor_resized_by_the_function():
         return y
 
     return loop(fn, state=lambda: held)
+
+
+@program
+def an_array_without_axes_that_is_passed():
+    held = np.array(2.0)
+
+    def fn(x, number):
+        y = work(x, float(number))
+        np.add(number, 1, out=number)
+        return y
+
+    return loop(fn, args=(held,), state=lambda: held)
+
+
+class Marker:
+    """Has no attributes."""
+
+    __slots__ = ()
+
+    def __call__(self, x):
+        return work(x)
+
+
+MISSING = Marker()
+
+
+@family(
+    closure=lambda x: MISSING(x),
+    method=MISSING.__call__,
+    itself=MISSING,
+    default=lambda x, m=MISSING: m(x),
+    key=functools.partial(lambda held, x: held[MISSING](x), {MISSING: MISSING}),
+)
+def an_object_without_attributes(fn):
+    return loop(fn)
+
+
+@program
+def an_object_without_attributes_that_is_passed():
+    return loop(lambda x, m: work(x, 2 if m is MISSING else 3), args=(MISSING,))
+
+
+@program
+def a_parameter_in_a_list_of_a_thousand():
+    held = [leaf(seed=2) for _ in range(1001)]
+    return loop(lambda x: work(x * held[1000]), state=lambda: held[1000].grad)
