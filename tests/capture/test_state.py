@@ -5,14 +5,19 @@ Under base autograd it is a theme of `support.adversarial`.
 
 import functools
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 import pytest
 import torch
-from support.as_plain import leaf
+from support.adversarial.holders import (
+    ANYTHING_UNDER_FUNC,
+    HOLDERS,
+    UNDER_FUNC,
+)
+from support.adversarial.observed import observed
 from support.runs import replayed
-from support.tables import crossed
-from support.zoo import ops_of
+from support.tables import crossed, sampled
+from support.zoo import make, ops_of
 from torch import nn
 from torch.func import grad
 from torch.utils._pytree import tree_map
@@ -22,28 +27,44 @@ from remat._capture import container_kinds
 from remat.testing import assert_same, count_ops
 
 
-class Holder:
-    """An object with state of many kinds."""
-
-    def __init__(self):
-        self.seen, self.table, self.count = [], None, 0
-        self.by_name, self.last = {}, deque([0, 1], maxlen=2)
-        self.tensor, self.log = torch.zeros(4, 4), [torch.ones(4, 4)] * 7
-        self.inner, self.named = [[torch.ones(4, 4)]], {"first": torch.ones(4, 4)}
-
-    def tell(self):
-        """What there is to compare."""
-        return {name: value for name, value in vars(self).items() if name[0] != "_"}
+# --- Each way to hold a number or a tensor, changed by a call of two ---
 
 
-def counter(state, x):
-    state.count += 1
-    return x * state.count
+def numbered(read, write):
+    def fn(x):
+        y = (x.sin() * read()).exp()
+        write(read() + 1)
+        return y
+
+    return fn
 
 
-def grown_list(state, x):
-    state.seen.append(len(state.seen) + 1)
-    return x * sum(state.seen)
+def with_tensors(read, write):
+    write(torch.full((4,), 2.0, dtype=torch.double))
+
+    def fn(x):
+        y = (x.sin() * read()).exp()
+        write(read() + x.detach())
+        return y
+
+    return fn
+
+
+CHANGED = [(name, numbered) for name in UNDER_FUNC]
+CHANGED += [(name, with_tensors) for name in ANYTHING_UNDER_FUNC]
+
+
+@pytest.mark.parametrize(("name", "changed"), sampled(CHANGED))
+@replayed(sin=4)
+def test_what_is_held_is_changed_once_under_grad(wrap, name, changed):
+    read, write, dump = HOLDERS[name]()
+    call = wrap(changed(read, write))
+    found = grad(lambda x: (call(x) + call(x)).sum())(make(4, seed=2))
+    # Tensors may be dead ones of the transform.
+    return found, observed(dump()) if changed is numbered else None
+
+
+# --- Other changes, wherever the object is ---
 
 
 def lazy_table(state, x):
@@ -51,11 +72,6 @@ def lazy_table(state, x):
         state.table = torch.linspace(1, 2, 4).double().cos()
         x = x * 2
     return x * state.table
-
-
-def dictionary(state, x):
-    state.by_name[f"n{len(state.by_name)}"] = 3
-    return x * len(state.by_name)
 
 
 def new_attribute(state, x):
@@ -70,102 +86,53 @@ def removed_attribute(state, x):
     return x * factor
 
 
-def bounded_queue(state, x):
-    state.last.append(state.last[-1] + 1)
-    return x * sum(state.last)
-
-
-def tensor_rebound(state, x):
-    state.tensor = state.tensor + x.detach()
-    return x + state.tensor
-
-
 def tensors_added(state, x):
     state.log.append(x.detach())
     state.named["last"] = x.detach()
     return x * state.log[0] * len(state.log)
 
 
-def tensor_added_within(state, x):
-    state.inner[0].append(x.detach() * 2)
-    return x * state.inner[0][-2]
-
-
-def tensor_replaced(state, x):
-    y = x * state.log[0]
-    state.log[0] = x.detach() * 2
-    return y
-
-
 def tensor_removed(state, x):
     return x * state.log.pop(0) * len(state.log)
 
 
-CHANGES = [counter, grown_list, lazy_table, dictionary, new_attribute]
-CHANGES += [removed_attribute, bounded_queue, tensor_rebound, tensors_added]
-CHANGES += [tensor_added_within, tensor_replaced, tensor_removed]
-CHANGES = {fn.__name__: fn for fn in CHANGES}
+CHANGES = [lazy_table, new_attribute, removed_attribute, tensors_added, tensor_removed]
 
 
 class Stateful(nn.Module):
-    """The same state, in a module."""
+    """An object with state, and a module as well."""
 
     def __init__(self, change):
         super().__init__()
-        vars(self).update(vars(Holder()))
-        self.layer, self.change = nn.Linear(4, 4), change
+        self.table, self.count, self.change = None, 0, change
+        self.log, self.named = [torch.ones(4, 4)] * 7, {"first": torch.ones(4, 4)}
 
     def forward(self, x):
-        return self.change(self, self.layer(x).sin()).exp()
-
-    def tell(self):
-        held = {name: getattr(self, name, None) for name in vars(Holder())}
-        return held, [p.grad for p in self.parameters()]
+        return self.change(self, x.sin()).exp()
 
 
-def in_an_argument(wrap, change):
-    state = Holder()
-    fn = wrap(lambda x, state: change(state, x.sin()).exp())
-    return functools.partial(fn, state=state), state
-
-
-def in_a_closure(wrap, change):
-    state = Holder()
-    return wrap(lambda x: change(state, x.sin()).exp()), state
-
-
-def in_a_default(wrap, change):
-    state = Holder()
-    return wrap(lambda x, state=state: change(state, x.sin()).exp()), state
-
-
-def in_a_module(wrap, change):
-    model = Stateful(change).double()
-    return wrap(model), model
-
-
-def in_the_module_of_a_forward(wrap, change):
-    model = Stateful(change).double()
-    return wrap(model.forward), model
-
-
-# Each makes a function whose state is somewhere, and gives both.
+# Each makes a function of an object that is somewhere.
 WHERE = {
-    "argument": in_an_argument,
-    "closure": in_a_closure,
-    "default": in_a_default,
-    "module": in_a_module,
-    "forward": in_the_module_of_a_forward,
+    "argument": lambda wrap, held: functools.partial(
+        wrap(lambda x, held: held(x)), held=held
+    ),
+    "closure": lambda wrap, held: wrap(lambda x: held(x)),
+    "default": lambda wrap, held: wrap(lambda x, held=held: held(x)),
+    "module": lambda wrap, held: wrap(held),
+    "forward": lambda wrap, held: wrap(held.forward),
 }
 
 
 @crossed("change, where", CHANGES, WHERE, each=2)
 @replayed(sin=4)
 def test_state_is_changed_once_under_grad(wrap, where, change):
-    call, state = WHERE[where](wrap, CHANGES[change])
-    found = grad(lambda x: (call(x) + call(x)).sum())(leaf(2).detach())
+    held = Stateful(change)
+    call = WHERE[where](wrap, held)
+    found = grad(lambda x: (call(x) + call(x)).sum())(make(4, 4, seed=2))
+    names = "table", "count", "extra", "log", "named"
+    state = {name: getattr(held, name, None) for name in names}
     # The tensors may be dead ones of the transform.
-    return tree_map(lambda leaf: None, state.tell()), found
+    return tree_map(lambda value: value if type(value) is int else None, state), found
 
 
 # --- What a forward deletes, and new lists -----------------------------------------

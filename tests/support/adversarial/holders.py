@@ -656,3 +656,19 @@ _NUMBERS = {
     *("buffer that is replaced", "array of a tensor", "local of a generator"),
 }
 ANYTHING = {name: hold for name, hold in HOLDERS.items() if name not in _NUMBERS}
+
+# What a recompute under torch.func does not put back, or torch refuses to change there.
+_AT_BASE_ALONE = {
+    *("global", "default", "attribute of a function", "context variable", "enum"),
+    *("environment", "descriptor", "class", "class by an instance", "base class"),
+    *("class method", "metaclass", "list of a class", "WeakKeyDictionary"),
+    *("thread local", "Python module", "array of a tensor", "attribute of a tensor"),
+    *("attribute of a parameter", "local of a generator", "buffer", "tensor"),
+}
+UNDER_FUNC = {n: hold for n, hold in HOLDERS.items() if n not in _AT_BASE_ALONE}
+# Nor tensors in these.
+_OF_NUMBERS = {
+    *("keyword default", "keyword of a partial", "weak reference"),
+    "value of a WeakValueDictionary",
+}
+ANYTHING_UNDER_FUNC = [n for n in ANYTHING if n in UNDER_FUNC.keys() - _OF_NUMBERS]
