@@ -55,11 +55,6 @@ def gradients(fn: Callable[..., Any], *xs: Tensor) -> Program:
     return lambda wrap: torch.autograd.grad(wrap(fn)(*xs).sum(), xs)
 
 
-def under(transform: Callable[..., Any], fn: Callable[..., Any], *xs: Any) -> Program:
-    """A program: a transform of torch.func of `fn`, at `xs`."""
-    return lambda wrap: transform(wrap(fn))(*xs)
-
-
 def seed_streams() -> None:
     """Seed the global streams; of each pair of normal numbers one is left to draw."""
     torch.manual_seed(7)
