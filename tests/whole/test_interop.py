@@ -11,7 +11,7 @@ from support.zoo import plainly
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import remat
@@ -51,49 +51,14 @@ def assert_more_sines(run, *, reassociated=False):
     return want
 
 
-# --- no_grad, detach, other derivatives inside -----------------------------------
+# --- detach, custom rules, other derivatives inside -------------------------------
 
-
-def no_grad(x, w):
-    with torch.no_grad():
-        scale = (x * w).sin().abs().max()
-    return (x * w / scale).sin()
-
-
-@torch.no_grad()
-def norm_of_sine(x):
-    return x.sin().norm()
-
-
-def inference_mode(x):
-    with torch.inference_mode():
-        n = int(x.abs().sum())
-    return x.sin().exp() * (n + 1)
+# Grad modes and derivatives inside are also cases of `partial/test_pruning_calls.py`.
 
 
 def straight_through(x):
     soft = x.sin().exp()
     return soft + (soft.round() - soft).detach()
-
-
-def func_hessian_and_vmap(x, w):
-    def f(row, w):
-        return ((row * w).sin() ** 3).sum()
-
-    return vmap(hessian(f), in_dims=(0, None))(x, w)
-
-
-def gradients_accumulated_into_leaves_made_inside(x):
-    w = torch.ones(5, requires_grad=True)
-    (w * x.detach()).sin().sum().backward()
-    return x * w.grad
-
-
-def derivative_of_what_only_needs_grad_inside(w):
-    x = torch.linspace(0, 1, 6).unsqueeze(1).requires_grad_()
-    u = (x * w).sin()
-    (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    return (du + u).square()
 
 
 def wrong(function):
@@ -102,19 +67,8 @@ def wrong(function):
 
 # The function, the shapes of its inputs, and how many sines run again.
 INSIDE = {
-    "no_grad": (no_grad, [(5,), (5,)], 1),
-    "no_grad as a decorator": (lambda x: x.sin() / norm_of_sine(x), [(5,)], 2),
-    "inference_mode": (inference_mode, [(5,)], 1),
     "detach": (lambda x, w: x.detach().sin() * w + x, [(5,), (5,)], 1),
     "a straight-through estimator": (straight_through, [(5,)], 1),
-    "func.grad": (
-        lambda x, w: grad(lambda x: ((x * w).sin() ** 2).sum())(x),
-        [(5,), (5,)],
-        1,
-    ),
-    "func.hessian and vmap": (func_hessian_and_vmap, [(2, 3), (3,)], 2),
-    "leaves made inside": (gradients_accumulated_into_leaves_made_inside, [(5,)], 1),
-    "autograd.grad": (derivative_of_what_only_needs_grad_inside, [(1,)], 1),
     "a sparse constant": (lambda x: (SPARSE @ x).sin().exp(), [(5, 2)], 1),
     "TripledSin": (wrong(TripledSin), [(5,)], 1),
     "TripledSinForFunc": (wrong(TripledSinForFunc), [(5,)], 1),
@@ -276,13 +230,6 @@ def test_hooks_inside_pack_what_is_saved_within_them():
 
 
 # --- Subclasses and other tensors ------------------------------------------------
-
-
-@compared(sin=2)
-def test_parameters_buffers_and_views_as_arguments(wrap, counting):
-    p, b, v = nn.Parameter(torch.randn(5)), nn.Buffer(torch.randn(5)), leaf(2, 5)
-    fn = wrap(lambda p, b, v: (p * b * v).sin().exp())
-    return torch.autograd.grad(fn(p, b, v[1]).sum(), (p, v))
 
 
 @compared(sin=2)
