@@ -87,18 +87,18 @@ class Plans:
             for i, k in self.full.plan.residuals
         ]
 
-    def schedule_for(self, roots: Sequence[int]) -> RunnablePlan:
-        """Return the schedule for some roots: outputs or handles, by index."""
+    def runnable_for(self, roots: Sequence[int]) -> RunnablePlan:
+        """Return the plan for some handles or outputs, by index, laid out to be run."""
         if not self.prune or len(roots) == len(self.record.roots):
             return self.full
         key = tuple(roots)
-        schedule = self._narrowed.get(key)
-        if schedule is None:
+        runnable = self._narrowed.get(key)
+        if runnable is None:
             full = self.full.plan
             made = plan(self.record, full.saved, roots, extra_roots=self.extra_roots)
-            schedule = RunnablePlan(self.record, made, full.residuals)
-            self._narrowed[key] = schedule
-        return schedule
+            runnable = RunnablePlan(self.record, made, full.residuals)
+            self._narrowed[key] = runnable
+        return runnable
 
 
 def full_plan(

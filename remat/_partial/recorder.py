@@ -34,7 +34,7 @@ from remat._partial.plan import Pack, Record, Step
 from remat._partial.runnable import UNRECORDED, statics_of
 from remat._partial.values import Arguments, Results, Storages, value_of
 from remat._torch import (
-    SNAPSHOT,
+    SHARED_COPY,
     base_tensor,
     call_kernel,
     current_task,
@@ -55,7 +55,7 @@ class Recorder(Observer):
     If there is a policy, it is asked which results may be saved.
     """
 
-    unseen = UNRECORDED - {SNAPSHOT}
+    unseen = UNRECORDED - {SHARED_COPY}
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Recorder(Observer):
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is SNAPSHOT:
+        if func is SHARED_COPY:
             result = func(*args, **kwargs)
             # The values that it stands for are needed where it is read.
             self._storages.alias(result, self._storages.number(args[0]))

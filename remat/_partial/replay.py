@@ -72,12 +72,12 @@ class Replay(Follow):
         residuals: Sequence[Tensor | None],
         take: Callable[[int], Tensor | None],
     ) -> None:
-        schedule = plans.schedule_for(roots)
-        super().__init__(schedule)
+        runnable = plans.runnable_for(roots)
+        super().__init__(runnable)
         self._cache: CallCache = call.cache
         self._plans, self._roots = plans, roots
         self._statics, self._dropped = call.statics, call.dropped
-        self._runs, self._fates = schedule.runs, schedule.fates
+        self._runs, self._fates = runnable.runs, runnable.fates
         self._residuals, self._take = residuals, take
         self._absent: dict[int, Shared] = {}
         self._known: dict[int, int] = {}  # storages of leaves and residuals, by key
@@ -95,10 +95,10 @@ class Replay(Follow):
 
         `may_stand_in` says whether one may stand for an input; None for `is_droppable`.
         """
-        schedule, stand_ins = self.schedule, [*tensors]
-        inputs, residuals = schedule.record.inputs, self._residuals
+        runnable, stand_ins = self.runnable, [*tensors]
+        inputs, residuals = runnable.record.inputs, self._residuals
         if residuals:  # then arguments are compared by their storages
-            used = [(residuals[index], s) for index, s in schedule.residual_storages]
+            used = [(residuals[index], s) for index, s in runnable.residual_storages]
             used = [(t, s) for t, s in used if t is not None]
             numbers = (*inputs, *[s for _, s in used])
             self._known = _by_storage((*tensors, *[t for t, _ in used]), numbers)
@@ -107,9 +107,9 @@ class Replay(Follow):
         # Another record may have replaced the plans.
         proven = self._cache.is_proven() and self._cache.plans is self._plans
         is_allowed = may_stand_in or is_droppable
-        for i in schedule.unneeded:
+        for i in runnable.unneeded:
             t = tensors[i]
-            replaced = not proven or inputs[i] in schedule.written
+            replaced = not proven or inputs[i] in runnable.written
             if type(t) is Absent or (replaced and is_allowed(t)):
                 new = stand_ins[i] = like(t, self._shared(inputs[i]))
                 if may_stand_in is None:  # the function runs on it as it is
@@ -165,13 +165,13 @@ class Replay(Follow):
         return self._not_run(i, func, args, kwargs)
 
     def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
-        step, fate = self.schedule.record.steps[i], self._fates[i]
+        step, fate = self.runnable.record.steps[i], self._fates[i]
         turned = is_reflection(func, of=func) and type(args[0]) is Absent
         if turned and args[0].storage_of.number == step.reads[1]:
             args = args[::-1]
         if fate is Fate.SAVED:
             self._check_wiring(i, step, args, kwargs)
-            indices = self.schedule.residual_index.get(i, {})
+            indices = self.runnable.residual_index.get(i, {})
             inputs = inputs_of(args, kwargs)
             return self._result(step, inputs, indices)
         if fate is Fate.METADATA_ONLY:
@@ -210,7 +210,7 @@ class Replay(Follow):
             return False
         if self._funcs[i] is not func:
             return True
-        step, expected = self.schedule.record.steps[i], self.schedule.expected.get(i)
+        step, expected = self.runnable.record.steps[i], self.runnable.expected.get(i)
         same = step.reads[0] == args[0].storage_of.number and expected is not None
         return not (
             same and fits_metadata(expected, args, kwargs, inputs_of(args, None))
@@ -240,7 +240,7 @@ class Replay(Follow):
     def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
         """Return absent tensors in place of the result of an operation."""
         inputs = inputs_of(args, kwargs)
-        if not fits_metadata(self.schedule.expected[i], args, kwargs, inputs):
+        if not fits_metadata(self.runnable.expected[i], args, kwargs, inputs):
             raise self._differs(step.op.func)
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)
@@ -360,10 +360,10 @@ class Check(Follow):
     the function may have cached its result, a table of positions for instance.
     """
 
-    def __init__(self, schedule: RunnablePlan) -> None:
-        super().__init__(schedule)
+    def __init__(self, runnable: RunnablePlan) -> None:
+        super().__init__(runnable)
         self._error: Exception | None = None
-        steps = schedule.record.steps
+        steps = runnable.record.steps
         constant = zip(steps, _are_constant(steps), strict=True)
         pairs = [(s, c) for s, c in constant if not _may_differ(s.op.func)]
         self._steps = [step for step, _ in pairs]
