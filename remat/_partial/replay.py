@@ -57,7 +57,7 @@ from remat._torch import (
 
 
 class Replay(Follow):
-    """Runs a call again along a plan, for some handles or outputs: the roots.
+    """Runs a call again along a plan, for some handles or outputs: its `targets`.
 
     `residuals` are what was saved, or what stands for it while it is offloaded; `take`
     returns one, given its index, or None if it was freed. What the replay shows
@@ -68,19 +68,19 @@ class Replay(Follow):
         self,
         call: Any,
         plans: Plans,
-        roots: Sequence[int],
+        targets: Sequence[int],
         residuals: Sequence[Tensor | None],
         take: Callable[[int], Tensor | None],
     ) -> None:
-        runnable = plans.runnable_for(roots)
+        runnable = plans.runnable_for(targets)
         super().__init__(runnable)
         self._cache: CallCache = call.cache
-        self._plans, self._roots = plans, roots
+        self._plans, self._targets = plans, targets
         self._statics, self._dropped = call.statics, call.dropped
         self._runs, self._fates = runnable.runs, runnable.fates
         self._residuals, self._take = residuals, take
         self._absent: dict[int, Shared] = {}
-        self._known: dict[int, int] = {}  # storages of leaves and residuals, by key
+        self._known: dict[int, int] = {}  # storages of inputs and residuals, by key
         self._written = False  # whether an absent tensor was
         self.trouble = Trouble()  # what did not fit the plan
 
@@ -127,10 +127,10 @@ class Replay(Follow):
         return bool(self.trouble)
 
     def succeeded(self, *, proves: bool = True) -> None:
-        """Note that the plan was right for these roots, if the replay proves it."""
+        """Note that the plan was right for its targets, if the replay proves it."""
         # Handles of residuals need no replay.
-        roots = (self._roots, self._plans.residual_of_handle) if proves else ()
-        self._cache.note_success(self._plans, *roots)
+        shown = (self._targets, self._plans.residual_of_handle) if proves else ()
+        self._cache.note_success(self._plans, *shown)
 
     def failed(self, error: Exception | None, *, is_ours: bool = False) -> None:
         """Correct the plans after a replay that did not fit; raise a user's error.
@@ -244,9 +244,9 @@ class Replay(Follow):
             raise self._differs(step.op.func)
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)
-            targets = [t for s, t in numbers if s in step.writes]
+            written = [t for s, t in numbers if s in step.writes]
             # A fake tensor has no value that would be missing.
-            if not all(type(t) is Absent or is_fake(t) for t in targets):
+            if not all(type(t) is Absent or is_fake(t) for t in written):
                 raise self._differs(step.op.func)
             self._written = True
         return self._result(step, inputs, {})
@@ -294,14 +294,14 @@ class Replay(Follow):
         return shared
 
 
-def is_droppable(leaf: Tensor) -> bool:
-    """Say whether a leaf that no recompute reads need not be kept.
+def is_droppable(tensor: Tensor) -> bool:
+    """Say whether an input that no recompute reads need not be kept.
 
     The graph keeps those that gradients are accumulated in, a module its parameters.
     """
-    if type(leaf) is not Tensor or (leaf.requires_grad and leaf.is_leaf):
+    if type(tensor) is not Tensor or (tensor.requires_grad and tensor.is_leaf):
         return False
-    return leaf.layout is torch.strided and not is_lazy(leaf)
+    return tensor.layout is torch.strided and not is_lazy(tensor)
 
 
 def _is_of_memory(error: Exception) -> bool:

@@ -320,10 +320,10 @@ class Verify(Collect):
     recomputed but by the plan.
     """
 
-    def __init__(self, runnable: RunnablePlan, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, runnable: RunnablePlan, inputs: Sequence[Tensor]) -> None:
         super().__init__(runnable)
         numbers = runnable.record.inputs
-        self._numbers = {key_of(t): s for t, s in zip(leaves, numbers, strict=True)}
+        self._numbers = {key_of(t): s for t, s in zip(inputs, numbers, strict=True)}
 
     @override
     @eager_only

@@ -112,7 +112,7 @@ class CallNotes(Recorder):
 
         def both(place: int, tensor: Tensor | None) -> None:
             if is_first:
-                self.roots.pack(tensor)
+                self.saved_storages.pack(tensor)
             if tensor is not None:
                 number = self.storages.number(base_tensor(tensor))
                 packed[place] = number, len(self.steps)

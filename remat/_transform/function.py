@@ -541,7 +541,9 @@ def _plan(
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
     cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
-    return SavedInNode(cache, policy, prune, inputs, label, inner)
+    return SavedInNode(
+        cache=cache, policy=policy, prune=prune, inputs=inputs, label=label, inner=inner
+    )
 
 
 def _run(

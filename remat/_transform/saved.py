@@ -205,8 +205,15 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            args = cache, policy, prune, inputs, self.label
-            self.following = SavedInHandles(*args, hooks=hooks, nested=self.is_nested)
+            self.following = SavedInHandles(
+                cache=cache,
+                policy=policy,
+                prune=prune,
+                inputs=inputs,
+                label=self.label,
+                hooks=hooks,
+                nested=self.is_nested,
+            )
 
     def situation(self, inputs: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
@@ -256,7 +263,7 @@ class Saved:
         """Run the function as it is."""
         context, following = here(), self.following
         # Read before the function runs, which may change it.
-        watched = WatchedLeaves(self.inputs.leaves)
+        watched = WatchedLeaves(self.inputs.originals)
         packing = _Packing(self, inputs, context)
         self.handles, self.metas = packing.handles, packing.metas
         noted = Noted()
@@ -593,8 +600,8 @@ def _state_restored(
     """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, effects, saved = call.ambient, call.effects, call.inputs
     state = ambient.restored() if call.is_done else ambient.restored_within()
-    changed, leaves = saved.changed(), saved.leaves
-    gradients = PreserveGradients(leaves)
+    changed, originals = saved.changed(), saved.originals
+    gradients = PreserveGradients(originals)
     if state is NOTHING and effects is NO_EFFECTS and not (changed or saved.renorms):
         return gradients
     with contextlib.ExitStack() as everything:
@@ -604,15 +611,15 @@ def _state_restored(
         everything.enter_context(gradients)
         if effects.moves or effects.marks or saved.renorms:
             everything.enter_context(saved.rows_put_back())
-            attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
-            everything.enter_context(preserved_marks(leaves, attributes, hooks))
+            attributes, hooks = saved.attributes_of_originals(), call.reach.hooks
+            everything.enter_context(preserved_marks(originals, attributes, hooks))
         if effects.moves:
 
             def moved(k: int) -> MutationError:
-                return changed_inside(call.reach, saved.leaves_at[k])
+                return changed_inside(call.reach, saved.originals_at[k])
 
             # Innermost: leaves are in their memory again before rows are put back.
-            everything.enter_context(preserved_memory(leaves, moved))
+            everything.enter_context(preserved_memory(originals, moved))
         return everything.pop_all()
 
 

@@ -187,7 +187,7 @@ def test_a_plan_is_for_some_outputs(rec, options, expected):
 
 
 def test_the_target_of_a_draw_in_place_is_live():
-    assert plan(TARGET, outputs=[1]).live >= {0, 1}
+    assert plan(TARGET, targets=[1]).live >= {0, 1}
 
 
 # --- What a policy lets be kept ---
