@@ -175,8 +175,8 @@ class SavedInHandles(PlannedCall):
         self._early: list[Residual] = []  # residuals that were put away at once
 
     @classmethod
-    def of_decision(
-        cls, decision: Any, inputs: Sequence[Tensor], hooks: Any
+    def of_choice(
+        cls, choice: Any, inputs: Sequence[Tensor], hooks: Any
     ) -> "SavedInHandles":
         """Return what does as a nested call did, while the call around is recomputed.
 
@@ -193,8 +193,8 @@ class SavedInHandles(PlannedCall):
             hooks=hooks,
             nested=True,
         )
-        new.cache, new.plans = decision
-        plans, early = decision[1], new._early
+        new.cache, new.plans = choice
+        plans, early = choice[1], new._early
         steps, residuals = plans.record.steps, plans.full.plan.residuals
 
         def on_residual(tensor: Tensor) -> None:
@@ -206,8 +206,8 @@ class SavedInHandles(PlannedCall):
         return new
 
     @property
-    def decision(self) -> Any:
-        """What the call does, for `of_decision`."""
+    def choice(self) -> Any:
+        """What the call follows, for `of_choice`."""
         return None if self.plans is None else (self.cache, self.plans)
 
     def pack(self, place: int, tensor: Tensor | None) -> None:

@@ -235,7 +235,7 @@ class Primal(Program):
         policy = self.call.policy
         if mode is None and policy is None:
             return run(inputs)
-        around = within(policy, followed=mode is not None)
+        around = within(policy, under_mode=mode is not None)
         with around, mode or contextlib.nullcontext():
             result = run(inputs)
         if mode is not None:

@@ -50,7 +50,7 @@ def lowering_of(options: Options) -> Lowering:
     """Return what becomes of a call that is made here."""
     if must_inline():
         return Lowering.TRACED if _is_traced(options) else Lowering.INLINED
-    if not torch.is_grad_enabled() or (options.unless_followed and here().plans):
+    if not torch.is_grad_enabled() or (options.unless_followed and here().step_plans):
         return Lowering.PLAIN
     is_differentiated = current_layer() is not None and not are_all_vmaps()
     if options.higher_order or is_differentiated or dual_level_active():

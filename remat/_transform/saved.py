@@ -35,7 +35,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat._ambient.ambient import NOTHING, Ambient
 from remat._ambient.draws import without_draws
-from remat._base.context import Context, Decisions, here, within
+from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
 from remat._base.tensors import outside_inference_mode, version_of
@@ -192,11 +192,11 @@ class Saved:
         hooks = None
         if self.is_nested or self.options.hooks_residuals:
             hooks = self.hooks
-        around = here().decisions
+        around = here().nested_choices
         if around is not None and around.again:
-            decision = around.next()
-            if decision is not None:
-                self.following = SavedInHandles.of_decision(decision, inputs, hooks)
+            choice = around.next()
+            if choice is not None:
+                self.following = SavedInHandles.of_choice(choice, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
@@ -268,7 +268,7 @@ class Saved:
         self.handles, self.metas = packing.handles, packing.metas
         noted = Noted()
         self.seeds = noted.seeds
-        before = context.only_our_hooks, context.policy, context.decisions
+        before = context.only_our_hooks, context.policy, context.nested_choices
         inside = context.inside
         hooks = self.hooks
         context.only_our_hooks = (
@@ -276,7 +276,7 @@ class Saved:
             or hooks[0] is context.block_pack
             or (context.only_our_hooks and self.is_nested)
         )
-        context.policy, context.decisions = self.policy, Decisions(self.inner)
+        context.policy, context.nested_choices = self.policy, NestedChoices(self.inner)
         if context.reporter is not None:
             context.inside = (*inside, self)
         noted.start()
@@ -286,7 +286,7 @@ class Saved:
             if following is None or following.mode is None:
                 result = fn(*args, **kwargs)
             else:
-                with within(self.policy, followed=True), following.mode:
+                with within(self.policy, under_mode=True), following.mode:
                     result = fn(*args, **kwargs)
                 following.mode.end()
         except BaseException:
@@ -296,7 +296,7 @@ class Saved:
             raise
         finally:
             pop_hooks()
-            context.only_our_hooks, context.policy, context.decisions = before
+            context.only_our_hooks, context.policy, context.nested_choices = before
             context.inside = inside
             noted.end()
             # Also after an error, and in any order: the graph refers to the hook, and
@@ -342,9 +342,9 @@ class Saved:
         if following is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(following.dropped)
-            around = here().decisions
+            around = here().nested_choices
             if around is not None and self.index is not None:
-                around.note(self.index, following.decision)
+                around.note(self.index, following.choice)
         # Last: until now a handle that is read belongs to a forward that still runs.
         self.is_done = True
 
@@ -533,10 +533,10 @@ def recompute(
 ) -> None:
     """Run the function again, until all handles are filled."""
     context = here()
-    before = context.only_our_hooks, context.policy, context.decisions
+    before = context.only_our_hooks, context.policy, context.nested_choices
     inside, recomputing = context.inside, context.recomputing
     context.only_our_hooks, context.policy = True, call.policy
-    context.decisions = Decisions(call.inner, again=True)
+    context.nested_choices = NestedChoices(call.inner, again=True)
     context.recomputing = (*recomputing, call)
     if context.reporter is not None:
         context.inside = (*inside, call)
@@ -554,7 +554,7 @@ def recompute(
                 if mode is None:
                     run(call, *tensors)
                 else:
-                    with within(call.policy, followed=True), mode:
+                    with within(call.policy, under_mode=True), mode:
                         run(call, *tensors)
                         mode.end()
             except Stop:
@@ -566,7 +566,7 @@ def recompute(
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
-        context.only_our_hooks, context.policy, context.decisions = before
+        context.only_our_hooks, context.policy, context.nested_choices = before
         context.inside, context.recomputing = inside, recomputing
         set_grad_enabled(grad_mode)
         if suspended:

@@ -284,7 +284,7 @@ def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
         if not has_proxies():
             return fn(*args, **kwargs)
         tape = kept.value.next_tape(tree_leaves((args, kwargs)))
-        with within(policy, followed=True), tape:
+        with within(policy, under_mode=True), tape:
             out = fn(*args, **kwargs)
             tape.returned(out)
             return out
