@@ -115,7 +115,8 @@ class Fate(Enum):
     """What becomes of an operation in a recompute."""
 
     RECOMPUTED = "recomputed"
-    METADATA_ONLY = "recomputed, on no values"
+    # As only its metadata, or that it draws, matters.
+    METADATA_ONLY = "run on arbitrary values"
     SAVED = "saved"
     DEAD = "dead"
 

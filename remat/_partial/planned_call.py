@@ -353,7 +353,7 @@ class SavedInNode(PlannedCall):
 
     def carry_out(
         self,
-        given: Sequence[int],
+        targets: Sequence[int],
         saved: Sequence[Tensor],
         pull: Callable[..., Any],
     ) -> Any:
@@ -368,7 +368,7 @@ class SavedInNode(PlannedCall):
             return pull(inputs, None)
         assert self.plans is not None
         take = self._taker(residuals)
-        replaying = Replay(self, self.plans, given, residuals, take)
+        replaying = Replay(self, self.plans, targets, residuals, take)
         # No absent tensor is of a level of torch.func.
         whole = current_layer() is None or not any(map(_is_of_level, inputs))
         recorded = torch.is_grad_enabled()

@@ -175,7 +175,7 @@ class Replay(Follow):
             inputs = inputs_of(args, kwargs)
             return self._result(step, inputs, indices)
         if fate is Fate.METADATA_ONLY:
-            return self._on_no_values(step, args, kwargs or {})
+            return self._on_arbitrary_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
 
     def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ class Replay(Follow):
         ]
         return views[0] if isinstance(made, Tensor) else views
 
-    def _on_no_values(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def _on_arbitrary_values(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Run an operation for what does not depend on values, such as a draw."""
         result = step.op.func(*present(args), **present(kwargs))
         outputs = tensors_of(result)

@@ -1,11 +1,16 @@
 """Chooses what becomes of a call, by who differentiates it, and runs it so.
 
-    base autograd, and vmap  saved handles: plain's own graph (`saved`)
-    a level of torch.func    one Function whose backward is again a call (`function`)
-    who makes a graph        the same, with a barrier before the recompute (`traced`)
-    nobody, or an export     the function itself
+    base autograd, also where all levels are vmap
+        saved handles: plain's own graph (`saved`)
+    a level of grad or jvp, a dual level, `higher_order`, or where hooks are refused
+        one Function whose backward is again a call (`function`)
+    who makes a graph
+        the same, with a barrier before the recompute (`traced`)
+    nobody, or an export
+        the function itself
 
-Invariant: nothing else decides this.
+Invariant: only a report overrides this. A lowering may still find nothing to do, and
+call the function.
 Rejected: one lowering for all. torch.func refuses hooks for saved tensors, and it
 records its own backward: all that a recompute inside saves would be retained.
 """
