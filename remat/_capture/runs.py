@@ -171,7 +171,7 @@ class ForwardRun(SnapshotRun):
     """The first run of a call."""
 
     is_recompute = False
-    __slots__ = ("_found", "_given", "_made", "_noted", "_originals", "_plain")
+    __slots__ = ("_found", "_made", "_noted", "_originals", "_plain", "_tensorless")
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class ForwardRun(SnapshotRun):
         super().__init__(tensors)
         self._found, self._originals = found, originals
         self._made: list[tuple[Composite, Any]] = []
-        self._given: list[tuple[Composite, Any]] = []
+        self._tensorless: list[tuple[Composite, Any]] = []
         self._noted: list[_HeldBefore] = []
         self._plain: list[_HeldBefore] = []
 
@@ -209,8 +209,8 @@ class ForwardRun(SnapshotRun):
     def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
         """Note what values hold that lead to no tensor, for `changed`."""
         found = [(node, value) for value, node in walked if node is not None]
-        self._given = [pair for pair in found if not pair[0].live]
-        self._plain = _noted(self._given)
+        self._tensorless = [pair for pair in found if not pair[0].live]
+        self._plain = _noted(self._tensorless)
 
     def hand_on(self) -> None:
         """Assign what the function changed to the user's objects."""
@@ -241,7 +241,7 @@ class ForwardRun(SnapshotRun):
 
     def given(self) -> Iterator[tuple[Composite, Any]]:
         """Yield each node, and the value or the replica that the function was given."""
-        yield from self._given
+        yield from self._tensorless
         yield from self._made
 
     def owners(self) -> dict[int, Any]:

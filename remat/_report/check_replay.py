@@ -162,7 +162,7 @@ class _Twice(Saved):
         """Run the forward; return its result, whose graph holds the handles."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with within(self.policy, followed=True), mode:
+            with within(self.policy, under_mode=True), mode:
                 return fn(*args, **kwargs)
 
         result = self.forward(watched, args, kwargs, leaves)

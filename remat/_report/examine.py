@@ -112,7 +112,7 @@ class CallNotes(Recorder):
 
         def both(place: int, tensor: Tensor | None) -> None:
             if is_first:
-                self.roots.pack(tensor)
+                self.saved_storages.pack(tensor)
             if tensor is not None:
                 number = self.storages.number(base_tensor(tensor))
                 packed[place] = number, len(self.steps)
@@ -205,8 +205,8 @@ class CallNotes(Recorder):
 def _plans_of(call: Saved) -> Any:
     """Return the plans that a call follows; None if it follows none."""
     following = call.following
-    decision = None if following is None else following.decision
-    return decision[1] if decision else None
+    choice = None if following is None else following.choice
+    return choice[1] if choice else None
 
 
 def _fates(call: Saved, count: int) -> Sequence[Fate]:

@@ -25,5 +25,6 @@ Under torch.func: one Function, whose backward is again a program.
     state               what recomputes restore; buffers, which are updated once
     changes             what changes an input in place, for an error
 
-Called by users, and by `_report`, which runs calls to look at them.
+Called by users, by `_report`, which runs calls to look at them, and by rooms that make
+calls: `chain`, `nn`, `compat`, `_fit` and `testing`.
 """

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._base.context import is_followed
+from remat._base.context import is_under_mode
 from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.installed import is_installed
 from remat._base.interpreter import lines_storing
@@ -126,7 +126,7 @@ def refuse_leaks(
 ) -> None:
     """Refuse a function if something holds its graph, which should be gone by now."""
     # A mode around this holds results for its call, which looks itself.
-    if snapshot.is_contained or is_followed() or not is_graph_held(inner):
+    if snapshot.is_contained or is_under_mode() or not is_graph_held(inner):
         return
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()

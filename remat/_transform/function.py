@@ -11,7 +11,9 @@
 
 `lowering` and `remat.chain` call `evaluate_differentiably`. Then come `dispatch` at
 each level, `evaluate_forward`, `_run` and `Call.run_forward`. A node is made once it is
-known which inputs the outputs depend on: it has edges to those, or there is none.
+known which inputs the outputs may depend on: it has edges to those, or there is none.
+At the base, a function that refers to nothing else has edges to all inputs that require
+grad: the backward finds out.
 
 Invariant: a graph made here holds the inputs of a call and what its policy keeps, and
 nothing else that was computed in it, at every level and order. So a backward is itself
@@ -235,7 +237,7 @@ class Primal(Program):
         policy = self.call.policy
         if mode is None and policy is None:
             return run(inputs)
-        around = within(policy, followed=mode is not None)
+        around = within(policy, under_mode=mode is not None)
         with around, mode or contextlib.nullcontext():
             result = run(inputs)
         if mode is not None:
@@ -324,7 +326,7 @@ def dispatch(
         if layer is not None:  # before they are taken apart, which is done at a level
             inputs = lifted(layer, kind, inputs)
         duals = Duals.here(inputs) if saved is None and _are_dual() else None
-        if duals is not None and duals.given:
+        if duals is not None and duals.with_tangents:
             return _dispatch_dual(program, inputs, duals, request)
     ends: Sequence[Tensor] = inputs
     if layer is None:
@@ -384,14 +386,14 @@ def _dispatch_at_jvp(
 ) -> Evaluated:
     """Evaluate values and tangents below. There is no node at this level."""
     level, duals = layer.level(), Duals.at_level(layer, inputs)
-    if not duals.given:
+    if not duals.with_tangents:
         below = duals.primals
         results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
         return _wrapped(results, level), evaluation
     needs_below = map(requires_grad_at_any_level, duals.primals)
     pairs = zip(request.needs, needs_below, strict=True)
     needs = [need and not below for need, below in pairs]
-    dual = Dual(program, needs, duals.given)
+    dual = Dual(program, needs, duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
     found = dual.taken_apart(_wrapped(results, level), evaluation)
@@ -411,7 +413,7 @@ def _dispatch_dual(
     Values and tangents have a node in common, for gradients of the tangents. Values
     get another one, evaluated on dual numbers, so that their gradients have tangents.
     """
-    dual = Dual(program, [*map(_requires_grad, duals.primals)], duals.given)
+    dual = Dual(program, [*map(_requires_grad, duals.primals)], duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     saved = [*inputs, *duals.tangents]  # so that gradients of tangents have tangents
     found = dual.taken_apart(*dispatch(dual, flat, request, saved))
@@ -541,7 +543,9 @@ def _plan(
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
     cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
-    return SavedInNode(cache, policy, prune, inputs, label, inner)
+    return SavedInNode(
+        cache=cache, policy=policy, prune=prune, inputs=inputs, label=label, inner=inner
+    )
 
 
 def _run(
@@ -681,8 +685,8 @@ class Vjp(Program):
     """`(*primals, *cotangents) -> gradients` of a program."""
 
     __slots__ = (
-        *("_arity", "_at_base", "_evaluation", "_given", "_in_grad_mode", "_program"),
-        *("_wanted", "once"),
+        *("_arity", "_at_base", "_evaluation", "_in_grad_mode", "_program"),
+        *("_wanted", "_with_cotangents", "once"),
     )
     once: Mapping[int, Any]
 
@@ -692,10 +696,11 @@ class Vjp(Program):
         evaluation: Evaluation,
         arity: int,  # primals that the node saved: inputs and residuals
         wanted: Sequence[InputIndex],
-        given: Sequence[OutputIndex],
+        with_cotangents: Sequence[OutputIndex],
     ) -> None:
         self._program, self._evaluation = program, evaluation
-        self._arity, self._wanted, self._given = arity, wanted, given
+        self._arity, self._wanted = arity, wanted
+        self._with_cotangents = with_cotangents
         self._in_grad_mode = torch.is_grad_enabled()
         self._at_base = current_layer() is None
         self.once = {}
@@ -742,7 +747,7 @@ class Vjp(Program):
             if recomputation is None:
                 return self._pull(cts, saved, None)
             pull = functools.partial(self._pull, cts)
-            return recomputation.carry_out(self._given, saved, pull)
+            return recomputation.carry_out(self._with_cotangents, saved, pull)
 
     def _pull(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
@@ -816,20 +821,20 @@ class Vjp(Program):
         create_graph: bool,
         is_checked: bool,
     ) -> Outputs:
-        given: Any = tuple(map(outs.__getitem__, self._given))
-        if not (is_checked or all(map(requires_grad, given))):
-            pairs = zip(given, cts, strict=True)
+        ends: Any = tuple(map(outs.__getitem__, self._with_cotangents))
+        if not (is_checked or all(map(requires_grad, ends))):
+            pairs = zip(ends, cts, strict=True)
             pairs = [(o, ct) for o, ct in pairs if requires_grad(o)]
             if not pairs:
                 return (None,) * len(self._wanted)
-            given, cts = zip(*pairs, strict=True)
+            ends, cts = zip(*pairs, strict=True)
         asks_grad_mode = self._evaluation.asks_grad_mode
         if self._in_grad_mode and asks_grad_mode and not create_graph:
-            pull_in_grad_mode(given)
+            pull_in_grad_mode(ends)
         inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
-            self.once = once_differentiable(given, inputs, at_base=self._at_base)
-        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in given)
+            self.once = once_differentiable(ends, inputs, at_base=self._at_base)
+        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in ends)
         return pull_back(edges, tuple(cts), inputs, create_graph=create_graph)
 
     def recorded(
@@ -850,7 +855,7 @@ class Vjp(Program):
     def _check_once(self, grads: Outputs) -> None:
         """Refuse second derivatives that torch refuses, and would be lost here."""
         none_left, once = {*map(type, grads)} == {NoneType}, self._program.once
-        for j in once.keys() & {*self._given}:
+        for j in once.keys() & {*self._with_cotangents}:
             function, is_dropped = once[j]
             if not is_dropped or (none_left and self._at_base):
                 raise RuntimeError(_ONCE.format(name=function.__qualname__))

@@ -66,16 +66,17 @@ class SavedInputs:
         values: what is saved of each: itself, a copy, its value without a graph, what
             the hooks around the call packed, or an absent tensor.
         copied: the indices of those that were copied.
-        leaves_at: the indices of those that are saved themselves.
-        leaves: those.
+        originals_at: the indices of those that are saved themselves: leaves that
+            require grad, and parameters.
+        originals: those.
         renorms: for weights of which `max_norm=` of an embedding scaled rows in place,
             these rows, in order: of the forward, and of what ran since.
     """
 
     __slots__ = (
-        *("_are_leaves", "_attributes", "_classes", "_first", "_hooks", "_memory"),
-        *("_nodes", "_outside", "_refs", "_sums", "_watched", "copied", "leaves"),
-        *("leaves_at", "needs", "renorms", "values", "versions"),
+        *("_are_originals", "_attributes", "_classes", "_first", "_hooks", "_memory"),
+        *("_nodes", "_outside", "_refs", "_sums", "_watched", "copied"),
+        *("originals", "originals_at", "needs", "renorms", "values", "versions"),
     )
 
     def __init__(
@@ -104,33 +105,33 @@ class SavedInputs:
         self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls
         self._sums: dict[int, int] = {}
         # Whether all are saved themselves.
-        self._are_leaves = (
+        self._are_originals = (
             hooks is None and True not in self._nodes and False not in needs[:first]
         )
-        if self._are_leaves:
-            self.leaves_at: Sequence[int] = range(len(inputs))
-            self.leaves = self.values = [*inputs]
+        if self._are_originals:
+            self.originals_at: Sequence[int] = range(len(inputs))
+            self.originals = self.values = [*inputs]
             return
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
         self.values: list[Any] = []
-        self.leaves_at = []
+        self.originals_at = []
         for i, t in enumerate(entries):
             if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
-                self.leaves_at.append(i)
+                self.originals_at.append(i)
                 self.values.append(t)
             elif i in self.copied:
                 self.values.append(self._copy(i, t))
             else:
                 self.values.append(t.detach() if hooks is None else self._value_of(t))
-        self.leaves = [*map(inputs.__getitem__, self.leaves_at), *inputs[first:]]
-        self.leaves_at += range(first, len(inputs))
+        self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
+        self.originals_at += range(first, len(inputs))
         self.values += inputs[first:]
         if nested:
             # The call around has to count them. There they may be no leaves.
-            for leaf in self.leaves:
-                hooks[0](leaf)
+            for t in self.originals:
+                hooks[0](t)
 
     def _choose_copies(
         self, entries: Sequence[Tensor], buffers: Mapping[int, bool]
@@ -237,7 +238,7 @@ class SavedInputs:
     def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
         """Say whether all that changed an input is known, and note it."""
         then = self.versions[i]
-        if then is None or now is None or i not in self.leaves_at:
+        if then is None or now is None or i not in self.originals_at:
             return False
         number = storage_id(self.values[i])
         found = [renorm for renorm in renorms if renorm.storage == number]
@@ -257,7 +258,7 @@ class SavedInputs:
     def changed(self) -> list[int]:
         """Return the inputs that were changed in place since."""
         values, then, first = self.values, self.versions, self._first
-        if self._are_leaves and not self.renorms and versions_of(values) == then:
+        if self._are_originals and not self.renorms and versions_of(values) == then:
             return []
         if self.renorms:
             then = then.copy()
@@ -281,10 +282,10 @@ class SavedInputs:
         values = enumerate(self.values)
         return [(i, t) for i, t in values if type(t) not in _NOT_OURS]
 
-    def attributes_of_leaves(self) -> list[dict[str, Any]] | None:
-        """Return what had been set on the leaves; None where nothing had been."""
+    def attributes_of_originals(self) -> list[dict[str, Any]] | None:
+        """Return what had been set on the originals; None where nothing had been."""
         attributes = self._attributes
-        return attributes and [attributes[i] for i in self.leaves_at]
+        return attributes and [attributes[i] for i in self.originals_at]
 
     def to_run_on(self, effects: Effects) -> list[Tensor]:
         """Return the tensors that a recompute runs on.
@@ -293,25 +294,23 @@ class SavedInputs:
         there, and what is copied may be written to. If it changed gradients, not even
         the leaves are: they would get them twice.
         """
-        leaves_themselves, inputs_themselves = not effects.accumulates, not any(effects)
+        on_originals, on_others = not effects.accumulates, not any(effects)
         if self._memory:  # the forward still runs
             for i, (_, held) in self._memory.items():
                 self.values[i] = _with_bytes(self.values[i], held)
             self._memory = {}
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
-        are_ours = (
-            leaves_themselves and [*map(_requires_grad, parameters)] == needs[first:]
-        )
+        are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
         tensors: list[Tensor] = []
-        leaves_at = (
-            {*self.leaves_at} if leaves_themselves and not self._are_leaves else ()
+        originals_at = (
+            {*self.originals_at} if on_originals and not self._are_originals else ()
         )
         for i, value in enumerate(values[:first] if are_ours else values):
             t, need = None, needs[i]
-            if leaves_themselves and (self._are_leaves or i in leaves_at):
+            if on_originals and (self._are_originals or i in originals_at):
                 t = value
-            elif inputs_themselves and i < first:
+            elif on_others and i < first:
                 t = self._itself(i, value)
             if t is not None and t.requires_grad == need:
                 tensors.append(t)

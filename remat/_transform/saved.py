@@ -35,7 +35,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat._ambient.ambient import NOTHING, Ambient
 from remat._ambient.draws import without_draws
-from remat._base.context import Context, Decisions, here, within
+from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
 from remat._base.tensors import outside_inference_mode, version_of
@@ -192,11 +192,11 @@ class Saved:
         hooks = None
         if self.is_nested or self.options.hooks_residuals:
             hooks = self.hooks
-        around = here().decisions
+        around = here().nested_choices
         if around is not None and around.again:
-            decision = around.next()
-            if decision is not None:
-                self.following = SavedInHandles.of_decision(decision, inputs, hooks)
+            choice = around.next()
+            if choice is not None:
+                self.following = SavedInHandles.of_choice(choice, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
@@ -205,8 +205,15 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            args = cache, policy, prune, inputs, self.label
-            self.following = SavedInHandles(*args, hooks=hooks, nested=self.is_nested)
+            self.following = SavedInHandles(
+                cache=cache,
+                policy=policy,
+                prune=prune,
+                inputs=inputs,
+                label=self.label,
+                hooks=hooks,
+                nested=self.is_nested,
+            )
 
     def situation(self, inputs: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
@@ -256,12 +263,12 @@ class Saved:
         """Run the function as it is."""
         context, following = here(), self.following
         # Read before the function runs, which may change it.
-        watched = WatchedLeaves(self.inputs.leaves)
+        watched = WatchedLeaves(self.inputs.originals)
         packing = _Packing(self, inputs, context)
         self.handles, self.metas = packing.handles, packing.metas
         noted = Noted()
         self.seeds = noted.seeds
-        before = context.only_our_hooks, context.policy, context.decisions
+        before = context.only_our_hooks, context.policy, context.nested_choices
         inside = context.inside
         hooks = self.hooks
         context.only_our_hooks = (
@@ -269,7 +276,7 @@ class Saved:
             or hooks[0] is context.block_pack
             or (context.only_our_hooks and self.is_nested)
         )
-        context.policy, context.decisions = self.policy, Decisions(self.inner)
+        context.policy, context.nested_choices = self.policy, NestedChoices(self.inner)
         if context.reporter is not None:
             context.inside = (*inside, self)
         noted.start()
@@ -279,7 +286,7 @@ class Saved:
             if following is None or following.mode is None:
                 result = fn(*args, **kwargs)
             else:
-                with within(self.policy, followed=True), following.mode:
+                with within(self.policy, under_mode=True), following.mode:
                     result = fn(*args, **kwargs)
                 following.mode.end()
         except BaseException:
@@ -289,7 +296,7 @@ class Saved:
             raise
         finally:
             pop_hooks()
-            context.only_our_hooks, context.policy, context.decisions = before
+            context.only_our_hooks, context.policy, context.nested_choices = before
             context.inside = inside
             noted.end()
             # Also after an error, and in any order: the graph refers to the hook, and
@@ -335,9 +342,9 @@ class Saved:
         if following is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(following.dropped)
-            around = here().decisions
+            around = here().nested_choices
             if around is not None and self.index is not None:
-                around.note(self.index, following.decision)
+                around.note(self.index, following.choice)
         # Last: until now a handle that is read belongs to a forward that still runs.
         self.is_done = True
 
@@ -526,10 +533,10 @@ def recompute(
 ) -> None:
     """Run the function again, until all handles are filled."""
     context = here()
-    before = context.only_our_hooks, context.policy, context.decisions
+    before = context.only_our_hooks, context.policy, context.nested_choices
     inside, recomputing = context.inside, context.recomputing
     context.only_our_hooks, context.policy = True, call.policy
-    context.decisions = Decisions(call.inner, again=True)
+    context.nested_choices = NestedChoices(call.inner, again=True)
     context.recomputing = (*recomputing, call)
     if context.reporter is not None:
         context.inside = (*inside, call)
@@ -547,7 +554,7 @@ def recompute(
                 if mode is None:
                     run(call, *tensors)
                 else:
-                    with within(call.policy, followed=True), mode:
+                    with within(call.policy, under_mode=True), mode:
                         run(call, *tensors)
                         mode.end()
             except Stop:
@@ -559,7 +566,7 @@ def recompute(
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
-        context.only_our_hooks, context.policy, context.decisions = before
+        context.only_our_hooks, context.policy, context.nested_choices = before
         context.inside, context.recomputing = inside, recomputing
         set_grad_enabled(grad_mode)
         if suspended:
@@ -593,8 +600,8 @@ def _state_restored(
     """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, effects, saved = call.ambient, call.effects, call.inputs
     state = ambient.restored() if call.is_done else ambient.restored_within()
-    changed, leaves = saved.changed(), saved.leaves
-    gradients = PreserveGradients(leaves)
+    changed, originals = saved.changed(), saved.originals
+    gradients = PreserveGradients(originals)
     if state is NOTHING and effects is NO_EFFECTS and not (changed or saved.renorms):
         return gradients
     with contextlib.ExitStack() as everything:
@@ -604,15 +611,15 @@ def _state_restored(
         everything.enter_context(gradients)
         if effects.moves or effects.marks or saved.renorms:
             everything.enter_context(saved.rows_put_back())
-            attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
-            everything.enter_context(preserved_marks(leaves, attributes, hooks))
+            attributes, hooks = saved.attributes_of_originals(), call.reach.hooks
+            everything.enter_context(preserved_marks(originals, attributes, hooks))
         if effects.moves:
 
             def moved(k: int) -> MutationError:
-                return changed_inside(call.reach, saved.leaves_at[k])
+                return changed_inside(call.reach, saved.originals_at[k])
 
             # Innermost: leaves are in their memory again before rows are put back.
-            everything.enter_context(preserved_memory(leaves, moved))
+            everything.enter_context(preserved_memory(originals, moved))
         return everything.pop_all()
 
 

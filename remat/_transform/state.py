@@ -28,7 +28,7 @@ from remat._torch import (
     has_proxies,
     is_below_tracer,
     is_shared,
-    snapshot as shared_copy,
+    shared_copy,
 )
 from remat._transform.checks import reading_refused, refuse_needed
 from remat._transform.leaves import has_same_bytes
@@ -89,7 +89,7 @@ class CallState(NamedTuple):
             return ambient
         if isinstance(mode, Replay):
             # An operation that reads it may be left out, and its graph may not.
-            refuse_needed(snapshot, mode.schedule.plan.needed, changed)
+            refuse_needed(snapshot, mode.runnable.plan.needed, changed)
         return reading_refused(snapshot, inputs, changed, ambient)
 
     def _changed(self, inputs: Sequence[Tensor]) -> list[int]:

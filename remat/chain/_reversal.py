@@ -53,13 +53,13 @@ from remat.chain._stored import Stored, can_be_written
 class Reversal(Program):
     """The vjp of a chain."""
 
-    __slots__ = ("_call", "_chain", "_given", "_wanted")
+    __slots__ = ("_call", "_chain", "_wanted", "_with_cotangents")
 
     def __init__(
-        self, chain: ChainProgram, wanted: Sequence[int], given: Sequence[int]
+        self, chain: ChainProgram, wanted: Sequence[int], with_cotangents: Sequence[int]
     ) -> None:
         self._chain, self._call = chain, chain.call
-        self._wanted, self._given = wanted, given
+        self._wanted, self._with_cotangents = wanted, with_cotangents
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
@@ -67,7 +67,7 @@ class Reversal(Program):
         del mode
         count = len(self._call.needs)
         primals, cts = inputs[:count], inputs[count:]
-        cotangents = dict(zip(self._given, cts, strict=True))
+        cotangents = dict(zip(self._with_cotangents, cts, strict=True))
         run = Reversing(self._chain, primals, self._wanted, cotangents)
         with differentiated(), run.surroundings:
             for action in run.actions(is_watched(inputs)):
