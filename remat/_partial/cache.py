@@ -135,6 +135,17 @@ _MODULES = 128  # of one signature, that have caches of their own
 _EXTRA_ROOTS = 16  # after which calls of this kind are not followed any more
 
 
+def owner_of(fn: Any, args: Sequence[Any]) -> Any:
+    """Return the object whose method a function is; else the module passed first.
+
+    The `forward` of a view, and of a module in place, is passed its module.
+    """
+    owner = getattr(fn, "__self__", None)
+    if owner is None and args and isinstance(args[0], nn.Module):
+        return args[0]
+    return fn if owner is None else owner
+
+
 class CallCache:
     """What calls of one signature share."""
 

@@ -43,7 +43,7 @@ from remat._base.tracebacks import note
 from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, Running
-from remat._partial.cache import CallKind, metas_of
+from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
@@ -100,6 +100,7 @@ def call_saved(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Call a function so that a backward recomputes what its graph saves."""
+    users = fn  # to ask for its owner: what refuses draws is no method
     if options.rng == "error":
         fn = without_draws(fn, label)
     try:
@@ -120,7 +121,7 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
-        call.follow(getattr(fn, "__self__", fn), inputs)
+        call.follow(owner_of(users, args), inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
