@@ -309,7 +309,7 @@ class _Examining(Saved):
         record = noting.record(outs, gone)
         noting.note_readers(outs, leaves)
         situation = self._situation
-        if self.effects.accumulates:
+        if self.leaf_changes.accumulates:
             situation = dataclasses.replace(situation, given_up=ACCUMULATES)
         return Examined(
             record=record,
@@ -335,7 +335,7 @@ class _Examining(Saved):
         if not is_droppable(real := _as_real(tensor)):
             is_alive = is_parameter(real)
             stays = _ALIVE if is_alive else "its kind of tensor is not dropped"
-        is_copied = i in self.inputs.copied
+        is_copied = i in self.inputs.may_be_written
         return Leaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
 
 
