@@ -151,7 +151,10 @@ class Program:
     def evaluate(
         self, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate at the base, with grad mode off, and drop the graph."""
+        """Evaluate at the base, with grad mode off, and drop the graph.
+
+        Called by `without_grad_mode`, which puts grad mode back, also after an error.
+        """
         if self.is_forward:
             return self.forward(self, inputs, request)
         used = self.uses(len(inputs))

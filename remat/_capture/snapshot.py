@@ -1,6 +1,7 @@
 """A snapshot: a call's function and arguments as they were, to be called again.
 
-Made by `_transform` before the function runs. A `SnapshotRun` calls it.
+Made by `_transform` before the function runs. `Snapshot.call` calls the function again,
+in a run (`runs`), which builds the values that the nodes describe.
 
 Invariant: that of `nodes`. A snapshot holds no tensor: who asked for it holds them, and
 frees them in time.

@@ -61,7 +61,8 @@ class Call:
         is_differentiated_once: whether one level at most differentiates each input.
         may_read_early: says of an input, in a graph, whether a recompute may read it
             before the cotangents; None if none is.
-        structure: of the result; None until the forward has run.
+        structure: of the result. It is None until the forward has run: by that a
+            `Primal` knows whether its next run is the forward.
         hidden: what in the result may hold a tensor that cannot be seen.
     """
 
@@ -199,7 +200,10 @@ class Call:
             raise CaptureError(f"remat: in {self.snapshot.label}, {error}") from None
 
     def run_on_copies(self, program: Program, copies: Sequence[Tensor]) -> None:
-        """Run the forward once more, as `program`, to see what it changes."""
+        """Set the call back to before its forward; run that as `program` once more.
+
+        It is to show what the function changes. An error follows.
+        """
         self.structure = None
         try:
             program.run(*copies)

@@ -150,7 +150,8 @@ class Primal(Program):
     __slots__ = ("__weakref__", "_counts", "call", "evaluation", "state")
 
     def __init__(self, call: Call) -> None:
-        self.call, self._counts = call, (0, 0)  # of inputs and outputs
+        # How many inputs and outputs it has, without tangents; the forward sets it.
+        self.call, self._counts = call, (0, 0)
         self.state: CallState | None = None
         self.evaluation: Evaluation | None = None
 
@@ -184,7 +185,7 @@ class Primal(Program):
         )
         self.evaluation, self.state = evaluation, state
         if request.in_forward_mode:  # recomputes are given no tangents beside primals
-            arity, count = self._counts
+            arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]
             self.evaluation = evaluation._replace(differentiable=differentiable)
             self.state = state.of_first(arity)

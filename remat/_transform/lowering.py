@@ -5,7 +5,8 @@
     who makes a graph        the same, with a barrier before the recompute (`traced`)
     nobody, or an export     the function itself
 
-Invariant: nothing else decides this.
+Invariant: nothing else decides this, but a report, which compares with plain code. A
+lowering may still find nothing to recompute: then it calls the function.
 Rejected: one lowering for all. torch.func refuses hooks for saved tensors, and it
 records its own backward: all that a recompute inside saves would be retained.
 """
