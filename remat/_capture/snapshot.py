@@ -42,7 +42,7 @@ class Snapshot:
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
         streams: the random streams found.
-        handles_states: whether some code reads or sets the state of a stream itself.
+        uses_stream_states: whether code reads or sets the state of a stream itself.
         compiled: whether it reaches code that torch.compile or TorchScript made.
         is_contained: whether all that it refers to, besides its arguments, are numbers,
             packages and functions like it.
@@ -51,8 +51,8 @@ class Snapshot:
     __slots__ = (
         *("_cache", "_code", "_constants", "_count", "_fn", "_modes", "_names"),
         *("_nodes", "_target", "_values"),
-        *("buffers", "compiled", "handles_states", "is_contained", "label", "origins"),
-        "streams",
+        *("buffers", "compiled", "is_contained", "label", "origins", "streams"),
+        "uses_stream_states",
     )
 
     def __init__(
@@ -94,7 +94,8 @@ class Snapshot:
         self.origins, self.buffers = found.origins, found.buffers
         self.is_contained, streams = found.is_contained, found.stream_search
         self.streams = [*streams.streams.values()]
-        self.handles_states, self.compiled = streams.handles_states, streams.compiled
+        self.uses_stream_states = streams.uses_stream_states
+        self.compiled = streams.compiled
 
     @property
     def code(self) -> Sequence[Any]:

@@ -161,8 +161,8 @@ def _are_harmless() -> bool:
     return hooks is not None and hooks[0] is context.block_pack
 
 
-# On import. torch.func refuses to run under hooks for saved tensors; from now on it runs
-# under those here.
+# On import. torch.func refuses to run under hooks for saved tensors; from now on it
+# runs under those here.
 leave_hooks_on(_are_harmless)
 
 

@@ -70,16 +70,16 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 class WatchedLeaves:
     """What a forward may change of leaves, noted before it."""
 
-    __slots__ = ("_hooks", "_leaves", "_state")
+    __slots__ = ("_leaves", "_next_hook", "_state")
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves, self._state = leaves, _state_of(leaves)
-        self._hooks = RemovableHandle.next_id  # the number of the next hook anywhere
+        self._next_hook = RemovableHandle.next_id
 
     def changes(self, inputs: Sequence[Tensor]) -> LeafChanges:
         """Return what the forward changed of the leaves."""
         now, then = _state_of(self._leaves), self._state
-        marks = RemovableHandle.next_id != self._hooks or any(
+        marks = RemovableHandle.next_id != self._next_hook or any(
             map(_attributes_of, inputs)
         )
         if marks or now != then:
@@ -185,7 +185,7 @@ class PreserveGradients:
 
 @contextmanager
 def preserved_marks(
-    leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, then: int
+    leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, next_hook: int
 ) -> Iterator[None]:
     """Have leaves hold the attributes and hooks of a call for the body.
 
@@ -194,11 +194,11 @@ def preserved_marks(
     Args:
         leaves: the user's own.
         attributes: what was set on them at the call; None where nothing was.
-        then: how many hooks had been set anywhere at the call.
+        next_hook: the number that the next hook set anywhere was to get, at the call.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
     for held in (held for t in leaves for held in _hooks_of(t) if held):
-        for key in [key for key in held if key >= then]:
+        for key in [key for key in held if key >= next_hook]:
             del held[key]
     after = attributes_of(leaves)
     if attributes or after:

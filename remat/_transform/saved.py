@@ -179,7 +179,7 @@ class Saved:
             hooks,
             nested=self.is_nested,
         )
-        self.ambient = Ambient(reach.streams, reach.handles_states)
+        self.ambient = Ambient(reach.streams, reach.uses_stream_states)
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.leaf_changes, self.is_done = ONLY_MARKS, False
@@ -612,8 +612,8 @@ def _state_restored(
         everything.enter_context(gradients)
         if leaf_changes.moves or leaf_changes.marks or saved.renorms:
             everything.enter_context(saved.rows_put_back())
-            attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
-            everything.enter_context(preserved_marks(leaves, attributes, hooks))
+            attributes, then = saved.attributes_of_leaves(), call.reach.next_hook
+            everything.enter_context(preserved_marks(leaves, attributes, then))
         if leaf_changes.moves:
 
             def moved(k: int) -> MutationError:

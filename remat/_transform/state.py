@@ -115,7 +115,7 @@ class CallState(NamedTuple):
 
 def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     """Return what a call runs in, here and now."""
-    ambient = Ambient(snapshot.streams, snapshot.handles_states)
+    ambient = Ambient(snapshot.streams, snapshot.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
     values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()
