@@ -122,8 +122,8 @@ def residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
     index = {s: n for n, s in enumerate(_storages_of_residuals(record, made))}
     values = [record.steps[i].op.outputs[k] for i, k in made.residuals]
     return {
-        place: index[pack.storage]
-        for place, pack in enumerate(record.packs)
+        position: index[pack.storage]
+        for position, pack in enumerate(record.packs)
         if pack is not None
         and pack.storage in index
         and pack.is_of(values[index[pack.storage]])

@@ -110,14 +110,14 @@ class CallNotes(Recorder):
         around = here().inside
         self._around[id(call)] = around[-1] if around else None
 
-        def both(place: int, tensor: Tensor | None) -> None:
+        def both(position: int, tensor: Tensor | None) -> None:
             if is_first:
                 self.roots.pack(tensor)
             if tensor is not None:
                 number = self.storages.number(base_tensor(tensor))
-                packed[place] = number, len(self.steps)
+                packed[position] = number, len(self.steps)
             if observe is not None:
-                observe(place, tensor)
+                observe(position, tensor)
 
         return both
 
@@ -136,8 +136,8 @@ class CallNotes(Recorder):
         """Note which nodes of the graph read each storage."""
         numbers: dict[int, int] = {}
         for call, packed in self._packed.values():
-            for place, (number, _) in packed.items():
-                handle = call.handle_at(place)
+            for position, (number, _) in packed.items():
+                handle = call.handle_at(position)
                 if handle is not None:
                     numbers[id(handle)] = number
         for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
