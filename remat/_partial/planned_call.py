@@ -202,7 +202,7 @@ class SavedInHandles(PlannedCall):
         return None if self.plans is None else (self.cache, self.plans)
 
     def pack(self, position: int, tensor: Tensor | None) -> None:
-        """Note the tensor that a graph saves at a position; None if it has no handle."""
+        """Note what the graph saves at a position; None if that has no handle."""
         mode, plans = self.mode, self.plans
         if plans is None:
             if mode is not None:
