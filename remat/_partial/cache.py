@@ -122,8 +122,8 @@ def residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
     index = {s: n for n, s in enumerate(_storages_of_residuals(record, made))}
     values = [record.steps[i].op.outputs[k] for i, k in made.residuals]
     return {
-        place: index[pack.storage]
-        for place, pack in enumerate(record.packs)
+        position: index[pack.storage]
+        for position, pack in enumerate(record.packs)
         if pack is not None
         and pack.storage in index
         and pack.is_of(values[index[pack.storage]])
@@ -133,6 +133,17 @@ def residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
 _MISFITS = 3  # records that did not fit, after which no more is made
 _MODULES = 128  # of one signature, that have caches of their own
 _EXTRA_ROOTS = 16  # after which calls of this kind are not followed any more
+
+
+def owner_of(fn: Any, args: Sequence[Any]) -> Any:
+    """Return the object whose method a function is; else the module passed first.
+
+    The `forward` of a view, and of a module in place, is passed its module.
+    """
+    owner = getattr(fn, "__self__", None)
+    if owner is None and args and isinstance(args[0], nn.Module):
+        return args[0]
+    return fn if owner is None else owner
 
 
 class CallCache:

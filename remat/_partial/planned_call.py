@@ -210,14 +210,14 @@ class SavedInHandles(PlannedCall):
         """What the call follows, for `of_choice`."""
         return None if self.plans is None else (self.cache, self.plans)
 
-    def pack(self, place: int, tensor: Tensor | None) -> None:
-        """Note a tensor that the graph saves at a place; None if it has no handle."""
+    def pack(self, position: int, tensor: Tensor | None) -> None:
+        """Note what the graph saves at a position; None if that has no handle."""
         mode, plans = self.mode, self.plans
         if plans is None:
             if mode is not None:
                 mode.saved_storages.pack(tensor)
-        elif place in plans.residual_of_handle and tensor is not None:
-            self._taken[place] = tensor.detach()
+        elif position in plans.residual_of_handle and tensor is not None:
+            self._taken[position] = tensor.detach()
 
     def gives_up(self, *, accumulates: bool) -> str:
         """Return why this call, and those after it, follow nothing; "" if they do.
@@ -238,12 +238,12 @@ class SavedInHandles(PlannedCall):
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """End the forward: give handles their residuals.
 
-        They are given by place: None where the tensor itself is saved, or it is gone.
+        They are given by position: None where the tensor itself is saved, or is gone.
         """
         gone, targets = set[int](), list[int]()
         if isinstance(self.mode, Recorder):
-            gone = {place for place, handle in enumerate(handles) if handle is None}
-            targets = [place for place in range(len(handles)) if place not in gone]
+            gone = {p for p, handle in enumerate(handles) if handle is None}
+            targets = [p for p in range(len(handles)) if p not in gone]
         tensors = self._end_forward(len(handles), targets, gone=gone)
         self._taken.clear()
         for residual in self._early:
@@ -257,8 +257,8 @@ class SavedInHandles(PlannedCall):
             tensors, plans.destinations, ops, self._hooks, nested=self._nested
         )
         packs = plans.record.packs
-        for place, k in plans.residual_of_handle.items():
-            handle, pack = handles[place], packs[place]
+        for position, k in plans.residual_of_handle.items():
+            handle, pack = handles[position], packs[position]
             if handle is not None and pack is not None:
                 handle.call, handle.residual = None, saved[k]
                 handle.view = None if pack.value == value_of(tensors[k]) else pack.value
@@ -272,9 +272,9 @@ class SavedInHandles(PlannedCall):
         if residuals is None:
             return None
         packs, taken = plans.record.packs, self._taken
-        for place, k in plans.residual_of_handle.items():
+        for position, k in plans.residual_of_handle.items():
             # A handle of a residual has to stand for it, as recorded.
-            saved, pack = taken.get(place), packs[place]
+            saved, pack = taken.get(position), packs[position]
             if saved is None or pack is None or value_of(saved) != pack.value:
                 return None
             if is_lazy(saved) or key_of(saved) != key_of(residuals[k]):
@@ -285,10 +285,10 @@ class SavedInHandles(PlannedCall):
         """Return the residuals, taken from the tensors that the graph saved."""
         steps, found = plans.record.steps, dict[int, Tensor]()
         residuals = plans.full.plan.residuals
-        for place, k in plans.residual_of_handle.items():
-            if k not in found and place in self._taken:
+        for position, k in plans.residual_of_handle.items():
+            if k not in found and position in self._taken:
                 i, j = residuals[k]
-                view = viewed_as(self._taken[place], steps[i].op.outputs[j])
+                view = viewed_as(self._taken[position], steps[i].op.outputs[j])
                 if view is None:
                     return None
                 found[k] = view

@@ -296,9 +296,9 @@ class SavedStorages:
         self.packs.append(pack)
         self._roots.append({number})
 
-    def note_copy(self, place: int, tensor: Tensor | None) -> None:
-        """Note that a tensor has the value of what was saved at a place."""
-        pack = self.packs[place]
+    def note_copy(self, position: int, tensor: Tensor | None) -> None:
+        """Note that a tensor has the value of what was saved at a position."""
+        pack = self.packs[position]
         if pack is not None and tensor is not None:
             self._storages.alias(tensor, pack.storage)
 
@@ -335,8 +335,8 @@ class SavedStorages:
     def roots(self, gone: Container[int]) -> tuple[frozenset[int], ...]:
         """Return the roots of each, none for the handles that are gone."""
         return tuple(
-            frozenset(() if place in gone else roots)
-            for place, roots in enumerate(self._roots)
+            frozenset(() if position in gone else roots)
+            for position, roots in enumerate(self._roots)
         )
 
 

@@ -6,8 +6,8 @@ To follow a call, read the files in this order.
     api, refused        the decorator, and what it refuses
     rematerialized      what it returns: a callable
     module              what it returns for a module: a module
-    lowering            the one file that chooses, and runs a call as chosen
-    traced              runs it in a graph
+    lowering            the one file that chooses, and runs an eager call as chosen
+    traced              runs a call while a graph is made
 
 Under base autograd: plain's own graph, which holds handles.
 

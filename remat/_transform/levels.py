@@ -170,10 +170,10 @@ class Batch(Below):
         return self.program.may_read_early(tensor)
 
     @override
-    def pulled(
-        self, program: Program, wanted: Sequence[int], given: Sequence[int]
+    def own_vjp(
+        self, seen_as: Program, wanted: Sequence[int], given: Sequence[int]
     ) -> Program | None:
-        return self.program.pulled(program, wanted, given)
+        return self.program.own_vjp(seen_as, wanted, given)
 
 
 class Dual(Below):

@@ -43,7 +43,7 @@ from remat._base.tracebacks import note
 from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, Running
-from remat._partial.cache import CallKind, metas_of
+from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
@@ -75,11 +75,11 @@ from remat._torch import (
     without_node,
 )
 from remat._transform.changes import changes_of
-from remat._transform.checks import changed_inside, reading_refused
+from remat._transform.checks import changed_inside, enter_refusing_reads
 from remat._transform.inputs import SavedInputs
 from remat._transform.leaves import (
-    NO_EFFECTS,
-    UNKNOWN,
+    NO_CHANGES,
+    ONLY_MARKS,
     PreserveGradients,
     WatchedLeaves,
     preserved_marks,
@@ -100,6 +100,7 @@ def call_saved(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Call a function so that a backward recomputes what its graph saves."""
+    users = fn  # to ask for its owner: what refuses draws is no method
     if options.rng == "error":
         fn = without_draws(fn, label)
     try:
@@ -120,7 +121,7 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
-        call.follow(getattr(fn, "__self__", fn), inputs)
+        call.follow(owner_of(users, args), inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
@@ -141,7 +142,7 @@ class Saved:
         ambient: what it reads besides.
         handles: by position; None for what was saved itself.
         metas: of what the handles stand for, by position.
-        effects: of the forward.
+        leaf_changes: what the forward changed of the user's leaves.
         is_done: whether the forward has ended.
         following: what it does with its record, if anything.
         inner: what the calls within decided, in order.
@@ -150,8 +151,8 @@ class Saved:
     """
 
     __slots__ = (
-        *("__weakref__", "ambient", "effects", "following", "handles", "hooks"),
-        *("index", "inner", "inputs", "is_done", "is_nested", "label", "metas"),
+        *("__weakref__", "ambient", "following", "handles", "hooks", "index", "inner"),
+        *("inputs", "is_done", "is_nested", "label", "leaf_changes", "metas"),
         *("options", "policy", "reach", "seeds", "vmaps"),
     )
 
@@ -178,10 +179,10 @@ class Saved:
             hooks,
             nested=self.is_nested,
         )
-        self.ambient = Ambient(reach.streams, reach.handles_states)
+        self.ambient = Ambient(reach.streams, reach.uses_stream_states)
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
-        self.effects, self.is_done = UNKNOWN, False
+        self.leaf_changes, self.is_done = ONLY_MARKS, False
         self.following: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.seeds: Sequence[int] = ()
@@ -303,6 +304,8 @@ class Saved:
             # the roots of the reach to the holders.
             packing.done()
             self.reach.forward_done()
+        # If no handle is alive nobody will ask for a value. Then nothing is kept, and a
+        # record of this forward is lost.
         for ref in self.handles:
             if ref is not None and ref() is not None:
                 self._end(inputs, watched, noted.renorms)
@@ -317,11 +320,11 @@ class Saved:
     ) -> None:
         """Keep what a recompute needs, now that the forward has ended."""
         # First: what looks for changes below may run the function again.
-        self.effects = effects = watched.effects(inputs)
+        self.leaf_changes = watched.changes(inputs)
         self.ambient.forward_done(keeps_casts=True)
         following = self.following
         if following is not None:
-            why = following.gives_up(accumulates=effects.accumulates)
+            why = following.gives_up(accumulates=self.leaf_changes.accumulates)
             if why:  # all is recomputed, with a warning if that is not what was asked
                 self.following = following = None
                 policy, prune = self.policy, self.options.prune
@@ -338,7 +341,8 @@ class Saved:
                 inputs,
                 lambda copies: _run_batched_on_buffers(self, *copies),
             )
-            raise changed_inside(self.reach, changed, changes)
+            again = self.inputs.will_be_copied(changed)
+            raise changed_inside(self.reach, changed, changes, works_again=again)
         if following is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(following.dropped)
@@ -504,7 +508,7 @@ def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> No
     # Of a forward that still runs, nobody knows yet where it ends.
     stops = stops or not call.is_done
     filling = Filling(handles, call, stops=stops, compares=call.options.compares)
-    recompute(call, filling, call.inputs.to_run_on(call.effects), check)
+    recompute(call, filling, call.inputs.to_run_on(call.leaf_changes), check)
     if filling.left or not stops:
         filling.end()
 
@@ -513,7 +517,7 @@ def _fill_along_plan(call: Saved, handles: Sequence[Handle], replaying: Replay) 
     """Recompute along a plan; say whether it fit."""
     stops = call.options.stops_early and not reads_what_is_written_late()
     filling = Filling(handles, call, stops=stops, is_replay=True)
-    tensors = call.inputs.to_run_on(call.effects)
+    tensors = call.inputs.to_run_on(call.leaf_changes)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.
         recompute(call, filling, replaying.stand_ins(tensors), replaying)
@@ -543,7 +547,9 @@ def recompute(
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
     run = (
-        _run_batched_on_buffers if call.vmaps or call.inputs.copied else _run_on_objects
+        _run_batched_on_buffers
+        if call.vmaps or call.inputs.may_be_written
+        else _run_on_objects
     )
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
@@ -598,22 +604,24 @@ def _state_restored(
     call: Saved, tensors: Sequence[Tensor]
 ) -> AbstractContextManager[Any]:
     """Restore the state of the call; leave nothing on the user's own leaves."""
-    ambient, effects, saved = call.ambient, call.effects, call.inputs
+    ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state = ambient.restored() if call.is_done else ambient.restored_within()
     changed, originals = saved.changed(), saved.originals
     gradients = PreserveGradients(originals)
-    if state is NOTHING and effects is NO_EFFECTS and not (changed or saved.renorms):
+    is_plain = state is NOTHING and leaf_changes is NO_CHANGES
+    if is_plain and not (changed or saved.renorms):
         return gradients
     with contextlib.ExitStack() as everything:
         if changed:
-            state = reading_refused(call.reach, tensors, changed, state)
+            # Which enters it at once: to enter what is returned does nothing.
+            state = enter_refusing_reads(call.reach, tensors, changed, state)
         everything.enter_context(state)
         everything.enter_context(gradients)
-        if effects.moves or effects.marks or saved.renorms:
+        if leaf_changes.moves or leaf_changes.marks or saved.renorms:
             everything.enter_context(saved.rows_put_back())
-            attributes, hooks = saved.attributes_of_originals(), call.reach.hooks
-            everything.enter_context(preserved_marks(originals, attributes, hooks))
-        if effects.moves:
+            attributes, then = saved.attributes_of_originals(), call.reach.next_hook
+            everything.enter_context(preserved_marks(originals, attributes, then))
+        if leaf_changes.moves:
 
             def moved(k: int) -> MutationError:
                 return changed_inside(call.reach, saved.originals_at[k])
@@ -667,7 +675,7 @@ class Filling:
         """Be the hook that saves a tensor."""
         if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
             return t
-        if not self.left and self._stops:
+        if not self.left and self._stops:  # again, as somebody caught the first one
             raise Stop
         saved, metas = self._saved, self._metas
         position = len(saved)

@@ -32,7 +32,7 @@ from remat._torch import (
     unwrap_dead,
 )
 from remat._transform.checks import RefuseReads
-from remat._transform.function import Vjp, call as evaluate
+from remat._transform.function import Vjp, evaluate
 from remat.chain._actions import (
     Action,
     Advance,
@@ -221,7 +221,7 @@ class Reversing:
         """Run a step with recording, and hold its graph."""
         assert not self._is_watched
         segment, needs, given = self._segment(step, step + 1)
-        inner, outs = self._rule(segment, needs, ()).recorded(given)
+        inner, outs = self._rule(segment, needs, ()).recompute_with_graph(given)
         self._recorded[step] = segment, needs, inner, outs
         live = segment.carry_of(outs)
         tensors = [unwrap_dead(o).detach() for o in live.tensors]
@@ -233,7 +233,7 @@ class Reversing:
         cts = self._take_cotangents(step, step + 1, len(needs))
         if cts:
             rule = self._rule(segment, needs, [*cts])
-            grads = rule.pulled_back(outs, [*cts.values()], inner)
+            grads = rule.pull_back_through(outs, [*cts.values()], inner)
             self._take(grads, needs, step, step + 1)
 
     def _rule(
