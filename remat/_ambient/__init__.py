@@ -7,6 +7,6 @@ and restores it around a recompute, and `without_draws` for `rng="error"`.
     ambient     the state of a call, noted and restored
     draws       draws from global streams, refused by name and line
 
-Called by `_transform`. `_capture`, `_partial`, `_report` and `random` ask for streams
-and draws.
+Called by `_transform` and `chain`. `_capture`, `_partial`, `_report`, `_scope` and
+`random` ask for streams and draws.
 """

@@ -114,8 +114,11 @@ class Ambient:
         return self._restored(self._moved)
 
     def restored_within(self) -> AbstractContextManager[None]:
-        """Restore it while the forward still runs."""
-        before, others = self._before
+        """Restore it while the forward still runs, or is not noted in full."""
+        noted_before = getattr(self, "_before", None)
+        if noted_before is None:  # a hook around the call reads a handle, at its end
+            return self.restored()
+        before, others = noted_before
         states = [*zip(self._global.streams, before, strict=True), *others]
         return self._restored(states)
 

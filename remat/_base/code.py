@@ -40,7 +40,7 @@ class KnownCode(NamedTuple):
     names: NamesUsed
     open: tuple[str, ...]  # names loaded that may stand for something of the user's
     settled: dict[str, Any]  # others, of builtins or packages, and what they were then
-    handles_states: bool  # it reads or sets the state of a random stream
+    uses_stream_states: bool  # it reads or sets the state of a random stream
     is_settled: bool  # nothing is open, assigned, or done to a stream
 
 

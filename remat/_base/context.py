@@ -37,18 +37,19 @@ class Context:
     """The calls that one thread is inside of."""
 
     __slots__ = (
-        *("after", "block_pack", "cells", "decisions", "followed", "functions"),
-        *("inside", "listeners", "only_our_hooks", "plans", "policy", "recomputing"),
-        "reporter",
+        *("after", "block_pack", "cells", "functions", "inside", "listeners", "modes"),
+        *("nested_choices", "only_our_hooks", "policy", "recomputing", "reporter"),
+        "step_plans",
     )
 
     def __init__(self) -> None:
         self.policy: Any = None  # of these calls, joined
-        self.followed = 0  # modes of remat that see the operations of the thread
+        self.modes = 0  # of remat, that see the operations of the thread
         self.functions = 0  # calls that run as Functions of remat
-        self.plans = 0  # for whole steps, that are followed
+        self.step_plans = 0  # plans for whole steps that are followed
         self.recomputing: tuple[Any, ...] = ()  # calls, from the outermost in
-        self.decisions: Decisions | None = None  # of the calls within the innermost one
+        # Of the calls within the innermost one.
+        self.nested_choices: NestedChoices | None = None
         self.reporter: Reporter | None = None  # follows the run for a report
         # For a report: the calls whose forwards run, from the outermost in.
         self.inside: tuple[Any, ...] = ()
@@ -67,7 +68,7 @@ class Context:
 
     def is_in_call(self) -> bool:
         """Say whether a call runs, for the first time or again."""
-        runs = self.functions > 0 or self.decisions is not None
+        runs = self.functions > 0 or self.nested_choices is not None
         return runs or bool(self.recomputing)
 
 
@@ -84,8 +85,8 @@ def here() -> Context:
     return _THREAD.context
 
 
-class Decisions:
-    """What the calls within a call decided to do with their records, in order.
+class NestedChoices:
+    """Which plans the calls within a call chose to follow, in order.
 
     They do the same when the call around is recomputed (`again`).
     """
@@ -96,7 +97,7 @@ class Decisions:
         self._made, self._next, self.again = made, 0, again
 
     def next(self) -> Any:
-        """Return what the next call within decided in the forward, or None."""
+        """Return what the next call within chose in the forward, or None."""
         k = self._next
         self._next = k + 1
         return self._made[k] if k < len(self._made) else None
@@ -106,9 +107,9 @@ class Decisions:
         self._made.append(None)
         return len(self._made) - 1
 
-    def note(self, index: int, decision: Any) -> None:
-        """Note what a call within decided."""
-        self._made[index] = decision
+    def note(self, index: int, choice: Any) -> None:
+        """Note what a call within chose."""
+        self._made[index] = choice
 
 
 def is_recomputing() -> bool:
@@ -132,27 +133,27 @@ def is_recomputing() -> bool:
     return bool(here().recomputing)
 
 
-def is_followed() -> bool:
+def is_under_mode() -> bool:
     """Say whether one of remat's modes sees the operations of this thread."""
-    return here().followed > 0
+    return here().modes > 0
 
 
 class within:  # noqa: N801
     """A context of a call's policy, and of whether a mode sees its operations."""
 
-    __slots__ = ("_before", "_context", "_followed", "_policy")
+    __slots__ = ("_before", "_context", "_policy", "_under_mode")
 
-    def __init__(self, policy: Any, *, followed: bool) -> None:
-        self._policy, self._followed = policy, followed
+    def __init__(self, policy: Any, *, under_mode: bool) -> None:
+        self._policy, self._under_mode = policy, under_mode
 
     def __enter__(self) -> None:
         self._context = context = here()
         self._before, context.policy = context.policy, self._policy
-        context.followed += self._followed
+        context.modes += self._under_mode
 
     def __exit__(self, *_: object) -> None:
         self._context.policy = self._before
-        self._context.followed -= self._followed
+        self._context.modes -= self._under_mode
 
 
 def empty(cells: Iterable[Any]) -> None:

@@ -114,17 +114,18 @@ class Program:
         """
         raise NotImplementedError
 
-    def pulled(
+    def own_vjp(
         self,
-        program: "Program",
+        seen_as: "Program",
         wanted: Sequence[InputIndex],
         given: Sequence[OutputIndex],
     ) -> "Program | None":
         """Return the vjp of a program that has one of its own, otherwise None.
 
         It gives gradients of the `wanted` inputs for cotangents of the `given` outputs.
+        `seen_as` is what is differentiated: this, or this under a vmap.
         """
-        del program, wanted, given
+        del seen_as, wanted, given
 
     def check_outputs(self, outs: Sequence[Any]) -> bool:
         """Check that outputs of a recompute are differentiable as in the forward.
@@ -150,7 +151,10 @@ class Program:
     def evaluate(
         self, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate at the base, with grad mode off, and drop the graph."""
+        """Evaluate at the base, with grad mode off, and drop the graph.
+
+        Called by `without_grad_mode`, which puts grad mode back, also after an error.
+        """
         if self.is_forward:
             return self.forward(self, inputs, request)
         used = self.uses(len(inputs))

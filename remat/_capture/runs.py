@@ -171,7 +171,7 @@ class ForwardRun(SnapshotRun):
     """The first run of a call."""
 
     is_recompute = False
-    __slots__ = ("_found", "_given", "_made", "_noted", "_originals", "_plain")
+    __slots__ = ("_found", "_made", "_noted", "_originals", "_plain", "_tensorless")
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class ForwardRun(SnapshotRun):
         super().__init__(tensors)
         self._found, self._originals = found, originals
         self._made: list[tuple[Composite, Any]] = []
-        self._given: list[tuple[Composite, Any]] = []
+        self._tensorless: list[tuple[Composite, Any]] = []
         self._noted: list[_HeldBefore] = []
         self._plain: list[_HeldBefore] = []
 
@@ -206,12 +206,6 @@ class ForwardRun(SnapshotRun):
         """Note what each replica holds, now that all are built."""
         self._noted = _noted(self._made)
 
-    def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
-        """Note what values hold that lead to no tensor, for `changed`."""
-        found = [(node, value) for value, node in walked if node is not None]
-        self._given = [pair for pair in found if not pair[0].live]
-        self._plain = _noted(self._given)
-
     def hand_on(self) -> None:
         """Assign what the function changed to the user's objects."""
         changes = [(change.node, change.now) for change in _changed(self._noted)]
@@ -225,9 +219,18 @@ class ForwardRun(SnapshotRun):
             owned = {key: _owned(v, owners) for key, v in now.items()}
             assign(node, originals[id(node)], owned)
 
-    def changed(self) -> str:
-        """Name what the function changed; "" if it changed nothing."""
-        return next((named_change(*change[1:]) for change in self.changes()), "")
+    def owners(self) -> dict[int, Any]:
+        """Return the user's own value for each replica, by the replica's identity."""
+        originals = self._originals
+        return {id(new): originals[id(node)] for node, new in self._made}
+
+    # --- For a chain: called by `chain/_forward.py` and `between` ---
+
+    def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
+        """Note what values hold that lead to no tensor, for `changes`."""
+        found = [(node, value) for value, node in walked if node is not None]
+        self._given = [pair for pair in found if not pair[0].live]
+        self._plain = _noted(self._given)
 
     def changes(
         self, since: Sequence[_HeldBefore] | None = None
@@ -241,13 +244,8 @@ class ForwardRun(SnapshotRun):
 
     def given(self) -> Iterator[tuple[Composite, Any]]:
         """Yield each node, and the value or the replica that the function was given."""
-        yield from self._given
+        yield from self._tensorless
         yield from self._made
-
-    def owners(self) -> dict[int, Any]:
-        """Return the user's own value for each replica, by the replica's identity."""
-        originals = self._originals
-        return {id(new): originals[id(node)] for node, new in self._made}
 
 
 _MUTABLE = CellNode, ContainerNode, FunctionNode, ObjectNode, RegisteredNode

@@ -1,6 +1,7 @@
 """A snapshot: a call's function and arguments as they were, to be called again.
 
-Made by `_transform` before the function runs. A `SnapshotRun` calls it.
+Made by `_transform` before the function runs. `Snapshot.call` calls the function again,
+in a run (`runs`), which builds the values that the nodes describe.
 
 Invariant: that of `nodes`. A snapshot holds no tensor: who asked for it holds them, and
 frees them in time.
@@ -41,7 +42,7 @@ class Snapshot:
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether it is a module's registered buffer.
         streams: the random streams found.
-        handles_states: whether some code reads or sets the state of a stream itself.
+        uses_stream_states: whether code reads or sets the state of a stream itself.
         compiled: whether it reaches code that torch.compile or TorchScript made.
         is_contained: whether all that it refers to, besides its arguments, are numbers,
             packages and functions like it.
@@ -50,8 +51,8 @@ class Snapshot:
     __slots__ = (
         *("_cache", "_code", "_constants", "_count", "_fn", "_modes", "_names"),
         *("_nodes", "_target", "_values"),
-        *("buffers", "compiled", "handles_states", "is_contained", "label", "origins"),
-        "streams",
+        *("buffers", "compiled", "is_contained", "label", "origins", "streams"),
+        "uses_stream_states",
     )
 
     def __init__(
@@ -93,7 +94,8 @@ class Snapshot:
         self.origins, self.buffers = found.origins, found.buffers
         self.is_contained, streams = found.is_contained, found.stream_search
         self.streams = [*streams.streams.values()]
-        self.handles_states, self.compiled = streams.handles_states, streams.compiled
+        self.uses_stream_states = streams.uses_stream_states
+        self.compiled = streams.compiled
 
     @property
     def code(self) -> Sequence[Any]:

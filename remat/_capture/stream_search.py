@@ -79,13 +79,13 @@ class StreamSearch:
 
     __slots__ = (
         *("_is_walking", "_left", "_seen", "_todo"),
-        *("compiled", "handles_states", "streams"),
+        *("compiled", "uses_stream_states", "streams"),
     )
 
     def __init__(self) -> None:
         self.compiled = False
         self.streams: dict[int, Stream] = {}
-        self.handles_states = False
+        self.uses_stream_states = False
         # What was walked is held, so that its identity is not used again.
         self._seen: dict[int, Any] = {}
         self._left = _LIMIT
@@ -110,8 +110,8 @@ class StreamSearch:
 
     def look_at_function(self, fn: types.FunctionType, known: KnownCode) -> None:
         """Look at the code of a function, and walk its attributes."""
-        if known.handles_states or fn.__name__ in STATES:
-            self.handles_states = True
+        if known.uses_stream_states or fn.__name__ in STATES:
+            self.uses_stream_states = True
         if fn.__dict__:
             self.compiled = self.compiled or is_compiled(fn.__dict__)
             self.walk_all(fn.__dict__.values())

@@ -1,4 +1,7 @@
-"""What a graph holds in place of a tensor that it saved: `pack` made it.
+"""What a graph holds in place of a tensor that it saved.
+
+The hook that packs saved tensors puts it there: of a call (`_transform/saved.py`), or
+of a scope (`_scope/hooks.py`), which has handles of its own.
 
     Handle          of a value that the call recomputes, or that its policy keeps
     VersionedTensor of an input of the call, or of a leaf that requires grad: itself
@@ -158,6 +161,8 @@ def _are_harmless() -> bool:
     return hooks is not None and hooks[0] is context.block_pack
 
 
+# On import. torch.func refuses to run under hooks for saved tensors; from now on it
+# runs under those here.
 leave_hooks_on(_are_harmless)
 
 

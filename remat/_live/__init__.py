@@ -11,5 +11,6 @@ it held at the call.
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
 
-Called by `_transform`, for calls under base autograd.
+Called by `_transform`, for calls under base autograd, and by `chain`, for what steps
+hold. `_report` looks at what a call reaches, and the handles of `_graph` name it.
 """

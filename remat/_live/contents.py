@@ -1,8 +1,9 @@
 """What holders held at a call, and what a forward changed of it.
 
-Numbers and words are held themselves. A tensor is a place: the call holds it (`reach`).
-Anything else is watched by a weak reference, or known by its identity. So contents keep
-nothing alive, and calls between which nothing changed share them.
+Numbers and words are held themselves. In place of a tensor is its number: the call
+holds it (`_transform/inputs.py`). Anything else is watched by a weak reference, or
+known by its identity. So contents keep nothing alive, and calls between which nothing
+changed share them.
 
 Invariant: contents lead to no tensor and to no object of the user's that can be held
 weakly. A graph holds its calls where Python's garbage collector does not look.
@@ -28,11 +29,14 @@ from remat._live.walk import is_opaque
 
 
 Place = tuple[int, bool]  # position, whether among the keys
-Holder = tuple[int, int]  # group, number
+HolderIndex = tuple[int, int]  # of its group among all, and of it in that
 
 
 class At:
-    """In place of a tensor: its number among those of a root."""
+    """In place of a tensor: its number.
+
+    Among those of a root, in contents; among those of the call, in what was given.
+    """
 
     __slots__ = ("number",)
 
@@ -199,7 +203,7 @@ class Contents:
         others = {*self.others}
         return [t for i, t in enumerate(tensors) if i not in others]
 
-    def changed_in(self, now: Taken) -> set[Holder]:
+    def changed_in(self, now: Taken) -> set[HolderIndex]:
         """Return the holders that hold something else now."""
         ids, marks = self._marks[0], now.marks
         if self._marks == marks:

@@ -1,6 +1,6 @@
 """Has holders hold what they held at a call, for one run, and puts them back.
 
-Level by level, from the owners down: a holder that differs is written in place. What is
+Depth by depth, from the owners down: a holder that differs is written in place. What is
 gone is revived from the contents. After the run all that was written, and what the
 forward wrote, gets back what it held just before. No other holder is written.
 
@@ -22,7 +22,7 @@ from remat._base.errors import RecomputeError
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import GONE, SCOPES, Kind, without_contents
 from remat._capture.objects import check_class
-from remat._live.contents import At, Contents, Holder, Ref, Span
+from remat._live.contents import At, Contents, HolderIndex, Ref, Span
 from remat._live.layout import Layout, groups_of
 
 
@@ -33,19 +33,20 @@ class Exchange:
         self,
         layout: Layout,
         contents: Contents,
-        effects: set[Holder] | None,
+        effects: set[HolderIndex] | None,
         namespaces: Sequence[dict[str, Any]],
         tensors: Sequence[Any],
         special: dict[int, Any],
         made: dict[int, Any],
         *,
-        exchanges: bool,
+        on_other_tensors: bool,
     ) -> None:
         self._layout, self._contents, self._effects = layout, contents, effects
         self._namespaces = namespaces
         self._tensors, self._special, self._made = tensors, special, made
-        # Whether values that never change may have to hold others.
-        self._exchanges = bool(special) or exchanges
+        # Whether tuples, and other values that never change, may have to hold others.
+        self._may_differ_inside = bool(special) or on_other_tensors
+        self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
         self._alive: dict[int, Any] = {}
         self._written: list[Written] = []
         self._tokens: list[tuple[Any, Any]] = []
@@ -55,14 +56,14 @@ class Exchange:
         layout = self._layout
         groups = [held for _, held in groups_of(layout.holders(self._owners))]
         spans = deque(self._contents.spans())
-        # A level is written before the next one is looked up in it.
-        values = self._start_level(spans, groups)
-        for first, last in itertools.pairwise((*layout.levels, len(layout.below))):
+        # One depth is written before the next one is looked up in it.
+        values = self._start_depth(spans, groups)
+        for first, last in itertools.pairwise((*layout.depths, len(layout.below))):
             for _, places in layout.below[first:last]:
                 groups.append([values[p] for p in places])
-            values += self._start_level(spans, groups)
+            values += self._start_depth(spans, groups)
 
-    def _start_level(
+    def _start_depth(
         self, spans: deque[Span], groups: Sequence[Sequence[Any]]
     ) -> list[Any]:
         """Write the next holders, those of the groups so far; return what they hold."""
@@ -134,10 +135,10 @@ class Exchange:
 
     def found(self, kept: Ref, here: Any) -> Any:
         """Return a value that was not held: itself, or what was revived."""
-        if kept.is_of(here) and not self._exchanges:
+        if kept.is_of(here) and not self._may_differ_inside:
             return here
         made = self._made.get(kept.id)
-        if made is None and self._exchanges:
+        if made is None and self._may_differ_inside:
             made = self._around_others(kept)
         if made is not None:
             return made

@@ -4,8 +4,8 @@ A function, a module or an object is a root, which a weak reference finds again.
 lists and dicts are copied, and made again from the copies: they may hold what the graph
 of the call holds.
 
-Invariant: as in `contents`, it leads to no tensor and to nothing that can be held
-weakly. The walk is a queue: nesting may be deep.
+Invariant: what `put_aside` returns leads to no tensor, and to no container or object
+but those that are used as they are. The walk is a queue: nesting may be deep.
 Rejected: a list of leaves and a treedef. It would lose that two arguments share a list.
 """
 

@@ -2,7 +2,7 @@
 
 Owners are what weak references can be made of: objects, functions, classes. They are
 listed. Other holders, as lists, have positions among the values that were read before
-them, level by level. The walk runs once for each structure; a later call only collects
+them, depth by depth. The walk runs once for each structure; a later call only collects
 what the holders hold.
 
 Invariant: no layout keeps anything alive but code, names, and what has no weak
@@ -44,7 +44,8 @@ from remat._live.walk import Walk, can_be_revived
 Group = tuple[Kind, list[Any]]
 # What owners are or have: the dicts of objects and functions, variables of functions,
 # namespaces with the names that code refers to, functions, classes, and other kinds.
-Holders = tuple[list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]]
+_Each = list[Any]
+OwnersHolders = tuple[_Each, _Each, _Each, _Each, _Each, Sequence[Group]]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -60,28 +61,28 @@ class Layout:
         births: the identities of the owners.
         cells: the identities of the variables of each function.
         below: kinds of holders that are no owners, and the positions of these.
-        levels: for each level but the first, where its first kind is in `below`.
+        depths: for each depth below the owners, where its first kind is in `below`.
         linked: weak references to modules reached, which have layouts of their own.
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
         odd: which objects cannot be made again, by index.
         streams: return the random streams, or None.
-        handles_states: whether code reads or sets the state of a stream.
+        uses_stream_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
         is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
-        hooks_known: how many hooks had been set anywhere when no module had one that
+        hooks_known: the number of the next hook anywhere, when no module had one that
             the walk did not see. A recompute hides those that were set since its call.
     """
 
     __slots__ = (
         *("_closed", "_dicted", "_has_others", "_hooked", "_names", "hooks_known"),
         *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
-        *("compiled", "functions", "handles_states", "is_lazy", "is_module", "last"),
-        *("levels", "linked", "objects", "odd", "owners", "scripted", "signature"),
-        *("slotted", "special", "streams"),
+        *("compiled", "depths", "functions", "is_lazy", "is_module", "last", "linked"),
+        *("objects", "odd", "owners", "scripted", "signature", "slotted", "special"),
+        *("streams", "uses_stream_states"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -110,7 +111,7 @@ class Layout:
         self._vacant, self._hooked = walk.vacant, walk.hooked
         self.hooks_known = RemovableHandle.next_id
         self.streams = [*map(_reference, walk.streams.streams.values())]
-        self.handles_states = walk.streams.handles_states
+        self.uses_stream_states = walk.streams.uses_stream_states
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
         self.is_module = walk.is_module
         self.special: dict[int, str] = {}
@@ -121,11 +122,11 @@ class Layout:
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         self.signature = (*held, *map(static_of, walk.builtins))
         self.below: list[tuple[Kind, list[int]]] = []
-        self.levels: list[int] = []
+        self.depths: list[int] = []
         self.last: Any = None
 
-    def holders(self, owners: list[Any]) -> Holders:
-        """Return what owners hold by."""
+    def holders(self, owners: list[Any]) -> OwnersHolders:
+        """Return the holders that owners are or have."""
         try:
             tables = [owner.__dict__ for owner in owners[: self._dicted]]
         except Exception:  # noqa: BLE001 - whatever a proxy raises
@@ -180,14 +181,14 @@ class Taken(Holdings):
 
     Attributes:
         owners: the owners.
-        holders: what these hold by.
-        below: the other holders, by kind, level by level.
+        holders: the holders that these are or have.
+        below: the other holders, by kind, depth by depth.
         marks: what differs if something differs: identities, and the lengths.
     """
 
     __slots__ = "below", "holders", "marks", "owners"
 
-    def __init__(self, owners: list[Any], holders: Holders) -> None:
+    def __init__(self, owners: list[Any], holders: OwnersHolders) -> None:
         self.values: list[Any] = []
         self.keys: list[Any] = []
         self.lengths: list[int] = []
@@ -245,7 +246,7 @@ class Taken(Holdings):
         return now
 
 
-def groups_of(holders: Holders) -> list[Group]:
+def groups_of(holders: OwnersHolders) -> list[Group]:
     """Return the kinds of holders that owners are or have, in the order of reading."""
     *held, others = holders
     kinds = ATTRIBUTES, CELLS, SCOPES, FUNCTIONS, CLASSES
@@ -297,7 +298,7 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
             taken.mark()
             return layout, taken
         first = len(taken.values)
-        layout.levels.append(len(layout.below))
+        layout.depths.append(len(layout.below))
         layout.below += places.items()
         taken.add(places.items())
 

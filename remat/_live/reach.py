@@ -53,9 +53,9 @@ class Reach:
         label: what messages call it.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether a module holds it.
-        hooks: how many hooks had been set anywhere.
+        next_hook: the number that the next hook set anywhere was to get.
         streams: the random streams found.
-        handles_states: whether some code reads or sets the state of a stream itself.
+        uses_stream_states: whether code reads or sets the state of a stream itself.
         compiled: whether it reaches code that torch.compile or TorchScript made.
         is_lazy: whether some module has no parameters yet.
         tensors: what was found. The call takes it: it is not to stay here.
@@ -65,12 +65,12 @@ class Reach:
     __slots__ = (
         *("_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
         *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
-        *("handles_states", "hooks", "is_lazy", "label", "streams", "tensors"),
+        *("is_lazy", "label", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
-        self.hooks, given = RemovableHandle.next_id, Given()
+        self.next_hook, given = RemovableHandle.next_id, Given()
         self._values: list[Any] = []
         for k, value in enumerate((*args, *kwargs.values())):
             if type(value) not in TENSORS and is_spent_by_use(type(value)):
@@ -92,11 +92,12 @@ class Reach:
             if given.has_containers:
                 self._find_in_hooks(given)
             parameters = self._number_all(given)
+        # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
         self.streams: Sequence[Any] = ()
-        self.handles_states = self.compiled = self.is_lazy = False
+        self.uses_stream_states = self.compiled = self.is_lazy = False
         if given.search is not None or self._roots:
             self._note_streams(given)
         buffers = given.buffers
@@ -118,10 +119,11 @@ class Reach:
             self._roots = roots_of(given.roots.values())
 
     def _number_all(self, given: Given) -> list[Tensor]:
-        """Number the tensors that the roots reach; return those that come last.
+        """Give each tensor that the roots reach a number; return the parameters.
 
-        Those are parameters: a block for each root, and nothing is noted of each by
-        itself. If one is found twice, all tensors are numbered one by one instead.
+        Parameters get the last numbers, a block for each root (`root.first`), and
+        nothing is noted of each by itself. Others are added to `given`. If a parameter
+        is found twice there are no blocks, and all are added to `given`.
         """
         each = [root.tensors() for root in self._roots]
         if not any(each):
@@ -162,13 +164,13 @@ class Reach:
         found: dict[int, Any] = {}
         if search is not None:
             found, self.compiled = search.streams, search.compiled
-            self.handles_states = search.handles_states
+            self.uses_stream_states = search.uses_stream_states
         for root in self._roots:
             layout = root.layout
             if layout.streams:
                 alive = (stream() for stream in layout.streams)
                 found |= {id(s): s for s in alive if s is not None}
-            self.handles_states = self.handles_states or layout.handles_states
+            self.uses_stream_states |= layout.uses_stream_states
             self.compiled = self.compiled or layout.compiled
             self.is_lazy = self.is_lazy or layout.is_lazy
         self.streams = [*found.values()]
@@ -200,12 +202,16 @@ class Reach:
 
     def restored(self, tensors: Sequence[Any], values: Sequence[Any]) -> "Running":
         """Return a context in which everything holds what it held at the call."""
-        exchanges, first = False, self.first_parameter
+        on_others, first = False, self.first_parameter
         if self._roots:  # of which holders may have to hold other tensors
             originals = (*(ref() for ref in self._refs), *values[first:])
-            exchanges = not all(map(operator.is_, originals, tensors))
+            on_others = not all(map(operator.is_, originals, tensors))
         return Running(
-            self._roots, self._buffers, self.hooks, tensors, exchanges=exchanges
+            self._roots,
+            self._buffers,
+            self.next_hook,
+            tensors,
+            on_other_tensors=on_others,
         )
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
@@ -289,21 +295,21 @@ class Running:
     """A run of a call, as a context."""
 
     __slots__ = (
-        *("_buffers", "_exchanges", "_first", "_hooks", "_made", "_now", "_roots"),
-        *("_undo", "tensors"),
+        *("_buffers", "_first", "_made", "_next_hook", "_now", "_on_other_tensors"),
+        *("_roots", "_undo", "tensors"),
     )
 
     def __init__(
         self,
         roots: Sequence[Root],
         buffers: Sequence[tuple[Any, bytes]],
-        hooks: int,
+        next_hook: int,
         tensors: Sequence[Any],
         *,
-        exchanges: bool,
+        on_other_tensors: bool,
     ) -> None:
-        self._roots, self._buffers, self._hooks = roots, buffers, hooks
-        self.tensors, self._exchanges = tensors, exchanges
+        self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
+        self.tensors, self._on_other_tensors = tensors, on_other_tensors
         self._made: dict[int, Any] = {}
         self._now: list[tuple[Root, Taken | Exchange]] = []
         self._undo: list[Callable[[], object]] = []
@@ -311,7 +317,7 @@ class Running:
     def __enter__(self) -> Self:
         self._first = RemovableHandle.next_id
         try:
-            if self._first != self._hooks:
+            if self._first != self._next_hook:
                 self._hide_hooks()
             if self._roots:
                 self._exchange()
@@ -361,7 +367,9 @@ class Running:
         for root in self._roots:
             now: Any = root.as_it_was(self.tensors)
             if now is None:
-                now = root.exchange(self.tensors, self._made, exchanges=self._exchanges)
+                now = root.exchange(
+                    self.tensors, self._made, on_other_tensors=self._on_other_tensors
+                )
                 # What is gone of any root may be in another: all are made first.
                 now.revive_owners()
                 started.append(now)
@@ -390,7 +398,7 @@ class Running:
     def _hide_hooks(self) -> None:
         """Take off the hooks of modules that were set since the call."""
         for hooks in self._hooks_of_modules():
-            kept = [key for key in hooks if key < self._hooks]
+            kept = [key for key in hooks if key < self._next_hook]
             if len(kept) < len(hooks):
                 how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
                 self._write(how, hooks, kept, [hooks[key] for key in kept])

@@ -4,8 +4,8 @@ The layout of a root is remembered while the root lives. A call reads what the h
 hold now. If that is what they held at the last call, it shares the contents of that.
 
 Invariant: as in `contents`, it leads to no tensor and to nothing that can be held
-weakly. Only until the end of the forward it holds the holders themselves: the forward
-may put others in their places.
+weakly, except what cannot be made again (`_held`). Until the end of the forward it
+holds the holders themselves, too: the forward may put others in their places.
 Rejected: to compare along the paths again. A path may lead elsewhere by then.
 """
 
@@ -22,7 +22,7 @@ from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import MovedError
 from remat._capture.objects import is_buffer
-from remat._live.contents import Contents, Holder
+from remat._live.contents import Contents, HolderIndex
 from remat._live.exchange import Exchange
 from remat._live.layout import Layout, Taken, lay_out, take
 
@@ -38,7 +38,7 @@ class Root:
     def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
         self.layout, self.contents = layout, contents
         self._taken: Taken | None = taken
-        self._effects: set[Holder] | None = None
+        self._effects: set[HolderIndex] | None = None
         # The numbers in the call of its tensors, or of those that are no parameters,
         # and the number of the first parameter, if those have numbers of their own.
         self.entries: Sequence[int] = ()
@@ -110,7 +110,7 @@ class Root:
         return taken if is_same else None
 
     def exchange(
-        self, tensors: Sequence[Any], made: dict[int, Any], *, exchanges: bool
+        self, tensors: Sequence[Any], made: dict[int, Any], *, on_other_tensors: bool
     ) -> Exchange:
         """Return what has all that the root reaches hold what it held."""
         return Exchange(
@@ -122,7 +122,7 @@ class Root:
             {place: it.again() for place, it in self._iterators.items()}
             | {place: large.value for place, large in self.large.items()},
             made,
-            exchanges=exchanges,
+            on_other_tensors=on_other_tensors,
         )
 
 

@@ -14,5 +14,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     names                  `checkpoint_name`
     tape, barrier          in a graph: what is kept, and read after the cotangents
 
-Called by `_transform` if there is a policy or pruning, and by `_scope` and `_report`.
+Called by users to name values, by `_transform` if there is a policy or pruning, by
+`_scope` and `_report`, and for options, costs or caches by `_fit`, `chain`, `nn` and
+`compat`.
 """

@@ -1,7 +1,7 @@
 """What calls of one signature share: plans, and what their replays have shown.
 
 Invariant: what is remembered is bounded, and holds no tensor, module or function of the
-user's. Rejected: to plan in each backward. Most ask for the same roots. And to prove
+user's. Rejected: to plan in each backward. Most have the same targets. And to prove
 that a record fits before it is used. The signature is compared, but the function may
 read whatever else.
 """
@@ -31,7 +31,7 @@ from remat.policies import Decision, Policy
 
 
 class Plans:
-    """The plans of one record: `full` for all roots, and others for fewer.
+    """The plans of one record: `full` for all handles or outputs, and others for some.
 
     `decisions` are the policy's. A budget allows these, and keeps some: `spent`.
     """
@@ -87,18 +87,18 @@ class Plans:
             for i, k in self.full.plan.residuals
         ]
 
-    def schedule_for(self, roots: Sequence[int]) -> RunnablePlan:
-        """Return the schedule for some roots: outputs or handles, by index."""
-        if not self.prune or len(roots) == len(self.record.roots):
+    def runnable_for(self, targets: Sequence[int]) -> RunnablePlan:
+        """Return the plan for some handles or outputs, laid out to be run."""
+        if not self.prune or len(targets) == len(self.record.roots):
             return self.full
-        key = tuple(roots)
-        schedule = self._narrowed.get(key)
-        if schedule is None:
+        key = tuple(targets)
+        runnable = self._narrowed.get(key)
+        if runnable is None:
             full = self.full.plan
-            made = plan(self.record, full.saved, roots, extra_roots=self.extra_roots)
-            schedule = RunnablePlan(self.record, made, full.residuals)
-            self._narrowed[key] = schedule
-        return schedule
+            made = plan(self.record, full.saved, targets, extra_roots=self.extra_roots)
+            runnable = RunnablePlan(self.record, made, full.residuals)
+            self._narrowed[key] = runnable
+        return runnable
 
 
 def full_plan(
@@ -108,7 +108,7 @@ def full_plan(
     prune: bool,
     extra_roots: Iterable[int],
 ) -> Plan:
-    """Return the plan for all roots, given what the policy says of each operation."""
+    """Return the plan for all targets, given what the policy says of each operation."""
     saveable = [i for i, decision in enumerate(decisions) if decision]
     return plan(record, saveable, extra_roots=extra_roots, prune=prune)
 
@@ -122,8 +122,8 @@ def residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
     index = {s: n for n, s in enumerate(_storages_of_residuals(record, made))}
     values = [record.steps[i].op.outputs[k] for i, k in made.residuals]
     return {
-        place: index[pack.storage]
-        for place, pack in enumerate(record.packs)
+        position: index[pack.storage]
+        for position, pack in enumerate(record.packs)
         if pack is not None
         and pack.storage in index
         and pack.is_of(values[index[pack.storage]])
@@ -135,13 +135,25 @@ _MODULES = 128  # of one signature, that have caches of their own
 _EXTRA_ROOTS = 16  # after which calls of this kind are not followed any more
 
 
+def owner_of(fn: Any, args: Sequence[Any]) -> Any:
+    """Return the object whose method a function is; else the module passed first.
+
+    The `forward` of a view, and of a module in place, is passed its module.
+    """
+    owner = getattr(fn, "__self__", None)
+    if owner is None and args and isinstance(args[0], nn.Module):
+        return args[0]
+    return fn if owner is None else owner
+
+
 class CallCache:
     """What calls of one signature share."""
 
     def __init__(self) -> None:
         self.plans: Plans | None = None  # then the next call is to be recorded
         self.reason = ""  # why no call is recorded any more
-        self.outputs: frozenset[int] = frozenset()  # the roots of a backward
+        # The targets of all backwards: handles or outputs, by index.
+        self.targets: frozenset[int] = frozenset()
         self.proven: set[int] = set()  # those for which a replay has succeeded
         self.names: frozenset[str] = frozenset()  # in the policy, until checked
         self.misfits = 0  # records that did not fit the calls after them
@@ -166,13 +178,13 @@ class CallCache:
         return part
 
     def is_proven(self) -> bool:
-        """Say whether replays have succeeded for every root that may be asked for."""
-        return bool(self.proven) and self.proven >= self.outputs
+        """Say whether replays have succeeded for all that a backward may read."""
+        return bool(self.proven) and self.proven >= self.targets
 
-    def note_success(self, plans: Plans, *roots: Iterable[int]) -> None:
-        """Note that a replay has succeeded for some roots."""
+    def note_success(self, plans: Plans, *shown: Iterable[int]) -> None:
+        """Note that a replay has succeeded for some handles or outputs."""
         if self.plans is plans:
-            self.proven.update(*roots)
+            self.proven.update(*shown)
         self._warn_of_names()
 
     def note_misfit(self, plans: Plans, trouble: Trouble) -> None:
@@ -277,21 +289,21 @@ CACHES = _Caches(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
 
 
-def cache_of(signature: Hashable, leaves: Sequence[Tensor]) -> CallCache:
-    """Return what calls of one signature share whose leaves have the same metadata."""
-    return CACHES[signature, metas_of(leaves)]
+def cache_of(signature: Hashable, inputs: Sequence[Tensor]) -> CallCache:
+    """Return what calls of one signature share whose inputs have the same metadata."""
+    return CACHES[signature, metas_of(inputs)]
 
 
-def metas_of(leaves: Sequence[Tensor]) -> Hashable:
-    """Return the metadata of leaves."""
-    metas: list[Any] = [*map(_meta, leaves)]
+def metas_of(inputs: Sequence[Tensor]) -> Hashable:
+    """Return the metadata of inputs."""
+    metas: list[Any] = [*map(_meta, inputs)]
     try:
-        if not all(map(Tensor.is_contiguous, leaves)):
-            metas += map(Tensor.stride, leaves)
+        if not all(map(Tensor.is_contiguous, inputs)):
+            metas += map(Tensor.stride, inputs)
     except RuntimeError:  # of sparse tensors
-        metas += [(t.layout, type(t)) for t in leaves]
-    if not TENSORS.issuperset(map(type, leaves)):
-        metas += [weakref.ref(type(t)) for t in leaves]
+        metas += [(t.layout, type(t)) for t in inputs]
+    if not TENSORS.issuperset(map(type, inputs)):
+        metas += [weakref.ref(type(t)) for t in inputs]
     return tuple(metas)
 
 

@@ -109,14 +109,15 @@ def plan_recorded(
     cache: CallCache,
     recorder: Recorder,
     record: Record,
-    roots: Iterable[int],
+    targets: Iterable[int],
     policy: Policy | None,
     prune: Prune,
     label: str,
 ) -> Plans | None:
     """Plan a record, for this call and those after it; return the plans for this one.
 
-    None if a replay is not worth it. A backward may ask for `roots`.
+    None if a replay is not worth it. A backward may read the handles or
+    outputs that are `targets`.
     """
     asked = asked_for(policy, prune)
     if recorder.misses:
@@ -139,7 +140,7 @@ def plan_recorded(
     pruned = not found.why_unpruned
     args = record, decisions, found.plan
     plans = Plans(*args, prune=pruned, extra_roots=exposed, spent=spent)
-    cache.plans, cache.proven, cache.outputs = plans, set(), frozenset(roots)
+    cache.plans, cache.proven, cache.targets = plans, set(), frozenset(targets)
     cache.names = frozenset() if policy is None else policy.names
     cache.asked = asked and f"{asked} of {label}"
     return _with_what_was_held(plans, recorder.candidates)

@@ -96,7 +96,7 @@ class Record:
     """What one forward did."""
 
     steps: tuple[Step, ...]
-    inputs: tuple[int, ...]  # the storage of each leaf
+    inputs: tuple[int, ...]  # the storage of each input
     # For each output, the storages that its backward reads. Where the graph holds
     # handles: for each handle, the storage that it stands for.
     roots: tuple[frozenset[int], ...]
@@ -115,7 +115,8 @@ class Fate(Enum):
     """What becomes of an operation in a recompute."""
 
     RECOMPUTED = "recomputed"
-    METADATA_ONLY = "recomputed, on no values"
+    # As only its metadata, or that it draws, matters.
+    METADATA_ONLY = "run on arbitrary values"
     SAVED = "saved"
     DEAD = "dead"
 
@@ -132,9 +133,9 @@ class Plan:
     fates: tuple[Fate, ...]
     # What the forward saves: the index of an operation, and that of its output.
     residuals: tuple[tuple[int, int], ...]
-    needed: frozenset[int]  # the leaves whose values are read
+    needed: frozenset[int]  # the inputs whose values are read, by index
     live: frozenset[int]  # the storages whose values a recompute has
-    # The leaves that residuals were computed from, and depend on where they are
+    # The inputs that residuals were computed from, and depend on where they are
     # differentiated again.
     residual_sources: frozenset[int] = frozenset()
 
@@ -147,7 +148,7 @@ class Plan:
 def plan(
     record: Record,
     saveable: Collection[int] = (),
-    outputs: Iterable[int] | None = None,
+    targets: Iterable[int] | None = None,
     *,
     extra_roots: Iterable[int] = (),
     prune: bool = True,
@@ -156,9 +157,10 @@ def plan(
 
     The policy saves the results of `saveable`. One that shares memory with another
     tensor, or is changed in place, is recomputed anyway; one that a collective
-    overwrites is saved as the collective leaves it. `outputs` have cotangents (None
-    for all), `extra_roots` are more storages that are needed. With fewer outputs a plan
-    needs no more, and reads no more residuals. Without `prune` all that is not saved is
+    overwrites is saved as the collective leaves it. `targets` are the handles that a
+    backward reads, or the outputs that have cotangents, by index (None for all);
+    `extra_roots` are more storages that are needed. With fewer targets a plan needs no
+    more, and reads no more residuals. Without `prune` all that is not saved is
     recomputed.
 
     Example:
@@ -172,7 +174,7 @@ def plan(
     """
     walk, steps = _Walk(record, saveable), record.steps
     walk.need(extra_roots)
-    for j in range(len(record.roots)) if outputs is None else outputs:
+    for j in range(len(record.roots)) if targets is None else targets:
         walk.need(record.roots[j])
     for i, step in enumerate(steps):
         forced = step.always_runs or step.on_subclass
@@ -185,10 +187,10 @@ def plan(
         for k, s in enumerate(steps[i].makes)
         if s in walk.live or not prune
     )
-    leaves = [*enumerate(record.inputs)]
-    needed = frozenset(i for i, s in leaves if s in walk.live or not prune)
+    inputs = [*enumerate(record.inputs)]
+    needed = frozenset(i for i, s in inputs if s in walk.live or not prune)
     sources = walk.sources(i for i, _ in residuals)
-    residual_sources = frozenset(i for i, s in leaves if s in sources)
+    residual_sources = frozenset(i for i, s in inputs if s in sources)
     return Plan(fates, residuals, needed, frozenset(walk.live), residual_sources)
 
 

@@ -49,27 +49,28 @@ from remat.policies import Policy
 class PlannedCall:
     """One call, and the plans that it follows.
 
-    Under torch.func the function runs on `inner` in place of the leaves.
+    Under torch.func the function runs on `inner` in place of the inputs.
     """
 
     def __init__(
         self,
+        *,
         cache: CallCache,
         policy: Policy | None,
         prune: Prune,
-        leaves: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         label: str,
         inner: Sequence[Tensor] | None = None,
     ) -> None:
         self.cache, self._policy, self._prune = cache, policy, prune
-        self._leaves, self._inner, self._label = leaves, inner, label
+        self._inputs, self._inner, self._label = inputs, inner, label
         self.plans: Plans | None = None if cache.reason else cache.plans
         self.statics: dict[int, Any] = {}  # of the operations whose results are saved
-        self.dropped: dict[int, Absent] = {}  # the leaves that are not kept
+        self.dropped: dict[int, Absent] = {}  # the inputs that are not kept
         self.mode: Any = None  # to run the forward in; None to run it as it is
         plans = self.plans
         if not cache.reason:
-            runs_on = leaves if inner is None else inner
+            runs_on = inputs if inner is None else inner
             if plans is None:
                 self.mode = Recorder(runs_on, policy)
             elif cache.is_proven() and self._inputs_to_drop(plans):
@@ -80,16 +81,16 @@ class PlannedCall:
         self._was_seen = self.mode is not None
 
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
-        """Return the leaves that the call need not keep, if that is worth it."""
-        leaves, inner = self._leaves, self._inner
-        droppable = [i for i in plans.full.unneeded if is_droppable(leaves[i])]
+        """Return the inputs that the call need not keep, if that is worth it."""
+        inputs, inner = self._inputs, self._inner
+        droppable = [i for i in plans.full.unneeded if is_droppable(inputs[i])]
         if not droppable:
             return ()
         return inputs_to_drop(
             plans.full.plan,
             self._prune,
             droppable,
-            lambda i: leaves[i].numel() * leaves[i].itemsize,
+            lambda i: inputs[i].numel() * inputs[i].itemsize,
             is_differentiated=(
                 None if inner is None else lambda i: inner[i].requires_grad
             ),
@@ -100,7 +101,7 @@ class PlannedCall:
     def _end_forward(
         self,
         count: int,
-        roots: Iterable[int],
+        targets: Iterable[int],
         outs: Sequence[Any] = (),
         gone: Container[int] = (),
         *,
@@ -108,7 +109,7 @@ class PlannedCall:
     ) -> list[Tensor] | None:
         """Return the residuals; None if the call follows no plan.
 
-        There are `count` handles or outputs, of which a backward may ask for `roots`.
+        There are `count` handles or outputs, of which a backward may read `targets`.
         """
         mode, plans = self.mode, self.plans
         residuals = None
@@ -117,7 +118,7 @@ class PlannedCall:
                 self.cache,
                 mode,
                 mode.record(outs, gone),
-                roots,
+                targets,
                 self._policy,
                 self._prune,
                 self._label,
@@ -133,10 +134,10 @@ class PlannedCall:
                 self.cache.drop_record()
                 self.plans = None
             elif may_drop and isinstance(mode, Verify):
-                leaves, unread = self._leaves, self._inputs_to_drop(plans)
-                self.dropped = {i: like(leaves[i]) for i in unread}
+                inputs, unread = self._inputs, self._inputs_to_drop(plans)
+                self.dropped = {i: like(inputs[i]) for i in unread}
         # The mode holds candidates, and the call is not to hold its inputs.
-        self.mode, self._leaves, self._inner = None, (), None
+        self.mode, self._inputs, self._inner = None, (), None
         return residuals
 
     def _collected(self, plans: Plans) -> list[Tensor] | None:
@@ -166,26 +167,34 @@ class SavedInHandles(PlannedCall):
     those for saved tensors around it, and `nested` if these are of a call of remat.
     """
 
-    def __init__(self, *call: Any, hooks: Any, nested: bool) -> None:
-        super().__init__(*call)
+    def __init__(self, *, hooks: Any, nested: bool, **call: Any) -> None:
+        super().__init__(**call)
         self._hooks, self._nested = hooks, nested
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
 
     @classmethod
-    def of_decision(
-        cls, decision: Any, leaves: Sequence[Tensor], hooks: Any
+    def of_choice(
+        cls, choice: Any, inputs: Sequence[Tensor], hooks: Any
     ) -> "SavedInHandles":
         """Return what does as a nested call did, while the call around is recomputed.
 
         Its residuals are handed on as soon as they are made: that recompute stops once
         it has all that it needs.
         """
-        call = _FOLLOWS_NOTHING, None, False, leaves, ""
-        new = cls(*call, hooks=hooks, nested=True)
-        new.cache, new.plans = decision
-        plans, early = decision[1], new._early
+        # It makes no mode, as this cache says that nothing is followed.
+        new = cls(
+            cache=_FOLLOWS_NOTHING,
+            policy=None,
+            prune=False,
+            inputs=inputs,
+            label="",
+            hooks=hooks,
+            nested=True,
+        )
+        new.cache, new.plans = choice
+        plans, early = choice[1], new._early
         steps, residuals = plans.record.steps, plans.full.plan.residuals
 
         def on_residual(tensor: Tensor) -> None:
@@ -197,18 +206,18 @@ class SavedInHandles(PlannedCall):
         return new
 
     @property
-    def decision(self) -> Any:
-        """What the call does, for `of_decision`."""
+    def choice(self) -> Any:
+        """What the call follows, for `of_choice`."""
         return None if self.plans is None else (self.cache, self.plans)
 
-    def pack(self, place: int, tensor: Tensor | None) -> None:
-        """Note a tensor that the graph saves at a place; None if it has no handle."""
+    def pack(self, position: int, tensor: Tensor | None) -> None:
+        """Note what the graph saves at a position; None if that has no handle."""
         mode, plans = self.mode, self.plans
         if plans is None:
             if mode is not None:
-                mode.roots.pack(tensor)
-        elif place in plans.residual_of_handle and tensor is not None:
-            self._taken[place] = tensor.detach()
+                mode.saved_storages.pack(tensor)
+        elif position in plans.residual_of_handle and tensor is not None:
+            self._taken[position] = tensor.detach()
 
     def gives_up(self, *, accumulates: bool) -> str:
         """Return why this call, and those after it, follow nothing; "" if they do.
@@ -229,13 +238,13 @@ class SavedInHandles(PlannedCall):
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """End the forward: give handles their residuals.
 
-        They are given by place: None where the tensor itself is saved, or it is gone.
+        They are given by position: None where the tensor itself is saved, or is gone.
         """
-        gone, roots = set[int](), list[int]()
+        gone, targets = set[int](), list[int]()
         if isinstance(self.mode, Recorder):
-            gone = {place for place, handle in enumerate(handles) if handle is None}
-            roots = [place for place in range(len(handles)) if place not in gone]
-        tensors = self._end_forward(len(handles), roots, gone=gone)
+            gone = {p for p, handle in enumerate(handles) if handle is None}
+            targets = [p for p in range(len(handles)) if p not in gone]
+        tensors = self._end_forward(len(handles), targets, gone=gone)
         self._taken.clear()
         for residual in self._early:
             residual.let_go_of_graph()
@@ -248,8 +257,8 @@ class SavedInHandles(PlannedCall):
             tensors, plans.destinations, ops, self._hooks, nested=self._nested
         )
         packs = plans.record.packs
-        for place, k in plans.residual_of_handle.items():
-            handle, pack = handles[place], packs[place]
+        for position, k in plans.residual_of_handle.items():
+            handle, pack = handles[position], packs[position]
             if handle is not None and pack is not None:
                 handle.call, handle.residual = None, saved[k]
                 handle.view = None if pack.value == value_of(tensors[k]) else pack.value
@@ -263,9 +272,9 @@ class SavedInHandles(PlannedCall):
         if residuals is None:
             return None
         packs, taken = plans.record.packs, self._taken
-        for place, k in plans.residual_of_handle.items():
+        for position, k in plans.residual_of_handle.items():
             # A handle of a residual has to stand for it, as recorded.
-            saved, pack = taken.get(place), packs[place]
+            saved, pack = taken.get(position), packs[position]
             if saved is None or pack is None or value_of(saved) != pack.value:
                 return None
             if is_lazy(saved) or key_of(saved) != key_of(residuals[k]):
@@ -276,10 +285,10 @@ class SavedInHandles(PlannedCall):
         """Return the residuals, taken from the tensors that the graph saved."""
         steps, found = plans.record.steps, dict[int, Tensor]()
         residuals = plans.full.plan.residuals
-        for place, k in plans.residual_of_handle.items():
-            if k not in found and place in self._taken:
+        for position, k in plans.residual_of_handle.items():
+            if k not in found and position in self._taken:
                 i, j = residuals[k]
-                view = viewed_as(self._taken[place], steps[i].op.outputs[j])
+                view = viewed_as(self._taken[position], steps[i].op.outputs[j])
                 if view is None:
                     return None
                 found[k] = view
@@ -300,16 +309,16 @@ class SavedInHandles(PlannedCall):
         """Note that the forward itself reads what handles stand for."""
         if isinstance(self.mode, Recorder):
             for handle in handles:
-                self.mode.roots.note_copy(handle.position, handle.value)
+                self.mode.saved_storages.note_copy(handle.position, handle.value)
 
     def replay(self, handles: Iterable[Handle]) -> Replay | None:
         """Return a recompute along the plan that fills handles; None without a plan."""
         plans = self.plans
         if plans is None:
             return None
-        roots = tuple(sorted(handle.position for handle in handles))
+        targets = tuple(sorted(handle.position for handle in handles))
         held = [None if r is None else r.value() for r in self._for_recompute]
-        return Replay(self, plans, roots, held, held.__getitem__)
+        return Replay(self, plans, targets, held, held.__getitem__)
 
 
 # --- Under torch.func ---
@@ -320,11 +329,11 @@ class SavedInNode(PlannedCall):
 
     def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
         """End the forward: return the residuals; None to recompute in full."""
-        self._count, self._origins = len(self._leaves), list[Origin]()
-        roots = list[int]()
+        self._count, self._origins = len(self._inputs), list[Origin]()
+        targets = list[int]()
         if isinstance(self.mode, Recorder):
-            roots = [j for j, o in enumerate(outs) if o.requires_grad]
-        tensors = self._end_forward(len(outs), roots, outs, may_drop=may_drop)
+            targets = [j for j, o in enumerate(outs) if o.requires_grad]
+        tensors = self._end_forward(len(outs), targets, outs, may_drop=may_drop)
         plans = self.plans
         if plans is None or tensors is None:
             return None
@@ -336,37 +345,37 @@ class SavedInNode(PlannedCall):
         self._versions = [t._version for t in tensors]
         return tensors
 
-    def kept(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return the leaves that are kept."""
+    def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return the inputs that are kept."""
         if not self.dropped:
-            return leaves
-        return [t for i, t in enumerate(leaves) if i not in self.dropped]
+            return inputs
+        return [t for i, t in enumerate(inputs) if i not in self.dropped]
 
     def carry_out(
         self,
-        given: Sequence[int],
+        targets: Sequence[int],
         saved: Sequence[Tensor],
         pull: Callable[..., Any],
     ) -> Any:
-        """Return `pull(leaves, mode)`, along the plan if it fits."""
+        """Return `pull(inputs, mode)`, along the plan if it fits."""
         kept = self._count - len(self.dropped)
-        leaves, residuals = saved[:kept], saved[kept:]
+        inputs, residuals = saved[:kept], saved[kept:]
         if self.dropped:
-            ours, gone = iter(leaves), self.dropped
+            ours, gone = iter(inputs), self.dropped
             each = range(self._count)
-            leaves = [gone[i] if i in gone else next(ours) for i in each]
-        elif not self._is_comparable(leaves):
-            return pull(leaves, None)
+            inputs = [gone[i] if i in gone else next(ours) for i in each]
+        elif not self._is_comparable(inputs):
+            return pull(inputs, None)
         assert self.plans is not None
         take = self._taker(residuals)
-        replaying = Replay(self, self.plans, given, residuals, take)
+        replaying = Replay(self, self.plans, targets, residuals, take)
         # No absent tensor is of a level of torch.func.
-        whole = current_layer() is None or not any(map(_is_of_level, leaves))
+        whole = current_layer() is None or not any(map(_is_of_level, inputs))
         recorded = torch.is_grad_enabled()
         may_stand_in = functools.partial(_may_stand_in, recorded) if whole else _never
         try:
             # No name for the stand-ins: `escaped` counts who else holds them.
-            grads = pull(replaying.stand_ins(leaves, may_stand_in), replaying)
+            grads = pull(replaying.stand_ins(inputs, may_stand_in), replaying)
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)
         else:
@@ -378,16 +387,16 @@ class SavedInNode(PlannedCall):
                 return grads
             replaying.failed(None)
         # Not above, where the error would hold what the replay computed.
-        return pull(leaves, self.check())
+        return pull(inputs, self.check())
 
-    def _is_comparable(self, leaves: Sequence[Tensor]) -> bool:
+    def _is_comparable(self, inputs: Sequence[Tensor]) -> bool:
         """Say whether a recompute runs under the transforms of the forward.
 
         Under others torch makes other operations of composite ones, such as `linear`.
         """
         assert self.plans is not None
         now, then = transforms(), self.plans.record.transforms
-        if is_batch_of_cotangents(leaves):
+        if is_batch_of_cotangents(inputs):
             # The function runs below this vmap, unless it is in a vmap of its own.
             return not then
         return now == then[: len(now)]  # the program enters the rest
@@ -406,18 +415,18 @@ class SavedInNode(PlannedCall):
         return Fetched(residuals, self._origins).take
 
 
-def _is_of_level(leaf: Tensor) -> bool:
-    return base_tensor(leaf) is not leaf
+def _is_of_level(tensor: Tensor) -> bool:
+    return base_tensor(tensor) is not tensor
 
 
-def _may_stand_in(recorded: bool, leaf: Tensor) -> bool:
-    """Say whether an absent tensor may stand for a leaf, under a graph or not."""
-    reaches = recorded and leaf.requires_grad  # the graph has to reach it
-    return type(leaf) is Tensor and not (reaches or is_lazy(leaf))
+def _may_stand_in(recorded: bool, tensor: Tensor) -> bool:
+    """Say whether an absent tensor may stand for an input, under a graph or not."""
+    reaches = recorded and tensor.requires_grad  # the graph has to reach it
+    return type(tensor) is Tensor and not (reaches or is_lazy(tensor))
 
 
-def _never(leaf: Tensor) -> bool:
-    del leaf
+def _never(tensor: Tensor) -> bool:
+    del tensor
     return False
 
 

@@ -34,7 +34,7 @@ from remat._partial.plan import Pack, Record, Step
 from remat._partial.runnable import UNRECORDED, statics_of
 from remat._partial.values import Arguments, Results, Storages, value_of
 from remat._torch import (
-    SNAPSHOT,
+    SHARED_COPY,
     base_tensor,
     call_kernel,
     current_task,
@@ -50,16 +50,16 @@ _NEW_EMPTY = torch.ops.aten.new_empty_strided.default
 
 
 class Recorder(Observer):
-    """Records the operations of one forward, on `leaves`, with storages by number.
+    """Records the operations of one forward, on `inputs`, with storages by number.
 
     If there is a policy, it is asked which results may be saved.
     """
 
-    unseen = UNRECORDED - {SNAPSHOT}
+    unseen = UNRECORDED - {SHARED_COPY}
 
     def __init__(
         self,
-        leaves: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         policy: Policy | None,
         storages: Storages | None = None,
     ) -> None:
@@ -73,8 +73,8 @@ class Recorder(Observer):
         self.steps: list[Step] = []
         # Storages whose memory Python read or wrote other than by operations.
         self.exposed: set[int] = set()
-        self.inputs = tuple(storages.number(base_tensor(t)) for t in leaves)
-        self.roots = Roots(storages, self.steps, self._made)
+        self.inputs = tuple(storages.number(base_tensor(t)) for t in inputs)
+        self.saved_storages = SavedStorages(storages, self.steps, self._made)
         self.candidates = Candidates(policy)
         # Whether a backward inside copied a gradient for a leaf, which it does only
         # while something else holds it, as candidates do.
@@ -101,7 +101,7 @@ class Recorder(Observer):
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is SNAPSHOT:
+        if func is SHARED_COPY:
             result = func(*args, **kwargs)
             # The values that it stands for are needed where it is read.
             self._storages.alias(result, self._storages.number(args[0]))
@@ -192,7 +192,7 @@ class Recorder(Observer):
 
     def note_saved(self, outs: Sequence[Any]) -> None:
         """Note what the graph of each output saved."""
-        self.roots.note_saved(outs)
+        self.saved_storages.note_saved(outs)
 
     def end(self) -> None:
         """Let go of the graph; raise what the policy raised, if it did."""
@@ -203,9 +203,9 @@ class Recorder(Observer):
         return Record(
             _completed(self.steps, self._names, self._updates, self.exposed),
             self.inputs,
-            self.roots.roots(gone),
+            self.saved_storages.roots(gone),
             tuple(map(self._storages.known, outs)),
-            tuple(self.roots.packs),
+            tuple(self.saved_storages.packs),
             tuple(self._storages.inside.items()),
             self._transforms,
         )
@@ -267,13 +267,13 @@ def _with_updates(
     return found[::-1]
 
 
-# --- What the graph saved: the roots of a plan ---
+# --- What the graph saved: the roots of plans ---
 
 
-class Roots:
-    """What a graph saved, for each handle or each output.
+class SavedStorages:
+    """The storages that a graph saved, for each handle or each output.
 
-    One set of roots for a call would not do: a backward that reaches few of them would
+    One set for a call would not do: a backward that reaches few storages would
     recompute for all.
     """
 
@@ -296,9 +296,9 @@ class Roots:
         self.packs.append(pack)
         self._roots.append({number})
 
-    def note_copy(self, place: int, tensor: Tensor | None) -> None:
-        """Note that a tensor has the value of what was saved at a place."""
-        pack = self.packs[place]
+    def note_copy(self, position: int, tensor: Tensor | None) -> None:
+        """Note that a tensor has the value of what was saved at a position."""
+        pack = self.packs[position]
         if pack is not None and tensor is not None:
             self._storages.alias(tensor, pack.storage)
 
@@ -333,10 +333,10 @@ class Roots:
                 yield from (*step.reads, *step.makes)
 
     def roots(self, gone: Container[int]) -> tuple[frozenset[int], ...]:
-        """Return the roots, none for the handles that are gone."""
+        """Return the roots of each, none for the handles that are gone."""
         return tuple(
-            frozenset(() if place in gone else roots)
-            for place, roots in enumerate(self._roots)
+            frozenset(() if position in gone else roots)
+            for position, roots in enumerate(self._roots)
         )
 
 

@@ -57,7 +57,7 @@ from remat._torch import (
 
 
 class Replay(Follow):
-    """Runs a call again along a plan, for some handles or outputs: the roots.
+    """Runs a call again along a plan, for some handles or outputs: its `targets`.
 
     `residuals` are what was saved, or what stands for it while it is offloaded; `take`
     returns one, given its index, or None if it was freed. What the replay shows
@@ -68,19 +68,19 @@ class Replay(Follow):
         self,
         call: Any,
         plans: Plans,
-        roots: Sequence[int],
+        targets: Sequence[int],
         residuals: Sequence[Tensor | None],
         take: Callable[[int], Tensor | None],
     ) -> None:
-        schedule = plans.schedule_for(roots)
-        super().__init__(schedule)
+        runnable = plans.runnable_for(targets)
+        super().__init__(runnable)
         self._cache: CallCache = call.cache
-        self._plans, self._roots = plans, roots
+        self._plans, self._targets = plans, targets
         self._statics, self._dropped = call.statics, call.dropped
-        self._runs, self._fates = schedule.runs, schedule.fates
+        self._runs, self._fates = runnable.runs, runnable.fates
         self._residuals, self._take = residuals, take
         self._absent: dict[int, Shared] = {}
-        self._known: dict[int, int] = {}  # storages of leaves and residuals, by key
+        self._known: dict[int, int] = {}  # storages of inputs and residuals, by key
         self._written = False  # whether an absent tensor was
         self.trouble = Trouble()  # what did not fit the plan
 
@@ -95,10 +95,10 @@ class Replay(Follow):
 
         `may_stand_in` says whether one may stand for an input; None for `is_droppable`.
         """
-        schedule, stand_ins = self.schedule, [*tensors]
-        inputs, residuals = schedule.record.inputs, self._residuals
+        runnable, stand_ins = self.runnable, [*tensors]
+        inputs, residuals = runnable.record.inputs, self._residuals
         if residuals:  # then arguments are compared by their storages
-            used = [(residuals[index], s) for index, s in schedule.residual_storages]
+            used = [(residuals[index], s) for index, s in runnable.residual_storages]
             used = [(t, s) for t, s in used if t is not None]
             numbers = (*inputs, *[s for _, s in used])
             self._known = _by_storage((*tensors, *[t for t, _ in used]), numbers)
@@ -107,9 +107,9 @@ class Replay(Follow):
         # Another record may have replaced the plans.
         proven = self._cache.is_proven() and self._cache.plans is self._plans
         is_allowed = may_stand_in or is_droppable
-        for i in schedule.unneeded:
+        for i in runnable.unneeded:
             t = tensors[i]
-            replaced = not proven or inputs[i] in schedule.written
+            replaced = not proven or inputs[i] in runnable.written
             if type(t) is Absent or (replaced and is_allowed(t)):
                 new = stand_ins[i] = like(t, self._shared(inputs[i]))
                 if may_stand_in is None:  # the function runs on it as it is
@@ -127,10 +127,10 @@ class Replay(Follow):
         return bool(self.trouble)
 
     def succeeded(self, *, proves: bool = True) -> None:
-        """Note that the plan was right for these roots, if the replay proves it."""
+        """Note that the plan was right for its targets, if the replay proves it."""
         # Handles of residuals need no replay.
-        roots = (self._roots, self._plans.residual_of_handle) if proves else ()
-        self._cache.note_success(self._plans, *roots)
+        shown = (self._targets, self._plans.residual_of_handle) if proves else ()
+        self._cache.note_success(self._plans, *shown)
 
     def failed(self, error: Exception | None, *, is_ours: bool = False) -> None:
         """Correct the plans after a replay that did not fit; raise a user's error.
@@ -165,17 +165,17 @@ class Replay(Follow):
         return self._not_run(i, func, args, kwargs)
 
     def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
-        step, fate = self.schedule.record.steps[i], self._fates[i]
+        step, fate = self.runnable.record.steps[i], self._fates[i]
         turned = is_reflection(func, of=func) and type(args[0]) is Absent
         if turned and args[0].storage_of.number == step.reads[1]:
             args = args[::-1]
         if fate is Fate.SAVED:
             self._check_wiring(i, step, args, kwargs)
-            indices = self.schedule.residual_index.get(i, {})
+            indices = self.runnable.residual_index.get(i, {})
             inputs = inputs_of(args, kwargs)
             return self._result(step, inputs, indices)
         if fate is Fate.METADATA_ONLY:
-            return self._on_no_values(step, args, kwargs or {})
+            return self._on_arbitrary_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
 
     def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ class Replay(Follow):
             return False
         if self._funcs[i] is not func:
             return True
-        step, expected = self.schedule.record.steps[i], self.schedule.expected.get(i)
+        step, expected = self.runnable.record.steps[i], self.runnable.expected.get(i)
         same = step.reads[0] == args[0].storage_of.number and expected is not None
         return not (
             same and fits_metadata(expected, args, kwargs, inputs_of(args, None))
@@ -227,7 +227,7 @@ class Replay(Follow):
         ]
         return views[0] if isinstance(made, Tensor) else views
 
-    def _on_no_values(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def _on_arbitrary_values(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Run an operation for what does not depend on values, such as a draw."""
         result = step.op.func(*present(args), **present(kwargs))
         outputs = tensors_of(result)
@@ -240,13 +240,13 @@ class Replay(Follow):
     def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
         """Return absent tensors in place of the result of an operation."""
         inputs = inputs_of(args, kwargs)
-        if not fits_metadata(self.schedule.expected[i], args, kwargs, inputs):
+        if not fits_metadata(self.runnable.expected[i], args, kwargs, inputs):
             raise self._differs(step.op.func)
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)
-            targets = [t for s, t in numbers if s in step.writes]
+            written = [t for s, t in numbers if s in step.writes]
             # A fake tensor has no value that would be missing.
-            if not all(type(t) is Absent or is_fake(t) for t in targets):
+            if not all(type(t) is Absent or is_fake(t) for t in written):
                 raise self._differs(step.op.func)
             self._written = True
         return self._result(step, inputs, {})
@@ -294,14 +294,14 @@ class Replay(Follow):
         return shared
 
 
-def is_droppable(leaf: Tensor) -> bool:
-    """Say whether a leaf that no recompute reads need not be kept.
+def is_droppable(tensor: Tensor) -> bool:
+    """Say whether an input that no recompute reads need not be kept.
 
     The graph keeps those that gradients are accumulated in, a module its parameters.
     """
-    if type(leaf) is not Tensor or (leaf.requires_grad and leaf.is_leaf):
+    if type(tensor) is not Tensor or (tensor.requires_grad and tensor.is_leaf):
         return False
-    return leaf.layout is torch.strided and not is_lazy(leaf)
+    return tensor.layout is torch.strided and not is_lazy(tensor)
 
 
 def _is_of_memory(error: Exception) -> bool:
@@ -360,10 +360,10 @@ class Check(Follow):
     the function may have cached its result, a table of positions for instance.
     """
 
-    def __init__(self, schedule: RunnablePlan) -> None:
-        super().__init__(schedule)
+    def __init__(self, runnable: RunnablePlan) -> None:
+        super().__init__(runnable)
         self._error: Exception | None = None
-        steps = schedule.record.steps
+        steps = runnable.record.steps
         constant = zip(steps, _are_constant(steps), strict=True)
         pairs = [(s, c) for s, c in constant if not _may_differ(s.op.func)]
         self._steps = [step for step, _ in pairs]

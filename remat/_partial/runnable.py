@@ -30,7 +30,7 @@ from remat._base.source import user_line
 from remat._partial.plan import Fate, Plan, Record, Step
 from remat._partial.values import key_of
 from remat._torch import (
-    SNAPSHOT,
+    SHARED_COPY,
     LeanDispatchMode,
     call_kernel,
     eager_only,
@@ -38,10 +38,10 @@ from remat._torch import (
 )
 
 
-# No record has these. A nested call takes snapshots of what it may update (see
+# No record has these. A nested call makes shared copies of what it may update (see
 # `_transform.state`), and how it does so depends on who differentiates it. Autograd
 # asks subclasses for sizes and strides, and how often depends on that, too.
-UNRECORDED = IGNORED | {*SAC_IGNORED_OPS, SNAPSHOT}
+UNRECORDED = IGNORED | {*SAC_IGNORED_OPS, SHARED_COPY}
 CLONE = torch.ops.aten.clone.default
 # Autocast runs it on weights, unless its cache has the result from another call.
 CAST = torch.ops.aten._to_copy.default
@@ -210,10 +210,10 @@ def _kernel_of(op: Op) -> Callable[..., Any]:
 class Follow(LeanDispatchMode):
     """Follows a plan from operation to operation."""
 
-    def __init__(self, schedule: RunnablePlan) -> None:
+    def __init__(self, runnable: RunnablePlan) -> None:
         super().__init__()
-        self.schedule = schedule
-        self._funcs, self._kernels = schedule.funcs, schedule.kernels
+        self.runnable = runnable
+        self._funcs, self._kernels = runnable.funcs, runnable.kernels
         self._next = 0
 
     def note_saved(self, outs: Sequence[Any]) -> None:
@@ -231,7 +231,7 @@ class Follow(LeanDispatchMode):
 
     def _differs(self, func: Any) -> Exception:
         """Return the error that another operation ran than was recorded."""
-        error = MismatchError(described(self.schedule.record.steps, self._next, func))
+        error = MismatchError(described(self.runnable.record.steps, self._next, func))
         self._give_up()
         return error
 
@@ -252,12 +252,12 @@ class Collect(Follow):
 
     def __init__(
         self,
-        schedule: RunnablePlan,
+        runnable: RunnablePlan,
         on_residual: Callable[[Tensor], None] | None = None,
     ) -> None:
-        super().__init__(schedule)
+        super().__init__(runnable)
         self._on_residual = on_residual
-        self._residual_index = schedule.residual_index
+        self._residual_index = runnable.residual_index
         self._collected: list[tuple[Tensor, int]] = []  # with their versions
         self.statics: dict[int, Any] = {}
         self.fits = True
@@ -284,7 +284,7 @@ class Collect(Follow):
     def _collect(
         self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
     ) -> None:
-        step = self.schedule.record.steps[i]
+        step = self.runnable.record.steps[i]
         if step.may_draw and not has_same_statics(step.op, args, kwargs):
             self._give_up()
         self.statics[i] = statics_of(args, kwargs)
@@ -320,10 +320,10 @@ class Verify(Collect):
     recomputed but by the plan.
     """
 
-    def __init__(self, schedule: RunnablePlan, leaves: Sequence[Tensor]) -> None:
-        super().__init__(schedule)
-        numbers = schedule.record.inputs
-        self._numbers = {key_of(t): s for t, s in zip(leaves, numbers, strict=True)}
+    def __init__(self, runnable: RunnablePlan, inputs: Sequence[Tensor]) -> None:
+        super().__init__(runnable)
+        numbers = runnable.record.inputs
+        self._numbers = {key_of(t): s for t, s in zip(inputs, numbers, strict=True)}
 
     @override
     @eager_only
@@ -333,7 +333,7 @@ class Verify(Collect):
         i = self._next
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.fits and self._next > i:
-            step = self.schedule.record.steps[i]
+            step = self.runnable.record.steps[i]
             inputs, outputs = inputs_of(args, kwargs), tensors_of(result)
             if not self._is_wired(i, step, args, kwargs, inputs, outputs):
                 self._give_up()
@@ -347,10 +347,10 @@ class Verify(Collect):
         """Say whether an operation reads the storages that it read."""
         if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
             return False
-        numbers, known = self._numbers, self.schedule.known
+        numbers, known = self._numbers, self.runnable.known
         reads = zip(inputs, step.reads, strict=True)
         if not all(numbers.get(key_of(t), s) == s for t, s in reads if s in known):
             return False
-        if self.schedule.fates[i] is not Fate.DEAD:
+        if self.runnable.fates[i] is not Fate.DEAD:
             return True
-        return fits_metadata(self.schedule.expected[i], args, kwargs, inputs)
+        return fits_metadata(self.runnable.expected[i], args, kwargs, inputs)

@@ -98,7 +98,7 @@ class TapedOperation:
             results = [t.to("cpu") if _is_tensor(t) else t for t in results]
         self.results = results
 
-    def given(self) -> Any:
+    def result(self) -> Any:
         """Return what the operation returned, for a recompute."""
         assert self.results is not None
         pairs = zip(self.results, self.devices, strict=True)
@@ -321,7 +321,7 @@ class LaterTape(Tape):
             raise RecomputeError(_OTHER.format(op=func, label=self._kept.label))
         entry = None if self._kept.policy is None else self._entry_of(draw)
         if entry is not None and entry.results is not None:
-            return state, entry.given()
+            return state, entry.result()
         return state, draw_again(state, draw, *args, **kwargs)
 
     @override
@@ -329,7 +329,7 @@ class LaterTape(Tape):
         entry = self._entry_of(func)
         if entry is None or entry.results is None:
             return func(*args, **kwargs)
-        return entry.given()
+        return entry.result()
 
     def _entry_of(self, func: Any) -> TapedOperation | None:
         """Return what was kept of the next operation, while they are the same."""

@@ -18,5 +18,6 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     render, plots
                 how they show: tables and plots
 
-Called by users and by `testing`.
+Called by users and by `testing`. `_fit` and `chain` show results by it, and `compat`
+compares runs by it.
 """

@@ -30,7 +30,7 @@ from remat._report.bitwise import RunValues, has_values
 from remat._report.inputs import Inputs
 from remat._report.labels import label_of, one_by_one, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
-from remat._transform.leaves import UNKNOWN
+from remat._transform.leaves import ONLY_MARKS
 from remat._transform.module import recomputed_by
 from remat._transform.saved import Filling, Saved, recompute
 
@@ -162,7 +162,7 @@ class _Twice(Saved):
         """Run the forward; return its result, whose graph holds the handles."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with within(self.policy, followed=True), mode:
+            with within(self.policy, under_mode=True), mode:
                 return fn(*args, **kwargs)
 
         result = self.forward(watched, args, kwargs, leaves)
@@ -172,7 +172,7 @@ class _Twice(Saved):
 
     def run_recompute(self, mode: RunValues) -> None:
         filling = _ToTheEnd(self.alive(), self)
-        tensors = self.inputs.to_run_on(UNKNOWN)
+        tensors = self.inputs.to_run_on(ONLY_MARKS)
         below_all_levels(recompute, self, filling, tensors, mode)
         if mode.difference is None and filling.error is not None:
             raise filling.error

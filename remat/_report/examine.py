@@ -110,14 +110,14 @@ class CallNotes(Recorder):
         around = here().inside
         self._around[id(call)] = around[-1] if around else None
 
-        def both(place: int, tensor: Tensor | None) -> None:
+        def both(position: int, tensor: Tensor | None) -> None:
             if is_first:
-                self.roots.pack(tensor)
+                self.saved_storages.pack(tensor)
             if tensor is not None:
                 number = self.storages.number(base_tensor(tensor))
-                packed[place] = number, len(self.steps)
+                packed[position] = number, len(self.steps)
             if observe is not None:
-                observe(place, tensor)
+                observe(position, tensor)
 
         return both
 
@@ -136,8 +136,8 @@ class CallNotes(Recorder):
         """Note which nodes of the graph read each storage."""
         numbers: dict[int, int] = {}
         for call, packed in self._packed.values():
-            for place, (number, _) in packed.items():
-                handle = call.handle_at(place)
+            for position, (number, _) in packed.items():
+                handle = call.handle_at(position)
                 if handle is not None:
                     numbers[id(handle)] = number
         for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
@@ -205,8 +205,8 @@ class CallNotes(Recorder):
 def _plans_of(call: Saved) -> Any:
     """Return the plans that a call follows; None if it follows none."""
     following = call.following
-    decision = None if following is None else following.decision
-    return decision[1] if decision else None
+    choice = None if following is None else following.choice
+    return choice[1] if choice else None
 
 
 def _fates(call: Saved, count: int) -> Sequence[Fate]:
@@ -309,7 +309,7 @@ class _Examining(Saved):
         record = noting.record(outs, gone)
         noting.note_readers(outs, leaves)
         situation = self._situation
-        if self.effects.accumulates:
+        if self.leaf_changes.accumulates:
             situation = dataclasses.replace(situation, given_up=ACCUMULATES)
         return Examined(
             record=record,
@@ -335,7 +335,7 @@ class _Examining(Saved):
         if not is_droppable(real := _as_real(tensor)):
             is_alive = is_parameter(real)
             stays = _ALIVE if is_alive else "its kind of tensor is not dropped"
-        is_copied = i in self.inputs.copied
+        is_copied = i in self.inputs.may_be_written
         return Leaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
 
 

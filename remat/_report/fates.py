@@ -85,11 +85,11 @@ def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outco
     If there is none to fill, it does not start, and reads no input.
     """
     record = found.record
-    places = enumerate(zip(record.packs, record.roots, strict=True))
+    positions = enumerate(zip(record.packs, record.roots, strict=True))
     wanted = [
         pack.after
-        for place, (pack, roots) in places
-        if pack is not None and roots and place not in filled
+        for position, (pack, roots) in positions
+        if pack is not None and roots and position not in filled
     ]
     last = max(wanted, default=0)
     fates = tuple(

@@ -254,7 +254,7 @@ class _Notes:
         reader = f"remat({name_in(call.label)})"
         for i, t in call.inputs.stored():
             origin = f"copy of `{call.name_of(i)}` as it was before the call"
-            copied = i in call.inputs.copied
+            copied = i in call.inputs.may_be_written
             for entry in self._note(t, reader, origin if copied else "from a constant"):
                 if copied:
                     entry.origin, entry.rank = origin, MADE

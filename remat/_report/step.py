@@ -232,11 +232,11 @@ class StepWatch(Ledger):
         stored = (stored_by(v) if type(v) is PackedOutside else [v] for v in values)
         self._note(call, [t for each in stored for t in each])
 
-        def both(place: int, tensor: Tensor | None) -> None:
+        def both(position: int, tensor: Tensor | None) -> None:
             # Handles of what a policy saves outlive their call.
             self._handles[id(call.handles)] = call.handles
             if observe is not None:
-                observe(place, tensor)
+                observe(position, tensor)
 
         return both
 

@@ -187,7 +187,7 @@ from remat._torch.process import (
 )
 from remat._torch.tensors import (
     NO_VALUES as NO_VALUES,
-    SNAPSHOT as SNAPSHOT,
+    SHARED_COPY as SHARED_COPY,
     StorageRef as StorageRef,
     as_fake as as_fake,
     copied_as_fake as copied_as_fake,
@@ -199,7 +199,7 @@ from remat._torch.tensors import (
     no_torch_function as no_torch_function,
     preserved_version as preserved_version,
     refuse_data_ptr as refuse_data_ptr,
-    snapshot as snapshot,
+    shared_copy as shared_copy,
     storage_id as storage_id,
     tensor_without_data as tensor_without_data,
     use_count as use_count,

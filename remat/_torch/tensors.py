@@ -170,7 +170,7 @@ preserved_version = vars(torch.autograd)["_unsafe_preserve_version_counter"]
 
 
 # Deleted by: a public copy-on-write clone.
-def snapshot(tensor: Tensor) -> Tensor | None:
+def shared_copy(tensor: Tensor) -> Tensor | None:
     """Return a copy that shares memory until either is written, or None if none can."""
     if type(tensor) is not Tensor:
         return None
@@ -180,13 +180,13 @@ def snapshot(tensor: Tensor) -> Tensor | None:
         return None
 
 
-# Deleted by: the same. This is what a dispatch mode sees of a snapshot.
-SNAPSHOT: Any = torch.ops.aten._lazy_clone.default
+# Deleted by: the same. This is what a dispatch mode sees of a shared copy.
+SHARED_COPY: Any = torch.ops.aten._lazy_clone.default
 
 
 _is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
 
 
 def is_shared(copy: Tensor) -> bool:
-    """Say whether a tensor is a `snapshot` that was never written to."""
+    """Say whether a tensor is a `shared_copy` that was never written to."""
     return type(copy) is Tensor and _is_cow(copy)

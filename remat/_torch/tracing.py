@@ -1,5 +1,19 @@
 """Traces: whether one is being made, and what Dynamo and TorchScript are told.
 
+What each function says in code that is traced (`is_below_tracer` is in `graphs`):
+
+    who traces                    Dynamo  AOTAutograd      make_fx  export  torch.fx
+                                          metadata  graph
+    `must_inline`                 yes     yes       yes    yes      yes     yes
+    `makes_graph`                 yes     no        yes    yes      no      no
+    `has_proxies`                 -       no        yes    yes      no      no
+    `is_below_tracer`             -       yes       yes    yes      yes     no
+    `is_traced_symbolically`      no      no        no     no       no      yes
+
+Dynamo cannot trace what has a "-", and `makes_graph` says no in its exports. In
+inference mode and for TorchScript `must_inline` alone says yes. `nodes.is_body` asks of
+a function whether it is what Dynamo traced.
+
 Invariant: nothing here imports Dynamo, which takes seconds.
 Rejected: `torch.compiler.disable` and the like, which import it.
 """

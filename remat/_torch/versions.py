@@ -1,15 +1,14 @@
-"""Whether torch is as remat knows it: each name is there, and a newer one works alike.
+"""Whether torch is as remat knows it: each name is there, and another one works alike.
 
-With a torch newer than every one that the tests ran with, a few things that all calls
-rely on are tried at import, in some milliseconds. What fails is one warning. The tests
-try every shim (`tests/torch`), and `python -m remat.testing.selftest` every lowering.
+With a torch that the tests never ran with, a few things that all calls rely on are
+tried at import, in some milliseconds. What fails is one warning. The tests try every
+shim (`tests/torch`), and `python -m remat.testing.selftest` every lowering.
 
 Invariant: with a torch that was run, nothing is tried at import.
 Rejected: to check a shim where it is first used. That is mostly in a backward, and what
 is raised there says nothing of versions.
 """
 
-import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -44,30 +43,30 @@ except (AttributeError, ImportError, KeyError) as missing:
     ) from missing
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version.
+def was_run(version: str) -> bool:
+    """Return whether the tests ran with a version.
+
+    What a build adds after a plus is no other version, and what is after a point is.
 
     Example:
-        >>> release("2.14.1+cu130"), release("2.15.0.dev20260805")
-        ((2, 14, 1), (2, 15, 0))
+        >>> was_run("2.14.1+cu130"), was_run("2.14.1.dev20260805")
+        (True, False)
     """
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return version.partition("+")[0] in RUN
 
 
 def examine() -> None:
-    """Warn of a torch that is newer than those that were run, and differs."""
-    if release(torch.__version__) <= release(RUN[-1]):
-        return
-    if found := differences():
-        what = ", ".join(found)
-        message = _DIFFERS.format(torch.__version__, RUN[-1], what)
+    """Warn of a torch that is none of those that were run, and differs."""
+    if not was_run(torch.__version__) and (found := differences()):
+        run, what = " and ".join(RUN), ", ".join(found)
+        message = _DIFFERS.format(torch.__version__, run, what)
         warnings.warn(message, stacklevel=2)
 
 
 _DIFFERS = (
-    "remat: torch {} is newer than {}, the newest that remat was run with, and differs "
-    "in: {}. `python -m remat.testing.selftest` says what does not work. Install an "
-    "older torch, or a newer remat."
+    "remat: it was run with torch {1} and never with {0}, which differs in: {2}. "
+    "`python -m remat.testing.selftest` says what does not work. Install one of those "
+    "torches, or another remat."
 )
 
 

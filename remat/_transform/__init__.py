@@ -6,8 +6,8 @@ To follow a call, read the files in this order.
     api, refused        the decorator, and what it refuses
     rematerialized      what it returns: a callable
     module              what it returns for a module: a module
-    lowering            the one file that chooses, and runs a call as chosen
-    traced              runs it in a graph
+    lowering            the one file that chooses, and runs an eager call as chosen
+    traced              runs a call while a graph is made
 
 Under base autograd: plain's own graph, which holds handles.
 
@@ -25,5 +25,6 @@ Under torch.func: one Function, whose backward is again a program.
     state               what recomputes restore; buffers, which are updated once
     changes             what changes an input in place, for an error
 
-Called by users, and by `_report`, which runs calls to look at them.
+Called by users, by `_report`, which runs calls to look at them, and by rooms that make
+calls: `chain`, `nn`, `compat`, `_fit` and `testing`.
 """

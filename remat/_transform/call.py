@@ -35,6 +35,7 @@ from remat._capture.runs import ForwardRun, SnapshotRun
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._partial.cache import owner_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (
     current_layer,
@@ -60,12 +61,13 @@ class Call:
         is_differentiated_once: whether one level at most differentiates each input.
         may_read_early: says of an input, in a graph, whether a recompute may read it
             before the cotangents; None if none is.
-        structure: of the result; None until the forward has run.
+        structure: of the result. It is None until the forward has run: by that a
+            `Primal` knows whether its next run is the forward.
         hidden: what in the result may hold a tensor that cannot be seen.
     """
 
     __slots__ = (
-        *("_emptied", "_fn", "_inputs", "_search", "hidden", "policy", "prune"),
+        *("_emptied", "_inputs", "_search", "_users", "hidden", "policy", "prune"),
         *("is_differentiated_once", "may_read_early", "snapshot", "structure"),
         "wrapped",
     )
@@ -78,6 +80,8 @@ class Call:
         kwargs: dict[str, Any],
         options: Options = DEFAULT,
     ) -> None:
+        # First, to ask for the owner: what refuses draws is no method.
+        self._users: Any = fn, args
         if options.rng == "error":
             fn = without_draws(fn, label)
         self.policy, self.prune = options.joined(), options.prune
@@ -87,7 +91,6 @@ class Call:
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
         self.may_read_early: Callable[[Tensor], bool] | None = None
-        self._fn: Any = fn
         self._search: CallSearch | None = CallSearch()
         self.snapshot = Snapshot(fn, label, args, kwargs, self._search)
         self._inputs = self._search.found.tensors
@@ -95,7 +98,7 @@ class Call:
     @property
     def owner(self) -> Any:
         """The object that the function is a method of, or the function."""
-        return getattr(self._fn, "__self__", self._fn)
+        return owner_of(*self._users)
 
     @property
     def is_lazy(self) -> bool:
@@ -172,7 +175,7 @@ class Call:
 
     def forward_done(self) -> None:
         """Let go of what only the forward needs."""
-        self._fn: Any = None
+        self._users: Any = None
         self._search = None
 
     def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
@@ -197,7 +200,10 @@ class Call:
             raise CaptureError(f"remat: in {self.snapshot.label}, {error}") from None
 
     def run_on_copies(self, program: Program, copies: Sequence[Tensor]) -> None:
-        """Run the forward once more, as `program`, to see what it changes."""
+        """Set the call back to before its forward; run that as `program` once more.
+
+        It is to show what the function changes. An error follows.
+        """
         self.structure = None
         try:
             program.run(*copies)

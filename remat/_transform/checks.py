@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._base.context import is_followed
+from remat._base.context import is_under_mode
 from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.installed import is_installed
 from remat._base.interpreter import lines_storing
@@ -86,15 +86,22 @@ def refuse_changed_inputs(
 
 
 def changed_inside(
-    origin: CallOrigin, index: int | None, changes: Mapping[int, str] | None = None
+    origin: CallOrigin,
+    index: int | None,
+    changes: Mapping[int, str] | None = None,
+    *,
+    works_again: bool = False,
 ) -> MutationError:
-    """Return the error that a function changed an input in place."""
+    """Return the error that a function changed an input in place.
+
+    If it `works_again`, later calls copy that input.
+    """
     name = "an input" if index is None else origin.name_of(index)
     change = changes.get(index, "") if changes and index is not None else ""
     by = f", by {change}" if change else ""
     option = _OPTION if change.startswith(_ACTIVATIONS) else ""
     message = _IN_PLACE.format(name=name, label=origin.label, by=by, option=option)
-    return MutationError(message)
+    return MutationError(message + _AGAIN.format(name=name) if works_again else message)
 
 
 def refuse_backward(origin: CallOrigin, inner: Sequence[Tensor]) -> None:
@@ -126,7 +133,7 @@ def refuse_leaks(
 ) -> None:
     """Refuse a function if something holds its graph, which should be gone by now."""
     # A mode around this holds results for its call, which looks itself.
-    if snapshot.is_contained or is_followed() or not is_graph_held(inner):
+    if snapshot.is_contained or is_under_mode() or not is_graph_held(inner):
         return
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
@@ -175,13 +182,16 @@ def refuse_needed(
             raise MutationError(_NEEDED.format(name=name, label=origin.label))
 
 
-def reading_refused(
+def enter_refusing_reads(
     origin: CallOrigin,
     inputs: Sequence[Tensor],
     changed: Sequence[int],
     state: AbstractContextManager[Any],
 ) -> AbstractContextManager[Any]:
-    """Enter `state`; refuse to read `changed` inputs until what is returned exits."""
+    """Enter `state`, and refuse to read `changed` inputs; what is returned exits both.
+
+    To enter what is returned does nothing.
+    """
     refused = RefuseReads()
     for i in changed:
         refused.refuse(inputs[i], lambda i=i: f"`{origin.name_of(i)}`")
@@ -325,6 +335,7 @@ _IN_PLACE = (
     "from the changed value: work on a copy (`{name}.clone()`) and return it{option}."
 )
 _OPTION = ", or pass inplace=False if a module does this"
+_AGAIN = " Or call again: from now on each call copies `{name}` before."
 # What the modules of torch that have the option `inplace` call.
 _ACTIVATIONS = tuple(
     f"aten.{name}_."

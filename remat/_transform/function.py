@@ -1,17 +1,28 @@
 """The lowering to one recursive Function: the life of a call under torch.func.
 
     Primal              a user's call (`call`) as a program of its tensors
-    call, dispatch      a program is evaluated by the innermost level, which goes down:
+    dispatch            a program is evaluated by the innermost level, which goes down:
         vmap            Batch(program)   the same program for all examples (`levels`)
         jvp             Dual(program)    the same program with tangents (`levels`)
         grad, the base  the program, and then one node is made of the graph
     evaluate_forward    below all levels, the first time: the user's function runs
-    Remat               the node; its backward is `call(Vjp(program), ...)`
+    Remat               the node; its backward is `evaluate(Vjp(program), ...)`
     Vjp                 recomputes a program and pulls cotangents back; again a program
 
-`lowering` and `remat.chain` call `evaluate_differentiably`. Then come `dispatch` at
-each level, `evaluate_forward`, `_run` and `Call.run_forward`. A node is made once it is
-known which inputs the outputs depend on: it has edges to those, or there is none.
+A forward begins in `evaluate_differentiably`, which `lowering` and `remat.chain` call.
+
+    dispatch                        at each level, down to the base
+    Program.evaluate                at the base
+    Primal.forward                  as the first run is the forward
+    evaluate_forward, _evaluate     what is before and after the run
+    _run                            the run, in grad mode
+    Batch.run, Dual.run             up again through these levels, if there are any
+    Primal.run, Primal.run_forward  of the program itself
+    Call.run_forward                calls the user's function
+
+A node is made once it is known which inputs the outputs may depend on: it has edges to
+those, or there is none. At the base, for a function that refers to nothing but its
+inputs, these are all that require grad: the backward finds out which they are.
 
 Invariant: a graph made here holds the inputs of a call and what its policy keeps, and
 nothing else that was computed in it, at every level and order. So a backward is itself
@@ -139,7 +150,8 @@ class Primal(Program):
     __slots__ = ("__weakref__", "_counts", "call", "evaluation", "state")
 
     def __init__(self, call: Call) -> None:
-        self.call, self._counts = call, (0, 0)  # of inputs and outputs
+        # How many inputs and outputs it has, without tangents; the forward sets it.
+        self.call, self._counts = call, (0, 0)
         self.state: CallState | None = None
         self.evaluation: Evaluation | None = None
 
@@ -173,7 +185,7 @@ class Primal(Program):
         )
         self.evaluation, self.state = evaluation, state
         if request.in_forward_mode:  # recomputes are given no tangents beside primals
-            arity, count = self._counts
+            arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]
             self.evaluation = evaluation._replace(differentiable=differentiable)
             self.state = state.of_first(arity)
@@ -235,7 +247,7 @@ class Primal(Program):
         policy = self.call.policy
         if mode is None and policy is None:
             return run(inputs)
-        around = within(policy, followed=mode is not None)
+        around = within(policy, under_mode=mode is not None)
         with around, mode or contextlib.nullcontext():
             result = run(inputs)
         if mode is not None:
@@ -270,8 +282,11 @@ class Primal(Program):
 # --- Evaluation, level by level ---
 
 
-def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
-    """Evaluate `program`, differentiably at every level."""
+def evaluate(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
+    """Evaluate a program that is no user's call: a vjp, or a segment of a chain.
+
+    Differentiably at every level. Forwards start at `evaluate_differentiably`.
+    """
     if torch.is_grad_enabled():
         needs = [*map(requires_grad_at_any_level, inputs)]
         outs = evaluate_differentiably(program, inputs, needs)
@@ -285,7 +300,7 @@ def call(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
     # In a level of its own it would run other operations than the forward did.
     level = layer.level()
     below = [unwrap_for_grad(t, level) for t in inputs]
-    return _wrapped(call_below(layer, GRAD, call, program, below), level)
+    return _wrapped(call_below(layer, GRAD, evaluate, program, below), level)
 
 
 @eager_only
@@ -324,7 +339,7 @@ def dispatch(
         if layer is not None:  # before they are taken apart, which is done at a level
             inputs = lifted(layer, kind, inputs)
         duals = Duals.here(inputs) if saved is None and _are_dual() else None
-        if duals is not None and duals.given:
+        if duals is not None and duals.with_tangents:
             return _dispatch_dual(program, inputs, duals, request)
     ends: Sequence[Tensor] = inputs
     if layer is None:
@@ -384,14 +399,14 @@ def _dispatch_at_jvp(
 ) -> Evaluated:
     """Evaluate values and tangents below. There is no node at this level."""
     level, duals = layer.level(), Duals.at_level(layer, inputs)
-    if not duals.given:
+    if not duals.with_tangents:
         below = duals.primals
         results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
         return _wrapped(results, level), evaluation
     needs_below = map(requires_grad_at_any_level, duals.primals)
     pairs = zip(request.needs, needs_below, strict=True)
     needs = [need and not below for need, below in pairs]
-    dual = Dual(program, needs, duals.given)
+    dual = Dual(program, needs, duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
     found = dual.taken_apart(_wrapped(results, level), evaluation)
@@ -411,7 +426,7 @@ def _dispatch_dual(
     Values and tangents have a node in common, for gradients of the tangents. Values
     get another one, evaluated on dual numbers, so that their gradients have tangents.
     """
-    dual = Dual(program, [*map(_requires_grad, duals.primals)], duals.given)
+    dual = Dual(program, [*map(_requires_grad, duals.primals)], duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     saved = [*inputs, *duals.tangents]  # so that gradients of tangents have tangents
     found = dual.taken_apart(*dispatch(dual, flat, request, saved))
@@ -541,7 +556,9 @@ def _plan(
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
     cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
-    return SavedInNode(cache, policy, prune, inputs, label, inner)
+    return SavedInNode(
+        cache=cache, policy=policy, prune=prune, inputs=inputs, label=label, inner=inner
+    )
 
 
 def _run(
@@ -649,13 +666,13 @@ class Remat(SingleLevelFunction):
         if not evaluation.request.at_base:  # their level may be gone
             primals = [*map(unwrap_dead, primals)]
         program, arity = ctx.program, len(primals)
-        rule = program.pulled(program, wanted, given)
+        rule = program.own_vjp(program, wanted, given)
         rule = rule or Vjp(program, evaluation, arity, wanted, given)
         there: list[Any] = [cotangents[j] for j in given]
         cts = [*map(unwrap_dead, there)]
         try:
             with counted_levels():
-                found = outside_inference_mode(_pulled, rule, primals, cts)
+                found = outside_inference_mode(_evaluate_vjp, rule, primals, cts)
         except Exception as error:
             hide_frames(error)
             raise
@@ -668,10 +685,10 @@ class Remat(SingleLevelFunction):
 _apply: Any = Remat.apply
 
 
-def _pulled(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any:
+def _evaluate_vjp(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any:
     """Evaluate a vjp. No node can save a cotangent that inference mode made."""
     cts = [ct.clone() if ct.is_inference() else ct for ct in cts]
-    return call(rule, [*primals, *cts])
+    return evaluate(rule, [*primals, *cts])
 
 
 # --- The vjp of a program ---
@@ -681,8 +698,8 @@ class Vjp(Program):
     """`(*primals, *cotangents) -> gradients` of a program."""
 
     __slots__ = (
-        *("_arity", "_at_base", "_evaluation", "_given", "_in_grad_mode", "_program"),
-        *("_wanted", "once"),
+        *("_arity", "_at_base", "_evaluation", "_in_grad_mode", "_program"),
+        *("_wanted", "_with_cotangents", "once"),
     )
     once: Mapping[int, Any]
 
@@ -692,10 +709,11 @@ class Vjp(Program):
         evaluation: Evaluation,
         arity: int,  # primals that the node saved: inputs and residuals
         wanted: Sequence[InputIndex],
-        given: Sequence[OutputIndex],
+        with_cotangents: Sequence[OutputIndex],
     ) -> None:
         self._program, self._evaluation = program, evaluation
-        self._arity, self._wanted, self._given = arity, wanted, given
+        self._arity, self._wanted = arity, wanted
+        self._with_cotangents = with_cotangents
         self._in_grad_mode = torch.is_grad_enabled()
         self._at_base = current_layer() is None
         self.once = {}
@@ -720,31 +738,30 @@ class Vjp(Program):
         del mode
         saved, cts = inputs[: self._arity], inputs[self._arity :]
         if not has_proxies():
-            return self._recompute_and_pull(saved, cts)
+            return self._gradients(saved, cts)
         # In a graph. Changes are refused first: behind the barrier none would show.
         self._program.refuse_changed(saved)
         collectives = CollectivesInGraph()
         may_read_early = self._program.may_read_early
         with recomputing_after(cts) as after:
             read = [t if may_read_early(t) else behind(t, after) for t in saved]
-            grads = self._recompute_and_pull(read, cts)
+            grads = self._gradients(read, cts)
         if current_layer() is None and not is_recorded(inputs):
             # Nobody reads the recompute from here on.
             tensors = [taken_apart(g)[0] for g in grads if isinstance(g, Tensor)]
             collectives.drop_unread(tensors)
         return grads
 
-    def _recompute_and_pull(
-        self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]
-    ) -> Outputs:
+    def _gradients(self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]) -> Outputs:
+        """Recompute along the plan of the forward, if it has one, and pull back."""
         recomputation = self._evaluation.recomputation
         with differentiated():
             if recomputation is None:
-                return self._pull(cts, saved, None)
-            pull = functools.partial(self._pull, cts)
-            return recomputation.carry_out(self._given, saved, pull)
+                return self._recompute_and_pull_back(cts, saved, None)
+            pull = functools.partial(self._recompute_and_pull_back, cts)
+            return recomputation.carry_out(self._with_cotangents, saved, pull)
 
-    def _pull(
+    def _recompute_and_pull_back(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
     ) -> Outputs:
         program, evaluation = self._program, self._evaluation
@@ -816,23 +833,33 @@ class Vjp(Program):
         create_graph: bool,
         is_checked: bool,
     ) -> Outputs:
-        given: Any = tuple(map(outs.__getitem__, self._given))
-        if not (is_checked or all(map(requires_grad, given))):
-            pairs = zip(given, cts, strict=True)
+        ends: Any = tuple(map(outs.__getitem__, self._with_cotangents))
+        if not (is_checked or all(map(requires_grad, ends))):
+            pairs = zip(ends, cts, strict=True)
             pairs = [(o, ct) for o, ct in pairs if requires_grad(o)]
             if not pairs:
                 return (None,) * len(self._wanted)
-            given, cts = zip(*pairs, strict=True)
+            ends, cts = zip(*pairs, strict=True)
         asks_grad_mode = self._evaluation.asks_grad_mode
         if self._in_grad_mode and asks_grad_mode and not create_graph:
-            pull_in_grad_mode(given)
+            pull_in_grad_mode(ends)
         inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
-            self.once = once_differentiable(given, inputs, at_base=self._at_base)
-        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in given)
+            self.once = once_differentiable(ends, inputs, at_base=self._at_base)
+        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in ends)
         return pull_back(edges, tuple(cts), inputs, create_graph=create_graph)
 
-    def recorded(
+    def _check_once(self, grads: Outputs) -> None:
+        """Refuse second derivatives that torch refuses, and would be lost here."""
+        none_left, once = {*map(type, grads)} == {NoneType}, self._program.once
+        for j in once.keys() & {*self._with_cotangents}:
+            function, is_dropped = once[j]
+            if not is_dropped or (none_left and self._at_base):
+                raise RuntimeError(_ONCE.format(name=function.__qualname__))
+
+    # --- For a chain: called by `chain/_reversal.py`, a step at a time ---
+
+    def recompute_with_graph(
         self, primals: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Run the program with its graph; return the inputs in it, and the outputs."""
@@ -840,20 +867,12 @@ class Vjp(Program):
             return self._recompute(primals, False, None)
         return self._recompute_at_level(primals, None)
 
-    def pulled_back(
+    def pull_back_through(
         self, outs: Sequence[Any], cts: Sequence[Tensor], inner: Sequence[Tensor]
     ) -> Outputs:
-        """Pull cotangents back through what `recorded` returned."""
+        """Pull cotangents back through what `recompute_with_graph` returned."""
         roots = tuple(map(root_of, outs))
         return self._pull_back(roots, cts, inner, create_graph=False, is_checked=False)
-
-    def _check_once(self, grads: Outputs) -> None:
-        """Refuse second derivatives that torch refuses, and would be lost here."""
-        none_left, once = {*map(type, grads)} == {NoneType}, self._program.once
-        for j in once.keys() & {*self._given}:
-            function, is_dropped = once[j]
-            if not is_dropped or (none_left and self._at_base):
-                raise RuntimeError(_ONCE.format(name=function.__qualname__))
 
 
 def is_recorded(inputs: Sequence[Tensor]) -> bool:

@@ -1,15 +1,20 @@
 """What a call under base autograd saves of its inputs.
 
-Leaves that require grad, and parameters, are saved themselves. Others are saved without
-their graphs, and a recompute runs on stand-ins. Where torch may not count a write of
-the forward, as to running statistics, the input is copied before, or its bytes noted.
-What is large, or one of very many, is copied only until a forward has left it alone:
-from then on its version and a checksum tell whether a forward wrote to it.
+Leaves that require grad, and parameters, are saved themselves, others without their
+graphs. A recompute runs on the user's own tensors where these are still there and the
+forward changed nothing of leaves; else on stand-ins. Stand-ins take the place of leaves
+only if the forward changed gradients.
+
+Where torch may not count a write of the forward, as to running statistics, the input is
+copied before, or its bytes noted. What is large, or one of very many, is copied only
+until a forward has left it alone: from then on its version and a checksum tell whether
+a forward wrote to it. The first that does is refused (`note_changes`), and from the
+next call on it is copied again.
 
 Invariant: no graph is held, a write is never missed, and what each call copies is
 bounded. A run that would read a value that changed since the call is refused.
-Rejected: stand-ins for leaves: gradients of other threads would be lost. A copy that
-shares memory until it is written: an array that NumPy made of it loses its memory.
+Rejected: stand-ins for all leaves: gradients of other threads would be lost. A copy
+that shares memory until it is written: an array that NumPy made of it loses its memory.
 """
 
 import contextlib
@@ -38,7 +43,7 @@ from remat._torch import (
     unseen,
 )
 from remat._transform.leaves import (
-    Effects,
+    LeafChanges,
     Memory,
     addresses_of,
     attributes_of,
@@ -51,8 +56,14 @@ from remat._transform.leaves import (
 
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
-_SMALL = 2**14  # elements
-_STATISTICS = 2**20  # elements of a buffer of a module that is a vector
+# How many elements an input has at most that is copied; a module's buffer, a vector.
+_SMALL = 2**14
+_STATISTICS = 2**20
+# Of these, small ones are copied in each call, up to some bytes in all. The others are
+# watched, if they are more than some bytes.
+_COPIED_EACH = 2**13
+_COPIED_IN_ALL = 2**18
+_WATCHED_FROM = 2**16
 # What was let go of, and what the user's hooks may give back as another tensor.
 _NOT_OURS = Absent, PackedOutside
 
@@ -65,17 +76,22 @@ class SavedInputs:
         versions: how often each had been changed.
         values: what is saved of each: itself, a copy, its value without a graph, what
             the hooks around the call packed, or an absent tensor.
-        copied: the indices of those that were copied.
-        leaves_at: the indices of those that are saved themselves.
-        leaves: those.
+        may_be_written: the indices of those that a run may write to, though torch does
+            not count it. Of each there is a copy, or, while the forward runs, an alias
+            and its bytes (`_memory`). Its end takes out those that it left alone, where
+            that can be told.
+        originals_at: the indices of those that are saved themselves: leaves that
+            require grad, and parameters.
+        originals: those.
         renorms: for weights of which `max_norm=` of an embedding scaled rows in place,
             these rows, in order: of the forward, and of what ran since.
     """
 
     __slots__ = (
-        *("_are_leaves", "_attributes", "_classes", "_first", "_hooks", "_memory"),
-        *("_nodes", "_outside", "_refs", "_sums", "_watched", "copied", "leaves"),
-        *("leaves_at", "needs", "renorms", "values", "versions"),
+        *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
+        *("_hooks", "_memory", "_outside", "_refs", "_sums", "_watched"),
+        *("may_be_written", "needs", "originals", "originals_at", "renorms"),
+        *("values", "versions"),
     )
 
     def __init__(
@@ -94,43 +110,44 @@ class SavedInputs:
         entries = inputs[:first]
         self._refs = [*map(weakref.ref, entries)]
         # Which of those before the parameters had been computed, by a node.
-        self._nodes = [*map(operator.not_, map(_is_leaf, entries))]
+        self._had_node = [*map(operator.not_, map(_is_leaf, entries))]
         self._classes: Sequence[type] = ()
-        self.copied: frozenset[int] = frozenset()
-        # What is copied is packed by a call around in any case: a forward and its
-        # recompute have to pack alike, also where the recompute ends early.
+        self.may_be_written: frozenset[int] = frozenset()
+        # What a nested call copies is handed to the outer hook before the forward: the
+        # outer recompute, which may stop inside this call, has to count the same
+        # tensors.
         self._outside: dict[int, Any] | None = {} if nested else None
         self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
         self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls
         self._sums: dict[int, int] = {}
         # Whether all are saved themselves.
-        self._are_leaves = (
-            hooks is None and True not in self._nodes and False not in needs[:first]
+        self._are_originals = (
+            hooks is None and True not in self._had_node and False not in needs[:first]
         )
-        if self._are_leaves:
-            self.leaves_at: Sequence[int] = range(len(inputs))
-            self.leaves = self.values = [*inputs]
+        if self._are_originals:
+            self.originals_at: Sequence[int] = range(len(inputs))
+            self.originals = self.values = [*inputs]
             return
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
         self.values: list[Any] = []
-        self.leaves_at = []
+        self.originals_at = []
         for i, t in enumerate(entries):
             if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
-                self.leaves_at.append(i)
+                self.originals_at.append(i)
                 self.values.append(t)
-            elif i in self.copied:
+            elif i in self.may_be_written:
                 self.values.append(self._copy(i, t))
             else:
                 self.values.append(t.detach() if hooks is None else self._value_of(t))
-        self.leaves = [*map(inputs.__getitem__, self.leaves_at), *inputs[first:]]
-        self.leaves_at += range(first, len(inputs))
+        self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
+        self.originals_at += range(first, len(inputs))
         self.values += inputs[first:]
         if nested:
             # The call around has to count them. There they may be no leaves.
-            for leaf in self.leaves:
-                hooks[0](leaf)
+            for t in self.originals:
+                hooks[0](t)
 
     def _choose_copies(
         self, entries: Sequence[Tensor], buffers: Mapping[int, bool]
@@ -155,12 +172,12 @@ class SavedInputs:
             ):
                 found.append(i)
         if found:
-            self.copied = frozenset(found)
-            if sum(entries[i].nbytes for i in found) > _OTHERS:
-                self._watched = _not_always_copied(entries, found)
+            self.may_be_written = frozenset(found)
+            if sum(entries[i].nbytes for i in found) > _WATCHED_FROM:
+                self._watched = _to_watch(entries, found)
                 known = [i for i in self._watched if id(entries[i]) in _STILL]
                 self._sums = {i: _sum_of(entries[i]) for i in known}
-                self.copied -= self._sums.keys()
+                self.may_be_written -= self._sums.keys()
 
     def _copy(self, i: int, t: Tensor) -> Any:
         """Return the value of an input, or a copy; its bytes are noted if they can be.
@@ -181,7 +198,7 @@ class SavedInputs:
                 self._outside[i] = self._value_of(t)
             return copy
         except RuntimeError:  # torch copies no such tensor; nothing writes to it
-            self.copied -= {i}
+            self.may_be_written -= {i}
             return self._value_of(t)
 
     def _value_of(self, t: Tensor) -> Any:
@@ -194,9 +211,10 @@ class SavedInputs:
     ) -> int | None:
         """Drop copies of what did not change; return an input that did and has none."""
         now, then = versions_of(inputs), self.versions
+        # First: of these there is no copy yet, only their bytes.
         if self._memory:
             self._copy_written(inputs, now)
-        for i in self.copied:
+        for i in self.may_be_written:
             # On a device, to compare is to wait for it; a fake tensor has no values.
             has_bytes = inputs[i].is_cpu and type(inputs[i]) is Tensor
             if has_bytes and now[i] == then[i]:
@@ -205,20 +223,26 @@ class SavedInputs:
                 if is_same:
                     packed = None if self._outside is None else self._outside.pop(i)
                     self.values[i] = packed or self._value_of(inputs[i])
-                    self.copied -= {i}
+                    self.may_be_written -= {i}
         for i in self._watched:
             t = inputs[i]
-            if i not in self.copied and t.is_cpu and not t.is_quantized:
+            if i not in self.may_be_written and t.is_cpu and not t.is_quantized:
                 _note_still(t)
         changed = [i for i, was in self._sums.items() if _sum_of(inputs[i]) != was]
         if now != then:
             pairs = enumerate(zip(then, now, strict=True))
-            changed += [i for i, (a, b) in pairs if a != b and i not in self.copied]
+            changed += [
+                i for i, (a, b) in pairs if a != b and i not in self.may_be_written
+            ]
         if renorms:
             changed = [i for i in changed if not self._is_renormed(i, now[i], renorms)]
         for i in changed:  # those that a forward wrote to are copied in later calls
             _STILL.pop(id(inputs[i]), None)
         return min(changed, default=None)
+
+    def will_be_copied(self, i: int) -> bool:
+        """Say whether later calls copy an input that this one did not, and changed."""
+        return i in self._sums
 
     def _copy_written(
         self, inputs: Sequence[Tensor], now: Sequence[int | None]
@@ -230,14 +254,14 @@ class SavedInputs:
         for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
             is_same = where == address and string_at(address, len(held)) == held
             if is_same and now[i] == self.versions[i]:
-                self.copied -= {i}
+                self.may_be_written -= {i}
             else:
                 self.values[i] = _with_bytes(self.values[i], held)
 
     def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
         """Say whether all that changed an input is known, and note it."""
         then = self.versions[i]
-        if then is None or now is None or i not in self.leaves_at:
+        if then is None or now is None or i not in self.originals_at:
             return False
         number = storage_id(self.values[i])
         found = [renorm for renorm in renorms if renorm.storage == number]
@@ -250,14 +274,14 @@ class SavedInputs:
         """Put absent tensors in place of inputs that no recompute reads: no leaves."""
         for i, absent in dropped.items():
             self.values[i] = absent
-        self.copied -= dropped.keys()
+        self.may_be_written -= dropped.keys()
 
     # --- For a recompute ---
 
     def changed(self) -> list[int]:
         """Return the inputs that were changed in place since."""
         values, then, first = self.values, self.versions, self._first
-        if self._are_leaves and not self.renorms and versions_of(values) == then:
+        if self._are_originals and not self.renorms and versions_of(values) == then:
             return []
         if self.renorms:
             then = then.copy()
@@ -270,7 +294,7 @@ class SavedInputs:
         for i, value in enumerate(entries):
             if (
                 type(value) not in _NOT_OURS
-                and i not in self.copied
+                and i not in self.may_be_written
                 and (None if value.is_inference() else value._version) != then[i]
             ):
                 found.append(i)
@@ -281,41 +305,39 @@ class SavedInputs:
         values = enumerate(self.values)
         return [(i, t) for i, t in values if type(t) not in _NOT_OURS]
 
-    def attributes_of_leaves(self) -> list[dict[str, Any]] | None:
-        """Return what had been set on the leaves; None where nothing had been."""
+    def attributes_of_originals(self) -> list[dict[str, Any]] | None:
+        """Return what had been set on the originals; None where nothing had been."""
         attributes = self._attributes
-        return attributes and [attributes[i] for i in self.leaves_at]
+        return attributes and [attributes[i] for i in self.originals_at]
 
-    def to_run_on(self, effects: Effects) -> list[Tensor]:
+    def to_run_on(self, changes: LeafChanges) -> list[Tensor]:
         """Return the tensors that a recompute runs on.
 
-        If the forward had no effects, these are the user's own, where they are still
-        there, and what is copied may be written to. If it changed gradients, not even
-        the leaves are: they would get them twice.
+        If the forward changed nothing of leaves, these are the user's own, where they
+        are still there, and what is copied may be written to. If it changed gradients,
+        not even the leaves are: they would get them twice.
         """
-        leaves_themselves, inputs_themselves = not effects.accumulates, not any(effects)
+        on_originals, on_others = not changes.accumulates, not any(changes)
         if self._memory:  # the forward still runs
             for i, (_, held) in self._memory.items():
                 self.values[i] = _with_bytes(self.values[i], held)
             self._memory = {}
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
-        are_ours = (
-            leaves_themselves and [*map(_requires_grad, parameters)] == needs[first:]
-        )
+        are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
         tensors: list[Tensor] = []
-        leaves_at = (
-            {*self.leaves_at} if leaves_themselves and not self._are_leaves else ()
+        originals_at = (
+            {*self.originals_at} if on_originals and not self._are_originals else ()
         )
         for i, value in enumerate(values[:first] if are_ours else values):
             t, need = None, needs[i]
-            if leaves_themselves and (self._are_leaves or i in leaves_at):
+            if on_originals and (self._are_originals or i in originals_at):
                 t = value
-            elif inputs_themselves and i < first:
+            elif on_others and i < first:
                 t = self._itself(i, value)
             if t is not None and t.requires_grad == need:
                 tensors.append(t)
-            elif i in self.copied:
+            elif i in self.may_be_written:
                 tensors.append(value.clone())
             else:
                 tensors.append(self._stand_in(i, value, need))
@@ -324,9 +346,11 @@ class SavedInputs:
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
         t = self._refs[i]()
-        if t is None or type(value) in _NOT_OURS or t.is_leaf == self._nodes[i]:
+        if t is None or type(value) in _NOT_OURS:
             return None
-        if i in self.copied:  # on a device, copies stand in for it
+        if t.is_leaf == self._had_node[i]:  # it lost its node since, or got one
+            return None
+        if i in self.may_be_written:  # on a device, copies stand in for it
             may_be_written = type(t) is Tensor and t.is_cpu and not t.is_inference()
             return t if may_be_written else None
         if type(t) is not Tensor:
@@ -347,7 +371,7 @@ class SavedInputs:
             new = t.detach()
             if need:
                 new.requires_grad_()
-                if i < self._first and self._nodes[i]:
+                if i < self._first and self._had_node[i]:
                     with torch.enable_grad():
                         new = Computed.apply(new)
         if self._attributes and self._attributes[i]:
@@ -356,7 +380,7 @@ class SavedInputs:
 
     def put_back(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which copied inputs, to run on, hold what they held."""
-        written = [i for i in self.copied if tensors[i] is self._refs[i]()]
+        written = [i for i in self.may_be_written if tensors[i] is self._refs[i]()]
         if not written:
             return contextlib.nullcontext()
         return holding([tensors[i] for i in written], [self.values[i] for i in written])
@@ -395,9 +419,6 @@ def _with_bytes(tensor: Tensor, held: bytes) -> Tensor:
 
 # --- Buffers that forwards leave as they are: watched, and not copied ---
 
-_EACH = 2**13  # bytes of one that is always copied
-_ALL = 2**18  # bytes of all of these
-_OTHERS = 2**16  # bytes of the others, below which they are always copied, too
 _STILL: dict[int, weakref.ref[Tensor]] = {}
 
 
@@ -408,13 +429,14 @@ def _note_still(tensor: Tensor) -> None:
         _STILL[key] = weakref.ref(tensor, lambda _: _STILL.pop(key, None))
 
 
-def _not_always_copied(inputs: Sequence[Tensor], found: Sequence[int]) -> list[int]:
-    left, later = _ALL, list[int]()
+def _to_watch(inputs: Sequence[Tensor], found: Sequence[int]) -> list[int]:
+    """Return which of some inputs are not copied in each call, but watched."""
+    left, later = _COPIED_IN_ALL, list[int]()
     for i in sorted(found, key=lambda i: inputs[i].nbytes):
         left -= inputs[i].nbytes
-        if left < 0 or inputs[i].nbytes > _EACH:
+        if left < 0 or inputs[i].nbytes > _COPIED_EACH:
             later.append(i)
-    return later if sum(inputs[i].nbytes for i in later) > _OTHERS else []
+    return later if sum(inputs[i].nbytes for i in later) > _WATCHED_FROM else []
 
 
 def _sum_of(tensor: Tensor) -> int:

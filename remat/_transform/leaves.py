@@ -1,6 +1,6 @@
 """The user's own tensors: a recompute runs on them, and leaves nothing on them.
 
-`saved` asks here what a forward set on leaves, and recomputes in these contexts.
+`saved` asks here what a forward changed of leaves, and recomputes in these contexts.
 
 Invariant: after a recompute a leaf has the hooks, the attributes and the memory that it
 had before, no gradient is gone, and what was written in place holds what it held.
@@ -33,8 +33,8 @@ from remat._torch import (
 )
 
 
-class Effects(NamedTuple):
-    """What a forward did to the user's leaves. A recompute is taken to do the same.
+class LeafChanges(NamedTuple):
+    """What a forward changed of the user's leaves. A recompute may do the same.
 
     Attributes:
         accumulates: whether it changed a gradient, as by `backward()`.
@@ -47,8 +47,10 @@ class Effects(NamedTuple):
     marks: bool
 
 
-UNKNOWN = Effects(accumulates=False, moves=False, marks=True)
-NO_EFFECTS = Effects(accumulates=False, moves=False, marks=False)
+NO_CHANGES = LeafChanges(accumulates=False, moves=False, marks=False)
+# Taken for those of a forward that still runs: a recompute then runs on the leaves
+# themselves, and on stand-ins for other inputs.
+ONLY_MARKS = LeafChanges(accumulates=False, moves=False, marks=True)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -68,21 +70,21 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 class WatchedLeaves:
     """What a forward may change of leaves, noted before it."""
 
-    __slots__ = ("_hooks", "_leaves", "_state")
+    __slots__ = ("_leaves", "_next_hook", "_state")
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves, self._state = leaves, _state_of(leaves)
-        self._hooks = RemovableHandle.next_id  # the number of the next hook anywhere
+        self._next_hook = RemovableHandle.next_id
 
-    def effects(self, inputs: Sequence[Tensor]) -> Effects:
-        """Return what the forward did to the leaves."""
+    def changes(self, inputs: Sequence[Tensor]) -> LeafChanges:
+        """Return what the forward changed of the leaves."""
         now, then = _state_of(self._leaves), self._state
-        marks = RemovableHandle.next_id != self._hooks or any(
+        marks = RemovableHandle.next_id != self._next_hook or any(
             map(_attributes_of, inputs)
         )
         if marks or now != then:
-            return Effects(now[0] != then[0], now[1] != then[1], marks)
-        return NO_EFFECTS
+            return LeafChanges(now[0] != then[0], now[1] != then[1], marks)
+        return NO_CHANGES
 
 
 def _state_of(leaves: Sequence[Tensor]) -> tuple[list[Any], list[int] | None]:
@@ -183,7 +185,7 @@ class PreserveGradients:
 
 @contextmanager
 def preserved_marks(
-    leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, then: int
+    leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, next_hook: int
 ) -> Iterator[None]:
     """Have leaves hold the attributes and hooks of a call for the body.
 
@@ -192,11 +194,11 @@ def preserved_marks(
     Args:
         leaves: the user's own.
         attributes: what was set on them at the call; None where nothing was.
-        then: how many hooks had been set anywhere at the call.
+        next_hook: the number that the next hook set anywhere was to get, at the call.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
     for held in (held for t in leaves for held in _hooks_of(t) if held):
-        for key in [key for key in held if key >= then]:
+        for key in [key for key in held if key >= next_hook]:
             del held[key]
     after = attributes_of(leaves)
     if attributes or after:

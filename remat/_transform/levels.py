@@ -170,10 +170,10 @@ class Batch(Below):
         return self.program.may_read_early(tensor)
 
     @override
-    def pulled(
-        self, program: Program, wanted: Sequence[int], given: Sequence[int]
+    def own_vjp(
+        self, seen_as: Program, wanted: Sequence[int], given: Sequence[int]
     ) -> Program | None:
-        return self.program.pulled(program, wanted, given)
+        return self.program.own_vjp(seen_as, wanted, given)
 
 
 class Dual(Below):
@@ -183,13 +183,20 @@ class Dual(Below):
     dual numbers.
     """
 
-    __slots__ = ("_given", "_marked", "_versions", "count", "is_split", "positions")
+    __slots__ = (
+        "_marked",
+        "_versions",
+        "_with_tangents",
+        "count",
+        "is_split",
+        "positions",
+    )
 
     def __init__(
-        self, program: Program, needs: Sequence[bool], given: Sequence[int]
+        self, program: Program, needs: Sequence[bool], with_tangents: Sequence[int]
     ) -> None:
         super().__init__(program, needs)
-        self._given, self.count = given, 0
+        self._with_tangents, self.count = with_tangents, 0
         self.is_split = True in needs  # then its node is of values alone
         self._marked = self.is_split and program.is_forward
         self.positions: list[int] | None = None
@@ -206,7 +213,7 @@ class Dual(Below):
             elif versions != self._versions:
                 raise MutationError(_CHANGED)
         function = self._function(mode, is_marked=self._marked)
-        outs, found = push_forward(function, primals, self._given, tangents)
+        outs, found = push_forward(function, primals, self._with_tangents, tangents)
         self.count = len(outs)
         if self.positions is None:
             self.positions = [j for j, t in enumerate(found) if t is not None]
@@ -216,7 +223,7 @@ class Dual(Below):
     @property
     @override
     def signature(self) -> tuple[Any, ...]:
-        return (*self.program.signature, "dual", *self._given)
+        return (*self.program.signature, "dual", *self._with_tangents)
 
     def taken_apart(
         self, results: Sequence[Any], evaluation: Evaluation
@@ -243,7 +250,7 @@ class Duals(NamedTuple):
     """The inputs of a program in forward mode, from below the level."""
 
     primals: Sequence[Tensor]
-    given: Sequence[int]
+    with_tangents: Sequence[int]  # their indices
     tangents: Sequence[Tensor]
 
     @classmethod
@@ -256,9 +263,9 @@ class Duals(NamedTuple):
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> "Duals":
         """Return what pairs of a primal and a tangent, if it has one, are."""
-        given = [i for i, (_, t) in enumerate(pairs) if t is not None]
+        with_tangents = [i for i, (_, t) in enumerate(pairs) if t is not None]
         tangents = [t for _, t in pairs if t is not None]
-        return cls([t for t, _ in pairs], given, tangents)
+        return cls([t for t, _ in pairs], with_tangents, tangents)
 
     @classmethod
     def here(cls, inputs: Sequence[Tensor]) -> "Duals":

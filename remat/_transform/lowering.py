@@ -1,11 +1,16 @@
 """Chooses what becomes of a call, by who differentiates it, and runs it so.
 
-    base autograd, and vmap  saved handles: plain's own graph (`saved`)
-    a level of torch.func    one Function whose backward is again a call (`function`)
-    who makes a graph        the same, with a barrier before the recompute (`traced`)
-    nobody, or an export     the function itself
+    base autograd, also where all levels are vmap
+        saved handles: plain's own graph (`saved`)
+    a level of grad or jvp, a dual level, `higher_order`, or where hooks are refused
+        one Function whose backward is again a call (`function`)
+    who makes a graph
+        the same, with a barrier before the recompute (`traced`)
+    nobody, or an export
+        the function itself
 
-Invariant: nothing else decides this.
+Invariant: only a report overrides this. A lowering may still find nothing to do, and
+call the function.
 Rejected: one lowering for all. torch.func refuses hooks for saved tensors, and it
 records its own backward: all that a recompute inside saves would be retained.
 """
@@ -50,7 +55,7 @@ def lowering_of(options: Options) -> Lowering:
     """Return what becomes of a call that is made here."""
     if must_inline():
         return Lowering.TRACED if _is_traced(options) else Lowering.INLINED
-    if not torch.is_grad_enabled() or (options.unless_followed and here().plans):
+    if not torch.is_grad_enabled() or (options.unless_followed and here().step_plans):
         return Lowering.PLAIN
     is_differentiated = current_layer() is not None and not are_all_vmaps()
     if options.higher_order or is_differentiated or dual_level_active():

@@ -1,7 +1,7 @@
 """What `remat` returns for a function: a callable whose calls are recomputed.
 
-Users call it. It asks `lowering` how to run a call, and passes the call to `saved` or
-`function`.
+Users call it. It asks `lowering` how to run a call, and passes the call back to that
+(`call_lowered`), or to `traced` while a graph is made.
 
 Invariant: if there is nothing to differentiate, the callable just calls the function.
 Rejected: a closure. A closure cannot be pickled, and an enclosing call could not

@@ -35,7 +35,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat._ambient.ambient import NOTHING, Ambient
 from remat._ambient.draws import without_draws
-from remat._base.context import Context, Decisions, here, within
+from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
 from remat._base.tensors import outside_inference_mode, version_of
@@ -43,7 +43,7 @@ from remat._base.tracebacks import note
 from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, Running
-from remat._partial.cache import CallKind, metas_of
+from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import Situation, warn_if_asked, why_no_record
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
@@ -75,11 +75,11 @@ from remat._torch import (
     without_node,
 )
 from remat._transform.changes import changes_of
-from remat._transform.checks import changed_inside, reading_refused
+from remat._transform.checks import changed_inside, enter_refusing_reads
 from remat._transform.inputs import SavedInputs
 from remat._transform.leaves import (
-    NO_EFFECTS,
-    UNKNOWN,
+    NO_CHANGES,
+    ONLY_MARKS,
     PreserveGradients,
     WatchedLeaves,
     preserved_marks,
@@ -100,6 +100,7 @@ def call_saved(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Call a function so that a backward recomputes what its graph saves."""
+    users = fn  # to ask for its owner: what refuses draws is no method
     if options.rng == "error":
         fn = without_draws(fn, label)
     try:
@@ -120,7 +121,7 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
-        call.follow(getattr(fn, "__self__", fn), inputs)
+        call.follow(owner_of(users, args), inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
@@ -141,7 +142,7 @@ class Saved:
         ambient: what it reads besides.
         handles: by position; None for what was saved itself.
         metas: of what the handles stand for, by position.
-        effects: of the forward.
+        leaf_changes: what the forward changed of the user's leaves.
         is_done: whether the forward has ended.
         following: what it does with its record, if anything.
         inner: what the calls within decided, in order.
@@ -150,8 +151,8 @@ class Saved:
     """
 
     __slots__ = (
-        *("__weakref__", "ambient", "effects", "following", "handles", "hooks"),
-        *("index", "inner", "inputs", "is_done", "is_nested", "label", "metas"),
+        *("__weakref__", "ambient", "following", "handles", "hooks", "index", "inner"),
+        *("inputs", "is_done", "is_nested", "label", "leaf_changes", "metas"),
         *("options", "policy", "reach", "seeds", "vmaps"),
     )
 
@@ -178,10 +179,10 @@ class Saved:
             hooks,
             nested=self.is_nested,
         )
-        self.ambient = Ambient(reach.streams, reach.handles_states)
+        self.ambient = Ambient(reach.streams, reach.uses_stream_states)
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
-        self.effects, self.is_done = UNKNOWN, False
+        self.leaf_changes, self.is_done = ONLY_MARKS, False
         self.following: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.seeds: Sequence[int] = ()
@@ -192,11 +193,11 @@ class Saved:
         hooks = None
         if self.is_nested or self.options.hooks_residuals:
             hooks = self.hooks
-        around = here().decisions
+        around = here().nested_choices
         if around is not None and around.again:
-            decision = around.next()
-            if decision is not None:
-                self.following = SavedInHandles.of_decision(decision, inputs, hooks)
+            choice = around.next()
+            if choice is not None:
+                self.following = SavedInHandles.of_choice(choice, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
@@ -205,8 +206,15 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            args = cache, policy, prune, inputs, self.label
-            self.following = SavedInHandles(*args, hooks=hooks, nested=self.is_nested)
+            self.following = SavedInHandles(
+                cache=cache,
+                policy=policy,
+                prune=prune,
+                inputs=inputs,
+                label=self.label,
+                hooks=hooks,
+                nested=self.is_nested,
+            )
 
     def situation(self, inputs: Sequence[Tensor]) -> Situation:
         """Return what decides whether the call is recorded."""
@@ -256,12 +264,12 @@ class Saved:
         """Run the function as it is."""
         context, following = here(), self.following
         # Read before the function runs, which may change it.
-        watched = WatchedLeaves(self.inputs.leaves)
+        watched = WatchedLeaves(self.inputs.originals)
         packing = _Packing(self, inputs, context)
         self.handles, self.metas = packing.handles, packing.metas
         noted = Noted()
         self.seeds = noted.seeds
-        before = context.only_our_hooks, context.policy, context.decisions
+        before = context.only_our_hooks, context.policy, context.nested_choices
         inside = context.inside
         hooks = self.hooks
         context.only_our_hooks = (
@@ -269,7 +277,7 @@ class Saved:
             or hooks[0] is context.block_pack
             or (context.only_our_hooks and self.is_nested)
         )
-        context.policy, context.decisions = self.policy, Decisions(self.inner)
+        context.policy, context.nested_choices = self.policy, NestedChoices(self.inner)
         if context.reporter is not None:
             context.inside = (*inside, self)
         noted.start()
@@ -279,7 +287,7 @@ class Saved:
             if following is None or following.mode is None:
                 result = fn(*args, **kwargs)
             else:
-                with within(self.policy, followed=True), following.mode:
+                with within(self.policy, under_mode=True), following.mode:
                     result = fn(*args, **kwargs)
                 following.mode.end()
         except BaseException:
@@ -289,13 +297,15 @@ class Saved:
             raise
         finally:
             pop_hooks()
-            context.only_our_hooks, context.policy, context.decisions = before
+            context.only_our_hooks, context.policy, context.nested_choices = before
             context.inside = inside
             noted.end()
             # Also after an error, and in any order: the graph refers to the hook, and
             # the roots of the reach to the holders.
             packing.done()
             self.reach.forward_done()
+        # If no handle is alive nobody will ask for a value. Then nothing is kept, and a
+        # record of this forward is lost.
         for ref in self.handles:
             if ref is not None and ref() is not None:
                 self._end(inputs, watched, noted.renorms)
@@ -310,11 +320,11 @@ class Saved:
     ) -> None:
         """Keep what a recompute needs, now that the forward has ended."""
         # First: what looks for changes below may run the function again.
-        self.effects = effects = watched.effects(inputs)
+        self.leaf_changes = watched.changes(inputs)
         self.ambient.forward_done(keeps_casts=True)
         following = self.following
         if following is not None:
-            why = following.gives_up(accumulates=effects.accumulates)
+            why = following.gives_up(accumulates=self.leaf_changes.accumulates)
             if why:  # all is recomputed, with a warning if that is not what was asked
                 self.following = following = None
                 policy, prune = self.policy, self.options.prune
@@ -331,13 +341,14 @@ class Saved:
                 inputs,
                 lambda copies: _run_batched_on_buffers(self, *copies),
             )
-            raise changed_inside(self.reach, changed, changes)
+            again = self.inputs.will_be_copied(changed)
+            raise changed_inside(self.reach, changed, changes, works_again=again)
         if following is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(following.dropped)
-            around = here().decisions
+            around = here().nested_choices
             if around is not None and self.index is not None:
-                around.note(self.index, following.decision)
+                around.note(self.index, following.choice)
         # Last: until now a handle that is read belongs to a forward that still runs.
         self.is_done = True
 
@@ -497,7 +508,7 @@ def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> No
     # Of a forward that still runs, nobody knows yet where it ends.
     stops = stops or not call.is_done
     filling = Filling(handles, call, stops=stops, compares=call.options.compares)
-    recompute(call, filling, call.inputs.to_run_on(call.effects), check)
+    recompute(call, filling, call.inputs.to_run_on(call.leaf_changes), check)
     if filling.left or not stops:
         filling.end()
 
@@ -506,7 +517,7 @@ def _fill_along_plan(call: Saved, handles: Sequence[Handle], replaying: Replay) 
     """Recompute along a plan; say whether it fit."""
     stops = call.options.stops_early and not reads_what_is_written_late()
     filling = Filling(handles, call, stops=stops, is_replay=True)
-    tensors = call.inputs.to_run_on(call.effects)
+    tensors = call.inputs.to_run_on(call.leaf_changes)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.
         recompute(call, filling, replaying.stand_ins(tensors), replaying)
@@ -526,17 +537,19 @@ def recompute(
 ) -> None:
     """Run the function again, until all handles are filled."""
     context = here()
-    before = context.only_our_hooks, context.policy, context.decisions
+    before = context.only_our_hooks, context.policy, context.nested_choices
     inside, recomputing = context.inside, context.recomputing
     context.only_our_hooks, context.policy = True, call.policy
-    context.decisions = Decisions(call.inner, again=True)
+    context.nested_choices = NestedChoices(call.inner, again=True)
     context.recomputing = (*recomputing, call)
     if context.reporter is not None:
         context.inside = (*inside, call)
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
     run = (
-        _run_batched_on_buffers if call.vmaps or call.inputs.copied else _run_on_objects
+        _run_batched_on_buffers
+        if call.vmaps or call.inputs.may_be_written
+        else _run_on_objects
     )
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
@@ -547,7 +560,7 @@ def recompute(
                 if mode is None:
                     run(call, *tensors)
                 else:
-                    with within(call.policy, followed=True), mode:
+                    with within(call.policy, under_mode=True), mode:
                         run(call, *tensors)
                         mode.end()
             except Stop:
@@ -559,7 +572,7 @@ def recompute(
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
-        context.only_our_hooks, context.policy, context.decisions = before
+        context.only_our_hooks, context.policy, context.nested_choices = before
         context.inside, context.recomputing = inside, recomputing
         set_grad_enabled(grad_mode)
         if suspended:
@@ -591,28 +604,30 @@ def _state_restored(
     call: Saved, tensors: Sequence[Tensor]
 ) -> AbstractContextManager[Any]:
     """Restore the state of the call; leave nothing on the user's own leaves."""
-    ambient, effects, saved = call.ambient, call.effects, call.inputs
+    ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state = ambient.restored() if call.is_done else ambient.restored_within()
-    changed, leaves = saved.changed(), saved.leaves
-    gradients = PreserveGradients(leaves)
-    if state is NOTHING and effects is NO_EFFECTS and not (changed or saved.renorms):
+    changed, originals = saved.changed(), saved.originals
+    gradients = PreserveGradients(originals)
+    is_plain = state is NOTHING and leaf_changes is NO_CHANGES
+    if is_plain and not (changed or saved.renorms):
         return gradients
     with contextlib.ExitStack() as everything:
         if changed:
-            state = reading_refused(call.reach, tensors, changed, state)
+            # Which enters it at once: to enter what is returned does nothing.
+            state = enter_refusing_reads(call.reach, tensors, changed, state)
         everything.enter_context(state)
         everything.enter_context(gradients)
-        if effects.moves or effects.marks or saved.renorms:
+        if leaf_changes.moves or leaf_changes.marks or saved.renorms:
             everything.enter_context(saved.rows_put_back())
-            attributes, hooks = saved.attributes_of_leaves(), call.reach.hooks
-            everything.enter_context(preserved_marks(leaves, attributes, hooks))
-        if effects.moves:
+            attributes, then = saved.attributes_of_originals(), call.reach.next_hook
+            everything.enter_context(preserved_marks(originals, attributes, then))
+        if leaf_changes.moves:
 
             def moved(k: int) -> MutationError:
-                return changed_inside(call.reach, saved.leaves_at[k])
+                return changed_inside(call.reach, saved.originals_at[k])
 
             # Innermost: leaves are in their memory again before rows are put back.
-            everything.enter_context(preserved_memory(leaves, moved))
+            everything.enter_context(preserved_memory(originals, moved))
         return everything.pop_all()
 
 
@@ -660,7 +675,7 @@ class Filling:
         """Be the hook that saves a tensor."""
         if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
             return t
-        if not self.left and self._stops:
+        if not self.left and self._stops:  # again, as somebody caught the first one
             raise Stop
         saved, metas = self._saved, self._metas
         position = len(saved)

@@ -28,9 +28,9 @@ from remat._torch import (
     has_proxies,
     is_below_tracer,
     is_shared,
-    snapshot as shared_copy,
+    shared_copy,
 )
-from remat._transform.checks import reading_refused, refuse_needed
+from remat._transform.checks import enter_refusing_reads, refuse_needed
 from remat._transform.leaves import has_same_bytes
 
 
@@ -89,8 +89,8 @@ class CallState(NamedTuple):
             return ambient
         if isinstance(mode, Replay):
             # An operation that reads it may be left out, and its graph may not.
-            refuse_needed(snapshot, mode.schedule.plan.needed, changed)
-        return reading_refused(snapshot, inputs, changed, ambient)
+            refuse_needed(snapshot, mode.runnable.plan.needed, changed)
+        return enter_refusing_reads(snapshot, inputs, changed, ambient)
 
     def _changed(self, inputs: Sequence[Tensor]) -> list[int]:
         """Return the inputs that were changed in place since."""
@@ -115,7 +115,7 @@ class CallState(NamedTuple):
 
 def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     """Return what a call runs in, here and now."""
-    ambient = Ambient(snapshot.streams, snapshot.handles_states)
+    ambient = Ambient(snapshot.streams, snapshot.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
     values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()

@@ -83,9 +83,9 @@ def call_in_graph(
     Messages say the name of the function, and where it was rematerialized.
     """
     if torch.compiler.is_dynamo_compiling():
-        policy = parts_of(options.policy)
-        others = options.prune, options.rng, options.higher_order
-        key = _key_of(name, where, others, *policy)
+        parts, policy = parts_of(options.policy)  # one of them is None
+        flags = options.prune, options.rng, options.higher_order
+        key = _key_in_trace(name, where, flags, parts, policy)
         if not key:
             return _call_uncompiled(fn, name, where, options, args, kwargs)
         return call_as_node(key, fn, *args, **kwargs)
@@ -98,8 +98,9 @@ def call_as_node(key: str, fn: Fn, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @constant_in_traces
-def _key_of(name: str, where: str, others: Any, part: Any, policy: Any) -> str:
-    options = Options(whole(part, policy), *others)
+def _key_in_trace(name: str, where: str, flags: Any, parts: Any, policy: Any) -> str:
+    """Return the key of a node; "" if no compiled code can follow the policy."""
+    options = Options(whole(parts, policy), *flags)
     return "" if offloads_to_disk(options.policy) else key_of(name, where, options)
 
 
@@ -144,7 +145,7 @@ def key_of(name: str, where: str, options: Options) -> str:
 
 
 def _digest_of(name: str, where: str, policy: str, options: Options) -> str:
-    # The others are for a recompute in the backward, and a graph holds its own.
+    # The other options concern eager recomputes only.
     flags = options.prune, options.rng, options.higher_order
     text = repr((name, where, policy, flags, _sources()))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -281,10 +282,10 @@ def _plain(fn: Fn, label: Label, options: Options) -> Fn:
 
 def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
     def taped(*args: Any, **kwargs: Any) -> Any:
-        if not has_proxies():
+        if not has_proxies():  # AOTAutograd asks for metadata first: nothing is kept
             return fn(*args, **kwargs)
         tape = kept.value.next_tape(tree_leaves((args, kwargs)))
-        with within(policy, followed=True), tape:
+        with within(policy, under_mode=True), tape:
             out = fn(*args, **kwargs)
             tape.returned(out)
             return out

@@ -1,5 +1,8 @@
 """Chains: loops and long sequences whose gradient needs few of their carries.
 
+In: a step and a carry, or modules in a row. Out: the last carry, with one node that
+saves some carries and runs the steps between them again.
+
     scan, fori_loop, while_loop, sequential   what users call
     schedules                                 which carries to store: public
 

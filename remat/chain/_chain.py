@@ -20,7 +20,7 @@ from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, Program, Request, has_derivatives
 from remat._base.types import Outputs
 from remat._torch import current_layer, requires_grad_at_any_level
-from remat._transform.function import call as evaluate
+from remat._transform.function import evaluate
 from remat._transform.levels import Below
 from remat.chain._forward import CHANGED, ChainProgram
 from remat.chain._reversal import Reversal, is_recorded
@@ -53,10 +53,10 @@ class Chain(ChainProgram):
         return results, evaluation
 
     @override
-    def pulled(
-        self, program: Program, wanted: Sequence[int], given: Sequence[int]
+    def own_vjp(
+        self, seen_as: Program, wanted: Sequence[int], given: Sequence[int]
     ) -> Program | None:
-        if program is not self:  # under a vmap: it is differentiated in segments
+        if seen_as is not self:  # under a vmap: it is differentiated in segments
             return None
         return Reversal(self, wanted, given)
 

@@ -32,7 +32,7 @@ from remat._torch import (
     unwrap_dead,
 )
 from remat._transform.checks import RefuseReads
-from remat._transform.function import Vjp, call as evaluate
+from remat._transform.function import Vjp, evaluate
 from remat.chain._actions import (
     Action,
     Advance,
@@ -53,13 +53,13 @@ from remat.chain._stored import Stored, can_be_written
 class Reversal(Program):
     """The vjp of a chain."""
 
-    __slots__ = ("_call", "_chain", "_given", "_wanted")
+    __slots__ = ("_call", "_chain", "_wanted", "_with_cotangents")
 
     def __init__(
-        self, chain: ChainProgram, wanted: Sequence[int], given: Sequence[int]
+        self, chain: ChainProgram, wanted: Sequence[int], with_cotangents: Sequence[int]
     ) -> None:
         self._chain, self._call = chain, chain.call
-        self._wanted, self._given = wanted, given
+        self._wanted, self._with_cotangents = wanted, with_cotangents
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
@@ -67,7 +67,7 @@ class Reversal(Program):
         del mode
         count = len(self._call.needs)
         primals, cts = inputs[:count], inputs[count:]
-        cotangents = dict(zip(self._given, cts, strict=True))
+        cotangents = dict(zip(self._with_cotangents, cts, strict=True))
         run = Reversing(self._chain, primals, self._wanted, cotangents)
         with differentiated(), run.surroundings:
             for action in run.actions(is_watched(inputs)):
@@ -221,7 +221,7 @@ class Reversing:
         """Run a step with recording, and hold its graph."""
         assert not self._is_watched
         segment, needs, given = self._segment(step, step + 1)
-        inner, outs = self._rule(segment, needs, ()).recorded(given)
+        inner, outs = self._rule(segment, needs, ()).recompute_with_graph(given)
         self._recorded[step] = segment, needs, inner, outs
         live = segment.carry_of(outs)
         tensors = [unwrap_dead(o).detach() for o in live.tensors]
@@ -233,7 +233,7 @@ class Reversing:
         cts = self._take_cotangents(step, step + 1, len(needs))
         if cts:
             rule = self._rule(segment, needs, [*cts])
-            grads = rule.pulled_back(outs, [*cts.values()], inner)
+            grads = rule.pull_back_through(outs, [*cts.values()], inner)
             self._take(grads, needs, step, step + 1)
 
     def _rule(

@@ -6,6 +6,8 @@
 
 In: calls written for torch's checkpoint. Out: the results of the function, with a graph
 that recomputes as remat's does. The other names are torch's own.
+
+Called by users, and by libraries once `patch` has replaced torch's checkpoint.
 """
 
 from torch.utils.checkpoint import (

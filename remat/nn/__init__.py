@@ -10,6 +10,7 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
     _followed   modules whose calls follow a plan for a whole step
     _noise      a parametrization that adds noise to a weight
 
+Called by users, and by `_fit`, whose plans modules follow.
 """
 
 from remat._base import hints as _hints

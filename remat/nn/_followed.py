@@ -50,12 +50,12 @@ class FollowedScope:
 
     def __enter__(self) -> None:
         if self._scope is not None:
-            here().plans += 1
+            here().step_plans += 1
             self._scope.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         if self._scope is not None:
-            here().plans -= 1
+            here().step_plans -= 1
             self._scope.__exit__(*raised)
 
 

@@ -24,6 +24,11 @@ einsum: torch runs both as the product of two matrices. Under `vmap` over both o
 the product has a batch dimension and is recomputed. Use `dots_saveable` or names there.
 """
 
+# In: an operation, as data. Out: whether its result is saved, and where.
+#
+# Called by users, and by rooms that take or ask a policy: `_transform`, `_partial`,
+# `_report`, `_scope`, `_graph`, `_fit`, `chain`, `nn` and `compat`.
+
 from remat._base import hints as _hints
 from remat._base.op import Op as Op, Value as Value
 from remat.policies._decision import Decision as Decision

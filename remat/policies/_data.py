@@ -88,9 +88,9 @@ def _part(value: Any) -> Any:
     return type(value), tuple([_part(getattr(value, name)) for name in fields])
 
 
-def whole(part: Any, policy: Any) -> Policy | None:
-    """Return the policy that parts are of."""
-    return policy if part is None else _whole(part)
+def whole(parts: Any, policy: Any) -> Policy | None:
+    """Return the policy that parts are of, or that has none."""
+    return policy if parts is None else _whole(parts)
 
 
 def _whole(part: Any) -> Any:

@@ -1,5 +1,9 @@
 """Random numbers as functions of a key, as in `jax.random`."""
 
+# In: a key. Out: numbers, by operators that graphs hold and that draw the same again.
+#
+# Called by users, and by `nn` for noise.
+
 import typing as _typing
 
 from remat._base import hints as _hints

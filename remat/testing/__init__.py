@@ -6,6 +6,8 @@
 
 `memory_timeline` and `check_replay` are of `remat._report`. Equality alone proves
 nothing about a transform, which may be the identity. So tests check both.
+
+Called by users.
 """
 
 from remat._report.check_replay import (

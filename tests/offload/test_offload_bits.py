@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat import OffloadError
 from remat._offload import offload as _offload
 from remat._offload.offload import Fetched, in_file, in_host_memory, origin_of
-from remat._torch import is_shared, snapshot, undisturbed
+from remat._torch import is_shared, shared_copy, undisturbed
 
 
 stores = rows("store", STORES)
@@ -124,7 +124,7 @@ def test_a_stored_tensor_does_not_change_with_the_original(folder):
 
 def test_a_copy_on_write_is_not_made_for_storing(folder):
     x = torch.randn(6)
-    copy = snapshot(x)
+    copy = shared_copy(x)
     assert_same_bits(in_file(copy), x)
     assert is_shared(copy)
 

@@ -388,6 +388,45 @@ def test_pruning_is_off_for_a_reason_after_three_strikes():
     assert ops == ops_of(lambda: of_backward(remat(fickle, prune=False), (X,)))
 
 
+class Waves(nn.Module):
+    """Its record depends on a number, which is no part of the signature."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x):
+        for _ in range(self.count):
+            x = x.sin()
+        return x.exp().cos()
+
+
+OF_MODULES = {
+    "a method": lambda module, **options: remat(module.forward, **options),
+    "a view": remat,
+    "a function": lambda module, **options: partial(
+        remat(Waves.forward, **options), module
+    ),
+}
+
+
+@pytest.mark.parametrize("rng", ["replay", "error"])
+@pytest.mark.parametrize("higher_order", [False, True])
+@pytest.mark.parametrize("kind", OF_MODULES)
+def test_modules_that_differ_have_records_of_their_own(kind, higher_order, rng):
+    options = {"policy": policies.save_ops(torch.ops.aten.exp), "rng": rng}
+    of = partial(OF_MODULES[kind], higher_order=higher_order, **options)
+    calls, found = [of(Waves(count)) for count in (1, 2)], []
+    for call in calls * 4:
+        x = X.clone().requires_grad_()
+        with count_ops() as ops:
+            call(x).sum().backward()
+        found.append(ops["exp"])
+    # Once one did not fit the record of the other, each saves its exponential.
+    assert found == [1, 2, 1, 1, 1, 1, 1, 1]
+    assert last_call_cache().reason == ""
+
+
 def elsewhere(x):
     """Save something else at the same place, in each state."""
     h = (x[:2] if STATE["saves"] == "exp of half" else x).exp()

@@ -159,35 +159,35 @@ TARGET = record(pure([0], 1), draw_in_place(1), roots=[[], [1]])
 ZEROS = record(pure([0], 1), zeros_like(1, 2), pure([0, 2], 3), roots=[[2]])
 BOTH = record(pure([0], 1), pure([1], 1, 2), roots=[[1]])
 OUTPUTS = [
-    ("the first", TWO, {"outputs": [0]}, "run dead dead dead"),
-    ("the second", TWO, {"outputs": [1]}, "dead dead run dead"),
-    ("both", TWO, {"outputs": [0, 1]}, "run dead run dead"),
-    ("none", TWO, {"outputs": []}, "dead dead dead dead"),
-    ("a lesson besides", TWO, {"outputs": [0], "extra_roots": [4]}, "run dead run run"),
-    ("not pruned", TWO, {"outputs": [], "prune": False}, "run run run run"),
+    ("the first", TWO, {"targets": [0]}, "run dead dead dead"),
+    ("the second", TWO, {"targets": [1]}, "dead dead run dead"),
+    ("both", TWO, {"targets": [0, 1]}, "run dead run dead"),
+    ("none", TWO, {"targets": []}, "dead dead dead dead"),
+    ("a lesson besides", TWO, {"targets": [0], "extra_roots": [4]}, "run dead run run"),
+    ("not pruned", TWO, {"targets": [], "prune": False}, "run run run run"),
     # Draws after them have to find the stream where it was.
     ("every draw runs", DRAWS, {}, "run run dead"),
-    ("every draw runs for no output", DRAWS, {"outputs": []}, "run run dead"),
+    ("every draw runs for no output", DRAWS, {"targets": []}, "run run dead"),
     ("every draw runs if it may be kept", DRAWS, {"saveable": [0, 1]}, "run run dead"),
-    ("a mask for no output", DROPS, {"outputs": []}, "dead metadata_only"),
-    ("a mask alone", DROPS, {"outputs": [0]}, "dead metadata_only"),
-    ("what a mask is applied to", DROPS, {"outputs": [1]}, "run run"),
-    ("a draw into what nobody needs", TARGET, {"outputs": [0]}, "dead metadata_only"),
-    ("a draw into what is needed", TARGET, {"outputs": [1]}, "run metadata_only"),
-    ("zeros for no output", ZEROS, {"outputs": []}, "dead dead dead"),
+    ("a mask for no output", DROPS, {"targets": []}, "dead metadata_only"),
+    ("a mask alone", DROPS, {"targets": [0]}, "dead metadata_only"),
+    ("what a mask is applied to", DROPS, {"targets": [1]}, "run run"),
+    ("a draw into what nobody needs", TARGET, {"targets": [0]}, "dead metadata_only"),
+    ("a draw into what is needed", TARGET, {"targets": [1]}, "run metadata_only"),
+    ("zeros for no output", ZEROS, {"targets": []}, "dead dead dead"),
     ("zeros that may be kept", ZEROS, {"saveable": [1]}, "dead keep dead"),
     ("a view beside another output", BOTH, {}, "run run"),
-    ("a view beside another for no output", BOTH, {"outputs": []}, "dead dead"),
+    ("a view beside another for no output", BOTH, {"targets": []}, "dead dead"),
 ]
 
 
 @pytest.mark.parametrize(("rec", "options", "expected"), rows(OUTPUTS))
-def test_a_plan_is_for_some_outputs(rec, options, expected):
+def test_a_plan_is_for_some_targets(rec, options, expected):
     assert plan(rec, **options).fates == fates(expected)
 
 
 def test_the_target_of_a_draw_in_place_is_live():
-    assert plan(TARGET, outputs=[1]).live >= {0, 1}
+    assert plan(TARGET, targets=[1]).live >= {0, 1}
 
 
 # --- What a policy lets be kept ---
@@ -298,8 +298,8 @@ KEPT = [
         *([0], {}, None, {(0, 0)}),
     ),
     ("for all outputs", TWO, [0, 2], {}, None, {(0, 0), (2, 0)}),
-    ("for one output", TWO, [0, 2], {"outputs": [1]}, None, {(2, 0)}),
-    ("a lesson", TWO, [3], {"outputs": [0], "extra_roots": [4]}, None, {(3, 0)}),
+    ("for one output", TWO, [0, 2], {"targets": [1]}, None, {(2, 0)}),
+    ("a lesson", TWO, [3], {"targets": [0], "extra_roots": [4]}, None, {(3, 0)}),
     ("in full", TWO, [0], IN_FULL, "keep run run run", {(0, 0)}),
     ("in full, what is read", TWO, [0, 1], IN_FULL, "keep run run run", {(0, 0)}),
     ("in full, every output", HALF, [0], IN_FULL, "keep run", {(0, 0), (0, 1)}),

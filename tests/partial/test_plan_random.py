@@ -34,9 +34,9 @@ class Machine:
         """What is read by each step, made by it, and there in the end."""
         return self.run([RUN] * len(self.record.steps), {*self.record.inputs}, {})
 
-    def run(self, fates, leaves, handed):
+    def run(self, fates, inputs, handed):
         """The same along a plan; `handed` are the values of what was kept."""
-        state = {s: self.number("leaf", s) for s in leaves}
+        state = {s: self.number("leaf", s) for s in inputs}
         read, made, drawn = {}, {}, 0
         for i, (step, fate) in enumerate(zip(self.record.steps, fates, strict=True)):
             if fate is KEEP:
@@ -64,7 +64,7 @@ class Machine:
         return new
 
 
-def misfit(record, made, outputs=None, extra_roots=()):
+def misfit(record, made, targets=None, extra_roots=()):
     """What is other than in the forward if the plan is followed; "" if nothing is."""
     machine = Machine(record)
     read, before, end = machine.forward()
@@ -72,12 +72,12 @@ def misfit(record, made, outputs=None, extra_roots=()):
     for i, k in made.residuals:
         s = record.steps[i].makes[k]
         handed.setdefault(i, {})[s] = before[i][s]
-    leaves = {record.inputs[i] for i in made.needed}
-    now, _, after = machine.run(made.fates, leaves, handed)
+    inputs = {record.inputs[i] for i in made.needed}
+    now, _, after = machine.run(made.fates, inputs, handed)
     for i in now:
         if now[i] != read[i]:
             return f"step {i} read {now[i]}, not {read[i]}"
-    chosen = range(len(record.roots)) if outputs is None else outputs
+    chosen = range(len(record.roots)) if targets is None else targets
     for s in {*extra_roots}.union(*(record.roots[j] for j in chosen)):
         if s in end and after.get(s) != end[s]:
             return f"root {s} is {after.get(s)}, not {end[s]}"
@@ -92,11 +92,11 @@ def steps_of(made, fate):
 @given(records(), st.data())
 def test_everything_holds_what_it_held_along_a_plan(rec, data):
     saveable = data.draw(subsets(range(len(rec.steps))))
-    outputs = data.draw(st.none() | subsets(range(len(rec.roots))))
+    targets = data.draw(st.none() | subsets(range(len(rec.roots))))
     storages = {*rec.inputs}.union(*(step.makes for step in rec.steps))
     extra_roots = data.draw(subsets(storages))
-    made = plan(rec, saveable, outputs, extra_roots=extra_roots)
-    assert not misfit(rec, made, outputs, extra_roots)
+    made = plan(rec, saveable, targets, extra_roots=extra_roots)
+    assert not misfit(rec, made, targets, extra_roots)
     assert made.saved <= saveable
     kept = {rec.steps[i].makes[k] for i, k in made.residuals}
     assert kept.isdisjoint(rec.inputs), "what is an input already is not kept"
@@ -150,7 +150,7 @@ def test_an_operation_on_a_live_storage_runs_or_is_kept(rec, data):
 
 @settings(max_examples=100)
 @given(records(), st.data())
-def test_a_plan_for_fewer_outputs_keeps_and_needs_no_more(rec, data):
+def test_a_plan_for_fewer_targets_keeps_and_needs_no_more(rec, data):
     saveable = data.draw(subsets(range(len(rec.steps))))
     more = data.draw(subsets(range(len(rec.roots))))
     fewer = data.draw(subsets(more))

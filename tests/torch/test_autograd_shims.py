@@ -196,16 +196,16 @@ def _unpack(packed):
     return packed
 
 
-@expects("snapshot", "is_shared")
+@expects("shared_copy", "is_shared")
 def test_clones_are_made_on_write():
     x = torch.ones(2)
-    copy = tensors.snapshot(x)
+    copy = tensors.shared_copy(x)
     assert isinstance(copy, Tensor)
     assert tensors.is_shared(copy) is True
     copy.add_(1)
     assert tensors.is_shared(copy) is False
     assert same(x, torch.ones(2))
-    assert tensors.snapshot(nn.Parameter(x)) is None
+    assert tensors.shared_copy(nn.Parameter(x)) is None
 
 
 @expects("AccumulateGrad", "is_held")

@@ -63,11 +63,11 @@ class _Seen(modes.LeanDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@expects("SNAPSHOT")
-def test_a_mode_sees_snapshots():
+@expects("SHARED_COPY")
+def test_a_mode_sees_shared_copies():
     with _Seen() as mode:
-        tensors.snapshot(torch.ones(2))
-    assert mode.ops[-1] is tensors.SNAPSHOT
+        tensors.shared_copy(torch.ones(2))
+    assert mode.ops[-1] is tensors.SHARED_COPY
 
 
 @expects("compiled_outside_modes")

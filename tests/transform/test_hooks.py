@@ -1,5 +1,6 @@
 """Hooks around a call, in it, on its inputs and on its node: as in plain code, once."""
 
+import pytest
 import torch
 from support.as_plain import grads, leaf
 from support.runs import replayed
@@ -17,7 +18,7 @@ from support.zoo import (
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import assert_same
 
 
@@ -187,3 +188,29 @@ def test_only_the_inputs_are_packed_by_hooks_around_a_call():
     v, u = leaves_of(W, X)
     matmul(v * 1, u).sum().backward()
     assert_same((w.grad, x.grad), (v.grad, u.grad))
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops(torch.ops.aten.sin)])
+def test_a_hook_around_a_call_reads_what_its_graph_saved(policy):
+    """At the end of the forward, while the call takes note of what it left behind."""
+    kept, read = [], []
+
+    def fn(x, scale):
+        kept.append(x.sin().exp())
+        return (kept[-1] * 2).cos() * scale
+
+    def pack(t):
+        read.extend(h.grad_fn._saved_result.detach() for h in kept)
+        return t
+
+    ours = remat(fn, policy=policy)
+    for again in range(3):  # recorded, then along a plan
+        kept.clear()
+        read.clear()
+        x, scale = leaf(), torch.ones(4, dtype=torch.double)
+        with saved_tensors_hooks(pack, lambda t: t):
+            y = ours(x, scale)
+        assert read, again
+        assert_same(read, [x.detach().sin().exp()] * len(read))
+        y.sum().backward()
+        assert_same(x.grad, torch.autograd.grad(fn(x, scale).sum(), x)[0])

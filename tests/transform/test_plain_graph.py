@@ -3,6 +3,8 @@
 The programs are those of `support.runs`.
 """
 
+import copy
+
 import pytest
 import torch
 from support.as_plain import Router, grads, leaf
@@ -14,7 +16,7 @@ from torch.autograd import Function, grad
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
-from remat import policies, remat
+from remat import MutationError, policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -204,6 +206,24 @@ def test_statistics_of_many_features_are_updated_once(policy):
         assert ops["native_batch_norm"] == (1 if wrap is plainly else 2)
         assert x.grad.any()
     assert_same(*([*norm.buffers()] for norm in norms))
+
+
+def test_the_first_update_of_large_statistics_is_refused_and_the_next_is_right():
+    """After calls that left them alone, which do not copy them."""
+    norm = nn.BatchNorm1d(2**14 + 1).double()
+    recomputed, x = remat(norm), leaf(shape=(3, 2**14 + 1))
+    norm.eval()
+    recomputed(x).sum().backward()
+    norm.train()
+    again = "Or call again: from now on each call copies `self.running_mean` before"
+    with pytest.raises(MutationError, match=again):
+        recomputed(x)
+    plain = copy.deepcopy(norm)
+    with count_ops() as ops:
+        recomputed(x).square().sum().backward()
+    assert ops["native_batch_norm"] == 2
+    plain(x)
+    assert_same([*norm.buffers()], [*plain.buffers()])
 
 
 def test_parametrizations_are_computed_in_a_recomputation_if_they_were():

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-import torch._dynamo.variables.higher_order_ops  # as while Dynamo traces
+import torch._dynamo.variables.higher_order_ops  # noqa: F401 - as while Dynamo traces
 
 from remat import policies, remat
 from remat._transform import traced

@@ -1,5 +1,7 @@
 """The page on architecture names what exists, and every room."""
 
+import ast
+import functools
 import re
 from pathlib import Path
 
@@ -29,6 +31,32 @@ def test_every_room_says_what_its_files_are(room):
         assert "Called by" in text
         files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
         assert files <= set(re.findall(r"\w+", text))
+
+
+@functools.cache
+def rooms_imported(room):
+    """The rooms that a room imports."""
+    found = set()
+    for path in (ROOT / "remat" / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name.split(".")[1] for name in modules if name[:6] == "remat."}
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_says_who_calls_it(room):
+    text = (ROOT / "remat" / room / "__init__.py").read_text()
+    called = re.split(r'\n#?\n|"""', text.split("Called by", 1)[1])[0]
+    told = {*re.findall(r"`(\w+)`", called)} & {*ROOMS}
+    if "all rooms" in called:
+        told = {*ROOMS} - {room, "_torch"}
+    assert told == {r for r in ROOMS if room in rooms_imported(r)} - {room}
+    assert room.startswith("_") or "users" in called
 
 
 @pytest.mark.parametrize("file", FILES)
