@@ -1,5 +1,6 @@
 """What every test gets: a fixed torch seed, one thread, and no record of a call."""
 
+import collections
 import gc
 import importlib
 import os
@@ -37,6 +38,30 @@ hypothesis.settings.register_profile(
     "remat", deadline=None, print_blob=True, derandomize=True
 )
 hypothesis.settings.load_profile("remat")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count the rows of each test that has the marker `one_in`."""
+    config.stash[_ROWS] = collections.Counter()
+
+
+_ROWS = pytest.StashKey[collections.Counter[str]]()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark rows as slow, but one in so many of those that are not slow anyway.
+
+    In the product of two tables these are on diagonals, so that all values of both are
+    among them.
+    """
+    marker = item.get_closest_marker("one_in")
+    if marker is None or item.get_closest_marker("slow"):
+        return
+    rows, test = item.config.stash[_ROWS], item.nodeid.partition("[")[0]
+    (n,), k = marker.args, rows[test]
+    rows[test] += 1
+    if (k + k // n) % n:
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

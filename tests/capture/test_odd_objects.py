@@ -173,6 +173,7 @@ CHAINS = {
 chains = pytest.mark.parametrize(("link", "parts"), CHAINS.values(), ids=CHAINS)
 
 
+@pytest.mark.one_in(4)
 @chains
 @replayed(each=True, sin=2)
 def test_a_long_chain_is_no_obstacle(wrap, link, parts):

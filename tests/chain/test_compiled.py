@@ -24,6 +24,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.one_in(2)
 @rows("program", {"scan": by_scan, "sequential": by_sequential})
 def test_loops_of_known_length_are_compiled(program):
     def gradients(loops, w, x):
@@ -99,6 +100,7 @@ SEGMENTS = {
 GRAPHS = [(traced_runs, name) for name in SEGMENTS] + [(compiled_runs, "uniform")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("runs", "name"), GRAPHS)
 def test_a_graph_has_the_segments_of_the_schedule(runs, name):
     options, count = SEGMENTS[name]

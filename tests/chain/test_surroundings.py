@@ -250,7 +250,7 @@ WRAPS = {
 }
 
 
-@rows("wrap", WRAPS, fast=("remat", "dots", "pruned"))
+@rows("wrap", WRAPS, fast=("dots",))
 def test_rematerialized_steps_inside_of_a_rematerialized_function(wrap):
     def program(loops):
         wrapped = wrap if loops is chain else lambda fn: fn

@@ -286,6 +286,7 @@ def test_draws_of_python_are_undone():
     assert random.getstate() == state
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["meta", "fake"])
 def test_a_model_without_memory(where):
     make, args, kwargs, loss = CASES["lm"]

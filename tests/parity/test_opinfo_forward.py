@@ -189,6 +189,7 @@ def rows() -> Iterator[Any]:
             yield pytest.param(transform, op, id=key, marks=marks)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("transform", "op"), [*rows()])
 def test_forward(transform, op):
     check(transform, op)
@@ -198,6 +199,7 @@ def named(name: str) -> Any:
     return next(op for op in op_db if name_of(op) == name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_an_identity_fails(transform):
     with pytest.raises(AssertionError, match="evaluations, and plain"):

@@ -169,6 +169,7 @@ DOTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("plain", "x", "policy", "products"), DOTS.values(), ids=list(DOTS)
 )

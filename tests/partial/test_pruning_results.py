@@ -167,6 +167,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.one_in(3)
 @rows("subsets", ORDERS)
 @each_policy
 def test_results_are_used_in_different_combinations(policy, subsets):

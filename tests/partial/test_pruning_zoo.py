@@ -44,6 +44,7 @@ def test_the_zoo_under_a_transform(case, name, policy):
     assert (len(call_caches()) == 0) == transform.forward
 
 
+@pytest.mark.one_in(3)
 @rows("policy", POLICIES)
 @pytest.mark.parametrize("case", ["matmul", "network", "in_place"])
 def test_the_zoo_under_all_transforms_in_turn(case, policy):

@@ -119,6 +119,7 @@ def plain(transform):
     return found, ops["tanh"], sum(ops[name] for name in PRODUCTS)
 
 
+@pytest.mark.one_in(3)
 @rows("transform", INSIDE)
 def test_inside_of_reverse_mode_policies_save_values_and_tangents(transform):
     want, tanhs, products = plain(transform)

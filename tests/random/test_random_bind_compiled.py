@@ -37,7 +37,7 @@ backends = rows("backend", {"eager": "eager", "aot": "aot_eager"}, fast=("aot",)
 
 
 @backends
-@rows("fn", COMPILED, fast=("several", "normal_"))
+@rows("fn", COMPILED, fast=("several",))
 def test_bind_is_compiled_into_one_graph(fn, backend):
     torch._dynamo.reset()
     x = XS[0].clone().requires_grad_()

@@ -404,7 +404,7 @@ def assert_euler_compiled(path, f, compile):
 
 # Dynamo warns of its own deprecations.
 @pytest.mark.filterwarnings("default")
-@rows("path, source", COMPILATIONS, fast=("step-a key", "step-the global stream"))
+@rows("path, source", COMPILATIONS, fast=("step-the global stream",))
 def test_both_passes_of_compiled_code_have_the_same_masks(path, source, compiler):
     assert_euler_compiled(path, source(remat), compiler("aot_eager"))
 

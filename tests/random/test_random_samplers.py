@@ -139,7 +139,7 @@ VARYING = {
 }
 
 
-@rows("draw", VARYING, fast=("normal", "dropout"))
+@rows("draw", VARYING, fast=("dropout",))
 def test_a_parameter_that_varies_is_compiled_twice_at_most(draw):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

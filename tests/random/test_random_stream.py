@@ -134,6 +134,7 @@ def test_chunks_and_the_change_from_integers_leave_no_seam(draw):
             assert torch.equal(got, more[: got.numel()]), n
 
 
+@pytest.mark.one_in(3)
 @few_draws
 def test_numbers_do_not_depend_on_the_threads(draw):
     k = raw(5, 0)

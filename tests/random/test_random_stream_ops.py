@@ -81,6 +81,7 @@ def test_a_trace_of_a_batch_holds_one_draw():
     assert torch.equal(graph(other), draw(other))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_draws_are_those_of_eager(backend):

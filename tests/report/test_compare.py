@@ -130,6 +130,7 @@ def recomputed_flops(model):
     return ops["addmm"] * 2 * 32 * 16 * 64
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_function_with_blocks_is_shown_as_written_and_plain(wrap):
     model, plain = Model(WRAPS[wrap]), Model(plainly)

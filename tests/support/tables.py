@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -26,17 +26,6 @@ def rows(
         return pytest.param(*((member,) if is_one else member), id=key, marks=marks)
 
     return pytest.mark.parametrize(names, [case(*item) for item in table.items()])
-
-
-def sampled(values: Iterable[Any], each: int = 3) -> list[Any]:
-    """Return values to parametrize by, of which one in so many is not slow."""
-    found = enumerate(values)
-    return [v if k % each == 0 else _slow(v) for k, v in found]
-
-
-def _slow(value: Any) -> Any:
-    values = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def crossed(

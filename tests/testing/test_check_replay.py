@@ -253,6 +253,7 @@ def examples(page):
     return [match.groups() for match in pair.finditer(text)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("page", ["testing.md", "residuals.md"])
 def test_the_examples_of_the_page_print_what_it_says(page, capsys):
     namespace = {"__name__": "example"}

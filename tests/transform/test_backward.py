@@ -201,6 +201,7 @@ def test_anomaly_mode_names_the_operation_and_the_line_of_the_forward():
 
 
 # Above how deep Python's calls may be: a chain of graphs is not walked by recursion.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("how", "calls"), [("backward", 1100), ("grad", 20)])
 def test_each_of_many_calls_in_a_row_is_recomputed_once(how, calls):
     def transform(f):

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support.tables import rows, sampled
+from support.tables import rows
 from support.watch import Watch
 from support.zoo import Evaluations, ops_of
 from torch import nn
@@ -89,7 +89,7 @@ GROWTH = {
 }
 
 
-@pytest.mark.parametrize("times", sampled([20, 200]))
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
 @rows("step, measure", GROWTH)
 def test_repeated_calls_leave_nothing_behind(step, measure, times):
     measure()  # which imports what is imported later

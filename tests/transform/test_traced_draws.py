@@ -150,7 +150,7 @@ def assert_euler(path, loss, *, backend="aot_eager", keyed=False):
 
 
 @rows("path", PATHS, fast=["backward"])
-@rows("fn", DRAWS, fast=["drawn_twice", "same_arguments", "by_key", "nested"])
+@rows("fn", DRAWS, fast=["drawn_twice", "by_key"])
 def test_both_runs_have_the_same_masks(fn, path):
     assert_euler(path, loss_of(fn), keyed=fn.__name__ in KEYED)
 
@@ -172,6 +172,7 @@ def test_both_runs_have_the_same_masks_in_inductors_code(fn, path, policy):
     assert_euler(path, loss, backend="inductor", keyed=keyed)
 
 
+@pytest.mark.one_in(3)
 @rows("fn", {k: DRAWS[k] for k in ("dropped", "bernoulli", "bound")})
 def test_the_backend_eager_has_the_same_masks(fn):
     keyed = fn.__name__ in KEYED
@@ -181,6 +182,7 @@ def test_the_backend_eager_has_the_same_masks(fn):
 # A trace holds no state of its own: each call of it draws a new mask.
 @rows("path", TRACES, fast=["make_fx, real"])
 @rows("fn", {k: fn for k, fn in DRAWS.items() if k not in KEYED})
+@pytest.mark.one_in(3)
 def test_a_trace_draws_anew_in_each_call(fn, path):
     assert_euler(path, loss_of(fn))
 
@@ -210,6 +212,7 @@ def test_two_draws_with_the_same_arguments_are_different_ones():
     torch._dynamo.reset()
 
 
+@pytest.mark.one_in(2)
 @rows("fn", {"draws": dropped, "two calls": nested})
 def test_a_graph_of_the_backward_draws_from_the_states_of_the_forward(fn):
     graphs = Graphs()

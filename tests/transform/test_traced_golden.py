@@ -45,6 +45,7 @@ def backward(fn):
 few_rows = rows("row", {row: row for row in ROWS}, fast=FEW)
 
 
+@pytest.mark.one_in(3)
 @few_rows
 def test_the_graphs_of_forward_and_backward_hold_what_jax_runs(row):
     plain, fn, in_forward, in_backward = ROWS[row]
@@ -100,6 +101,7 @@ AROUND = {how: table("mul 2") for how in UNDER_FUNC if "grad" in how}
     "how", ["grad", *(pytest.param(how, marks=pytest.mark.slow) for how in REST)]
 )
 @few_rows
+@pytest.mark.one_in(3)
 def test_the_graph_of_a_transform_holds_what_jax_runs(how, row):
     plain, fn, *_ = ROWS[row]
     transform, args = UNDER_FUNC[how]
@@ -171,6 +173,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.one_in(3)
 @rows("policy", POLICIES)
 def test_a_policy_is_asked_about_the_same_operations_and_decides_alike(policy):
     """The derivative reads them all; eager code asks about no others."""
@@ -190,6 +193,7 @@ def test_a_policy_is_asked_about_the_same_operations_and_decides_alike(policy):
     assert asked(lambda fn: make_fx(by_vjp(fn))(*ARGS)) == eager
 
 
+@pytest.mark.one_in(3)
 @few_rows
 def test_the_backend_eager_runs_what_eager_code_does(row):
     """Its node is eager remat, which leaves out what no derivative reads."""

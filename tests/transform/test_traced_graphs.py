@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tables import rows, sampled
+from support.tables import rows
 from support.traced import W, X, block, operations, ran
 from support.zoo import leaves_of, plainly
 from torch import nn
@@ -59,6 +59,7 @@ TRACED = {
 
 @rows("mode", {mode: mode for mode in MODES}, fast=["real"])
 @rows("transform, plain, rematerialized", TRACED)
+@pytest.mark.one_in(3)
 def test_a_trace_holds_the_recompute(transform, plain, rematerialized, mode):
     graphs = [
         make_fx(transform(loss_of(wrap(block))), tracing_mode=mode)(W, X)
@@ -72,6 +73,7 @@ def test_a_trace_holds_the_recompute(transform, plain, rematerialized, mode):
     assert_same(graphs[1](*other), want, reassociated=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trace_of_a_training_step_holds_the_recompute(mode):
     step = lambda w, x: torch.autograd.grad(loss_of(remat(block))(w, x), (w, x))
@@ -119,6 +121,7 @@ READ_LATE = {
 }
 
 
+@pytest.mark.one_in(4)
 @rows("fn, late", READ_LATE)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_inputs_that_only_products_read_pass_no_barrier(fn, late, mapped):
@@ -206,6 +209,7 @@ def plain(fn, **_):
     return fn
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     "policy", [None, policies.dots_saveable, policies.everything_saveable], ids=str
@@ -239,7 +243,7 @@ def test_an_export_of_a_rematerialized_module_is_plains(strict):
 
 @pytest.mark.filterwarnings("default")  # inductor warns of slow numerics
 @rows("compiles_forward", {"eager": False, "compiled": True}, fast=["eager"])
-@pytest.mark.parametrize("backend", sampled(["aot_eager", "eager", "inductor"]))
+@rows("backend", {k: k for k in ("aot_eager", "eager", "inductor")}, fast=["aot_eager"])
 def test_a_backward_of_compiled_autograd_gives_what_plain_gives(
     backend, compiles_forward
 ):

@@ -150,7 +150,7 @@ BRANCHES = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch, for a scan
-@rows("program", BRANCHES, fast=["a call in branches", "a call in a scan"])
+@rows("program", BRANCHES, fast=["a call in branches"])
 def test_operators_with_branches_compile_as_in_plain_code(program):
     ops = assert_equals_plain(program, TRANSFORMS["backward"])
     assert begins_again(ops)

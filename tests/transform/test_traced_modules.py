@@ -146,7 +146,7 @@ def assert_module_traced(program, backend, **options):
     assert_traced(program, kind, backend, **options)
 
 
-@rows("style", STYLES, fast=["wrapped", "decorated_method", "applied"])
+@rows("style", STYLES, fast=["decorated_method"])
 def test_a_module_is_recomputed(style):
     assert_module_traced(program_of(style), "aot_eager")
 
@@ -241,7 +241,7 @@ FUNCTIONAL = ("inside", "method", "decorated", "decorated_method", "applied", "w
 
 
 @rows("batched", {"one": False, "batch": True}, fast=["one"])
-@rows("style", {k: STYLES[k] for k in FUNCTIONAL}, fast=["inside", "applied"])
+@rows("style", {k: STYLES[k] for k in FUNCTIONAL}, fast=["applied"])
 def test_a_functional_call_is_recomputed(style, batched):
     shape = (3, 4, SIZE) if batched else (4, SIZE)
     kind = Transform(

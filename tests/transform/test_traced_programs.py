@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from support.tables import rows, sampled
+from support.tables import rows
 from support.traced import (
     STEP,
     TRANSFORMS,
@@ -62,12 +62,13 @@ def cases(pairs):
     return [pair for pair in dict.fromkeys(pairs) if pair not in VIEWS]
 
 
-@pytest.mark.parametrize(("name", "transform"), sampled(cases(FEW), each=2))
+@pytest.mark.parametrize(("name", "transform"), cases(FEW))
+@pytest.mark.one_in(3)
 def test_a_program_is_recomputed_in_its_graph(name, transform):
     check(name, transform, "aot_eager")
 
 
-@rows("transform", {k: k for k in TRANSFORMS}, fast=["backward", "grad", "jvp_grad"])
+@rows("transform", {k: k for k in TRANSFORMS}, fast=["grad"])
 def test_the_backend_eager_runs_eager_remat(transform):
     check("plain_block", transform, "eager")
 
@@ -129,11 +130,13 @@ def test_inductors_code_recomputes(name, transform, plain, rematerialized):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @rows("name", {k: k for k in REPRESENTATIVE}, fast=["plain_block"])
+@pytest.mark.one_in(2)
 def test_a_step_with_its_backward_inside_is_one_graph(name, backend):
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         assert_traced(PROGRAMS[name], STEP, backend)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_step_that_calls_backward_breaks_the_graph(backend):
     """Where Dynamo does not trace a backward: two graphs, or one that it breaks."""
@@ -184,6 +187,7 @@ NESTED = {
 
 @rows("program, factor, reassociated", NESTED)
 @rows("transform", {k: k for k in ("backward", "grad", "vmap_grad")}, fast=["grad"])
+@pytest.mark.one_in(3)
 def test_calls_in_calls(program, factor, reassociated, transform):
     assert_traced(
         program,
@@ -218,6 +222,7 @@ def grads_by_sizes(compiled):
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=slow), "aot_eager"])
 @pytest.mark.parametrize("dynamic", [pytest.param(None, marks=slow), True])
 @pytest.mark.parametrize("transform", ["backward", "grad"])
+@pytest.mark.one_in(2)
 def test_sizes_may_change(transform, dynamic, backend):
     call = by_sizes if transform == "backward" else grads_by_sizes
     kind = Transform(TRANSFORMS[transform].of, call)
@@ -254,7 +259,8 @@ def depending(name):
 
 
 @rows("transform", {k: k for k in ("backward", "grad", "vjp")}, fast=["grad"])
-@pytest.mark.parametrize("name", sampled(DEPENDING))
+@pytest.mark.parametrize("name", DEPENDING)
+@pytest.mark.one_in(3)
 def test_shapes_of_results_may_depend_on_values(name, transform):
     assert_traced(depending(name), TRANSFORMS[transform], "aot_eager")
 
@@ -270,6 +276,7 @@ def test_shapes_of_results_may_depend_on_values_with_inductor(policy, factor):
     assert_traced(depending("mask"), kind, "inductor", **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("captures", [False, True])
 def test_shapes_that_depend_on_values_need_no_graph_break(captures):
     """Dynamo breaks the graph at them unless it is told to go on."""
@@ -293,6 +300,7 @@ def test_without_a_gradient_nothing_runs_twice(mode, backend):
     assert ops["tanh"] == 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_grad_in_no_grad_recomputes(backend):
     def call(compiled):

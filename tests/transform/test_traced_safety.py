@@ -109,6 +109,7 @@ CHANGES = {
 @rows("transform", BOTH, fast=["backward"])
 @rows("policy", KEEPING, fast=["everything"])
 @rows("program", CHANGES)
+@pytest.mark.one_in(2)
 def test_what_is_kept_may_be_changed_later(program, policy, transform):
     run = lambda wrap: differentiated(program(wrap), transform, "aot_eager")
     want, once = run(plainly)
@@ -178,10 +179,12 @@ MUTATIONS = {fn.__name__: fn for fn in (running_sum, differentiable_sum, overwri
 
 @rows("backend", {k: k for k in ("eager", "aot_eager")}, fast=["aot_eager"])
 @rows("program", MUTATIONS)
+@pytest.mark.one_in(3)
 def test_an_input_may_be_changed_in_place(program, backend):
     assert_traced(program, TRANSFORMS["backward"], backend)
 
 
+@pytest.mark.one_in(3)
 @rows("program", MUTATIONS)
 def test_an_input_may_be_changed_in_place_under_grad(program):
     assert_traced(program, TRANSFORMS["grad"], "aot_eager")

@@ -52,6 +52,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
@@ -74,12 +75,14 @@ def carries(name, length):
     return peak_bytes(lambda: DERIVATIVES[name](length, x)) / x.nbytes
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["backward", "grad", "vmap of grad"])
 def test_a_peak_that_does_not_grow_with_the_steps(name):
     few, many = carries(name, 64), carries(name, 144)
     assert few == many < CHECKPOINTS + 8
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "each"), [("grad of vmap", 2), ("second order", 5)])
 def test_a_peak_that_grows_with_the_root_of_the_steps(name, each):
     few, many = carries(name, 64), carries(name, 144)

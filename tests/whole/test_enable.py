@@ -34,6 +34,7 @@ CLIENTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CLIENTS)
 def test_three_steps_are_those_of_plain(name):
     client = CLIENTS[name]

@@ -139,6 +139,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @ways
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("change", CHANGES)
@@ -208,6 +209,7 @@ def test_an_average_of_a_model_follows_it(way):
 # --- torch.compile ---
 
 
+@pytest.mark.one_in(2)
 @ways
 def test_compiled_whole(way):
     """A compiler has its own rules of what to recompute; values are the same."""
