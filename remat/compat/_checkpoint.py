@@ -162,7 +162,7 @@ def checkpoint(
         return functools.partial(_decorated, asked)
     if torch.compiler.is_compiling():
         return _traced(function, args, kwargs, asked)
-    return call(function, args, kwargs, asked, sys._getframe(1))
+    return call_checkpointed(function, args, kwargs, asked, sys._getframe(1))
 
 
 _NO_FUNCTION = (
@@ -197,7 +197,7 @@ def _decorated(asked: Asked, function: Fn) -> Fn:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _traced(function, args, kwargs, asked)
-        return call(function, args, kwargs, asked, sys._getframe(1))
+        return call_checkpointed(function, args, kwargs, asked, sys._getframe(1))
 
     return checkpointed
 
@@ -236,7 +236,7 @@ _COMPILED = "compiled code"
 # --- Outside of traces ---
 
 
-def call(
+def call_checkpointed(
     fn: Fn,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -9,8 +9,8 @@ import torch
 from support.fitted import CASES, bytes_before
 
 import remat
+from remat._fit.api import _course
 from remat._fit.choose import SavingProgram, chosen_for, greedy, lowest, solved
-from remat._fit.planning import _course
 from remat._fit.record import record
 from remat._fit.simulate import TrainingStep, copied, undisturbed
 from remat._fit.walk import Walker
