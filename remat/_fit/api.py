@@ -5,8 +5,8 @@ the whole step, here:
 
     1. The step is recorded on a copy, on fake tensors; on real ones if the model asks
        for values.
-    2. `choose` finds which results are saved, once for a scope around the forward, and
-       once for one around the forward and the loss.
+    2. `choose` finds which results are saved, once for a scope around the call of the
+       model, and once for one around the call and the loss.
     3. The copy runs the step as planned, and `Meter` counts. Where it is over the
        budget, the excess is subtracted, and the choice is made again.
 
@@ -36,13 +36,13 @@ from remat._fit.simulate import (
     TrainingStep,
     copied,
     is_there,
+    isolated,
     resident,
     simulate,
-    undisturbed,
 )
 from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
 from remat._fit.walk import Walker
-from remat._report.labels import label_of, refuse_transforms
+from remat._report.labels import label_of_function, refuse_transforms
 from remat._scope.following import Course
 from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope, can_follow, follow
@@ -136,7 +136,7 @@ def fit(
         return fitted(step, where, select, limit)
     if select is not None:
         raise ValueError(_SELECT)
-    with undisturbed():
+    with isolated():
         return _Planning(step, where, limit).plan()
 
 
@@ -185,7 +185,7 @@ class _Planning:
         self._step, self._device, self._budget = step, device, budget
         model = step.model()
         is_model = model is not None and model is step.fn
-        self.label = type(model).__name__ if is_model else label_of(step.fn)
+        self.label = type(model).__name__ if is_model else label_of_function(step.fn)
         self._blocks = tuple(remat_nn.blocks(model)) if model is not None else ()
         found, self._is_real = _recorded(step, device)
         assert found is not None
@@ -262,7 +262,7 @@ class _Planning:
             if walker.span == (0, self.record.turn):
                 return step._replace(around=following)
             if model is None or (step.fn is not model and hasattr(step.fn, "__self__")):
-                return step._replace(around_forward=following)
+                return step._replace(around_call=following)
             follow(model, self.label, courses, (), "")
             return step
 

@@ -33,15 +33,15 @@ from remat._torch import copied_as_fake, fake_mode, is_fake
 
 
 class TrainingStep(NamedTuple):
-    """A step: its forward and its loss."""
+    """A step: what is called, and the loss of its result."""
 
     fn: Any  # a model, or a function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Any] | None  # of the result; None for the default
     accumulates: bool = False  # whether all parameters have gradients before it
-    around: Callable[[], Any] = nullcontext  # for forward and loss
-    around_forward: Callable[[], Any] = nullcontext
+    around: Callable[[], Any] = nullcontext  # the call and the loss
+    around_call: Callable[[], Any] = nullcontext
 
     def model(self) -> nn.Module | None:
         """Return the model: what is called, or the first module that is passed."""
@@ -52,9 +52,9 @@ class TrainingStep(NamedTuple):
         return next((m for m in leaves if isinstance(m, nn.Module)), None)
 
     def to_loss(self) -> tuple[Any, list[Tensor]]:
-        """Run forward and loss: return the result, and what is differentiated."""
+        """Call, and compute the loss; return the result, and what is differentiated."""
         with self.around():
-            with self.around_forward(), one_by_one("fit", self.args):
+            with self.around_call(), one_by_one("fit", self.args):
                 result = self.fn(*self.args, **self.kwargs)
             return result, self._losses(result)
 
@@ -152,7 +152,7 @@ class Simulation:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Leave random streams as they are, and collect no garbage in the block."""
     with (
         streams_kept(),
@@ -176,7 +176,7 @@ def simulate(
     is_real: bool = False,
     times: int = 2,
 ) -> Simulation:
-    """Run a copy of a step, where it is `undisturbed`."""
+    """Run a copy of a step, where it is `isolated`."""
     mode = nullcontext() if is_real else fake_mode()
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside(), ExitStack() as stack:

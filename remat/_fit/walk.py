@@ -65,7 +65,7 @@ class Walker:
         self._triggers = self._first_reads()
         first = {n: t for t, each in self._triggers.items() for n in each}
         # From when to when a step has no use for each storage, if it is saved: from its
-        # last use in the forward to the first in the backward, at least.
+        # last use before the backward to the first in it, at least.
         self.idle = {n: (record.left[n], t) for n, t in self._first_uses(first)}
         # The bytes at each operation if nothing were saved, and all that the backward
         # reads were there when it does.

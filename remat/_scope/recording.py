@@ -62,7 +62,7 @@ from remat._torch import (
 from remat.policies import Decision, Policy
 
 
-class _Exposures(Exposures):
+class _EagerExposures(Exposures):
     """Notices memory that is taken. Dynamo does not inline it, for that would trace.
 
     Not so that of a record: with it kept out, Dynamo went on to trace our hooks.
@@ -91,7 +91,7 @@ class Recording(Observer):
         self._table = table
         self._error: Exception | None = None
         self.blocks: list[Block] = []  # in the order in which they were entered
-        self.exposures = _Exposures(self.expose)
+        self.exposures = _EagerExposures(self.expose)
 
     def begin(self) -> None:
         """See operations from now on."""

@@ -59,7 +59,7 @@ from remat.chain._steps import (
     Live,
     Steps,
     refuse_other_form,
-    taken_apart,
+    tensors_and_frame,
     through,
 )
 from remat.chain._stored import Columns
@@ -124,7 +124,7 @@ def _plain(
 
 
 def _form_of(tree: Any) -> Live:
-    tensors, frame = taken_apart(tree)
+    tensors, frame = tensors_and_frame(tree)
     return Live(tensors, frame, [False] * len(tensors))
 
 
@@ -385,7 +385,7 @@ def label_for(kind: str, f: Any = None) -> str:
     return label_of(kind, caller(3))
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return a pytree with another value in place of each leaf."""
     if must_inline():  # Dynamo traces no other pytrees
         return tree_map(functools.partial(_unless_none, fn), tree)

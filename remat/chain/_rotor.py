@@ -88,11 +88,11 @@ class Rerun:
 
     start: int
     stop: int
-    inner: "Parts"
+    inner: "RotorParts"
 
 
 # In order. A number is a stage that is recorded until its backward.
-Parts = tuple[int | Rerun, ...]
+RotorParts = tuple[int | Rerun, ...]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Stages:
             before = self.carry(k) if k > start else 0
             yield before + self.carry(k + 1) + self.stages[k].extra_bytes
 
-    def cost(self, parts: Parts) -> float:
+    def cost(self, parts: RotorParts) -> float:
         """Return the work of parts, forward and backward."""
         total = 0.0
         for part in parts:
@@ -151,7 +151,7 @@ class Stages:
                 total += again + self.cost(part.inner)
         return total
 
-    def peak(self, parts: Parts, stop: int) -> int:
+    def peak(self, parts: RotorParts, stop: int) -> int:
         """Return the peak of the parts of subchain `_, stop`, without its input."""
         held, peak = 0, 0
         for part in parts:
@@ -180,7 +180,7 @@ class Rotor(Schedule):
     """
 
     numbers: Stages
-    parts: Parts
+    parts: RotorParts
 
     @property
     def cost(self) -> float:
@@ -214,7 +214,7 @@ class Rotor(Schedule):
             raise ValueError(_OTHER.format(count=count, length=length))
 
 
-def _first_run(parts: Parts, stored: int | None = None) -> Iterator[Action]:
+def _first_run(parts: RotorParts, stored: int | None = None) -> Iterator[Action]:
     """Run parts once. Carry `stored` is stored already."""
     for part in parts:
         if isinstance(part, int):
@@ -225,7 +225,7 @@ def _first_run(parts: Parts, stored: int | None = None) -> Iterator[Action]:
         yield Advance(part.start, part.stop)
 
 
-def _reversed(parts: Parts, stored: int | None = None) -> Iterator[Action]:
+def _reversed(parts: RotorParts, stored: int | None = None) -> Iterator[Action]:
     """Reverse parts that ran once. Whoever stored carry `stored` drops it."""
     for part in reversed(parts):
         if isinstance(part, int):
@@ -238,7 +238,7 @@ def _reversed(parts: Parts, stored: int | None = None) -> Iterator[Action]:
             yield Drop(part.start)
 
 
-def _runs(parts: Parts) -> int:
+def _runs(parts: RotorParts) -> int:
     """Count the runs of stages."""
     again = [part for part in parts if isinstance(part, Rerun)]
     inside = sum(part.stop - part.start + _runs(part.inner) for part in again)
@@ -337,7 +337,7 @@ def _follow(
     i: int,
     j: int,
     room: int,
-) -> Parts:
+) -> RotorParts:
     """Make the choices for a subchain one after the other."""
     parts: list[int | Rerun] = []
     while i < j:
@@ -352,7 +352,7 @@ def _follow(
     return tuple(parts)
 
 
-def _smallest(numbers: Stages) -> Parts:
+def _smallest(numbers: Stages) -> RotorParts:
     """Return the parts with the least peak, of these some with little work."""
     length, choices = len(numbers), _choices(numbers)
     best = {(i, i): (0, 0.0) for i in range(length + 1)}
@@ -369,7 +369,7 @@ def _smallest(numbers: Stages) -> Parts:
     return _follow(lambda i, j, _: chosen[i, j], lambda _: 0, 0, length, 0)
 
 
-def _solve(numbers: Stages, room: int, slots: int) -> Iterator[Parts]:
+def _solve(numbers: Stages, room: int, slots: int) -> Iterator[RotorParts]:
     """Solve for some more slots than there are, then for fewer; the last ones fit."""
     length = len(numbers)
     unit, spare = _unit(numbers, room, slots)
