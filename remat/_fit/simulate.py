@@ -12,7 +12,7 @@ done here as it is done in training.
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -178,42 +178,52 @@ def simulate(
 ) -> Simulation:
     """Run a copy of a step, where it is `isolated`."""
     mode = nullcontext() if is_real else fake_mode()
+    runs: list[_Run] = []
     # Choices before have left records of calls of the same kinds.
-    with CACHES.set_aside(), ExitStack() as stack:
+    with CACHES.set_aside():
         made = copied(step, mode, device)
         grads = gradients_of(made)
         made = change(made)  # before the hooks of windows, which are to be outermost
-        stack.enter_context(mode)
         meter = Meter()
         windows = _Windows(meter, made.model(), blocks, around)
-        peaks: list[tuple[int, str]] = []
-        steps: list[tuple[Window, ...]] = []
-        with meter, told_of_names(windows):
+        with mode, meter, told_of_names(windows):
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
             for k in range(times):
                 windows.nests = []
-                meter.begin(costs=k == times - 1)
-                result, outs = made.to_loss()
-                meter.leave()
-                backward(outs)
-                del result, outs
-                meter.end()
-                peaks.append((meter.peak, meter.peak_at))
-                steps.append(tuple(meter.windows))
+                runs.append(_run(made, meter, costs=k == times - 1))
                 put_back(grads)
-    peak, at = max(peaks, key=lambda each: each[0])
+    highest, last = max(runs, key=lambda run: run.peak), runs[-1].windows
     return Simulation(
-        peak,
+        highest.peak,
         before,
-        sum(w.work for w in steps[-1]),
-        sum(w.flops for w in steps[-1]),
-        at,
-        tuple(steps),
+        sum(w.work for w in last),
+        sum(w.flops for w in last),
+        highest.peak_at,
+        tuple(run.windows for run in runs),
         windows.nests,
         frozenset(windows.names),
     )
+
+
+class _Run(NamedTuple):
+    """One run of a step."""
+
+    peak: int
+    peak_at: str
+    windows: tuple[Window, ...]
+
+
+def _run(step: TrainingStep, meter: Meter, *, costs: bool) -> _Run:
+    """Run a step under a meter."""
+    meter.begin(costs=costs)
+    result, outs = step.to_loss()
+    meter.leave()
+    backward(outs)
+    del result, outs
+    meter.end()
+    return _Run(meter.peak, meter.peak_at, tuple(meter.windows))
 
 
 class _Windows:

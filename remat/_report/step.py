@@ -293,23 +293,28 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
     theirs = [*_theirs(changes)]
     live = [*accumulate(change.nbytes for change in theirs)]
     end = live.index(max(live)) + 1 if live and max(live) > 0 else 0
-    # What is alive then, with the operation that ran when it was allocated, or before.
-    alive: dict[Any, tuple[MemoryChange, int]] = {}
-    last = 0
-    for change in theirs[:end]:
-        marks = [name for name in change.running if name.startswith(MARK)]
-        last = int(marks[-1].removeprefix(MARK)) if marks else last
-        if change.nbytes > 0:
-            alive[change.place] = change, last
-        else:
-            alive.pop(change.place, None)
+    holders = _holders(theirs[:end], watch, inputs)
+    first = [op for op in watch.ops if op.node < 0 and not op.again]
+    covered = sum(bool(op.called) for op in first) / max(1, len(first))
+    nested = sum(watch.names.values()) - watch.outermost
+    again = tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN)
+    twice = again, watch.differentiates
+    advice = advice_on(holders, Built(watch.outermost, nested, covered, *twice))
+    op = running_operation(theirs[end - 1].running) if end else ""
+    return Peak(sum(h.nbytes for h in holders), op, tuple(holders), advice)
+
+
+def _holders(
+    changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs
+) -> list[Holder]:
+    """Return what holds the bytes that are alive after some changes."""
+    alive, last = _alive_after(changes)
     is_before_backward = bool(watch.ops) and watch.ops[last].node < 0
     found: dict[tuple[HolderKind, str], dict[HeldValues, list[int]]]
     found = defaultdict(lambda: defaultdict(list))
-    for change, i in alive.values():
-        kind, name, key = _sorted(
-            watch, change, i, is_before_backward=is_before_backward
-        )
+    for change, i in alive:
+        where = _sorted(watch, change, i, is_before_backward=is_before_backward)
+        kind, name, key = where
         found[kind, name or NAMES[kind]][key].append(change.nbytes)
     for kind, key, nbytes in _before(inputs):
         found[kind, NAMES[kind]][key].append(nbytes)
@@ -325,14 +330,26 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
         if nbytes:
             holders.append(Holder(kind, name, nbytes, nbytes / total, tuple(held)))
     holders.sort(key=lambda holder: -holder.nbytes)
-    first = [op for op in watch.ops if op.node < 0 and not op.again]
-    covered = sum(bool(op.called) for op in first) / max(1, len(first))
-    nested = sum(watch.names.values()) - watch.outermost
-    again = tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN)
-    twice = again, watch.differentiates
-    advice = advice_on(holders, Built(watch.outermost, nested, covered, *twice))
-    op = running_operation(theirs[end - 1].running) if end else ""
-    return Peak(total, op, tuple(holders), advice)
+    return holders
+
+
+def _alive_after(
+    changes: Sequence[MemoryChange],
+) -> tuple[Iterable[tuple[MemoryChange, int]], int]:
+    """Return what is alive after some changes, and the operation that ran last.
+
+    Each allocation is given with the operation that ran when it was made, or before.
+    """
+    alive: dict[Any, tuple[MemoryChange, int]] = {}
+    last = 0
+    for change in changes:
+        marks = [name for name in change.running if name.startswith(MARK)]
+        last = int(marks[-1].removeprefix(MARK)) if marks else last
+        if change.nbytes > 0:
+            alive[change.place] = change, last
+        else:
+            alive.pop(change.place, None)
+    return alive.values(), last
 
 
 def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
