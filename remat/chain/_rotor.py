@@ -37,7 +37,6 @@ from remat.chain._actions import (
     RecordStep,
     Save,
     Schedule,
-    check_count,
 )
 
 
@@ -250,22 +249,18 @@ def rotor(
     budget: int,
     *,
     input_bytes: int = 0,
-    input_gradient_bytes: int = 0,
-    slots: int = 500,
 ) -> Rotor:
     """Find the plan with the least work whose peak is under a budget.
 
     The last stage is recorded in the forward. If the bytes of a loss after the chain
     matter, make it the last stage: then no residuals of the stage before have to wait.
+    The time grows with the third power of the number of stages: about a second for 50.
 
     Args:
         stages: The stages of the chain.
         budget: How many bytes may exist at once, with the input.
-        input_bytes: The bytes of the input.
-        input_gradient_bytes: The bytes of its cotangent, if there is one.
-        slots: In how many parts the budget is divided. More find better plans. The time
-            grows with it, and with the third power of the number of stages: about a
-            second for 50 stages and 500 slots.
+        input_bytes: The bytes of the input. Those of its cotangent, if there is one,
+            count as `backward_extra` of the first stage.
 
     Returns:
         The plan.
@@ -279,8 +274,7 @@ def rotor(
         >>> plan.peak, plan.cost, plan.evaluations(6)
         (12, 22.0, Evaluations(forward=6, backward=4))
     """
-    check_count("rotor", "slots", slots)
-    numbers = Stages(tuple(stages), input_bytes, input_gradient_bytes)
+    numbers = Stages(tuple(stages), input_bytes)
     fastest = Rotor(numbers, tuple(range(len(stages))))
     if fastest.peak <= budget:
         return fastest
@@ -288,7 +282,7 @@ def rotor(
     if smallest.peak > budget:
         shown = {"count": len(numbers), "least": smallest.peak}
         raise ValueError(_TOO_SMALL.format(budget=budget, **shown))
-    for parts in _solve(numbers, budget - input_bytes, slots):
+    for parts in _solve(numbers, budget - input_bytes):
         plan = Rotor(numbers, parts)
         if plan.peak <= budget:
             return min(plan, smallest, key=lambda plan: plan.cost)
@@ -369,17 +363,21 @@ def _smallest(numbers: Stages) -> RotorParts:
     return _follow(lambda i, j, _: chosen[i, j], lambda _: 0, 0, length, 0)
 
 
-def _solve(numbers: Stages, room: int, slots: int) -> Iterator[RotorParts]:
+# In how many parts the budget is divided. More find better plans, and take longer.
+_SLOTS = 500
+
+
+def _solve(numbers: Stages, room: int) -> Iterator[RotorParts]:
     """Solve for some more slots than there are, then for fewer; the last ones fit."""
     length = len(numbers)
-    unit, spare = _unit(numbers, room, slots)
+    unit, spare = _unit(numbers, room)
     table = _WorkTable(numbers, unit, room // unit + spare)
     for most in range(room // unit + spare, room // unit - 1, -1):
         if table.rows[0, length][most] < math.inf:
             yield _follow(table.choose, table.slots_of, 0, length, most)
 
 
-def _unit(numbers: Stages, room: int, slots: int) -> tuple[int, int]:
+def _unit(numbers: Stages, room: int) -> tuple[int, int]:
     """Return the bytes of a slot, and how many slots the rounding may waste."""
     length = len(numbers)
     sizes = [f(k) for k in range(length + 1) for f in (numbers.carry, numbers.gradient)]
@@ -387,9 +385,9 @@ def _unit(numbers: Stages, room: int, slots: int) -> tuple[int, int]:
         sizes += stage.extra_bytes, stage.saved_bytes
         sizes += stage.forward_extra, stage.backward_extra
     divisor = math.gcd(*sizes)
-    if divisor * slots >= room:
+    if divisor * _SLOTS >= room:
         return divisor, 0
-    return -(-room // slots), length + 1
+    return -(-room // _SLOTS), length + 1
 
 
 class _WorkTable:
