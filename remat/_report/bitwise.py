@@ -24,9 +24,7 @@ from remat._base.tensors import describe_meta
 from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
-from remat._torch import (
-    undisturbed,
-)
+from remat._torch import undisturbed
 
 
 # --- What an operation did ---

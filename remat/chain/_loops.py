@@ -348,12 +348,8 @@ def _with_paths(xs: Any) -> list[tuple[str, Any]]:
 
 def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
     """Return what no step collects: tensors of length 0."""
-
-    def slice_like(t: Tensor) -> Tensor:
-        return t.new_zeros(t.shape[1:])
-
     with torch.no_grad():
-        _, y = f(init, map_tree(slice_like, xs))
+        _, y = f(init, map_tree(lambda t: t.new_zeros(t.shape[1:]), xs))
     tensors = map_tree(_as_tensor, y)
     return map_tree(lambda t: t.new_zeros((0, *t.shape)), tensors)
 
