@@ -166,7 +166,7 @@ _NO_DEVICE = (
 # --- A plan for a whole step ---
 
 
-class _Planned(NamedTuple):
+class _Attempt(NamedTuple):
     """What was chosen, and what a step does that follows it."""
 
     followed: Followed
@@ -217,7 +217,7 @@ class _Planning:
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
 
-    def _better(self, applied: _Planned | None) -> _Planned | None:
+    def _better(self, applied: _Attempt | None) -> _Attempt | None:
         """Choose for a scope around the loss, too, if that spares work."""
         walker = Walker(self.record)
         if applied is not None:
@@ -231,7 +231,7 @@ class _Planning:
                 return applied._replace(followed=followed)
         return self._found((0, self.record.turn))
 
-    def _found(self, span: tuple[int, int]) -> _Planned | None:
+    def _found(self, span: tuple[int, int]) -> _Attempt | None:
         """Choose, for a scope around some operations; None if nothing fits."""
         walker, aim = Walker(self.record, span), self._budget
         for _ in range(_TIMES):
@@ -250,7 +250,7 @@ class _Planning:
             self._least.append(found.followed)
         return None
 
-    def _run(self, walker: Walker, chosen: Chosen) -> _Planned:
+    def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
         """Run a step that follows a choice."""
         courses = self._courses(walker, chosen)
 
@@ -270,7 +270,7 @@ class _Planning:
         done = simulate(*step, is_real=self._is_real, times=1)
         again, seconds = done.flops - self.record.flops, walker.seconds(chosen)
         followed = Followed(done.peak, done.peak_at, again, seconds, courses)
-        return _Planned(followed, chosen, walker)
+        return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
         return _course(walker, chosen), *self._other_course(walker)
@@ -349,7 +349,7 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
 
 
 def _segments(
-    found: _Planned, blocks: tuple[str, ...]
+    found: _Attempt, blocks: tuple[str, ...]
 ) -> tuple[tuple[FitSegment, ...], tuple[str, ...]]:
     """Return what is done with each block, and in which blocks something runs again."""
     walker, record = found.walker, found.walker.record

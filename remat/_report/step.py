@@ -309,12 +309,12 @@ def _holders(
 ) -> list[Holder]:
     """Return what holds the bytes that are alive after some changes."""
     alive, last = _alive_after(changes)
-    is_before_backward = bool(watch.ops) and watch.ops[last].node < 0
+    # Whether they are alive before the backward.
+    is_early = bool(watch.ops) and watch.ops[last].node < 0
     found: dict[tuple[HolderKind, str], dict[HeldValues, list[int]]]
     found = defaultdict(lambda: defaultdict(list))
     for change, i in alive:
-        where = _sorted(watch, change, i, is_before_backward=is_before_backward)
-        kind, name, key = where
+        kind, name, key = _sorted(watch, change, i, is_early=is_early)
         found[kind, name or NAMES[kind]][key].append(change.nbytes)
     for kind, key, nbytes in _before(inputs):
         found[kind, NAMES[kind]][key].append(nbytes)
@@ -377,7 +377,7 @@ def _before(inputs: Inputs) -> Iterator[tuple[HolderKind, HeldValues, int]]:
 
 
 def _sorted(
-    watch: StepWatch, change: MemoryChange, i: int, *, is_before_backward: bool
+    watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool
 ) -> tuple[HolderKind, str, HeldValues]:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
@@ -401,7 +401,7 @@ def _sorted(
     if op.node >= 0 and (origin < 0 or maker.called or maker.again):
         return "cotangents", "", key
     if op.called and op.node < 0:
-        if is_before_backward:
+        if is_early:
             return "forward", f"the forward of {watch.words_of(op.called)}", key
         return "residuals", "", key
     return "loss" if -1 < watch.last < origin else "residuals", "", key
