@@ -39,7 +39,7 @@ import remat
 from remat._fit import meter
 from remat._fit.choose import SavingProgram
 from remat._fit.record import record
-from remat._fit.simulate import TrainingStep, copied, undisturbed
+from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
 from remat._torch import fake_mode
 
@@ -337,7 +337,7 @@ def fitted(
 def bound(case: Case, budget: int) -> float:
     """Return the milliseconds that any choice recomputes at least in a budget."""
     model, args, kwargs, loss = case
-    with undisturbed():
+    with isolated():
         mode = fake_mode()
         made = copied(
             TrainingStep(model, args, kwargs, loss), mode, torch.device("cpu")

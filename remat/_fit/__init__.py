@@ -2,8 +2,7 @@
 
 In: a model or a function, its arguments, a budget. Out: a plan, which a model follows.
 
-    api         `fit`
-    planning    a plan for a whole step
+    api         `fit`, which makes a plan for a whole step
     blocks      a plan by blocks
     step_plan   the first as a value, and how a model follows it
     block_plan  the second

@@ -1,26 +1,51 @@
 """`fit`: what a step saves, so that it stays under a budget.
 
-It makes data of the step (`simulate`), and has `planning` plan the whole step, or
-`blocks` the blocks of its model.
+It makes data of the step (`simulate`). A plan by blocks is made by `blocks`; a plan for
+the whole step, here:
+
+    1. The step is recorded on a copy, on fake tensors; on real ones if the model asks
+       for values.
+    2. `choose` finds which results are saved, once for a scope around the call of the
+       model, and once for one around the call and the loss.
+    3. The copy runs the step as planned, and `Meter` counts. Where it is over the
+       budget, the excess is subtracted, and the choice is made again.
 
 Invariant: the model, its gradients, its buffers and random streams stay as they are.
+What is returned was run as a whole, and stays under the budget.
 Rejected: to apply the plan at once. It is made for models that do not exist yet.
+Rejected: to trust the walk. A user's code may hold what no operation made.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from remat import nn as remat_nn
+from remat._base.errors import BudgetError, RematError
 from remat._base.sizes import bytes_in
 from remat._base.types import Fn
 from remat._fit.block_plan import FitPlan
 from remat._fit.blocks import fitted
-from remat._fit.planning import planned
-from remat._fit.simulate import TrainingStep, resident
-from remat._fit.step_plan import StepPlan
-from remat._report.labels import refuse_transforms
-from remat.nn._followed import can_follow
+from remat._fit.choose import Chosen, chosen_for, has_solver, least_of, lowest
+from remat._fit.meter import MissingValueError
+from remat._fit.record import ASKED, StepRecord, record
+from remat._fit.simulate import (
+    TrainingStep,
+    copied,
+    is_there,
+    isolated,
+    resident,
+    simulate,
+)
+from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
+from remat._fit.walk import Walker
+from remat._report.labels import label_of_function, refuse_transforms
+from remat._scope.following import Course
+from remat._torch import fake_mode
+from remat.nn._followed import FollowedScope, can_follow, follow
 
 
 def fit(
@@ -111,7 +136,8 @@ def fit(
         return fitted(step, where, select, limit)
     if select is not None:
         raise ValueError(_SELECT)
-    return planned(step, where, limit)
+    with isolated():
+        return _Planning(step, where, limit).plan()
 
 
 _SELECT = (
@@ -135,3 +161,213 @@ _NO_DEVICE = (
     "without memory. Leave out device=, or pass device='cpu': storages are as large "
     "there, but attention and convolutions may take other kernels."
 )
+
+
+# --- A plan for a whole step ---
+
+
+class _Attempt(NamedTuple):
+    """What was chosen, and what a step does that follows it."""
+
+    followed: Followed
+    chosen: Chosen
+    walker: Walker
+
+
+_TIMES = 3  # that a choice is made again
+_LESS = 0.99  # of the work: what is less than that is worth another run
+
+
+class _Planning:
+    """What is known while a plan is made."""
+
+    def __init__(self, step: TrainingStep, device: torch.device, budget: int) -> None:
+        self._step, self._device, self._budget = step, device, budget
+        model = step.model()
+        is_model = model is not None and model is step.fn
+        self.label = type(model).__name__ if is_model else label_of_function(step.fn)
+        self._blocks = tuple(remat_nn.blocks(model)) if model is not None else ()
+        found, self._is_real = _recorded(step, device)
+        assert found is not None
+        self.record = found
+        # With the model in evaluation mode if it trains, or the other way round; None
+        # if that runs the same operations.
+        self.other = self._record_of_other_mode()
+        self._courses_of_other: dict[bool, Course] = {}
+        self._least: list[Followed] = []
+
+    def plan(self) -> StepPlan:
+        """Return the plan."""
+        record, whole = self.record, (0, self.record.turn)
+        applied = None if record.called is None else self._found(record.called)
+        around = applied if record.called == whole else self._better(applied)
+        found = applied or around
+        if found is None:
+            raise self._too_small()
+        return StepPlan(
+            self.label,
+            self._budget,
+            record.resident,
+            self._plain_peak(),
+            record.flops,
+            None if applied is None else applied.followed,
+            (around or found).followed,
+            *_segments(found, self._blocks),
+            self._device.type,
+            lacks_solver=not has_solver() and bool(found.followed.seconds),
+        )
+
+    def _better(self, applied: _Attempt | None) -> _Attempt | None:
+        """Choose for a scope around the loss, too, if that spares work."""
+        walker = Walker(self.record)
+        if applied is not None:
+            chosen = chosen_for(walker, self._budget)
+            work = applied.followed.seconds
+            if chosen is None or walker.seconds(chosen) >= work * _LESS:
+                first, last = applied.walker.span
+                outside = {i for i in walker.choices if not first <= i < last}
+                courses = self._courses(walker, applied.chosen | outside)
+                followed = replace(applied.followed, courses=courses)
+                return applied._replace(followed=followed)
+        return self._found((0, self.record.turn))
+
+    def _found(self, span: tuple[int, int]) -> _Attempt | None:
+        """Choose, for a scope around some operations; None if nothing fits."""
+        walker, aim = Walker(self.record, span), self._budget
+        for _ in range(_TIMES):
+            chosen = chosen_for(walker, aim)
+            if chosen is None:
+                break
+            found = self._run(walker, chosen)
+            over = found.followed.peak - self._budget
+            if over <= 0:
+                return found
+            aim -= over
+        for chosen in least_of(walker, self._budget):
+            found = self._run(walker, chosen)
+            if found.followed.peak <= self._budget:
+                return found
+            self._least.append(found.followed)
+        return None
+
+    def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
+        """Run a step that follows a choice."""
+        courses = self._courses(walker, chosen)
+
+        def following() -> FollowedScope:
+            return FollowedScope(self.label, courses)
+
+        def change(step: TrainingStep) -> TrainingStep:
+            model = step.model()
+            if walker.span == (0, self.record.turn):
+                return step._replace(around=following)
+            if model is None or (step.fn is not model and hasattr(step.fn, "__self__")):
+                return step._replace(around_call=following)
+            follow(model, self.label, courses, (), "")
+            return step
+
+        step = self._step, self._device, change, self._blocks
+        done = simulate(*step, is_real=self._is_real, times=1)
+        again, seconds = done.flops - self.record.flops, walker.seconds(chosen)
+        followed = Followed(done.peak, done.peak_at, again, seconds, courses)
+        return _Attempt(followed, chosen, walker)
+
+    def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
+        return _course(walker, chosen), *self._other_course(walker)
+
+    # --- The other mode ---
+
+    def _record_of_other_mode(self) -> StepRecord | None:
+        if self._step.model() is None:
+            return None
+        try:
+            known = [op.name for op in self.record.operations[: self.record.turn]]
+            step = self._step, self._device
+            return _recorded(*step, known, in_other_mode=True)[0]
+        except Exception:  # noqa: BLE001 - the user may never run it
+            return None
+
+    def _other_course(self, walker: Walker) -> Iterator[Course]:
+        if self.other is None:
+            return
+        is_around = walker.span == (0, self.record.turn)
+        if is_around not in self._courses_of_other:
+            other = Walker(self.other, None if is_around else self.other.called)
+            chosen = chosen_for(other, self._budget)
+            chosen = lowest(other) if chosen is None else chosen
+            self._courses_of_other[is_around] = _course(other, chosen)
+        yield self._courses_of_other[is_around]
+
+    # --- Errors ---
+
+    def _too_small(self) -> BudgetError:
+        least = min(self._least, key=lambda each: each.peak)
+        where = least.peak, least.peak_at, self.record.resident, self._plain_peak()
+        return BudgetError(too_small(self.label, self._budget, *where), least.peak)
+
+    def _plain_peak(self) -> int:
+        return Walker(self.record, (0, 0))(()).peak
+
+
+def _recorded(
+    step: TrainingStep,
+    device: torch.device,
+    unless: Sequence[str] | None = None,
+    *,
+    in_other_mode: bool = False,
+) -> tuple[StepRecord | None, bool]:
+    """Return the record of a step, and whether it was made with real tensors."""
+
+    def recorded(mode: Any) -> StepRecord | None:
+        made = copied(step, mode, device)
+        model = made.model()
+        if in_other_mode and model is not None:
+            model.train(not model.training)
+        return record(made, mode, unless=unless)
+
+    try:
+        return recorded(fake_mode()), False
+    except RuntimeError as error:
+        # Some fake kernels raise one for what the real kernel computes.
+        is_refused = isinstance(error, RematError)
+        is_refused = is_refused and not isinstance(error, MissingValueError)
+        if is_refused or not is_there(step):
+            raise
+    return recorded(contextlib.nullcontext()), True
+
+
+def _course(walker: Walker, chosen: Chosen) -> Course:
+    """Return what a policy answers. It saves what the backward does not need, too."""
+    needed = walker.closure(walker.storages(chosen))[0] - walker.storages(chosen)
+    asked = [
+        (op.name, not needed.intersection(op.makes))
+        for op in walker.record.operations[slice(*walker.span)]
+        if op.fate == ASKED
+    ]
+    names, saves = zip(*asked, strict=True) if asked else ((), ())
+    return Course(tuple(names), tuple(saves))
+
+
+def _segments(
+    found: _Attempt, blocks: tuple[str, ...]
+) -> tuple[tuple[FitSegment, ...], tuple[str, ...]]:
+    """Return what is done with each block, and in which blocks something runs again."""
+    walker, record = found.walker, found.walker.record
+    needed, runs = walker.closure(walker.storages(found.chosen))
+    kept = walker.storages(found.chosen) & needed
+    rows: dict[str, list[int]] = {}
+    again: set[str] = set()
+    for i, op in enumerate(record.operations[: record.turn]):
+        # The block that the operation is in, or else the outermost module.
+        around = (name for name in blocks if f"{op.module}.".startswith(f"{name}."))
+        name = next(around, op.module.partition(".")[0] or "outside")
+        row = rows.setdefault(name, [0, 0, 0])
+        row[0] += 1
+        for n in op.makes:
+            is_kept = n in kept if n in walker.makers else record.dies[n] > record.turn
+            row[1] += record.sizes[n] if is_kept else 0
+        if i in runs:
+            row[2] += op.flops
+            again.add(name)
+    segments = tuple(FitSegment(name, *row) for name, row in rows.items())
+    return segments, tuple(name for name in blocks if name in again)

@@ -30,8 +30,8 @@ from remat._fit.simulate import (
     Nests,
     Simulation,
     TrainingStep,
+    isolated,
     simulate,
-    undisturbed,
 )
 from remat._fit.step_plan import too_small
 from remat._transform.refused import has_forward
@@ -67,7 +67,7 @@ def fitted(
     trials = _Trials(
         step, device, blocks, [name for names in depths for name in names], budget
     )
-    with undisturbed():
+    with isolated():
         plain = trials.run({})
         assert plain is not None, "an error was raised otherwise"
         if not trials.fits(plain) and blocks:

@@ -209,14 +209,14 @@ def greedy(walker: Walker, budget: int) -> Chosen | None:
 # --- With a solver ---
 
 
-def solved(walker: Walker, budget: int, rounds: int = 30) -> Chosen | None:
+def solved(walker: Walker, budget: int) -> Chosen | None:
     """Solve the program, until a walk finds that the peak fits.
 
     A limit that a walk finds exceeded becomes lower by what recomputes held there. That
     may be too low, as other choices recompute other things.
     """
     program, last = SavingProgram(walker), None
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         chosen = program.solve()
         if chosen is None:
             break
@@ -227,6 +227,7 @@ def solved(walker: Walker, budget: int, rounds: int = 30) -> Chosen | None:
     return None if last is None else repaired(walker, last, budget)
 
 
+_ROUNDS = 30
 _AT_ONCE = 6  # limits that are corrected in one round
 
 

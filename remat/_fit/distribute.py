@@ -64,7 +64,7 @@ class _Cell(NamedTuple):
 
 
 _NO_WAY = _Cell(float("inf"), None)
-_Table: TypeAlias = list[_Cell]
+_BestByMemory: TypeAlias = list[_Cell]
 
 
 def front(items: Sequence[Item], memory: int, units: int = 1000) -> list[Assignment]:
@@ -96,7 +96,7 @@ class _Solving:
     def __init__(self, unit: int, units: int) -> None:
         self._unit, self._units = unit, units
 
-    def before(self, items: Sequence[Item], after: _Table) -> _Table:
+    def before(self, items: Sequence[Item], after: _BestByMemory) -> _BestByMemory:
         """Return the table before some items, given the one after them."""
         for item in reversed(items):
             if isinstance(item, ChainStage):
@@ -105,7 +105,7 @@ class _Solving:
                 after = self._before_nest(item, after)
         return after
 
-    def _before_stage(self, stage: ChainStage, after: _Table) -> _Table:
+    def _before_stage(self, stage: ChainStage, after: _BestByMemory) -> _BestByMemory:
         table = [_NO_WAY] * (self._units + 1)
         for name, choice in stage.choices.items():
             pick = (stage.key, name) if stage.key else None
@@ -116,7 +116,7 @@ class _Solving:
                     table[m] = _Cell(work, picks)
         return table
 
-    def _before_nest(self, nest: Nest, after: _Table) -> _Table:
+    def _before_nest(self, nest: Nest, after: _BestByMemory) -> _BestByMemory:
         table = self.before(nest.items, after)
         inside = self.before(nest.items, [_Cell(0.0, None)] * (self._units + 1))
         for m, rest in self._reachable(nest.whole, after):
@@ -128,7 +128,7 @@ class _Solving:
                 table[m] = _Cell(work, ((nest.key, WHOLE), picks))
         return table
 
-    def _reachable(self, choice: Cost, after: _Table) -> list[tuple[int, _Cell]]:
+    def _reachable(self, choice: Cost, after: _BestByMemory) -> list[tuple[int, _Cell]]:
         """Return the amounts for which a choice fits, and what follows it then."""
         # Rounded up.
         saves, needs = -(-choice.saves // self._unit), -(-choice.needs // self._unit)

@@ -166,7 +166,7 @@ class Meter(Observer):
             result = call_kernel(func, *args, **kwargs)
         except NO_VALUES as error:
             where = user_line() or "the step"
-            message = _VALUE.format(where=where, op=name_of(func))
+            message = _VALUE.format(where=where, op=operator_name(func))
             raise MissingValueError(message) from error
         found = [*map(self.hold, tensors_of(result))]
         copies = copied_inside(func, args)
@@ -174,9 +174,9 @@ class Meter(Observer):
         # The engine adds in place where nothing else holds the sum so far. Under a mode
         # it never does. What is alive then is known when the next operation begins.
         if in_backward and may_accumulate(func, args, result):
-            self._replaced = storage_id(args[0]), self.live, name_of(func)
+            self._replaced = storage_id(args[0]), self.live, operator_name(func)
         else:
-            self._note(max(self.live, before + held) + copies, name_of(func))
+            self._note(max(self.live, before + held) + copies, operator_name(func))
         work = self._work(func, args, kwargs, result, in_backward=in_backward)
         makes = [*dict.fromkeys(n for n in found if n >= known)]
         inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
@@ -249,7 +249,7 @@ class Meter(Observer):
             if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
                 continue
             if not (has_storage(tensor) and storage_id(tensor) in self._numbers):
-                what = f"{name_of(func)} reads {describe(tensor)}"
+                what = f"{operator_name(func)} reads {describe(tensor)}"
                 raise CaptureError(_REAL.format(what=what))
 
 
@@ -285,7 +285,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]
     return seconds(step), flops(step)
 
 
-def name_of(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """Return the name of an operation for messages."""
     return getattr(getattr(func, "overloadpacket", func), "__name__", str(func))
 

@@ -1,7 +1,8 @@
 """A record of one training step: its operations, and the storages that they read.
 
-The step runs on a copy, on fake tensors: once forward with nothing saved, which tells
-when Python lets go of each value, and once as it is, which tells when autograd does.
+The step runs on a copy, on fake tensors: once up to its loss with nothing saved, which
+tells when Python lets go of each value, and once as it is, which tells when autograd
+does.
 
 Invariant: a result is optional here exactly if `remat.scope` asks its policy about it.
 The same code tells: `Positions` is the recording of a scope that saves everything.
@@ -66,10 +67,10 @@ class StepRecord:
     # model, those of the function. None if the step calls the model several times, or
     # not at all.
     called: tuple[int, int] | None
-    turn: int  # how many operations are of the forward, with the loss
+    turn: int  # how many operations run before the backward: of the call and the loss
     # Of each storage: its bytes; the operation that made it, or -1; that before which
-    # the forward lets go of it, if nothing saves it; that before which a step without
-    # remat frees it.
+    # Python lets go of it, if nothing saves it; that before which a step without remat
+    # frees it.
     sizes: tuple[int, ...]
     born: tuple[int, ...]
     left: tuple[int, ...]
@@ -144,11 +145,11 @@ class StepRecorder(Meter):
             for name, module in () if model is None else model.named_modules():
                 for handle in self._hook(name, module):
                     stack.callback(handle.remove)
-            yield step._replace(around_forward=lambda: self._forward_of(step))
+            yield step._replace(around_call=lambda: self._note_call(step))
             self._is_over = True
 
     @contextmanager
-    def _forward_of(self, step: TrainingStep) -> Iterator[None]:
+    def _note_call(self, step: TrainingStep) -> Iterator[None]:
         """Note what a plan is applied to, if that is the function of the step."""
         yield
         model = step.model()
@@ -209,7 +210,7 @@ class StepRecorder(Meter):
             self._dies[number] = len(self.operations)
 
     def record(self, alone: "StepRecorder") -> StepRecord:
-        """Return the record, with the lifetimes of a forward that saves nothing."""
+        """Return the record, with the lifetimes of a run that saves nothing."""
         end, count = len(self.operations) + 1, len(self.sizes)
         born, same = [-1] * count, dict[int, int]()
         for i, op in enumerate(self.operations):

@@ -12,7 +12,7 @@ done here as it is done in training.
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,15 +33,15 @@ from remat._torch import copied_as_fake, fake_mode, is_fake
 
 
 class TrainingStep(NamedTuple):
-    """A step: its forward and its loss."""
+    """A step: what is called, and the loss of its result."""
 
     fn: Any  # a model, or a function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Any] | None  # of the result; None for the default
     accumulates: bool = False  # whether all parameters have gradients before it
-    around: Callable[[], Any] = nullcontext  # for forward and loss
-    around_forward: Callable[[], Any] = nullcontext
+    around: Callable[[], Any] = nullcontext  # the call and the loss
+    around_call: Callable[[], Any] = nullcontext
 
     def model(self) -> nn.Module | None:
         """Return the model: what is called, or the first module that is passed."""
@@ -52,9 +52,9 @@ class TrainingStep(NamedTuple):
         return next((m for m in leaves if isinstance(m, nn.Module)), None)
 
     def to_loss(self) -> tuple[Any, list[Tensor]]:
-        """Run forward and loss: return the result, and what is differentiated."""
+        """Call, and compute the loss; return the result, and what is differentiated."""
         with self.around():
-            with self.around_forward(), one_by_one("fit", self.args):
+            with self.around_call(), one_by_one("fit", self.args):
                 result = self.fn(*self.args, **self.kwargs)
             return result, self._losses(result)
 
@@ -152,7 +152,7 @@ class Simulation:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Leave random streams as they are, and collect no garbage in the block."""
     with (
         streams_kept(),
@@ -176,44 +176,54 @@ def simulate(
     is_real: bool = False,
     times: int = 2,
 ) -> Simulation:
-    """Run a copy of a step, where it is `undisturbed`."""
+    """Run a copy of a step, where it is `isolated`."""
     mode = nullcontext() if is_real else fake_mode()
+    runs: list[_Run] = []
     # Choices before have left records of calls of the same kinds.
-    with CACHES.set_aside(), ExitStack() as stack:
+    with CACHES.set_aside():
         made = copied(step, mode, device)
         grads = gradients_of(made)
         made = change(made)  # before the hooks of windows, which are to be outermost
-        stack.enter_context(mode)
         meter = Meter()
         windows = _Windows(meter, made.model(), blocks, around)
-        peaks: list[tuple[int, str]] = []
-        steps: list[tuple[Window, ...]] = []
-        with meter, told_of_names(windows):
+        with mode, meter, told_of_names(windows):
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
             for k in range(times):
                 windows.nests = []
-                meter.begin(costs=k == times - 1)
-                result, outs = made.to_loss()
-                meter.leave()
-                backward(outs)
-                del result, outs
-                meter.end()
-                peaks.append((meter.peak, meter.peak_at))
-                steps.append(tuple(meter.windows))
+                runs.append(_run(made, meter, costs=k == times - 1))
                 put_back(grads)
-    peak, at = max(peaks, key=lambda each: each[0])
+    highest, last = max(runs, key=lambda run: run.peak), runs[-1].windows
     return Simulation(
-        peak,
+        highest.peak,
         before,
-        sum(w.work for w in steps[-1]),
-        sum(w.flops for w in steps[-1]),
-        at,
-        tuple(steps),
+        sum(w.work for w in last),
+        sum(w.flops for w in last),
+        highest.peak_at,
+        tuple(run.windows for run in runs),
         windows.nests,
         frozenset(windows.names),
     )
+
+
+class _Run(NamedTuple):
+    """One run of a step."""
+
+    peak: int
+    peak_at: str
+    windows: tuple[Window, ...]
+
+
+def _run(step: TrainingStep, meter: Meter, *, costs: bool) -> _Run:
+    """Run a step under a meter."""
+    meter.begin(costs=costs)
+    result, outs = step.to_loss()
+    meter.leave()
+    backward(outs)
+    del result, outs
+    meter.end()
+    return _Run(meter.peak, meter.peak_at, tuple(meter.windows))
 
 
 class _Windows:

@@ -30,18 +30,9 @@ class Walker:
     """Walks over one record, with a scope around a span of its operations."""
 
     def __init__(self, record: StepRecord, span: tuple[int, int] | None = None) -> None:
-        self.record = record
-        self.span = first, last = span or (0, record.turn)
-        end, turn = len(record.operations), record.turn
-        before = record.operations[:last]
-        late = {n for op in record.operations[last:turn] for n in op.writes}
-        again = {
-            n
-            for op in before[first:]
-            if op.fate in (ASKED, AGAIN)
-            for n in op.makes
-            if record.left[n] <= turn and n not in late
-        }
+        self.record, self.span = record, span or (0, record.turn)
+        self._end, self._turn = len(record.operations), record.turn
+        before, again = record.operations[: self.span[1]], self._recomputable()
         # The operations that make or write each storage that may be recomputed.
         self.makers: dict[int, list[int]] = {n: [] for n in again}
         for i, op in enumerate(before):
@@ -55,21 +46,32 @@ class Walker:
             if before[record.born[n]].fate == ASKED and record.sizes[n]:
                 self.choices.setdefault(record.born[n], []).append(n)
         # What the backward reads, and may be recomputed.
-        self.targets = {n for n in again if record.dies[n] > turn}
+        self.targets = {n for n in again if record.dies[n] > self._turn}
         self.touched = [
             tuple(n for n in {*op.reads, *op.makes, *op.writes} if n in again)
             for op in before
         ]
-        self._end, self._turn = end, turn
         self._fixed = self._fixed_bytes(again)
         self._triggers = self._first_reads()
         first = {n: t for t, each in self._triggers.items() for n in each}
         # From when to when a step has no use for each storage, if it is saved: from its
-        # last use in the forward to the first in the backward, at least.
+        # last use before the backward to the first in it, at least.
         self.idle = {n: (record.left[n], t) for n, t in self._first_uses(first)}
         # The bytes at each operation if nothing were saved, and all that the backward
         # reads were there when it does.
         self.base = self._base_bytes(first)
+
+    def _recomputable(self) -> set[int]:
+        """Return the storages that a scope around the span may recompute."""
+        (first, last), operations = self.span, self.record.operations
+        late = {n for op in operations[last : self._turn] for n in op.writes}
+        return {
+            n
+            for op in operations[first:last]
+            if op.fate in (ASKED, AGAIN)
+            for n in op.makes
+            if self.record.left[n] <= self._turn and n not in late
+        }
 
     def _fixed_bytes(self, again: set[int]) -> list[int]:
         """Return the bytes at each operation if nothing were saved or recomputed."""

@@ -20,7 +20,7 @@ from torch import Tensor
 def held_inside(func: Any, args: Sequence[Any]) -> int:
     """Return the most bytes that an operation holds while it runs, results included."""
     packet = getattr(func, "overloadpacket", func)
-    if any(_is_elsewhere(arg) for arg in args):
+    if any(isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in args):
         return 0
     known = _KNOWN.get(packet)
     return 0 if known is None else known(*args)
@@ -40,10 +40,6 @@ def copied_inside(func: Any, args: Sequence[Any]) -> int:
 def _is_expanded(tensor: Tensor) -> bool:
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return any(n > 1 and stride == 0 for n, stride in dims)
-
-
-def _is_elsewhere(arg: Any) -> bool:
-    return isinstance(arg, Tensor) and arg.device.type != "cpu"
 
 
 def _convolution(x: Tensor, w: Tensor, bias: Any, *rest: Any) -> int:

@@ -75,8 +75,7 @@ class Problem:
     @property
     def must_save(self) -> frozenset[int]:
         """The operations that must be saved."""
-        each = enumerate(self.operations)
-        return frozenset(i for i, op in each if op.must_save)
+        return frozenset(i for i, op in enumerate(self.operations) if op.must_save)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +222,10 @@ def problem_of(
     if not prune:  # what no recompute reads is not saved by a plan
         live = plan(record, extra_roots=extra_roots).live
         saveable = {i for i in saveable if live.intersection(steps[i].makes)}
-    made: dict[int, set[int]] = {}
+    made = defaultdict[int, set[int]](set)
     for s, makers in makers_of(record).items():
         for i in makers:
-            made.setdefault(i, set()).add(s)
+            made[i].add(s)
 
     def values(storages: Iterable[int]) -> set[int]:
         # A wrapper, and what it wraps, are one value.
@@ -234,7 +233,7 @@ def problem_of(
 
     def operation(group: Sequence[int]) -> CostedOperation:
         ours = [steps[i] for i in group]
-        makes = values(s for i in group for s in made.get(i, ()))
+        makes = values(s for i in group for s in made[i])
         may_save = all(i in saveable or steps[i].is_collective for i in group)
         always = any(s.always_runs or s.draws or s.on_subclass for s in ours)
         return CostedOperation(
@@ -246,29 +245,32 @@ def problem_of(
             always_runs=always or (not prune and bool(makes)),
         )
 
-    nbytes: dict[int, int] = {}
-    for i in sorted(saveable):
-        outputs = steps[i].op.outputs
-        if not moves(may[i], outputs):
-            for s, value in zip(steps[i].makes, outputs, strict=True):
-                v = of_wrapper.get(s, s)
-                nbytes[v] = max(nbytes.get(v, 0), storage_bytes(value))
     groups = _groups(record)
     operations = tuple(map(operation, groups))
     roots = values({*extra_roots}.union(*record.roots))
     if not prune:  # all that is not saved runs again
         roots |= {v for op in operations for v in op.makes}
-    sizes = tuple(sorted(nbytes.items()))
-    return Problem(operations, sizes, frozenset(roots)), groups
+    stay = [i for i in saveable if not moves(may[i], steps[i].op.outputs)]
+    return Problem(operations, _sizes(record, stay), frozenset(roots)), groups
+
+
+def _sizes(record: Record, saveable: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return the bytes of each value that some steps make."""
+    nbytes, of_wrapper = defaultdict[int, int](int), dict(record.inside)
+    for step in (record.steps[i] for i in saveable):
+        for s, value in zip(step.makes, step.op.outputs, strict=True):
+            v = of_wrapper.get(s, s)
+            nbytes[v] = max(nbytes[v], storage_bytes(value))
+    return tuple(sorted(nbytes.items()))
 
 
 def _groups(record: Record) -> list[list[int]]:
     """Return the steps of each operation: a collective goes with what it overwrites."""
     over = overwrites(record)
     collective = {i: j for j, made in over.items() for i in made}
-    groups: dict[int, list[int]] = {}
+    groups = defaultdict[int, list[int]](list)
     for i in range(len(record.steps)):
-        groups.setdefault(collective.get(i, i), []).append(i)
+        groups[collective.get(i, i)].append(i)
     return [*groups.values()]
 
 
@@ -443,7 +445,6 @@ def _scipy() -> tuple[Any, Any]:
     """Return the modules of scipy that solve, or raise an ImportError."""
     try:
         optimize: Any = importlib.import_module("scipy.optimize")
-        sparse: Any = importlib.import_module("scipy.sparse")
+        return optimize, importlib.import_module("scipy.sparse")
     except ModuleNotFoundError as error:
         raise ImportError(NO_SCIPY) from error
-    return optimize, sparse

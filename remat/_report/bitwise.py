@@ -24,9 +24,7 @@ from remat._base.tensors import describe_meta
 from remat._base.types import CONSTANTS
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
-from remat._torch import (
-    undisturbed,
-)
+from remat._torch import undisturbed
 
 
 # --- What an operation did ---
@@ -72,7 +70,7 @@ class RunValues(Observer):
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        step = RunOperation(func, statics_of((args, kwargs)), user_line())
+        step = RunOperation(func, argument_statics((args, kwargs)), user_line())
         self.steps.append(step)
         if self._then is not None and self.difference is None:
             self._compare_operation(step, self._then)
@@ -197,19 +195,19 @@ _NONDETERMINISTIC = (
 # --- Arguments ---
 
 
-def statics_of(tree: Any) -> Any:
+def argument_statics(tree: Any) -> Any:
     """Return arguments with classes in place of tensors and of what has no equality."""
     if isinstance(tree, Tensor):
         return Tensor
     if isinstance(tree, (list, tuple)):
-        return tuple(map(statics_of, tree))
+        return tuple(map(argument_statics, tree))
     if isinstance(tree, dict):
-        return {name: statics_of(part) for name, part in tree.items()}
+        return {name: argument_statics(part) for name, part in tree.items()}
     return tree if type(tree) in CONSTANTS else type(tree)
 
 
 def same_statics(now: Any, then: Any) -> bool:
-    """Say whether two results of `statics_of` are equal; a NaN equals itself."""
+    """Say whether two results of `argument_statics` are equal; a NaN equals itself."""
     pairs = zip(tree_leaves(now), tree_leaves(then), strict=False)
     nan = all(a == b or (a != a and b != b) for a, b in pairs)
     return nan and len(tree_leaves(now)) == len(tree_leaves(then))

@@ -28,7 +28,7 @@ from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
 from remat._report.bitwise import RunValues, has_values
 from remat._report.inputs import Inputs
-from remat._report.labels import label_of, one_by_one, refuse_transforms
+from remat._report.labels import label_of_function, one_by_one, refuse_transforms
 from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.leaves import ONLY_MARKS
 from remat._transform.module import recomputed_by
@@ -101,7 +101,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     """
     instead = "the transformed function: check_replay(torch.func.grad(f), x)"
     refuse_transforms("check_replay", instead)
-    options, label = DEFAULT, label_of(fn)
+    options, label = DEFAULT, label_of_function(fn)
     found = recomputed_by(fn)
     if found is not None:
         (fn, call) = found

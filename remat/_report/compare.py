@@ -22,10 +22,10 @@ from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
 from remat._report.explain import (
-    bytes_of,
     bytes_recomputed,
     examined_again,
     explained,
+    total_bytes,
     unwrapped,
 )
 from remat._report.labels import one_by_one, refuse_transforms
@@ -295,7 +295,7 @@ def _row_of_blocks(name: str, found: Examined) -> ComparedPolicy:
         *found.record.roots, *(call.inputs for call in found.calls)
     )
     away = kept & frozenset[int]().union(*(call.away for call in found.calls))
-    saved = bytes_of(found, kept - away)
+    saved = total_bytes(found, kept - away)
     peak = saved + bytes_recomputed(found, kept, frozenset())
     share = again / sum(costs) if again else 0.0
-    return ComparedPolicy(name, saved, peak, bytes_of(found, away), again, share)
+    return ComparedPolicy(name, saved, peak, total_bytes(found, away), again, share)

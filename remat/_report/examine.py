@@ -34,14 +34,14 @@ from remat._partial.plan import Fate, Record
 from remat._partial.recorder import Recorder
 from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
-from remat._report.inputs import is_parameter, tensors_in, undone
+from remat._report.inputs import is_parameter, tensors_in, undoing
 from remat._report.labels import reader_of, stream_name
 from remat._torch import base_tensor, current_task
 from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved
 
 
-Ask = Callable[..., Any]  # of (block, lowering, args): the options of a call
+AskOptions = Callable[..., Any]  # of (block, lowering, args): the options of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Sizes(Storages):
 class CallNotes(Recorder):
     """Records, and notes the readers of storages, and nested calls."""
 
-    def __init__(self, leaves: Sequence[Tensor], ask: Ask | None) -> None:
+    def __init__(self, leaves: Sequence[Tensor], ask: AskOptions | None) -> None:
         self._ask = ask
         self.storages = _Sizes()
         # What reads each storage in the backward, and which ones the graph saves
@@ -217,7 +217,7 @@ def _fates(call: Saved, count: int) -> Sequence[Fate]:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class InputLeaf:
     """An input of a call."""
 
     name: str
@@ -237,7 +237,7 @@ class Examined:
     record: Record
     readers: Mapping[int, tuple[str, ...]]  # what reads each storage in the backward
     sizes: Mapping[int, int]  # the bytes of each storage
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[InputLeaf, ...]
     itself: frozenset[int]  # what the graph saves itself, without a handle
     situation: Situation
     differentiable: bool  # whether an output requires grad
@@ -257,10 +257,10 @@ def examine(
     args: Any,
     kwargs: Any,
     options: Options,
-    ask: Ask | None = None,
+    ask: AskOptions | None = None,
 ) -> Examined | None:
     """Run a call, and put everything back; None if no tensor requires grad."""
-    with undone(fn, args, kwargs) as (inputs, ledger), ledger:
+    with undoing(fn, args, kwargs) as (inputs, ledger), ledger:
         reach = Reach(fn, label, inputs.args, inputs.kwargs)
         leaves = reach.take_tensors()
         needs = [t.requires_grad for t in leaves]
@@ -283,7 +283,7 @@ class _Examining(Saved):
         options: Options,
         inputs: Sequence[Tensor],
         needs: list[bool],
-        ask: Ask | None,
+        ask: AskOptions | None,
     ) -> None:
         super().__init__(reach, options, inputs, needs)
         self._situation, self._noting = self.situation(inputs), CallNotes(inputs, ask)
@@ -328,7 +328,7 @@ class _Examining(Saved):
             streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
         )
 
-    def _leaf(self, i: int, tensor: Tensor) -> Leaf:
+    def _leaf(self, i: int, tensor: Tensor) -> InputLeaf:
         nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
         meta = tensor.dtype, tuple(tensor.shape), nbytes, self.inputs.needs[i]
         stays = ""
@@ -336,7 +336,7 @@ class _Examining(Saved):
             is_alive = is_parameter(real)
             stays = _ALIVE if is_alive else "its kind of tensor is not dropped"
         is_copied = i in self.inputs.may_be_written
-        return Leaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
+        return InputLeaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
 
 
 _ALIVE = "a leaf, which is alive anyway"

@@ -19,9 +19,9 @@ from remat._partial.budget import cost_of
 from remat._partial.cost import flops
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate
-from remat._report.examine import Examined, Leaf, examine
+from remat._report.examine import Examined, InputLeaf, examine
 from remat._report.fates import Outcome, Reasons, name, outcome_of
-from remat._report.labels import label_of, one_by_one, refuse_transforms
+from remat._report.labels import label_of_function, one_by_one, refuse_transforms
 from remat._report.reports import (
     ExplainedBudget,
     ExplainedInput,
@@ -110,7 +110,7 @@ def unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
     """Return the function that is recomputed, its label, and the options."""
     found = recomputed_by(fn)
     if found is None:
-        own, inner, label = Options(), fn, label_of(fn)
+        own, inner, label = Options(), fn, label_of_function(fn)
     else:
         (inner, call) = found
         own, label = call._options, call.__remat_label__
@@ -163,8 +163,8 @@ def explained(
         ops=tuple(ops),
         pruned=not outcome.unpruned,
         reason=outcome.unpruned,
-        plain_bytes=bytes_of(plainly, saved_by_plain(plainly)),
-        held_bytes=bytes_of(found, held),
+        plain_bytes=total_bytes(plainly, saved_by_plain(plainly)),
+        held_bytes=total_bytes(found, held),
         recomputed_bytes=again,
         streams=found.streams,
         advice=(),
@@ -196,7 +196,7 @@ def _inputs(
     return tuple(rows), counted
 
 
-def _why(leaf: Leaf, kept: bool, is_linked: bool, unpruned: str) -> str:
+def _why(leaf: InputLeaf, kept: bool, is_linked: bool, unpruned: str) -> str:
     """Say why an input that nothing reads is kept, or is not."""
     if not kept:
         return "nothing that is recomputed reads it"
@@ -231,13 +231,13 @@ def _operation(
         flops=flops(step),
         fate=word,
         times=within + fate.is_run,
-        kept=bytes_of(found, saved),
+        kept=total_bytes(found, saved),
         why=why,
         is_view=step.is_view,
     )
 
 
-def bytes_of(found: Examined, storages: Iterable[int]) -> int:
+def total_bytes(found: Examined, storages: Iterable[int]) -> int:
     return sum(found.sizes[s] for s in storages)
 
 
@@ -271,7 +271,7 @@ def _advice(
     leaves = zip(plainly.leaves, plainly.record.inputs, strict=True)
     anyway = {s for leaf, s in leaves if leaf.stays}
     ours = report.saved_bytes - alive
-    plain = bytes_of(plainly, saved_by_plain(plainly) - anyway)
+    plain = total_bytes(plainly, saved_by_plain(plainly) - anyway)
     if not (found.differentiable or found.differentiates):
         yield _NO_RESULT
     elif ours >= _MOST * plain:

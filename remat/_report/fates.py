@@ -18,7 +18,7 @@ from remat._partial.budget import Spent
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
 from remat._partial.decide import inputs_to_drop, planned, why_no_record
-from remat._partial.options import Options
+from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate, Plan, Step, plan
 from remat._report.examine import Examined
 
@@ -57,6 +57,21 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     made = verdict.plan
     if made is None:
         return unplanned(verdict.why_none)
+    pairs = enumerate(zip(record.steps, decisions, strict=True))
+    # What is in host memory stays in it.
+    away = frozenset(i for i, (step, d) in pairs if moves(d, step.op.outputs))
+    dropped = _dropped(found, made, prune, is_saved=is_saved)
+    unpruned, budget = verdict.why_unpruned, verdict.spent
+    outcome = Outcome(made, dropped, dropped, away, unpruned, budget)
+    if options.higher_order:
+        return outcome
+    return _stopped(outcome, found, residual_of_handle(record, made))
+
+
+def _dropped(
+    found: Examined, made: Plan, prune: Prune, *, is_saved: bool
+) -> frozenset[int]:
+    """Return the leaves that a call under a plan does not keep."""
     leaves = found.leaves
     droppable = [
         i for i, t in enumerate(leaves) if i not in made.needed and not t.stays
@@ -68,15 +83,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
         lambda i: leaves[i].nbytes,
         is_differentiated=None if is_saved else lambda i: leaves[i].needs,
     )
-    pairs = enumerate(zip(record.steps, decisions, strict=True))
-    # What is in host memory stays in it.
-    away = frozenset(i for i, (step, d) in pairs if moves(d, step.op.outputs))
-    dropped = frozenset(unread)
-    unpruned, budget = verdict.why_unpruned, verdict.spent
-    outcome = Outcome(made, dropped, dropped, away, unpruned, budget)
-    if options.higher_order:
-        return outcome
-    return _stopped(outcome, found, residual_of_handle(record, made))
+    return frozenset(unread)
 
 
 def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outcome:

@@ -29,7 +29,7 @@ from remat._base.types import Fn
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import Snapshot
 from remat._partial.effects import written_by
-from remat._report.render import short
+from remat._report.render import short_array
 from remat._torch import (
     StorageRef,
     base_tensor,
@@ -87,7 +87,7 @@ class SavedResidual:
         source = f" from {self.source}" if self.source else ""
         place = f", offloaded to {self.place}" if self.place else ""
         readers = f", read by {', '.join(self.readers)}" if self.readers else ""
-        what = short(self.dtype, self.shape) if self.dtype else "state"
+        what = short_array(self.dtype, self.shape) if self.dtype else "state"
         origin = f"{self.origin}{source}{place}"
         return f"{what} {origin}: {self.nbytes:,} bytes{readers}"
 
@@ -209,7 +209,7 @@ L = TypeVar("L", bound=Ledger)
 
 
 @contextmanager
-def undone(
+def undoing(
     fn: Fn, args: Any, kwargs: Any, mode: Callable[[ExitStack], L] = Ledger
 ) -> Iterator[tuple["Inputs", L]]:
     """Yield what to run on, and a mode; put back what a run under the mode changes."""
@@ -335,7 +335,7 @@ def _stand_ins(leaves: Iterable[Any], differentiated: bool) -> dict[int, Tensor]
         can_be = t.is_floating_point() or t.is_complex()
         if (t.requires_grad and not t.is_leaf) if differentiated else can_be:
             with preserved_version(t):
-                found[id(t)] = _StandIn.apply(t.detach(), anchor)
+                found[id(t)] = _NonLeaf.apply(t.detach(), anchor)
     return found
 
 
@@ -345,7 +345,7 @@ _LAZY = (
 )
 
 
-class _StandIn(Function):
+class _NonLeaf(Function):
     """Returns a tensor that requires grad and is not a leaf: it may be changed."""
 
     @staticmethod

@@ -57,7 +57,7 @@ _ONE_BY_ONE = (
 )
 
 
-def label_of(fn: Any) -> Label:
+def label_of_function(fn: Any) -> Label:
     """Return the label of a function that is not rematerialized."""
     return labels.label_of(getattr(fn, "__qualname__", type(fn).__qualname__))
 
@@ -71,7 +71,7 @@ def reader_of(node: Any) -> str:
     """Return the name of the operation that a graph node is the backward of."""
     program = getattr(node, "program", None)
     if isinstance(program, Program):
-        call = call_of(program)
+        call = call_behind(program)
         return "remat" if call is None else f"remat({name_in(call.label)})"
     name = re.sub(r"Backward\d*$", "", type(node).__name__)
     if isinstance(node, torch.autograd.function.FunctionCtx):
@@ -79,7 +79,7 @@ def reader_of(node: Any) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def call_of(program: Any) -> Primal | None:
+def call_behind(program: Any) -> Primal | None:
     """Return the call that a program is, or evaluates; None if it is another rule."""
     while isinstance(program, Below):
         program = program.program

@@ -16,7 +16,7 @@ from remat._base.tensors import describe_meta
 from remat._report import render as _render
 
 
-Kind: TypeAlias = Literal[
+HolderKind: TypeAlias = Literal[
     "recompute",
     "saved inputs",
     "policy",
@@ -31,7 +31,7 @@ Kind: TypeAlias = Literal[
 
 
 # Of those that are of no single call.
-NAMES: dict[Kind, str] = {
+NAMES: dict[HolderKind, str] = {
     "gradients": "the gradients of the parameters",
     "saved inputs": "the inputs that remat calls save",
     "policy": "the results that policies save",
@@ -75,7 +75,11 @@ class HeldValues:
     is_gradient: bool = False
 
     def __str__(self) -> str:
-        what = "memory" if self.dtype is None else _render.short(self.dtype, self.shape)
+        what = (
+            "memory"
+            if self.dtype is None
+            else _render.short_array(self.dtype, self.shape)
+        )
         many = f"{self.count} x {what}" if self.count > 1 else what
         if not self.op:
             return many
@@ -108,7 +112,7 @@ class Holder:
         [('residuals', 520), ('gradients', 256), ('inputs', 256)]
     """
 
-    kind: Kind
+    kind: HolderKind
     name: str
     nbytes: int
     share: float

@@ -41,7 +41,7 @@ class Table:
         return [(c.removeprefix("#"), c.startswith("#")) for c in self.columns]
 
 
-def short(dtype: torch.dtype, shape: Iterable[int]) -> str:
+def short_array(dtype: torch.dtype, shape: Iterable[int]) -> str:
     """Write a dtype and a shape as JAX does: "f32[2,3]"."""
     name = str(dtype).removeprefix("torch.")
     letters = re.sub(r"^(b?f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1", name)

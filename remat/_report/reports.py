@@ -282,14 +282,14 @@ def _shown_stream(name: str) -> str:
 
 
 def _input_row(leaf: ExplainedInput) -> tuple[tuple[str, ...], str]:
-    what = _render.short(leaf.dtype, leaf.shape)
+    what = _render.short_array(leaf.dtype, leaf.shape)
     fate = "saved" if leaf.kept else "dropped"
     row = (leaf.name, "input", what, f"{leaf.nbytes:,}", "", fate, leaf.why)
     return row, "saved" if leaf.kept else "dead"
 
 
 def _op_row(op: ExplainedOp) -> tuple[tuple[str, ...], str]:
-    what = " ".join(_render.short(v.dtype, v.shape) for v in op.outputs)
+    what = " ".join(_render.short_array(v.dtype, v.shape) for v in op.outputs)
     fate = op.fate if op.times < 2 else f"{op.fate} x{op.times}"
     costs = f"{op.nbytes:,}", f"{op.flops:,}"
     return (op.name, short(op.source), what, *costs, fate, op.why), op.fate

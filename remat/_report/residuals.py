@@ -45,10 +45,10 @@ from remat._report.inputs import (
     counts,
     origin_text,
     tensors_in,
-    undone,
+    undoing,
 )
 from remat._report.labels import (
-    call_of,
+    call_behind,
     one_by_one,
     reader_of,
     refuse_transforms,
@@ -119,7 +119,7 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
     """
     instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
     refuse_transforms("saved_residuals", instead)
-    with undone(fn, args, kwargs) as (inputs, ledger):
+    with undoing(fn, args, kwargs) as (inputs, ledger):
         for i, tensor in enumerate(inputs.tensors):
             ledger.know(tensor, *inputs.described(i))
         first = torch.zeros((), requires_grad=True).view(())
@@ -198,7 +198,7 @@ class _Notes:
         """Note for each node since `start` what it saved."""
         nodes = (node for node, _ in nodes_of(outs, _Older(start)))
         for node in sorted(nodes, key=sequence_number):
-            reader, call = reader_of(node), call_of(getattr(node, "program", None))
+            reader, call = reader_of(node), call_behind(getattr(node, "program", None))
             if call is not None:
                 self._note_call(node, call, reader)
             for handle in handles_at(node):

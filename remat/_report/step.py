@@ -30,9 +30,17 @@ from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, stored_by
 from remat._partial.options import Options
 from remat._report.bitwise import has_values
-from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in, undone
-from remat._report.peak import NAMES, Built, HeldValues, Holder, Kind, Peak, advice_on
-from remat._report.timeline import MemoryChange, changes_in, name_of
+from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in, undoing
+from remat._report.peak import (
+    NAMES,
+    Built,
+    HeldValues,
+    Holder,
+    HolderKind,
+    Peak,
+    advice_on,
+)
+from remat._report.timeline import MemoryChange, changes_in, running_operation
 from remat._torch import (
     AccumulateGrad,
     base_tensor,
@@ -55,11 +63,11 @@ def peak_of(fn: Fn, args: Any, kwargs: Any, *, again: bool) -> Peak | None:
     If it runs `again`, calls know from the time before what they need.
     """
     for _ in range(again):
-        with undone(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
+        with undoing(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
             _run(fn, args, kwargs, inputs, watch)
         if not watch.is_step:
             return None
-    with undone(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
+    with undoing(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
         if not all(map(has_values, inputs.tensors)):
             return None
         changes = changes_in(lambda: _run(fn, args, kwargs, inputs, watch))
@@ -285,21 +293,28 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
     theirs = [*_theirs(changes)]
     live = [*accumulate(change.nbytes for change in theirs)]
     end = live.index(max(live)) + 1 if live and max(live) > 0 else 0
-    # What is alive then, with the operation that ran when it was allocated, or before.
-    alive: dict[Any, tuple[MemoryChange, int]] = {}
-    last = 0
-    for change in theirs[:end]:
-        marks = [name for name in change.running if name.startswith(MARK)]
-        last = int(marks[-1].removeprefix(MARK)) if marks else last
-        if change.nbytes > 0:
-            alive[change.place] = change, last
-        else:
-            alive.pop(change.place, None)
-    in_forward = bool(watch.ops) and watch.ops[last].node < 0
-    found: dict[tuple[Kind, str], dict[HeldValues, list[int]]]
+    holders = _holders(theirs[:end], watch, inputs)
+    first = [op for op in watch.ops if op.node < 0 and not op.again]
+    covered = sum(bool(op.called) for op in first) / max(1, len(first))
+    nested = sum(watch.names.values()) - watch.outermost
+    again = tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN)
+    twice = again, watch.differentiates
+    advice = advice_on(holders, Built(watch.outermost, nested, covered, *twice))
+    op = running_operation(theirs[end - 1].running) if end else ""
+    return Peak(sum(h.nbytes for h in holders), op, tuple(holders), advice)
+
+
+def _holders(
+    changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs
+) -> list[Holder]:
+    """Return what holds the bytes that are alive after some changes."""
+    alive, last = _alive_after(changes)
+    # Whether they are alive before the backward.
+    is_early = bool(watch.ops) and watch.ops[last].node < 0
+    found: dict[tuple[HolderKind, str], dict[HeldValues, list[int]]]
     found = defaultdict(lambda: defaultdict(list))
-    for change, i in alive.values():
-        kind, name, key = _sorted(watch, change, i, in_forward=in_forward)
+    for change, i in alive:
+        kind, name, key = _sorted(watch, change, i, is_early=is_early)
         found[kind, name or NAMES[kind]][key].append(change.nbytes)
     for kind, key, nbytes in _before(inputs):
         found[kind, NAMES[kind]][key].append(nbytes)
@@ -315,14 +330,26 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
         if nbytes:
             holders.append(Holder(kind, name, nbytes, nbytes / total, tuple(held)))
     holders.sort(key=lambda holder: -holder.nbytes)
-    first = [op for op in watch.ops if op.node < 0 and not op.again]
-    covered = sum(bool(op.called) for op in first) / max(1, len(first))
-    nested = sum(watch.names.values()) - watch.outermost
-    again = tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN)
-    twice = again, watch.differentiates
-    advice = advice_on(holders, Built(watch.outermost, nested, covered, *twice))
-    op = name_of(theirs[end - 1].running) if end else ""
-    return Peak(total, op, tuple(holders), advice)
+    return holders
+
+
+def _alive_after(
+    changes: Sequence[MemoryChange],
+) -> tuple[Iterable[tuple[MemoryChange, int]], int]:
+    """Return what is alive after some changes, and the operation that ran last.
+
+    Each allocation is given with the operation that ran when it was made, or before.
+    """
+    alive: dict[Any, tuple[MemoryChange, int]] = {}
+    last = 0
+    for change in changes:
+        marks = [name for name in change.running if name.startswith(MARK)]
+        last = int(marks[-1].removeprefix(MARK)) if marks else last
+        if change.nbytes > 0:
+            alive[change.place] = change, last
+        else:
+            alive.pop(change.place, None)
+    return alive.values(), last
 
 
 def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
@@ -337,11 +364,11 @@ def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
             yield change
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[Kind, HeldValues, int]]:
+def _before(inputs: Inputs) -> Iterator[tuple[HolderKind, HeldValues, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
-        kind: Kind = "parameters" if is_parameter(t) else "inputs"
+        kind: HolderKind = "parameters" if is_parameter(t) else "inputs"
         for part in parts(t):
             if storage_id(part) not in seen:
                 seen.add(storage_id(part))
@@ -350,8 +377,8 @@ def _before(inputs: Inputs) -> Iterator[tuple[Kind, HeldValues, int]]:
 
 
 def _sorted(
-    watch: StepWatch, change: MemoryChange, i: int, *, in_forward: bool
-) -> tuple[Kind, str, HeldValues]:
+    watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool
+) -> tuple[HolderKind, str, HeldValues]:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
     dtype, shape = (None, ()) if made is None else (made.dtype, made.shape)
@@ -374,7 +401,7 @@ def _sorted(
     if op.node >= 0 and (origin < 0 or maker.called or maker.again):
         return "cotangents", "", key
     if op.called and op.node < 0:
-        if in_forward:
+        if is_early:
             return "forward", f"the forward of {watch.words_of(op.called)}", key
         return "residuals", "", key
     return "loss" if -1 < watch.last < origin else "residuals", "", key

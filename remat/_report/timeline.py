@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile
 from typing_extensions import override
 
 from remat._report import plots as _plots, render as _render
-from remat._report.labels import label_of
+from remat._report.labels import label_of_function
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,8 +142,8 @@ def memory_timeline(
     """
     found = changes_in(lambda: fn(*args, **kwargs))
     live = accumulate(change.nbytes for change in found)
-    ops = tuple(name_of(change.running) for change in found)
-    return MemoryTimeline(label_of(fn), tuple(live), ops)
+    ops = tuple(running_operation(change.running) for change in found)
+    return MemoryTimeline(label_of_function(fn), tuple(live), ops)
 
 
 class MemoryChange(NamedTuple):
@@ -197,7 +197,7 @@ def _changes(roots: Iterable[Any]) -> Iterator[tuple[int, MemoryChange]]:
         todo += [(child, inside) for child in reversed(event.children)]
 
 
-def name_of(running: Sequence[str]) -> str:
+def running_operation(running: Sequence[str]) -> str:
     """Return the outermost operation that is running, else the node of the backward."""
     names = [name.removeprefix(_ENGINE) for name in running]
     ops = [name for name in names if "::" in name and not name.startswith(_TORCH)]

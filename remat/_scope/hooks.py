@@ -10,14 +10,14 @@ at its bottom, and each pair that was there in a pair that asks ours first.
 
 They go when no value is left.
 
-The first handle that a backward reads plans a sweep: which operations all handles that
-are alive need, and how often each value is used, by operations and by handles. Then
-each handle that is read has those operations run that its value still needs. A value is
-dropped when it was used for the last time.
+The first handle that a backward reads plans its recomputes: which operations all
+handles that are alive need, and how often each value is used, by operations and by
+handles. Then each handle that is read has those operations run that its value still
+needs. A value is dropped when it was used for the last time.
 
 Invariant: what is no value of a block is saved as without us: by the hooks around, or
 itself, with its version, since torch compares no versions under hooks. An operation
-runs at most once in a sweep, which ends with its backward, also after an error.
+runs at most once for a backward, whose recomputes end with it, also after an error.
 Rejected: to exchange `saved_tensors_hooks.__enter__`. Hooks that are entered later, as
 torch's checkpoint has them, count what they are given, in a recompute too.
 Rejected: to run all operations for the first handle. Values would wait for handles that
@@ -45,10 +45,10 @@ from remat._graph.residual import Offloaded
 from remat._scope.table import ValueTable
 from remat._scope.values import (
     BlockOperation,
+    BlockPart,
     GivenTensor,
     Made,
     Operand,
-    Part,
     TensorLayout,
     has_layout,
     mapped,
@@ -256,36 +256,38 @@ class ValueHandle:
 def _read(handle: ValueHandle) -> Tensor:
     table, task = handle.table, current_task()
     if task < 0:
-        return Sweep({weakref.ref(handle)}).take(handle)
-    sweep: Sweep | None = table.sweeps.get(task)
-    if sweep is None:
-        table.sweeps[task] = sweep = Sweep(table.handles)
-        # The backward holds the callback, and that the sweep.
-        when_done(functools.partial(_end, sweep, weakref.ref(table)))
+        return Recomputes({weakref.ref(handle)}).take(handle)
+    recomputes: Recomputes | None = table.recomputes.get(task)
+    if recomputes is None:
+        table.recomputes[task] = recomputes = Recomputes(table.handles)
+        # The backward holds the callback, and that holds them.
+        when_done(functools.partial(_end, recomputes, weakref.ref(table)))
     if not keeps_graph():
-        sweep.used_up.add(handle.made.part)
-    if weakref.ref(handle) not in sweep.unread:
-        return Sweep({weakref.ref(handle)}).take(handle)
-    return sweep.take(handle)
+        recomputes.used_up.add(handle.made.part)
+    if weakref.ref(handle) not in recomputes.unread:
+        return Recomputes({weakref.ref(handle)}).take(handle)
+    return recomputes.take(handle)
 
 
-def _end(sweep: "Sweep", ref: "weakref.ref[ValueTable]") -> None:
-    """End a sweep, with its backward."""
-    sweep.values.clear()
-    for part in sweep.used_up:
+def _end(recomputes: "Recomputes", ref: "weakref.ref[ValueTable]") -> None:
+    """End the recomputes of a backward, with it."""
+    recomputes.values.clear()
+    for part in recomputes.used_up:
         part.is_used_up = True
     table = ref()
     if table is not None:
         table.forget_used_up()
 
 
-class Sweep:
+class Recomputes:
     """The recomputes of one backward."""
 
     def __init__(self, handles: "set[weakref.ref[ValueHandle]]") -> None:
         self.unread = handles.copy()
         self.values: dict[Made, Tensor] = {}  # recomputed, and still needed
-        self.used_up: set[Part] = set()  # whose handles were read for the last time
+        self.used_up: set[BlockPart] = (
+            set()
+        )  # whose handles were read for the last time
         alive = [handle for ref in self.unread if (handle := ref()) is not None]
         self._uses: Counter[Made] = Counter([handle.made for handle in alive])
         self._given_away: set[Made] = set()

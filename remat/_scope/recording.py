@@ -62,7 +62,7 @@ from remat._torch import (
 from remat.policies import Decision, Policy
 
 
-class _Exposures(Exposures):
+class _EagerExposures(Exposures):
     """Notices memory that is taken. Dynamo does not inline it, for that would trace.
 
     Not so that of a record: with it kept out, Dynamo went on to trace our hooks.
@@ -91,7 +91,7 @@ class Recording(Observer):
         self._table = table
         self._error: Exception | None = None
         self.blocks: list[Block] = []  # in the order in which they were entered
-        self.exposures = _Exposures(self.expose)
+        self.exposures = _EagerExposures(self.expose)
 
     def begin(self) -> None:
         """See operations from now on."""
@@ -145,13 +145,7 @@ class Recording(Observer):
             if len(written) < len(targets):
                 new.clear()  # it changed what it was given, so it cannot be run again
             if new or written:
-                places = [
-                    k for t in changed for k, n in enumerate(inputs) if n == id(t)
-                ]
-                operation.written = frozenset(places)
-                operation.settings, operation.line = read_settings(), user_line()
-                operation.grad_mode = torch.is_grad_enabled()
-                self._note_writes(operation, written, inputs)
+                self._note_writes(operation, changed, written, inputs)
                 # Statistics that it updates are no result that anybody saves.
                 asks = not written_to
                 self._note_new(operation, new, result, asks=asks)
@@ -189,9 +183,15 @@ class Recording(Observer):
     def _note_writes(
         self,
         operation: BlockOperation,
+        changed: Sequence[Tensor],
         written: Sequence[tuple[Tensor, ValueEntry]],
         inputs: Sequence[int],
     ) -> None:
+        """Note how an operation ran, and the values that it wrote to."""
+        places = [k for t in changed for k, n in enumerate(inputs) if n == id(t)]
+        operation.written = frozenset(places)
+        operation.settings, operation.line = read_settings(), user_line()
+        operation.grad_mode = torch.is_grad_enabled()
         for t, entry in written:
             if Tag.inplace_view in operation.func.tags:
                 self._table.wrote(entry, t)  # to its shape alone

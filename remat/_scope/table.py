@@ -75,7 +75,7 @@ class ValueTable:
         self._given: dict[int, dict[int | None, weakref.ref[GivenTensor]]] = {}
         self._unsettled: list[tuple[ValueEntry, Tensor]] = []
         self.handles: set[Any] = set()  # weak references to all
-        self.sweeps: Any = weakref.WeakValueDictionary()  # of backwards, by number
+        self.recomputes: Any = weakref.WeakValueDictionary()  # of backwards, by number
         self.lock = threading.RLock()  # a backward may read handles in several threads
         self.when_empty: Callable[[], None] | None = None
 

@@ -41,16 +41,16 @@ class Block:
 
     def __init__(self, policy: Any) -> None:
         self.policy, self.is_open = policy, True
-        self._part = Part(self)
+        self._part = BlockPart(self)
 
-    def part(self) -> "Part":
+    def part(self) -> "BlockPart":
         """Return what values that are made now belong to."""
         if self._part.is_used_up:
-            self._part = Part(self)
+            self._part = BlockPart(self)
         return self._part
 
 
-class Part:
+class BlockPart:
     """What a block makes until a backward frees a graph that reads it."""
 
     def __init__(self, block: Block) -> None:
@@ -157,7 +157,7 @@ class Made:
     )
 
     def __init__(
-        self, part: Part, layout: TensorLayout, operation: "BlockOperation"
+        self, part: BlockPart, layout: TensorLayout, operation: "BlockOperation"
     ) -> None:
         # The layout of the tensor that it returned there, or wrote to.
         self.part, self.layout = part, layout

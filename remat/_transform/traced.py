@@ -57,7 +57,7 @@ from remat._transform.lowering import (
 from remat.policies._data import (
     identity_of,
     offloads_to_disk,
-    parts_of,
+    policy_parts,
     whole,
 )
 
@@ -83,7 +83,7 @@ def call_in_graph(
     Messages say the name of the function, and where it was rematerialized.
     """
     if torch.compiler.is_dynamo_compiling():
-        parts, policy = parts_of(options.policy)  # one of them is None
+        parts, policy = policy_parts(options.policy)  # one of them is None
         flags = options.prune, options.rng, options.higher_order
         key = _key_in_trace(name, where, flags, parts, policy)
         if not key:

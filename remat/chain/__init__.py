@@ -7,7 +7,8 @@ saves some carries and runs the steps between them again.
     schedules                                 which carries to store: public
 
     _loops, _sequential   what a step is: arguments are checked here
-    _call                 calls a chain as a node, as the plain loop, or in a graph
+    _call                 calls a chain as a node, as the plain loop, or in a graph, and
+                          finds the schedule for a budget of bytes
     _chain                the node
     _forward              its forward, which leaves checkpoints
     _reversal             its backward, which runs a schedule
@@ -15,7 +16,6 @@ saves some carries and runs the steps between them again.
     _stored               stored carries, and what is collected of all steps
     _steps                what is between two steps, and how one runs
 
-    _within     finds the schedule for a budget of bytes
     _measure    what a step takes: runs some on fake tensors
     _budget     which schedule stays under a budget, of equal steps or unequal stages
 

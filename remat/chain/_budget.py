@@ -1,6 +1,6 @@
 """Budgets of bytes: which schedule of equal steps or unequal stages stays under one.
 
-`_loops` takes a budget, `_measure` tells the numbers of steps, and `_within` asks.
+`_loops` takes a budget, `_measure` tells the numbers of steps, and `_call` asks.
 
 Invariant: bytes are those of stored carries, of the live carry, and of the steps that
 run at a time. Arguments, results and the gradients of both come on top.

@@ -1,48 +1,77 @@
 """Calls a chain: as one node, as the plain loop, or in a graph.
 
+Under a budget of bytes, some steps are measured first, which tells the schedule.
+
 Invariant: the plain loop checks carries like the chain does. Code that works without
 gradients works with them.
+Invariant: steps that are alike are measured once. What cannot be measured runs without
+a budget, and a warning says so, once the steps have run: an error in them is raised by
+the chain. To tell what is alike, nothing of the user's is held: code and settings,
+shapes, and a hash of the numbers that a step refers to. The walk to these is bounded.
 Rejected: a node for each step in the plain loop, for what a body may differentiate.
+Rejected: to measure each call. It takes as long as some sixty steps on fake tensors.
+Rejected: the identity of objects. A closure is a new one in each call.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from remat._ambient.ambient import Ambient
 from remat._base import pytree
+from remat._base.code import known_code
+from remat._base.errors import BudgetError
 from remat._base.labels import label_of
 from remat._base.tracebacks import hide_frames
+from remat._base.types import INERT
+from remat._partial.cache import metas_of
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT
-from remat._torch import constant_in_traces, makes_graph, must_inline
+from remat._report.render import mebibytes
+from remat._torch import (
+    VMAP,
+    batch_size,
+    constant_in_traces,
+    current_layer,
+    kind_of,
+    makes_graph,
+    must_inline,
+)
 from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat.chain._actions import Schedule
-from remat.chain._budget import LoopBudget
+from remat.chain._binomial import Online
+from remat.chain._budget import TOGETHER, LoopBudget, Staged, StepBytes, chosen
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall, Progress
+from remat.chain._measure import measured
 from remat.chain._segments import Segments, Sqrt, ranges_of
 from remat.chain._steps import (
     Live,
     Steps,
     refuse_other_form,
-    taken_apart,
+    tensors_and_frame,
     through,
 )
 from remat.chain._stored import Columns
-from remat.chain._within import schedule_within
+from remat.policies import Policy
 
 
 # What is stored, or how many bytes there may be.
-Asked: TypeAlias = Schedule | LoopBudget
+Strategy: TypeAlias = Schedule | LoopBudget
 
 
 def call_chain(
-    fn: Any, args: tuple[Any, ...], steps: Steps, asked: Asked, progress: Progress
+    fn: Any, args: tuple[Any, ...], steps: Steps, asked: Strategy, progress: Progress
 ) -> tuple[Any, Any]:
     """Run all steps; return the last carry and what was collected."""
     schedule = Sqrt() if isinstance(asked, LoopBudget) else asked
@@ -56,7 +85,7 @@ def call_chain(
             if not call.is_lazy:
                 warning = ""
                 if isinstance(asked, LoopBudget) and True in needs:
-                    found = schedule_within(asked, call, (fn, args), inputs, needs)
+                    found = _schedule_within(asked, call, (fn, args), inputs, needs)
                     call.schedule, warning = found
                 outs = evaluate_differentiably(Chain(call), inputs, needs)
                 if warning:
@@ -95,12 +124,12 @@ def _plain(
 
 
 def _form_of(tree: Any) -> Live:
-    tensors, frame = taken_apart(tree)
+    tensors, frame = tensors_and_frame(tree)
     return Live(tensors, frame, [False] * len(tensors))
 
 
 def _inlined(
-    fn: Any, args: tuple[Any, ...], steps: Steps, asked: Asked, progress: Progress
+    fn: Any, args: tuple[Any, ...], steps: Steps, asked: Strategy, progress: Progress
 ) -> tuple[Any, Any]:
     """Run all steps in a graph, where segments are recomputed."""
     length = steps.length
@@ -119,7 +148,7 @@ def _inlined(
     return carry, tree_map(_stack, *rows)
 
 
-def _segments_for(asked: Asked, label: str) -> Segments:
+def _segments_for(asked: Strategy, label: str) -> Segments:
     """Return the segments of a graph, which cannot follow other schedules."""
     if isinstance(asked, Segments):
         return asked
@@ -138,12 +167,208 @@ def _warn(message: str) -> str:
     return message
 
 
-def _unless_none(fn: Callable[[Any], Any], leaf: Any) -> Any:
-    return None if leaf is None else fn(leaf)
-
-
 def _stack(*leaves: Any) -> Any:
     return None if leaves[0] is None else torch.stack(leaves)
+
+
+_UNKNOWN = (
+    "remat: {label} cannot be compiled: how many steps there are depends on values. "
+    "Leave it out of the compiled function (`torch.compiler.disable`)."
+)
+_KEEP = "keep the budget"
+_SEGMENTS = (
+    "remat: {label} is a part of a graph, {why}. About sqrt(n) segments are recomputed "
+    "instead. To choose how many, pass checkpoints=schedules.Uniform(k); to {what}, "
+    "leave it out of the graph (`torch.compiler.disable`)."
+)
+_PROGRESS = (
+    "remat: {label} is a part of a graph, which runs without Python: progress= is not "
+    "called. Leave it out of the graph to see it (`torch.compiler.disable`)."
+)
+
+
+# --- Under a budget ---
+
+
+def _schedule_within(
+    budget: LoopBudget,
+    call: ChainCall,
+    called: tuple[Any, tuple[Any, ...]],
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> tuple[Schedule, str]:
+    """Return the schedule with the least work that stays under a budget."""
+    layer, steps = current_layer(), call.steps
+    if layer is not None and kind_of(layer) == VMAP:
+        return Sqrt(), _OUTSIDE.format(label=steps.label)
+    batch = batch_size()
+    inside = replace(budget, nbytes=budget.nbytes // batch)
+    kind = _kind_of_chain(call, called[0], inputs, needs, inside)
+    numbers = _KNOWN.get(*kind)
+    if numbers is None:
+        numbers = measured(*called, steps, inside.nbytes, is_batched=batch > 1)
+        if isinstance(numbers, Exception):
+            other = Sqrt() if steps.length is not None else Online(_ONLINE)
+            return other, _UNMEASURED.format(label=steps.label, error=numbers)
+        _KNOWN.add(*kind, numbers)
+    found, few = chosen(numbers, steps.length, inside.nbytes, budget.disk)
+    if found is None:
+        few *= batch
+        shown = {"budget": mebibytes(budget.nbytes), "least": mebibytes(few)}
+        message = _TOO_SMALL.format(label=steps.label, bytes=few, **shown)
+        raise BudgetError(message, few)
+    return found, ""
+
+
+_ONLINE = 10  # checkpoints of a loop that cannot be measured
+_OUTSIDE = (
+    "remat: {label} is differentiated outside of a vmap, where no checkpoints are "
+    "stored: its budget is not kept. Its backward holds about sqrt(n) carries. "
+    "Differentiate inside of the vmap: vmap(grad(f))."
+)
+_UNMEASURED = (
+    "remat: the steps of {label} could not be measured, so the budget is not kept. "
+    "Pass checkpoints= instead. ({error})"
+)
+_TOO_SMALL = (
+    "remat: budget={budget} is too small for {label}. The least that works is {least} "
+    "(budget={bytes}). It holds the carries that are stored, and the steps that run at "
+    "a time. Pass more, or make a step smaller, for example by policy=."
+)
+
+
+# --- Chains that are alike ---
+
+
+_MOST = 2_000  # values that are walked to
+
+
+class _KnownSteps:
+    """What was measured, by kind. The least recently used is forgotten first.
+
+    A step that counts refers to another number in each call. Once some measurements
+    with other numbers were all the same, no more are made.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, threading.Lock()
+        self._found: OrderedDict[Hashable, dict[int, StepBytes | Staged]]
+        self._found = OrderedDict()
+
+    def get(self, code: Hashable, numbers: int) -> StepBytes | Staged | None:
+        """Return what was measured of a kind; None if nothing was."""
+        with self._lock:
+            found = self._found.get(code)
+            if found is None:
+                return None
+            self._found.move_to_end(code)
+            if len(found) == _TIMES and len({*found.values()}) == 1:
+                return next(iter(found.values()))
+            return found.get(numbers)
+
+    def add(self, code: Hashable, numbers: int, costs: StepBytes | Staged) -> None:
+        """Remember what was measured."""
+        with self._lock:
+            found = self._found.setdefault(code, {})
+            found[numbers] = costs
+            if len(found) > _TIMES:
+                del found[next(iter(found))]
+            if len(self._found) > self._size:
+                self._found.popitem(last=False)
+
+
+_TIMES = 4
+_KNOWN = _KnownSteps(128)
+
+
+def _kind_of_chain(
+    call: ChainCall,
+    fn: Any,
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+    budget: LoopBudget,
+) -> tuple[Hashable, int]:
+    """Return what chains have in common whose steps are alike.
+
+    That is the code, with shapes and settings, and a hash of the numbers of a step.
+    """
+    steps = call.steps
+    # Of more steps, none more is run to measure them.
+    most = TOGETHER + len(call.initial) + 2
+    is_long = steps.is_repeated and (steps.length or 0) > most
+    rows = {*call.scanned} if is_long else ()
+    wholes = [t for i, t in enumerate(inputs) if i not in rows]
+    shapes = metas_of(wholes), *((inputs[i].shape[1:], inputs[i].dtype) for i in rows)
+    settings = Ambient().key, torch.get_default_dtype()
+    length = None if is_long else steps.length
+    code = call.snapshot.signature, shapes, tuple(needs), settings, length
+    return (code, budget.nbytes), _hash([fn, budget.policy, steps.apply])
+
+
+def _hash(values: Iterable[Any]) -> int:
+    """Hash the numbers that values lead to."""
+    todo, seen, found = deque(values), set[int](), list[str]()
+    while todo and len(found) < _MOST:
+        value = todo.popleft()
+        if type(value) in INERT:
+            found.append(repr(value))
+        elif not isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            found.append(type(value).__qualname__)
+            todo.extend(_parts(value))
+    return hash(tuple(found))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what a value refers to."""
+    if isinstance(value, (type, types.ModuleType)):
+        return ()
+    if isinstance(value, Policy):
+        return (value.cache_key,)
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, types.FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, dict):
+        return *value.keys(), *value.values()
+    if isinstance(value, (list, tuple)):
+        return value[:_MOST]
+    return _attributes(value)
+
+
+def _parts_of_function(fn: types.FunctionType) -> list[Any]:
+    cells = [*map(_content, fn.__closure__ or ())]
+    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    names = map(fn.__globals__.get, known_code(fn).open)
+    return [*cells, *defaults, *names, *vars(fn).values()]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return what an object holds, and what runs where it is called."""
+    kind = type(value)
+    slots = [name for cls in kind.__mro__ for name in _slots(cls)]
+    held = [getattr(value, name, None) for name in slots]
+    held += getattr(value, "__dict__", {}).values()
+    is_module = isinstance(value, nn.Module)
+    return [*held, kind.forward if is_module else kind.__dict__.get("__call__")]
+
+
+def _slots(cls: type) -> Sequence[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    slots = (slots,) if isinstance(slots, str) else tuple(slots)
+    return [name for name in slots if name not in ("__dict__", "__weakref__")]
+
+
+# --- What users pass ---
 
 
 def policed(f: Any, policy: PolicyLike) -> Any:
@@ -160,11 +385,15 @@ def label_for(kind: str, f: Any = None) -> str:
     return label_of(kind, caller(3))
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return a pytree with another value in place of each leaf."""
     if must_inline():  # Dynamo traces no other pytrees
         return tree_map(functools.partial(_unless_none, fn), tree)
     return pytree.map_leaves(fn, tree)
+
+
+def _unless_none(fn: Callable[[Any], Any], leaf: Any) -> Any:
+    return None if leaf is None else fn(leaf)
 
 
 def check_callable(kind: str, fns: Sequence[object], progress: object) -> None:
@@ -181,18 +410,4 @@ def check_callable(kind: str, fns: Sequence[object], progress: object) -> None:
 
 _NO_PROGRESS = (
     "remat: progress= takes a function of the number of steps done; got {got!r}."
-)
-_UNKNOWN = (
-    "remat: {label} cannot be compiled: how many steps there are depends on values. "
-    "Leave it out of the compiled function (`torch.compiler.disable`)."
-)
-_KEEP = "keep the budget"
-_SEGMENTS = (
-    "remat: {label} is a part of a graph, {why}. About sqrt(n) segments are recomputed "
-    "instead. To choose how many, pass checkpoints=schedules.Uniform(k); to {what}, "
-    "leave it out of the graph (`torch.compiler.disable`)."
-)
-_PROGRESS = (
-    "remat: {label} is a part of a graph, which runs without Python: progress= is not "
-    "called. Leave it out of the graph to see it (`torch.compiler.disable`)."
 )

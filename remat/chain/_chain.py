@@ -23,7 +23,7 @@ from remat._torch import current_layer, requires_grad_at_any_level
 from remat._transform.function import evaluate
 from remat._transform.levels import Below
 from remat.chain._forward import CHANGED, ChainProgram
-from remat.chain._reversal import Reversal, is_recorded
+from remat.chain._reversal import Reversal, is_recorded_at_any_level
 from remat.chain._segment import segment_from
 from remat.chain._segments import Sqrt, Uniform, ranges_of
 from remat.chain._steps import cutting
@@ -78,7 +78,7 @@ class Chain(ChainProgram):
         """
         del mode
         call = self.call
-        cuts = Sqrt() if is_recorded(inputs) else Uniform(1)
+        cuts = Sqrt() if is_recorded_at_any_level(inputs) else Uniform(1)
         live = call.first(inputs)
         rows: list[Sequence[Tensor]] = []
         for steps in ranges_of(cuts, call.length):

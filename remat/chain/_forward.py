@@ -50,7 +50,7 @@ from remat.chain._steps import (
     refuse_opaque,
     refuse_other_form,
     run_step,
-    taken_apart,
+    tensors_and_frame,
 )
 from remat.chain._stored import Columns, Stored
 
@@ -107,11 +107,13 @@ class ChainCall(Call):
         self.steps, self.schedule, self._progress = steps, schedule, progress
         self.length = steps.length or 0
         index = {id(t): i for i, t in enumerate(self._inputs)}
-        tensors, self._form = taken_apart(args[0])
+        tensors, self._form = tensors_and_frame(args[0])
         if steps.is_repeated:
             refuse_opaque(self._form, steps.label)
         self.initial = [index[id(t)] for t in tensors]
-        scanned = () if steps.scanned is None else taken_apart(args[steps.scanned])[0]
+        scanned = (
+            () if steps.scanned is None else tensors_and_frame(args[steps.scanned])[0]
+        )
         self.scanned = [index[id(t)] for t in scanned]
         self.outs = Outs((), ())
         self.needs: Sequence[bool] = ()
@@ -232,7 +234,7 @@ class _Sweep:
         # Of what every step may change, the first one tells: to look takes time.
         self.is_noting = False
         self.changing: Nodes = {}
-        tensors, frame = taken_apart(args[0])
+        tensors, frame = tensors_and_frame(args[0])
         needs = [t.requires_grad for t in tensors]
         self._live = self._first = Live([*map(cut.value, tensors)], frame, needs)
         self.count = 0

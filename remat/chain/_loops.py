@@ -25,7 +25,7 @@ from remat.chain._call import (
     call_chain,
     check_callable,
     label_for,
-    map_leaves,
+    map_tree,
     policed,
 )
 from remat.chain._forward import Progress
@@ -139,7 +139,7 @@ def scan(
         return init, _nothing_collected(f, init, xs)
     steps = Steps(_scan_step, label, count, scanned=1, is_reversed=reverse)
     schedule = asked or schedule_for(checkpoints, unroll)
-    args = init, map_leaves(_alias, xs)
+    args = init, map_tree(_alias, xs)
     return call_chain(policed(f, policy), args, steps, schedule, progress)
 
 
@@ -267,11 +267,11 @@ def _scan_step(
     f: Any, args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, Any]:
     del k
-    result = f(carry, map_leaves(lambda t: t[place], args[1]))
+    result = f(carry, map_tree(lambda t: t[place], args[1]))
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(_PAIR.format(got=type(result).__name__))
     carry, y = result
-    return carry, map_leaves(_as_tensor, y)
+    return carry, map_tree(_as_tensor, y)
 
 
 def _counted_step(
@@ -348,14 +348,10 @@ def _with_paths(xs: Any) -> list[tuple[str, Any]]:
 
 def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
     """Return what no step collects: tensors of length 0."""
-
-    def slice_like(t: Tensor) -> Tensor:
-        return t.new_zeros(t.shape[1:])
-
     with torch.no_grad():
-        _, y = f(init, map_leaves(slice_like, xs))
-    tensors = map_leaves(_as_tensor, y)
-    return map_leaves(lambda t: t.new_zeros((0, *t.shape)), tensors)
+        _, y = f(init, map_tree(lambda t: t.new_zeros(t.shape[1:]), xs))
+    tensors = map_tree(_as_tensor, y)
+    return map_tree(lambda t: t.new_zeros((0, *t.shape)), tensors)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from remat._base.program import Request
 from remat._base.types import TENSORS
 from remat._capture.runs import ForwardRun
 from remat._fit.meter import Meter, MissingValueError, has_storage
-from remat._fit.simulate import undisturbed
+from remat._fit.simulate import isolated
 from remat._live.reach import Reach
 from remat._partial.cache import CACHES
 from remat._torch import (
@@ -43,7 +43,7 @@ from remat.chain._reversal import Reversing
 from remat.chain._rotor import StageCosts, Stages
 from remat.chain._segment import segment_from
 from remat.chain._segments import Uniform
-from remat.chain._steps import FunctionList, Live, Steps, taken_apart
+from remat.chain._steps import FunctionList, Live, Steps, tensors_and_frame
 
 
 def measured(
@@ -52,7 +52,7 @@ def measured(
     """Return the numbers of the steps of a chain, as they are inside all vmaps."""
     lengths: Sequence[int] = (steps.length or 0,)
     if steps.length is None:  # there may be fewer than are tried
-        lengths = len(taken_apart(args[0])[0]) + 2, 2, 1
+        lengths = len(tensors_and_frame(args[0])[0]) + 2, 2, 1
     error: Exception = RuntimeError()
     # Fake kernels refuse some of what the real ones compute.
     for is_real in (False,) if is_batched else (False, True):
@@ -100,7 +100,7 @@ def _tried(trial: "Trial", nbytes: int, *, is_real: bool) -> StepBytes | Staged:
 
     with (
         outside_all_dispatch_modes(),
-        undisturbed(),
+        isolated(),
         CACHES.set_aside(),
         _set_back(trial),
     ):

@@ -84,14 +84,14 @@ class Reversal(Program):
         return outs, Evaluation(request, used, [*map(has_derivatives, outs)])
 
 
-def is_recorded(tensors: Sequence[Tensor]) -> bool:
+def is_recorded_at_any_level(tensors: Sequence[Tensor]) -> bool:
     """Say whether what is done with tensors becomes a graph."""
     return torch.is_grad_enabled() and any(map(requires_grad_at_any_level, tensors))
 
 
 def is_watched(tensors: Sequence[Tensor]) -> bool:
     """Say whether what is done with tensors is differentiated."""
-    if is_recorded(tensors):
+    if is_recorded_at_any_level(tensors):
         return True
     return is_under_jvp() or (base_dual_level_active() and is_forward_ad_enabled())
 

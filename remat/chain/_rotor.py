@@ -37,7 +37,6 @@ from remat.chain._actions import (
     RecordStep,
     Save,
     Schedule,
-    check_count,
 )
 
 
@@ -88,11 +87,11 @@ class Rerun:
 
     start: int
     stop: int
-    inner: "Parts"
+    inner: "RotorParts"
 
 
 # In order. A number is a stage that is recorded until its backward.
-Parts = tuple[int | Rerun, ...]
+RotorParts = tuple[int | Rerun, ...]
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Stages:
             before = self.carry(k) if k > start else 0
             yield before + self.carry(k + 1) + self.stages[k].extra_bytes
 
-    def cost(self, parts: Parts) -> float:
+    def cost(self, parts: RotorParts) -> float:
         """Return the work of parts, forward and backward."""
         total = 0.0
         for part in parts:
@@ -151,7 +150,7 @@ class Stages:
                 total += again + self.cost(part.inner)
         return total
 
-    def peak(self, parts: Parts, stop: int) -> int:
+    def peak(self, parts: RotorParts, stop: int) -> int:
         """Return the peak of the parts of subchain `_, stop`, without its input."""
         held, peak = 0, 0
         for part in parts:
@@ -180,7 +179,7 @@ class Rotor(Schedule):
     """
 
     numbers: Stages
-    parts: Parts
+    parts: RotorParts
 
     @property
     def cost(self) -> float:
@@ -214,7 +213,7 @@ class Rotor(Schedule):
             raise ValueError(_OTHER.format(count=count, length=length))
 
 
-def _first_run(parts: Parts, stored: int | None = None) -> Iterator[Action]:
+def _first_run(parts: RotorParts, stored: int | None = None) -> Iterator[Action]:
     """Run parts once. Carry `stored` is stored already."""
     for part in parts:
         if isinstance(part, int):
@@ -225,7 +224,7 @@ def _first_run(parts: Parts, stored: int | None = None) -> Iterator[Action]:
         yield Advance(part.start, part.stop)
 
 
-def _reversed(parts: Parts, stored: int | None = None) -> Iterator[Action]:
+def _reversed(parts: RotorParts, stored: int | None = None) -> Iterator[Action]:
     """Reverse parts that ran once. Whoever stored carry `stored` drops it."""
     for part in reversed(parts):
         if isinstance(part, int):
@@ -238,7 +237,7 @@ def _reversed(parts: Parts, stored: int | None = None) -> Iterator[Action]:
             yield Drop(part.start)
 
 
-def _runs(parts: Parts) -> int:
+def _runs(parts: RotorParts) -> int:
     """Count the runs of stages."""
     again = [part for part in parts if isinstance(part, Rerun)]
     inside = sum(part.stop - part.start + _runs(part.inner) for part in again)
@@ -250,22 +249,18 @@ def rotor(
     budget: int,
     *,
     input_bytes: int = 0,
-    input_gradient_bytes: int = 0,
-    slots: int = 500,
 ) -> Rotor:
     """Find the plan with the least work whose peak is under a budget.
 
     The last stage is recorded in the forward. If the bytes of a loss after the chain
     matter, make it the last stage: then no residuals of the stage before have to wait.
+    The time grows with the third power of the number of stages: about a second for 50.
 
     Args:
         stages: The stages of the chain.
         budget: How many bytes may exist at once, with the input.
-        input_bytes: The bytes of the input.
-        input_gradient_bytes: The bytes of its cotangent, if there is one.
-        slots: In how many parts the budget is divided. More find better plans. The time
-            grows with it, and with the third power of the number of stages: about a
-            second for 50 stages and 500 slots.
+        input_bytes: The bytes of the input. Those of its cotangent, if there is one,
+            count as `backward_extra` of the first stage.
 
     Returns:
         The plan.
@@ -279,8 +274,7 @@ def rotor(
         >>> plan.peak, plan.cost, plan.evaluations(6)
         (12, 22.0, Evaluations(forward=6, backward=4))
     """
-    check_count("rotor", "slots", slots)
-    numbers = Stages(tuple(stages), input_bytes, input_gradient_bytes)
+    numbers = Stages(tuple(stages), input_bytes)
     fastest = Rotor(numbers, tuple(range(len(stages))))
     if fastest.peak <= budget:
         return fastest
@@ -288,7 +282,7 @@ def rotor(
     if smallest.peak > budget:
         shown = {"count": len(numbers), "least": smallest.peak}
         raise ValueError(_TOO_SMALL.format(budget=budget, **shown))
-    for parts in _solve(numbers, budget - input_bytes, slots):
+    for parts in _solve(numbers, budget - input_bytes):
         plan = Rotor(numbers, parts)
         if plan.peak <= budget:
             return min(plan, smallest, key=lambda plan: plan.cost)
@@ -337,7 +331,7 @@ def _follow(
     i: int,
     j: int,
     room: int,
-) -> Parts:
+) -> RotorParts:
     """Make the choices for a subchain one after the other."""
     parts: list[int | Rerun] = []
     while i < j:
@@ -352,7 +346,7 @@ def _follow(
     return tuple(parts)
 
 
-def _smallest(numbers: Stages) -> Parts:
+def _smallest(numbers: Stages) -> RotorParts:
     """Return the parts with the least peak, of these some with little work."""
     length, choices = len(numbers), _choices(numbers)
     best = {(i, i): (0, 0.0) for i in range(length + 1)}
@@ -369,17 +363,21 @@ def _smallest(numbers: Stages) -> Parts:
     return _follow(lambda i, j, _: chosen[i, j], lambda _: 0, 0, length, 0)
 
 
-def _solve(numbers: Stages, room: int, slots: int) -> Iterator[Parts]:
+# In how many parts the budget is divided. More find better plans, and take longer.
+_SLOTS = 500
+
+
+def _solve(numbers: Stages, room: int) -> Iterator[RotorParts]:
     """Solve for some more slots than there are, then for fewer; the last ones fit."""
     length = len(numbers)
-    unit, spare = _unit(numbers, room, slots)
+    unit, spare = _unit(numbers, room)
     table = _WorkTable(numbers, unit, room // unit + spare)
     for most in range(room // unit + spare, room // unit - 1, -1):
         if table.rows[0, length][most] < math.inf:
             yield _follow(table.choose, table.slots_of, 0, length, most)
 
 
-def _unit(numbers: Stages, room: int, slots: int) -> tuple[int, int]:
+def _unit(numbers: Stages, room: int) -> tuple[int, int]:
     """Return the bytes of a slot, and how many slots the rounding may waste."""
     length = len(numbers)
     sizes = [f(k) for k in range(length + 1) for f in (numbers.carry, numbers.gradient)]
@@ -387,9 +385,9 @@ def _unit(numbers: Stages, room: int, slots: int) -> tuple[int, int]:
         sizes += stage.extra_bytes, stage.saved_bytes
         sizes += stage.forward_extra, stage.backward_extra
     divisor = math.gcd(*sizes)
-    if divisor * slots >= room:
+    if divisor * _SLOTS >= room:
         return divisor, 0
-    return -(-room // slots), length + 1
+    return -(-room // _SLOTS), length + 1
 
 
 class _WorkTable:

@@ -23,7 +23,7 @@ from remat._capture.runs import SnapshotRun
 from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
 from remat.chain._forward import ChainProgram
-from remat.chain._steps import Cut, Live, cutting, run_step, taken_apart, through
+from remat.chain._steps import Cut, Live, cutting, run_step, tensors_and_frame, through
 
 
 class Segment(Program):
@@ -64,11 +64,11 @@ class Segment(Program):
             return through(steps, fn, args, live.tree, self._numbers, self._offset)
 
         carry, ys = self._called(call, inputs[count:], mode)
-        tensors, frame = taken_apart(carry)
+        tensors, frame = tensors_and_frame(carry)
         # Who differentiates it is outside, and does not show in the tensors.
         needs = [*map(has_derivatives, tensors)]
         self._after = Live((), frame, needs, self._ambient, self._objects)
-        return (*tensors, *(t for y in ys for t in taken_apart(y)[0]))
+        return (*tensors, *(t for y in ys for t in tensors_and_frame(y)[0]))
 
     @override
     def evaluate(

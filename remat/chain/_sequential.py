@@ -96,7 +96,7 @@ def sequential(
         return x
     name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
     label = label_for(f"sequential of {len(layers)} {name}")
-    steps = Steps(_call, label, len(layers), is_repeated=False)
+    steps = Steps(_apply_layer, label, len(layers), is_repeated=False)
     called = tuple(policed(fn, policy) for fn in layers)
     return call_chain(FunctionList(called), (x, args), steps, schedule, progress)[0]
 
@@ -109,7 +109,7 @@ def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
     return Uniform(segments)
 
 
-def _call(
+def _apply_layer(
     layers: FunctionList, args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, None]:
     del place

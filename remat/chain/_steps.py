@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 TENSOR = object()
 
 
-def taken_apart(tree: Any) -> tuple[list[Tensor], Frame]:
+def tensors_and_frame(tree: Any) -> tuple[list[Tensor], Frame]:
     """Return the tensors of a pytree, and the rest."""
     leaves, treedef = pytree.flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -285,8 +285,8 @@ def run_step(
         raise MutationError(_CHANGED.format(k=k, label=steps.label)) from error
     if versions_of(leaves) != before:
         raise MutationError(_CHANGED.format(k=k, label=steps.label))
-    tensors, frame = taken_apart(carry)
-    collected, form = taken_apart(y)
+    tensors, frame = tensors_and_frame(carry)
+    collected, form = tensors_and_frame(y)
     if look is not None:
         look([*tensors, *collected], leaves)
     new = Live([*map(cut.value, tensors)], frame, [t.requires_grad for t in tensors])

@@ -26,7 +26,13 @@ from remat._torch import (
     unbatched,
 )
 from remat.chain._actions import Storage
-from remat.chain._steps import COLLECTED, Live, Steps, refuse_other_form, taken_apart
+from remat.chain._steps import (
+    COLLECTED,
+    Live,
+    Steps,
+    refuse_other_form,
+    tensors_and_frame,
+)
 
 
 class _OnDisk(NamedTuple):
@@ -106,7 +112,7 @@ class Columns:
         self._steps, self._length = steps, steps.length or 0
         self._columns: list[Any] = []
         self._count = 0
-        self._frame = taken_apart(None)[1]
+        self._frame = tensors_and_frame(None)[1]
         self._needs: list[bool] = []
 
     def add(self, row: Live) -> None:

@@ -1,8 +1,7 @@
 """`torch.utils.checkpoint`, on top of remat: the same names, signatures and results.
 
     _checkpoint   checkpoint, and the function that it calls under a user's contexts
-    _sequential   checkpoint_sequential
-    _patch        patch, install and uninstall
+    _patch        checkpoint_sequential; patch, install and uninstall
 
 In: calls written for torch's checkpoint. Out: the results of the function, with a graph
 that recomputes as remat's does. The other names are torch's own.
@@ -31,11 +30,11 @@ from torch.utils.checkpoint import (
 from remat._base import hints as _hints
 from remat.compat._checkpoint import checkpoint as checkpoint
 from remat.compat._patch import (
+    checkpoint_sequential as checkpoint_sequential,
     install as install,
     patch as patch,
     uninstall as uninstall,
 )
-from remat.compat._sequential import checkpoint_sequential as checkpoint_sequential
 
 
 _hints.at(__name__)

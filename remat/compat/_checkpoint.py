@@ -32,7 +32,7 @@ from remat._base.source import shown, user_line
 from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
-from remat._report.bitwise import RunOperation, around, same_statics, statics_of
+from remat._report.bitwise import RunOperation, argument_statics, around, same_statics
 from remat._torch import (
     checkpoint_settings,
     constant_in_traces,
@@ -162,7 +162,7 @@ def checkpoint(
         return functools.partial(_decorated, asked)
     if torch.compiler.is_compiling():
         return _traced(function, args, kwargs, asked)
-    return call(function, args, kwargs, asked, sys._getframe(1))
+    return call_checkpointed(function, args, kwargs, asked, sys._getframe(1))
 
 
 _NO_FUNCTION = (
@@ -197,7 +197,7 @@ def _decorated(asked: Asked, function: Fn) -> Fn:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _traced(function, args, kwargs, asked)
-        return call(function, args, kwargs, asked, sys._getframe(1))
+        return call_checkpointed(function, args, kwargs, asked, sys._getframe(1))
 
     return checkpointed
 
@@ -236,7 +236,7 @@ _COMPILED = "compiled code"
 # --- Outside of traces ---
 
 
-def call(
+def call_checkpointed(
     fn: Fn,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -360,7 +360,9 @@ class _Operations(Observer):
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Noted first: an operation may raise.
-        self.steps.append(RunOperation(func, statics_of((args, kwargs)), user_line()))
+        self.steps.append(
+            RunOperation(func, argument_statics((args, kwargs)), user_line())
+        )
         return super().run(func, args, kwargs)
 
 

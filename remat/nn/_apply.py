@@ -113,7 +113,7 @@ def apply_from(
     chosen = _chosen(model, select, policy)
     options = [options_of(policy, prune, rng, higher_order) for _, _, policy in chosen]
     for name, module, _ in chosen:
-        _refuse(model, name, module)
+        _refuse(name, module)
     for (_, module, _), each in zip(chosen, options, strict=True):
         recompute_in_place(module, where, each, by)
     refuse_later(model, by, where)
@@ -185,7 +185,7 @@ def _chosen(
     return [(n, module, policies[k]) for n, module, k in selected(model, selectors)]
 
 
-def _refuse(model: nn.Module, name: str, module: nn.Module) -> None:
+def _refuse(name: str, module: nn.Module) -> None:
     """Refuse a module that is recomputed already, or cannot be."""
     if isinstance(module, RematModule):
         kind, where = type(module).__name__, module._remat_spec.where

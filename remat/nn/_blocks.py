@@ -45,8 +45,8 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     for fewest in 2, 1:
-        rule = _Rule(fewest, frozenset())
-        rule = _Rule(fewest, frozenset(_kinds(model, rule)))
+        rule = _BlockRule(fewest, frozenset())
+        rule = _BlockRule(fewest, frozenset(_kinds(model, rule)))
         for name, module in _blocks_in(model, "", rule):
             if all(module is not other for other in found.values()):
                 found[name] = module
@@ -57,30 +57,30 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 # A class, by its name: libraries derive one for each module, of the same name.
-_Kind = tuple[str, str]
+_ClassName = tuple[str, str]
 
 
-class _Rule(NamedTuple):
+class _BlockRule(NamedTuple):
     """What is a block."""
 
     fewest: int  # the layers that it has at least
-    kinds: frozenset[_Kind]  # the classes that occur twice
+    kinds: frozenset[_ClassName]  # the classes that occur twice
 
 
-def _kinds(model: nn.Module, rule: _Rule) -> Iterator[_Kind]:
+def _kinds(model: nn.Module, rule: _BlockRule) -> Iterator[_ClassName]:
     """Return the classes of all blocks."""
     for module in model.modules():
         yield from _repeated(_in_list(module, rule).values())
     yield from _repeated(_outermost_items(model, rule))
 
 
-def _repeated(modules: Iterable[nn.Module]) -> Iterator[_Kind]:
+def _repeated(modules: Iterable[nn.Module]) -> Iterator[_ClassName]:
     """Return the classes that occur twice, but Sequential: that says nothing."""
     counts = Counter(_kind(m) for m in modules if type(m) is not nn.Sequential)
     return (kind for kind, count in counts.items() if count > 1)
 
 
-def _outermost_items(module: nn.Module, rule: _Rule) -> Iterator[nn.Module]:
+def _outermost_items(module: nn.Module, rule: _BlockRule) -> Iterator[nn.Module]:
     """Return the items of lists that are in no other item."""
     for _, child in _items(module):
         is_item = isinstance(module, _LISTS) and type(child) is not nn.Sequential
@@ -91,7 +91,7 @@ def _outermost_items(module: nn.Module, rule: _Rule) -> Iterator[nn.Module]:
 
 
 def _blocks_in(
-    module: nn.Module, name: str, rule: _Rule
+    module: nn.Module, name: str, rule: _BlockRule
 ) -> Iterator[tuple[str, nn.Module]]:
     blocks = _in_list(module, rule)
     for key, child in _items(module):
@@ -102,7 +102,7 @@ def _blocks_in(
             yield from _blocks_in(child, path, rule)
 
 
-def _in_list(module: nn.Module, rule: _Rule) -> dict[str, nn.Module]:
+def _in_list(module: nn.Module, rule: _BlockRule) -> dict[str, nn.Module]:
     """Return the items of a list that are blocks, or stages."""
     if not isinstance(module, _LISTS):
         return {}
@@ -123,7 +123,7 @@ def _items(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield key, child
 
 
-def _is_compound(module: nn.Module, rule: _Rule) -> bool:
+def _is_compound(module: nn.Module, rule: _BlockRule) -> bool:
     if not has_forward(module):
         return False
     # An adapter around a layer is a layer.
@@ -131,7 +131,7 @@ def _is_compound(module: nn.Module, rule: _Rule) -> bool:
     return any(inside.children()) and _layers(inside) >= rule.fewest
 
 
-def _is_stage(module: nn.Module, rule: _Rule) -> bool:
+def _is_stage(module: nn.Module, rule: _BlockRule) -> bool:
     if _in_list(module, rule):
         return True
     lists = [child for child in module.children() if _in_list(child, rule)]
@@ -147,6 +147,6 @@ def _layers(module: nn.Module) -> int:
     )
 
 
-def _kind(module: nn.Module) -> _Kind:
+def _kind(module: nn.Module) -> _ClassName:
     kind = type(module)
     return kind.__module__, kind.__qualname__

@@ -84,7 +84,7 @@ def _why_not(model: Any) -> str:
     """Say why a scope cannot follow a plan here; "" if it can."""
     if current_layer() is not None:
         return "under a transform of torch.func"
-    is_split = model is not None and is_sharded(model)
+    is_split = model is not None and has_sharded_parts(model)
     return "with sharded parameters" if is_split else ""
 
 
@@ -92,10 +92,10 @@ def can_follow(model: nn.Module) -> bool:
     """Say whether a plan for a whole step can be followed by a model as it is."""
     compiled = any(m._compiled_call_impl is not None for m in model.modules())
     is_compiled = compiled or hasattr(model, "_orig_mod")
-    return not (is_compiled or is_sharded(model))
+    return not (is_compiled or has_sharded_parts(model))
 
 
-def is_sharded(model: nn.Module) -> bool:
+def has_sharded_parts(model: nn.Module) -> bool:
     """Say whether a module has DTensors, or FSDP frees its parameters in a step."""
     sharded = _classes("torch.distributed.tensor", "DTensor")
     fsdp = "FSDPModule", "FullyShardedDataParallel"

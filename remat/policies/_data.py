@@ -6,7 +6,7 @@ passed as its class and its fields.
 
 Invariant: policies of equal identity decide alike. A policy that asks a user's
 function, or is of a user's class, has none: nobody can tell what its code reads. And
-`whole(*parts_of(policy))` equals the policy.
+`whole(*policy_parts(policy))` equals the policy.
 Rejected: `repr` and pickles. The first may be a user's own, and the second hold the
 order of sets, which differs between processes.
 """
@@ -47,7 +47,7 @@ def _joined(name: str, parts: list[str]) -> str:
     return f"{name}({', '.join(parts)})"
 
 
-def parts_of(policy: Any) -> tuple[Any, Any]:
+def policy_parts(policy: Any) -> tuple[Any, Any]:
     """Return the parts of a policy, and the policy itself where it has none."""
     # Dynamo traces this. Of others it may take a number for one that changes.
     if _is_made_here(policy) and _has_parts(policy):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from remat.random import _ops
 from remat.random._draw import (
+    Number,
     Shape,
-    Value,
     as_parameter,
     below,
     check_scale,
@@ -30,7 +30,7 @@ from remat.random._key import KeyLike
 
 
 def _wide_uniform(
-    key: KeyLike, shape: Shape, dtype: torch.dtype | None, **parameters: Value
+    key: KeyLike, shape: Shape, dtype: torch.dtype | None, **parameters: Number
 ) -> tuple[Tensor, torch.dtype]:
     """Return uniform numbers to compute with, and the dtype of what comes of them."""
     dtype = float_dtype(dtype)
@@ -43,8 +43,8 @@ def gumbel(
     key: KeyLike,
     shape: Shape = (),
     dtype: torch.dtype | None = None,
-    loc: Value = 0.0,
-    scale: Value = 1.0,
+    loc: Number = 0.0,
+    scale: Number = 1.0,
 ) -> Tensor:
     """Draw from the Gumbel distribution, ``loc - scale * log(-log(u))``.
 
@@ -80,7 +80,7 @@ def exponential(
     key: KeyLike,
     shape: Shape = (),
     dtype: torch.dtype | None = None,
-    scale: Value = 1.0,
+    scale: Number = 1.0,
 ) -> Tensor:
     """Draw from the exponential distribution, ``-scale * log(1 - u)``.
 
@@ -113,8 +113,8 @@ def laplace(
     key: KeyLike,
     shape: Shape = (),
     dtype: torch.dtype | None = None,
-    loc: Value = 0.0,
-    scale: Value = 1.0,
+    loc: Number = 0.0,
+    scale: Number = 1.0,
 ) -> Tensor:
     """Draw from the Laplace distribution, of density ``exp(-|x - loc| / scale)``.
 
@@ -149,8 +149,8 @@ def laplace(
 
 def truncated_normal(
     key: KeyLike,
-    lower: Value,
-    upper: Value,
+    lower: Number,
+    upper: Number,
     shape: Shape = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:

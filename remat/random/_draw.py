@@ -20,7 +20,7 @@ from remat.random._key import KeyLike, data_of, integer
 
 
 Shape: TypeAlias = int | tuple[int, ...] | Tensor | None
-Value: TypeAlias = float | Tensor
+Number: TypeAlias = float | Tensor
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -44,7 +44,7 @@ def draw(
     return numbers.reshape((*data.shape[:-1], *shape))
 
 
-def shape_for(key: KeyLike, shape: Shape, **parameters: Value) -> tuple[int, ...]:
+def shape_for(key: KeyLike, shape: Shape, **parameters: Number) -> tuple[int, ...]:
     """Return the requested shape; by default, the broadcast shape of the parameters."""
     tensors = {name: p for name, p in parameters.items() if isinstance(p, Tensor)}
     if shape is None:
@@ -86,7 +86,7 @@ def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
     return len(shape) <= len(result) and all(a in (1, b) for a, b in pairs)
 
 
-def as_parameter(value: Value, like: Tensor) -> Tensor:
+def as_parameter(value: Number, like: Tensor) -> Tensor:
     """Return a parameter as a tensor of the dtype and device of the draws `like`."""
     if not isinstance(value, Tensor):
         if torch.compiler.is_compiling():
@@ -119,18 +119,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def is_number(value: Value, number: float) -> bool:
+def is_number(value: Number, number: float) -> bool:
     """Say whether a parameter is a Python number with this value."""
     return isinstance(value, (int, float)) and value == number
 
 
-def check_scale(name: str, value: Value) -> None:
+def check_scale(name: str, value: Number) -> None:
     """Raise if a number cannot be a scale."""
     if not isinstance(value, Tensor) and not value >= 0:
         raise ValueError(f"remat: `{name}` is {value}; it must be at least 0.")
 
 
-def moved(z: Tensor, loc: Value, scale: Value) -> Tensor:
+def moved(z: Tensor, loc: Number, scale: Number) -> Tensor:
     """Return `z * scale + loc`."""
     if not is_number(scale, 1):
         z = z * as_parameter(scale, z)

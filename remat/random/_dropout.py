@@ -17,7 +17,7 @@ from typing_extensions import override
 from remat._torch import current_layer, must_inline
 from remat.random import _ops
 from remat.random._draw import (
-    Value,
+    Number,
     consumed,
     draw_each,
     fits,
@@ -29,7 +29,7 @@ from remat.random._key import KeyLike, data_of
 from remat.random._samplers import check_probability
 
 
-def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
+def dropout(key: KeyLike, x: Tensor, p: Number, training: bool = True) -> Tensor:
     """Zero each element with probability ``p``, and scale the others by 1 / (1 - p).
 
     An element is dropped where ``bernoulli(key, p, x.shape)`` is True. The backward
@@ -70,7 +70,7 @@ def dropout(key: KeyLike, x: Tensor, p: Value, training: bool = True) -> Tensor:
     return _drop_tensor(x, data, p) if isinstance(p, Tensor) else _drop(x, data, p)
 
 
-def _check(data: Tensor, x: Tensor, p: Value) -> None:
+def _check(data: Tensor, x: Tensor, p: Number) -> None:
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(
             f"remat: dropout of {x.dtype} is not possible. Convert `x` to floating "

@@ -215,10 +215,10 @@ def _draw_shape(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 # --- vmap: a batch is more keys ---------------------------------------------------
 
 
-Batched = Callable[..., tuple[Tensor, int]]
+VmapRule = Callable[..., tuple[Tensor, int]]
 
 
-def _more_keys(op: Any, out_dim: int) -> Batched:
+def _more_keys(op: Any, out_dim: int) -> VmapRule:
     def rule(info: Any, in_dims: Any, data: Tensor, *args: Any) -> tuple[Tensor, int]:
         del info  # the batch size is not needed
         return op(data.movedim(in_dims[0], 0), *args), out_dim
@@ -226,7 +226,7 @@ def _more_keys(op: Any, out_dim: int) -> Batched:
     return rule
 
 
-def _more_keys_or_values(op: Any) -> Batched:
+def _more_keys_or_values(op: Any) -> VmapRule:
     def rule(
         info: Any, in_dims: Any, data: Tensor, value: Tensor
     ) -> tuple[Tensor, int]:

@@ -255,7 +255,7 @@ def _multinomial(
 
 def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
     # Divided by the last sum, so that it becomes exactly one: no draw is beyond it.
-    total = p.to(wide(p)).cumsum(-1)
+    total = p.to(dtype_for_tails(p)).cumsum(-1)
     cumulative = total / total[..., -1:]
     u = uniform(key, (*p.shape[:-1], num), cumulative.dtype)
     return torch.searchsorted(cumulative, u, right=True)
@@ -316,7 +316,7 @@ def _wide_integers(key: Key, shape: Any, low: int, span: int) -> Tensor:
     return words + low
 
 
-def wide(x: Tensor) -> torch.dtype:
+def dtype_for_tails(x: Tensor) -> torch.dtype:
     """Return the dtype to draw in for a distribution with tails."""
     exact = x.dtype is torch.float64 or not x.is_floating_point()
     return torch.float64 if exact else torch.float32
@@ -359,7 +359,7 @@ def check_floats(name: str, x: Tensor) -> None:
 def exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
     check_floats("exponential_", x)
     check(lambd > 0, "exponential_ needs lambd > 0", lambd)
-    u = uniform(key, shape_like(x), wide(x))
+    u = uniform(key, shape_like(x), dtype_for_tails(x))
     # Never zero: callers take its logarithm.
     least = torch.finfo(u.dtype).eps / 2
     return (-torch.log1p(-u)).clamp_min(least) / lambd
@@ -367,19 +367,19 @@ def exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
 
 def log_normal_(key: Key, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
     check_floats("log_normal_", x)
-    return normal(key, shape_like(x), wide(x), mean, std).exp()
+    return normal(key, shape_like(x), dtype_for_tails(x), mean, std).exp()
 
 
 def cauchy_(key: Key, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
     check_floats("cauchy_", x)
     check(sigma > 0, "cauchy_ needs sigma > 0", sigma)
-    u = uniform(key, shape_like(x), wide(x))
+    u = uniform(key, shape_like(x), dtype_for_tails(x))
     return torch.tan(math.pi * (u - 0.5)) * sigma + median
 
 
 def geometric_(key: Key, x: Tensor, p: float) -> Tensor:
     check(0 < p < 1, "geometric_ needs 0 < p < 1", p)
-    u = uniform(key, shape_like(x), wide(x))
+    u = uniform(key, shape_like(x), dtype_for_tails(x))
     return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp_min(1)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from remat.random import _ops
 from remat.random._draw import (
+    Number,
     Shape,
-    Value,
     as_parameter,
     as_shape,
     below,
@@ -37,8 +37,8 @@ def uniform(
     key: KeyLike,
     shape: Shape = (),
     dtype: torch.dtype | None = None,
-    minval: Value = 0.0,
-    maxval: Value = 1.0,
+    minval: Number = 0.0,
+    maxval: Number = 1.0,
 ) -> Tensor:
     """Draw from the uniform distribution on ``[minval, maxval)``.
 
@@ -112,8 +112,8 @@ def normal(
     key: KeyLike,
     shape: Shape = (),
     dtype: torch.dtype | None = None,
-    mean: Value = 0.0,
-    std: Value = 1.0,
+    mean: Number = 0.0,
+    std: Number = 1.0,
 ) -> Tensor:
     """Draw from the normal distribution.
 
@@ -148,7 +148,7 @@ def normal(
     return z if standard else moved(z, mean, std).to(dtype)
 
 
-def bernoulli(key: KeyLike, p: Value = 0.5, shape: Shape = None) -> Tensor:
+def bernoulli(key: KeyLike, p: Number = 0.5, shape: Shape = None) -> Tensor:
     """Draw True with probability ``p``.
 
     A draw is True if a uniform number in float32 is below ``p``: never for 0, always
@@ -181,7 +181,7 @@ def bernoulli(key: KeyLike, p: Value = 0.5, shape: Shape = None) -> Tensor:
     return u < p
 
 
-def check_probability(p: Value) -> None:
+def check_probability(p: Number) -> None:
     """Raise if a number is not a probability."""
     if not isinstance(p, Tensor) and not 0 <= p <= 1:
         raise ValueError(f"remat: the probability `p` is {p}, outside [0, 1].")

@@ -23,7 +23,7 @@ from remat._transform.api import remat
 from remat.testing._counts import count_ops
 
 
-_Fn: TypeAlias = Callable[[Tensor], Any]
+_TensorFunction: TypeAlias = Callable[[Tensor], Any]
 
 
 # No compiler runs products of matrices again by itself.
@@ -38,7 +38,7 @@ def _block(x: Tensor) -> Tensor:
 # --- Ways to run it: each makes of a function one that differentiates it ---
 
 
-def _backward(fn: _Fn) -> _Fn:
+def _backward(fn: _TensorFunction) -> _TensorFunction:
     def run(x: Tensor) -> Any:
         leaf = x.detach().requires_grad_()
         fn(leaf).sum().backward()
@@ -47,7 +47,7 @@ def _backward(fn: _Fn) -> _Fn:
     return run
 
 
-def _backward_twice(fn: _Fn) -> _Fn:
+def _backward_twice(fn: _TensorFunction) -> _TensorFunction:
     def run(x: Tensor) -> Any:
         leaf = x.detach().requires_grad_()
         (grad,) = torch.autograd.grad(fn(leaf).sum(), leaf, create_graph=True)
@@ -56,12 +56,12 @@ def _backward_twice(fn: _Fn) -> _Fn:
     return run
 
 
-def _grad(fn: _Fn) -> _Fn:
+def _grad(fn: _TensorFunction) -> _TensorFunction:
     return func.grad(lambda x: fn(x).sum())
 
 
 _COMPILED = "torch.compile"
-_WAYS: dict[str, Callable[[_Fn], _Fn]] = {
+_WAYS: dict[str, Callable[[_TensorFunction], _TensorFunction]] = {
     ".backward()": _backward,
     "a second .backward()": _backward_twice,
     "torch.func.grad": _grad,

@@ -9,10 +9,10 @@ import torch
 from support.fitted import CASES, bytes_before
 
 import remat
+from remat._fit.api import _course
 from remat._fit.choose import SavingProgram, chosen_for, greedy, lowest, solved
-from remat._fit.planning import _course
 from remat._fit.record import record
-from remat._fit.simulate import TrainingStep, copied, undisturbed
+from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
 from remat._scope.following import ByPosition, Course
 from remat._torch import fake_mode
@@ -33,7 +33,7 @@ def walker_of(name):
     make, *rest = CASES[name]
     torch.manual_seed(0)
     case = make(), *rest
-    with undisturbed():
+    with isolated():
         mode = fake_mode()
         made = copied(TrainingStep(*case), mode, torch.device("cpu"))
         return Walker(record(made, mode)), case

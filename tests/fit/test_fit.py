@@ -35,7 +35,7 @@ from support.tables import rows
 from torch import nn
 
 import remat
-from remat._fit.simulate import TrainingStep, simulate, undisturbed
+from remat._fit.simulate import TrainingStep, isolated, simulate
 from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops, memory_timeline
 
@@ -367,7 +367,7 @@ def uniform_choices(model, args, kwargs, loss):
 
 def simulated(model, args, kwargs, loss):
     made = TrainingStep(model, args, kwargs, loss)
-    with undisturbed():
+    with isolated():
         return simulate(made, torch.device("cpu"), lambda step: step)
 
 

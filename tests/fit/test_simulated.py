@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat import policies
 from remat._fit.meter import allocated
-from remat._fit.simulate import TrainingStep, copied, simulate, undisturbed
+from remat._fit.simulate import TrainingStep, copied, isolated, simulate
 from remat._torch import fake_mode
 from remat.testing import memory_timeline
 
@@ -51,7 +51,7 @@ def applied(policy):
 
 def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
     step = TrainingStep(model, args, kwargs or {}, loss)
-    with undisturbed():
+    with isolated():
         return simulate(step, CPU, change, **more)
 
 

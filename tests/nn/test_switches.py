@@ -9,9 +9,18 @@ import pickle
 
 import pytest
 import torch
-from support.switches import MODELS, Newer, Older, Stacked, switch_off, switch_on
+from support.switches import (
+    MODELS,
+    Block,
+    Newer,
+    Older,
+    Stacked,
+    switch_off,
+    switch_on,
+)
 from support.tables import rows
 from support.zoo import ops_of
+from torch import nn
 
 import remat
 from remat import policies
@@ -37,6 +46,49 @@ def assert_runs(model, tanh, addmm=None):
     assert ops[0] == tanh
     assert addmm in (None, ops[1])
     assert_same(grads, run(type(model)())[1])
+
+
+# --- Options ---
+
+
+class _Odd(Block):
+    """A block that draws, and runs an operation that nobody reads."""
+
+    def run(self, x):
+        x.exp()
+        return super().run(nn.functional.dropout(x, 0.5, self.training))
+
+
+class _Odds(Stacked):
+    kind = _Odd
+
+
+def exps_of_two_backwards(model):
+    """How often that operation runs in a step whose backward is differentiated."""
+
+    def step():
+        loss, weights = model(X).square().sum(), [*model.parameters()]
+        grads = torch.autograd.grad(loss, weights, create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+
+    try:
+        return ops_of(step)["exp"]
+    except remat.RandomnessError:
+        return "refused"
+
+
+OPTIONS = {
+    "none": ({}, 3 * 3),
+    "prune": ({"prune": True}, 3),
+    "rng": ({"rng": "error"}, "refused"),
+    "higher_order": ({"higher_order": True}, 3 * 4),
+}
+
+
+@pytest.mark.parametrize("way", [remat.nn.apply, remat.nn.enable])
+@rows("options, exps", OPTIONS)
+def test_options_are_those_of_remat(way, options, exps):
+    assert exps_of_two_backwards(way(_Odds(), **options)) == exps
 
 
 # --- The switch says which blocks, `enable` what recomputes them ---

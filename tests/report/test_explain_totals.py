@@ -461,7 +461,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     ids=str,
 )
 def test_dtypes_are_written_as_by_jax(dtype, text):
-    assert remat._report.render.short(dtype, (2,)) == text
+    assert remat._report.render.short_array(dtype, (2,)) == text
 
 
 def test_labels_that_collide_are_found(pyplot):

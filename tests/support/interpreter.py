@@ -159,11 +159,11 @@ def fewest_advances(length, slots):
 class ByteInterpreter(Interpreter):
     """Counts bytes and work as well, for a chain of unequal stages."""
 
-    def __init__(self, stages, input_bytes=0, input_gradient_bytes=0):
+    def __init__(self, stages, input_bytes=0):
         super().__init__(len(stages))
         self.stages = stages
         self.carries = [input_bytes, *(stage.output_bytes for stage in stages)]
-        given = [input_gradient_bytes, *(stage.gradient_bytes for stage in stages)]
+        given = [0, *(stage.gradient_bytes for stage in stages)]
         pairs = zip(self.carries, given, strict=True)
         self.gradients = [carry if g is None else g for carry, g in pairs]
         self.most_bytes = self.work = 0
