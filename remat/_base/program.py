@@ -10,8 +10,8 @@ Rejected: keeping the tensors in it, which would hide them from torch's saved te
 call: nobody could tell which of it was known when.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -42,6 +42,27 @@ class Request(NamedTuple):
     is_batched: bool = False  # a vmap is around the call
 
 
+class Planned(Protocol):
+    """What follows the plans of a call: `SavedInNode` of `_partial/planned_call.py`."""
+
+    plans: Any  # None if it follows none
+
+    @property
+    def dropped(self) -> Collection[InputIndex]:
+        """The inputs that the node does not save."""
+
+    def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return those that it does."""
+
+    def carry_out(
+        self,
+        targets: Sequence[OutputIndex],
+        saved: Sequence[Tensor],
+        pull: Callable[..., Any],
+    ) -> Any:
+        """Return `pull(inputs, mode)` of a recompute, along a plan if one fits."""
+
+
 class Evaluation(NamedTuple):
     """What an evaluation found, besides the results."""
 
@@ -50,7 +71,7 @@ class Evaluation(NamedTuple):
     differentiable: PerResult = ()  # which results do
     updated: Sequence[InputIndex] = ()  # in place, by the function
     residuals: int = 0  # how many there are
-    recomputation: Any = None  # how it is recomputed; None to run it as it is
+    planned: Planned | None = None  # by what it is recomputed; None to run it as it is
     shared: Collection[OutputIndex] = ()  # outputs that share memory with others
     # Whether its backward depends on whether grad mode is on. Where nobody looked, as
     # for rules, it may.

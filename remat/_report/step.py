@@ -262,8 +262,8 @@ class StepWatch(Ledger):
         found = [h.residual for h in handles if h is not None and h.residual]
         for ref in self._calls:
             call = ref()
-            if call is not None and call.following is not None:
-                found += call.following.residuals_held()
+            if call is not None and call.planned is not None:
+                found += call.planned.residuals_held()
         for residual in found:
             yield from map(storage_id, _parts_in(residual.stored()))
 

@@ -473,8 +473,8 @@ def _evaluate(
     has_inference = None in state.versions
     # Before the plan, which is to know what the function runs on.
     copies = copy_buffers(inner, needs, snapshot.buffers)
-    plan = _plan(call, program, inputs, inner, request, state)
-    outs = _run(call, program, inner, None if plan is None else plan.mode, state)
+    planned = _planned(call, program, inputs, inner, request, state)
+    outs = _run(call, program, inner, None if planned is None else planned.mode, state)
     # Before inputs are compared: an update of a buffer is no change that is refused.
     again = functools.partial(call.run_on_copies, program)
     before: dict[int, Tensor] = {}
@@ -493,14 +493,14 @@ def _evaluate(
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
     results = [*map(Tensor.detach, outs), *before.values()]
     residuals = None
-    if plan is not None:
-        if isinstance(plan.mode, Recorder):
-            plan.mode.note_saved(outs)
+    if planned is not None:
+        if isinstance(planned.mode, Recorder):
+            planned.mode.note_saved(outs)
         # Under a second vmap the recompute may run other operations than the plan
         # holds. Then it does not follow the plan, and needs the inputs.
         may_drop = call.is_differentiated_once and not here().only_our_hooks
         may_drop = may_drop and not (program.outside or request.in_forward_mode)
-        residuals = plan.finish(outs, may_drop=may_drop)
+        residuals = planned.finish(outs, may_drop=may_drop)
     if residuals is not None:
         results += residuals
         differentiable += [False] * len(residuals)
@@ -519,7 +519,7 @@ def _evaluate(
         differentiable=differentiable,
         updated=[*before],
         residuals=len(residuals or ()),
-        recomputation=None if residuals is None else plan,
+        planned=None if residuals is None else planned,
         shared=sharing_memory(outs, inner, copies),
         asks_grad_mode=asks_grad_mode,
         certain=certain,
@@ -528,7 +528,7 @@ def _evaluate(
     return results, evaluation, state
 
 
-def _plan(
+def _planned(
     call: Call,
     program: Program,
     inputs: Sequence[Tensor],
@@ -625,8 +625,8 @@ class Remat(SingleLevelFunction):
         end = len(outs) - residuals
         if updated:
             saved = replaced_at(saved, updated, outs[end - len(updated) : end])
-        if evaluation.recomputation is not None:
-            saved = [*evaluation.recomputation.kept(saved), *outs[end:]]
+        if evaluation.planned is not None:
+            saved = [*evaluation.planned.kept(saved), *outs[end:]]
             if request.at_base and residuals:  # no level further up saves them
                 outs, differentiable = outs[:end], differentiable[:end]
         if evaluation.shared:
@@ -722,9 +722,9 @@ class Vjp(Program):
     def uses(self, count: int) -> Sequence[InputIndex]:
         """Return the primals that the program uses, and the cotangents."""
         evaluation = self._evaluation
-        used, recomputation = evaluation.used, evaluation.recomputation
-        if recomputation is not None and recomputation.dropped:
-            saved = recomputation.kept(range(len(evaluation.request.needs)))
+        used, planned = evaluation.used, evaluation.planned
+        if planned is not None and planned.dropped:
+            saved = planned.kept(range(len(evaluation.request.needs)))
             used = [k for k, i in enumerate(saved) if i in used]
         return (*used, *range(self._arity, count))
 
@@ -754,12 +754,12 @@ class Vjp(Program):
 
     def _gradients(self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]) -> Outputs:
         """Recompute along the plan of the forward, if it has one, and pull back."""
-        recomputation = self._evaluation.recomputation
+        planned = self._evaluation.planned
         with differentiated():
-            if recomputation is None:
+            if planned is None:
                 return self._recompute_and_pull_back(cts, saved, None)
             pull = functools.partial(self._recompute_and_pull_back, cts)
-            return recomputation.carry_out(self._with_cotangents, saved, pull)
+            return planned.carry_out(self._with_cotangents, saved, pull)
 
     def _recompute_and_pull_back(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any

@@ -236,7 +236,7 @@ class Dual(Below):
         last = len(results) - evaluation.residuals
         of_program = evaluation._replace(
             residuals=0,
-            recomputation=None,
+            planned=None,
             request=request._replace(needs=request.needs[: self.arity]),
             used=[i for i in evaluation.used if i < self.arity],
             differentiable=[*differentiable[:count], *differentiable[end:last]],
