@@ -21,9 +21,11 @@ from remat._torch import function_mode_count, set_grad_enabled, without_hooks
 
 # What an index counts. The results of an evaluation are, in this order, the outputs of
 # the function, the values that updated inputs had before, and the residuals. Outputs
-# have the same index among the results.
+# have the same index among the results. A node saves the inputs that are kept, and then
+# the residuals: once an input is dropped, those after it have other indices there.
 InputIndex: TypeAlias = int
 OutputIndex: TypeAlias = int
+SavedIndex: TypeAlias = int
 PerInput: TypeAlias = Sequence[bool]
 PerResult: TypeAlias = Sequence[bool]
 
@@ -161,7 +163,10 @@ class Program:
         del inputs
 
     def check_reached(
-        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+        self,
+        outs: Sequence[Any],
+        inputs: Sequence[Tensor],
+        missing: Sequence[InputIndex],
     ) -> None:
         """Check that a recompute reaches the inputs that the forward reached.
 
@@ -206,7 +211,7 @@ def has_derivatives(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def fresh_leaves(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def fresh_leaves(inputs: Sequence[Tensor], needs: PerInput) -> list[Tensor]:
     """Return new leaves in place of the inputs that `needs` marks, others as they are.
 
     A run on them makes a graph of its own, which ends at them.

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from remat._base.errors import CaptureError
-from remat._base.program import Evaluation, Request
+from remat._base.program import Evaluation, InputIndex, OutputIndex, Request
 from remat._base.tensors import describe
 from remat._capture.snapshot import Snapshot
 from remat._torch import (
@@ -117,15 +117,15 @@ class Reached(NamedTuple):
     """What the graph of a call's outputs reaches.
 
     Attributes:
-        inputs: their indices.
+        inputs: which of them.
         asks_grad_mode: whether its backward depends on whether grad mode is on.
         certain: those that the outputs depend on. The node of a call inside has edges
             to what any of its outputs depends on, also to one that is not used.
     """
 
-    inputs: Sequence[int]
+    inputs: Sequence[InputIndex]
     asks_grad_mode: bool = True
-    certain: Collection[Any] = ()
+    certain: Collection[InputIndex | None] = ()
 
 
 def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
@@ -205,8 +205,8 @@ def once_differentiable(
 
 
 def sharing_memory(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[int]
-) -> Collection[int]:
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[InputIndex]
+) -> Collection[OutputIndex]:
     """Return the outputs that share memory with an input or with another output.
 
     The memory of inputs that are `copies` is nobody else's.

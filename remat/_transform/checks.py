@@ -38,6 +38,7 @@ from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.installed import is_installed
 from remat._base.interpreter import lines_storing
 from remat._base.parts import parts
+from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.source import shown
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
@@ -69,8 +70,8 @@ def refuse_changed_inputs(
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     versions: Sequence[int | None],
-    needs: Sequence[bool],
-    updated: Container[int],
+    needs: PerInput,
+    updated: Container[InputIndex],
     run: Callable[[Sequence[Tensor]], object],
 ) -> None:
     """Refuse a function that changed an input, or made one require grad."""
@@ -87,8 +88,8 @@ def refuse_changed_inputs(
 
 def changed_inside(
     origin: CallOrigin,
-    index: int | None,
-    changes: Mapping[int, str] | None = None,
+    index: InputIndex | None,
+    changes: Mapping[InputIndex, str] | None = None,
     *,
     works_again: bool = False,
 ) -> MutationError:
@@ -115,7 +116,7 @@ def refuse_assigned_data(
     origin: CallOrigin,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
-    needs: Sequence[bool],
+    needs: PerInput,
 ) -> None:
     """Refuse a function that assigned to `.data` of an input."""
     addresses = addresses_of([*compress(inputs, needs)])
@@ -149,7 +150,7 @@ def refuse_leaks(
 
 
 def check_differentiable(
-    origin: CallOrigin, outs: Sequence[Any], then: Sequence[bool]
+    origin: CallOrigin, outs: Sequence[Any], then: PerResult
 ) -> None:
     """Check that outputs require grad where those of the forward did."""
     now = [*map(_requires_grad, outs)]
@@ -162,7 +163,7 @@ def check_reached(
     origin: CallOrigin,
     outs: Sequence[Any],
     inputs: Sequence[Tensor],
-    missing: Sequence[int],
+    missing: Sequence[InputIndex],
 ) -> None:
     """Check that the graph of outputs reaches the inputs that have no gradient."""
     reached = {*reached_inputs(outs, inputs).inputs}
@@ -173,7 +174,9 @@ def check_reached(
 
 
 def refuse_needed(
-    origin: CallOrigin, needed: Collection[int], changed: Sequence[int]
+    origin: CallOrigin,
+    needed: Collection[InputIndex],
+    changed: Sequence[InputIndex],
 ) -> None:
     """Refuse to recompute on inputs that were changed and are needed for it."""
     for i in changed:
@@ -185,7 +188,7 @@ def refuse_needed(
 def enter_refusing_reads(
     origin: CallOrigin,
     inputs: Sequence[Tensor],
-    changed: Sequence[int],
+    changed: Sequence[InputIndex],
     state: AbstractContextManager[Any],
 ) -> AbstractContextManager[Any]:
     """Enter `state`, and refuse to read `changed` inputs; what is returned exits both.

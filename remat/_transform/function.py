@@ -54,8 +54,10 @@ from remat._base.program import (
     Evaluation,
     InputIndex,
     OutputIndex,
+    PerInput,
     Program,
     Request,
+    SavedIndex,
     fresh_leaves,
     requires_grad,
 )
@@ -268,7 +270,10 @@ class Primal(Program):
 
     @override
     def check_reached(
-        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+        self,
+        outs: Sequence[Any],
+        inputs: Sequence[Tensor],
+        missing: Sequence[InputIndex],
     ) -> None:
         evaluation, snapshot = self.evaluation, self.call.snapshot
         assert evaluation is not None
@@ -305,7 +310,7 @@ def evaluate(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
 
 @eager_only
 def evaluate_differentiably(
-    program: Program, inputs: Sequence[Tensor], needs: Sequence[bool]
+    program: Program, inputs: Sequence[Tensor], needs: PerInput
 ) -> Sequence[Any] | None:
     """Evaluate `program` if an input requires grad, at any level; else return None."""
     if True not in needs:
@@ -722,7 +727,8 @@ class Vjp(Program):
     def uses(self, count: int) -> Sequence[InputIndex]:
         """Return the primals that the program uses, and the cotangents."""
         evaluation = self._evaluation
-        used, planned = evaluation.used, evaluation.planned
+        planned = evaluation.planned
+        used: Sequence[SavedIndex] = evaluation.used  # unless some were dropped
         if planned is not None and planned.dropped:
             saved = planned.kept(range(len(evaluation.request.needs)))
             used = [k for k, i in enumerate(saved) if i in used]

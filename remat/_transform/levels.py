@@ -23,7 +23,10 @@ from typing_extensions import override
 from remat._base.errors import MutationError
 from remat._base.program import (
     Evaluation,
+    InputIndex,
+    OutputIndex,
     OutsideVmap,
+    PerInput,
     Program,
     Request,
     requires_grad,
@@ -57,7 +60,7 @@ class Below(Program):
 
     __slots__ = ("needs", "program")
 
-    def __init__(self, program: Program, needs: Sequence[bool]) -> None:
+    def __init__(self, program: Program, needs: PerInput) -> None:
         self.program, self.needs = program, needs
 
     @property
@@ -87,7 +90,7 @@ class Below(Program):
         return self.program.forward(program, inputs, request)
 
     @override
-    def uses(self, count: int) -> Sequence[int]:
+    def uses(self, count: int) -> Sequence[InputIndex]:
         return (*self.program.uses(self.arity), *range(self.arity, count))
 
     @override
@@ -96,7 +99,10 @@ class Below(Program):
 
     @override
     def check_reached(
-        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+        self,
+        outs: Sequence[Any],
+        inputs: Sequence[Tensor],
+        missing: Sequence[InputIndex],
     ) -> None:
         missing = [i for i in missing if i < self.arity]
         self.program.check_reached(outs, inputs, missing)
@@ -129,7 +135,7 @@ class Batch(Below):
     __slots__ = ("_found", "_vmap", "out_dims")
 
     def __init__(
-        self, program: Program, needs: Sequence[bool], vmap: tuple[Any, int, str]
+        self, program: Program, needs: PerInput, vmap: tuple[Any, int, str]
     ) -> None:
         super().__init__(program, needs)
         self._vmap = vmap
@@ -171,7 +177,10 @@ class Batch(Below):
 
     @override
     def own_vjp(
-        self, seen_as: Program, wanted: Sequence[int], given: Sequence[int]
+        self,
+        seen_as: Program,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
     ) -> Program | None:
         return self.program.own_vjp(seen_as, wanted, given)
 
@@ -193,13 +202,13 @@ class Dual(Below):
     )
 
     def __init__(
-        self, program: Program, needs: Sequence[bool], with_tangents: Sequence[int]
+        self, program: Program, needs: PerInput, with_tangents: Sequence[InputIndex]
     ) -> None:
         super().__init__(program, needs)
         self._with_tangents, self.count = with_tangents, 0
         self.is_split = True in needs  # then its node is of values alone
         self._marked = self.is_split and program.is_forward
-        self.positions: list[int] | None = None
+        self.positions: list[OutputIndex] | None = None  # of outputs with tangents
         self._versions: Sequence[int | None] | None = None
 
     @override
@@ -250,7 +259,7 @@ class Duals(NamedTuple):
     """The inputs of a program in forward mode, from below the level."""
 
     primals: Sequence[Tensor]
-    with_tangents: Sequence[int]  # their indices
+    with_tangents: Sequence[InputIndex]
     tangents: Sequence[Tensor]
 
     @classmethod
@@ -283,7 +292,7 @@ class DualResults(NamedTuple):
     """What a program in forward mode gave, taken apart."""
 
     outs: Sequence[Any]  # and what updated inputs held before
-    tangents: Mapping[int, Tensor]  # by index of output
+    tangents: Mapping[OutputIndex, Tensor]
     evaluation: Evaluation
 
     def joined(self, outs: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from remat._ambient.ambient import Ambient
 from remat._base.absent import Absent
+from remat._base.program import InputIndex, PerInput
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
@@ -92,7 +93,7 @@ class CallState(NamedTuple):
             refuse_needed(snapshot, mode.runnable.plan.needed, changed)
         return enter_refusing_reads(snapshot, inputs, changed, ambient)
 
-    def _changed(self, inputs: Sequence[Tensor]) -> list[int]:
+    def _changed(self, inputs: Sequence[Tensor]) -> list[InputIndex]:
         """Return the inputs that were changed in place since."""
         pairs = enumerate(zip(inputs, self.versions, strict=True))
         return [
@@ -132,8 +133,8 @@ def _as_class(tensor: Tensor, kind: type) -> Tensor:
 
 
 def copy_buffers(
-    inner: list[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
-) -> dict[int, Tensor]:
+    inner: list[Tensor], needs: PerInput, buffers: Mapping[InputIndex, bool]
+) -> dict[InputIndex, Tensor]:
     """Put copies in place of inputs that may be updated; return the copies by index."""
     copies: dict[int, Tensor] = {}
     if not buffers and False not in needs:
@@ -171,7 +172,7 @@ def update(buffer: Tensor, copy: Tensor) -> Tensor:
 
 
 def copies_of_buffers(
-    inputs: Sequence[Tensor], updated: Sequence[int]
+    inputs: Sequence[Tensor], updated: Sequence[InputIndex]
 ) -> Sequence[Tensor]:
     """Return inputs with copies in place of those that a recompute updates again."""
     copied = list(inputs)
