@@ -37,7 +37,7 @@ class Request(NamedTuple):
     # Whether no level is around the call. Then the evaluation must tell exactly which
     # outputs require grad.
     at_base: bool
-    in_forward_mode: bool = False  # a level, or the user, differentiates it forward
+    is_jvp: bool = False  # a level, or the user, differentiates it forward
     # Whether a node further up is of values alone, which are evaluated with tangents
     # below. A record would be of both.
     is_split: bool = False
@@ -128,10 +128,10 @@ class Program:
         """Return which of `count` inputs the outputs may depend on differentiably."""
         return range(count)
 
-    def forward(
+    def evaluate_first(
         self, program: "Program", inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate the forward of a user's call.
+        """Evaluate the forward of a user's call: its first run, at all levels.
 
         `program` is run: this, or this under vmap or in forward mode.
         """
@@ -182,7 +182,7 @@ class Program:
         Called by `without_grad_mode`, which puts grad mode back, also after an error.
         """
         if self.is_forward:
-            return self.forward(self, inputs, request)
+            return self.evaluate_first(self, inputs, request)
         used = self.uses(len(inputs))
         if not request.at_base:
             outs = [*map(_without_graph, self.run(*inputs))]

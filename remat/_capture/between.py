@@ -65,7 +65,7 @@ def noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Betwee
     return found
 
 
-def in_forward(run: ForwardRun) -> Between:
+def changed_in_forward(run: ForwardRun) -> Between:
     """Note what differs from the call, while its forward runs."""
     changes = [*run.changes()]
     if not changes:

@@ -352,7 +352,7 @@ def is_shared_by_examples(tensor: Tensor) -> bool:
 
 # Deleted by: `torch.func.jvp` telling which outputs have no tangent, and working within
 # a `forward_ad.dual_level`.
-def push_forward(
+def call_at_jvp(
     fn: Callable[..., Outputs],
     primals: Sequence[Tensor],
     given: Sequence[int],

@@ -5,7 +5,7 @@
         vmap            Batch(program)   the same program for all examples (`levels`)
         jvp             Dual(program)    the same program with tangents (`levels`)
         grad, the base  the program, and then one node is made of the graph
-    evaluate_forward    below all levels, the first time: the user's function runs
+    the forward         below all levels: the user's function runs
     Remat               the node; its backward is `evaluate(Vjp(program), ...)`
     Vjp                 recomputes a program and pulls cotangents back; again a program
 
@@ -13,8 +13,8 @@ A forward begins in `evaluate_differentiably`, which `lowering` and `remat.chain
 
     dispatch                        at each level, down to the base
     Program.evaluate                at the base
-    Primal.forward                  as the first run is the forward
-    evaluate_forward, _evaluate     what is before and after the run
+    Primal.evaluate_first           as the first run is the forward
+    _evaluate_below, _evaluate      what is before and after the run
     _run                            the run, in grad mode
     Batch.run, Dual.run             up again through these levels, if there are any
     Primal.run, Primal.run_forward  of the program itself
@@ -179,14 +179,14 @@ class Primal(Program):
         return says is not None and says(tensor)
 
     @override
-    def forward(
+    def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> Evaluated:
-        results, evaluation, state = evaluate_forward(
+        results, evaluation, state = _evaluate_below(
             self.call, program, inputs, request
         )
         self.evaluation, self.state = evaluation, state
-        if request.in_forward_mode:  # recomputes are given no tangents beside primals
+        if request.is_jvp:  # recomputes are given no tangents beside primals
             arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]
             self.evaluation = evaluation._replace(differentiable=differentiable)
@@ -447,7 +447,7 @@ def _dispatch_dual(
 # --- The forward, below all levels ---
 
 
-def evaluate_forward(
+def _evaluate_below(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
@@ -504,7 +504,7 @@ def _evaluate(
         # Under a second vmap the recompute may run other operations than the plan
         # holds. Then it does not follow the plan, and needs the inputs.
         may_drop = call.is_differentiated_once and not here().only_our_hooks
-        may_drop = may_drop and not (program.outside or request.in_forward_mode)
+        may_drop = may_drop and not (program.outside or request.is_jvp)
         residuals = planned.finish(outs, may_drop=may_drop)
     if residuals is not None:
         results += residuals

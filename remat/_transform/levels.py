@@ -38,11 +38,11 @@ from remat._torch import (
     JVP,
     base_tensor,
     batch,
+    call_at_jvp,
     grad_level,
     has_proxies,
     leaf_at,
     lifted,
-    push_forward,
     requires_grad_at_any_level,
     taken_apart_at_jvp,
     unpack_dual,
@@ -84,10 +84,10 @@ class Below(Program):
         return self.program.is_forward
 
     @override
-    def forward(
+    def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        return self.program.forward(program, inputs, request)
+        return self.program.evaluate_first(program, inputs, request)
 
     @override
     def uses(self, count: int) -> Sequence[InputIndex]:
@@ -222,7 +222,7 @@ class Dual(Below):
             elif versions != self._versions:
                 raise MutationError(_CHANGED)
         function = self._function(mode, is_marked=self._marked)
-        outs, found = push_forward(function, primals, self._with_tangents, tangents)
+        outs, found = call_at_jvp(function, primals, self._with_tangents, tangents)
         self.count = len(outs)
         if self.positions is None:
             self.positions = [j for j, t in enumerate(found) if t is not None]
@@ -285,7 +285,7 @@ class Duals(NamedTuple):
         """Return what is asked of `dual`, given what is asked of its program."""
         needs = [*request.needs, *map(requires_grad_at_any_level, self.tangents)]
         is_split = request.is_split or dual.is_split
-        return request._replace(needs=needs, in_forward_mode=True, is_split=is_split)
+        return request._replace(needs=needs, is_jvp=True, is_split=is_split)
 
 
 class DualResults(NamedTuple):

@@ -43,15 +43,15 @@ class Chain(ChainProgram):
     __slots__ = ()
 
     @override
-    def forward(
+    def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
         """Evaluate for the first time, and keep the checkpoints."""
         call = self.call
         call.needs = _needs_of(program, request)
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
-        call.stores = program is self and not request.in_forward_mode
-        results, evaluation = super().forward(program, inputs, request)
+        call.stores = program is self and not request.is_jvp
+        results, evaluation = super().evaluate_first(program, inputs, request)
         if evaluation.updated and call.steps.is_repeated:
             name = call.snapshot.name_of(evaluation.updated[0])
             raise CaptureError(CHANGED.format(label=self.label, what=f"`{name}`"))
