@@ -211,6 +211,16 @@ def has_derivatives(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
+def replaced_at(
+    values: Sequence[Any], where: Sequence[int], by: Sequence[Any]
+) -> list[Any]:
+    """Return `values` with those at `where` replaced."""
+    replaced = list(values)
+    for i, value in zip(where, by, strict=True):
+        replaced[i] = value
+    return replaced
+
+
 def fresh_leaves(inputs: Sequence[Tensor], needs: PerInput) -> list[Tensor]:
     """Return new leaves in place of the inputs that `needs` marks, others as they are.
 

@@ -36,7 +36,6 @@ recompute would be another function, and what the outputs depend on could not be
 
 import contextlib
 import functools
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import compress, filterfalse
@@ -59,15 +58,15 @@ from remat._base.program import (
     Request,
     SavedIndex,
     fresh_leaves,
+    replaced_at,
     requires_grad,
 )
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import hide_frames, note
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import (
-    Reached,
     once_differentiable,
-    reached_inputs,
+    reached_by,
     reaches_only_inputs,
     root_of,
     sharing_memory,
@@ -494,8 +493,11 @@ def _evaluate(
         snapshot, inputs, inner, state.versions, needs, before, again
     )
     # While the graph is there; the results have none.
-    used, asks_grad_mode, certain = _reached(call, outs, inner, request)
+    reached = call.labelled(reached_by, snapshot, request, outs, inner, program.outside)
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
+    for found in program.outside:
+        for j in found.differentiable:
+            differentiable[j] = True
     results = [*map(Tensor.detach, outs), *before.values()]
     residuals = None
     if planned is not None:
@@ -509,25 +511,16 @@ def _evaluate(
     if residuals is not None:
         results += residuals
         differentiable += [False] * len(residuals)
-    if program.outside:
-        used, certain = {*used}, {*certain}
-        for found in program.outside:
-            used |= {*found.used}
-            certain |= {*found.certain}
-            asks_grad_mode = asks_grad_mode or found.asks_grad_mode
-            for j in found.differentiable:
-                differentiable[j] = True
-        used = sorted(used)
     evaluation = Evaluation(
         request=request,
-        used=used,
+        used=reached.inputs,
         differentiable=differentiable,
         updated=[*before],
         residuals=len(residuals or ()),
         planned=None if residuals is None else planned,
         shared=sharing_memory(outs, inner, copies),
-        asks_grad_mode=asks_grad_mode,
-        certain=certain,
+        asks_grad_mode=reached.asks_grad_mode,
+        certain=reached.certain,
         has_inference=has_inference,
     )
     return results, evaluation, state
@@ -590,18 +583,6 @@ def _run(
     remove_hooks_since(tracked)  # they are on the graph that is dropped, and hold it
     state.ambient.forward_done()
     return outs
-
-
-def _reached(
-    call: Call, outs: Sequence[Any], inner: list[Tensor], request: Request
-) -> Reached:
-    """Return what the graph of the outputs reaches."""
-    if reaches_only_inputs(call.snapshot, request):
-        nodes = [o.grad_fn for o in outs if o.requires_grad]
-        if None not in nodes:
-            # To look costs a tenth of a call. The backward finds out which they are.
-            return Reached([*compress(itertools.count(), request.needs)])
-    return call.labelled(reached_inputs, outs, inner)
 
 
 # --- The node ---
@@ -884,16 +865,6 @@ class Vjp(Program):
 def is_recorded(inputs: Sequence[Tensor]) -> bool:
     """Say whether autograd records what is done with `inputs`."""
     return torch.is_grad_enabled() and True in map(_requires_grad, inputs)
-
-
-def replaced_at(
-    values: Sequence[Any], where: Sequence[int], by: Sequence[Any]
-) -> list[Any]:
-    """Return `values` with those at `where` replaced."""
-    replaced = list(values)
-    for i, value in zip(where, by, strict=True):
-        replaced[i] = value
-    return replaced
 
 
 _ONCE = (

@@ -1,4 +1,4 @@
-"""The page on architecture names what exists, and every room."""
+"""The page on architecture names what exists, and every room; code stays short."""
 
 import ast
 import functools
@@ -15,6 +15,8 @@ ROOMS = sorted(
     for path in (ROOT / "remat").iterdir()
     if path.name not in {"__init__.py", "__pycache__", "py.typed"}
 )
+LOWERINGS = {ROOT / "remat/_transform" / name for name in ("saved.py", "function.py")}
+CODE = {path: path.read_text() for path in sorted((ROOT / "remat").rglob("*.py"))}
 FILES = sorted(set(re.findall(r"`((?:\w+/)?\w+/\w+\.(?:py|md))`", PAGE)))
 
 
@@ -82,3 +84,28 @@ def test_the_words_fit_one_screen():
 def test_the_life_of_a_call_fits_one_screen(title):
     (life,) = re.findall(rf"(?ms)^### {title}.*?(?=^##)", PAGE)
     assert life.count("\n") < 45
+
+
+def test_files_are_short():
+    assert CODE.keys() > LOWERINGS
+    lines = {path: text.count("\n") for path, text in CODE.items()}
+    most = {path: 900 if path in LOWERINGS else 450 for path in CODE}
+    assert [path for path, count in lines.items() if count > most[path]] == []
+
+
+def test_functions_are_short():
+    trees = [*map(ast.parse, CODE.values())]
+    functions = [
+        n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)
+    ]
+    assert len(functions) > 2500
+    assert [f.name for f in functions if lines_of(f) > 60] == []
+
+
+def lines_of(function):
+    """How many lines a function has without its docstring."""
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        lines -= docstring.end_lineno - docstring.lineno + 1
+    return lines
