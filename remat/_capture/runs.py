@@ -229,8 +229,8 @@ class ForwardRun(SnapshotRun):
     def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
         """Note what values hold that lead to no tensor, for `changes`."""
         found = [(node, value) for value, node in walked if node is not None]
-        self._given = [pair for pair in found if not pair[0].live]
-        self._plain = _noted(self._given)
+        self._tensorless = [pair for pair in found if not pair[0].live]
+        self._plain = _noted(self._tensorless)
 
     def changes(
         self, since: Sequence[_HeldBefore] | None = None
