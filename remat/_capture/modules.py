@@ -17,7 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.code import VIEWED
-from remat._capture.nodes import Node, ObjectNode, Part, Rebuilding, named
+from remat._capture.nodes import Node, NodePart, ObjectNode, Rebuilding, named
 from remat._capture.objects import slots_in
 
 
@@ -80,7 +80,7 @@ class ModuleNode(ObjectNode):
         self.is_sharded = False
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         return named({n: v for n, v in self.entries.items() if n not in TEMPLATE})
 
     @override
@@ -119,7 +119,7 @@ class ViewNode(ObjectNode):
         self.entries = slots_in(value)
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         for name, value in self.entries.items():
             yield name, value, "" if name == VIEWED else f".{name}"
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from remat._partial.budget import Spent, spent as spent_by
+from remat._partial.budget import Spent, spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
 from remat._partial.candidates import Candidates
 from remat._partial.cost import reason_against

@@ -128,9 +128,9 @@ from remat._transform.changes import changes_of
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
     CallState,
+    call_state,
     copies_of_buffers,
     copy_buffers,
-    state_of,
     update,
     written_to,
 )
@@ -473,7 +473,7 @@ def _evaluate(
     """Run the forward on `inner`, the fresh leaves for `inputs`."""
     snapshot, needs = call.snapshot, request.needs
     # Before the function draws or changes anything: recomputes start from here.
-    state = state_of(snapshot, inputs)
+    state = call_state(snapshot, inputs)
     has_inference = None in state.versions
     # Before the plan, which is to know what the function runs on.
     copies = copy_buffers(inner, needs, snapshot.buffers)

@@ -114,7 +114,7 @@ class CallState(NamedTuple):
         return [*map(_as_class, inputs, self.classes)]
 
 
-def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
+def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     """Return what a call runs in, here and now."""
     ambient = Ambient(snapshot.streams, snapshot.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
