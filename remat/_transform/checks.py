@@ -29,14 +29,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from remat._base.absent import DETACH
 from remat._base.context import is_under_mode
 from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.installed import is_installed
 from remat._base.interpreter import lines_storing
+from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.source import shown
@@ -204,8 +205,13 @@ def enter_refusing_reads(
         return both.pop_all()
 
 
-class RefuseReads(TorchDispatchMode):
-    """Refuses any operation that reads the memory of some tensors."""
+class RefuseReads(Observer):
+    """Refuses any operation that reads the memory of some tensors.
+
+    It is entered first: a mode of a replay, inside, leaves operations out.
+    """
+
+    unseen = frozenset({DETACH})  # a detached alias reads nothing
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,23 +227,24 @@ class RefuseReads(TorchDispatchMode):
             self._new.append((tensor, name))
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Noted here, where modes are off: to ask a sparse one for its parts reads it.
         for tensor, name in self._new:
             for storage in _storages_of(base_tensor(tensor)):
                 self._names.setdefault(storage, name)
         self._new.clear()
-        # A detached alias reads nothing.
-        if func is not torch.ops.aten.detach.default:
-            for value in tree_leaves((args, kwargs)):
-                found = _storages_of(value) if isinstance(value, Tensor) else ()
-                for storage in self._names.keys() & found:
-                    name = self._names[storage]()
-                    raise MutationError(_READ.format(name=name, func=func))
-        return call_kernel(func, *args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs)):
+            found = _storages_of(value) if isinstance(value, Tensor) else ()
+            for storage in self._names.keys() & found:
+                name = self._names[storage]()
+                raise MutationError(_READ.format(name=name, func=func))
+        return call_kernel(func, *args, **kwargs)
+
+    @override
+    def note_unseen(self) -> None:
+        """Refuse what torch compiles by itself: what that reads, nobody sees."""
+        (_, name), *_ = self._new or [(None, next(iter(self._names.values())))]
+        raise MutationError(_MAY_READ.format(name=name()))
 
 
 def _storages_of(tensor: Tensor) -> list[int]:
@@ -382,4 +389,9 @@ _READ = (
     "remat: {name} was changed in place between the forward and the backward, and the "
     "recompute reads it (in {func}). Change a copy, or change it after the "
     "backward."
+)
+_MAY_READ = (
+    "remat: {name} was changed in place between the forward and the backward, and the "
+    "recompute may read it where torch compiles a part of the function, as of "
+    "torch.cond. Change a copy, or change it after the backward."
 )
