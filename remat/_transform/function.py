@@ -131,8 +131,8 @@ from remat._transform.state import (
     call_state,
     copies_of_buffers,
     copy_buffers,
+    inputs_written_to,
     update,
-    written_to,
 )
 
 
@@ -482,7 +482,7 @@ def _evaluate(
     # Before inputs are compared: an update of a buffer is no change that is refused.
     again = functools.partial(call.run_on_copies, program)
     before: dict[int, Tensor] = {}
-    for i in written_to(inputs, copies, snapshot.buffers):
+    for i in inputs_written_to(inputs, copies, snapshot.buffers):
         if i not in snapshot.buffers:
             changes = changes_of(snapshot, inner, again)
             raise checks.changed_inside(snapshot, i, changes)
