@@ -81,7 +81,10 @@ class SnapshotRun:
             exchange_dict(was.view, was.attributes)
             set_attributes(was.view, was.slots)
         if self._holds_lock:
+            # Not before: another thread may exchange what these objects hold from now.
             _EXCHANGING.release()
+        # Hooks in the graph of a recompute call its functions: `differentiated` empties
+        # their cells later.
         later = here().cells if self.is_recompute else None
         if later is None:
             empty(self._cells)

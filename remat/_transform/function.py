@@ -1,6 +1,7 @@
 """The lowering to one recursive Function: the life of a call under torch.func.
 
-    Primal              a user's call (`call`) as a program of its tensors
+    call_as_function    takes a user's call apart (`call`), and puts its result together
+    Primal              the call as a program of its tensors
     dispatch            a program is evaluated by the innermost level, which goes down:
         vmap            Batch(program)   the same program for all examples (`levels`)
         jvp             Dual(program)    the same program with tangents (`levels`)
@@ -9,7 +10,7 @@
     Remat               the node; its backward is `evaluate(Vjp(program), ...)`
     Vjp                 recomputes a program and pulls cotangents back; again a program
 
-A forward begins in `evaluate_differentiably`, which `lowering` and `remat.chain` call.
+A forward begins in `evaluate_differentiably`, which `remat.chain` calls, too.
 
     dispatch                        at each level, down to the base
     Program.evaluate                at the base
@@ -37,7 +38,7 @@ recompute would be another function, and what the outputs depend on could not be
 import contextlib
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, filterfalse
 from types import NoneType
 from typing import Any, TypeAlias
@@ -48,6 +49,7 @@ from typing_extensions import override
 
 from remat._base.absent import may_be_absent
 from remat._base.context import differentiated, here, within
+from remat._base.labels import Label
 from remat._base.parts import taken_apart
 from remat._base.program import (
     Evaluation,
@@ -79,7 +81,7 @@ from remat._partial.decide import (
     warn_if_asked,
     why_no_record,
 )
-from remat._partial.options import reference
+from remat._partial.options import Options, reference
 from remat._partial.planned_call import SavedInNode
 from remat._partial.recorder import Recorder
 from remat._torch import (
@@ -140,6 +142,29 @@ from remat._transform.state import (
 _requires_grad = operator.attrgetter("requires_grad")
 
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
+
+
+# --- The call ---
+
+
+def call_as_function(
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    plain: Fn,
+    *,
+    may_read_early: Callable[[Tensor], bool] | None = None,
+) -> Any:
+    """Call a function as one Function; if nothing is differentiated, call `plain`."""
+    call = Call(fn, label, args, kwargs, options)
+    call.may_read_early = may_read_early
+    inputs, needs = call.take_inputs()
+    outs = None
+    if not call.is_lazy:
+        outs = evaluate_differentiably(Primal(call), inputs, needs)
+    return plain(*args, **kwargs) if outs is None else call.join(outs, inputs)
 
 
 # --- A user's call as a program ---

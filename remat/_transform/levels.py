@@ -117,6 +117,7 @@ class Below(Program):
             pairs = zip(inputs, self.needs, strict=True)
             inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
             outs = self.program.run(*inner, mode=mode)
+            # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
 
@@ -145,6 +146,7 @@ class Batch(Below):
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on every element of the batch."""
+        # Asked before the run: after it the program is a forward no more.
         is_marked = self.program.is_forward and True in self.needs
         function = self._function(mode, is_marked=is_marked)
         outs, self.out_dims = batch(function, *self._vmap)(*inputs)
@@ -155,6 +157,7 @@ class Batch(Below):
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
     ) -> None:
         if mode is not None:
+            # Now, for at its end the mode is told of outputs without this graph.
             mode.note_saved(outs)
         differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
         used, asks_grad_mode, certain = reached_inputs(outs, inner)
@@ -215,6 +218,7 @@ class Dual(Below):
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on dual numbers, in a level of their own."""
         primals, tangents = inputs[: self.arity], inputs[self.arity :]
+        # Before the run, which would read a tangent that changed.
         if not has_proxies():
             versions = versions_of([*map(base_tensor, tangents)])
             if self._versions is None:
