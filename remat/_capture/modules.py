@@ -8,7 +8,6 @@ to the whole model. What they close over is used by reference, as in plain code.
 Rejected: setting back only modules that changed. To find them costs as much.
 """
 
-import operator
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -35,13 +34,6 @@ _ASIDE = tuple(
     for name, value in TEMPLATE.items()
     if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *HOOKS}
 )
-# The dicts that hold hooks. The others tell how these are called.
-_HOLDERS = (
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *("_backward_pre_hooks", "_backward_hooks"),
-)
-# What is registered, and hooks: dicts, most of which are empty.
-aside_of = operator.itemgetter(*REGISTRIES, *_HOLDERS)
 _VACANT = dict.fromkeys((*REGISTRIES, *HOOKS, *_ASIDE))
 _NO_HOOKS: dict[str, Any] = {}
 
