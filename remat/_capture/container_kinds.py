@@ -269,7 +269,7 @@ def in_order(holder: Any, values: Sequence[Any]) -> bool:
     return len(now) == len(values) and all(map(operator.is_, now, values))
 
 
-class _Place:
+class _Filler:
     """What takes a slot until the values are in."""
 
     def __init__(self, slot: int) -> None:
@@ -302,11 +302,11 @@ def _write_in_table(holder: Any, values: Sequence[Any], size: int) -> bool:
     added = None if slots is None else _insertions(values, probes, slots)
     if added is None:
         return False
-    places = [value for value in added if type(value) is _Place]
+    places = [value for value in added if type(value) is _Filler]
     # A dict gives a set room for twice its entries at once, so the table does not grow,
     # and nothing moves, while the values are added. Those that fill it up come last.
     first = added[: size // 2 - 1]
-    places += [_Place(k) for k in range(max(size // 4, 5) - len(first))]
+    places += [_Filler(k) for k in range(max(size // 4, 5) - len(first))]
     set.clear(holder)
     if size > _SIZES[0]:
         set.update(holder, dict.fromkeys([*first, *places]))
@@ -381,4 +381,4 @@ def _insertions(
         order = [*graphlib.TopologicalSorter(before).static_order()]
     except graphlib.CycleError:
         return None
-    return [*map(_Place, free), *(values[k] for k in order)]
+    return [*map(_Filler, free), *(values[k] for k in order)]

@@ -118,6 +118,7 @@ from remat._torch.modes import (
     alias as alias,
     below_autograd as below_autograd,
     call_kernel as call_kernel,
+    compiled_outside_modes as compiled_outside_modes,
     detached as detached,
     flat_view as flat_view,
     function_mode_count as function_mode_count,
