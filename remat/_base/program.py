@@ -10,8 +10,8 @@ Rejected: keeping the tensors in it, which would hide them from torch's saved te
 call: nobody could tell which of it was known when.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -21,9 +21,11 @@ from remat._torch import function_mode_count, set_grad_enabled, without_hooks
 
 # What an index counts. The results of an evaluation are, in this order, the outputs of
 # the function, the values that updated inputs had before, and the residuals. Outputs
-# have the same index among the results.
+# have the same index among the results. A node saves the inputs that are kept, and then
+# the residuals: once an input is dropped, those after it have other indices there.
 InputIndex: TypeAlias = int
 OutputIndex: TypeAlias = int
+SavedIndex: TypeAlias = int
 PerInput: TypeAlias = Sequence[bool]
 PerResult: TypeAlias = Sequence[bool]
 
@@ -35,11 +37,32 @@ class Request(NamedTuple):
     # Whether no level is around the call. Then the evaluation must tell exactly which
     # outputs require grad.
     at_base: bool
-    in_forward_mode: bool = False  # a level, or the user, differentiates it forward
+    is_jvp: bool = False  # a level, or the user, differentiates it forward
     # Whether a node further up is of values alone, which are evaluated with tangents
     # below. A record would be of both.
     is_split: bool = False
     is_batched: bool = False  # a vmap is around the call
+
+
+class Planned(Protocol):
+    """What follows the plans of a call: `SavedInNode` of `_partial/planned_call.py`."""
+
+    plans: Any  # None if it follows none
+
+    @property
+    def dropped(self) -> Collection[InputIndex]:
+        """The inputs that the node does not save."""
+
+    def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return those that it does."""
+
+    def carry_out(
+        self,
+        targets: Sequence[OutputIndex],
+        saved: Sequence[Tensor],
+        pull: Callable[..., Any],
+    ) -> Any:
+        """Return `pull(inputs, mode)` of a recompute, along a plan if one fits."""
 
 
 class Evaluation(NamedTuple):
@@ -50,7 +73,7 @@ class Evaluation(NamedTuple):
     differentiable: PerResult = ()  # which results do
     updated: Sequence[InputIndex] = ()  # in place, by the function
     residuals: int = 0  # how many there are
-    recomputation: Any = None  # how it is recomputed; None to run it as it is
+    planned: Planned | None = None  # by what it is recomputed; None to run it as it is
     shared: Collection[OutputIndex] = ()  # outputs that share memory with others
     # Whether its backward depends on whether grad mode is on. Where nobody looked, as
     # for rules, it may.
@@ -105,10 +128,10 @@ class Program:
         """Return which of `count` inputs the outputs may depend on differentiably."""
         return range(count)
 
-    def forward(
+    def evaluate_first(
         self, program: "Program", inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        """Evaluate the forward of a user's call.
+        """Evaluate the forward of a user's call: its first run, at all levels.
 
         `program` is run: this, or this under vmap or in forward mode.
         """
@@ -140,7 +163,10 @@ class Program:
         del inputs
 
     def check_reached(
-        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+        self,
+        outs: Sequence[Any],
+        inputs: Sequence[Tensor],
+        missing: Sequence[InputIndex],
     ) -> None:
         """Check that a recompute reaches the inputs that the forward reached.
 
@@ -156,7 +182,7 @@ class Program:
         Called by `without_grad_mode`, which puts grad mode back, also after an error.
         """
         if self.is_forward:
-            return self.forward(self, inputs, request)
+            return self.evaluate_first(self, inputs, request)
         used = self.uses(len(inputs))
         if not request.at_base:
             outs = [*map(_without_graph, self.run(*inputs))]
@@ -185,7 +211,17 @@ def has_derivatives(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def fresh_leaves(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def replaced_at(
+    values: Sequence[Any], where: Sequence[int], by: Sequence[Any]
+) -> list[Any]:
+    """Return `values` with those at `where` replaced."""
+    replaced = list(values)
+    for i, value in zip(where, by, strict=True):
+        replaced[i] = value
+    return replaced
+
+
+def fresh_leaves(inputs: Sequence[Tensor], needs: PerInput) -> list[Tensor]:
     """Return new leaves in place of the inputs that `needs` marks, others as they are.
 
     A run on them makes a graph of its own, which ends at them.

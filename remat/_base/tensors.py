@@ -5,7 +5,7 @@ which would cost a copy of every input.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,28 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
 def version_of(tensor: Tensor) -> int | None:
     """Return how often a tensor was changed; `None` where that is not counted."""
     return None if tensor.is_inference() else tensor._version
+
+
+def changed_since(
+    tensors: Iterable[Any],
+    versions: Sequence[int | None],
+    others: Container[type],
+    known: Container[int] = (),
+) -> list[int]:
+    """Return the tensors that were changed in place since they had some versions.
+
+    Not those of the classes `others`, and not those that are `known`.
+    """
+    found: list[int] = []
+    for i, t in enumerate(tensors):
+        if (
+            type(t) not in others
+            and i not in known
+            and versions[i] is not None
+            and (None if t.is_inference() else t._version) != versions[i]
+        ):
+            found.append(i)
+    return found
 
 
 _version = operator.attrgetter("_version")

@@ -25,8 +25,8 @@ from remat._capture.runs import (
     ForwardRun,
     SnapshotRun,
     assign,
+    held_by,
     named_change,
-    state_of,
 )
 
 
@@ -54,7 +54,7 @@ class Unnoted(Exception):  # noqa: N818
     """What changed cannot be noted; its text is what a message calls it."""
 
 
-def noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Between:
+def _noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Between:
     """Note what objects hold, in which `known` values stand as nodes."""
     found: dict[Composite, _HeldBetween] = {}
     for change in changes:
@@ -65,13 +65,13 @@ def noted(changes: Iterable[ChangedObject], known: Mapping[int, Node]) -> Betwee
     return found
 
 
-def in_forward(run: ForwardRun) -> Between:
+def changed_in_forward(run: ForwardRun) -> Between:
     """Note what differs from the call, while its forward runs."""
     changes = [*run.changes()]
     if not changes:
         return NOTHING
     known = {id(value): node for node, value in run.given()}
-    return noted(changes, _tensors_of(run.tensors) | known)
+    return _noted(changes, _tensors_of(run.tensors) | known)
 
 
 class RecomputedObjects:
@@ -83,7 +83,7 @@ class RecomputedObjects:
         self, run: SnapshotRun, nodes: Iterable[Composite], others: Iterable[Composite]
     ) -> None:
         self._run = run
-        self._before = [(n, v, state_of(n, v)) for n in nodes for v in [n.build(run)]]
+        self._before = [(n, v, held_by(n, v)) for n in nodes for v in [n.build(run)]]
         self._known: dict[int, Node] = _tensors_of(run.tensors)
         for node in others:
             value = run.built.get(node.identity)
@@ -104,9 +104,9 @@ class RecomputedObjects:
     def noted(self) -> Between:
         """Note what objects hold now."""
         changes = (
-            ChangedObject(n, v, was, state_of(n, v)) for n, v, was in self._before
+            ChangedObject(n, v, was, held_by(n, v)) for n, v, was in self._before
         )
-        return noted(changes, self._known)
+        return _noted(changes, self._known)
 
 
 def _tensors_of(tensors: Sequence[Tensor]) -> dict[int, Node]:

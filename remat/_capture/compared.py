@@ -37,7 +37,7 @@ class Iterated:
         is_spent = type(value) is types.GeneratorType and value.gi_frame is None
         self._stays = is_spent or _gives_streams(value)
         self._copy = value if self._stays else _copy_of(value)
-        self._spent = _Spent(value, self._name)
+        self._spent = _UsedUp(value, self._name)
 
     def again(self) -> Any:
         """Return an iterator that was read as far, or one that must not be read."""
@@ -80,7 +80,7 @@ def _copy_of(value: Any) -> Any:
     return MISSING
 
 
-class _Spent:
+class _UsedUp:
     """In place of an iterator: an error where that is read, and else like it.
 
     A cursor of a database, or a reader of a file, has other methods, too. Such a one is

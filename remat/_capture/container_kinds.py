@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from remat._base.errors import RecomputeError
 from remat._capture.holders import (
+    HolderKind,
     Holdings,
-    Kind,
     MovedError,
     dict_of,
     flatten,
@@ -26,7 +26,7 @@ from remat._capture.holders import (
 from remat._capture.objects import by_class
 
 
-class Dicts(Kind):
+class Dicts(HolderKind):
     """Dicts, and the dicts of objects and functions, which threads read meanwhile."""
 
     keyed = True
@@ -110,7 +110,7 @@ class Owned(Dicts):
         return without_contents(kind)
 
 
-class Items(Kind):
+class Items(HolderKind):
     """Lists, deques and sets; tuples and frozensets, which are never written."""
 
     def __init__(self, base: Any) -> None:
@@ -153,7 +153,7 @@ class Items(Kind):
         return new
 
 
-class Factories(Kind):
+class Factories(HolderKind):
     """What makes the missing values of a defaultdict."""
 
     adds = True
@@ -173,7 +173,7 @@ _factory_of = operator.attrgetter("default_factory")
 
 ATTRIBUTES, OWNED, FACTORIES = Dicts(dict), Owned(dict), Factories()
 # By the base class, the more special one first.
-CONTAINERS: dict[type, Kind] = {
+CONTAINERS: dict[type, HolderKind] = {
     OrderedDict: Dicts(OrderedDict),
     dict: Dicts(dict),
     **{base: Items(base) for base in (list, tuple, set, frozenset, deque)},
@@ -181,14 +181,16 @@ CONTAINERS: dict[type, Kind] = {
 
 
 @by_class
-def container_kind(kind: type) -> Kind | None:
+def container_kind(kind: type) -> HolderKind | None:
     """Return how instances of a class are read; None if it is no container's."""
     return next(
         (how for base, how in CONTAINERS.items() if issubclass(kind, base)), None
     )
 
 
-def refill(how: Kind, value: Any, keys: Sequence[Any], items: Sequence[Any]) -> None:
+def refill(
+    how: HolderKind, value: Any, keys: Sequence[Any], items: Sequence[Any]
+) -> None:
     """Have a container that a run under torch.func was given hold these.
 
     Sets get them in any order: the search of `write_set` is slow, and tensors stand in
@@ -267,7 +269,7 @@ def in_order(holder: Any, values: Sequence[Any]) -> bool:
     return len(now) == len(values) and all(map(operator.is_, now, values))
 
 
-class _Place:
+class _Filler:
     """What takes a slot until the values are in."""
 
     def __init__(self, slot: int) -> None:
@@ -300,11 +302,11 @@ def _write_in_table(holder: Any, values: Sequence[Any], size: int) -> bool:
     added = None if slots is None else _insertions(values, probes, slots)
     if added is None:
         return False
-    places = [value for value in added if type(value) is _Place]
+    places = [value for value in added if type(value) is _Filler]
     # A dict gives a set room for twice its entries at once, so the table does not grow,
     # and nothing moves, while the values are added. Those that fill it up come last.
     first = added[: size // 2 - 1]
-    places += [_Place(k) for k in range(max(size // 4, 5) - len(first))]
+    places += [_Filler(k) for k in range(max(size // 4, 5) - len(first))]
     set.clear(holder)
     if size > _SIZES[0]:
         set.update(holder, dict.fromkeys([*first, *places]))
@@ -379,4 +381,4 @@ def _insertions(
         order = [*graphlib.TopologicalSorter(before).static_order()]
     except graphlib.CycleError:
         return None
-    return [*map(_Place, free), *(values[k] for k in order)]
+    return [*map(_Filler, free), *(values[k] for k in order)]

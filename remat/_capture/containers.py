@@ -14,12 +14,12 @@ from typing_extensions import override
 from remat._base.errors import CaptureError
 from remat._base.pytree import Registered
 from remat._capture.container_kinds import CONTAINERS, refill
-from remat._capture.holders import Kind
+from remat._capture.holders import HolderKind
 from remat._capture.nodes import (
     Composite,
     MadeNode,
     Node,
-    Part,
+    NodePart,
     Rebuilding,
     TensorNode,
     filled,
@@ -42,7 +42,7 @@ class ContainerNode(Composite):
 
     __slots__ = ("_kind", "_limit", "entries", "how", "items", "keys", "tensors")
 
-    def __init__(self, value: Any, how: Kind) -> None:
+    def __init__(self, value: Any, how: HolderKind) -> None:
         super().__init__()
         self._kind, self.how = type(value), how
         self._limit = value.maxlen if isinstance(value, deque) else None
@@ -54,7 +54,7 @@ class ContainerNode(Composite):
             self.entries[FACTORY] = factory
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         yield from named(self.entries)
 
     @override
@@ -150,7 +150,7 @@ class RegisteredNode(MadeNode):
 
     def __init__(self, value: Any, how: Registered) -> None:
         self._how = how
-        items, context = taken_apart(value, how)
+        items, context = flattened(value, how)
         texts = [*(f"<child {i}>" for i in range(len(items))), "<rest>"]
         super().__init__(
             lambda parts: how.unflatten(parts[-1], parts[:-1]), [*items, context], texts
@@ -163,10 +163,10 @@ class RegisteredNode(MadeNode):
 
     def now(self, value: Any) -> list[Any]:
         """Return the children that an instance has now."""
-        return taken_apart(value, self._how)[0]
+        return flattened(value, self._how)[0]
 
 
-def taken_apart(value: Any, how: Registered) -> tuple[list[Any], Any]:
+def flattened(value: Any, how: Registered) -> tuple[list[Any], Any]:
     """Return the children of an instance, and what else it is rebuilt from."""
     found: Any = how.flatten(value)
     try:

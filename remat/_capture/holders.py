@@ -1,7 +1,7 @@
 """Holders: what holds other values and can be changed; how each kind is read.
 
-A `Kind` reads many holders at once, at the speed of C: a call reads all that it reaches
-before and after its forward. It writes one holder at a time, in place.
+A `HolderKind` reads many holders at once, at the speed of C: a call reads all that it
+reaches before and after its forward. It writes one holder at a time, in place.
 
 Invariant: a container is read and written by the methods of its base class, whatever a
 subclass overrides. No property and no setter of the user's runs.
@@ -45,7 +45,7 @@ class Holdings:
     lengths: list[int]
 
 
-class Kind:
+class HolderKind:
     """How holders of one kind are read and written.
 
     Attributes:
@@ -109,7 +109,7 @@ class Kind:
         raise NotImplementedError
 
 
-class Cells(Kind):
+class Cells(HolderKind):
     """Variables of outer functions."""
 
     fixed = 1
@@ -142,7 +142,7 @@ def content_of(cell: types.CellType) -> Any:
         return MISSING
 
 
-class Scopes(Kind):
+class Scopes(HolderKind):
     """Global variables: pairs of a namespace and the names that code refers to."""
 
     @override
@@ -164,7 +164,7 @@ _DEFAULTS = ("__code__", "__defaults__", "__kwdefaults__")
 _DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
 
 
-class Functions(Kind):
+class Functions(HolderKind):
     """What a function has besides its variables: its code and its defaults."""
 
     fixed = 3
@@ -180,7 +180,7 @@ class Functions(Kind):
                 setattr(holder, name, value)
 
 
-class Classes(Kind):
+class Classes(HolderKind):
     """Classes of the user's, with their attributes and methods."""
 
     keyed = True
@@ -210,7 +210,7 @@ class Classes(Kind):
 _table_of = operator.attrgetter("__dict__")
 
 
-class Slots(Kind):
+class Slots(HolderKind):
     """Objects with slots."""
 
     adds = True
@@ -266,14 +266,14 @@ def _slot_of(value: Any, member: Any) -> Any:
         return MISSING
 
 
-class Variables(Kind):
+class Variables(HolderKind):
     """Context variables."""
 
     fixed = 1
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return [*map(value_of, holders)]
+        return [*map(variable_value, holders)]
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
@@ -289,7 +289,7 @@ class Variables(Kind):
             holder.set(values[0])
 
 
-def value_of(variable: ContextVar[Any]) -> Any:
+def variable_value(variable: ContextVar[Any]) -> Any:
     """Return the value of a context variable, or its default."""
     try:
         return variable.get()
@@ -304,7 +304,7 @@ _VARIABLE = (
 )
 
 
-class Scripted(Kind):
+class Scripted(HolderKind):
     """Modules of TorchScript, of which only the parameters are known."""
 
     frozen = True
@@ -318,25 +318,25 @@ class Scripted(Kind):
         return [len([*module.parameters()]) for module in holders]
 
 
-class Parts(Kind):
+class Parts(HolderKind):
     """What can be called or read through, and never changes: partials, methods."""
 
     frozen = True
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(parts_of, holders))
+        return flatten(map(refers_to, holders))
 
     @override
     def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return [len(parts_of(value)) for value in holders]
+        return [len(refers_to(value)) for value in holders]
 
     @override
     def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
         return made_of(kind, values)
 
 
-def parts_of(value: Any) -> tuple[Any, ...]:
+def refers_to(value: Any) -> tuple[Any, ...]:
     """Return what a value of `PARTS` refers to."""
     kind = type(value)
     for cls, read in _READERS.items():

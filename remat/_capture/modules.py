@@ -8,7 +8,6 @@ to the whole model. What they close over is used by reference, as in plain code.
 Rejected: setting back only modules that changed. To find them costs as much.
 """
 
-import operator
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.code import VIEWED
-from remat._capture.nodes import Node, ObjectNode, Part, Rebuilding, named
+from remat._capture.nodes import Node, NodePart, ObjectNode, Rebuilding, named
 from remat._capture.objects import slots_in
 
 
@@ -35,13 +34,6 @@ _ASIDE = tuple(
     for name, value in TEMPLATE.items()
     if isinstance(value, (dict, set)) and name not in {*REGISTRIES, *HOOKS}
 )
-# The dicts that hold hooks. The others tell how these are called.
-_HOLDERS = (
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *("_backward_pre_hooks", "_backward_hooks"),
-)
-# What is registered, and hooks: dicts, most of which are empty.
-aside_of = operator.itemgetter(*REGISTRIES, *_HOLDERS)
 _VACANT = dict.fromkeys((*REGISTRIES, *HOOKS, *_ASIDE))
 _NO_HOOKS: dict[str, Any] = {}
 
@@ -80,7 +72,7 @@ class ModuleNode(ObjectNode):
         self.is_sharded = False
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         return named({n: v for n, v in self.entries.items() if n not in TEMPLATE})
 
     @override
@@ -119,7 +111,7 @@ class ViewNode(ObjectNode):
         self.entries = slots_in(value)
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         for name, value in self.entries.items():
             yield name, value, "" if name == VIEWED else f".{name}"
 

@@ -80,7 +80,7 @@ class TensorNode(Node):
 
 
 _TENSOR_NODES: list[TensorNode] = []
-Part = tuple[Any, Any, str]  # key, value, and how it is written
+NodePart = tuple[Any, Any, str]  # key, value, and how it is written
 
 
 class Composite(Node):
@@ -100,7 +100,7 @@ class Composite(Node):
         self.children: dict[Any, Node] = {}
         self.live = True
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         """Yield what the value holds that may be more than plain."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class MadeNode(Composite):
         self._make, self._parts, self._texts = make, parts, texts
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         yield from zip(itertools.count(), self._parts, self._texts, strict=False)
 
     @override
@@ -152,7 +152,7 @@ class MadeNode(Composite):
         return new
 
 
-def named(entries: dict[str, Any]) -> Iterator[Part]:
+def named(entries: dict[str, Any]) -> Iterator[NodePart]:
     """Yield attributes as parts."""
     for name, value in entries.items():
         yield name, value, f".{name}"
@@ -181,7 +181,7 @@ class ObjectNode(Composite):
         self.entries = attributes(value)
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         return named(self.entries)
 
     @override
@@ -230,7 +230,7 @@ class CellNode(Composite):
         self._content = content_of(cell)
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         if self._content is not MISSING:
             yield "content", self._content, ""
 
@@ -283,7 +283,7 @@ class FunctionNode(Composite):
         }
 
     @override
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         for i, cell in enumerate(self._cells):
             yield i, cell, self.code.co_freevars[i]
         for name, value in self.variables.items():

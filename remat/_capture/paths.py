@@ -21,11 +21,11 @@ Path: TypeAlias = tuple[Any, ...] | int | None
 
 def written(path: Path) -> tuple[int | None, str]:
     """Return the root of a path, and how it is written from there."""
-    root, parts = parts_of(path)
+    root, parts = texts_of(path)
     return root, "".join(parts)
 
 
-def parts_of(path: Path) -> tuple[int | None, list[str]]:
+def texts_of(path: Path) -> tuple[int | None, list[str]]:
     """Return the root of a path, and the texts after it."""
     parts: list[str] = []
     while isinstance(path, tuple):

@@ -81,7 +81,10 @@ class SnapshotRun:
             exchange_dict(was.view, was.attributes)
             set_attributes(was.view, was.slots)
         if self._holds_lock:
+            # Not before: another thread may exchange what these objects hold from now.
             _EXCHANGING.release()
+        # Hooks in the graph of a recompute call its functions: `differentiated` empties
+        # their cells later.
         later = here().cells if self.is_recompute else None
         if later is None:
             empty(self._cells)
@@ -229,8 +232,8 @@ class ForwardRun(SnapshotRun):
     def watch(self, walked: Sequence[tuple[Any, Any]]) -> None:
         """Note what values hold that lead to no tensor, for `changes`."""
         found = [(node, value) for value, node in walked if node is not None]
-        self._given = [pair for pair in found if not pair[0].live]
-        self._plain = _noted(self._given)
+        self._tensorless = [pair for pair in found if not pair[0].live]
+        self._plain = _noted(self._tensorless)
 
     def changes(
         self, since: Sequence[_HeldBefore] | None = None
@@ -255,13 +258,13 @@ def _noted(pairs: Iterable[tuple[Any, Any]]) -> list[_HeldBefore]:
     """Note what values hold now, those of them that can change and tell it."""
     mutable = [(n, value) for n, value in pairs if isinstance(n, _MUTABLE)]
     telling = [pair for pair in mutable if _tells_changes(*pair)]
-    return [_HeldBefore(node, value, state_of(node, value)) for node, value in telling]
+    return [_HeldBefore(node, value, held_by(node, value)) for node, value in telling]
 
 
 def _changed(noted: Iterable[_HeldBefore]) -> Iterator[ChangedObject]:
     """Yield what was noted of each value that changed, with what it holds now."""
     for node, value, before in noted:
-        now = state_of(node, value)
+        now = held_by(node, value)
         if now.keys() != before.keys() or differing(now, before):
             yield ChangedObject(node, value, before, now)
 
@@ -297,7 +300,7 @@ def _tells_changes(node: Composite, value: Any) -> bool:
     return all(map(operator.is_, node.now(value), node.now(value)))
 
 
-def state_of(node: Composite, value: Any) -> dict[Any, Any]:
+def held_by(node: Composite, value: Any) -> dict[Any, Any]:
     """Return what a value holds, by key."""
     if isinstance(node, ModuleNode):
         entries = attributes(value)

@@ -31,7 +31,7 @@ from remat._base.types import INERT
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.containers import ContainerNode, RegisteredNode, WholeNode
-from remat._capture.holders import made_of, parts_of
+from remat._capture.holders import made_of, refers_to
 from remat._capture.modules import ModuleNode, ViewNode
 from remat._capture.nodes import (
     CellNode,
@@ -204,7 +204,7 @@ def visit_parts(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk what a partial, a method or a read-only view is made of."""
     make = functools.partial(made_of, type(value))
     texts = ("", "self") if type(value) in _METHODS else ("", "", "")
-    return walk.walk_fixed(value, MadeNode(make, [*parts_of(value)], texts), path)
+    return walk.walk_fixed(value, MadeNode(make, [*refers_to(value)], texts), path)
 
 
 _METHODS = types.MethodType, types.BuiltinFunctionType

@@ -22,7 +22,7 @@ from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
 from remat._capture.nodes import Node, Rebuilding, TensorNode
 from remat._capture.objects import is_spent_by_use
-from remat._capture.paths import argument_name, code_of_arguments, parts_of, written
+from remat._capture.paths import argument_name, code_of_arguments, texts_of, written
 from remat._capture.search import CallSearch
 from remat._torch import (
     function_mode_count,
@@ -75,7 +75,7 @@ class Snapshot:
                 self._nodes[k] = TensorNode.of(found.index_of(value, k))
             elif type(value) not in INERT:
                 if is_spent_by_use(type(value)):
-                    raise spent(value, self._argument(k))
+                    raise only_once(value, self._argument(k))
                 node = search.visit(value, k)
                 if node is not None:
                     self._nodes[k] = node
@@ -153,7 +153,7 @@ class Snapshot:
 
         What a function refers to is written like what an object holds.
         """
-        root, parts = parts_of(self.origins[index])
+        root, parts = texts_of(self.origins[index])
         if root is None:
             texts = (p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
             return "".join(texts).lstrip("."), False
@@ -215,7 +215,7 @@ def _code_of(found: Any) -> Any:
     return weakref.ref(found) if is_code else found
 
 
-def spent(value: Any, name: str) -> CaptureError:
+def only_once(value: Any, name: str) -> CaptureError:
     """Return the error that an argument can be read only once."""
     return CaptureError(_SPENT.format(name=name, kind=type(value).__name__))
 

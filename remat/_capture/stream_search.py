@@ -30,7 +30,14 @@ from remat._base.code import (
 )
 from remat._base.types import INERT, TENSORS
 from remat._capture.container_kinds import container_kind
-from remat._capture.holders import CELLS, MISSING, PARTS, Kind, parts_of, value_of
+from remat._capture.holders import (
+    CELLS,
+    MISSING,
+    PARTS,
+    HolderKind,
+    refers_to,
+    variable_value,
+)
 from remat._capture.objects import (
     attributes,
     by_class,
@@ -170,7 +177,7 @@ class StreamSearch:
             self.look_deeply(value)
             return ()
         if issubclass(kind, PARTS):
-            return (*parts_of(value), *attributes(value).values())
+            return (*refers_to(value), *attributes(value).values())
         how = container_kind(kind)
         if how is not None:
             return _parts_of_container(value, how)
@@ -180,7 +187,7 @@ class StreamSearch:
 
     def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
         if kind is ContextVar:
-            return (value_of(value),)
+            return (variable_value(value),)
         if defines(kind, "__self__"):  # a method of an extension class
             return (value.__self__,)
         root = str(kind.__module__).partition(".")[0]
@@ -217,7 +224,7 @@ def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any
     return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
 
 
-def _parts_of_container(value: Any, how: Kind) -> Iterable[Any]:
+def _parts_of_container(value: Any, how: HolderKind) -> Iterable[Any]:
     items = [*how.values([value])]
     held = [*attributes(value).values()]
     if isinstance(value, defaultdict):  # of another, a user's `__getattr__` would run

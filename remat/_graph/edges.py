@@ -18,13 +18,20 @@ from collections.abc import (
     Sequence,
     Set as AbstractSet,
 )
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from remat._base.errors import CaptureError
-from remat._base.program import Evaluation, Request
+from remat._base.program import (
+    Evaluation,
+    InputIndex,
+    OutputIndex,
+    OutsideVmap,
+    Request,
+)
 from remat._base.tensors import describe
 from remat._capture.snapshot import Snapshot
 from remat._torch import (
@@ -117,15 +124,42 @@ class Reached(NamedTuple):
     """What the graph of a call's outputs reaches.
 
     Attributes:
-        inputs: their indices.
+        inputs: which of them.
         asks_grad_mode: whether its backward depends on whether grad mode is on.
         certain: those that the outputs depend on. The node of a call inside has edges
             to what any of its outputs depends on, also to one that is not used.
     """
 
-    inputs: Sequence[int]
+    inputs: Sequence[InputIndex]
     asks_grad_mode: bool = True
-    certain: Collection[Any] = ()
+    certain: Collection[InputIndex | None] = ()
+
+    def joined(self, outside: Iterable[OutsideVmap]) -> "Reached":
+        """Return this, with what graphs outside of vmaps reach."""
+        used, certain = {*self.inputs}, {*self.certain}
+        asks_grad_mode = self.asks_grad_mode
+        for found in outside:
+            used |= {*found.used}
+            certain |= {*found.certain}
+            asks_grad_mode = asks_grad_mode or found.asks_grad_mode
+        return Reached(sorted(used), asks_grad_mode, certain)
+
+
+def reached_by(
+    snapshot: Snapshot,
+    request: Request,
+    outs: Sequence[Any],
+    inner: Sequence[Tensor],
+    outside: Sequence[OutsideVmap],
+) -> Reached:
+    """Return what the outputs of a forward reach, also outside of vmaps."""
+    if snapshot.is_contained and request.at_base:
+        nodes = [o.grad_fn for o in outs if o.requires_grad]
+        if None not in nodes:
+            # To look costs a tenth of a call. The backward finds out which they are.
+            return Reached([*compress(itertools.count(), request.needs)])
+    reached = reached_inputs(outs, inner)
+    return reached.joined(outside) if outside else reached
 
 
 def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
@@ -205,8 +239,8 @@ def once_differentiable(
 
 
 def sharing_memory(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[int]
-) -> Collection[int]:
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], copies: Container[InputIndex]
+) -> Collection[OutputIndex]:
     """Return the outputs that share memory with an input or with another output.
 
     The memory of inputs that are `copies` is nobody else's.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
-from remat._capture.holders import FUNCTIONS, MISSING, Kind, dict_of
+from remat._capture.holders import FUNCTIONS, MISSING, HolderKind, dict_of
 from remat._capture.objects import COPIED_ITERATORS
 from remat._live.layout import Layout, Taken
 from remat._live.walk import is_opaque
@@ -127,7 +127,7 @@ _OF_CLASSES = {types.GetSetDescriptorType, types.MemberDescriptorType}
 class Span(NamedTuple):
     """One holder: how it is read, its number in its group, and where its values are."""
 
-    kind: Kind
+    kind: HolderKind
     group: int
     number: int
     start: int
@@ -246,7 +246,9 @@ class Contents:
         return _spans(self._sizes, self._marks[1])
 
 
-def _spans(sizes: Sequence[tuple[Kind, int]], lengths: Sequence[int]) -> Iterator[Span]:
+def _spans(
+    sizes: Sequence[tuple[HolderKind, int]], lengths: Sequence[int]
+) -> Iterator[Span]:
     start = key = 0
     left = iter(lengths)
     for g, (kind, count) in enumerate(sizes):

@@ -20,7 +20,7 @@ from typing import Any
 
 from remat._base.errors import RecomputeError
 from remat._capture.container_kinds import container_kind
-from remat._capture.holders import GONE, SCOPES, Kind, without_contents
+from remat._capture.holders import GONE, SCOPES, HolderKind, without_contents
 from remat._capture.objects import check_class
 from remat._live.contents import At, Contents, HolderIndex, Ref, Span
 from remat._live.layout import Layout, groups_of
@@ -252,7 +252,12 @@ class Written:
     __slots__ = ("holder", "key", "keys", "kind", "values")
 
     def __init__(
-        self, kind: Kind, holder: Any, keys: list[Any], values: list[Any], key: Any
+        self,
+        kind: HolderKind,
+        holder: Any,
+        keys: list[Any],
+        values: list[Any],
+        key: Any,
     ) -> None:
         self.kind, self.holder, self.key = kind, holder, key
         self.keys, self.values = keys, values
@@ -287,7 +292,7 @@ _RUNNING: dict[Any, list[Written]] = {}
 
 
 def written_to(
-    kind: Kind, holder: Any, keys: list[Any], values: list[Any]
+    kind: HolderKind, holder: Any, keys: list[Any], values: list[Any]
 ) -> list[Written]:
     """Return what is to be put back: each global variable by itself."""
     if kind is not SCOPES:

@@ -29,7 +29,7 @@ from remat._capture.container_kinds import (
     Items,
     container_kind,
 )
-from remat._capture.holders import PART, PARTS, SLOTS, Kind, dict_of, names_of
+from remat._capture.holders import PART, PARTS, SLOTS, HolderKind, dict_of, names_of
 from remat._capture.objects import COPIED_ITERATORS, is_buffer, set_attributes, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
@@ -64,7 +64,7 @@ class Box:
 
     __slots__ = ("attributes", "how", "is_flat", "items", "keys", "ref")
 
-    def __init__(self, value: Any, how: Kind) -> None:
+    def __init__(self, value: Any, how: HolderKind) -> None:
         self.ref, self.how, self.is_flat = Ref(value), how, False
         self.keys: list[Any]
         self.items: Any
@@ -74,7 +74,7 @@ class Box:
             self.attributes = _attributes_of(value, how)
 
 
-def _attributes_of(value: Any, how: Kind) -> dict[str, Any]:
+def _attributes_of(value: Any, how: HolderKind) -> dict[str, Any]:
     held = {} if how is OWNED else {**(dict_of(value) or {})}
     held |= zip(names_of(type(value)), SLOTS.values([value]), strict=True)
     if issubclass(type(value), defaultdict):
@@ -184,7 +184,7 @@ class Given:
             return value  # which cannot be made again
         return self._box(value, OWNED)
 
-    def _box(self, value: Any, how: Kind) -> Box:
+    def _box(self, value: Any, how: HolderKind) -> Box:
         kind = type(value)
         if how is not PART and has_user_code(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to

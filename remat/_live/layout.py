@@ -31,8 +31,8 @@ from remat._capture.holders import (
     SCRIPTED,
     SLOTS,
     VARIABLES,
+    HolderKind,
     Holdings,
-    Kind,
     MovedError,
     dict_of,
     flatten,
@@ -41,7 +41,7 @@ from remat._capture.holders import (
 from remat._live.walk import Walk, can_be_revived
 
 
-Group = tuple[Kind, list[Any]]
+Group = tuple[HolderKind, list[Any]]
 # What owners are or have: the dicts of objects and functions, variables of functions,
 # namespaces with the names that code refers to, functions, classes, and other kinds.
 _Each = list[Any]
@@ -121,7 +121,7 @@ class Layout:
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         self.signature = (*held, *map(static_of, walk.builtins))
-        self.below: list[tuple[Kind, list[int]]] = []
+        self.below: list[tuple[HolderKind, list[int]]] = []
         self.depths: list[int] = []
         self.last: Any = None
 
@@ -219,7 +219,7 @@ class Taken(Holdings):
         for kind, found in others:
             kind.read(found, self)
 
-    def add(self, below: Iterable[tuple[Kind, list[int]]]) -> None:
+    def add(self, below: Iterable[tuple[HolderKind, list[int]]]) -> None:
         """Read the holders that were found at positions among the values so far."""
         values = self.values
         for kind, places in below:
@@ -283,7 +283,7 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
     done: set[int] = set()
     first = 0
     while True:
-        places: dict[Kind, list[int]] = {}
+        places: dict[HolderKind, list[int]] = {}
         for p, value in enumerate(taken.values[first:], first):
             key = id(value)
             if type(value) in INERT or type(value) in TENSORS:

@@ -30,7 +30,7 @@ from remat._capture.modules import HOOKS
 from remat._capture.objects import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
-from remat._capture.snapshot import BoundFunction, Snapshot, call_under, spent
+from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
 from remat._capture.stream_search import has_user_code
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
@@ -75,7 +75,9 @@ class Reach:
         for k, value in enumerate((*args, *kwargs.values())):
             if type(value) not in TENSORS and is_spent_by_use(type(value)):
                 target = code_of_arguments(fn)
-                raise spent(value, argument_name(target, self._names, k, self._count))
+                raise only_once(
+                    value, argument_name(target, self._names, k, self._count)
+                )
             self._values.append(given.put_aside(value))
         self._values.append(given.put_aside(fn))  # the last
         self._modes: Sequence[Any] = ()

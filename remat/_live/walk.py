@@ -28,10 +28,10 @@ from remat._capture.holders import (
     PART,
     PARTS,
     SLOTS,
-    Kind,
+    HolderKind,
     dict_of,
-    parts_of,
-    value_of,
+    refers_to,
+    variable_value,
 )
 from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
 from remat._capture.objects import (
@@ -102,7 +102,7 @@ class Walk:
         self.hooked: list[tuple[int, tuple[str, ...]]] = []
         self.names: dict[int, tuple[Any, dict[str, None]]] = {}
         self.seen: dict[int, Any] = {}
-        self.kinds: dict[int, tuple[Kind, ...]] = {}
+        self.kinds: dict[int, tuple[HolderKind, ...]] = {}
         self.special: set[int] = set()
         self.spaces: list[tuple[types.ModuleType, dict[str, None]]] = []
         self.is_lazy, self.is_module = False, isinstance(root, nn.Module)
@@ -141,7 +141,7 @@ class Walk:
             self.streams.add(value)
         elif kind is ContextVar:
             self.variables.append(value)
-            self._todo.append(value_of(value))
+            self._todo.append(variable_value(value))
         else:
             self._reach_other(value, kind)
 
@@ -154,7 +154,7 @@ class Walk:
                 self.builtins.append(value)
             else:
                 self._hold(value, PART)
-                self._todo += parts_of(value)
+                self._todo += refers_to(value)
         elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
             self.streams.walk(value)
             self.special.add(id(value))
@@ -180,7 +180,7 @@ class Walk:
             names.update(dict.fromkeys(new))
             self._todo += map(held.__getitem__, new)
 
-    def _reach_container(self, value: Any, how: Kind) -> None:
+    def _reach_container(self, value: Any, how: HolderKind) -> None:
         items = [*how.values([value])]
         if len(items) > _LARGE and _are_plain(items):
             self.special.add(id(value))
@@ -288,7 +288,7 @@ class Walk:
         if hooked:
             self.hooked.append((len(self.objects) - 1, hooked))
 
-    def _hold(self, value: Any, *kinds: Kind) -> None:
+    def _hold(self, value: Any, *kinds: HolderKind) -> None:
         """List a value that is no owner as a holder."""
         self.seen[id(value)] = value
         self.kinds[id(value)] = (*self.kinds.get(id(value), ()), *kinds)

@@ -90,13 +90,13 @@ class Solution:
     gap: float = 0.0
 
 
-def evaluate(problem: Problem, saved: Collection[int]) -> Solution:
+def solution_of(problem: Problem, saved: Collection[int]) -> Solution:
     """Return what a choice costs: the work and the bytes.
 
     Example:
         >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
         >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
-        >>> evaluate(problem, {1})
+        >>> solution_of(problem, {1})
         Solution(saved=frozenset({1}), work=1.0, nbytes=4, gap=0.0)
     """
     runs, used, kept = _followed(problem, saved)
@@ -164,7 +164,7 @@ class Spent:
         return nbytes if self.solution.nbytes > self.budget.nbytes else 0
 
 
-def spent(
+def spent_by(
     policy: Policy | None,
     record: Record,
     decisions: Sequence[Decision],
@@ -196,7 +196,7 @@ def spend(
     found = solve(problem, budget.nbytes, time_limit=budget.time_limit)
     saved = frozenset(i for k in found.saved for i in steps[k])
     solution = replace(found, saved=saved)
-    return Spent(budget, must, tuple(may), solution, evaluate(problem, ()))
+    return Spent(budget, must, tuple(may), solution, solution_of(problem, ()))
 
 
 def cost_of(budget: Budget) -> Callable[[Step], float]:
@@ -289,7 +289,7 @@ class _Solved:
     """What is known of one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self.solutions = {evaluate(problem, ())}  # found for any limit
+        self.solutions = {solution_of(problem, ())}  # found for any limit
         # For each limit the seconds it was given, and the proven bound of the work.
         self.tried: dict[int, tuple[float, float]] = {}
 
@@ -318,7 +318,7 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
     known = _solved(problem)
     seconds, bound = known.tried.get(limit, (-1.0, 0.0))
     if seconds < time_limit:
-        all_of_it = evaluate(problem, problem.may_save)
+        all_of_it = solution_of(problem, problem.may_save)
         known.solutions.add(all_of_it)
         found, bound = [all_of_it], all_of_it.work
         # What always runs, unless saved and needed, may not be needed once another
@@ -329,7 +329,7 @@ def solve(problem: Problem, limit: int, *, time_limit: float = 10.0) -> Solution
         known.solutions.update(found)
         proven = bound == math.inf or any(s.work <= bound for s in found)
         known.tried[limit] = (math.inf if proven else time_limit), bound
-    best = known.best(limit) or evaluate(problem, ())
+    best = known.best(limit) or solution_of(problem, ())
     gap = 0.0 if best.work <= bound else (best.work - bound) / best.work
     return Solution(best.saved, best.work, best.nbytes, gap)
 
@@ -350,7 +350,7 @@ def _searched(
         bound = max(bound, least)
         if saved is None:
             break
-        found = evaluate(problem, saved)
+        found = solution_of(problem, saved)
         if found.nbytes <= limit:
             # The solver adds up in another order.
             is_best = found.work <= bound * (1 + _PRECISION)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from remat._partial.budget import Spent, spent as spent_by
+from remat._partial.budget import Spent, spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
 from remat._partial.candidates import Candidates
 from remat._partial.cost import reason_against
@@ -68,7 +68,7 @@ def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class Verdict:
     """What the calls after a recorded one do: follow a plan, or not, and why."""
 
     plan: Plan | None
@@ -77,13 +77,13 @@ class Planned:
     spent: Spent | None = None  # what the budget of the policy keeps
 
 
-def planned(
+def verdict_of(
     record: Record,
     decisions: Sequence[Decision],
     policy: Policy | None,
     prune: Prune,
     extra_roots: Collection[int],
-) -> Planned:
+) -> Verdict:
     """Return what the calls after a recorded one do."""
     unpruned = _why_unpruned(prune, record)
     pruned = not unpruned
@@ -93,8 +93,8 @@ def planned(
     if policy is None and prune == "auto":
         why = reason_against(record, made)
         if why:
-            return Planned(None, why, unpruned)
-    return Planned(made, "", unpruned, budget)
+            return Verdict(None, why, unpruned)
+    return Verdict(made, "", unpruned, budget)
 
 
 def _why_unpruned(prune: Prune, record: Record) -> str:
@@ -127,7 +127,7 @@ def plan_recorded(
         return None
     exposed = recorder.exposed
     decisions = recorder.candidates.decisions(record, exposed)
-    found = planned(record, decisions, policy, prune, exposed)
+    found = verdict_of(record, decisions, policy, prune, exposed)
     if found.why_unpruned and prune is True:
         warn_once(_NOT_PRUNED.format(label=label, why=found.why_unpruned))
     if found.plan is None:

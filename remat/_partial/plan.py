@@ -172,7 +172,7 @@ def plan(
         >>> plan(record, saveable=[0]).residuals
         ((0, 0),)
     """
-    walk, steps = _Walk(record, saveable), record.steps
+    walk, steps = _WalkBack(record, saveable), record.steps
     walk.need(extra_roots)
     for j in range(len(record.roots)) if targets is None else targets:
         walk.need(record.roots[j])
@@ -194,7 +194,7 @@ def plan(
     return Plan(fates, residuals, needed, frozenset(walk.live), residual_sources)
 
 
-class _Walk:
+class _WalkBack:
     """One walk back from what is needed."""
 
     def __init__(self, record: Record, saveable: Collection[int]) -> None:
@@ -299,7 +299,7 @@ class _Walk:
 
 def saveable_in(record: Record, steps: Collection[int]) -> set[int]:
     """Return which of these steps a plan saves if their results are needed."""
-    return {*_Walk(record, steps).saveable}
+    return {*_WalkBack(record, steps).saveable}
 
 
 def overwrites(record: Record) -> dict[int, frozenset[int]]:

@@ -129,7 +129,7 @@ class PlannedCall:
                 residuals = plans.residuals_of(mode.candidates)
         elif plans is not None:
             if count == len(plans.record.roots):
-                residuals = self._collected(plans)
+                residuals = self._collected()
             if residuals is None:
                 self.cache.drop_record()
                 self.plans = None
@@ -140,9 +140,8 @@ class PlannedCall:
         self.mode, self._inputs, self._inner = None, (), None
         return residuals
 
-    def _collected(self, plans: Plans) -> list[Tensor] | None:
+    def _collected(self) -> list[Tensor] | None:
         """Return the residuals; None if the plan does not fit this forward."""
-        del plans
         if self.mode is None:
             return []
         self.statics = self.mode.statics
@@ -266,9 +265,11 @@ class SavedInHandles(PlannedCall):
         self._for_recompute = [r if k in needed else None for k, r in enumerate(saved)]
 
     @override
-    def _collected(self, plans: Plans) -> list[Tensor] | None:
+    def _collected(self) -> list[Tensor] | None:
+        plans = self.plans
+        assert plans is not None
         followed = self.mode is not None
-        residuals = super()._collected(plans) if followed else self._in_graph(plans)
+        residuals = super()._collected() if followed else self._in_graph(plans)
         if residuals is None:
             return None
         packs, taken = plans.record.packs, self._taken

@@ -133,16 +133,9 @@ class Recorder(Observer):
         # What gets a number from here on was made by this operation.
         known = len(storages)
         makes = tuple(map(storages.number, results.tensors))
-        hides = arguments.hides_aliases or results.hides_aliases
-        always_runs = (
-            traits.is_read_by_python
-            # For tensors of a subclass `on_subclass` says what may be left out.
-            or not (hides or (arguments.all_strided and results.all_strided))
-            or not (results.tensors or written)
-            or any(map(is_lazy, results.tensors))
-            # It wrote to what the call has not met before.
-            or not all(s in self._made or s in self.inputs for s in writes)
-            or (bool(written) and _resizes(written, arguments))
+        # Before the storages that it made count as the call's own.
+        always_runs = traits.is_read_by_python or self._always_runs(
+            arguments, results, written, writes
         )
         values = tuple(results.values)
         step = Step(
@@ -154,7 +147,7 @@ class Recorder(Observer):
             may_draw=traits.may_draw,
             metadata_only=metadata_only_outputs(func, len(values)),
             always_runs=always_runs,
-            hides_aliases=hides,
+            hides_aliases=arguments.hides_aliases or results.hides_aliases,
             on_subclass=arguments.on_subclass,
             result=results.form,
         )
@@ -165,6 +158,25 @@ class Recorder(Observer):
         if self._policy is not None:
             statics = statics_of(args, kwargs)
             self.candidates.ask(step, statics, results.tensors, written)
+
+    def _always_runs(
+        self,
+        arguments: Arguments,
+        results: Results,
+        written: Sequence[Tensor],
+        writes: Sequence[int],
+    ) -> bool:
+        """Say whether no plan may leave an operation out, for what it ran on."""
+        are_strided = arguments.all_strided and results.all_strided
+        return (
+            # For tensors of a subclass `on_subclass` says what may be left out.
+            not (are_strided or arguments.hides_aliases or results.hides_aliases)
+            or not (results.tensors or written)
+            or any(map(is_lazy, results.tensors))
+            # It wrote to what the call has not met before.
+            or not all(s in self._made or s in self.inputs for s in writes)
+            or (bool(written) and _resizes(written, arguments))
+        )
 
     @override
     def note_unseen(self) -> None:

@@ -29,7 +29,7 @@ from remat._base.operators import named
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
-from remat._partial.budget import spent
+from remat._partial.budget import spent_by
 from remat._partial.effects import declared_writes, traits_of
 from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT
@@ -387,7 +387,7 @@ class Sketch:
         """Return the operations whose results the budget keeps."""
         roots = frozenset(self._saved([o for o in outs if isinstance(o, Tensor)]))
         record = Record(tuple(self._steps), (), (roots,))
-        found = spent(self._policy, record, self._may, (), prune=True)
+        found = spent_by(self._policy, record, self._may, (), prune=True)
         self._held.clear()
         assert found is not None
         return found.solution.saved

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
-from remat._partial.budget import evaluate, problem_of
+from remat._partial.budget import problem_of, solution_of
 from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
@@ -267,7 +267,7 @@ class _Called:
         record = plainly.record
         may = [Decision.SAVE] * len(record.steps)
         problem, _ = problem_of(record, may, (), plainly.exposed, work)
-        most = evaluate(problem, problem.may_save).nbytes
+        most = solution_of(problem, problem.may_save).nbytes
         for nbytes in sorted({most * k // _PARTS for k in range(_PARTS + 1)}):
             _, _, options = unwrapped(fn, within(nbytes, time_limit=_SECONDS), prune)
             yield self.row(f"within({nbytes})", options, plainly)

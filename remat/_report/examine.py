@@ -204,8 +204,8 @@ class CallNotes(Recorder):
 
 def _plans_of(call: Saved) -> Any:
     """Return the plans that a call follows; None if it follows none."""
-    following = call.following
-    choice = None if following is None else following.choice
+    planned = call.planned
+    choice = None if planned is None else planned.choice
     return choice[1] if choice else None
 
 

@@ -17,7 +17,7 @@ from remat._base.source import short
 from remat._partial.budget import Spent
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
-from remat._partial.decide import inputs_to_drop, planned, why_no_record
+from remat._partial.decide import inputs_to_drop, verdict_of, why_no_record
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate, Plan, Step, plan
 from remat._report.examine import Examined
@@ -53,7 +53,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
         return unplanned(why)
     decisions = decisions_of(policy, record, found.exposed)
     roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
-    verdict = planned(record, decisions, policy, prune, roots)
+    verdict = verdict_of(record, decisions, policy, prune, roots)
     made = verdict.plan
     if made is None:
         return unplanned(verdict.why_none)

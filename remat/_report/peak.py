@@ -16,7 +16,7 @@ from remat._base.tensors import describe_meta
 from remat._report import render as _render
 
 
-HolderKind: TypeAlias = Literal[
+PeakHolder: TypeAlias = Literal[
     "recompute",
     "saved inputs",
     "policy",
@@ -31,7 +31,7 @@ HolderKind: TypeAlias = Literal[
 
 
 # Of those that are of no single call.
-NAMES: dict[HolderKind, str] = {
+NAMES: dict[PeakHolder, str] = {
     "gradients": "the gradients of the parameters",
     "saved inputs": "the inputs that remat calls save",
     "policy": "the results that policies save",
@@ -112,7 +112,7 @@ class Holder:
         [('residuals', 520), ('gradients', 256), ('inputs', 256)]
     """
 
-    kind: HolderKind
+    kind: PeakHolder
     name: str
     nbytes: int
     share: float

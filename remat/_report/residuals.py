@@ -220,12 +220,12 @@ class _Notes:
         """Note what a call keeps besides its inputs: copies, residuals, states."""
         evaluation: Evaluation = node.evaluation
         leaves: Sequence[int] = range(len(evaluation.request.needs))
-        recomputation = evaluation.recomputation
-        if recomputation is not None:
-            leaves = recomputation.kept(leaves)
+        planned = evaluation.planned
+        if planned is not None:
+            leaves = planned.kept(leaves)
         saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
-        if recomputation is not None:
-            plans = recomputation.plans
+        if planned is not None:
+            plans = planned.plans
             assert plans is not None
             residuals = plans.full.plan.residuals
             for value, (i, _) in zip(saved[len(leaves) :], residuals, strict=True):
@@ -258,8 +258,8 @@ class _Notes:
             for entry in self._note(t, reader, origin if copied else "from a constant"):
                 if copied:
                     entry.origin, entry.rank = origin, MADE
-        following = call.following
-        for residual in following.residuals_held() if following else ():
+        planned = call.planned
+        for residual in planned.residuals_held() if planned else ():
             self._note_saved(residual.stored(), residual.op, residual.decision, reader)
         for stream, state in call.ambient.moved:
             self._note_state(stream, state, reader)

@@ -36,8 +36,8 @@ from remat._report.peak import (
     Built,
     HeldValues,
     Holder,
-    HolderKind,
     Peak,
+    PeakHolder,
     advice_on,
 )
 from remat._report.timeline import MemoryChange, changes_in, running_operation
@@ -270,8 +270,8 @@ class StepWatch(Ledger):
         found = [h.residual for h in handles if h is not None and h.residual]
         for ref in self._calls:
             call = ref()
-            if call is not None and call.following is not None:
-                found += call.following.residuals_held()
+            if call is not None and call.planned is not None:
+                found += call.planned.residuals_held()
         for residual in found:
             yield from map(storage_id, _parts_in(residual.stored()))
 
@@ -311,7 +311,7 @@ def _holders(
     alive, last = _alive_after(changes)
     # Whether they are alive before the backward.
     is_early = bool(watch.ops) and watch.ops[last].node < 0
-    found: dict[tuple[HolderKind, str], dict[HeldValues, list[int]]]
+    found: dict[tuple[PeakHolder, str], dict[HeldValues, list[int]]]
     found = defaultdict(lambda: defaultdict(list))
     for change, i in alive:
         kind, name, key = _sorted(watch, change, i, is_early=is_early)
@@ -364,11 +364,11 @@ def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
             yield change
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[HolderKind, HeldValues, int]]:
+def _before(inputs: Inputs) -> Iterator[tuple[PeakHolder, HeldValues, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
-        kind: HolderKind = "parameters" if is_parameter(t) else "inputs"
+        kind: PeakHolder = "parameters" if is_parameter(t) else "inputs"
         for part in parts(t):
             if storage_id(part) not in seen:
                 seen.add(storage_id(part))
@@ -378,7 +378,7 @@ def _before(inputs: Inputs) -> Iterator[tuple[HolderKind, HeldValues, int]]:
 
 def _sorted(
     watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool
-) -> tuple[HolderKind, str, HeldValues]:
+) -> tuple[PeakHolder, str, HeldValues]:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
     dtype, shape = (None, ()) if made is None else (made.dtype, made.shape)

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from remat._torch.tensors import use_count
 
 
-Outputs: TypeAlias = tuple[Tensor | None, ...]
+MaybeTensors: TypeAlias = tuple[Tensor | None, ...]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
@@ -67,7 +67,7 @@ def base_dual_level_active() -> bool:
 # a third of its cost on small graphs.
 def pull_back(
     outs: Tensors, cotangents: Tensors, inputs: Tensors, *, create_graph: bool
-) -> Outputs:
+) -> MaybeTensors:
     """Run the engine from `outs` to `inputs`; free the graph or make another of it."""
     engine: Any = torch.autograd.Variable._execution_engine
     retain, unused = create_graph, True
@@ -235,7 +235,7 @@ def _enter_grad_mode(_cotangents: Tensors) -> None:
     set_grad_enabled(True)
 
 
-def _leave_grad_mode(grads: Outputs, _cotangents: Tensors) -> Outputs:
+def _leave_grad_mode(grads: MaybeTensors, _cotangents: Tensors) -> MaybeTensors:
     set_grad_enabled(False)
     return tuple(None if g is None else g.detach() for g in grads)
 

@@ -44,7 +44,7 @@ from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
 from torch.autograd import forward_ad, function
 
 from remat._torch.autograd import (
-    Outputs,
+    MaybeTensors,
     dual_level_active,
     is_forward_ad_enabled,
     set_forward_ad,
@@ -352,8 +352,8 @@ def is_shared_by_examples(tensor: Tensor) -> bool:
 
 # Deleted by: `torch.func.jvp` telling which outputs have no tangent, and working within
 # a `forward_ad.dual_level`.
-def push_forward(
-    fn: Callable[..., Outputs],
+def call_at_jvp(
+    fn: Callable[..., MaybeTensors],
     primals: Sequence[Tensor],
     given: Sequence[int],
     tangents: Sequence[Tensor],

@@ -108,6 +108,7 @@ class Call:
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level."""
         passed = self._inputs
+        # A node will hold them. The call would hide them from hooks for saved tensors.
         self._inputs: list[Tensor] = []
         inputs = [*map(unwrap_dead, passed)]
         is_any_dead = True in map(operator.is_not, inputs, passed)
@@ -131,6 +132,7 @@ class Call:
         run = ForwardRun(inputs, search.found.tensors, search.originals())
         with run:
             fn, *around = self.snapshot.built(run)
+            # Once all is built, and before the function changes something.
             run.note()
             body = self.body(fn, run)
             if self.wrapped:
@@ -170,6 +172,7 @@ class Call:
             if hidden.why:
                 raise CaptureError(hidden.told(_OPAQUE, self.snapshot.label))
         outs, self.structure = Out.split(result, inputs)
+        # Only now: the tensors were found in what is emptied.
         self._emptied = result.without_tensors()
         return outs
 

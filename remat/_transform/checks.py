@@ -29,15 +29,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from remat._base.absent import DETACH
 from remat._base.context import is_under_mode
 from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.installed import is_installed
 from remat._base.interpreter import lines_storing
+from remat._base.observer import Observer
 from remat._base.parts import parts
+from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.source import shown
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
@@ -69,8 +71,8 @@ def refuse_changed_inputs(
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     versions: Sequence[int | None],
-    needs: Sequence[bool],
-    updated: Container[int],
+    needs: PerInput,
+    updated: Container[InputIndex],
     run: Callable[[Sequence[Tensor]], object],
 ) -> None:
     """Refuse a function that changed an input, or made one require grad."""
@@ -87,8 +89,8 @@ def refuse_changed_inputs(
 
 def changed_inside(
     origin: CallOrigin,
-    index: int | None,
-    changes: Mapping[int, str] | None = None,
+    index: InputIndex | None,
+    changes: Mapping[InputIndex, str] | None = None,
     *,
     works_again: bool = False,
 ) -> MutationError:
@@ -115,7 +117,7 @@ def refuse_assigned_data(
     origin: CallOrigin,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
-    needs: Sequence[bool],
+    needs: PerInput,
 ) -> None:
     """Refuse a function that assigned to `.data` of an input."""
     addresses = addresses_of([*compress(inputs, needs)])
@@ -149,7 +151,7 @@ def refuse_leaks(
 
 
 def check_differentiable(
-    origin: CallOrigin, outs: Sequence[Any], then: Sequence[bool]
+    origin: CallOrigin, outs: Sequence[Any], then: PerResult
 ) -> None:
     """Check that outputs require grad where those of the forward did."""
     now = [*map(_requires_grad, outs)]
@@ -162,7 +164,7 @@ def check_reached(
     origin: CallOrigin,
     outs: Sequence[Any],
     inputs: Sequence[Tensor],
-    missing: Sequence[int],
+    missing: Sequence[InputIndex],
 ) -> None:
     """Check that the graph of outputs reaches the inputs that have no gradient."""
     reached = {*reached_inputs(outs, inputs).inputs}
@@ -173,7 +175,9 @@ def check_reached(
 
 
 def refuse_needed(
-    origin: CallOrigin, needed: Collection[int], changed: Sequence[int]
+    origin: CallOrigin,
+    needed: Collection[InputIndex],
+    changed: Sequence[InputIndex],
 ) -> None:
     """Refuse to recompute on inputs that were changed and are needed for it."""
     for i in changed:
@@ -185,7 +189,7 @@ def refuse_needed(
 def enter_refusing_reads(
     origin: CallOrigin,
     inputs: Sequence[Tensor],
-    changed: Sequence[int],
+    changed: Sequence[InputIndex],
     state: AbstractContextManager[Any],
 ) -> AbstractContextManager[Any]:
     """Enter `state`, and refuse to read `changed` inputs; what is returned exits both.
@@ -201,8 +205,13 @@ def enter_refusing_reads(
         return both.pop_all()
 
 
-class RefuseReads(TorchDispatchMode):
-    """Refuses any operation that reads the memory of some tensors."""
+class RefuseReads(Observer):
+    """Refuses any operation that reads the memory of some tensors.
+
+    It is entered first: a mode of a replay, inside, leaves operations out.
+    """
+
+    unseen = frozenset({DETACH})  # a detached alias reads nothing
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,23 +227,24 @@ class RefuseReads(TorchDispatchMode):
             self._new.append((tensor, name))
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Noted here, where modes are off: to ask a sparse one for its parts reads it.
         for tensor, name in self._new:
             for storage in _storages_of(base_tensor(tensor)):
                 self._names.setdefault(storage, name)
         self._new.clear()
-        # A detached alias reads nothing.
-        if func is not torch.ops.aten.detach.default:
-            for value in tree_leaves((args, kwargs)):
-                found = _storages_of(value) if isinstance(value, Tensor) else ()
-                for storage in self._names.keys() & found:
-                    name = self._names[storage]()
-                    raise MutationError(_READ.format(name=name, func=func))
-        return call_kernel(func, *args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs)):
+            found = _storages_of(value) if isinstance(value, Tensor) else ()
+            for storage in self._names.keys() & found:
+                name = self._names[storage]()
+                raise MutationError(_READ.format(name=name, func=func))
+        return call_kernel(func, *args, **kwargs)
+
+    @override
+    def note_unseen(self) -> None:
+        """Refuse what torch compiles by itself: what that reads, nobody sees."""
+        (_, name), *_ = self._new or [(None, next(iter(self._names.values())))]
+        raise MutationError(_MAY_READ.format(name=name()))
 
 
 def _storages_of(tensor: Tensor) -> list[int]:
@@ -379,4 +389,9 @@ _READ = (
     "remat: {name} was changed in place between the forward and the backward, and the "
     "recompute reads it (in {func}). Change a copy, or change it after the "
     "backward."
+)
+_MAY_READ = (
+    "remat: {name} was changed in place between the forward and the backward, and the "
+    "recompute may read it where torch compiles a part of the function, as of "
+    "torch.cond. Change a copy, or change it after the backward."
 )

@@ -1,20 +1,21 @@
 """The lowering to one recursive Function: the life of a call under torch.func.
 
-    Primal              a user's call (`call`) as a program of its tensors
+    call_as_function    takes a user's call apart (`call`), and puts its result together
+    Primal              the call as a program of its tensors
     dispatch            a program is evaluated by the innermost level, which goes down:
         vmap            Batch(program)   the same program for all examples (`levels`)
         jvp             Dual(program)    the same program with tangents (`levels`)
         grad, the base  the program, and then one node is made of the graph
-    evaluate_forward    below all levels, the first time: the user's function runs
+    the forward         below all levels: the user's function runs
     Remat               the node; its backward is `evaluate(Vjp(program), ...)`
     Vjp                 recomputes a program and pulls cotangents back; again a program
 
-A forward begins in `evaluate_differentiably`, which `lowering` and `remat.chain` call.
+A forward begins in `evaluate_differentiably`, which `remat.chain` calls, too.
 
     dispatch                        at each level, down to the base
     Program.evaluate                at the base
-    Primal.forward                  as the first run is the forward
-    evaluate_forward, _evaluate     what is before and after the run
+    Primal.evaluate_first           as the first run is the forward
+    _evaluate_below, _evaluate      what is before and after the run
     _run                            the run, in grad mode
     Batch.run, Dual.run             up again through these levels, if there are any
     Primal.run, Primal.run_forward  of the program itself
@@ -36,9 +37,8 @@ recompute would be another function, and what the outputs depend on could not be
 
 import contextlib
 import functools
-import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, filterfalse
 from types import NoneType
 from typing import Any, TypeAlias
@@ -49,23 +49,26 @@ from typing_extensions import override
 
 from remat._base.absent import may_be_absent
 from remat._base.context import differentiated, here, within
+from remat._base.labels import Label
 from remat._base.parts import taken_apart
 from remat._base.program import (
     Evaluation,
     InputIndex,
     OutputIndex,
+    PerInput,
     Program,
     Request,
+    SavedIndex,
     fresh_leaves,
+    replaced_at,
     requires_grad,
 )
 from remat._base.tensors import outside_inference_mode
 from remat._base.tracebacks import hide_frames, note
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import (
-    Reached,
     once_differentiable,
-    reached_inputs,
+    reached_by,
     reaches_only_inputs,
     root_of,
     sharing_memory,
@@ -78,7 +81,7 @@ from remat._partial.decide import (
     warn_if_asked,
     why_no_record,
 )
-from remat._partial.options import reference
+from remat._partial.options import Options, reference
 from remat._partial.planned_call import SavedInNode
 from remat._partial.recorder import Recorder
 from remat._torch import (
@@ -127,11 +130,11 @@ from remat._transform.changes import changes_of
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
     CallState,
+    call_state,
     copies_of_buffers,
     copy_buffers,
-    state_of,
+    inputs_written_to,
     update,
-    written_to,
 )
 
 
@@ -139,6 +142,29 @@ from remat._transform.state import (
 _requires_grad = operator.attrgetter("requires_grad")
 
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
+
+
+# --- The call ---
+
+
+def call_as_function(
+    fn: Fn,
+    label: Label,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    plain: Fn,
+    *,
+    may_read_early: Callable[[Tensor], bool] | None = None,
+) -> Any:
+    """Call a function as one Function; if nothing is differentiated, call `plain`."""
+    call = Call(fn, label, args, kwargs, options)
+    call.may_read_early = may_read_early
+    inputs, needs = call.take_inputs()
+    outs = None
+    if not call.is_lazy:
+        outs = evaluate_differentiably(Primal(call), inputs, needs)
+    return plain(*args, **kwargs) if outs is None else call.join(outs, inputs)
 
 
 # --- A user's call as a program ---
@@ -177,14 +203,14 @@ class Primal(Program):
         return says is not None and says(tensor)
 
     @override
-    def forward(
+    def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> Evaluated:
-        results, evaluation, state = evaluate_forward(
+        results, evaluation, state = _evaluate_below(
             self.call, program, inputs, request
         )
         self.evaluation, self.state = evaluation, state
-        if request.in_forward_mode:  # recomputes are given no tangents beside primals
+        if request.is_jvp:  # recomputes are given no tangents beside primals
             arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]
             self.evaluation = evaluation._replace(differentiable=differentiable)
@@ -268,7 +294,10 @@ class Primal(Program):
 
     @override
     def check_reached(
-        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+        self,
+        outs: Sequence[Any],
+        inputs: Sequence[Tensor],
+        missing: Sequence[InputIndex],
     ) -> None:
         evaluation, snapshot = self.evaluation, self.call.snapshot
         assert evaluation is not None
@@ -305,7 +334,7 @@ def evaluate(program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
 
 @eager_only
 def evaluate_differentiably(
-    program: Program, inputs: Sequence[Tensor], needs: Sequence[bool]
+    program: Program, inputs: Sequence[Tensor], needs: PerInput
 ) -> Sequence[Any] | None:
     """Evaluate `program` if an input requires grad, at any level; else return None."""
     if True not in needs:
@@ -442,7 +471,7 @@ def _dispatch_dual(
 # --- The forward, below all levels ---
 
 
-def evaluate_forward(
+def _evaluate_below(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
@@ -469,16 +498,16 @@ def _evaluate(
     """Run the forward on `inner`, the fresh leaves for `inputs`."""
     snapshot, needs = call.snapshot, request.needs
     # Before the function draws or changes anything: recomputes start from here.
-    state = state_of(snapshot, inputs)
+    state = call_state(snapshot, inputs)
     has_inference = None in state.versions
     # Before the plan, which is to know what the function runs on.
     copies = copy_buffers(inner, needs, snapshot.buffers)
-    plan = _plan(call, program, inputs, inner, request, state)
-    outs = _run(call, program, inner, None if plan is None else plan.mode, state)
+    planned = _planned(call, program, inputs, inner, request, state)
+    outs = _run(call, program, inner, None if planned is None else planned.mode, state)
     # Before inputs are compared: an update of a buffer is no change that is refused.
     again = functools.partial(call.run_on_copies, program)
     before: dict[int, Tensor] = {}
-    for i in written_to(inputs, copies, snapshot.buffers):
+    for i in inputs_written_to(inputs, copies, snapshot.buffers):
         if i not in snapshot.buffers:
             changes = changes_of(snapshot, inner, again)
             raise checks.changed_inside(snapshot, i, changes)
@@ -489,46 +518,40 @@ def _evaluate(
         snapshot, inputs, inner, state.versions, needs, before, again
     )
     # While the graph is there; the results have none.
-    used, asks_grad_mode, certain = _reached(call, outs, inner, request)
+    reached = call.labelled(reached_by, snapshot, request, outs, inner, program.outside)
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
+    for found in program.outside:
+        for j in found.differentiable:
+            differentiable[j] = True
     results = [*map(Tensor.detach, outs), *before.values()]
     residuals = None
-    if plan is not None:
-        if isinstance(plan.mode, Recorder):
-            plan.mode.note_saved(outs)
+    if planned is not None:
+        if isinstance(planned.mode, Recorder):
+            planned.mode.note_saved(outs)
         # Under a second vmap the recompute may run other operations than the plan
         # holds. Then it does not follow the plan, and needs the inputs.
         may_drop = call.is_differentiated_once and not here().only_our_hooks
-        may_drop = may_drop and not (program.outside or request.in_forward_mode)
-        residuals = plan.finish(outs, may_drop=may_drop)
+        may_drop = may_drop and not (program.outside or request.is_jvp)
+        residuals = planned.finish(outs, may_drop=may_drop)
     if residuals is not None:
         results += residuals
         differentiable += [False] * len(residuals)
-    if program.outside:
-        used, certain = {*used}, {*certain}
-        for found in program.outside:
-            used |= {*found.used}
-            certain |= {*found.certain}
-            asks_grad_mode = asks_grad_mode or found.asks_grad_mode
-            for j in found.differentiable:
-                differentiable[j] = True
-        used = sorted(used)
     evaluation = Evaluation(
         request=request,
-        used=used,
+        used=reached.inputs,
         differentiable=differentiable,
         updated=[*before],
         residuals=len(residuals or ()),
-        recomputation=None if residuals is None else plan,
+        planned=None if residuals is None else planned,
         shared=sharing_memory(outs, inner, copies),
-        asks_grad_mode=asks_grad_mode,
-        certain=certain,
+        asks_grad_mode=reached.asks_grad_mode,
+        certain=reached.certain,
         has_inference=has_inference,
     )
     return results, evaluation, state
 
 
-def _plan(
+def _planned(
     call: Call,
     program: Program,
     inputs: Sequence[Tensor],
@@ -587,18 +610,6 @@ def _run(
     return outs
 
 
-def _reached(
-    call: Call, outs: Sequence[Any], inner: list[Tensor], request: Request
-) -> Reached:
-    """Return what the graph of the outputs reaches."""
-    if reaches_only_inputs(call.snapshot, request):
-        nodes = [o.grad_fn for o in outs if o.requires_grad]
-        if None not in nodes:
-            # To look costs a tenth of a call. The backward finds out which they are.
-            return Reached([*compress(itertools.count(), request.needs)])
-    return call.labelled(reached_inputs, outs, inner)
-
-
 # --- The node ---
 
 
@@ -625,8 +636,8 @@ class Remat(SingleLevelFunction):
         end = len(outs) - residuals
         if updated:
             saved = replaced_at(saved, updated, outs[end - len(updated) : end])
-        if evaluation.recomputation is not None:
-            saved = [*evaluation.recomputation.kept(saved), *outs[end:]]
+        if evaluation.planned is not None:
+            saved = [*evaluation.planned.kept(saved), *outs[end:]]
             if request.at_base and residuals:  # no level further up saves them
                 outs, differentiable = outs[:end], differentiable[:end]
         if evaluation.shared:
@@ -722,9 +733,10 @@ class Vjp(Program):
     def uses(self, count: int) -> Sequence[InputIndex]:
         """Return the primals that the program uses, and the cotangents."""
         evaluation = self._evaluation
-        used, recomputation = evaluation.used, evaluation.recomputation
-        if recomputation is not None and recomputation.dropped:
-            saved = recomputation.kept(range(len(evaluation.request.needs)))
+        planned = evaluation.planned
+        used: Sequence[SavedIndex] = evaluation.used  # unless some were dropped
+        if planned is not None and planned.dropped:
+            saved = planned.kept(range(len(evaluation.request.needs)))
             used = [k for k, i in enumerate(saved) if i in used]
         return (*used, *range(self._arity, count))
 
@@ -754,12 +766,12 @@ class Vjp(Program):
 
     def _gradients(self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]) -> Outputs:
         """Recompute along the plan of the forward, if it has one, and pull back."""
-        recomputation = self._evaluation.recomputation
+        planned = self._evaluation.planned
         with differentiated():
-            if recomputation is None:
+            if planned is None:
                 return self._recompute_and_pull_back(cts, saved, None)
             pull = functools.partial(self._recompute_and_pull_back, cts)
-            return recomputation.carry_out(self._with_cotangents, saved, pull)
+            return planned.carry_out(self._with_cotangents, saved, pull)
 
     def _recompute_and_pull_back(
         self, cts: tuple[Tensor, ...], primals: Sequence[Tensor], mode: Any
@@ -878,16 +890,6 @@ class Vjp(Program):
 def is_recorded(inputs: Sequence[Tensor]) -> bool:
     """Say whether autograd records what is done with `inputs`."""
     return torch.is_grad_enabled() and True in map(_requires_grad, inputs)
-
-
-def replaced_at(
-    values: Sequence[Any], where: Sequence[int], by: Sequence[Any]
-) -> list[Any]:
-    """Return `values` with those at `where` replaced."""
-    replaced = list(values)
-    for i, value in zip(where, by, strict=True):
-        replaced[i] = value
-    return replaced
 
 
 _ONCE = (

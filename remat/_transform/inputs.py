@@ -15,6 +15,8 @@ Invariant: no graph is held, a write is never missed, and what each call copies 
 bounded. A run that would read a value that changed since the call is refused.
 Rejected: stand-ins for all leaves: gradients of other threads would be lost. A copy
 that shares memory until it is written: an array that NumPy made of it loses its memory.
+One class with `CallState` of `state`: this holds the tensors of a call, and that must
+hold none, since the node does. The two take copies in other ways and at other times.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base.absent import Absent
-from remat._base.tensors import versions_of
+from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
 from remat._torch import (
@@ -50,11 +52,13 @@ from remat._transform.leaves import (
     has_same_bytes,
     holding,
     holding_rows,
+    in_class,
     memory_of,
 )
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+_version = operator.attrgetter("_version")
 _is_leaf = operator.attrgetter("is_leaf")
 # How many elements an input has at most that is copied; a module's buffer, a vector.
 _SMALL = 2**14
@@ -287,18 +291,10 @@ class SavedInputs:
             then = then.copy()
             for i, (_, later) in self.renorms.items():
                 then[i] = (then[i] or 0) + len(later.changes)
-        entries = values
-        if versions_of(values[first:]) == then[first:]:
-            entries = values[:first]
-        found: list[int] = []
-        for i, value in enumerate(entries):
-            if (
-                type(value) not in _NOT_OURS
-                and i not in self.may_be_written
-                and (None if value.is_inference() else value._version) != then[i]
-            ):
-                found.append(i)
-        return found
+        # Parameters are many, and are compared at the speed of C.
+        if None not in then and [*map(_version, values[first:])] == then[first:]:
+            values = values[:first]
+        return changed_since(values, then, _NOT_OURS, self.may_be_written)
 
     def stored(self) -> list[tuple[int, Tensor]]:
         """Return the tensors that are held here, and of which input each one is."""
@@ -363,8 +359,8 @@ class SavedInputs:
     def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""
         t: Tensor = value.unpacked() if type(value) is PackedOutside else value
-        if self._classes and type(t) is Tensor and self._classes[i] is not Tensor:
-            t = t.as_subclass(self._classes[i])  # hooks gave it back as a plain one
+        if self._classes:  # hooks may have given it back as a plain one
+            t = in_class(t, self._classes[i])
         if type(t) is nn.Parameter:
             new = Tensor._make_subclass(nn.Parameter, t, need)
         else:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.absent import Absent
 from remat._base.tensors import version_of
 from remat._base.types import TENSORS
 from remat._torch import (
@@ -157,6 +158,13 @@ def has_same_bytes(a: Tensor, b: Tensor) -> bool:
     # No view as bytes can say that a tensor is conjugate.
     flat = [t.resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(*flat)
+
+
+def in_class(tensor: Tensor, kind: type) -> Tensor:
+    """Return a plain tensor in the class that it had."""
+    if type(tensor) is not Tensor or kind is Tensor or kind is Absent:
+        return tensor
+    return tensor.as_subclass(kind) if issubclass(kind, Tensor) else tensor
 
 
 class PreserveGradients:

@@ -23,7 +23,10 @@ from typing_extensions import override
 from remat._base.errors import MutationError
 from remat._base.program import (
     Evaluation,
+    InputIndex,
+    OutputIndex,
     OutsideVmap,
+    PerInput,
     Program,
     Request,
     requires_grad,
@@ -35,11 +38,11 @@ from remat._torch import (
     JVP,
     base_tensor,
     batch,
+    call_at_jvp,
     grad_level,
     has_proxies,
     leaf_at,
     lifted,
-    push_forward,
     requires_grad_at_any_level,
     taken_apart_at_jvp,
     unpack_dual,
@@ -57,7 +60,7 @@ class Below(Program):
 
     __slots__ = ("needs", "program")
 
-    def __init__(self, program: Program, needs: Sequence[bool]) -> None:
+    def __init__(self, program: Program, needs: PerInput) -> None:
         self.program, self.needs = program, needs
 
     @property
@@ -81,13 +84,13 @@ class Below(Program):
         return self.program.is_forward
 
     @override
-    def forward(
+    def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
-        return self.program.forward(program, inputs, request)
+        return self.program.evaluate_first(program, inputs, request)
 
     @override
-    def uses(self, count: int) -> Sequence[int]:
+    def uses(self, count: int) -> Sequence[InputIndex]:
         return (*self.program.uses(self.arity), *range(self.arity, count))
 
     @override
@@ -96,7 +99,10 @@ class Below(Program):
 
     @override
     def check_reached(
-        self, outs: Sequence[Any], inputs: Sequence[Tensor], missing: Sequence[int]
+        self,
+        outs: Sequence[Any],
+        inputs: Sequence[Tensor],
+        missing: Sequence[InputIndex],
     ) -> None:
         missing = [i for i in missing if i < self.arity]
         self.program.check_reached(outs, inputs, missing)
@@ -111,6 +117,7 @@ class Below(Program):
             pairs = zip(inputs, self.needs, strict=True)
             inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
             outs = self.program.run(*inner, mode=mode)
+            # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
 
@@ -129,7 +136,7 @@ class Batch(Below):
     __slots__ = ("_found", "_vmap", "out_dims")
 
     def __init__(
-        self, program: Program, needs: Sequence[bool], vmap: tuple[Any, int, str]
+        self, program: Program, needs: PerInput, vmap: tuple[Any, int, str]
     ) -> None:
         super().__init__(program, needs)
         self._vmap = vmap
@@ -139,6 +146,7 @@ class Batch(Below):
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on every element of the batch."""
+        # Asked before the run: after it the program is a forward no more.
         is_marked = self.program.is_forward and True in self.needs
         function = self._function(mode, is_marked=is_marked)
         outs, self.out_dims = batch(function, *self._vmap)(*inputs)
@@ -149,6 +157,7 @@ class Batch(Below):
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
     ) -> None:
         if mode is not None:
+            # Now, for at its end the mode is told of outputs without this graph.
             mode.note_saved(outs)
         differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
         used, asks_grad_mode, certain = reached_inputs(outs, inner)
@@ -171,7 +180,10 @@ class Batch(Below):
 
     @override
     def own_vjp(
-        self, seen_as: Program, wanted: Sequence[int], given: Sequence[int]
+        self,
+        seen_as: Program,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
     ) -> Program | None:
         return self.program.own_vjp(seen_as, wanted, given)
 
@@ -193,19 +205,20 @@ class Dual(Below):
     )
 
     def __init__(
-        self, program: Program, needs: Sequence[bool], with_tangents: Sequence[int]
+        self, program: Program, needs: PerInput, with_tangents: Sequence[InputIndex]
     ) -> None:
         super().__init__(program, needs)
         self._with_tangents, self.count = with_tangents, 0
         self.is_split = True in needs  # then its node is of values alone
         self._marked = self.is_split and program.is_forward
-        self.positions: list[int] | None = None
+        self.positions: list[OutputIndex] | None = None  # of outputs with tangents
         self._versions: Sequence[int | None] | None = None
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on dual numbers, in a level of their own."""
         primals, tangents = inputs[: self.arity], inputs[self.arity :]
+        # Before the run, which would read a tangent that changed.
         if not has_proxies():
             versions = versions_of([*map(base_tensor, tangents)])
             if self._versions is None:
@@ -213,7 +226,7 @@ class Dual(Below):
             elif versions != self._versions:
                 raise MutationError(_CHANGED)
         function = self._function(mode, is_marked=self._marked)
-        outs, found = push_forward(function, primals, self._with_tangents, tangents)
+        outs, found = call_at_jvp(function, primals, self._with_tangents, tangents)
         self.count = len(outs)
         if self.positions is None:
             self.positions = [j for j, t in enumerate(found) if t is not None]
@@ -236,7 +249,7 @@ class Dual(Below):
         last = len(results) - evaluation.residuals
         of_program = evaluation._replace(
             residuals=0,
-            recomputation=None,
+            planned=None,
             request=request._replace(needs=request.needs[: self.arity]),
             used=[i for i in evaluation.used if i < self.arity],
             differentiable=[*differentiable[:count], *differentiable[end:last]],
@@ -250,7 +263,7 @@ class Duals(NamedTuple):
     """The inputs of a program in forward mode, from below the level."""
 
     primals: Sequence[Tensor]
-    with_tangents: Sequence[int]  # their indices
+    with_tangents: Sequence[InputIndex]
     tangents: Sequence[Tensor]
 
     @classmethod
@@ -276,14 +289,14 @@ class Duals(NamedTuple):
         """Return what is asked of `dual`, given what is asked of its program."""
         needs = [*request.needs, *map(requires_grad_at_any_level, self.tangents)]
         is_split = request.is_split or dual.is_split
-        return request._replace(needs=needs, in_forward_mode=True, is_split=is_split)
+        return request._replace(needs=needs, is_jvp=True, is_split=is_split)
 
 
 class DualResults(NamedTuple):
     """What a program in forward mode gave, taken apart."""
 
     outs: Sequence[Any]  # and what updated inputs held before
-    tangents: Mapping[int, Tensor]  # by index of output
+    tangents: Mapping[OutputIndex, Tensor]
     evaluation: Evaluation
 
     def joined(self, outs: Sequence[Any]) -> list[Any]:

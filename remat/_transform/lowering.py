@@ -15,12 +15,10 @@ Rejected: one lowering for all. torch.func refuses hooks for saved tensors, and 
 records its own backward: all that a recompute inside saves would be retained.
 """
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remat._ambient.draws import without_draws
 from remat._base.context import here
@@ -36,8 +34,7 @@ from remat._torch import (
     makes_graph,
     must_inline,
 )
-from remat._transform.call import Call
-from remat._transform.function import Primal, evaluate_differentiably
+from remat._transform.function import call_as_function
 from remat._transform.saved import call_saved
 
 
@@ -94,23 +91,3 @@ def call_lowered(
     if lowering is Lowering.FUNCTION:
         return call_as_function(fn, label, args, kwargs, options, plain)
     return plain(*args, **kwargs)
-
-
-def call_as_function(
-    fn: Fn,
-    label: Label,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    plain: Fn,
-    *,
-    may_read_early: Callable[[Tensor], bool] | None = None,
-) -> Any:
-    """Call a function as one Function; if nothing is differentiated, call `plain`."""
-    call = Call(fn, label, args, kwargs, options)
-    call.may_read_early = may_read_early
-    inputs, needs = call.take_inputs()
-    outs = None
-    if not call.is_lazy:
-        outs = evaluate_differentiably(Primal(call), inputs, needs)
-    return plain(*args, **kwargs) if outs is None else call.join(outs, inputs)

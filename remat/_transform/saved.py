@@ -121,7 +121,7 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
-        call.follow(owner_of(users, args), inputs)
+        call.plan(owner_of(users, args), inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
@@ -144,16 +144,16 @@ class Saved:
         metas: of what the handles stand for, by position.
         leaf_changes: what the forward changed of the user's leaves.
         is_done: whether the forward has ended.
-        following: what it does with its record, if anything.
+        planned: what it does with a record, or with its plans; None if nothing.
         inner: what the calls within decided, in order.
         seeds: those that the forward took from the machine.
         index: of the call among those within the call around; None outside of one.
     """
 
     __slots__ = (
-        *("__weakref__", "ambient", "following", "handles", "hooks", "index", "inner"),
-        *("inputs", "is_done", "is_nested", "label", "leaf_changes", "metas"),
-        *("options", "policy", "reach", "seeds", "vmaps"),
+        *("__weakref__", "ambient", "handles", "hooks", "index", "inner", "inputs"),
+        *("is_done", "is_nested", "label", "leaf_changes", "metas", "options"),
+        *("planned", "policy", "reach", "seeds", "vmaps"),
     )
 
     def __init__(
@@ -183,12 +183,12 @@ class Saved:
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.leaf_changes, self.is_done = ONLY_MARKS, False
-        self.following: SavedInHandles | None = None
+        self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
 
-    def follow(self, owner: Any, inputs: Sequence[Tensor]) -> None:
+    def plan(self, owner: Any, inputs: Sequence[Tensor]) -> None:
         """Decide whether the call is recorded, or follows a record."""
         hooks = None
         if self.is_nested or self.options.hooks_residuals:
@@ -197,7 +197,7 @@ class Saved:
         if around is not None and around.again:
             choice = around.next()
             if choice is not None:
-                self.following = SavedInHandles.of_choice(choice, inputs, hooks)
+                self.planned = SavedInHandles.of_choice(choice, inputs, hooks)
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
@@ -206,7 +206,7 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
             cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-            self.following = SavedInHandles(
+            self.planned = SavedInHandles(
                 cache=cache,
                 policy=policy,
                 prune=prune,
@@ -262,7 +262,7 @@ class Saved:
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
         """Run the function as it is."""
-        context, following = here(), self.following
+        context, planned = here(), self.planned
         # Read before the function runs, which may change it.
         watched = WatchedLeaves(self.inputs.originals)
         packing = _Packing(self, inputs, context)
@@ -284,16 +284,16 @@ class Saved:
         # The hook comes last: the graphs of all of the above are not the call's.
         push_hooks(packing.pack, unpack)
         try:
-            if following is None or following.mode is None:
+            if planned is None or planned.mode is None:
                 result = fn(*args, **kwargs)
             else:
-                with within(self.policy, under_mode=True), following.mode:
+                with within(self.policy, under_mode=True), planned.mode:
                     result = fn(*args, **kwargs)
-                following.mode.end()
+                planned.mode.end()
         except BaseException:
             # Its mode holds what the policy may save, with the graph, which holds the
             # call: the garbage collector would not see that.
-            self.following = None
+            self.planned = None
             raise
         finally:
             pop_hooks()
@@ -322,18 +322,18 @@ class Saved:
         # First: what looks for changes below may run the function again.
         self.leaf_changes = watched.changes(inputs)
         self.ambient.forward_done(keeps_casts=True)
-        following = self.following
-        if following is not None:
-            why = following.gives_up(accumulates=self.leaf_changes.accumulates)
+        planned = self.planned
+        if planned is not None:
+            why = planned.gives_up(accumulates=self.leaf_changes.accumulates)
             if why:  # all is recomputed, with a warning if that is not what was asked
-                self.following = following = None
+                self.planned = planned = None
                 policy, prune = self.policy, self.options.prune
                 warn_if_asked(policy, prune, self.situation(inputs), self.label, why)
             else:
                 # Before the inputs: a recompute of the call around has residuals packed
                 # while this call runs, and has to pack in the same order.
                 refs = self.handles
-                following.finish([None if ref is None else ref() for ref in refs])
+                planned.finish([None if ref is None else ref() for ref in refs])
         changed = self.inputs.note_changes(inputs, renorms)
         if changed is not None:
             changes = changes_of(
@@ -343,12 +343,12 @@ class Saved:
             )
             again = self.inputs.will_be_copied(changed)
             raise changed_inside(self.reach, changed, changes, works_again=again)
-        if following is not None:
+        if planned is not None:
             # After their changes were noted: what is absent has none.
-            self.inputs.let_go(following.dropped)
+            self.inputs.let_go(planned.dropped)
             around = here().nested_choices
             if around is not None and self.index is not None:
-                around.note(self.index, following.choice)
+                around.note(self.index, planned.choice)
         # Last: until now a handle that is read belongs to a forward that still runs.
         self.is_done = True
 
@@ -383,8 +383,8 @@ class _Packing:
         self.metas: list[Any] = []
         # Is told what is saved at each position, None for what stays itself.
         self._observe: Callable[[int, Tensor | None], None] | None = None
-        if call.following is not None:
-            self._observe = call.following.pack
+        if call.planned is not None:
+            self._observe = call.planned.pack
         if context.reporter is not None:
             self._observe = context.reporter.observe(call, self._observe)
 
@@ -459,7 +459,7 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             when_done(forget)
         else:
             weakref.finalize(group, forget)
-    fill = _fill_fully if call.following is None else _fill_or_follow
+    fill = _fill_fully if call.planned is None else _fill_planned
     try:
         with torch_functions():  # those of a loss may have called the backward
             if torch.is_inference_mode_enabled():
@@ -487,19 +487,20 @@ def _forget(ref: weakref.ref[Saved]) -> None:
         handle.value = None
 
 
-def _fill_or_follow(call: Saved, handles: Sequence[Handle]) -> None:
-    """Recompute what handles stand for, along a plan if there is one that fits."""
-    following: Any = call.following
+def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
+    """Recompute what handles stand for, along a plan if one fits."""
+    planned = call.planned
+    assert planned is not None
     if not call.is_done:
         # Unseen by the mode that records the forward.
-        with following.outside():
+        with planned.outside():
             _fill_fully(call, handles)
-        following.note_read(handles)
+        planned.note_read(handles)
         return
-    replaying = following.replay(handles)
+    replaying = planned.replay(handles)
     if replaying is not None and _fill_along_plan(call, handles, replaying):
         return
-    _fill_fully(call, handles, following.check())
+    _fill_fully(call, handles, planned.check())
 
 
 def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> None:

@@ -7,6 +7,8 @@ and what it wrote is written back. A recompute starts from the values before tha
 Invariant: no tensor is held here. The node that saves the inputs holds them.
 Rejected: to compare values. Versions tell of a change, and cost nothing. For buffers
 versions do not do: they do not count batch norm's update of its running statistics.
+One class with `SavedInputs` of `inputs`, which holds the tensors of a call. This must
+hold none: torch would not see them, and no hook for saved tensors could take them away.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from remat._ambient.ambient import Ambient
 from remat._base.absent import Absent
-from remat._base.tensors import version_of, versions_of
+from remat._base.program import InputIndex, PerInput
+from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
 from remat._partial.replay import Replay
@@ -31,7 +34,7 @@ from remat._torch import (
     shared_copy,
 )
 from remat._transform.checks import enter_refusing_reads, refuse_needed
-from remat._transform.leaves import has_same_bytes
+from remat._transform.leaves import has_same_bytes, in_class
 
 
 class CallState(NamedTuple):
@@ -68,7 +71,7 @@ class CallState(NamedTuple):
 
     def refuse_changed(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since, while a graph is made."""
-        changed = self._changed([*map(base_tensor, inputs)])
+        changed = changed_since(map(base_tensor, inputs), self.versions, (Absent,))
         changed += [i for i, value in enumerate(self.values) if value.has_changed()]
         if changed:
             refuse_needed(snapshot, changed, changed)
@@ -84,22 +87,13 @@ class CallState(NamedTuple):
             return ambient
         if versions_of(inputs) == self.versions:
             return ambient
-        changed = self._changed(inputs)
+        changed = changed_since(inputs, self.versions, (Absent,))
         if not changed:
             return ambient
         if isinstance(mode, Replay):
             # An operation that reads it may be left out, and its graph may not.
             refuse_needed(snapshot, mode.runnable.plan.needed, changed)
         return enter_refusing_reads(snapshot, inputs, changed, ambient)
-
-    def _changed(self, inputs: Sequence[Tensor]) -> list[int]:
-        """Return the inputs that were changed in place since."""
-        pairs = enumerate(zip(inputs, self.versions, strict=True))
-        return [
-            i
-            for i, (t, v) in pairs
-            if v is not None and type(t) is not Absent and version_of(t) != v
-        ]
 
     def has_classes(self) -> bool:
         """Say whether inputs are to be given their classes back.
@@ -110,10 +104,10 @@ class CallState(NamedTuple):
 
     def in_classes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return inputs in the classes that they had."""
-        return [*map(_as_class, inputs, self.classes)]
+        return [*map(in_class, inputs, self.classes)]
 
 
-def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
+def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     """Return what a call runs in, here and now."""
     ambient = Ambient(snapshot.streams, snapshot.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
@@ -122,18 +116,12 @@ def state_of(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     return CallState(ambient, versions_of(inputs), classes, values)
 
 
-def _as_class(tensor: Tensor, kind: type) -> Tensor:
-    if type(tensor) is not Tensor or not issubclass(kind, Tensor):
-        return tensor
-    return tensor if kind is Absent else tensor.as_subclass(kind)
-
-
 # --- Buffers that the function updates ---
 
 
 def copy_buffers(
-    inner: list[Tensor], needs: Sequence[bool], buffers: Mapping[int, bool]
-) -> dict[int, Tensor]:
+    inner: list[Tensor], needs: PerInput, buffers: Mapping[InputIndex, bool]
+) -> dict[InputIndex, Tensor]:
     """Put copies in place of inputs that may be updated; return the copies by index."""
     copies: dict[int, Tensor] = {}
     if not buffers and False not in needs:
@@ -148,7 +136,7 @@ def copy_buffers(
     return copies
 
 
-def written_to(
+def inputs_written_to(
     inputs: Sequence[Tensor], copies: Mapping[int, Tensor], buffers: Mapping[int, bool]
 ) -> Iterator[int]:
     """Yield the inputs whose copies the forward wrote to."""
@@ -171,7 +159,7 @@ def update(buffer: Tensor, copy: Tensor) -> Tensor:
 
 
 def copies_of_buffers(
-    inputs: Sequence[Tensor], updated: Sequence[int]
+    inputs: Sequence[Tensor], updated: Sequence[InputIndex]
 ) -> Sequence[Tensor]:
     """Return inputs with copies in place of those that a recompute updates again."""
     copied = list(inputs)

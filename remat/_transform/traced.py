@@ -257,8 +257,8 @@ def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any
     if not torch.is_grad_enabled():
         return plain(*args, **kwargs)
     policy = options.joined()
-    is_forward_mode = is_under_jvp() or base_dual_level_active()
-    followed = None if is_forward_mode else policy
+    is_jvp = is_under_jvp() or base_dual_level_active()
+    followed = None if is_jvp else policy
     kept = TapedCall(label, followed, refuses_draws=options.rng == "error")
     taped = _taped(fn, policy, Opaque(kept))
     with counted_levels():

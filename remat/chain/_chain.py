@@ -17,7 +17,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.errors import CaptureError
-from remat._base.program import Evaluation, Program, Request, has_derivatives
+from remat._base.program import (
+    Evaluation,
+    InputIndex,
+    OutputIndex,
+    PerInput,
+    Program,
+    Request,
+    has_derivatives,
+)
 from remat._base.types import Outputs
 from remat._torch import current_layer, requires_grad_at_any_level
 from remat._transform.function import evaluate
@@ -35,15 +43,15 @@ class Chain(ChainProgram):
     __slots__ = ()
 
     @override
-    def forward(
+    def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> tuple[Sequence[Any], Evaluation]:
         """Evaluate for the first time, and keep the checkpoints."""
         call = self.call
         call.needs = _needs_of(program, request)
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
-        call.stores = program is self and not request.in_forward_mode
-        results, evaluation = super().forward(program, inputs, request)
+        call.stores = program is self and not request.is_jvp
+        results, evaluation = super().evaluate_first(program, inputs, request)
         if evaluation.updated and call.steps.is_repeated:
             name = call.snapshot.name_of(evaluation.updated[0])
             raise CaptureError(CHANGED.format(label=self.label, what=f"`{name}`"))
@@ -54,7 +62,10 @@ class Chain(ChainProgram):
 
     @override
     def own_vjp(
-        self, seen_as: Program, wanted: Sequence[int], given: Sequence[int]
+        self,
+        seen_as: Program,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
     ) -> Program | None:
         if seen_as is not self:  # under a vmap: it is differentiated in segments
             return None
@@ -101,7 +112,7 @@ def _cut_rows(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
     return [tensors[i * width : (i + 1) * width] for i in range(count)] if width else []
 
 
-def _needs_of(program: Program, request: Request) -> Sequence[bool]:
+def _needs_of(program: Program, request: Request) -> PerInput:
     """Return which inputs some level differentiates, inside a vmap or outside."""
     needs = request.needs
     while isinstance(program, Below):

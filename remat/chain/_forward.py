@@ -24,7 +24,7 @@ from remat._capture.between import (
     Nodes,
     RecomputedObjects,
     Unnoted,
-    in_forward,
+    changed_in_forward,
 )
 from remat._capture.runs import ForwardRun, SnapshotRun, named_change
 from remat._capture.snapshot import BoundFunction
@@ -177,7 +177,7 @@ class ChainCall(Call):
     def changed(self, run: ForwardRun) -> Between:
         """Return what objects hold that differ from the call."""
         try:
-            return in_forward(run)
+            return changed_in_forward(run)
         except Unnoted as error:
             if not self.steps.is_repeated:
                 return NOTHING

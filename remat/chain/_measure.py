@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.context import differentiated
-from remat._base.program import Request
+from remat._base.program import Request, replaced_at
 from remat._base.types import TENSORS
 from remat._capture.runs import ForwardRun
 from remat._fit.meter import Meter, MissingValueError, has_storage
@@ -34,7 +34,6 @@ from remat._torch import (
     outside_all_dispatch_modes,
     storage_id,
 )
-from remat._transform.function import replaced_at
 from remat.chain._actions import Action, Backward, RecordStep, Reverse
 from remat.chain._budget import Staged, StepBytes, counts_together
 from remat.chain._chain import Chain

@@ -22,7 +22,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.context import differentiated
-from remat._base.program import Evaluation, Program, Request, has_derivatives
+from remat._base.program import (
+    Evaluation,
+    InputIndex,
+    OutputIndex,
+    Program,
+    Request,
+    has_derivatives,
+)
 from remat._base.types import Outputs
 from remat._torch import (
     base_dual_level_active,
@@ -56,7 +63,10 @@ class Reversal(Program):
     __slots__ = ("_call", "_chain", "_wanted", "_with_cotangents")
 
     def __init__(
-        self, chain: ChainProgram, wanted: Sequence[int], with_cotangents: Sequence[int]
+        self,
+        chain: ChainProgram,
+        wanted: Sequence[InputIndex],
+        with_cotangents: Sequence[OutputIndex],
     ) -> None:
         self._chain, self._call = chain, chain.call
         self._wanted, self._with_cotangents = wanted, with_cotangents
@@ -105,8 +115,8 @@ class Reversing:
         self,
         chain: ChainProgram,
         inputs: Sequence[Tensor],
-        wanted: Sequence[int],
-        cotangents: Mapping[int, Tensor],
+        wanted: Sequence[InputIndex],
+        cotangents: Mapping[OutputIndex, Tensor],
     ) -> None:
         self._chain, self._call, self._inputs = chain, chain.call, inputs
         self._wanted = wanted

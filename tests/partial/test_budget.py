@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from remat._partial import budget
-from remat._partial.budget import CostedOperation, Problem, evaluate, solve
+from remat._partial.budget import CostedOperation, Problem, solution_of, solve
 
 
 LIMITS = 0, 4, 8, 16, 32, 64
@@ -58,14 +58,14 @@ def every_choice(problem):
     may = [i for i, op in enumerate(problem.operations) if op.may_save]
     for count in range(len(may) + 1):
         for chosen in itertools.combinations(may, count):
-            yield evaluate(problem, chosen)
+            yield solution_of(problem, chosen)
 
 
 def assert_best(problem, limit, solution):
     """`solution` recomputes as little as any choice that saves at most `limit`."""
     works = [s.work for s in every_choice(problem) if s.nbytes <= limit]
     if not works:  # what must be saved takes more
-        assert solution == evaluate(problem, ())
+        assert solution == solution_of(problem, ())
         return
     assert solution.nbytes <= limit
     assert solution.work == pytest.approx(min(works))
@@ -98,7 +98,7 @@ FORK = Problem(
 @pytest.mark.parametrize("saved", ["", "a", "b", "c", "ab", "ac", "bc", "abc"])
 def test_evaluation_counts_each_operation_that_runs_again_once(saved):
     costs, sizes = {"a": 4.0, "b": 2.0, "c": 1.0}, {"a": 8, "b": 4, "c": 4}
-    found = evaluate(FORK, {"abc".index(name) for name in saved})
+    found = solution_of(FORK, {"abc".index(name) for name in saved})
     assert found.work == sum(costs[name] for name in program_without(saved))
     assert found.nbytes == sum(sizes[name] for name in saved)
 
@@ -106,7 +106,7 @@ def test_evaluation_counts_each_operation_that_runs_again_once(saved):
 def test_what_no_recompute_reads_is_not_saved():
     chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(1.0, (1,), (2,))
     problem = Problem(chain, ((1, 4), (2, 4)), frozenset({2}))
-    assert evaluate(problem, {0, 1}).saved == {1}
+    assert solution_of(problem, {0, 1}).saved == {1}
     assert solve(problem, 100).saved == {1}
 
 
@@ -115,7 +115,7 @@ def test_what_is_changed_in_place_brings_back_what_was_before():
     changed = CostedOperation(1.0, (1, 2), (1,), may_save=False)
     other = CostedOperation(3.0, (0,), (2,))
     problem = Problem((made, other, changed), ((1, 4), (2, 4)), frozenset({1}))
-    assert evaluate(problem, ()).work == 9
+    assert solution_of(problem, ()).work == 9
     assert solve(problem, 4).work == 6
     assert solve(problem, 4).saved == {1}
 
@@ -140,8 +140,8 @@ def test_loose_ends_never_exceed_the_limit(problem):
     for limit in LIMITS:
         found = solve(problem, limit)
         if found.nbytes > limit:
-            assert found.saved == evaluate(problem, ()).saved
-        assert found.work <= evaluate(problem, ()).work
+            assert found.saved == solution_of(problem, ()).saved
+        assert found.work <= solution_of(problem, ()).work
         if found.gap == 0:
             assert_best(problem, limit, found)
 
@@ -149,7 +149,7 @@ def test_loose_ends_never_exceed_the_limit(problem):
 @given(problems(most=12, loose=True))
 @settings(max_examples=40, deadline=None)
 def test_more_bytes_never_cost_more_work(problem):
-    least = evaluate(problem, ()).nbytes
+    least = solution_of(problem, ()).nbytes
     found = [solve(problem, least + limit) for limit in LIMITS]
     works = [s.work for s in found]
     assert works == sorted(works, reverse=True)
@@ -161,9 +161,9 @@ def test_more_bytes_never_cost_more_work(problem):
 def test_the_comparison_with_every_choice_notices_a_worse_one():
     assert_best(FORK, 8, solve(FORK, 8))
     with pytest.raises(AssertionError):
-        assert_best(FORK, 8, evaluate(FORK, {2}))
+        assert_best(FORK, 8, solution_of(FORK, {2}))
     with pytest.raises(AssertionError):
-        assert_best(FORK, 8, evaluate(FORK, {0, 1, 2}))
+        assert_best(FORK, 8, solution_of(FORK, {0, 1, 2}))
 
 
 def test_what_must_be_saved_counts_and_may_exceed_the_limit():
@@ -208,13 +208,13 @@ def test_when_the_time_is_up_the_limit_holds_and_the_gap_is_told():
     found = solve(problem, 40_000, time_limit=0.0)
     assert found.nbytes <= 40_000
     assert found.gap > 0
-    assert found.work <= evaluate(problem, ()).work
+    assert found.work <= solution_of(problem, ()).work
 
 
 def test_when_the_time_is_up_a_choice_for_fewer_bytes_is_used_again():
     problem = hard()
     few = solve(problem, 8_000, time_limit=20.0)
-    assert few.work < evaluate(problem, ()).work
+    assert few.work < solution_of(problem, ()).work
     more = solve(problem, 40_000, time_limit=0.0)
     assert more.work <= few.work
 

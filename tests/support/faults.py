@@ -70,9 +70,9 @@ FAULTS = [
     ),
     Fault(
         "an input that changed before the backward is read",
-        TRANSFORM + "inputs.py",
-        "                and (None if value.is_inference() else value._version) != then[i]\n",
-        "                and False\n",
+        "remat/_base/tensors.py",
+        "            and (None if t.is_inference() else t._version) != versions[i]\n",
+        "            and False\n",
         ("tests/transform/test_mutation.py",),
     ),
     Fault(

@@ -297,7 +297,7 @@ def test_forward_levels_are_known():
         assert levels.maybe_get_level(up) == layer.level()
 
 
-@expects("push_forward", "taken_apart_at_jvp", "unpack_dual")
+@expects("call_at_jvp", "taken_apart_at_jvp", "unpack_dual")
 def test_dual_numbers_are_pushed_forward():
     x, tangent = torch.ones(2), torch.full((2,), 3.0)
 
@@ -305,7 +305,7 @@ def test_dual_numbers_are_pushed_forward():
         # Not by `make_dual`, which imports rules that take a second.
         return torch._VF._make_dual(x, tangent, level=0), x, None
 
-    outs, (found, *others) = levels.push_forward(fn, [x, tangent], [], [])
+    outs, (found, *others) = levels.call_at_jvp(fn, [x, tangent], [], [])
     assert outs[0].tolist() == x.tolist()
     assert found is not None
     assert found.tolist() == tangent.tolist()

@@ -7,7 +7,7 @@ from support.zoo import counted, ops_of
 from torch import nn
 from torch.func import grad, vmap
 
-from remat import MutationError, remat
+from remat import MutationError, policies, remat
 from remat.testing import count_ops
 
 
@@ -315,6 +315,71 @@ def test_changing_an_input_between_a_transform_and_its_pull_is_refused(make):
     a, pull = make()
     a.add_(1)
     with pytest.raises(MutationError, match="`a` was changed in place between"):
+        pull()
+
+
+def read_in_a_call(a):
+    return lambda x: (x.sin() * a).sin()
+
+
+def read_in_a_call_inside(a):
+    inner = remat(lambda x: (x.sin() * a).sin())
+    return lambda x: inner(x.cos()).cos()
+
+
+def read_in_a_call_inside_with_a_policy(a):
+    inner = remat(lambda x: (x.sin() * a).sin(), policy=SINES)
+    return lambda x: inner(x.cos()).cos()
+
+
+def backward_of(fn, x):
+    y = fn(x.requires_grad_())
+    return y.sum().backward
+
+
+def pull_of(fn, x):
+    y, pull = torch.func.vjp(fn, x)
+    return lambda: pull(torch.ones_like(y))
+
+
+SINES = policies.save_ops(torch.ops.aten.sin)
+
+
+@pytest.mark.parametrize("pulled", [backward_of, pull_of])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": SINES}, {"prune": True}], ids=["", "policy", "prune"]
+)
+@pytest.mark.parametrize(
+    "fn", [read_in_a_call, read_in_a_call_inside, read_in_a_call_inside_with_a_policy]
+)
+def test_a_changed_input_is_not_read_inside_of_calls_and_policies(fn, options, pulled):
+    a = torch.randn(2, 3)
+    for _ in range(2):  # a call is recorded, and the next one follows
+        pull = pulled(remat(fn(a), **options), torch.randn(2, 3))
+        a.add_(1)
+        with pytest.raises(MutationError, match="was changed in place between the"):
+            pull()
+
+
+def test_a_replay_leaves_out_what_reads_a_changed_input():
+    def fn(x, a):
+        return (x.sin() * torch.ones_like(a * 2)).sin()
+
+    a, f = torch.randn(2, 3), remat(fn, prune=True)
+    backward_of(lambda x: f(x, a), torch.randn(2, 3))()
+    pull = backward_of(lambda x: f(x, a), torch.randn(2, 3))
+    a.add_(1)
+    assert ops_of(pull)["sin"] == 1
+
+
+def test_a_changed_input_is_not_read_in_what_torch_compiles():
+    def fn(x, a):
+        return torch.cond(x.sum() > 0, torch.mul, torch.add, (x.sin(), a)).sin()
+
+    a = torch.randn(2, 3)
+    pull = backward_of(lambda x: remat(fn)(x, a), torch.randn(2, 3))
+    a.add_(1)
+    with pytest.raises(MutationError, match=r"`a` was changed .* read it where"):
         pull()
 
 
