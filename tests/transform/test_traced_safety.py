@@ -323,7 +323,7 @@ def test_what_is_offloaded_is_on_the_host_until_it_is_given_back():
     with FakeTensorMode():
         entry.keep(torch.empty(4, 4, device="cuda"), Decision.OFFLOAD, "f")
         assert [kept.device.type for kept in entry.results] == ["cpu"]
-        assert entry.given().device.type == "cuda"
+        assert entry.result().device.type == "cuda"
 
 
 @pytest.mark.gpu
