@@ -317,6 +317,7 @@ def test_a_plan_draws_itself(over):
     assert labels == ["plain", *ours, "budget"]
 
 
+@pytest.mark.slow
 def test_a_plan_by_blocks_says_what_it_was_made_without(monkeypatch):
     budget = tight("blocks").budget
     assert "policies.within" not in str(tight("blocks"))

@@ -259,9 +259,8 @@ if f is scanned:  # torch.func has no rule for the others
 """
 
 
-@pytest.mark.parametrize(
-    "program", ["cond", *(pytest.param(p, marks=pytest.mark.slow) for p in _SLOWER)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["cond", *_SLOWER])
 def test_a_higher_order_operator_is_compiled_as_without_remat(program):
     """Outside of remat's modes, under which torch compiles nothing."""
     command = [sys.executable, "-W", "ignore", "-c", FRESH, program]

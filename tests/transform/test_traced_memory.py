@@ -122,7 +122,7 @@ def assert_saves(how, allowed, backend, wrap=remat):
     assert ratio <= allowed, f"{ratio:.2f} of plain's {plain} bytes, not {allowed}"
 
 
-@rows("how, allowed", MEASURED, fast=["backward", "vmap of grad"])
+@rows("how, allowed", MEASURED, fast=["backward"])
 def test_compiled_remat_needs_a_part_of_plains_memory(how, allowed):
     assert_saves(how, allowed, "aot_eager")
 
