@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -137,6 +138,27 @@ def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
     assert found(tmp_path, written(changed)) == dict.fromkeys(changed, MISS)
     newer = "from remat._transform import traced; traced._sources = lambda: 'new'\n"
     assert found(tmp_path, written({"none": "rows(None)"}), newer) == {"none": MISS}
+
+
+def nodes_of_calls(loss):
+    """Return the operators of the calls in the graph that Dynamo makes of a loss."""
+    found = set()
+
+    def backend(graph, inputs):
+        names = (getattr(n.target, "__name__", "") for n in graph.graph.nodes)
+        found.update(name for name in names if name.startswith("remat"))
+        return graph.forward
+
+    torch.compile(loss, backend=backend, fullgraph=True)(torch.eye(8), torch.ones(4, 8))
+    return found
+
+
+def test_a_call_whose_graph_only_names_a_function_may_not_be_cached(monkeypatch):
+    program = ModuleType("program_in_a_graph")
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    exec(PRELUDE + PROGRAM.partition("LOSSES")[0], vars(program))
+    assert nodes_of_calls(program.with_a_name_inside()) == {"remat_uncached"}
+    assert nodes_of_calls(program.rows(None)) == {"remat"}
 
 
 @pytest.mark.slow
