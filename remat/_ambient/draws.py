@@ -119,7 +119,6 @@ def without_draws(fn: Fn, label: str) -> Fn:
                 raise RandomnessError(_DREW.format(label=label, stream=stream.name))
         return result
 
-    vars(run)["__wrapped__"] = fn  # names its arguments
     return run
 
 

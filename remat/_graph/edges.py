@@ -153,7 +153,7 @@ def reached_by(
     outside: Sequence[OutsideVmap],
 ) -> Reached:
     """Return what the outputs of a forward reach, also outside of vmaps."""
-    if snapshot.is_contained and request.at_base:
+    if reaches_only_inputs(snapshot, request):
         nodes = [o.grad_fn for o in outs if o.requires_grad]
         if None not in nodes:
             # To look costs a tenth of a call. The backward finds out which they are.

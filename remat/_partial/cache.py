@@ -136,14 +136,15 @@ _EXTRA_ROOTS = 16  # after which calls of this kind are not followed any more
 
 
 def owner_of(fn: Any, args: Sequence[Any]) -> Any:
-    """Return the object whose method a function is; else the module passed first.
+    """Return what a call is of: an object by its method, a module, or one passed first.
 
     The `forward` of a view, and of a module in place, is passed its module.
     """
     owner = getattr(fn, "__self__", None)
-    if owner is None and args and isinstance(args[0], nn.Module):
-        return args[0]
-    return fn if owner is None else owner
+    if owner is not None:
+        return owner
+    is_passed = args and isinstance(args[0], nn.Module)
+    return args[0] if is_passed and not isinstance(fn, nn.Module) else fn
 
 
 class CallCache:

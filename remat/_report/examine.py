@@ -26,7 +26,7 @@ from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
 from remat._live.reach import Reach
-from remat._partial.cache import CallKind
+from remat._partial.cache import CallKind, owner_of
 from remat._partial.candidates import moves
 from remat._partial.decide import ACCUMULATES, Situation
 from remat._partial.options import Options
@@ -248,6 +248,7 @@ class Examined:
     calls: tuple[CallWithin, ...]  # the ones around before the ones inside
     exposed: frozenset[int]  # the storages whose memory Python reads or writes
     kind: CallKind  # what calls that share its record have in common
+    owner: Any  # the module whose calls share it, once modules of the kind differ
     streams: tuple[str, ...]
 
 
@@ -269,7 +270,7 @@ def examine(
             return None
         call = _Examining(reach, options, leaves, needs, ask)
         result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
-        return call.found(leaves, result)
+        return call.found(leaves, result, owner_of(fn, args))
 
 
 class _Examining(Saved):
@@ -300,7 +301,7 @@ class _Examining(Saved):
         finally:
             context.reporter = before
 
-    def found(self, leaves: Sequence[Tensor], result: Any) -> Examined:
+    def found(self, leaves: Sequence[Tensor], result: Any, owner: Any) -> Examined:
         """Return what was found."""
         outs = tensors_in(result)
         noting = self._noting
@@ -325,6 +326,7 @@ class _Examining(Saved):
             calls=tuple(noting.calls(self)),
             exposed=frozenset(noting.exposed),
             kind=self.kind(leaves),
+            owner=owner,
             streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
         )
 

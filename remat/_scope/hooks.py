@@ -285,9 +285,8 @@ class Recomputes:
     def __init__(self, handles: "set[weakref.ref[ValueHandle]]") -> None:
         self.unread = handles.copy()
         self.values: dict[Made, Tensor] = {}  # recomputed, and still needed
-        self.used_up: set[BlockPart] = (
-            set()
-        )  # whose handles were read for the last time
+        # Those whose handles were read for the last time.
+        self.used_up: set[BlockPart] = set()
         alive = [handle for ref in self.unread if (handle := ref()) is not None]
         self._uses: Counter[Made] = Counter([handle.made for handle in alive])
         self._given_away: set[Made] = set()

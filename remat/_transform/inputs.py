@@ -3,13 +3,13 @@
 Leaves that require grad, and parameters, are saved themselves, others without their
 graphs. A recompute runs on the user's own tensors where these are still there and the
 forward changed nothing of leaves; else on stand-ins. Stand-ins take the place of leaves
-only if the forward changed gradients.
+if the forward changed gradients, or if one no longer requires grad as at the call.
 
 Where torch may not count a write of the forward, as to running statistics, the input is
 copied before, or its bytes noted. What is large, or one of very many, is copied only
 until a forward has left it alone: from then on its version and a checksum tell whether
-a forward wrote to it. The first that does is refused (`note_changes`), and from the
-next call on it is copied again.
+a forward wrote to it. The first that does is refused (`saved`), and from the next call
+on it is copied again.
 
 Invariant: no graph is held, a write is never missed, and what each call copies is
 bounded. A run that would read a value that changed since the call is refused.
@@ -181,7 +181,7 @@ class SavedInputs:
                 self._watched = _to_watch(entries, found)
                 known = [i for i in self._watched if id(entries[i]) in _STILL]
                 self._sums = {i: _sum_of(entries[i]) for i in known}
-                self.may_be_written -= self._sums.keys()
+                self.may_be_written = self.may_be_written.difference(self._sums)
 
     def _copy(self, i: int, t: Tensor) -> Any:
         """Return the value of an input, or a copy; its bytes are noted if they can be.
@@ -278,7 +278,7 @@ class SavedInputs:
         """Put absent tensors in place of inputs that no recompute reads: no leaves."""
         for i, absent in dropped.items():
             self.values[i] = absent
-        self.may_be_written -= dropped.keys()
+        self.may_be_written = self.may_be_written.difference(dropped)
 
     # --- For a recompute ---
 
@@ -347,8 +347,8 @@ class SavedInputs:
         if t.is_leaf == self._had_node[i]:  # it lost its node since, or got one
             return None
         if i in self.may_be_written:  # on a device, copies stand in for it
-            may_be_written = type(t) is Tensor and t.is_cpu and not t.is_inference()
-            return t if may_be_written else None
+            is_writable = type(t) is Tensor and t.is_cpu and not t.is_inference()
+            return t if is_writable else None
         if type(t) is not Tensor:
             return t
         try:  # it may have got other memory, as by assigning to `.data`
@@ -359,7 +359,8 @@ class SavedInputs:
     def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""
         t: Tensor = value.unpacked() if type(value) is PackedOutside else value
-        if self._classes:  # hooks may have given it back as a plain one
+        # Hooks may have given it back as a plain one. Parameters are saved themselves.
+        if self._classes and i < self._first:
             t = in_class(t, self._classes[i])
         if type(t) is nn.Parameter:
             new = Tensor._make_subclass(nn.Parameter, t, need)

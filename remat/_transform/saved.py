@@ -145,7 +145,7 @@ class Saved:
         leaf_changes: what the forward changed of the user's leaves.
         is_done: whether the forward has ended.
         planned: what it does with a record, or with its plans; None if nothing.
-        inner: what the calls within decided, in order.
+        inner: what the calls within chose, in order.
         seeds: those that the forward took from the machine.
         index: of the call among those within the call around; None outside of one.
     """

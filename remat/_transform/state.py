@@ -7,8 +7,8 @@ and what it wrote is written back. A recompute starts from the values before tha
 Invariant: no tensor is held here. The node that saves the inputs holds them.
 Rejected: to compare values. Versions tell of a change, and cost nothing. For buffers
 versions do not do: they do not count batch norm's update of its running statistics.
-One class with `SavedInputs` of `inputs`, which holds the tensors of a call. This must
-hold none: torch would not see them, and no hook for saved tensors could take them away.
+Rejected: one class with `SavedInputs` of `inputs`, which holds the tensors of a call.
+Here torch would not see them, and no hook for saved tensors could take them away.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

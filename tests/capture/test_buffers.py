@@ -7,6 +7,7 @@ from support.runs import assert_replayed, configurations, leaf, replayed
 from support.tables import crossed, rows
 from support.zoo import ops_of
 from torch import distributed, nn
+from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
 
@@ -356,3 +357,26 @@ def test_a_second_backward_starts_from_the_statistics_of_the_call(sets_a_hook):
         return first, x.grad, mean, var
 
     assert_replayed(program, native_batch_norm=(1, 3), sin=(2, 4))
+
+
+# --- Many buffers, and hooks around the call ---
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_many_statistics_are_left_alone_under_hooks(nested):
+    norms = (nn.BatchNorm2d(1024) for _ in range(10))  # 80 KB of statistics
+    model = nn.Sequential(*norms, nn.Tanh()).eval()
+
+    def gradient(inner):
+        x = torch.ones(1, 1024, 1, 1, requires_grad=True)
+        with count_ops() as ops:
+            if nested:
+                remat(lambda x: inner(x).sin())(x).sum().backward()
+            else:
+                with save_on_cpu():
+                    inner(x).sin().sum().backward()
+        return x.grad, ops["tanh"]
+
+    (want, once), (got, again) = gradient(model), gradient(remat(model))
+    assert_same(got, want)
+    assert again > once

@@ -14,6 +14,7 @@ from support.checkpoints import both, both_modules, ours, theirs
 from support.compared import leaf, points
 from support.tables import rows
 from support.zoo import Evaluations
+from torch import nn
 from torch.func import grad, vmap
 from torch.utils import checkpoint as torchs
 from torch.utils.checkpoint import (
@@ -424,3 +425,33 @@ def test_contexts_of_a_subclass_are_entered_as_they_are():
     assert aten.mm.default in [*seen]
     assert ops["mm"] == 6
     assert_same(got, gradients(matrices))
+
+
+# --- Modules that are passed another one ---
+
+
+class Waves(nn.Module):
+    """Its record depends on a number, which is no part of the signature."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, shared, x):
+        for _ in range(self.count):
+            x = x.sin()
+        return shared(x.exp().cos())
+
+
+def test_layers_that_are_passed_one_module_have_records_of_their_own():
+    shared, select = nn.Tanh(), selecting([aten.exp.default])
+    layers, found = [Waves(1), Waves(2)], []
+    for layer in layers * 4:
+        x = leaf(3)
+        with count_ops() as ops:
+            out = compat.checkpoint(
+                layer, shared, x, use_reentrant=False, context_fn=select
+            )
+            out.sum().backward()
+        found.append(ops["exp"])
+    assert found == [1, 2, 1, 1, 1, 1, 1, 1]

@@ -259,6 +259,28 @@ def test_calls_that_did_other_things_each_time_are_given_up(monkeypatch):
     assert report.reason.endswith("records did not fit the calls after them")
 
 
+class Growing(nn.Module):
+    count = 0
+
+    def forward(self, x):
+        self.count += 1
+        for _ in range(self.count % 4):
+            x = x.cos()
+        return x.sin().exp()
+
+
+@pytest.mark.filterwarnings("ignore:.* is not followed any more")
+def test_what_one_module_was_given_up_for_is_said_of_its_calls():
+    module = Growing()
+    fn = ckpt(Growing.forward, policy=policies.everything_saveable)
+    (x,) = example((64, 64))
+    for _ in range(14):
+        fn(module, x).sum().backward()
+    report = explain(fn, module, x)
+    assert report.reason.endswith("records did not fit the calls after them")
+    assert not report.pruned
+
+
 # --- What is asked for ---
 
 

@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 from support.runs import assert_replayed, replayed
+from support.tables import rows
 from support.zoo import counted, leaves_of, make, ops_of, plainly
+from torch import nn
 from torch.autograd.graph import (
     get_gradient_edge,
     register_multi_grad_hook,
@@ -339,3 +341,39 @@ def test_what_a_function_refers_to_is_another_thing_in_the_next_call(wrap, chang
         fn(w, x).backward()
         found.append((w.grad, x.grad, captured.grad))
     return found
+
+
+# --- A subclass, and parameters that need stand-ins ---
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Layer(nn.Module):
+    def __init__(self, differentiates):
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.differentiates = differentiates
+
+    def forward(self, x):
+        if self.differentiates:
+            self.linear.weight.sum().backward()
+        return self.linear(x.sin()).cos()
+
+
+@rows("differentiates, frozen", {"backward inside": (1, False), "frozen": (0, True)})
+def test_parameters_beside_a_subclass(differentiates, frozen):
+    found = []
+    for wrap in (plainly, remat):
+        torch.manual_seed(0)
+        layer, x = Layer(differentiates), X.clone().requires_grad_()
+        with count_ops() as ops:
+            out = wrap(layer)((x * 2).as_subclass(Subclass)).sum()
+            layer.linear.bias.requires_grad_(not frozen)
+            out.backward()
+        grads = [t.grad for t in (x, *layer.parameters())]
+        found.append(([g for g in grads if g is not None], ops["sin"]))
+    (want, once), (got, again) = found
+    assert_same(got, want)
+    assert again > once
