@@ -68,7 +68,8 @@ class Ambient:
         others: list[tuple[Any, Any]] = []
         if devices or streams:
             others += [(s, state_of(s)) for s in (*devices, *streams)]
-        self._before = ours.read(), others
+        # Until the forward has ended.
+        self._before: tuple[Any, Any] | None = ours.read(), others
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -77,8 +78,9 @@ class Ambient:
 
     def forward_done(self, *, keeps_casts: bool = False) -> None:
         """Keep only the streams that moved since."""
+        assert self._before is not None
         before, others = self._before
-        del self._before
+        self._before = None
         always, now = self._always, self._global.read()
         moved: list[tuple[Any, Any]] = []
         self._moved = moved
@@ -108,19 +110,15 @@ class Ambient:
 
     def restored(self) -> AbstractContextManager[None]:
         """Run the body in the noted state, and leave everything as it was before."""
+        if self._before is not None:  # the forward still runs: what moved is not noted
+            before, others = self._before
+            return self._restored(
+                [*zip(self._global.streams, before, strict=True), *others]
+            )
         unchanged = self._settings == read_settings()
         if unchanged and self._plain and not autocast_depth():
             return NOTHING
         return self._restored(self._moved)
-
-    def restored_within(self) -> AbstractContextManager[None]:
-        """Restore it while the forward still runs, or is not noted in full."""
-        noted_before = getattr(self, "_before", None)
-        if noted_before is None:  # a hook around the call reads a handle, at its end
-            return self.restored()
-        before, others = noted_before
-        states = [*zip(self._global.streams, before, strict=True), *others]
-        return self._restored(states)
 
     @contextmanager
     def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:

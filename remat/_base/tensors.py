@@ -48,16 +48,9 @@ def changed_since(
 
     Not those of the classes `others`, and not those that are `known`.
     """
-    found: list[int] = []
-    for i, t in enumerate(tensors):
-        if (
-            type(t) not in others
-            and i not in known
-            and versions[i] is not None
-            and (None if t.is_inference() else t._version) != versions[i]
-        ):
-            found.append(i)
-    return found
+    each = enumerate(zip(tensors, versions, strict=False))
+    counted = [(i, t, v) for i, (t, v) in each if v is not None and i not in known]
+    return [i for i, t, v in counted if type(t) not in others and version_of(t) != v]
 
 
 _version = operator.attrgetter("_version")

@@ -44,8 +44,9 @@ from remat._live.walk import Walk, can_be_revived
 Group = tuple[HolderKind, list[Any]]
 # What owners are or have: the dicts of objects and functions, variables of functions,
 # namespaces with the names that code refers to, functions, classes, and other kinds.
-_Each = list[Any]
-OwnersHolders = tuple[_Each, _Each, _Each, _Each, _Each, Sequence[Group]]
+OwnersHolders = tuple[
+    list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]
+]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 

@@ -136,7 +136,7 @@ _EXTRA_ROOTS = 16  # after which calls of this kind are not followed any more
 
 
 def owner_of(fn: Any, args: Sequence[Any]) -> Any:
-    """Return what a call is of: an object by its method, a module, or one passed first.
+    """Return whose call it is: a method's object, a module, or the one passed first.
 
     The `forward` of a view, and of a module in place, is passed its module.
     """

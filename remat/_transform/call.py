@@ -67,7 +67,7 @@ class Call:
     """
 
     __slots__ = (
-        *("_emptied", "_inputs", "_search", "_users", "hidden", "policy", "prune"),
+        *("_emptied", "_inputs", "_search", "_users_call", "hidden", "policy", "prune"),
         *("is_differentiated_once", "may_read_early", "snapshot", "structure"),
         "wrapped",
     )
@@ -81,7 +81,7 @@ class Call:
         options: Options = DEFAULT,
     ) -> None:
         # First, to ask for the owner: what refuses draws is no method.
-        self._users: Any = fn, args
+        self._users_call: Any = fn, args
         if options.rng == "error":
             fn = without_draws(fn, label)
         self.policy, self.prune = options.joined(), options.prune
@@ -98,7 +98,7 @@ class Call:
     @property
     def owner(self) -> Any:
         """The object that the function is a method of, or the function."""
-        return owner_of(*self._users)
+        return owner_of(*self._users_call)
 
     @property
     def is_lazy(self) -> bool:
@@ -178,7 +178,7 @@ class Call:
 
     def forward_done(self) -> None:
         """Let go of what only the forward needs."""
-        self._users: Any = None
+        self._users_call: Any = None
         self._search = None
 
     def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:

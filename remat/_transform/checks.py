@@ -243,8 +243,8 @@ class RefuseReads(Observer):
     @override
     def note_unseen(self) -> None:
         """Refuse what torch compiles by itself: what that reads, nobody sees."""
-        (_, name), *_ = self._new or [(None, next(iter(self._names.values())))]
-        raise MutationError(_MAY_READ.format(name=name()))
+        names = [name for _, name in self._new] or [*self._names.values()]
+        raise MutationError(_MAY_READ.format(name=names[0]()))
 
 
 def _storages_of(tensor: Tensor) -> list[int]:

@@ -58,7 +58,6 @@ from remat._transform.leaves import (
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-_version = operator.attrgetter("_version")
 _is_leaf = operator.attrgetter("is_leaf")
 # How many elements an input has at most that is copied; a module's buffer, a vector.
 _SMALL = 2**14
@@ -292,7 +291,7 @@ class SavedInputs:
             for i, (_, later) in self.renorms.items():
                 then[i] = (then[i] or 0) + len(later.changes)
         # Parameters are many, and are compared at the speed of C.
-        if None not in then and [*map(_version, values[first:])] == then[first:]:
+        if versions_of(values[first:]) == then[first:]:
             values = values[:first]
         return changed_since(values, then, _NOT_OURS, self.may_be_written)
 

@@ -100,7 +100,7 @@ def call_saved(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Call a function so that a backward recomputes what its graph saves."""
-    users = fn  # to ask for its owner: what refuses draws is no method
+    users_fn = fn  # to ask for its owner: what refuses draws is no method
     if options.rng == "error":
         fn = without_draws(fn, label)
     try:
@@ -121,7 +121,7 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
-        call.plan(owner_of(users, args), inputs)
+        call.plan(owner_of(users_fn, args), inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
@@ -606,8 +606,7 @@ def _state_restored(
 ) -> AbstractContextManager[Any]:
     """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
-    state = ambient.restored() if call.is_done else ambient.restored_within()
-    changed, originals = saved.changed(), saved.originals
+    state, changed, originals = ambient.restored(), saved.changed(), saved.originals
     gradients = PreserveGradients(originals)
     is_plain = state is NOTHING and leaf_changes is NO_CHANGES
     if is_plain and not (changed or saved.renorms):

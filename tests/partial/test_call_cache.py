@@ -29,7 +29,7 @@ from support.pruning import (
     strikes,
 )
 from support.tables import rows
-from support.zoo import counted, leaves_of, make, ops_of, plainly, scalar
+from support.zoo import Waves, counted, leaves_of, make, ops_of, plainly, scalar
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
@@ -386,19 +386,6 @@ def test_pruning_is_off_for_a_reason_after_three_strikes():
     STATE["on"] = True
     ops = ops_of(lambda: of_backward(ours, (X,)))
     assert ops == ops_of(lambda: of_backward(remat(fickle, prune=False), (X,)))
-
-
-class Waves(nn.Module):
-    """Its record depends on a number, which is no part of the signature."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.count = count
-
-    def forward(self, x):
-        for _ in range(self.count):
-            x = x.sin()
-        return x.exp().cos()
 
 
 OF_MODULES = {

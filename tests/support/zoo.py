@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from support.tables import checked
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from remat import remat
@@ -32,6 +32,30 @@ V = make(4, 4, seed=5)
 def leaves_of(*tensors: Tensor) -> list[Tensor]:
     """Fresh copies that require grad."""
     return [t.clone().requires_grad_() for t in tensors]
+
+
+class Calling(nn.Module):
+    """Calls a layer or a block; `call` says how."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.layer, x)
+
+
+class Waves(nn.Module):
+    """Its record depends on a number, which is no part of the signature."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            x = x.sin()
+        return x.exp().cos()
 
 
 def scalar(tree: Any) -> Tensor:

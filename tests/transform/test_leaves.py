@@ -362,7 +362,10 @@ class Layer(nn.Module):
         return self.linear(x.sin()).cos()
 
 
-@rows("differentiates, frozen", {"backward inside": (1, False), "frozen": (0, True)})
+@rows(
+    "differentiates, frozen",
+    {"backward inside": (True, False), "frozen": (False, True)},
+)
 def test_parameters_beside_a_subclass(differentiates, frozen):
     found = []
     for wrap in (plainly, remat):

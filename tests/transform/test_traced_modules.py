@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.tables import rows
 from support.traced import Transform, assert_traced, points, ran
+from support.zoo import Calling
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -32,17 +33,6 @@ class Block(nn.Module):
         return torch.tanh(self.last(x))
 
 
-class Holder(nn.Module):
-    """Calls a block; `call` says how."""
-
-    def __init__(self, block, call):
-        super().__init__()
-        self.block, self.call = block, call
-
-    def forward(self, x):
-        return self.call(self.block, x)
-
-
 def is_plain(wrap):
     return wrap is not remat
 
@@ -52,11 +42,11 @@ def wrapped(wrap, block):
 
 
 def inside(wrap, block):
-    return Holder(block, lambda block, x: wrap(block)(x))
+    return Calling(block, lambda block, x: wrap(block)(x))
 
 
 def method(wrap, block):
-    return Holder(block, lambda block, x: wrap(block.body)(x))
+    return Calling(block, lambda block, x: wrap(block.body)(x))
 
 
 def forward_outside(wrap, block):
@@ -92,11 +82,11 @@ def checkpointed(wrap, block):
     """By torch's own name for it."""
     if is_plain(wrap):
         return block
-    return Holder(block, lambda block, x: compat.checkpoint(block, x))
+    return Calling(block, lambda block, x: compat.checkpoint(block, x))
 
 
 def closed_over(wrap, block):
-    return Holder(block, lambda block, x: wrap(lambda x: block(x))(x))
+    return Calling(block, lambda block, x: wrap(lambda x: block(x))(x))
 
 
 STYLES = {

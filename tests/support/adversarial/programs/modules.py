@@ -16,6 +16,7 @@ from support.adversarial.program import (
     trained,
     work,
 )
+from support.zoo import Calling
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -65,20 +66,9 @@ def a_layer_that_is_trained(make):
     return trained(seeded(lambda: Body(make(), nn.Linear(4, 4))))
 
 
-class Called(nn.Module):
-    """Calls a layer in a way of its own."""
-
-    def __init__(self, layer, call):
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, x):
-        return self.call(self.layer, x)
-
-
 def attention(**how):
     layer = nn.MultiheadAttention(4, 2, batch_first=True)
-    return Called(layer, lambda layer, x: layer(x, x, x, **how)[0])
+    return Calling(layer, lambda layer, x: layer(x, x, x, **how)[0])
 
 
 def embedded(layer, x):
@@ -86,7 +76,7 @@ def embedded(layer, x):
 
 
 SHAPED = {
-    "Bilinear": (lambda: Called(nn.Bilinear(4, 4, 3), lambda f, x: f(x, x)), (2, 4)),
+    "Bilinear": (lambda: Calling(nn.Bilinear(4, 4, 3), lambda f, x: f(x, x)), (2, 4)),
     "Conv1d": (lambda: nn.Conv1d(4, 3, 2), (2, 4, 5)),
     "Conv2d": (lambda: nn.Conv2d(2, 3, 2), (2, 2, 4, 4)),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 2, 4, 4)),
@@ -107,14 +97,14 @@ SHAPED = {
         lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Dropout2d(0.5)),
         (2, 2, 6, 6),
     ),
-    "GRU": (lambda: Called(nn.GRU(4, 3, 2), lambda f, x: f(x)[0]), (5, 2, 4)),
+    "GRU": (lambda: Calling(nn.GRU(4, 3, 2), lambda f, x: f(x)[0]), (5, 2, 4)),
     "LSTM": (
-        lambda: Called(nn.LSTM(4, 3, 2, dropout=0.5), lambda f, x: f(x)[0]),
+        lambda: Calling(nn.LSTM(4, 3, 2, dropout=0.5), lambda f, x: f(x)[0]),
         (5, 2, 4),
     ),
     "MultiheadAttention": (attention, (2, 3, 4)),
     "MultiheadAttention, fused": (lambda: attention(need_weights=False), (2, 3, 4)),
-    "Embedding": (lambda: Called(nn.Embedding(5, 4), embedded), (2, 4)),
+    "Embedding": (lambda: Calling(nn.Embedding(5, 4), embedded), (2, 4)),
 }
 
 
