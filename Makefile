@@ -18,7 +18,9 @@ endif
 
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
-INSTALL := $(PY) -m pip install -q --disable-pip-version-check -c $(PINS)
+# Python compiles what is imported when it is first imported. pip would compile all of
+# torch, which takes as long as the rest of an installation.
+INSTALL := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c $(PINS)
 TEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 # The versions of torch that remat is run with beside the one in constraints.txt.
