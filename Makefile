@@ -18,8 +18,9 @@ endif
 
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
-# Python compiles what is imported when it is first imported. pip would compile all of
-# torch, which takes as long as the rest of an installation.
+# Python compiles a module when it is first imported, and keeps the result. pip would
+# compile all of torch, which takes as long as the rest of an installation.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c $(PINS)
 TEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 

@@ -4,6 +4,7 @@ import collections
 import gc
 import importlib
 import os
+import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,19 @@ hypothesis.settings.register_profile(
     "remat", deadline=None, print_blob=True, derandomize=True
 )
 hypothesis.settings.load_profile("remat")
+
+
+# What only one marker selects. To import other packages, or to make torch's database,
+# takes each worker ten seconds.
+APART = {"clients": "**/whole/clients", "opinfo": "**/test_opinfo*.py"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what no test is selected from."""
+    selected = config.option.markexpr
+    left_out = () if " or " in selected else re.findall(r"\bnot (\w+)", selected)
+    is_apart = any(collection_path.match(APART.get(m, "-")) for m in left_out)
+    return True if is_apart else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from remat import remat
 
 
-pytestmark = QUIET
+pytestmark = [pytest.mark.opinfo, *QUIET]
 pytest.importorskip("expecttest", reason="torch's database imports it")
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 
@@ -32,12 +32,6 @@ torch.backends.__allow_nonbracketed_mutation_flag = True
 
 # How many samples of an operator, of the first few; and how many numbers one may have.
 SAMPLES, FIRST, NUMBERS = 2, 12, 2000
-
-# Those in every run of the tests: the formulas of most ask for grad mode, or solve.
-FEW = {
-    *("mul", "logit", "cumprod", "logdet", "linalg.eig", "linalg.solve"),
-    *("nn.functional.silu", "nn.functional.dropout"),
-}
 
 # What plain can and remat cannot, with the error: there remat runs dual numbers in a
 # level of torch.func, where plain fails likewise.
@@ -184,12 +178,10 @@ def rows() -> Iterator[Any]:
         name = name_of(op)
         known = op.supports_autograd and name not in NO_VALUES
         if known and torch.float64 in op.supported_backward_dtypes("cpu"):
-            marks = () if name in FEW else pytest.mark.opinfo
             key = f"{transform.__name__}-{name}"
-            yield pytest.param(transform, op, id=key, marks=marks)
+            yield pytest.param(transform, op, id=key)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("transform", "op"), [*rows()])
 def test_forward(transform, op):
     check(transform, op)
@@ -199,7 +191,6 @@ def named(name: str) -> Any:
     return next(op for op in op_db if name_of(op) == name)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_an_identity_fails(transform):
     with pytest.raises(AssertionError, match="evaluations, and plain"):

@@ -1,11 +1,11 @@
 """A tensor that is kept is named: what keeps it, and the line that puts it there."""
 
 import gc
-import itertools
 import linecache
 
 import pytest
 import torch
+from support.tables import rows
 from torch import nn
 from torch.func import grad
 
@@ -105,24 +105,17 @@ WAYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _collector_sees_all():
-    gc.unfreeze()
+# The global is older than `gc.freeze` of conftest.py. Without that the collector looks
+# at all objects of the process, of which pytest has very many.
+FAST = {*KEPT} - {"global"}
 
 
-# Each looks at all objects of the process, of which pytest has very many.
-FAST = {("attribute", "grad"), ("variable", "chain")}
-
-
-@pytest.mark.parametrize(
-    ("place", "way"),
-    [
-        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
-        for pair in itertools.product(KEPT, WAYS)
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
+@rows("place", {place: place for place in KEPT}, fast=FAST)
 def test_what_keeps_a_tensor_is_named(place, way):
     make, says = KEPT[place]
+    if place not in FAST:
+        gc.unfreeze()
     with pytest.raises(CaptureError, match="left it other than by being ret") as error:
         WAYS[way](make())
     GLOBAL.clear()
