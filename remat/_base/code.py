@@ -10,6 +10,8 @@ import enum
 import operator
 import sys
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from remat._base.installed import is_installed
@@ -107,7 +109,21 @@ def class_without_us(cls: type) -> type:
     return cls.__dict__.get(MADE, cls)
 
 
-MADE = "_remat_base"  # an attribute of classes that remat makes, for modules
+def recipe_of(cls: type) -> Callable[[], type | None]:
+    """Return what makes a class of remat's again; that gives None without its base."""
+    again, base = getattr(cls, AGAIN), vars(cls)[MADE]
+    find = recipe_of(base) if MADE in vars(base) else weakref.ref(base)
+
+    def made() -> type | None:
+        found = find()
+        return None if found is None else again(found)
+
+    return made
+
+
+# Attributes of classes that remat makes, for modules: the class that one was made of,
+# and a static method that makes it of that, or returns it.
+MADE, AGAIN = "_remat_base", "_remat_again"
 VIEWED = "_remat_module"  # the slot of a view of a module, which holds the module
 
 

@@ -18,10 +18,11 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from remat._base.code import VIEWED
 from remat._base.errors import RecomputeError
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import GONE, SCOPES, HolderKind, without_contents
-from remat._capture.objects import check_class
+from remat._capture.objects import check_class, is_view
 from remat._live.contents import At, Contents, HolderIndex, Ref, Span
 from remat._live.layout import Layout, groups_of
 
@@ -47,6 +48,7 @@ class Exchange:
         # Whether tuples, and other values that never change, may have to hold others.
         self._may_differ_inside = bool(special) or on_other_tensors
         self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
+        self._views: list[Any] = []  # those that were made again
         self._alive: dict[int, Any] = {}
         self._written: list[Written] = []
         self._tokens: list[tuple[Any, Any]] = []
@@ -62,6 +64,15 @@ class Exchange:
             for _, places in layout.below[first:last]:
                 groups.append([values[p] for p in places])
             values += self._start_depth(spans, groups)
+        self._fill_views()
+
+    def _fill_views(self) -> None:
+        """Give the views that were made again the dicts of their modules."""
+        for view in self._views:
+            module = view
+            while is_view(type(module)):
+                module = getattr(module, VIEWED)
+            object.__setattr__(view, "__dict__", vars(module))
 
     def _start_depth(
         self, spans: deque[Span], groups: Sequence[Sequence[Any]]
@@ -174,13 +185,15 @@ class Exchange:
         self._check_classes(layout.slotted)
         for i in self._gone(layout.slotted):
             owners[i] = self._made[layout.births[i]]
+            if is_view(type(owners[i])):
+                self._views.append(owners[i])
         for i in self._gone(layout.functions):
             fn = self._function(i - layout.functions.start)
             owners[i] = self._made.setdefault(layout.births[i], fn)
         for i in self._gone(layout.objects):
             key = layout.births[i]
             if key not in self._made:
-                self._made[key] = self._new(key, self._contents.classes[i](), None)
+                self._made[key] = self._new(key, self._class_of(i), None)
             owners[i] = self._made[key]
 
     def _gone(self, section: slice) -> list[int]:
@@ -191,7 +204,7 @@ class Exchange:
     def _check_classes(self, section: slice) -> None:
         """Check the classes of objects; make those again that are gone."""
         for i in range(len(self._owners))[section]:
-            owner, kind = self._owners[i], self._contents.classes[i]()
+            owner, kind = self._owners[i], self._class_of(i)
             key = self._layout.births[i]
             if owner is not None:
                 check_class(kind, type(owner))
@@ -204,6 +217,11 @@ class Exchange:
                     name = f"A {kind.__qualname__}, which has `__del__`,"
                     raise RecomputeError(GONE.format(name=name))
                 self._made[key] = without_contents(kind)
+
+    def _class_of(self, i: int) -> Any:
+        """Return the class of an owner; None if it is gone."""
+        kind, remade = self._contents.classes[i](), self._layout.remade
+        return remade[i]() if kind is None and i in remade else kind
 
     def _function(self, i: int) -> types.FunctionType:
         """Return a function like one that is gone, with the variables that are left."""

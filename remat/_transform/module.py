@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from remat._base.code import MADE
+from remat._base.code import AGAIN, MADE
 from remat._capture.objects import set_attributes, slots_in
 from remat._partial.options import Options
 from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
@@ -207,6 +207,7 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         MADE: base,
+        AGAIN: staticmethod(functools.partial(_class_of, spec=spec)),
         "_remat_spec": spec,
         "_remat_forward": _OwnForward(spec) if spec.is_own else _Forward(spec),
     }

@@ -10,11 +10,13 @@ from contextvars import ContextVar
 import pytest
 import torch
 from support.runs import leaf
+from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
 
 from remat import remat
 from remat._live import exchange as _exchange
+from remat.nn import apply
 from remat.testing import assert_same, count_ops
 
 
@@ -166,6 +168,36 @@ def test_the_run_that_ends_first_hands_on_what_was_before():
     second.end()
     assert holder == {"a": 1}
     assert not _exchange._RUNNING
+
+
+# --- Modules that are gone ---
+
+RECOMPUTED = {
+    "view": remat,
+    "view of a view": lambda module: remat(remat(module, prune=False)),
+    "in place": lambda module: apply(nn.Sequential(module), Counting)[0],
+}
+
+
+@rows("wrap", RECOMPUTED)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_recomputed_module_in_a_variable_is_made_again_with_its_class(wrap, kept):
+    alive = []
+
+    def gradients(outer):
+        torch.manual_seed(0)
+        recomputed, x = wrap(Counting()), torch.ones(2, 4, requires_grad=True)
+        fn = outer(lambda x: recomputed(x).tanh())
+        alive.append((fn, recomputed) if kept else ())
+        return fn(x).sum(), x, recomputed.linear.weight
+
+    with count_ops() as ops:
+        loss, *inputs = gradients(remat)
+        gc.collect()
+        actual = torch.autograd.grad(loss, inputs)
+    assert ops["tanh"] == 2
+    loss, *inputs = gradients(lambda fn: fn)
+    assert_same(actual, torch.autograd.grad(loss, inputs))
 
 
 # --- Hooks ---

@@ -63,6 +63,41 @@ class Slotted:
         return work(x, self.k)
 
 
+def of_a_local_class(k):
+    class Local(Scaled):
+        def __init__(self, k):
+            super().__init__(k)
+            self.more = {"a": [k]}
+
+        def __call__(self, x):
+            return super().__call__(x) * self.more["a"][0]
+
+    return Local(k)
+
+
+def of_a_local_class_with_a_variable(k):
+    class Local:
+        def __call__(self, x):
+            return work(x, k)
+
+    return Local()
+
+
+def module_of_a_local_class(k):
+    class Local(nn.Module):
+        gain = 2.0
+
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x):
+            return work(x * self.weight, self.gain)
+
+    module = Local(torch.full((16,), float(k), dtype=torch.double))
+    return lambda x: module(x)
+
+
 def closure(k):
     def fn(x):
         return work(x, k)
@@ -156,6 +191,9 @@ def module_of(k):
     recursive=recursive,
     object_that_is_called=Scaled,
     slotted_object=Slotted,
+    object_of_a_local_class=of_a_local_class,
+    object_of_a_local_class_with_a_variable=of_a_local_class_with_a_variable,
+    module_of_a_local_class=module_of_a_local_class,
     bound_method=lambda k: Scaled(k).method,
     class_method=lambda k: functools.partial(Scaled.of_class, k),
     static_method=lambda k: functools.partial(Scaled.static, k),
