@@ -374,6 +374,7 @@ FAST = (
 LINEARIZE = "ignore:Attempted to insert a get_attr Node:UserWarning"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings(LINEARIZE)
 @rows("checkpoints", {"sqrt": None, "three": 3, "all": "all"}, fast=("three",))
 @rows("program", PROGRAMS)

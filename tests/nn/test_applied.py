@@ -157,6 +157,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("second", REFUSING)
 @pytest.mark.parametrize("first", WAYS)
 def test_a_second_one_is_refused_by_name(first, second):

@@ -355,6 +355,7 @@ def tried(names, name, options):
     return [attempt(names, made) for _ in range(calls)]
 
 
+@pytest.mark.one_in(2)
 @rows("names, name", CASES, fast=FAST)
 def test_a_nesting_gives_what_plain_code_gives(names, name):
     plain = attempt(names, subject(name, names, None))

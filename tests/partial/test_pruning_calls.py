@@ -365,6 +365,7 @@ class OfBaseAutograd(Cases):
         return dead_end((g * w).exp() * u)
 
 
+@pytest.mark.one_in(2)
 @each_policy_and_way
 @each_case(Modes, Derivatives)
 def test_a_mode_or_a_derivative_inside(case, policy, way):

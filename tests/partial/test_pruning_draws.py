@@ -114,6 +114,7 @@ class DataDependent(Cases, calls=16):
         return dead_end((dropout(h) * x).exp())
 
 
+@pytest.mark.one_in(2)
 @each_policy_and_way
 @each_case(Draws, DataDependent)
 def test_the_draws_that_are_needed_are_those_of_the_forward(case, policy, way):
@@ -234,6 +235,7 @@ def test_a_function_looks_where_the_stream_stands(case, policy):
     case.check(policy)
 
 
+@pytest.mark.one_in(2)
 @each_policy_and_way
 @pytest.mark.parametrize("outer_draws", [0, 1, 2])
 @pytest.mark.parametrize("prune", ["auto", True, False])

@@ -10,6 +10,7 @@ import io
 import pickle
 
 import numpy as np
+import pytest
 import torch
 from support.pruning import (
     Cases,
@@ -160,6 +161,7 @@ class InPlaceUnknown(Cases):
         return dead_end(torch.cat([*parts]).exp())
 
 
+@pytest.mark.one_in(2)
 @each_policy_and_way
 @each_case(InPlace, InPlaceUnknown)
 def test_an_operation_in_place_or_an_alias(case, policy, way):
@@ -304,6 +306,7 @@ READ = {
 FICKLE = "storage", "deepcopy"  # are given up, which takes some calls
 
 
+@pytest.mark.one_in(2)
 @nothing_or_everything
 @each_case(
     cases_of({name: read(READ[name]) for name in READ if name not in FICKLE}),

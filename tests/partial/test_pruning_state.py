@@ -123,6 +123,7 @@ USUAL = {"after the first call": "dots", "after inputs were dropped": "nothing"}
 USUAL |= {"back again": "everything", "in each call": "nothing"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("sequence", "policy"),
     [

@@ -265,6 +265,7 @@ def test_rules_run_without_the_guard_and_before_modes_that_look_on(monkeypatch):
     assert guarded == ["aten.sin.default"]
 
 
+@pytest.mark.slow
 def test_a_block_does_not_import_dynamo():
     code = (
         "import sys, torch; from remat.random import bind, key\n"

@@ -21,6 +21,7 @@ for cell in {cells!r}:
 """
 
 
+@pytest.mark.slow
 def shown_by_cells(*cells):
     """Return what the cells of a notebook print."""
     code = SHELL.format(cells=[textwrap.dedent(cell).strip() for cell in cells])

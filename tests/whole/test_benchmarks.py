@@ -289,6 +289,7 @@ def test_without_a_gpu_it_says_so_and_succeeds():
     assert done.stdout.endswith("finds no CUDA device here\n")
 
 
+@pytest.mark.slow
 def test_a_torch_that_lacks_private_api_is_a_line_and_no_traceback():
     lacking = "import torch; del torch._C._current_graph_task_id"
     done = run("--device", "cpu", prelude=lacking)

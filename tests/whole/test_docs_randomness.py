@@ -108,6 +108,7 @@ FIRST_USE_OF_NUMPY = """
 import numpy, torch
 from remat import remat
 
+@pytest.mark.slow
 x = torch.ones(3, requires_grad=True)
 for _ in range(2):
     y = remat(lambda x: x * torch.tensor(float(numpy.random.rand())))(x)

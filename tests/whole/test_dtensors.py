@@ -108,7 +108,7 @@ def three_calls(fn, wrap, captured, w, x):
 
 
 # The policies of functions of which no products are counted.
-OTHERS = {"some": ("plain", "nothing", "dots, on disk"), "all": tuple(BACKWARD)}
+OTHERS = {"some": ("plain", "dots, on disk"), "all": tuple(BACKWARD)}
 
 
 @rows("others", OTHERS, fast=("some",))
