@@ -21,7 +21,6 @@ for cell in {cells!r}:
 """
 
 
-@pytest.mark.slow
 def shown_by_cells(*cells):
     """Return what the cells of a notebook print."""
     code = SHELL.format(cells=[textwrap.dedent(cell).strip() for cell in cells])
@@ -31,6 +30,7 @@ def shown_by_cells(*cells):
     return result.stdout.split("\n")
 
 
+@pytest.mark.slow
 def test_a_line_of_a_notebook_is_named_by_its_cell():
     pytest.importorskip("IPython")
     define = """

@@ -102,12 +102,12 @@ def test_a_torch_that_was_not_run_and_differs_is_one_warning_at_import(version):
 NO_LEVELS = "torch.autograd.function._SingleLevelFunction = torch.autograd.Function"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="the same as Function before")
 def test_a_function_that_asks_for_setup_context_is_named_at_import():
     assert "differs in: levels of torch.func (" in imported(NO_LEVELS).stdout
 
 
+@pytest.mark.slow
 def test_another_torch_that_does_not_differ_is_no_warning_whatever_is_around():
     dtype = "torch.set_default_dtype(torch.float64)"
     device = "torch.set_default_device('meta')"

@@ -289,7 +289,6 @@ def test_without_a_gpu_it_says_so_and_succeeds():
     assert done.stdout.endswith("finds no CUDA device here\n")
 
 
-@pytest.mark.slow
 def test_a_torch_that_lacks_private_api_is_a_line_and_no_traceback():
     lacking = "import torch; del torch._C._current_graph_task_id"
     done = run("--device", "cpu", prelude=lacking)
@@ -298,6 +297,7 @@ def test_a_torch_that_lacks_private_api_is_a_line_and_no_traceback():
     assert "lacks private API that remat needs" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_part_that_is_not_known_is_refused():
     done = run("--device", "cpu", "stepz")
     assert done.returncode == 2

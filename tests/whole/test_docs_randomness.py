@@ -108,7 +108,6 @@ FIRST_USE_OF_NUMPY = """
 import numpy, torch
 from remat import remat
 
-@pytest.mark.slow
 x = torch.ones(3, requires_grad=True)
 for _ in range(2):
     y = remat(lambda x: x * torch.tensor(float(numpy.random.rand())))(x)
@@ -116,6 +115,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_the_first_use_of_numpy_random_is_replayed():
     command = [sys.executable, "-c", FIRST_USE_OF_NUMPY]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
