@@ -110,9 +110,12 @@ def class_without_us(cls: type) -> type:
 
 
 def recipe_of(cls: type) -> Callable[[], type | None]:
-    """Return what makes a class of remat's again; that gives None without its base."""
+    """Return what makes a class of remat's again; that gives None without its base.
+
+    It holds no class, so it can be kept where a class must not be.
+    """
     again, base = getattr(cls, AGAIN), vars(cls)[MADE]
-    find = recipe_of(base) if MADE in vars(base) else weakref.ref(base)
+    find = recipe_of(base) if AGAIN in vars(base) else weakref.ref(base)
 
     def made() -> type | None:
         found = find()
@@ -122,7 +125,7 @@ def recipe_of(cls: type) -> Callable[[], type | None]:
 
 
 # Attributes of classes that remat makes, for modules: the class that one was made of,
-# and a static method that makes it of that, or returns it.
+# and a static method that makes it again, unless its options hold code of the user's.
 MADE, AGAIN = "_remat_base", "_remat_again"
 VIEWED = "_remat_module"  # the slot of a view of a module, which holds the module
 

@@ -219,7 +219,7 @@ class Exchange:
                 self._made[key] = without_contents(kind)
 
     def _class_of(self, i: int) -> Any:
-        """Return the class of an owner; None if it is gone."""
+        """Return the class of an owner, made again if it is one of remat's, or None."""
         kind, remade = self._contents.classes[i](), self._layout.remade
         return remade[i]() if kind is None and i in remade else kind
 

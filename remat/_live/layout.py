@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.code import MADE, recipe_of, static_of
+from remat._base.code import AGAIN, recipe_of, static_of
 from remat._base.interpreter import identities
 from remat._base.types import INERT, TENSORS
 from remat._capture.container_kinds import ATTRIBUTES
@@ -38,7 +38,7 @@ from remat._capture.holders import (
     flatten,
     names_of,
 )
-from remat._live.walk import Walk, can_be_revived, is_only_code
+from remat._live.walk import Walk, can_be_revived
 
 
 Group = tuple[HolderKind, list[Any]]
@@ -66,14 +66,13 @@ class Layout:
         linked: weak references to modules reached, which have layouts of their own.
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
-        odd: which owners a call holds, by index: objects that cannot be made again, and
-            classes of nothing but code, which a function that is over may have defined.
+        odd: which objects cannot be made again, by index.
         streams: return the random streams, or None.
         uses_stream_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
         is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
-        remade: what makes a class of remat's again, by the index of an owner.
+        remade: what makes a class of remat's again, by the index of an owner of it.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
         hooks_known: the number of the next hook anywhere, when no module had one that
@@ -119,11 +118,9 @@ class Layout:
         self.is_module = walk.is_module
         self.special: dict[int, str] = {}
         kinds = enumerate(map(type, owners))
-        self.remade = {i: recipe_of(kind) for i, kind in kinds if MADE in vars(kind)}
+        self.remade = {i: recipe_of(kind) for i, kind in kinds if AGAIN in vars(kind)}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
-        classes = enumerate(walk.classes, self.classes.start)
-        self.odd += [i for i, cls in classes if is_only_code(cls)]
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))

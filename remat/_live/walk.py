@@ -336,26 +336,6 @@ def can_be_revived(kind: type) -> bool:
     return container_kind(kind) is not None or can_be_made_anew(kind)
 
 
-def is_only_code(value: Any) -> bool:
-    """Say whether a class, or what it holds, is code and numbers, without variables.
-
-    No value of a call can be kept in it, so a call may keep it.
-    """
-    kind = type(value)
-    if issubclass(kind, type):
-        bases = [value.__mro__[i] for i in user_bases(value)]
-        held = [v for b in bases for n, v in vars(b).items() if n not in _MAKING]
-        return (kind is type or is_only_code(kind)) and all(map(is_only_code, held))
-    if kind in (property, staticmethod, classmethod):
-        return all(map(is_only_code, refers_to(value)))
-    if kind is types.FunctionType:
-        # `super()` reads the class itself from a variable.
-        is_closed = value.__code__.co_freevars not in ((), ("__class__",))
-        options = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-        return not (is_closed or vars(value)) and INERT.issuperset(map(type, options))
-    return kind in INERT or (kind is tuple and INERT.issuperset(map(type, value)))
-
-
 def is_of_library(value: Any) -> bool:
     """Say whether a value is a function in C, and no method of a value."""
     kinds = types.BuiltinFunctionType, types.MethodWrapperType

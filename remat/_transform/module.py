@@ -207,11 +207,12 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         MADE: base,
-        AGAIN: staticmethod(functools.partial(_class_of, spec=spec)),
         "_remat_spec": spec,
         "_remat_forward": _OwnForward(spec) if spec.is_own else _Forward(spec),
     }
     names["forward"] = _forward_of(base, names["_remat_forward"])
+    if spec.options.are_data:
+        names[AGAIN] = staticmethod(functools.partial(_class_of, spec=spec))
     if spec.is_view:
         names["__slots__"] = ("_remat_module",)
     becomes = getattr(base, "cls_to_become", None)

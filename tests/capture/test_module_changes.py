@@ -42,7 +42,6 @@ STYLES = {
 }
 
 
-@pytest.mark.one_in(2)
 @crossed("change, style", [*CHANGES, *ODD, *OF_VALUES], STYLES)
 @replayed(exp=2 * 5)
 def test_a_change_is_seen_by_later_calls_and_not_by_a_recomputation(

@@ -58,7 +58,6 @@ def simulated(model, args=(), kwargs=None, loss=None, change=unchanged, **more):
 # --- Against what is measured ---
 
 
-@pytest.mark.one_in(2)
 @crossed("name, choice", CASES, CHOICES)
 def test_the_peak_is_the_measured_one(name, choice):
     make, args, kwargs, loss = CASES[name]

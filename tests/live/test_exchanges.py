@@ -14,9 +14,9 @@ from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
 
-from remat import remat
+from remat import RecomputeError, policies, remat
 from remat._live import exchange as _exchange
-from remat.nn import apply
+from remat.nn import apply, remove
 from remat.testing import assert_same, count_ops
 
 
@@ -174,6 +174,8 @@ def test_the_run_that_ends_first_hands_on_what_was_before():
 
 RECOMPUTED = {
     "view": remat,
+    "view, pruned": remat(prune=True),
+    "view with a policy": remat(policy=policies.dots_saveable),
     "view of a view": lambda module: remat(remat(module, prune=False)),
     "in place": lambda module: apply(nn.Sequential(module), Counting)[0],
 }
@@ -198,6 +200,46 @@ def test_a_recomputed_module_in_a_variable_is_made_again_with_its_class(wrap, ke
     assert ops["tanh"] == 2
     loss, *inputs = gradients(lambda fn: fn)
     assert_same(actual, torch.autograd.grad(loss, inputs))
+
+
+def code_of_the_users(op):
+    return op.func is torch.ops.aten.mm.default
+
+
+FOR_GOOD = {
+    "with its base": (lambda: type("Local", (Counting,), {}), None),
+    "with a policy": (lambda: Counting, code_of_the_users),
+}
+
+
+@rows("kind, policy", FOR_GOOD)
+def test_a_view_that_is_gone_for_good_is_an_error(kind, policy):
+    losses, x = [], torch.ones(2, 4, requires_grad=True)
+
+    def forward():
+        view = remat(kind()(), policy=policy)
+        losses.append(remat(lambda x: view(x).tanh())(x).sum())
+
+    assert ops_of(forward)["tanh"] == 1
+    gc.collect()
+    with pytest.raises(RecomputeError, match="is gone, and cannot be made again"):
+        losses[0].backward()
+
+
+def test_a_layout_holds_no_policy():
+    class Decide:
+        def __call__(self, op):
+            return op.func is torch.ops.aten.mm.default
+
+    decide, module = Decide(), nn.Sequential(Counting())
+    apply(module, Counting, policy=decide)
+    fn, x = remat(lambda x: module(x).tanh()), torch.ones(2, 4, requires_grad=True)
+    assert ops_of(lambda: fn(x).sum().backward())["tanh"] == 2
+    ref = weakref.ref(decide)
+    remove(module)
+    del decide
+    gc.collect()
+    assert ref() is None
 
 
 # --- Hooks ---

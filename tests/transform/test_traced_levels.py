@@ -82,7 +82,6 @@ def assert_equals_plain(program, transform, backend="aot_eager"):
     return ops
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("inside", "outside"), [*crossed()])
 def test_a_transform_inside_of_a_call(inside, outside):
     ops = assert_equals_plain(twice(INSIDE[inside]), TRANSFORMS[outside])

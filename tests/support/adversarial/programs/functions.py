@@ -75,14 +75,6 @@ def of_a_local_class(k):
     return Local(k)
 
 
-def of_a_local_class_with_a_variable(k):
-    class Local:
-        def __call__(self, x):
-            return work(x, k)
-
-    return Local()
-
-
 def module_of_a_local_class(k):
     class Local(nn.Module):
         gain = 2.0
@@ -192,7 +184,6 @@ def module_of(k):
     object_that_is_called=Scaled,
     slotted_object=Slotted,
     object_of_a_local_class=of_a_local_class,
-    object_of_a_local_class_with_a_variable=of_a_local_class_with_a_variable,
     module_of_a_local_class=module_of_a_local_class,
     bound_method=lambda k: Scaled(k).method,
     class_method=lambda k: functools.partial(Scaled.of_class, k),
