@@ -32,9 +32,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 OTHERS = [pytest.param(b, marks=pytest.mark.slow) for b in ("eager", "inductor")]
 
 
-@pytest.fixture(
-    params=["aot_eager", *(pytest.param(b, marks=pytest.mark.slow) for b in OTHERS)]
-)
+@pytest.fixture(params=["aot_eager", *OTHERS])
 def backend(request):
     torch._dynamo.reset()
     yield request.param
