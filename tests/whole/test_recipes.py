@@ -68,7 +68,18 @@ def apply(folder, name):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diffs")
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git applies diffs")
+
+
+@needs_git
+@each
+def test_the_recipe_is_of_the_code_as_it_is_and_uses_names_that_are_there(name, copy):
+    apply(copy, name)
+    ruff = run(copy, str(Path(sys.executable).with_name("ruff")), "check", "remat")
+    assert ruff.returncode == 0, ruff.stdout
+
+
+@needs_git
 @pytest.mark.parametrize(
     "name",
     [
