@@ -63,8 +63,9 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	transform/test_type_checkers.py transform/test_import.py \
 	transform/test_kept_tensors.py transform/test_growth.py transform/test_orders.py \
 	capture/test_module_changes.py chain/test_disk.py chain/test_surroundings.py \
-	nn/test_applied.py testing/test_client_helpers.py parity/test_interpreter.py parity/test_policy_savings.py \
-	random/test_random_bind.py random/test_random_stream_ops.py whole/%
+	nn/test_applied.py parity/test_interpreter.py parity/test_policy_savings.py \
+	random/test_random_bind.py random/test_random_stream_ops.py \
+	testing/test_client_helpers.py whole/%
 QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py)) \
 	tests/whole/test_docs_limits.py tests/whole/test_rooms.py
 
