@@ -204,15 +204,16 @@ class Exchange:
     def _check_classes(self, section: slice) -> None:
         """Check the classes of objects; make those again that are gone."""
         for i in range(len(self._owners))[section]:
-            owner, kind = self._owners[i], self._class_of(i)
-            key = self._layout.births[i]
+            owner, key = self._owners[i], self._layout.births[i]
             if owner is not None:
-                check_class(kind, type(owner))
-            elif key in self._made:
+                check_class(self._contents.classes[i](), type(owner))
                 continue
-            elif kind is None:
+            if key in self._made:
+                continue
+            kind = self._class_of(i)
+            if kind is None:
                 raise RecomputeError(GONE.format(name="An object"))
-            elif container_kind(kind) is None:
+            if container_kind(kind) is None:
                 if hasattr(kind, "__del__"):
                     name = f"A {kind.__qualname__}, which has `__del__`,"
                     raise RecomputeError(GONE.format(name=name))
