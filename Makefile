@@ -70,7 +70,7 @@ QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py))
 	tests/whole/test_docs_limits.py tests/whole/test_rooms.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick core torches faults full cov check format docs dist notebooks bench model fit gpu clean
+.PHONY: help demo test quick core torches faults full cov check format docs dist clone notebooks bench model fit gpu clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -86,6 +86,7 @@ help:
 	@echo "make docs       build docs/_build/html"
 	@echo "make dist       build a wheel and an sdist into out/dist, and try both in a fresh"
 	@echo "                environment, with the oldest torch and without extras"
+	@echo "make clone      run \`make demo\` in a fresh clone, and import every benchmark there"
 	@echo "make bench      run every benchmark, and make docs/benchmarks.md from them"
 	@echo "make model      bytes of a model under each policy, as a table and a plot"
 	@echo "make fit        models in budgets of bytes, beside SAC and torch.compile"
@@ -172,9 +173,12 @@ format: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
-# It makes environments of its own, and deletes them.
-dist: $(VENV)/.dev
-	@$(PY) tests/check_dist.py
+# They make environments of their own, and delete them.
+dist:
+	@$(PYTHON) tests/check_dist.py
+
+clone:
+	@$(PYTHON) tests/check_clone.py
 
 notebooks: $(VENV)/.dev
 	$(PY) tests/whole/test_notebooks.py $(ARGS)

@@ -120,9 +120,15 @@ def environment(folder: Path) -> Path:
 
 def run(*command: object, cwd: Path = ROOT) -> str:
     """Run a command; return what it printed."""
+    # A make that it starts is a user's: it knows nothing of the make that runs this.
+    left_out = {"PYTHONPATH", "VENV", "TORCH", "PY", "ARGS"}
+    surroundings = {
+        name: text
+        for name, text in os.environ.items()
+        if name not in left_out and "MAKE" not in name
+    }
     # What pip builds in isolation takes its pins from the environment.
-    surroundings = os.environ | {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
-    surroundings.pop("PYTHONPATH", None)
+    surroundings["PIP_CONSTRAINT"] = str(ROOT / "constraints.txt")
     texts = [str(word) for word in command]
     result = subprocess.run(
         texts, cwd=cwd, env=surroundings, text=True, capture_output=True, check=False

@@ -58,10 +58,23 @@ def test_the_steps_run_in_one_thread_and_are_equal(scripts, tmp_path, monkeypatc
     monkeypatch.setattr(demo, "loss_function", noting)
     monkeypatch.setattr(demo, "in_turns", compared)
     monkeypatch.setattr(sys, "argv", ["demo", *SMALL, "--out", f"{tmp_path}"])
-    with pytest.raises(SystemExit, match="False"):  # no difference
+    with pytest.raises(SystemExit, match=r"^$"):  # nothing failed
         demo.main()
     assert threads == [1] * 9  # of each: two steps and two to look at; and a forward
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("last", "peak", "found"),
+    [(1.0, 2, None), (1.5, 2, "not bit-identical"), (1.0, 3, "peak is not lower")],
+)
+def test_a_promise_that_is_not_kept_is_a_failure(scripts, last, peak, found):
+    run = scripts("demo").Run
+    params = ({"w": [torch.tensor([0.0, end])]} for end in (1.0, last))
+    peaks = (0, 3, 1), (0, peak, 1)
+    plain, ours = (run(0.0, w, (), p, {}) for w, p in zip(params, peaks, strict=True))
+    said = scripts("demo").failure(plain, ours)
+    assert said is None if found is None else found in said
 
 
 def test_a_small_demo_shows_a_lower_peak_and_the_same_parameters(tmp_path):
