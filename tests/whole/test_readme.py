@@ -31,6 +31,11 @@ def numbers(pattern):
     return [float(text.replace(",", "")) for text in texts]
 
 
+def test_it_is_short():
+    """What stands between spaces counts as a word, in code and tables too."""
+    assert len(TEXT.split()) <= 800
+
+
 # --- The picture ---------------------------------------------------------------------
 
 
@@ -41,7 +46,6 @@ def test_the_picture_shows_the_peaks_that_its_script_measures(tmp_path):
     command = [sys.executable, "benchmarks/picture.py", "--out", picture]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     plain, ours = numbers(r"falls from (\d+) MB to (\d+) MB")
-    assert numbers(r"peaks at (\d+) MB in plain code, and at (\d+) MB") == [plain, ours]
     times = measured_times()
     assert done.stdout.splitlines() == [
         f"plain: {plain:.0f} MB",
@@ -70,8 +74,7 @@ def medians(script, table, column):
 def test_times_are_those_that_the_benchmarks_wrote():
     """A test measures no times: they are rounded from the results that are stored."""
     times = measured_times()
-    (stated,) = numbers(r"A block takes ([\d.]+) times as long, because")
-    assert numbers(r"A block takes ([\d.]+) times as long with remat") == [stated]
+    (stated,) = numbers(r"A block takes ([\d.]+) times as long, as with torch's")
     assert stated == round(times["remat"], 1) == round(times["torch non-reentrant"], 1)
     of_torch = medians("layers", "times", "remat, of torch non-reentrant")
     assert "up to twice that of torch's checkpoint" in TEXT
@@ -198,15 +201,14 @@ def test_a_plan_for_half_of_the_memory_runs_so_much_again(scripts):
     model = scripts("model")
     sizes = scripts("_model").Sizes(layers=6, batch=4, time=256, width=256)
     rows = {name: model.measure(name, sizes) for name in ("plain", "remat", model.FIT)}
-    half, whole = numbers(r"half of the memory, (\d+) MB for (\d+),")
+    half, whole, *stated = numbers(
+        r"half of the memory of the six blocks, (\d+) MB for (\d+), it runs (\d+) "
+        r"matmuls and attentions again; remat around each block runs (\d+) \("
+    )
     assert round(rows["plain"].peak / 1e6) == whole
     assert rows[model.FIT].peak <= rows["plain"].peak // 2
     assert round(rows["plain"].peak / 2e6) == half
     again = [rows[name].again - rows["plain"].again for name in (model.FIT, "remat")]
-    assert (
-        numbers(r"runs (\d+) matmuls and attentions again in place of (\d+)") == again
-    )
-    stated = numbers(r"it runs (\d+) matmuls and .*? each block runs (\d+):")
     assert stated == again
 
 
@@ -233,8 +235,8 @@ def test_masks_by_key_keep_these_bytes(scripts):
         return dropout.kept(block, x, dropout.P) - dropout.kept(block, x, 0.0)
 
     ours, torchs, plain = numbers(
-        r": ([\d,]+) bytes for eight layers .*? keeps ([\d,]+) bytes of random state, "
-        r"plain code ([\d,]+) bytes of masks"
+        r"eight layers of 1 MB, ([\d,]+) bytes are kept. torch's checkpoint keeps "
+        r"([\d,]+), plain code ([\d,]+) \("
     )
     assert (masks("remat, key"), masks("plain")) == (ours, plain)
     checkpointed, _ = dropout.CHOSEN["torch non-reentrant"]
@@ -246,7 +248,7 @@ def test_a_long_loop_holds_these_carries(scripts):
     chain = scripts("chain")
     steps, ours, runs, plain, chunk, chunks = numbers(
         r"differentiates ([\d,]+) steps with (\d+) carries alive, and runs ([\d,]+) "
-        r"steps .*? has ([\d,]+) alive, torch's checkpoint around (\d+) .*? time (\d+):"
+        r"steps .*? has ([\d,]+) alive, torch's checkpoint around (\d+) .*? time (\d+) \("
     )
     assert (steps, chunk) == (chain.STEPS, chain.CHUNK)
 
