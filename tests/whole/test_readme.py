@@ -65,9 +65,13 @@ def measured_times():
     return {name: of_plain[name] for name in ("plain", "remat", "torch non-reentrant")}
 
 
-def medians(script, table, column):
+def stored_rows(script, table):
     found = json.loads((ROOT / f"benchmarks/results/{script}.json").read_text())
-    rows = found["tables"][table]["rows"]
+    return found["tables"][table]["rows"]
+
+
+def medians(script, table, column):
+    rows = stored_rows(script, table)
     return {row: cells[column]["median"] for row, cells in rows.items()}
 
 
@@ -243,22 +247,47 @@ def test_masks_by_key_keep_these_bytes(scripts):
     assert dropout.kept(checkpointed, x, dropout.P) == torchs
 
 
+def carries_of_a_loop():
+    """Steps, carries, steps that run; and the carries of plain code and of chunks."""
+    return numbers(
+        r"differentiates ([\d,]+) steps with (\d+) carries alive, and runs ([\d,]+) "
+        r"steps .*? has ([\d,]+) alive, torch's checkpoint around (\d+) .*? time "
+        r"(\d+) \("
+    )
+
+
 @pytest.mark.slow
 def test_a_long_loop_holds_these_carries(scripts):
     chain = scripts("chain")
-    steps, ours, runs, plain, chunk, chunks = numbers(
-        r"differentiates ([\d,]+) steps with (\d+) carries alive, and runs ([\d,]+) "
-        r"steps .*? has ([\d,]+) alive, torch's checkpoint around (\d+) .*? time (\d+) \("
-    )
+    steps, ours, runs, plain, chunk, chunks = carries_of_a_loop()
     assert (steps, chunk) == (chain.STEPS, chain.CHUNK)
-
-    def carries(name):
-        return chain.Work(chain.SYSTEMS[name].loop).carries()[0]
-
-    assert round(carries("scan, 10")) == ours
-    assert round(carries("plain")) == plain
-    assert round(carries(f"torch non-reentrant, {chain.CHUNK} steps")) == chunks
+    systems = "scan, 10", "plain", f"torch non-reentrant, {chain.CHUNK} steps"
+    stored = stored_rows("chain", "steps")
+    for name, stated in zip(systems, (ours, plain, chunks), strict=True):
+        measured, _ = chain.Work(chain.SYSTEMS[name].loop).carries()
+        assert round(measured) == stated
+        assert round(measured, 1) == round(stored[name]["peak, carries"], 1)
     assert sum(chain.Work(chain.SYSTEMS["scan, 10"].loop).counts()) == runs
+
+
+def test_carries_are_those_that_the_benchmark_wrote():
+    stored = stored_rows("chain", "steps")
+    peaks = {name: round(cells["peak, carries"]) for name, cells in stored.items()}
+    steps, ours, runs, plain, chunk, chunks = carries_of_a_loop()
+    chunked = f"torch non-reentrant, {chunk:.0f} steps"
+    stated = {"scan, 10": ours, "plain": plain, chunked: chunks}
+    assert stated == {name: peaks[name] for name in stated}
+    assert stored["plain"]["forward"] == steps
+    assert stored["scan, 10"]["forward"] + stored["scan, 10"]["backward"] == runs
+    page = (ROOT / "docs/chains.md").read_text()
+    rows = re.findall(
+        r"^\| `(scan|while_loop)`, (\S+) \| ([\d,]+) ", page, re.MULTILINE
+    )
+    of_page = {
+        f"{n}, {how}".replace("`", ""): int(p.replace(",", "")) for n, how, p in rows
+    }
+    assert len(of_page) == 7
+    assert of_page == {name: peaks[name] for name in of_page}
 
 
 def test_the_bytes_of_the_report_are_those_that_stay_alive():
