@@ -70,7 +70,7 @@ QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py))
 	tests/whole/test_docs_limits.py tests/whole/test_rooms.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick core torches faults full cov check format docs dist clone notebooks bench model fit gpu clean
+.PHONY: help demo test quick core core-here torches faults full cov check format docs dist clone notebooks bench model fit gpu clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -115,9 +115,14 @@ $(VENV)/.demo: pyproject.toml $(PINS)
 	$(call environment,'.[viz]')
 	@touch $@
 
+# For what `make core` runs, where nothing else is tried.
+$(VENV)/.core: pyproject.toml $(PINS)
+	$(call environment,'.[viz$(comma)test]')
+	@touch $(VENV)/.demo $@
+
 $(VENV)/.dev: pyproject.toml $(PINS)
 	$(call environment,'.[dev]')
-	@touch $(VENV)/.demo $@
+	@touch $(VENV)/.demo $(VENV)/.core $@
 
 # For tests/whole/clients/test_timm.py: where a torchvision loads beside that torch.
 $(VENV)/.vision: $(VENV)/.dev
@@ -136,9 +141,12 @@ quick: $(VENV)/.dev
 # Each torch in a make of its own, which chooses the environment.
 core torches:
 	@for torch in $(TORCHES); do echo "== torch $$torch"; \
-		$(MAKE) --no-print-directory $(if $(filter core,$@),test,.venv-torch-$$torch/.dev) \
-			TORCH=$$torch VENV=.venv-torch-$$torch ARGS="$(CORE) $(ARGS)" || exit 1; \
+		$(MAKE) --no-print-directory $(if $(filter core,$@),core-here,.venv-torch-$$torch/.core) \
+			TORCH=$$torch VENV=.venv-torch-$$torch || exit 1; \
 	done
+
+core-here: $(VENV)/.core
+	@$(TEST) $(CORE) $(ARGS)
 
 faults: $(VENV)/.dev
 	@PYTHONPATH=tests $(PY) tests/plant_faults.py $(ARGS)
