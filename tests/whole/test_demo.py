@@ -1,15 +1,14 @@
-"""`make demo`: two runs that take turns, and end with the same parameters."""
+"""`make demo`: two runs that take turns, and end with the same parameters.
 
-import os
-import subprocess
+`check_clone.py` runs the command itself.
+"""
+
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 3, "width": 32, "context": 16, "batch": 2, "steps": 2}
 SMALL = [text for name, n in SIZES.items() for text in (f"--{name}", f"{n}")]
 
@@ -38,8 +37,8 @@ def _two_threads():
     torch.set_num_threads(1)
 
 
-@pytest.mark.usefixtures("_two_threads")
-def test_the_steps_run_in_one_thread_and_are_equal(scripts, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("_two_threads", "pyplot")
+def test_steps_run_in_one_thread_and_are_equal(scripts, tmp_path, monkeypatch, capsys):
     """Also where torch would use two; and no step is more than one gradient."""
     demo = scripts("demo")
     threads, losses = [], ([], [])
@@ -62,6 +61,13 @@ def test_the_steps_run_in_one_thread_and_are_equal(scripts, tmp_path, monkeypatc
         demo.main()
     assert threads == [1] * 9  # of each: two steps and two to look at; and a forward
     assert losses[0] == losses[1]
+    rows = (line.split("│") for line in capsys.readouterr().out.splitlines())
+    table = {cells[1].strip(): cells[2:5] for cells in rows if len(cells) > 4}
+    plain, ours = (int(n.replace(",", "")) for n in table["peak bytes of a step"][:2])
+    assert ours < plain
+    assert table["parameters bit-identical"][1].strip() == "yes"
+    assert int(table["forward ops recomputed"][1].split()[0]) > 0
+    assert (tmp_path / "demo_memory.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -75,21 +81,3 @@ def test_a_promise_that_is_not_kept_is_a_failure(scripts, last, peak, found):
     plain, ours = (run(0.0, w, (), p, {}) for w, p in zip(params, peaks, strict=True))
     said = scripts("demo").failure(plain, ours)
     assert said is None if found is None else found in said
-
-
-def test_a_small_demo_shows_a_lower_peak_and_the_same_parameters(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs the extra `viz`")
-    command = [sys.executable, "benchmarks/demo.py", *SMALL, "--out", tmp_path]
-    env = os.environ | {"COLUMNS": "100"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
-    )
-    rows = [
-        [cell.strip() for cell in line.split("│")] for line in done.stdout.split("\n")
-    ]
-    table = {cells[1]: cells[2:5] for cells in rows if len(cells) > 4}
-    plain, ours = (int(n.replace(",", "")) for n in table["peak bytes of a step"][:2])
-    assert ours < plain
-    assert table["parameters bit-identical"][1] == "yes"
-    assert int(table["forward ops recomputed"][1].split()[0]) > 0
-    assert (tmp_path / "demo_memory.png").stat().st_size > 0
