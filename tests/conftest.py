@@ -17,9 +17,9 @@ from remat._offload import offload as _offload
 from remat._partial.cache import CACHES
 
 
-# The search for doctests would import its modules a second time, by another name, and
-# each of them adds its programs to one table.
-collect_ignore = ["support/adversarial"]
+# The search for doctests would import its modules a second time, by other names, and
+# with them transformers and diffusers.
+collect_ignore = ["support"]
 
 # On Intel's processors MKL adds up a transposed product in another order. What these
 # tests compare bit for bit are operations, not how a library computes one.
