@@ -13,6 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import check_clone
 import pytest
 
 
@@ -146,6 +147,12 @@ def test_what_an_extra_no_longer_names_is_missed(extra, name, missed):
     assert len(fewer) == len(optional[extra]) - 1
     project = PROJECT | {"optional-dependencies": optional | {extra: fewer}}
     assert [files for files in TOLD if lacking(files, project)] == missed
+
+
+def test_files_that_jax_runs_are_known():
+    files = [*ROOT.glob("benchmarks/*.py")]
+    of_jax = {path.stem for path in files if "jax" in modules(path)}
+    assert of_jax == check_clone.OF_JAX
 
 
 def test_imports_of_imported_files_and_of_functions_count(tmp_path):

@@ -163,6 +163,15 @@ def test_hosted_ci_runs_what_every_machine_runs():
     assert all((ROOT / f).is_file() for f in _files_of(python))
 
 
+def test_ci_runs_each_command_that_the_page_on_contributing_lists():
+    page, script = ((ROOT / f).read_text() for f in ("CONTRIBUTING.md", ".ci/run"))
+    listed = re.findall(r"^    make (\w+) ", page, re.MULTILINE)
+    run = re.findall(r"^make (.*)", script, re.MULTILINE)
+    assert {"clone", "test"} <= {*listed}
+    # Its tests are among those of `make test`.
+    assert {*listed} - {"quick"} <= {*" ".join(run).split()}
+
+
 def _files_of(step):
     return step["with"]["cache-dependency-path"].split()
 
