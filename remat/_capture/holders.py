@@ -350,7 +350,7 @@ def _parts_of_builtin(value: Any) -> tuple[Any, ...]:
 
 
 _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    functools.partial: operator.attrgetter("func", "args", "keywords"),
+    functools.partial: operator.attrgetter("func", "args", "keywords", "__dict__"),
     types.MethodType: operator.attrgetter("__func__", "__self__"),
     types.BuiltinFunctionType: _parts_of_builtin,
     types.MethodWrapperType: _parts_of_builtin,
@@ -368,8 +368,10 @@ PARTS = (*_READERS,)
 def made_of(kind: Any, values: Sequence[Any]) -> Any:
     """Return a value of `PARTS` from what it refers to."""
     if issubclass(kind, functools.partial):
-        fn, args, kwargs = values
-        return kind(fn, *args, **kwargs)
+        # Around these very dicts, which may be filled later.
+        made = functools.partial.__new__(kind, operator.is_)
+        functools.partial.__setstate__(made, (*values,))
+        return made
     if issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
         name, owner = values
         return getattr(owner, name)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
-from remat._capture.holders import FUNCTIONS, MISSING, HolderKind, dict_of
+from remat._capture.container_kinds import ATTRIBUTES, OWNED
+from remat._capture.holders import FUNCTIONS, MISSING, SLOTS, HolderKind, dict_of
 from remat._capture.objects import COPIED_ITERATORS
 from remat._live.layout import Layout, Taken
 from remat._live.walk import is_opaque
@@ -141,7 +142,6 @@ class Contents:
     Attributes:
         kept: the values, with `At` and `Ref` among them.
         keys: the keys.
-        places: of the tensors, each once, in order.
         parameters: the identities of those that are parameters.
         others: the indices of the other tensors.
         refs: weak references to the parameters.
@@ -150,23 +150,24 @@ class Contents:
     """
 
     __slots__ = (
-        *("_as_keys", "_as_values", "_containers", "_marks", "_sizes", "classes"),
-        *("keys", "kept", "opaque", "others", "parameters", "places", "refs"),
+        *("_as_keys", "_as_values", "_marks", "_places", "_sizes", "_spans", "classes"),
+        *("keys", "kept", "opaque", "others", "parameters", "refs"),
     )
 
     def __init__(self, taken: Taken) -> None:
         self._marks = taken.marks
-        self._containers: dict[int, tuple[int, Span]] | None = None
+        self._places: dict[int, Place] | None = None
+        self._spans: dict[int, list[Span]] = {}
         self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
         keeper, keys = _Keeper(), taken.keys
         self.kept = keeper.keep_all(taken.values, as_keys=False)
         if not INERT.issuperset(map(type, keys)):
             keys = keeper.keep_all(keys, as_keys=True)
         self.keys = keys
-        self.places, self.opaque = keeper.places, keeper.opaque
+        self.opaque = keeper.opaque
         # Those among the values come first.
-        self._as_values = [p for p, as_key in self.places if not as_key]
-        self._as_keys = [p for p, as_key in self.places if as_key]
+        self._as_values = [p for p, as_key in keeper.places if not as_key]
+        self._as_keys = [p for p, as_key in keeper.places if as_key]
         self.classes = [*map(weakref.ref, map(type, taken.owners))]
         tensors = self.tensors_in(taken)
         are = [kind is nn.Parameter for kind in map(type, tensors)]
@@ -223,23 +224,53 @@ class Contents:
         spans = [span for span in self.spans() if span.kind is FUNCTIONS]
         return self.kept[spans[i].start]
 
-    def containers(self, layout: Layout) -> dict[int, tuple[int, Span]]:
-        """Return where each container is, and what it holds, by its identity."""
-        if self._containers is None:
-            found: dict[int, tuple[int, Span]] = {}
-            self._containers = found
-            first = len(self._sizes) - len(layout.below)
-            for span in self.spans():
-                if span.group < first:
-                    continue
-                p = layout.below[span.group - first][1][span.number]
-                kept = self.kept[p]
-                if type(kept) is not Ref:
-                    continue
-                known = found.get(kept.id)
-                if known is None or (known[1].kind.adds and not span.kind.adds):
-                    found[kept.id] = p, span
-        return self._containers
+    def at(self, place: Place) -> Any:
+        """Return what is held of a value, or of a key."""
+        position, as_key = place
+        return self.keys[position] if as_key else self.kept[position]
+
+    def keys_of(self, span: Span) -> list[Any]:
+        """Return the keys of a holder."""
+        count = (span.end - span.start) * span.kind.keyed
+        return self.keys[span.first_key : span.first_key + count]
+
+    def holders(self, layout: Layout) -> Iterator[tuple[Span, Place | None]]:
+        """Yield the holders, and where each one is that is no owner."""
+        first = len(self._sizes) - len(layout.below)
+        for span in self.spans():
+            if span.group < first:
+                yield span, None
+            else:
+                _, places, as_keys = layout.below[span.group - first]
+                yield span, (places[span.number], as_keys)
+
+    def places(self, layout: Layout) -> dict[int, Place]:
+        """Return where each holder that is no owner is, by its identity."""
+        if self._places is None:
+            self._places = places = dict[int, Place]()
+            for span, place in self.holders(layout):
+                key = self._key_of(layout, span, place)
+                if place is not None:
+                    places.setdefault(key, place)
+                if span.kind is ATTRIBUTES:
+                    span = span._replace(kind=OWNED)  # read through the object itself
+                # What a value is made of comes first, and then its attributes.
+                here = self._spans.setdefault(key, [])
+                here.insert(len(here) * span.kind.adds, span)
+        return self._places
+
+    def spans_by_id(self, layout: Layout) -> dict[int, list[Span]]:
+        """Return where what a value holds is, by its identity."""
+        self.places(layout)
+        return self._spans
+
+    def _key_of(self, layout: Layout, span: Span, place: Place | None) -> int:
+        """Return the identity of a holder; 0 of one that values do not lead to."""
+        if place is not None:
+            return self.at(place).id
+        if span.kind is SLOTS:
+            return layout.births[layout.slotted.start + span.number]
+        return layout.births[span.number] if span.kind is ATTRIBUTES else 0
 
     def spans(self) -> Iterator[Span]:
         """Yield the holders."""

@@ -202,19 +202,9 @@ class Reach:
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any], values: Sequence[Any]) -> "Running":
+    def restored(self, tensors: Sequence[Any]) -> "Running":
         """Return a context in which everything holds what it held at the call."""
-        on_others, first = False, self.first_parameter
-        if self._roots:  # of which holders may have to hold other tensors
-            originals = (*(ref() for ref in self._refs), *values[first:])
-            on_others = not all(map(operator.is_, originals, tensors))
-        return Running(
-            self._roots,
-            self._buffers,
-            self.next_hook,
-            tensors,
-            on_other_tensors=on_others,
-        )
+        return Running(self._roots, self._buffers, self.next_hook, tensors)
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
@@ -297,8 +287,8 @@ class Running:
     """A run of a call, as a context."""
 
     __slots__ = (
-        *("_buffers", "_first", "_made", "_next_hook", "_now", "_on_other_tensors"),
-        *("_roots", "_undo", "tensors"),
+        *("_alive", "_buffers", "_first", "_made", "_next_hook", "_now", "_roots"),
+        *("_undo", "tensors"),
     )
 
     def __init__(
@@ -307,12 +297,11 @@ class Running:
         buffers: Sequence[tuple[Any, bytes]],
         next_hook: int,
         tensors: Sequence[Any],
-        *,
-        on_other_tensors: bool,
     ) -> None:
         self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
-        self.tensors, self._on_other_tensors = tensors, on_other_tensors
+        self.tensors = tensors
         self._made: dict[int, Any] = {}
+        self._alive: dict[int, Any] = {}
         self._now: list[tuple[Root, Taken | Exchange]] = []
         self._undo: list[Callable[[], object]] = []
 
@@ -359,9 +348,10 @@ class Running:
                 if value is not None:
                     return value
                 continue
-            place = root.contents.containers(root.layout).get(kept.id)
+            place = root.contents.places(root.layout).get(kept.id)
             if place is not None:
-                return now.values[place[0]]
+                position, as_key = place
+                return (now.keys if as_key else now.values)[position]
         return None
 
     def _exchange(self) -> None:
@@ -369,13 +359,13 @@ class Running:
         for root in self._roots:
             now: Any = root.as_it_was(self.tensors)
             if now is None:
-                now = root.exchange(
-                    self.tensors, self._made, on_other_tensors=self._on_other_tensors
-                )
+                now = root.exchange(self.tensors, self._made, self._alive)
                 # What is gone of any root may be in another: all are made first.
                 now.revive_owners()
                 started.append(now)
             self._now.append((root, now))
+        for exchange in started:
+            exchange.look()
         for exchange in started:
             self._undo.append(exchange.end)
             exchange.start()

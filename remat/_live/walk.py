@@ -230,7 +230,8 @@ class Walk:
 
     def _reach_object(self, value: Any, kind: type) -> None:
         self._reach_class(kind)
-        held, is_owner = dict_of(value), bool(kind.__weakrefoffset__)
+        held = dict_of(value)
+        is_owner = bool(kind.__weakrefoffset__) and not issubclass(kind, _FROZEN)
         if held is not None:
             self._todo += held.values()
             if is_owner:
