@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from remat._base.interpreter import may_refer_to_others
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import ATTRIBUTES, OWNED
 from remat._capture.holders import FUNCTIONS, MISSING, SLOTS, HolderKind, dict_of
 from remat._capture.objects import COPIED_ITERATORS
 from remat._live.layout import Layout, Taken
-from remat._live.walk import is_opaque
+from remat._live.walk import is_of_atoms, is_opaque
 
 
 Place = tuple[int, bool]  # position, whether among the keys
@@ -91,7 +91,7 @@ class _Keeper:
         kind = type(value)
         if kind in _OF_CLASSES or kind in COPIED_ITERATORS:
             return Ref(value)
-        if (kind in INERT and kind is not threading.Thread) or value is MISSING:
+        if (kind in ATOMS and kind is not threading.Thread) or value is MISSING:
             return value
         if kind in TENSORS or issubclass(kind, Tensor):
             number = self.numbers.setdefault(id(value), len(self.places))
@@ -114,7 +114,9 @@ class _Keeper:
 def _is_number(value: Any, kind: type) -> bool:
     """Say whether a value is a number or a word, or holds only such."""
     if issubclass(kind, (tuple, frozenset)):
-        return kind in (tuple, frozenset) and INERT.issuperset(map(type, value))
+        return kind in (tuple, frozenset) and ATOMS.issuperset(map(type, value))
+    if kind is slice:
+        return is_of_atoms(value)
     if issubclass(kind, (str, bytes, int, float, complex)):
         return not dict_of(value)
     has_attributes = kind.__weakrefoffset__ or kind.__dictoffset__
@@ -161,7 +163,7 @@ class Contents:
         self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
         keeper, keys = _Keeper(), taken.keys
         self.kept = keeper.keep_all(taken.values, as_keys=False)
-        if not INERT.issuperset(map(type, keys)):
+        if not ATOMS.issuperset(map(type, keys)):
             keys = keeper.keep_all(keys, as_keys=True)
         self.keys = keys
         self.opaque = keeper.opaque
@@ -240,9 +242,11 @@ class Contents:
         for span in self.spans():
             if span.group < first:
                 yield span, None
-            else:
-                _, places, as_keys = layout.below[span.group - first]
-                yield span, (places[span.number], as_keys)
+                continue
+            _, places, as_keys = layout.below[span.group - first]
+            place = places[span.number], as_keys
+            if type(self.at(place)) is Ref:  # else there is a number by now
+                yield span, place
 
     def places(self, layout: Layout) -> dict[int, Place]:
         """Return where each holder that is no owner is, by its identity."""
@@ -302,7 +306,7 @@ def _are_alike(kept: Sequence[Any], keys: Sequence[Any]) -> bool:
         return False
     pairs = zip(kept, keys, strict=True)
     return all(
-        a.is_of(b) if type(a) is Ref else a is b or (type(b) in INERT and a == b)
+        a.is_of(b) if type(a) is Ref else a is b or (type(b) in ATOMS and a == b)
         for a, b in pairs
     )
 
@@ -319,4 +323,4 @@ def _alike(kept: Any, value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Say whether a value leads nowhere. Other code may lead elsewhere."""
     kind = type(value)
-    return (kind in INERT and kind is not types.CodeType) or value is MISSING
+    return (kind in ATOMS and kind is not types.CodeType) or value is MISSING

@@ -59,7 +59,7 @@ class Exchange:
         self._views: list[Any] = []  # those that were made again
         self._held_by = contents.spans_by_id(layout)
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
-        # By identity, what each value is in this run, and which were looked at for that.
+        # By identity, what each value is in this run, and which were looked at.
         self._found: dict[int, Any] = {}
         self._entered: set[int] = set()
         self._written: list[Written] = []
@@ -74,7 +74,10 @@ class Exchange:
                 holder = groups[span.group][span.number]
             else:
                 holder = self._there(self._contents.at(place))
-            keys, now = ([], []) if holder is None else span.kind.held(holder)
+            if holder is None:
+                self._now.append((span, place, None, [], []))
+                continue
+            keys, now = span.kind.held(holder)
             self._now.append((span, place, holder, keys, now))
             alive.update(zip(map(id, now), now, strict=True))
             alive.update(zip(map(id, keys), keys, strict=True))
@@ -167,7 +170,7 @@ class Exchange:
         if key in self._found or key in self._entered:
             return None
         self._entered.add(key)
-        value, spans = self._there(kept), self._held_by.get(key, ())
+        value, spans = self._there(kept), self._held_by.get(key, [])
         is_frozen = bool(spans) and spans[0].kind.frozen
         if not is_frozen:
             is_there = value is not None and key not in self._made
@@ -186,13 +189,13 @@ class Exchange:
     def _complete(self, kept: Ref) -> bool:
         """Make a value that never changes, or fill one that was made."""
         key = kept.id
-        spans = self._held_by.get(key, ())
+        spans = self._held_by.get(key, [])
         if key not in self._found:
-            how = spans[0].kind
-            if self._missing(spans[0]):
+            first = spans[0]
+            if self._missing(first):
                 return False
-            value, then = self._there(kept), self._then(spans[0], self.found)
-            if value is None or not _are_same(how.held(value)[1], then):
+            value, then = self._there(kept), self._then(first, self.found)
+            if value is None or not _are_same(first.kind.held(value)[1], then):
                 value = self._made[key] = self._new(kept, then)
             self._found[key] = value
         if key in self._made:
@@ -206,7 +209,10 @@ class Exchange:
 
         What leads back to it may be missing; `start` writes all.
         """
-        find = lambda kept: self._found.get(kept.id, MISSING)
+
+        def find(kept: Ref) -> Any:
+            return self._found.get(kept.id, MISSING)
+
         keys, then = self._keys(span, find), self._then(span, find)
         if span.kind.keyed:
             pairs = [*zip(keys, then, strict=True)]

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import (
     CONTAINERS,
     FACTORIES,
@@ -38,7 +38,12 @@ from remat._capture.stream_search import (
 )
 from remat._live.contents import FIRST, At, Ref, at
 from remat._live.making import make
-from remat._live.walk import has_objects, is_of_library, is_used_as_it_is
+from remat._live.walk import (
+    has_objects,
+    is_of_atoms,
+    is_of_library,
+    is_used_as_it_is,
+)
 
 
 class Copied:
@@ -110,7 +115,7 @@ class Given:
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
         kind = type(value)
-        if kind in INERT:
+        if kind in ATOMS:
             return value
         if kind in TENSORS:
             number = self.index.setdefault(id(value), len(self.tensors))
@@ -129,31 +134,31 @@ class Given:
     def _fill(self, box: Box) -> None:
         """Put aside what a container holds."""
         kinds = {*map(type, box.items)}
-        keys_are_plain = INERT.issuperset(map(type, box.keys))
+        keys_are_plain = ATOMS.issuperset(map(type, box.keys))
         if kinds <= TENSORS:
             numbers = self.numbers_of(box.items)
             box.items = numbers if type(numbers) is range else [*map(at, numbers)]
-        elif not kinds <= INERT:
+        elif not kinds <= ATOMS:
             box.items = [*map(self._kept, box.items)]
         if not keys_are_plain:
             box.keys = [*map(self._kept, box.keys)]
         for name, held in box.attributes.items():
             box.attributes[name] = self._kept(held)
-        is_plain = kinds <= INERT or kinds <= TENSORS
+        is_plain = kinds <= ATOMS or kinds <= TENSORS
         box.is_flat = is_plain and keys_are_plain and not box.attributes
 
     def _kept(self, value: Any) -> Any:
         kind = type(value)
         if kind in TENSORS or issubclass(kind, Tensor):
             return at(self._number_of(value))
-        if kind in INERT:
+        if kind in ATOMS:
             return value
         if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
             return self._root(value)
         if id(value) in self._boxes:
             return self._boxes[id(value)]
         if issubclass(kind, PARTS):
-            if is_of_library(value):
+            if is_of_library(value) or is_of_atoms(value):
                 return value
             return self._box(value, PART)
         if is_stream(kind):

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import AGAIN, recipe_of, static_of
 from remat._base.interpreter import identities
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import ATTRIBUTES
 from remat._capture.holders import (
     CELLS,
@@ -48,7 +48,7 @@ OwnersHolders = tuple[
     list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]
 ]
 # Holders that are no owners: how they are read, where they are, and whether as keys.
-Below = tuple[HolderKind, list[int], bool]
+Placed = tuple[HolderKind, list[int], bool]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -127,7 +127,7 @@ class Layout:
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         self.signature = (*held, *map(static_of, walk.builtins))
-        self.below: list[Below] = []
+        self.below: list[Placed] = []
         self.last: Any = None
 
     def holders(self, owners: list[Any]) -> OwnersHolders:
@@ -224,7 +224,7 @@ class Taken(Holdings):
         for kind, found in others:
             kind.read(found, self)
 
-    def add(self, below: Iterable[Below]) -> None:
+    def add(self, below: Iterable[Placed]) -> None:
         """Read the holders that were found at positions among what was read so far."""
         for kind, places, as_keys in below:
             held = self.keys if as_keys else self.values
@@ -306,13 +306,15 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
 
 def _found(
     walk: Walk, held: Sequence[Any], first: int, done: set[int], *, as_keys: bool
-) -> list[Below]:
-    """Return which of the values, or of the keys, are holders that were not yet found."""
+) -> list[Placed]:
+    """Return the holders among values, or among keys, that were not yet found."""
     places: dict[HolderKind, list[int]] = {}
     for p, value in enumerate(held, first):
         key = id(value)
-        if type(value) in INERT or type(value) in TENSORS or key in done:
+        if type(value) in ATOMS or type(value) in TENSORS or key in done:
             continue
+        if as_keys and issubclass(type(value), weakref.ref):
+            continue  # of a weak dictionary: it goes with its entry
         if key in walk.kinds:
             done.add(key)
             for kind in walk.kinds[key]:

@@ -11,7 +11,6 @@ does not reach, such as a hook, holds the originals.
 """
 
 import contextlib
-import operator
 import types
 import weakref
 from collections import OrderedDict

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from remat._base.code import is_library, known_code
 from remat._base.interpreter import nested
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import CONTAINERS, FACTORIES, OWNED, container_kind
 from remat._capture.holders import (
     CELLS,
@@ -119,7 +119,7 @@ class Walk:
     def _reach(self, value: Any, *, is_own: bool = False) -> None:
         kind = type(value)
         if (
-            kind in INERT
+            kind in ATOMS
             or kind in TENSORS
             or value is MISSING
             or id(value) in self.seen
@@ -150,11 +150,7 @@ class Walk:
         if how is not None:
             self._reach_container(value, how)
         elif issubclass(kind, PARTS):
-            if is_of_library(value):
-                self.builtins.append(value)
-            else:
-                self._hold(value, PART)
-                self._todo += refers_to(value)
+            self._reach_part(value)
         elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
             self.streams.walk(value)
             self.special.add(id(value))
@@ -172,6 +168,13 @@ class Walk:
         else:
             self._reach_object(value, kind)
 
+    def _reach_part(self, value: Any) -> None:
+        if is_of_library(value):
+            self.builtins.append(value)
+        elif not is_of_atoms(value):
+            self._hold(value, PART)
+            self._todo += refers_to(value)
+
     def _reach_attributes_of_spaces(self) -> None:
         """Walk what code may read of the user's modules, as `settings.scale`."""
         for module, names in self.spaces:
@@ -185,7 +188,7 @@ class Walk:
         if len(items) > _LARGE and _are_plain(items):
             self.special.add(id(value))
             return
-        if type(value) in _FROZEN and INERT.issuperset(map(type, items)):
+        if type(value) in _FROZEN and ATOMS.issuperset(map(type, items)):
             return  # it is as good as a number
         self._hold(value, how)
         if issubclass(type(value), defaultdict):
@@ -313,7 +316,7 @@ def names_in(code: types.CodeType) -> set[str]:
 
 def _are_plain(items: Sequence[Any]) -> bool:
     """Say whether all items are numbers, words, and tensors without gradients."""
-    kinds = {*map(type, items)} - INERT
+    kinds = {*map(type, items)} - ATOMS
     return kinds <= TENSORS and not any(
         type(v) in TENSORS and v.requires_grad for v in items
     )
@@ -346,6 +349,11 @@ def is_of_library(value: Any) -> bool:
     if owner is None or isinstance(owner, (types.ModuleType, type)):
         return True
     return not hasattr(type(owner), value.__name__)  # a function that pybind11 made
+
+
+def is_of_atoms(value: Any) -> bool:
+    """Say whether a value is a slice of numbers, and as good as one."""
+    return type(value) is slice and ATOMS.issuperset(map(type, refers_to(value)))
 
 
 def is_opaque(value: Any, kind: type) -> bool:

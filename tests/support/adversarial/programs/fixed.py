@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from support.adversarial.program import back, family, leaf, observed, work
+from support.adversarial.program import (
+    back,
+    family,
+    leaf,
+    loop,
+    observed,
+    program,
+    work,
+)
 from torch import nn
 
 
@@ -209,6 +217,17 @@ def held(case):
         return observed((y, x.grad, grads, lasts, [layer.step for layer in layers]))
 
     return step
+
+
+@program
+def a_slice_of_an_object_that_changes():
+    held = slice(Slotted(2.0), [1])
+
+    def between():
+        held.start.n += 1
+        held.stop.append(1)
+
+    return loop(lambda x: work(x, held.start.n * len(held.stop)), between=between)
 
 
 @family(**HOLDERS)
