@@ -91,7 +91,7 @@ class Given:
     """What a call is given."""
 
     __slots__ = (
-        *("_boxes", "_todo", "buffers", "has_containers", "index", "roots"),
+        *("_boxes", "_todo", "buffers", "index", "roots"),
         *("search", "tensors"),
     )
 
@@ -103,7 +103,6 @@ class Given:
         self._boxes: dict[int, Box] = {}
         self._todo: list[Box] = []
         self.search: StreamSearch | None = None
-        self.has_containers = False
 
     @property
     def streams(self) -> StreamSearch:
@@ -195,7 +194,6 @@ class Given:
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = self._boxes[id(value)] = Box(value, how)
         self._todo.append(box)
-        self.has_containers = self.has_containers or not how.frozen
         return box
 
     def _root(self, value: Any) -> Any:

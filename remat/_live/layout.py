@@ -82,7 +82,7 @@ class Layout:
     """
 
     __slots__ = (
-        *("_closed", "_dicted", "_has_others", "_hooked", "_names", "hooks_known"),
+        *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
         *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
         *("compiled", "functions", "is_lazy", "is_module", "last", "linked"),
         *("objects", "odd", "owners", "remade", "scripted", "signature"),
@@ -112,7 +112,7 @@ class Layout:
         numbers = {id(fn): i for i, fn in enumerate(functions, first)}
         self._names = [(numbers[id(fn)], (*held,)) for fn, held in walk.names.values()]
         self.linked = [*map(weakref.ref, walk.linked)]
-        self._vacant, self._hooked = walk.vacant, walk.hooked
+        self._vacant = walk.vacant
         self.hooks_known = RemovableHandle.next_id
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.uses_stream_states = walk.streams.uses_stream_states
@@ -159,12 +159,6 @@ class Layout:
         """Return the dicts of the modules that the root reaches."""
         modules = (self.owners[i]() for i, _ in self._vacant)
         return [vars(module) for module in modules if module is not None]
-
-    def hooks(self) -> list[Any]:
-        """Return the hooks of the modules that the root reaches."""
-        pairs = ((self.owners[i](), names) for i, names in self._hooked)
-        dicts = [vars(m)[name] for m, names in pairs if m is not None for name in names]
-        return [hook for hooks in dicts for hook in hooks.values()]
 
     def check_hooks(self, owners: Sequence[Any]) -> None:
         """Check that no module has hooks of a kind that it had none of at the walk."""

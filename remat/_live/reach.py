@@ -11,7 +11,6 @@ does not reach, such as a hook, holds the originals.
 """
 
 import contextlib
-import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.code import is_library
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
@@ -30,12 +28,17 @@ from remat._capture.objects import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
-from remat._capture.stream_search import has_user_code
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
 from remat._live.roots import Root, roots_of
-from remat._torch import function_mode_count, function_modes, parametrization_cache
+from remat._live.walk import is_hook_of_library
+from remat._torch import (
+    MODULE_HOOKS,
+    function_mode_count,
+    function_modes,
+    parametrization_cache,
+)
 
 
 if TYPE_CHECKING:
@@ -89,9 +92,9 @@ class Reach:
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
         if given.roots:
+            if any(MODULE_HOOKS.dicts):
+                self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
-            if given.has_containers:
-                self._find_in_hooks(given)
             parameters = self._number_all(given)
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
@@ -106,18 +109,11 @@ class Reach:
             buffers += root.buffers
         self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
 
-    def _find_in_hooks(self, given: Given) -> None:
-        """Reach what hooks of modules hold: it may be a container that was passed.
-
-        Without such a container a hook finds what it holds by itself.
-        """
-        known = len(given.roots)
-        for root in self._roots:
-            for hook in root.layout.hooks():
-                if not _is_of_library(hook):
-                    given.put_aside(hook)
-        if len(given.roots) > known:
-            self._roots = roots_of(given.roots.values())
+    def _add_hooks_of_all_modules(self, given: Given) -> None:
+        hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
+        # Those of counters are to see what runs again.
+        if not all(map(is_hook_of_library, hooks)):
+            given.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -266,12 +262,9 @@ class Reach:
 CallOrigin = Reach | Snapshot
 
 
-def _is_of_library(hook: Any) -> bool:
-    """Say whether a hook is code of an installed package."""
-    fn = getattr(hook, "__func__", hook)
-    if type(fn) is types.FunctionType:
-        return is_library(fn.__globals__)
-    return not has_user_code(type(fn))
+def is_of_all(hooks: Any) -> bool:
+    """Say whether a dict holds hooks on all modules."""
+    return any(hooks is held for held in MODULE_HOOKS.dicts)
 
 
 def _itself(kept: Any) -> Any:
@@ -389,14 +382,20 @@ class Running:
     def _hide_hooks(self) -> None:
         """Take off the hooks of modules that were set since the call."""
         for hooks in self._hooks_of_modules():
-            kept = [key for key in hooks if key < self._next_hook]
+            kept = [key for key in hooks if not self._is_hidden(key, hooks)]
             if len(kept) < len(hooks):
                 how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
                 self._write(how, hooks, kept, [hooks[key] for key in kept])
 
+    def _is_hidden(self, key: int, hooks: Any) -> bool:
+        """Say whether a hook was set since the call, by the user."""
+        is_new = key >= self._next_hook
+        return is_new and not (is_of_all(hooks) and is_hook_of_library(hooks[key]))
+
     def _hooks_of_modules(self) -> list[Any]:
         dicts = [held for root in self._roots for held in root.layout.modules()]
-        return [held[n] for held in dicts for n in HOOKS if held.get(n)]
+        found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
+        return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
 
 
 def bytes_of(buffer: Any) -> bytes:
