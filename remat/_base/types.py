@@ -45,3 +45,5 @@ INERT: frozenset[type] = CONSTANTS | {
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType),
 }
+# The same, without those that may hold something else.
+ATOMS: frozenset[type] = INERT - {slice}

@@ -350,8 +350,9 @@ def _parts_of_builtin(value: Any) -> tuple[Any, ...]:
 
 
 _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    functools.partial: operator.attrgetter("func", "args", "keywords"),
+    functools.partial: operator.attrgetter("func", "args", "keywords", "__dict__"),
     types.MethodType: operator.attrgetter("__func__", "__self__"),
+    slice: operator.attrgetter("start", "stop", "step"),
     types.BuiltinFunctionType: _parts_of_builtin,
     types.MethodWrapperType: _parts_of_builtin,
     property: operator.attrgetter("fget", "fset", "fdel"),
@@ -363,13 +364,16 @@ _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     weakref.ref: lambda ref: (ref(), ref.__callback__),
 }
 PARTS = (*_READERS,)
+_SET_PARTIAL: Any = vars(functools.partial)["__setstate__"]
 
 
 def made_of(kind: Any, values: Sequence[Any]) -> Any:
     """Return a value of `PARTS` from what it refers to."""
     if issubclass(kind, functools.partial):
-        fn, args, kwargs = values
-        return kind(fn, *args, **kwargs)
+        # Around these very dicts, which may be filled later.
+        made = functools.partial.__new__(kind, operator.is_)
+        _SET_PARTIAL(made, (*values,))
+        return made
     if issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
         name, owner = values
         return getattr(owner, name)

@@ -213,7 +213,12 @@ def is_left_alone(kind: type) -> bool:
     roots = {str(cls.__module__).partition(".")[0] for cls in kind.__mro__}
     if roots <= sys.stdlib_module_names:
         return not issubclass(kind, _OPEN)
-    return str(kind.__module__).startswith(_LEFT_ALONE)
+    return is_left_alone_in(str(kind.__module__))
+
+
+def is_left_alone_in(module: str) -> bool:
+    """Say whether what a Python module defines is not searched."""
+    return module.startswith(_LEFT_ALONE)
 
 
 @by_class

@@ -203,7 +203,7 @@ def visit_builtin(walk: ValueWalk, value: Any, path: Path) -> Node | None:
 def visit_parts(walk: ValueWalk, value: Any, path: Path) -> Node | None:
     """Walk what a partial, a method or a read-only view is made of."""
     make = functools.partial(made_of, type(value))
-    texts = ("", "self") if type(value) in _METHODS else ("", "", "")
+    texts = ("", "self") if type(value) in _METHODS else ("", "", "", "")
     return walk.walk_fixed(value, MadeNode(make, [*refers_to(value)], texts), path)
 
 

@@ -7,6 +7,7 @@ it held at the call.
     roots       one root of a call
     given       the function and the arguments, put aside and made again
     exchange    has holders hold what they held, in place, and puts them back
+    making      makes values again, each after what it holds
     contents    what holders held at a call, and what a forward changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from remat._base.interpreter import may_refer_to_others
-from remat._base.types import INERT, TENSORS
-from remat._capture.holders import FUNCTIONS, MISSING, HolderKind, dict_of
+from remat._base.types import ATOMS, TENSORS
+from remat._capture.container_kinds import ATTRIBUTES, OWNED
+from remat._capture.holders import FUNCTIONS, MISSING, SLOTS, HolderKind, dict_of
 from remat._capture.objects import COPIED_ITERATORS
 from remat._live.layout import Layout, Taken
-from remat._live.walk import is_opaque
+from remat._live.walk import is_of_atoms, is_opaque
 
 
 Place = tuple[int, bool]  # position, whether among the keys
@@ -90,7 +91,7 @@ class _Keeper:
         kind = type(value)
         if kind in _OF_CLASSES or kind in COPIED_ITERATORS:
             return Ref(value)
-        if (kind in INERT and kind is not threading.Thread) or value is MISSING:
+        if (kind in ATOMS and kind is not threading.Thread) or value is MISSING:
             return value
         if kind in TENSORS or issubclass(kind, Tensor):
             number = self.numbers.setdefault(id(value), len(self.places))
@@ -113,7 +114,9 @@ class _Keeper:
 def _is_number(value: Any, kind: type) -> bool:
     """Say whether a value is a number or a word, or holds only such."""
     if issubclass(kind, (tuple, frozenset)):
-        return kind in (tuple, frozenset) and INERT.issuperset(map(type, value))
+        return kind in (tuple, frozenset) and ATOMS.issuperset(map(type, value))
+    if kind is slice:
+        return is_of_atoms(value)
     if issubclass(kind, (str, bytes, int, float, complex)):
         return not dict_of(value)
     has_attributes = kind.__weakrefoffset__ or kind.__dictoffset__
@@ -141,7 +144,6 @@ class Contents:
     Attributes:
         kept: the values, with `At` and `Ref` among them.
         keys: the keys.
-        places: of the tensors, each once, in order.
         parameters: the identities of those that are parameters.
         others: the indices of the other tensors.
         refs: weak references to the parameters.
@@ -150,23 +152,24 @@ class Contents:
     """
 
     __slots__ = (
-        *("_as_keys", "_as_values", "_containers", "_marks", "_sizes", "classes"),
-        *("keys", "kept", "opaque", "others", "parameters", "places", "refs"),
+        *("_as_keys", "_as_values", "_marks", "_places", "_sizes", "_spans", "classes"),
+        *("keys", "kept", "opaque", "others", "parameters", "refs"),
     )
 
     def __init__(self, taken: Taken) -> None:
         self._marks = taken.marks
-        self._containers: dict[int, tuple[int, Span]] | None = None
+        self._places: dict[int, Place] | None = None
+        self._spans: dict[int, list[Span]] = {}
         self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
         keeper, keys = _Keeper(), taken.keys
         self.kept = keeper.keep_all(taken.values, as_keys=False)
-        if not INERT.issuperset(map(type, keys)):
+        if not ATOMS.issuperset(map(type, keys)):
             keys = keeper.keep_all(keys, as_keys=True)
         self.keys = keys
-        self.places, self.opaque = keeper.places, keeper.opaque
+        self.opaque = keeper.opaque
         # Those among the values come first.
-        self._as_values = [p for p, as_key in self.places if not as_key]
-        self._as_keys = [p for p, as_key in self.places if as_key]
+        self._as_values = [p for p, as_key in keeper.places if not as_key]
+        self._as_keys = [p for p, as_key in keeper.places if as_key]
         self.classes = [*map(weakref.ref, map(type, taken.owners))]
         tensors = self.tensors_in(taken)
         are = [kind is nn.Parameter for kind in map(type, tensors)]
@@ -223,23 +226,55 @@ class Contents:
         spans = [span for span in self.spans() if span.kind is FUNCTIONS]
         return self.kept[spans[i].start]
 
-    def containers(self, layout: Layout) -> dict[int, tuple[int, Span]]:
-        """Return where each container is, and what it holds, by its identity."""
-        if self._containers is None:
-            found: dict[int, tuple[int, Span]] = {}
-            self._containers = found
-            first = len(self._sizes) - len(layout.below)
-            for span in self.spans():
-                if span.group < first:
-                    continue
-                p = layout.below[span.group - first][1][span.number]
-                kept = self.kept[p]
-                if type(kept) is not Ref:
-                    continue
-                known = found.get(kept.id)
-                if known is None or (known[1].kind.adds and not span.kind.adds):
-                    found[kept.id] = p, span
-        return self._containers
+    def at(self, place: Place) -> Any:
+        """Return what is held of a value, or of a key."""
+        position, as_key = place
+        return self.keys[position] if as_key else self.kept[position]
+
+    def keys_of(self, span: Span) -> list[Any]:
+        """Return the keys of a holder."""
+        count = (span.end - span.start) * span.kind.keyed
+        return self.keys[span.first_key : span.first_key + count]
+
+    def holders(self, layout: Layout) -> Iterator[tuple[Span, Place | None]]:
+        """Yield the holders, and where each one is that is no owner."""
+        first = len(self._sizes) - len(layout.below)
+        for span in self.spans():
+            if span.group < first:
+                yield span, None
+                continue
+            _, places, as_keys = layout.below[span.group - first]
+            place = places[span.number], as_keys
+            if type(self.at(place)) is Ref:  # else there is a number by now
+                yield span, place
+
+    def places(self, layout: Layout) -> dict[int, Place]:
+        """Return where each holder that is no owner is, by its identity."""
+        if self._places is None:
+            self._places = places = dict[int, Place]()
+            for span, place in self.holders(layout):
+                key = self._key_of(layout, span, place)
+                if place is not None:
+                    places.setdefault(key, place)
+                if span.kind is ATTRIBUTES:
+                    span = span._replace(kind=OWNED)  # read through the object itself
+                # What a value is made of comes first, and then its attributes.
+                here = self._spans.setdefault(key, [])
+                here.insert(len(here) * span.kind.adds, span)
+        return self._places
+
+    def spans_by_id(self, layout: Layout) -> dict[int, list[Span]]:
+        """Return where what a value holds is, by its identity."""
+        self.places(layout)
+        return self._spans
+
+    def _key_of(self, layout: Layout, span: Span, place: Place | None) -> int:
+        """Return the identity of a holder; 0 of one that values do not lead to."""
+        if place is not None:
+            return self.at(place).id
+        if span.kind is SLOTS:
+            return layout.births[layout.slotted.start + span.number]
+        return layout.births[span.number] if span.kind is ATTRIBUTES else 0
 
     def spans(self) -> Iterator[Span]:
         """Yield the holders."""
@@ -271,7 +306,7 @@ def _are_alike(kept: Sequence[Any], keys: Sequence[Any]) -> bool:
         return False
     pairs = zip(kept, keys, strict=True)
     return all(
-        a.is_of(b) if type(a) is Ref else a is b or (type(b) in INERT and a == b)
+        a.is_of(b) if type(a) is Ref else a is b or (type(b) in ATOMS and a == b)
         for a, b in pairs
     )
 
@@ -288,4 +323,4 @@ def _alike(kept: Any, value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Say whether a value leads nowhere. Other code may lead elsewhere."""
     kind = type(value)
-    return (kind in INERT and kind is not types.CodeType) or value is MISSING
+    return (kind in ATOMS and kind is not types.CodeType) or value is MISSING

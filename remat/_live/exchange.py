@@ -1,8 +1,10 @@
 """Has holders hold what they held at a call, for one run, and puts them back.
 
-Depth by depth, from the owners down: a holder that differs is written in place. What is
-gone is revived from the contents. After the run all that was written, and what the
-forward wrote, gets back what it held just before. No other holder is written.
+First all that is there by now is noted. Then, from the owners down, a holder that
+differs is written in place. What is gone is made again from the contents, after what it
+held; so is a value that never changes, if it holds something else by now. After the run
+all that was written, and what the forward wrote, gets back what it held just before. No
+other holder is written.
 
 Invariant: no lock is held while the function runs. Where two runs write one holder, the
 one that ends first hands what was there before it to the other.
@@ -10,21 +12,28 @@ Rejected: a lock. A recompute may wait for a thread whose backward recomputes, t
 """
 
 import contextlib
-import itertools
 import operator
 import threading
 import types
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat._base.code import VIEWED
 from remat._base.errors import RecomputeError
 from remat._capture.container_kinds import container_kind
-from remat._capture.holders import GONE, SCOPES, HolderKind, without_contents
+from remat._capture.holders import (
+    GONE,
+    MISSING,
+    SCOPES,
+    SLOTS,
+    HolderKind,
+    without_contents,
+)
 from remat._capture.objects import check_class, is_view
-from remat._live.contents import At, Contents, HolderIndex, Ref, Span
+from remat._live.contents import At, Contents, HolderIndex, Place, Ref, Span
 from remat._live.layout import Layout, groups_of
+from remat._live.making import make
 
 
 class Exchange:
@@ -39,59 +48,50 @@ class Exchange:
         tensors: Sequence[Any],
         special: dict[int, Any],
         made: dict[int, Any],
-        *,
-        on_other_tensors: bool,
+        alive: dict[int, Any],
     ) -> None:
         self._layout, self._contents, self._effects = layout, contents, effects
         self._namespaces = namespaces
-        self._tensors, self._special, self._made = tensors, special, made
-        # Whether tuples, and other values that never change, may have to hold others.
-        self._may_differ_inside = bool(special) or on_other_tensors
+        self._tensors, self._special = tensors, special
+        # By identity: what is made again, and what holders hold by now, of all roots.
+        self._made, self._alive = made, alive
         self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
         self._views: list[Any] = []  # those that were made again
-        self._alive: dict[int, Any] = {}
+        self._held_by = contents.spans_by_id(layout)
+        self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
+        # By identity, what each value is in this run, and which were looked at.
+        self._found: dict[int, Any] = {}
+        self._entered: set[int] = set()
         self._written: list[Written] = []
         self._tokens: list[tuple[Any, Any]] = []
 
+    def look(self) -> None:
+        """Note what is there by now, for all roots first: it may be somewhere else."""
+        groups = [held for _, held in groups_of(self._layout.holders(self._owners))]
+        alive = self._alive
+        for span, place in self._contents.holders(self._layout):
+            if place is None:
+                holder = groups[span.group][span.number]
+            else:
+                holder = self._there(self._contents.at(place))
+            if holder is None:
+                self._now.append((span, place, None, [], []))
+                continue
+            keys, now = span.kind.held(holder)
+            self._now.append((span, place, holder, keys, now))
+            alive.update(zip(map(id, now), now, strict=True))
+            alive.update(zip(map(id, keys), keys, strict=True))
+
     def start(self) -> None:
         """Have all holders hold what they held."""
-        layout = self._layout
-        groups = [held for _, held in groups_of(layout.holders(self._owners))]
-        spans = deque(self._contents.spans())
-        # One depth is written before the next one is looked up in it.
-        values = self._start_depth(spans, groups)
-        for first, last in itertools.pairwise((*layout.depths, len(layout.below))):
-            for _, places in layout.below[first:last]:
-                groups.append([values[p] for p in places])
-            values += self._start_depth(spans, groups)
-        self._fill_views()
-
-    def _fill_views(self) -> None:
-        """Give the views that were made again the dicts of their modules."""
-        for view in self._views:
-            module = view
-            while is_view(type(module)):
-                module = getattr(module, VIEWED)
-            object.__setattr__(view, "__dict__", vars(module))
-
-    def _start_depth(
-        self, spans: deque[Span], groups: Sequence[Sequence[Any]]
-    ) -> list[Any]:
-        """Write the next holders, those of the groups so far; return what they hold."""
-        found: list[tuple[Span, Any, list[Any], list[Any]]] = []
-        while spans and spans[0].group < len(groups):
-            span = spans.popleft()
-            holder = groups[span.group][span.number]
-            keys, values = span.kind.held(holder)
-            found.append((span, holder, keys, values))
-            self._alive.update(zip(map(id, values), values, strict=True))
-            self._alive.update(zip(map(id, keys), keys, strict=True))
-        held: list[Any] = []
-        for span, holder, now_keys, now in found:
-            then, keys = self._then(span, now), self._keys(span)
-            held += then
+        for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
                 continue
+            if place is not None:
+                found = self.found(self._contents.at(place))
+                if found is not holder:
+                    holder, (now_keys, now) = found, span.kind.held(found)
+            then, keys = self._then(span, self.found), self._keys(span, self.found)
             is_same = _are_same(now, then) and _are_same(now_keys, keys)
             # What the forward wrote, the run may write: it is put back in any case.
             if is_same and self._effects is not None and span[1:3] not in self._effects:
@@ -103,13 +103,22 @@ class Exchange:
                 token = span.kind.write(holder, keys, then)
                 if token is not None:  # of a context variable
                     self._tokens.append((holder, token))
-        return held
+        self._now.clear()
+        self._fill_views()
+
+    def _fill_views(self) -> None:
+        """Give the views that were made again the dicts of their modules."""
+        for view in self._views:
+            module = view
+            while is_view(type(module)):
+                module = getattr(module, VIEWED)
+            object.__setattr__(view, "__dict__", vars(module))
 
     def container(self, key: int) -> Any:
         """Return a container that an owner leads to, by its identity; None if none."""
-        if key not in self._contents.containers(self._layout):
+        if key not in self._contents.places(self._layout):
             return None
-        return self._made.get(key, self._alive.get(key))
+        return self._found.get(key)
 
     def end(self) -> None:
         """Give back what was there just before the run."""
@@ -121,57 +130,96 @@ class Exchange:
 
     # --- What was there ---
 
-    def _then(self, span: Span, now: Sequence[Any]) -> list[Any]:
+    def _then(self, span: Span, find: Callable[[Ref], Any]) -> list[Any]:
         then = self._contents.kept[span.start : span.end]
         for i, kept in enumerate(then):
             if type(kept) is At:
                 then[i] = self._tensors[kept.number]
             elif type(kept) is Ref:
-                here = now[i] if i < len(now) else None
                 special = self._special.get(span.start + i)
-                then[i] = self.found(kept, here) if special is None else special
+                then[i] = find(kept) if special is None else special
         return then
 
-    def _keys(self, span: Span) -> list[Any]:
-        if not span.kind.keyed:
-            return []
-        last = span.first_key + span.end - span.start
-        keys = self._contents.keys[span.first_key : last]
+    def _keys(self, span: Span, find: Callable[[Ref], Any]) -> list[Any]:
+        keys = self._contents.keys_of(span)
         for i, kept in enumerate(keys):
             if type(kept) is At:
                 keys[i] = self._tensors[kept.number]
             elif type(kept) is Ref:
-                keys[i] = self.found(kept, None)
+                keys[i] = find(kept)
         return keys
 
-    def found(self, kept: Ref, here: Any) -> Any:
-        """Return a value that was not held: itself, or what was revived."""
-        if kept.is_of(here) and not self._may_differ_inside:
-            return here
-        made = self._made.get(kept.id)
-        if made is None and self._may_differ_inside:
-            made = self._around_others(kept)
-        if made is not None:
-            return made
-        value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
-        if value is None or not kept.is_of(value):
-            value = self._made[kept.id] = self._new(kept.id, kept.kind(), kept.limit)
+    def found(self, kept: Ref) -> Any:
+        """Return a value that was not held: itself, or what was made again."""
+        if kept.id not in self._found:
+            make(kept, self._enter, self._complete)
+        return self._found[kept.id]
+
+    def _there(self, kept: Ref) -> Any:
+        """Return a value that is there, as it is by now, or None."""
+        value = self._made.get(kept.id)
+        if value is None:
+            value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
+            if value is not None and not kept.is_of(value):
+                return None
         return value
 
-    def _around_others(self, kept: Ref) -> Any:
-        """Return a tuple, or another value that never changes, around other tensors.
+    def _enter(self, kept: Ref) -> Sequence[Ref] | None:
+        """Find a value, or make it if it can be filled later."""
+        key = kept.id
+        if key in self._found or key in self._entered:
+            return None
+        self._entered.add(key)
+        value, spans = self._there(kept), self._held_by.get(key, [])
+        is_frozen = bool(spans) and spans[0].kind.frozen
+        if not is_frozen:
+            is_there = value is not None and key not in self._made
+            if value is None:
+                value = self._made[key] = self._new(kept, ())
+            self._found[key] = value
+            if is_there:
+                return ()  # its contents are written in turn
+        return [ref for span in spans for ref in self._missing(span)]
 
-        None if this is none, or what it holds is the same.
+    def _missing(self, span: Span) -> list[Ref]:
+        """Return what a holder held that is not found yet."""
+        held = self._contents.kept[span.start : span.end] + self._contents.keys_of(span)
+        return [k for k in held if type(k) is Ref and k.id not in self._found]
+
+    def _complete(self, kept: Ref) -> bool:
+        """Make a value that never changes, or fill one that was made."""
+        key = kept.id
+        spans = self._held_by.get(key, [])
+        if key not in self._found:
+            first = spans[0]
+            if self._missing(first):
+                return False
+            value, then = self._there(kept), self._then(first, self.found)
+            if value is None or not _are_same(first.kind.held(value)[1], then):
+                value = self._made[key] = self._new(kept, then)
+            self._found[key] = value
+        if key in self._made:
+            for span in spans:
+                if not span.kind.frozen:
+                    self._fill(span, self._made[key])
+        return True
+
+    def _fill(self, span: Span, holder: Any) -> None:
+        """Give a holder that was made what is found of what it held, for its hash.
+
+        What leads back to it may be missing; `start` writes all.
         """
-        kind, span = kept.kind(), self._span_of(kept.id)
-        if span is None or kind is None or not span.kind.frozen:
-            return None
-        value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
-        then = self._then(span, ())
-        if value is not None and _are_same(then, span.kind.held(value)[1]):
-            return None
-        made = self._made[kept.id] = span.kind.new(kind, then, kept.limit)
-        return made
+
+        def find(kept: Ref) -> Any:
+            return self._found.get(kept.id, MISSING)
+
+        keys, then = self._keys(span, find), self._then(span, find)
+        if span.kind.keyed:
+            pairs = [*zip(keys, then, strict=True)]
+            pairs = [(k, v) for k, v in pairs if k is not MISSING and v is not MISSING]
+            keys, then = [k for k, _ in pairs], [v for _, v in pairs]
+        if span.kind is SLOTS or all(v is not MISSING for v in then):
+            span.kind.write(holder, keys, then)
 
     # --- What is gone ---
 
@@ -191,10 +239,7 @@ class Exchange:
             fn = self._function(i - layout.functions.start)
             owners[i] = self._made.setdefault(layout.births[i], fn)
         for i in self._gone(layout.objects):
-            key = layout.births[i]
-            if key not in self._made:
-                self._made[key] = self._new(key, self._class_of(i), None)
-            owners[i] = self._made[key]
+            owners[i] = self._made[layout.births[i]]
 
     def _gone(self, section: slice) -> list[int]:
         """Return which owners of a section are gone."""
@@ -213,11 +258,14 @@ class Exchange:
             kind = self._class_of(i)
             if kind is None:
                 raise RecomputeError(GONE.format(name="An object"))
-            if container_kind(kind) is None:
-                if hasattr(kind, "__del__"):
-                    name = f"A {kind.__qualname__}, which has `__del__`,"
-                    raise RecomputeError(GONE.format(name=name))
-                self._made[key] = without_contents(kind)
+            if container_kind(kind) is not None:
+                place = self._contents.places(self._layout)[key]
+                self._made[key] = self._new(self._contents.at(place), ())
+                continue
+            if hasattr(kind, "__del__"):
+                name = f"A {kind.__qualname__}, which has `__del__`,"
+                raise RecomputeError(GONE.format(name=name))
+            self._made[key] = without_contents(kind)
 
     def _class_of(self, i: int) -> Any:
         """Return the class of an owner, made again if it is one of remat's, or None."""
@@ -239,17 +287,11 @@ class Exchange:
         namespace = self._namespaces[i]
         return types.FunctionType(code, namespace, code.co_name, None, closure)
 
-    def _span_of(self, key: int) -> Span | None:
-        """Return where what a container holds is, by its identity."""
-        found = self._contents.containers(self._layout).get(key)
-        return None if found is None else found[1]
-
-    def _new(self, key: int, kind: Any, limit: int | None) -> Any:
-        """Return a container like one that is gone."""
-        span = self._span_of(key)
-        if span is not None and kind is not None:
-            values = self._then(span, ()) if span.kind.frozen else ()
-            return span.kind.new(kind, values, limit)
+    def _new(self, kept: Ref, values: Sequence[Any]) -> Any:
+        """Return a value like one that is gone."""
+        kind, spans = kept.kind(), self._held_by.get(kept.id)
+        if spans and kind is not None:
+            return spans[0].kind.new(kind, values, kept.limit)
         if kind in (dict, set, OrderedDict):
             return kind()  # of a module, and always empty
         name = "An object" if kind is None else f"A value of {kind.__qualname__}"

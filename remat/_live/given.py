@@ -14,14 +14,13 @@ import operator
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import (
     CONTAINERS,
     FACTORIES,
@@ -38,7 +37,13 @@ from remat._capture.stream_search import (
     is_stream,
 )
 from remat._live.contents import FIRST, At, Ref, at
-from remat._live.walk import has_objects, is_of_library, is_used_as_it_is
+from remat._live.making import make
+from remat._live.walk import (
+    has_objects,
+    is_of_atoms,
+    is_of_library,
+    is_used_as_it_is,
+)
 
 
 class Copied:
@@ -86,7 +91,7 @@ class Given:
     """What a call is given."""
 
     __slots__ = (
-        *("_boxes", "_todo", "buffers", "has_containers", "index", "roots"),
+        *("_boxes", "_todo", "buffers", "index", "roots"),
         *("search", "tensors"),
     )
 
@@ -98,7 +103,6 @@ class Given:
         self._boxes: dict[int, Box] = {}
         self._todo: list[Box] = []
         self.search: StreamSearch | None = None
-        self.has_containers = False
 
     @property
     def streams(self) -> StreamSearch:
@@ -110,7 +114,7 @@ class Given:
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
         kind = type(value)
-        if kind in INERT:
+        if kind in ATOMS:
             return value
         if kind in TENSORS:
             number = self.index.setdefault(id(value), len(self.tensors))
@@ -129,31 +133,31 @@ class Given:
     def _fill(self, box: Box) -> None:
         """Put aside what a container holds."""
         kinds = {*map(type, box.items)}
-        keys_are_plain = INERT.issuperset(map(type, box.keys))
+        keys_are_plain = ATOMS.issuperset(map(type, box.keys))
         if kinds <= TENSORS:
             numbers = self.numbers_of(box.items)
             box.items = numbers if type(numbers) is range else [*map(at, numbers)]
-        elif not kinds <= INERT:
+        elif not kinds <= ATOMS:
             box.items = [*map(self._kept, box.items)]
         if not keys_are_plain:
             box.keys = [*map(self._kept, box.keys)]
         for name, held in box.attributes.items():
             box.attributes[name] = self._kept(held)
-        is_plain = kinds <= INERT or kinds <= TENSORS
+        is_plain = kinds <= ATOMS or kinds <= TENSORS
         box.is_flat = is_plain and keys_are_plain and not box.attributes
 
     def _kept(self, value: Any) -> Any:
         kind = type(value)
         if kind in TENSORS or issubclass(kind, Tensor):
             return at(self._number_of(value))
-        if kind in INERT:
+        if kind in ATOMS:
             return value
         if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
             return self._root(value)
         if id(value) in self._boxes:
             return self._boxes[id(value)]
         if issubclass(kind, PARTS):
-            if is_of_library(value):
+            if is_of_library(value) or is_of_atoms(value):
                 return value
             return self._box(value, PART)
         if is_stream(kind):
@@ -190,7 +194,6 @@ class Given:
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = self._boxes[id(value)] = Box(value, how)
         self._todo.append(box)
-        self.has_containers = self.has_containers or not how.frozen
         return box
 
     def _root(self, value: Any) -> Any:
@@ -261,7 +264,10 @@ class Building:
 
     def __init__(self, tensors: Sequence[Any], found: Any, container: Any) -> None:
         self._tensors, self._found, self._container = tensors, found, container
+        # By identity: what each container is, which were looked at, and which are new.
         self._made: dict[int, Any] = {}
+        self._entered: set[int] = set()
+        self._new: set[int] = set()
 
     def value(self, kept: Any) -> Any:
         """Return a value from what was held of it."""
@@ -271,8 +277,9 @@ class Building:
         if kind is Ref:
             return self._found(kept)
         if kind is Box:
-            made = self._made.get(kept.ref.id)
-            return self._make(kept) if made is None else made
+            if kept.ref.id not in self._made:
+                make(kept, self._enter, self._complete)
+            return self._made[kept.ref.id]
         return copy.copy(kept.value) if kind is Copied else kept
 
     def values(self, kept: Sequence[Any]) -> list[Any]:
@@ -288,51 +295,45 @@ class Building:
                 found.append(self.value(k) if kind in _PUT_ASIDE else k)
         return found
 
-    def _make(self, root: Box) -> Any:
-        """Return a container, made of what it held if it is not there.
+    def _enter(self, box: Box) -> Sequence[Box] | None:
+        """Find a container, or make it if it can be filled later."""
+        key = box.ref.id
+        if key in self._made or key in self._entered:
+            return None
+        self._entered.add(key)
+        there = self._there(box)
+        if there is not None:
+            self._made[key] = there
+            return ()
+        self._new.add(key)
+        if not box.how.frozen:
+            self._made[key] = box.how.new(box.ref.kind(), (), box.ref.limit)
+        if box.is_flat:
+            return ()
+        held = *box.items, *box.keys, *box.attributes.values()
+        return [kept for kept in held if type(kept) is Box]
 
-        Also what it holds, without recursion. What can be written is made empty, and
-        filled last: it may hold itself.
-        """
-        new = self._to_be_made(root)
-        for box in new:
-            if not box.how.frozen:
-                kind = box.ref.kind()
-                self._made[box.ref.id] = box.how.new(kind, (), box.ref.limit)
-        for box in new:
-            if box.how.frozen:
-                self._make_frozen(box)
-                made = self._made[box.ref.id]
-                if isinstance(made, partial) and box.items[2] in new:
-                    # Its keywords are in a dict of its own, which is filled last, too.
-                    self._made[box.items[2].ref.id] = made.keywords
-        for box in new:
-            if not box.how.frozen:
-                keys = box.keys and self.values(box.keys)
-                box.how.write(self._made[box.ref.id], keys, self.values(box.items))
-            if box.attributes:
-                self._give_attributes(self._made[box.ref.id], box)
-        return self._made[root.ref.id]
+    def _complete(self, box: Box) -> bool:
+        """Make a value that never changes, or fill one that was made."""
+        key, made = box.ref.id, self._made
+        if key not in self._new:
+            return True  # it is there, or filled
+        if self._are_missing(box.items) or self._are_missing(box.keys):
+            return False
+        if not box.how.frozen:
+            keys = box.keys and self.values(box.keys)
+            box.how.write(made[key], keys, self.values(box.items))
+        elif key not in made:
+            made[key] = box.how.new(box.ref.kind(), self.values(box.items), None)
+        if self._are_missing(box.attributes.values()):
+            return False
+        if box.attributes:
+            self._give_attributes(made[key], box)
+        self._new.discard(key)
+        return True
 
-    def _to_be_made(self, root: Box) -> list[Box]:
-        """Return the containers that are not there; those that are, are noted."""
-        new: dict[int, Box] = {}
-        todo = [root]
-        while todo:
-            box = todo.pop()
-            key = box.ref.id
-            if key in self._made or key in new:
-                continue
-            there = self._there(box)
-            if there is None:
-                new[key] = box
-                if box.is_flat:
-                    continue
-                held = *box.items, *box.keys, *box.attributes.values()
-                todo += (kept for kept in held if type(kept) is Box)
-            else:
-                self._made[key] = there
-        return [*new.values()]
+    def _are_missing(self, held: Iterable[Any]) -> bool:
+        return any(type(k) is Box and k.ref.id not in self._made for k in held)
 
     def _there(self, box: Box) -> Any:
         """Return a container that need not be made, or None."""
@@ -341,20 +342,6 @@ class Building:
         if found is None and isinstance(box.how, Items) and issubclass(kind, set):
             found = self._unchanged(box)
         return found
-
-    def _make_frozen(self, box: Box) -> None:
-        """Make a value that never changes after those that it holds."""
-        todo, made = [box], self._made
-        while todo:
-            box = todo[-1]
-            left = [i for i in box.items if type(i) is Box and i.ref.id not in made]
-            if left and box.ref.id not in made:
-                todo += left
-                continue
-            if box.ref.id not in made:
-                items = self.values(box.items)
-                made[box.ref.id] = box.how.new(box.ref.kind(), items, None)
-            todo.pop()
 
     def _unchanged(self, box: Box) -> Any:
         """Return a set that is as it was: another one would have another order."""

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import AGAIN, recipe_of, static_of
 from remat._base.interpreter import identities
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import ATTRIBUTES
 from remat._capture.holders import (
     CELLS,
@@ -47,6 +47,8 @@ Group = tuple[HolderKind, list[Any]]
 OwnersHolders = tuple[
     list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]
 ]
+# Holders that are no owners: how they are read, where they are, and whether as keys.
+Placed = tuple[HolderKind, list[int], bool]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -61,8 +63,8 @@ class Layout:
             `classes`, `slotted` and `scripted`.
         births: the identities of the owners.
         cells: the identities of the variables of each function.
-        below: kinds of holders that are no owners, and the positions of these.
-        depths: for each depth below the owners, where its first kind is in `below`.
+        below: kinds of holders that are no owners, with the positions of these among
+            the values, or among the keys: depth by depth.
         linked: weak references to modules reached, which have layouts of their own.
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
@@ -80,9 +82,9 @@ class Layout:
     """
 
     __slots__ = (
-        *("_closed", "_dicted", "_has_others", "_hooked", "_names", "hooks_known"),
+        *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
         *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
-        *("compiled", "depths", "functions", "is_lazy", "is_module", "last", "linked"),
+        *("compiled", "functions", "is_lazy", "is_module", "last", "linked"),
         *("objects", "odd", "owners", "remade", "scripted", "signature"),
         *("slotted", "special", "streams", "uses_stream_states"),
     )
@@ -110,7 +112,7 @@ class Layout:
         numbers = {id(fn): i for i, fn in enumerate(functions, first)}
         self._names = [(numbers[id(fn)], (*held,)) for fn, held in walk.names.values()]
         self.linked = [*map(weakref.ref, walk.linked)]
-        self._vacant, self._hooked = walk.vacant, walk.hooked
+        self._vacant = walk.vacant
         self.hooks_known = RemovableHandle.next_id
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.uses_stream_states = walk.streams.uses_stream_states
@@ -125,8 +127,7 @@ class Layout:
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         self.signature = (*held, *map(static_of, walk.builtins))
-        self.below: list[tuple[HolderKind, list[int]]] = []
-        self.depths: list[int] = []
+        self.below: list[Placed] = []
         self.last: Any = None
 
     def holders(self, owners: list[Any]) -> OwnersHolders:
@@ -158,12 +159,6 @@ class Layout:
         """Return the dicts of the modules that the root reaches."""
         modules = (self.owners[i]() for i, _ in self._vacant)
         return [vars(module) for module in modules if module is not None]
-
-    def hooks(self) -> list[Any]:
-        """Return the hooks of the modules that the root reaches."""
-        pairs = ((self.owners[i](), names) for i, names in self._hooked)
-        dicts = [vars(m)[name] for m, names in pairs if m is not None for name in names]
-        return [hook for hooks in dicts for hook in hooks.values()]
 
     def check_hooks(self, owners: Sequence[Any]) -> None:
         """Check that no module has hooks of a kind that it had none of at the walk."""
@@ -223,11 +218,11 @@ class Taken(Holdings):
         for kind, found in others:
             kind.read(found, self)
 
-    def add(self, below: Iterable[tuple[HolderKind, list[int]]]) -> None:
-        """Read the holders that were found at positions among the values so far."""
-        values = self.values
-        for kind, places in below:
-            found = [values[p] for p in places]
+    def add(self, below: Iterable[Placed]) -> None:
+        """Read the holders that were found at positions among what was read so far."""
+        for kind, places, as_keys in below:
+            held = self.keys if as_keys else self.values
+            found = [held[p] for p in places]
             self.below.append((kind, found))
             kind.read(found, self)
 
@@ -285,26 +280,40 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
     layout = Layout(walk)
     taken = take(layout)
     done: set[int] = set()
-    first = 0
+    first = first_key = 0
     while True:
-        places: dict[HolderKind, list[int]] = {}
         for p, value in enumerate(taken.values[first:], first):
-            key = id(value)
-            if type(value) in INERT or type(value) in TENSORS:
-                continue
-            if key in walk.special:
+            if id(value) in walk.special:
                 layout.special[p] = _written(layout, taken, p)
-            elif key not in done:
-                done.add(key)
-                for kind in walk.kinds.get(key, ()):
-                    places.setdefault(kind, []).append(p)
-        if not places:
+        values, keys = taken.values[first:], taken.keys[first_key:]
+        below = [
+            *_found(walk, values, first, done, as_keys=False),
+            *_found(walk, keys, first_key, done, as_keys=True),
+        ]
+        if not below:
             taken.mark()
             return layout, taken
-        first = len(taken.values)
-        layout.depths.append(len(layout.below))
-        layout.below += places.items()
-        taken.add(places.items())
+        first, first_key = len(taken.values), len(taken.keys)
+        layout.below += below
+        taken.add(below)
+
+
+def _found(
+    walk: Walk, held: Sequence[Any], first: int, done: set[int], *, as_keys: bool
+) -> list[Placed]:
+    """Return the holders among values, or among keys, that were not yet found."""
+    places: dict[HolderKind, list[int]] = {}
+    for p, value in enumerate(held, first):
+        key = id(value)
+        if type(value) in ATOMS or type(value) in TENSORS or key in done:
+            continue
+        if as_keys and issubclass(type(value), weakref.ref):
+            continue  # of a weak dictionary: it goes with its entry
+        if key in walk.kinds:
+            done.add(key)
+            for kind in walk.kinds[key]:
+                places.setdefault(kind, []).append(p)
+    return [(kind, found, as_keys) for kind, found in places.items()]
 
 
 def _written(layout: Layout, taken: Taken, p: int) -> str:

@@ -11,8 +11,6 @@ does not reach, such as a hook, holds the originals.
 """
 
 import contextlib
-import operator
-import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.code import is_library
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
@@ -31,12 +28,17 @@ from remat._capture.objects import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
-from remat._capture.stream_search import has_user_code
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
 from remat._live.roots import Root, roots_of
-from remat._torch import function_mode_count, function_modes, parametrization_cache
+from remat._live.walk import is_hook_of_library
+from remat._torch import (
+    MODULE_HOOKS,
+    function_mode_count,
+    function_modes,
+    parametrization_cache,
+)
 
 
 if TYPE_CHECKING:
@@ -90,9 +92,9 @@ class Reach:
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
         if given.roots:
+            if any(MODULE_HOOKS.dicts):
+                self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
-            if given.has_containers:
-                self._find_in_hooks(given)
             parameters = self._number_all(given)
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
@@ -107,18 +109,11 @@ class Reach:
             buffers += root.buffers
         self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
 
-    def _find_in_hooks(self, given: Given) -> None:
-        """Reach what hooks of modules hold: it may be a container that was passed.
-
-        Without such a container a hook finds what it holds by itself.
-        """
-        known = len(given.roots)
-        for root in self._roots:
-            for hook in root.layout.hooks():
-                if not _is_of_library(hook):
-                    given.put_aside(hook)
-        if len(given.roots) > known:
-            self._roots = roots_of(given.roots.values())
+    def _add_hooks_of_all_modules(self, given: Given) -> None:
+        hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
+        # Those of counters are to see what runs again.
+        if not all(map(is_hook_of_library, hooks)):
+            given.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -202,19 +197,9 @@ class Reach:
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any], values: Sequence[Any]) -> "Running":
+    def restored(self, tensors: Sequence[Any]) -> "Running":
         """Return a context in which everything holds what it held at the call."""
-        on_others, first = False, self.first_parameter
-        if self._roots:  # of which holders may have to hold other tensors
-            originals = (*(ref() for ref in self._refs), *values[first:])
-            on_others = not all(map(operator.is_, originals, tensors))
-        return Running(
-            self._roots,
-            self._buffers,
-            self.next_hook,
-            tensors,
-            on_other_tensors=on_others,
-        )
+        return Running(self._roots, self._buffers, self.next_hook, tensors)
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
@@ -277,12 +262,9 @@ class Reach:
 CallOrigin = Reach | Snapshot
 
 
-def _is_of_library(hook: Any) -> bool:
-    """Say whether a hook is code of an installed package."""
-    fn = getattr(hook, "__func__", hook)
-    if type(fn) is types.FunctionType:
-        return is_library(fn.__globals__)
-    return not has_user_code(type(fn))
+def is_of_all(hooks: Any) -> bool:
+    """Say whether a dict holds hooks on all modules."""
+    return any(hooks is held for held in MODULE_HOOKS.dicts)
 
 
 def _itself(kept: Any) -> Any:
@@ -297,8 +279,8 @@ class Running:
     """A run of a call, as a context."""
 
     __slots__ = (
-        *("_buffers", "_first", "_made", "_next_hook", "_now", "_on_other_tensors"),
-        *("_roots", "_undo", "tensors"),
+        *("_alive", "_buffers", "_first", "_made", "_next_hook", "_now", "_roots"),
+        *("_undo", "tensors"),
     )
 
     def __init__(
@@ -307,12 +289,11 @@ class Running:
         buffers: Sequence[tuple[Any, bytes]],
         next_hook: int,
         tensors: Sequence[Any],
-        *,
-        on_other_tensors: bool,
     ) -> None:
         self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
-        self.tensors, self._on_other_tensors = tensors, on_other_tensors
+        self.tensors = tensors
         self._made: dict[int, Any] = {}
+        self._alive: dict[int, Any] = {}
         self._now: list[tuple[Root, Taken | Exchange]] = []
         self._undo: list[Callable[[], object]] = []
 
@@ -359,9 +340,10 @@ class Running:
                 if value is not None:
                     return value
                 continue
-            place = root.contents.containers(root.layout).get(kept.id)
+            place = root.contents.places(root.layout).get(kept.id)
             if place is not None:
-                return now.values[place[0]]
+                position, as_key = place
+                return (now.keys if as_key else now.values)[position]
         return None
 
     def _exchange(self) -> None:
@@ -369,13 +351,13 @@ class Running:
         for root in self._roots:
             now: Any = root.as_it_was(self.tensors)
             if now is None:
-                now = root.exchange(
-                    self.tensors, self._made, on_other_tensors=self._on_other_tensors
-                )
+                now = root.exchange(self.tensors, self._made, self._alive)
                 # What is gone of any root may be in another: all are made first.
                 now.revive_owners()
                 started.append(now)
             self._now.append((root, now))
+        for exchange in started:
+            exchange.look()
         for exchange in started:
             self._undo.append(exchange.end)
             exchange.start()
@@ -400,14 +382,20 @@ class Running:
     def _hide_hooks(self) -> None:
         """Take off the hooks of modules that were set since the call."""
         for hooks in self._hooks_of_modules():
-            kept = [key for key in hooks if key < self._next_hook]
+            kept = [key for key in hooks if not self._is_hidden(key, hooks)]
             if len(kept) < len(hooks):
                 how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
                 self._write(how, hooks, kept, [hooks[key] for key in kept])
 
+    def _is_hidden(self, key: int, hooks: Any) -> bool:
+        """Say whether a hook was set since the call, by the user."""
+        is_new = key >= self._next_hook
+        return is_new and not (is_of_all(hooks) and is_hook_of_library(hooks[key]))
+
     def _hooks_of_modules(self) -> list[Any]:
         dicts = [held for root in self._roots for held in root.layout.modules()]
-        return [held[n] for held in dicts for n in HOOKS if held.get(n)]
+        found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
+        return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
 
 
 def bytes_of(buffer: Any) -> bytes:

@@ -110,7 +110,7 @@ class Root:
         return taken if is_same else None
 
     def exchange(
-        self, tensors: Sequence[Any], made: dict[int, Any], *, on_other_tensors: bool
+        self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
     ) -> Exchange:
         """Return what has all that the root reaches hold what it held."""
         return Exchange(
@@ -122,7 +122,7 @@ class Root:
             {place: it.again() for place, it in self._iterators.items()}
             | {place: large.value for place, large in self.large.items()},
             made,
-            on_other_tensors=on_other_tensors,
+            alive,
         )
 
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from remat._base.code import is_library, known_code
 from remat._base.interpreter import nested
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import CONTAINERS, FACTORIES, OWNED, container_kind
 from remat._capture.holders import (
     CELLS,
@@ -39,6 +39,7 @@ from remat._capture.objects import (
     can_be_made_anew,
     is_buffer,
     is_left_alone,
+    is_left_alone_in,
     is_rematerialized,
     is_sharded,
     is_spent_by_use,
@@ -51,7 +52,7 @@ from remat._capture.stream_search import (
     is_stream,
     user_bases,
 )
-from remat._torch import is_compiled
+from remat._torch import MODULE_HOOKS, is_compiled
 
 
 _FROZEN = tuple, frozenset
@@ -77,7 +78,6 @@ class Walk:
         builtins: functions in C.
         variables: context variables.
         vacant: of modules, by their number in `objects`, the hook dicts that are empty.
-        hooked: those that are not.
         names: for each namespace a function that has it, and the names that code
             refers to.
         seen: all that was visited, held: no other value gets the identity of one.
@@ -99,7 +99,6 @@ class Walk:
         self.builtins: list[Any] = []
         self.variables: list[Any] = []
         self.vacant: list[tuple[int, tuple[str, ...]]] = []
-        self.hooked: list[tuple[int, tuple[str, ...]]] = []
         self.names: dict[int, tuple[Any, dict[str, None]]] = {}
         self.seen: dict[int, Any] = {}
         self.kinds: dict[int, tuple[HolderKind, ...]] = {}
@@ -110,7 +109,10 @@ class Walk:
         self._class_ids: set[int] = set()
         self._attributes: set[str] = set()
         self._todo: deque[Any] = deque()
-        self._reach(root, is_own=True)
+        if root is MODULE_HOOKS.module:
+            self._reach_hooks_of_all_modules()
+        else:
+            self._reach(root, is_own=True)
         while self._todo:
             self._reach(self._todo.popleft())
             if not self._todo:
@@ -119,7 +121,7 @@ class Walk:
     def _reach(self, value: Any, *, is_own: bool = False) -> None:
         kind = type(value)
         if (
-            kind in INERT
+            kind in ATOMS
             or kind in TENSORS
             or value is MISSING
             or id(value) in self.seen
@@ -150,11 +152,7 @@ class Walk:
         if how is not None:
             self._reach_container(value, how)
         elif issubclass(kind, PARTS):
-            if is_of_library(value):
-                self.builtins.append(value)
-            else:
-                self._hold(value, PART)
-                self._todo += refers_to(value)
+            self._reach_part(value)
         elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
             self.streams.walk(value)
             self.special.add(id(value))
@@ -172,9 +170,18 @@ class Walk:
         else:
             self._reach_object(value, kind)
 
+    def _reach_part(self, value: Any) -> None:
+        if is_of_library(value):
+            self.builtins.append(value)
+        elif not is_of_atoms(value):
+            self._hold(value, PART)
+            self._todo += refers_to(value)
+
     def _reach_attributes_of_spaces(self) -> None:
         """Walk what code may read of the user's modules, as `settings.scale`."""
         for module, names in self.spaces:
+            if module is MODULE_HOOKS.module:
+                continue
             held = vars(module)
             new = [n for n in held if n in self._attributes and n not in names]
             names.update(dict.fromkeys(new))
@@ -185,7 +192,7 @@ class Walk:
         if len(items) > _LARGE and _are_plain(items):
             self.special.add(id(value))
             return
-        if type(value) in _FROZEN and INERT.issuperset(map(type, items)):
+        if type(value) in _FROZEN and ATOMS.issuperset(map(type, items)):
             return  # it is as good as a number
         self._hold(value, how)
         if issubclass(type(value), defaultdict):
@@ -230,7 +237,8 @@ class Walk:
 
     def _reach_object(self, value: Any, kind: type) -> None:
         self._reach_class(kind)
-        held, is_owner = dict_of(value), bool(kind.__weakrefoffset__)
+        held = dict_of(value)
+        is_owner = bool(kind.__weakrefoffset__) and not issubclass(kind, _FROZEN)
         if held is not None:
             self._todo += held.values()
             if is_owner:
@@ -278,15 +286,17 @@ class Walk:
             t is not None and type(t) is not nn.Parameter and is_lazy(t)
             for t in tensors
         )
-        hooked = tuple(name for name in HOOKS if held.get(name))
+        hooked = [name for name in HOOKS if held.get(name)]
         for name in hooked:
             self._hold_registry(held[name])
-            # No weak reference leads from a partial to what it holds.
-            self._todo += filter(_is_users_partial, held[name].values())
+            hooks = held[name].values()
+            self._todo += (h for h in hooks if not is_hook_left_alone(h))
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
-        if hooked:
-            self.hooked.append((len(self.objects) - 1, hooked))
+
+    def _reach_hooks_of_all_modules(self) -> None:
+        self.spaces.append((MODULE_HOOKS.module, dict.fromkeys(MODULE_HOOKS.names)))
+        self._todo += MODULE_HOOKS.dicts
 
     def _hold(self, value: Any, *kinds: HolderKind) -> None:
         """List a value that is no owner as a holder."""
@@ -298,11 +308,25 @@ class Walk:
         self._hold(registry, CONTAINERS[base])
 
 
-def _is_users_partial(hook: Any) -> bool:
-    fn = getattr(hook, "func", None)
-    fn = getattr(fn, "__func__", fn)
-    is_function = isinstance(hook, partial) and type(fn) is types.FunctionType
-    return is_function and not is_library(fn.__globals__)
+def _code_of(hook: Any) -> Any:
+    """Return the function that a hook calls, or its class."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    fn = getattr(hook, "__func__", hook)
+    return fn if type(fn) is types.FunctionType else type(fn)
+
+
+def is_hook_left_alone(hook: Any) -> bool:
+    """Say whether a hook is of what is not searched: it may lead to a whole model."""
+    return is_left_alone_in(str(_code_of(hook).__module__))
+
+
+def is_hook_of_library(hook: Any) -> bool:
+    """Say whether a hook is code of an installed package."""
+    code = _code_of(hook)
+    if type(code) is types.FunctionType:
+        return is_library(code.__globals__)
+    return not user_bases(code)
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -312,7 +336,7 @@ def names_in(code: types.CodeType) -> set[str]:
 
 def _are_plain(items: Sequence[Any]) -> bool:
     """Say whether all items are numbers, words, and tensors without gradients."""
-    kinds = {*map(type, items)} - INERT
+    kinds = {*map(type, items)} - ATOMS
     return kinds <= TENSORS and not any(
         type(v) in TENSORS and v.requires_grad for v in items
     )
@@ -345,6 +369,11 @@ def is_of_library(value: Any) -> bool:
     if owner is None or isinstance(owner, (types.ModuleType, type)):
         return True
     return not hasattr(type(owner), value.__name__)  # a function that pybind11 made
+
+
+def is_of_atoms(value: Any) -> bool:
+    """Say whether a value is a slice of numbers, and as good as one."""
+    return type(value) is slice and ATOMS.issuperset(map(type, refers_to(value)))
 
 
 def is_opaque(value: Any, kind: type) -> bool:

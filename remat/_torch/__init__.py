@@ -167,6 +167,7 @@ from remat._torch.operators import (
     register_torch_node as register_torch_node,
 )
 from remat._torch.process import (
+    MODULE_HOOKS as MODULE_HOOKS,
     autocast_depth as autocast_depth,
     checkpoint_depth as checkpoint_depth,
     checkpoint_settings as checkpoint_settings,

@@ -17,8 +17,8 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -295,8 +295,22 @@ def checkpoint_depth() -> int:
     return depth
 
 
+class ModuleHooks(NamedTuple):
+    """Hooks on all modules: the dicts, the Python module they are in, their names."""
+
+    module: ModuleType
+    names: tuple[str, ...]
+    dicts: tuple[dict[int, Any], ...]
+
+
 # Deleted by: a public way to ask for the hooks on all modules.
 _modules: Any = torch.nn.modules.module
+_NAMES = tuple(
+    name
+    for name in vars(_modules)
+    if name.startswith(("_global_forward_", "_global_backward_")) and "hook" in name
+)
+MODULE_HOOKS = ModuleHooks(_modules, _NAMES, (*map(vars(_modules).get, _NAMES),))
 
 
 def has_hooks_on_all_modules() -> bool:

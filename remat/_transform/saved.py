@@ -592,7 +592,7 @@ def _run_batched_on_buffers(call: Saved, *tensors: Tensor) -> None:
 def _run_on_objects(call: Saved, *tensors: Tensor) -> tuple[()]:
     """Call the function again on tensors, with its objects as they were."""
     noted = Noted(call.seeds)
-    with call.reach.restored(tensors, call.inputs.values) as running:
+    with call.reach.restored(tensors) as running:
         noted.start()
         try:
             call.run_again(running, tensors)

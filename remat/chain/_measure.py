@@ -121,7 +121,7 @@ def _set_back(trial: "Trial") -> Iterator[None]:
     try:
         # It is as for a recompute, which leaves everything as it was before.
         tensors = trial.reach.take_tensors()
-        with trial.reach.restored(tensors, tensors):
+        with trial.reach.restored(tensors):
             yield
     finally:
         for stream, state in zip(streams, states, strict=True):
