@@ -16,6 +16,7 @@ import inspect
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
@@ -225,6 +226,17 @@ def autocast_depth() -> int:
     """Return how many contexts of autocast are open, on or off."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
+
+
+# Deleted by: a number of the cache of casts, another one once it is emptied.
+def new_cast() -> Callable[[], Tensor | None]:
+    """Return a weak reference to a cast, which is alive until the cache is emptied."""
+    unseen = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch()
+    with unseen[0], unseen[1], torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            product: Any = torch.mm(leaf, leaf).grad_fn
+    return weakref.ref(product._saved_self)
 
 
 # Deleted by: a cache of parametrizations that is not global.

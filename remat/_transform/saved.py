@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._ambient.ambient import NOTHING, Ambient
+from remat._ambient.ambient import NOTHING, Ambient, streams_kept
 from remat._ambient.draws import without_draws
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
@@ -179,7 +179,9 @@ class Saved:
             hooks,
             nested=self.is_nested,
         )
-        self.ambient = Ambient(reach.streams, reach.uses_stream_states)
+        self.ambient = Ambient(
+            reach.streams, reach.uses_stream_states, shares_casts=True
+        )
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.leaf_changes, self.is_done = ONLY_MARKS, False
@@ -556,7 +558,7 @@ def recompute(
     push_hooks(filling.pack, unpack)
     try:
         # Outside of the mode, which is to see what the function does and nothing else.
-        with _state_restored(call, tensors):
+        with streams_kept(call.reach.streams), _state_restored(call, tensors):
             try:
                 if mode is None:
                     run(call, *tensors)

@@ -1,0 +1,144 @@
+"""What surrounds a call: regions of autocast, streams that move, modes, settings."""
+
+import random
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from support.adversarial.program import (
+    back,
+    family,
+    leaf,
+    observed,
+    program,
+    work,
+)
+
+
+# --- The casts of a region of autocast ---
+
+
+def stepped(p):
+    with torch.no_grad():
+        p.add_(0.5)
+
+
+def in_a_region(body):
+    """A step that gives `body` a wrapped function of `x`, a weight, in one region."""
+
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        seen = []
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            body(wrap(lambda x: work((x @ w).sin() @ w)), x, w, seen)
+        return observed((seen, w.grad, x.grad))
+
+    return step
+
+
+@program
+def trained_in_one_region():
+    def body(run, x, w, seen):
+        for _ in range(3):
+            out = run(x)
+            back(out)
+            seen.append(observed((out, w.grad, x.grad)))
+            stepped(w)
+
+    return in_a_region(body)
+
+
+@program
+def a_step_in_the_region_before_the_backward():
+    def body(run, x, w, seen):
+        for _ in range(3):
+            out = run(x)
+            stepped(w)
+            back(out)
+            seen.append(observed((out, w.grad, x.grad)))
+
+    return in_a_region(body)
+
+
+@program
+def plain_code_after_a_backward_in_the_region():
+    def body(run, x, w, seen):
+        back(run(x))
+        stepped(w)
+        out = x @ w
+        back(out)
+        seen.append(observed((out, w.grad)))
+
+    return in_a_region(body)
+
+
+@program
+def a_backward_in_another_region():
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        other = leaf(4, 4, seed=5).detach().float().requires_grad_()
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        run = wrap(lambda x: work((x @ w).sin() @ w))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = x @ other
+            back(out)
+            stepped(other)
+            second = x @ other
+        return observed((out, first, second, w.grad, x.grad))
+
+    return step
+
+
+@program
+def stepped_and_cast_in_another_region():
+    """Not to be wrong: the recompute must not read what that region cast."""
+
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        run = wrap(lambda x: work((x @ w).sin() @ w))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        stepped(w)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = x @ w
+            back(out)
+        return observed((out, first, w.grad, x.grad))
+
+    return step
+
+
+# --- Streams ---
+
+
+DRAWS = {
+    "torch": lambda: torch.default_generator.manual_seed(3),
+    "Python": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "NumPy": np.random.rand,
+}
+
+
+@family(**DRAWS)
+def drawn_only_by_a_recompute(draw):
+    again = SimpleQueue()  # which no recompute puts back
+
+    def fn(x):
+        if not again.empty():
+            draw()  # as a log or a check would
+        return work(x, 2.0).tanh()
+
+    def step(wrap):
+        run, seen, x = wrap(fn), [], leaf()
+        for _ in range(2):
+            out = run(x)
+            again.put(1)
+            back(out)
+            again.get()
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
