@@ -22,6 +22,7 @@ times, and gradients of all inputs would arrive together, whichever were asked f
 
 import contextlib
 import functools
+import itertools
 import operator
 import warnings
 import weakref
@@ -82,6 +83,8 @@ from remat._transform.leaves import (
     ONLY_MARKS,
     PreserveGradients,
     WatchedLeaves,
+    addresses_of,
+    may_be_gathered,
     preserved_marks,
     preserved_memory,
 )
@@ -142,6 +145,7 @@ class Saved:
         ambient: what it reads besides.
         handles: by position; None for what was saved itself.
         metas: of what the handles stand for, by position.
+        addresses: where the user's leaves were when the forward ended, if known.
         leaf_changes: what the forward changed of the user's leaves.
         is_done: whether the forward has ended.
         planned: what it does with a record, or with its plans; None if nothing.
@@ -151,7 +155,16 @@ class Saved:
     """
 
     __slots__ = (
-        *("__weakref__", "ambient", "handles", "hooks", "index", "inner", "inputs"),
+        *(
+            "__weakref__",
+            "addresses",
+            "ambient",
+            "handles",
+            "hooks",
+            "index",
+            "inner",
+            "inputs",
+        ),
         *("is_done", "is_nested", "label", "leaf_changes", "metas", "options"),
         *("planned", "policy", "reach", "seeds", "vmaps"),
     )
@@ -185,6 +198,7 @@ class Saved:
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.leaf_changes, self.is_done = ONLY_MARKS, False
+        self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.seeds: Sequence[int] = ()
@@ -323,6 +337,7 @@ class Saved:
         """Keep what a recompute needs, now that the forward has ended."""
         # First: what looks for changes below may run the function again.
         self.leaf_changes = watched.changes(inputs)
+        self.addresses = watched.addresses
         self.ambient.forward_done(keeps_casts=True)
         planned = self.planned
         if planned is not None:
@@ -609,6 +624,11 @@ def _state_restored(
     """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state, changed, originals = ambient.restored(), saved.changed(), saved.originals
+    if call.addresses is not None:
+        now = addresses_of(originals)
+        if now is not None and now != call.addresses and not may_be_gathered():
+            moved = map(operator.ne, now, call.addresses)
+            changed += itertools.compress(saved.originals_at, moved)
     gradients = PreserveGradients(originals)
     is_plain = state is NOTHING and leaf_changes is NO_CHANGES
     if is_plain and not (changed or saved.renorms):

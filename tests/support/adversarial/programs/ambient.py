@@ -9,10 +9,12 @@ from support.adversarial.program import (
     back,
     family,
     leaf,
+    loop,
     observed,
     program,
     work,
 )
+from torch import nn
 
 
 # --- The casts of a region of autocast ---
@@ -142,3 +144,28 @@ def drawn_only_by_a_recompute(draw):
         return seen
 
     return step
+
+
+# --- Parameters in other memory ---
+
+
+def halved(w, _):
+    w.data = w.data * 0.5
+
+
+def from_a_vector(w, b):
+    vector = nn.utils.parameters_to_vector([w, b])
+    nn.utils.vector_to_parameters(vector * 0.5, [w, b])
+
+
+def put_back(w, _):
+    before = w.data
+    w.data = before * 0.5
+    w.data = before
+
+
+@family(data=halved, vector=from_a_vector, put_back=put_back)
+def moved_between(change):
+    w, b = (nn.Parameter(leaf(seed=s).detach()) for s in (4, 5))
+    fn = lambda x: work(x * w.sin() + b).tanh()
+    return loop(fn, between=lambda: change(w, b), state=lambda: (w, w.grad, b.grad))
