@@ -91,6 +91,7 @@ from remat._transform.leaves import (
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+_version_of_value = operator.attrgetter("value._version")
 # The labels of calls whose backward recorded a graph, for `explain` to tell.
 DIFFERENTIATED_AGAIN: set[str] = set()
 
@@ -476,13 +477,12 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             when_done(forget)
         else:
             weakref.finalize(group, forget)
-    fill = _fill_fully if call.planned is None else _fill_planned
     try:
         with torch_functions():  # those of a loss may have called the backward
             if torch.is_inference_mode_enabled():
-                outside_inference_mode(below_all_levels, fill, call, handles)
+                outside_inference_mode(below_all_levels, _fill, call, asked, handles)
             else:
-                below_all_levels(fill, call, handles)
+                below_all_levels(_fill, call, asked, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.options.describe
@@ -492,7 +492,8 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             handle.value = None
         raise
     value = asked.value
-    assert value is not None
+    if value is None:
+        raise MutationError(_CHANGED.format(label=call.label))
     if keeps_graph():
         asked.value = None
     return value
@@ -502,6 +503,13 @@ def _forget(ref: weakref.ref[Saved]) -> None:
     call = ref()
     for handle in () if call is None else call.alive():
         handle.value = None
+
+
+def _fill(call: Saved, asked: Handle, handles: Sequence[Handle]) -> None:
+    fill = _fill_fully if call.planned is None else _fill_planned
+    fill(call, handles)
+    if asked.value is None:  # a run for it alone stops before it is changed in place
+        fill(call, [asked])
 
 
 def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
@@ -587,6 +595,7 @@ def recompute(
                 # TorchScript's interpreter raises another error in place of `Stop`.
                 if filling.left:
                     raise
+            filling.drop_changed()
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
@@ -671,7 +680,7 @@ class Filling:
 
     __slots__ = (
         *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
-        *("_saved", "_stops", "left"),
+        *("_saved", "_stops", "_versions", "left"),
     )
 
     def __init__(
@@ -691,6 +700,7 @@ class Filling:
         # Of all that the forward saved, None for what was saved itself.
         self._metas, self._label = call.metas, call.label
         self._saved: list[Any] = []
+        self._versions: list[int] = []  # of the values, when they were saved
         self.left = len(self._handles)
 
     def pack(self, t: Tensor) -> Any:
@@ -722,6 +732,7 @@ class Filling:
         if meta != metas[position] and self._is_other(meta, metas[position]):
             raise self.differs()
         handle.value = value
+        self._versions.append(value._version)
         self.left -= 1
         if not self.left and self._stops:
             raise Stop
@@ -731,6 +742,14 @@ class Filling:
         """Check that the recompute, which has ended, has saved all."""
         if self.left or not (self._stops or len(self._saved) == len(self._metas)):
             raise self.differs()
+
+    def drop_changed(self) -> None:
+        """Drop values that were changed in place since they were saved."""
+        handles = [*self._handles.values()]
+        if not self.left and [*map(_version_of_value, handles)] != self._versions:
+            for handle, then in zip(handles, self._versions, strict=True):
+                if handle.value is not None and handle.value._version != then:
+                    handle.value = None
 
     def _is_other(self, meta: Any, then: Any) -> bool:
         """Say whether what is saved differs from what the forward saved."""
@@ -784,6 +803,10 @@ _DIFFERS = (
     "did, at {where}.\n  forward:\n{then}\n  recompute:\n{now}\nThe function must "
     "compute the same thing twice: if it depends on outside state that changed, pass "
     "that state as an argument. remat.testing.check_replay shows where the two part."
+)
+_CHANGED = (
+    "remat: a value that {label} computes was changed in place inside it after an "
+    "operation saved it, and a backward reads it as it was: change a copy."
 )
 # Its sizes are asked for by operations, in some runs and not in others.
 _NESTED = "an input is a nested tensor"

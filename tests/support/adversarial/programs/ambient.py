@@ -15,6 +15,7 @@ from support.adversarial.program import (
     work,
 )
 from torch import nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 
 # --- The casts of a region of autocast ---
@@ -169,3 +170,62 @@ def moved_between(change):
     w, b = (nn.Parameter(leaf(seed=s).detach()) for s in (4, 5))
     fn = lambda x: work(x * w.sin() + b).tanh()
     return loop(fn, between=lambda: change(w, b), state=lambda: (w, w.grad, b.grad))
+
+
+# --- Changed in place once it is saved ---
+
+
+@family(
+    before=lambda y: (y.exp() * y, y.mul_(2)),
+    twice=lambda y: (y.exp() * y, y.mul_(2), y.exp() * y, y.mul_(2)),
+)
+def changed_once_it_is_saved(change):
+    def step(wrap):
+        run, x = wrap(lambda x: sum(change(work(x, 2.0))).sin()), leaf()
+        with allow_mutation_on_saved_tensors():
+            out = run(x)
+            back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+# --- Settings of the processor and of NumPy ---
+
+
+@program
+def denormal_numbers_flushed_in_the_forward_alone():
+    def fn(x):
+        return work(x, float(torch.full((4,), 1e-39).mul(0.5).sum() > 0) + 1.0).tanh()
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        torch.set_flush_denormal(True)
+        try:
+            out = run(x)
+        finally:
+            torch.set_flush_denormal(False)
+        back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+@program
+def errors_of_numpy_in_the_forward_alone():
+    def fn(x):
+        try:
+            k = float(np.log(np.zeros(1))[0] < 0) + 1.0
+        except FloatingPointError:
+            k = 3.0
+        return work(x, k).tanh()
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        with np.errstate(divide="raise"):
+            out = run(x)
+        with np.errstate(divide="ignore"):
+            back(out)
+        return observed((out, x.grad))
+
+    return step
