@@ -10,7 +10,7 @@ function may draw on any device. Rejected: an option to leave a stream as it is.
 recompute that draws another mask than the forward gives wrong gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -25,15 +25,21 @@ from remat._ambient.streams import (
 )
 from remat._torch import (
     autocast_depth,
+    below_all_levels,
     device_generators,
     is_autocast_active,
+    new_cast,
     read_settings,
+    without_hooks,
     write_settings,
 )
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _OFF = False, None, True  # not on, to no dtype, casts cached
+
+
+def _nothing() -> None: ...
 
 
 def _autocast() -> dict[str, Any]:
@@ -47,20 +53,46 @@ def _autocast() -> dict[str, Any]:
     }
 
 
+# Alive until the cache of casts is emptied.
+_cast: Callable[[], object] = _nothing
+
+
+def _casts_here() -> Callable[[], object]:
+    """Return what returns something while the casts of this region are there."""
+    global _cast
+    if not autocast_depth():
+        return _nothing
+    if _cast() is None:
+        _cast = below_all_levels(without_hooks, new_cast)
+    return _cast
+
+
 # What restores nothing, and need not be entered.
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Ambient:
-    """The ambient state of one forward."""
+    """The ambient state of one forward.
+
+    If it shares casts, a recompute in the same region of autocast finds what the region
+    has cast, as the forward did, and leaves it there. A weight may have been changed
+    since it was cast. Otherwise a recompute casts again, and its casts are dropped.
+    """
 
     __slots__ = (
-        *("_always", "_autocast", "_before", "_global", "_moved", "_plain"),
+        *("_always", "_autocast", "_before", "_casts", "_global", "_moved", "_plain"),
         "_settings",
     )
 
-    def __init__(self, streams: Sequence[Stream] = (), always: bool = False) -> None:
+    def __init__(
+        self,
+        streams: Sequence[Stream] = (),
+        always: bool = False,
+        *,
+        shares_casts: bool = False,
+    ) -> None:
         self._autocast = _autocast()
+        self._casts = _casts_here() if shares_casts else None
         self._always = always
         self._settings = read_settings()
         self._global = ours = global_streams()
@@ -125,22 +157,27 @@ class Ambient:
         with ExitStack() as stack:
             stack.callback(write_settings, read_settings())
             write_settings(self._settings)
-            # A recompute casts again what the forward cast, and its casts are dropped.
-            torch.clear_autocast_cache()
             self._enter_autocast(stack)
-            # Before autocast ends, which may be the user's own.
-            stack.callback(torch.clear_autocast_cache)
             _set(states, stack)
             yield
 
     def _enter_autocast(self, stack: ExitStack) -> None:
-        now, then = _autocast(), self._autocast
+        now, then, is_inside = _autocast(), self._autocast, autocast_depth() > 0
         for device in _AUTOCAST_DEVICES if now != then else ():
             have, want = now.get(device, _OFF), then.get(device, _OFF)
             if want != have and (want[0] or have[0]):
                 on, dtype, cache = want
                 context = torch.autocast(device, dtype, on, cache_enabled=cache)
                 stack.enter_context(context)
+        if self._casts is None or not is_inside:
+            torch.clear_autocast_cache()
+            # Before autocast ends, which may be the user's own.
+            stack.callback(torch.clear_autocast_cache)
+        elif self._casts() is None:
+            # What is cast here is of other code, which may have changed weights since.
+            cached = torch.is_autocast_cache_enabled()
+            stack.callback(torch.set_autocast_cache_enabled, cached)
+            torch.set_autocast_cache_enabled(False)
 
 
 def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
@@ -153,6 +190,31 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     ambient = Ambient(streams, always=True)
     ambient.forward_done(keeps_casts=True)
     return ambient
+
+
+class streams_kept:  # noqa: N801
+    """A context after which the global streams, and others, are where they were."""
+
+    __slots__ = ("_before", "_global", "_others")
+
+    def __init__(self, others: Sequence[Stream] = ()) -> None:
+        self._global, devices = global_streams(), device_generators()
+        self._others = devices or others
+        if self._others:
+            self._others = [(s, state_of(s)) for s in (*devices, *others)]
+
+    def __enter__(self) -> None:
+        self._before = self._global.read()
+
+    def __exit__(self, *_: object) -> None:
+        now = self._global.read()
+        if now is not self._before:
+            each = zip(self._global.streams, self._before, now, strict=True)
+            for stream, old, new in each:
+                if old != new:
+                    stream.write(old)
+        for stream, state in moved_since(self._others) if self._others else ():
+            set_state(stream, state)
 
 
 def _set(states: list[tuple[Any, Any]], stack: ExitStack) -> None:

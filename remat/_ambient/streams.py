@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import operator
 import pickle
 import random
 import struct
@@ -223,14 +224,43 @@ def _find_global(python: Any, numpy_random: Any) -> GlobalStreams:
 
 
 def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
-    """Return the quickest way to read all of them, if all of them are in memory."""
+    """Return the quickest way to read all of them, if all of them are in memory.
+
+    All words of a stream are replaced at once. So what is around them and the first few
+    tell whether all are as they were read last, and need not be copied again.
+    """
     if None in memories:
         return None
     torch_, words, *rest = memories
-    if not rest:
-        return lambda: (torch_.raw, (words.raw, python.gauss_next))
-    ((more, gauss),) = rest
-    return lambda: (torch_.raw, (words.raw, python.gauss_next), (more.raw, gauss.raw))
+    all_ = [torch_, words, *(rest[0] if rest else ())]
+    ends = [end for memory in all_ for end in _ends_of(memory)]
+    last: tuple[list[Any], Sequence[Any]] = [], ()
+
+    def peek() -> list[Any]:
+        return [*map(_raw, ends), python.gauss_next]
+
+    def read() -> Sequence[Any]:
+        nonlocal last
+        known, now = last, peek()
+        if now != known[0]:
+            first, second, *others = map(_raw, all_)
+            more = [(*others,)] if others else ()
+            known = now, (first, (second, python.gauss_next), *more)
+            if now == peek():  # no other thread drew meanwhile
+                last = known
+        return known[1]
+
+    return read
+
+
+def _ends_of(memory: Any) -> list[Any]:
+    """Return the memory of the first bytes and of the last ones."""
+    start, size = ctypes.addressof(memory), min(_END, len(memory))
+    return [_memory(start, size), _memory(start + len(memory) - size, size)]
+
+
+_raw = operator.attrgetter("raw")
+_END = 48  # bytes: what is around the words, and some of them
 
 
 _MODULE = types.ModuleType

@@ -177,6 +177,7 @@ from remat._torch.process import (
     hooks_of_trackers as hooks_of_trackers,
     is_autocast_active as is_autocast_active,
     is_of_checkpoint as is_of_checkpoint,
+    new_cast as new_cast,
     parametrization_cache as parametrization_cache,
     read_settings as read_settings,
     remove_hooks_since as remove_hooks_since,

@@ -16,6 +16,7 @@ import inspect
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -38,6 +39,7 @@ _filled = torch._C._get_deterministic_fill_uninitialized_memory
 _math_attention = torch._C._get_math_sdp_enabled
 _flash_attention = torch._C._get_flash_sdp_enabled
 _mkldnn = torch._C._get_mkldnn_enabled
+_DENORMAL = 5e-324
 _PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _FLAGS_OF_CUDA = (
     ("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
@@ -74,8 +76,21 @@ def read_settings() -> tuple[Any, ...]:
         _math_attention(),
         _flash_attention(),
         _mkldnn(),
+        _DENORMAL * 1.0 == 0.0,  # whether the processor flushes such numbers to zero
+        _errors_of_numpy(),
     )
     return (*basic, *[get() for get, _ in _MORE]) if _MORE else basic
+
+
+def _errors_of_numpy() -> Any:
+    """Return what NumPy 2 does upon errors, as `np.errstate` sets it."""
+    variable = getattr(sys.modules.get("numpy._core.umath"), "_extobj_contextvar", None)
+    return None if variable is None else variable.get()
+
+
+def _set_errors_of_numpy(value: Any) -> None:
+    if value is not None:
+        sys.modules["numpy._core.umath"]._extobj_contextvar.set(value)
 
 
 def _set_precision(value: Any) -> None:
@@ -99,7 +114,8 @@ _SETTERS: tuple[Callable[..., None], ...] = (
     *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
     *(_set_precision, torch._C._set_deterministic_fill_uninitialized_memory),
     *(torch._C._set_sdp_use_math, torch._C._set_sdp_use_flash),
-    *(torch._C._set_mkldnn_enabled, *[put for _, put in _MORE]),
+    *(torch._C._set_mkldnn_enabled, torch.set_flush_denormal, _set_errors_of_numpy),
+    *[put for _, put in _MORE],
 )
 
 
@@ -225,6 +241,17 @@ def autocast_depth() -> int:
     """Return how many contexts of autocast are open, on or off."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
+
+
+# Deleted by: a number of the cache of casts, another one once it is emptied.
+def new_cast() -> Callable[[], Tensor | None]:
+    """Return a weak reference to a cast, which is alive until the cache is emptied."""
+    unseen = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch()
+    with unseen[0], unseen[1], torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            product: Any = torch.mm(leaf, leaf).grad_fn
+    return weakref.ref(product._saved_self)
 
 
 # Deleted by: a cache of parametrizations that is not global.

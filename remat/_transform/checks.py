@@ -106,11 +106,11 @@ def changed_inside(
     return MutationError(message + _AGAIN.format(name=name) if works_again else message)
 
 
-def refuse_backward(origin: CallOrigin, inner: Sequence[Tensor]) -> None:
+def refuse_backward(label: str, inner: Sequence[Tensor]) -> None:
     """Refuse a function that called backward(), which left gradients on its inputs."""
     for t in inner:
         if t.requires_grad and t.grad is not None:
-            raise CaptureError(_BACKWARD.format(label=origin.label))
+            raise CaptureError(_BACKWARD.format(label=label))
 
 
 def refuse_assigned_data(

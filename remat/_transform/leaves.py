@@ -69,9 +69,13 @@ def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
 
 
 class WatchedLeaves:
-    """What a forward may change of leaves, noted before it."""
+    """What a forward may change of leaves, noted before it.
 
-    __slots__ = ("_leaves", "_next_hook", "_state")
+    Attributes:
+        addresses: where they are in memory after it; None if that cannot be asked.
+    """
+
+    __slots__ = ("_leaves", "_next_hook", "_state", "addresses")
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves, self._state = leaves, _state_of(leaves)
@@ -80,6 +84,7 @@ class WatchedLeaves:
     def changes(self, inputs: Sequence[Tensor]) -> LeafChanges:
         """Return what the forward changed of the leaves."""
         now, then = _state_of(self._leaves), self._state
+        self.addresses = now[1]
         marks = RemovableHandle.next_id != self._next_hook or any(
             map(_attributes_of, inputs)
         )
@@ -110,6 +115,15 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
             return [*map(Tensor.data_ptr, tensors)]
     except RuntimeError:
         return None
+
+
+def may_be_gathered() -> bool:
+    """Say whether a library may gather parameters, into other memory each time.
+
+    FSDP and DeepSpeed do so for each forward and each backward.
+    """
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
 
 
 # Those of which the bytes are the values, whatever the tensor is marked as.

@@ -22,6 +22,7 @@ times, and gradients of all inputs would arrive together, whichever were asked f
 
 import contextlib
 import functools
+import itertools
 import operator
 import warnings
 import weakref
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._ambient.ambient import NOTHING, Ambient
+from remat._ambient.ambient import NOTHING, Ambient, streams_kept
 from remat._ambient.draws import without_draws
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
@@ -82,12 +83,15 @@ from remat._transform.leaves import (
     ONLY_MARKS,
     PreserveGradients,
     WatchedLeaves,
+    addresses_of,
+    may_be_gathered,
     preserved_marks,
     preserved_memory,
 )
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+_version_of_value = operator.attrgetter("value._version")
 # The labels of calls whose backward recorded a graph, for `explain` to tell.
 DIFFERENTIATED_AGAIN: set[str] = set()
 
@@ -142,6 +146,7 @@ class Saved:
         ambient: what it reads besides.
         handles: by position; None for what was saved itself.
         metas: of what the handles stand for, by position.
+        addresses: where the user's leaves were when the forward ended, if known.
         leaf_changes: what the forward changed of the user's leaves.
         is_done: whether the forward has ended.
         planned: what it does with a record, or with its plans; None if nothing.
@@ -151,7 +156,16 @@ class Saved:
     """
 
     __slots__ = (
-        *("__weakref__", "ambient", "handles", "hooks", "index", "inner", "inputs"),
+        *(
+            "__weakref__",
+            "addresses",
+            "ambient",
+            "handles",
+            "hooks",
+            "index",
+            "inner",
+            "inputs",
+        ),
         *("is_done", "is_nested", "label", "leaf_changes", "metas", "options"),
         *("planned", "policy", "reach", "seeds", "vmaps"),
     )
@@ -179,10 +193,13 @@ class Saved:
             hooks,
             nested=self.is_nested,
         )
-        self.ambient = Ambient(reach.streams, reach.uses_stream_states)
+        self.ambient = Ambient(
+            reach.streams, reach.uses_stream_states, shares_casts=True
+        )
         self.handles: Sequence[weakref.ref[Handle] | None] = ()
         self.metas: Sequence[Any] = ()
         self.leaf_changes, self.is_done = ONLY_MARKS, False
+        self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.seeds: Sequence[int] = ()
@@ -321,6 +338,7 @@ class Saved:
         """Keep what a recompute needs, now that the forward has ended."""
         # First: what looks for changes below may run the function again.
         self.leaf_changes = watched.changes(inputs)
+        self.addresses = watched.addresses
         self.ambient.forward_done(keeps_casts=True)
         planned = self.planned
         if planned is not None:
@@ -459,13 +477,12 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             when_done(forget)
         else:
             weakref.finalize(group, forget)
-    fill = _fill_fully if call.planned is None else _fill_planned
     try:
         with torch_functions():  # those of a loss may have called the backward
             if torch.is_inference_mode_enabled():
-                outside_inference_mode(below_all_levels, fill, call, handles)
+                outside_inference_mode(below_all_levels, _fill, call, asked, handles)
             else:
-                below_all_levels(fill, call, handles)
+                below_all_levels(_fill, call, asked, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.options.describe
@@ -475,7 +492,8 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             handle.value = None
         raise
     value = asked.value
-    assert value is not None
+    if value is None:
+        raise MutationError(_CHANGED.format(label=call.label))
     if keeps_graph():
         asked.value = None
     return value
@@ -485,6 +503,13 @@ def _forget(ref: weakref.ref[Saved]) -> None:
     call = ref()
     for handle in () if call is None else call.alive():
         handle.value = None
+
+
+def _fill(call: Saved, asked: Handle, handles: Sequence[Handle]) -> None:
+    fill = _fill_fully if call.planned is None else _fill_planned
+    fill(call, handles)
+    if asked.value is None:  # a run for it alone stops before it is changed in place
+        fill(call, [asked])
 
 
 def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
@@ -556,7 +581,7 @@ def recompute(
     push_hooks(filling.pack, unpack)
     try:
         # Outside of the mode, which is to see what the function does and nothing else.
-        with _state_restored(call, tensors):
+        with streams_kept(call.reach.streams), _state_restored(call, tensors):
             try:
                 if mode is None:
                     run(call, *tensors)
@@ -570,6 +595,7 @@ def recompute(
                 # TorchScript's interpreter raises another error in place of `Stop`.
                 if filling.left:
                     raise
+            filling.drop_changed()
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
@@ -607,6 +633,11 @@ def _state_restored(
     """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state, changed, originals = ambient.restored(), saved.changed(), saved.originals
+    if call.addresses is not None:
+        now = addresses_of(originals)
+        if now is not None and now != call.addresses and not may_be_gathered():
+            moved = map(operator.ne, now, call.addresses)
+            changed += itertools.compress(saved.originals_at, moved)
     gradients = PreserveGradients(originals)
     is_plain = state is NOTHING and leaf_changes is NO_CHANGES
     if is_plain and not (changed or saved.renorms):
@@ -649,7 +680,7 @@ class Filling:
 
     __slots__ = (
         *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
-        *("_saved", "_stops", "left"),
+        *("_saved", "_stops", "_versions", "left"),
     )
 
     def __init__(
@@ -669,6 +700,7 @@ class Filling:
         # Of all that the forward saved, None for what was saved itself.
         self._metas, self._label = call.metas, call.label
         self._saved: list[Any] = []
+        self._versions: list[int] = []  # of the values, when they were saved
         self.left = len(self._handles)
 
     def pack(self, t: Tensor) -> Any:
@@ -700,6 +732,7 @@ class Filling:
         if meta != metas[position] and self._is_other(meta, metas[position]):
             raise self.differs()
         handle.value = value
+        self._versions.append(value._version)
         self.left -= 1
         if not self.left and self._stops:
             raise Stop
@@ -709,6 +742,14 @@ class Filling:
         """Check that the recompute, which has ended, has saved all."""
         if self.left or not (self._stops or len(self._saved) == len(self._metas)):
             raise self.differs()
+
+    def drop_changed(self) -> None:
+        """Drop values that were changed in place since they were saved."""
+        handles = [*self._handles.values()]
+        if not self.left and [*map(_version_of_value, handles)] != self._versions:
+            for handle, then in zip(handles, self._versions, strict=True):
+                if handle.value is not None and handle.value._version != then:
+                    handle.value = None
 
     def _is_other(self, meta: Any, then: Any) -> bool:
         """Say whether what is saved differs from what the forward saved."""
@@ -762,6 +803,10 @@ _DIFFERS = (
     "did, at {where}.\n  forward:\n{then}\n  recompute:\n{now}\nThe function must "
     "compute the same thing twice: if it depends on outside state that changed, pass "
     "that state as an argument. remat.testing.check_replay shows where the two part."
+)
+_CHANGED = (
+    "remat: a value that {label} computes was changed in place inside it after an "
+    "operation saved it, and a backward reads it as it was: change a copy."
 )
 # Its sizes are asked for by operations, in some runs and not in others.
 _NESTED = "an input is a nested tensor"

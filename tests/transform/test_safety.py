@@ -324,6 +324,44 @@ REFUSED = {
 }
 
 
+class Accumulates(torch.autograd.Function):
+    """Accumulates by itself, as torch's reentrant checkpoint does."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            torch.autograd.backward(x.detach() * w, g)
+        return g * w, None
+
+
+def test_a_backward_in_the_backward_of_a_function_is_refused_in_one_node():
+    w = leaf()
+    fn = lambda x: Accumulates.apply(x, w).exp()
+    y = remat(fn, higher_order=True)(leaf())
+    with pytest.raises(CaptureError, match=r"calls backward\(\), whose gradients"):
+        y.sum().backward()
+
+
+@replayed(sin=(1, 2))
+def test_an_input_retains_its_gradient_in_one_node(wrap):
+    x = leaf() * 2
+
+    def fn(x):
+        x.retain_grad()
+        return x.sin().exp()
+
+    one = partial(wrap, higher_order=True) if wrap is remat else wrap
+    (one(fn)(x).sum() + x.sum()).backward()
+    assert not vars(x)
+    return x.grad
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_lose_a_gradient_is_refused(case):
     run, message = REFUSED[case]

@@ -1,0 +1,231 @@
+"""What surrounds a call: regions of autocast, streams that move, modes, settings."""
+
+import random
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from support.adversarial.program import (
+    back,
+    family,
+    leaf,
+    loop,
+    observed,
+    program,
+    work,
+)
+from torch import nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
+
+
+# --- The casts of a region of autocast ---
+
+
+def stepped(p):
+    with torch.no_grad():
+        p.add_(0.5)
+
+
+def in_a_region(body):
+    """A step that gives `body` a wrapped function of `x`, a weight, in one region."""
+
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        seen = []
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            body(wrap(lambda x: work((x @ w).sin() @ w)), x, w, seen)
+        return observed((seen, w.grad, x.grad))
+
+    return step
+
+
+@program
+def trained_in_one_region():
+    def body(run, x, w, seen):
+        for _ in range(3):
+            out = run(x)
+            back(out)
+            seen.append(observed((out, w.grad, x.grad)))
+            stepped(w)
+
+    return in_a_region(body)
+
+
+@program
+def a_step_in_the_region_before_the_backward():
+    def body(run, x, w, seen):
+        for _ in range(3):
+            out = run(x)
+            stepped(w)
+            back(out)
+            seen.append(observed((out, w.grad, x.grad)))
+
+    return in_a_region(body)
+
+
+@program
+def plain_code_after_a_backward_in_the_region():
+    def body(run, x, w, seen):
+        back(run(x))
+        stepped(w)
+        out = x @ w
+        back(out)
+        seen.append(observed((out, w.grad)))
+
+    return in_a_region(body)
+
+
+@program
+def a_backward_in_another_region():
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        other = leaf(4, 4, seed=5).detach().float().requires_grad_()
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        run = wrap(lambda x: work((x @ w).sin() @ w))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = x @ other
+            back(out)
+            stepped(other)
+            second = x @ other
+        return observed((out, first, second, w.grad, x.grad))
+
+    return step
+
+
+@program
+def stepped_and_cast_in_another_region():
+    """Not to be wrong: the recompute must not read what that region cast."""
+
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        run = wrap(lambda x: work((x @ w).sin() @ w))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        stepped(w)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = x @ w
+            back(out)
+        return observed((out, first, w.grad, x.grad))
+
+    return step
+
+
+# --- Streams ---
+
+
+DRAWS = {
+    "torch": lambda: torch.default_generator.manual_seed(3),
+    "Python": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "NumPy": np.random.rand,
+}
+
+
+@family(**DRAWS)
+def drawn_only_by_a_recompute(draw):
+    again = SimpleQueue()  # which no recompute puts back
+
+    def fn(x):
+        if not again.empty():
+            draw()  # as a log or a check would
+        return work(x, 2.0).tanh()
+
+    def step(wrap):
+        run, seen, x = wrap(fn), [], leaf()
+        for _ in range(2):
+            out = run(x)
+            again.put(1)
+            back(out)
+            again.get()
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
+
+
+# --- Parameters in other memory ---
+
+
+def halved(w, _):
+    w.data = w.data * 0.5
+
+
+def from_a_vector(w, b):
+    vector = nn.utils.parameters_to_vector([w, b])
+    nn.utils.vector_to_parameters(vector * 0.5, [w, b])
+
+
+def put_back(w, _):
+    before = w.data
+    w.data = before * 0.5
+    w.data = before
+
+
+@family(data=halved, vector=from_a_vector, put_back=put_back)
+def moved_between(change):
+    w, b = (nn.Parameter(leaf(seed=s).detach()) for s in (4, 5))
+    fn = lambda x: work(x * w.sin() + b).tanh()
+    return loop(fn, between=lambda: change(w, b), state=lambda: (w, w.grad, b.grad))
+
+
+# --- Changed in place once it is saved ---
+
+
+@family(
+    before=lambda y: (y.exp() * y, y.mul_(2)),
+    twice=lambda y: (y.exp() * y, y.mul_(2), y.exp() * y, y.mul_(2)),
+)
+def changed_once_it_is_saved(change):
+    def step(wrap):
+        run, x = wrap(lambda x: sum(change(work(x, 2.0))).sin()), leaf()
+        with allow_mutation_on_saved_tensors():
+            out = run(x)
+            back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+# --- Settings of the processor and of NumPy ---
+
+
+@program
+def denormal_numbers_flushed_in_the_forward_alone():
+    def fn(x):
+        return work(x, float(torch.full((4,), 1e-39).mul(0.5).sum() > 0) + 1.0).tanh()
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        torch.set_flush_denormal(True)
+        try:
+            out = run(x)
+        finally:
+            torch.set_flush_denormal(False)
+        back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+@program
+def errors_of_numpy_in_the_forward_alone():
+    def fn(x):
+        try:
+            k = float(np.log(np.zeros(1))[0] < 0) + 1.0
+        except FloatingPointError:
+            k = 3.0
+        return work(x, k).tanh()
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        with np.errstate(divide="raise"):
+            out = run(x)
+        with np.errstate(divide="ignore"):
+            back(out)
+        return observed((out, x.grad))
+
+    return step
