@@ -143,6 +143,12 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
         """Be told that the function runs operations that this mode does not see."""
 
 
+# Deleted by: a public stack of dispatch modes.
+def has_dispatch_modes() -> bool:
+    """Say whether a dispatch mode is entered."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 @contextmanager
 def _popped(count: int) -> Iterator[list[Any]]:
     """Run the body without the innermost modes; yield them, the innermost first."""
@@ -360,7 +366,7 @@ def is_unwatched(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
         and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
+        and not has_dispatch_modes()
         and torch._C._get_tracing_state() is None
         and peek_interpreter_stack() is None
         and tensor.is_cpu

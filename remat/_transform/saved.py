@@ -521,7 +521,10 @@ def _fill_along_plan(call: Saved, handles: Sequence[Handle], replaying: Replay) 
     tensors = call.inputs.to_run_on(call.leaf_changes)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.
-        recompute(call, filling, replaying.stand_ins(tensors), replaying)
+        is_users = call.inputs.is_itself
+        recompute(
+            call, filling, replaying.stand_ins(tensors, is_users=is_users), replaying
+        )
     except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
         # The hook raises it where the replay saves something else than the forward.
         replaying.failed(error, is_ours=isinstance(error, RecomputeError))
