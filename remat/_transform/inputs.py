@@ -40,7 +40,7 @@ from remat._graph.handles import PackedOutside
 from remat._torch import (
     Renorm,
     Renorms,
-    has_dispatch_modes,
+    dispatch_mode_count,
     has_no_memory,
     later_renorms,
     storage_id,
@@ -163,7 +163,7 @@ class SavedInputs:
         buffers of a module if they are large.
         """
         found: list[int] = []
-        needs, has_modes = self.needs, has_dispatch_modes()
+        needs, has_modes = self.needs, dispatch_mode_count() > 0
         for i, t in enumerate(entries):
             if (
                 not needs[i]

@@ -428,5 +428,3 @@ def a_higher_order_operator_after_an_input_changed(branch):
         return branch(work(x), flag) + other
 
     return loop(fn, args=(other,), between=lambda: other.add_(1))
-
-
