@@ -1,11 +1,17 @@
 """Tensors without a value, which a replay puts in place of what it leaves out.
 
-Invariant: nobody reads one: a `MissingError`, or torch, refuses it. The replay that
+While the replay runs, they are plain to Python, whatever is asked of them. To torch
+they are of a subclass that handles no operation, so that only a mode can, and no kernel
+runs on one. Before and after, they are `Absent`.
+
+Invariant: nobody reads one. torch refuses operations and pointers, and the replay that
 left the value out is told, even where the user's code catches the error.
-Rejected: a buffer of NaN instead. It costs memory and time, and who reads it gets a
-number.
+Rejected: a subclass. Code that asks for types takes another branch. A plain tensor
+without memory: kernels read address 0. A buffer of NaN: it costs memory and time, and
+who reads it gets a number.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from remat._base.operators import named
 from remat._base.types import TENSORS
 from remat._torch import (
     eager_only,
+    has_no_memory,
     no_torch_function,
     refuse_data_ptr,
     tensor_without_data,
@@ -47,13 +54,10 @@ LIKE = {
 
 
 class MissingError(RuntimeError):
-    """Something read a value that was left out, of the storage `shared`."""
+    """Something read a value that was left out."""
 
-    def __init__(self, shared: "Shared", reader: Any) -> None:
+    def __init__(self, reader: Any) -> None:
         super().__init__(_READ.format(reader=reader))
-        self.shared = shared
-        # Noted as well as raised, for the user's code may catch it.
-        shared.trouble.missed.append(shared.number)
 
 
 _READ = (
@@ -69,9 +73,10 @@ class MismatchError(RuntimeError):
 class Trouble:
     """What a replay met: storages that are missed, and how operations differ."""
 
-    __slots__ = ("differs", "missed")
+    __slots__ = ("absent", "differs", "missed")
 
     def __init__(self) -> None:
+        self.absent: list[weakref.ref[Absent]] = []  # made before the function runs
         self.missed: list[int] = []
         self.differs = ""
 
@@ -79,22 +84,14 @@ class Trouble:
         return bool(self.missed or self.differs)
 
 
-class Shared:
-    """Stands for a storage that is not there. Tensors that share it share this."""
-
-    __slots__ = ("number", "trouble")
-
-    def __init__(self, number: int, trouble: Trouble) -> None:
-        self.number, self.trouble = number, trouble
-
-
-_NOWHERE = Shared(-1, Trouble())
-
-
 class Absent(Tensor):
-    """A tensor without a value. `storage_of` stands for its storage."""
+    """A tensor without a value, outside of the replay that left it out."""
 
-    storage_of: "Shared"
+    # The number of the storage that is not there, and what its replay met, if there is
+    # one. Attributes of the user's are beside them.
+    remat_number: int = -1
+    remat_trouble: Trouble | None = None
+
     __torch_function__ = no_torch_function
 
     @classmethod
@@ -109,36 +106,35 @@ class Absent(Tensor):
             return like(read[0])
         if func.overloadpacket.__name__ in LIKE:
             return func(*present(args), **present(kwargs or {}))
-        raise MissingError(read[0].storage_of, func)
+        for t in read:
+            if t.remat_trouble is not None:
+                t.remat_trouble.missed.append(t.remat_number)
+        raise MissingError(func)
+
+    def belong(self, number: int, trouble: Trouble) -> "Absent":
+        """Stand for a storage in a replay."""
+        self.remat_number, self.remat_trouble = number, trouble
+        trouble.absent.append(weakref.ref(self))
+        return self
 
 
-def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
-    raise MissingError(tensor.storage_of, "Python")
-
-
-# These read memory without an operation.
-for _name in (
-    *("data_ptr", "numpy", "storage", "tolist", "untyped_storage"),
-    *("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"),
-):
-    setattr(Absent, _name, _refuse)
-
-
-def absent(value: Value, shared: Shared) -> Absent:
+def absent(value: Value) -> Absent:
     """Return a tensor of the metadata given, without a value."""
     view = value.shape, value.stride, value.offset, None
     kind = value.dtype, torch.strided, value.device
     new: Absent = tensor_without_data(Absent, *view, *kind)
-    new.storage_of = shared
     refuse_data_ptr(new)
     return new
 
 
-def like(tensor: Tensor, shared: Shared | None = None) -> Absent:
+def like(tensor: Tensor) -> Absent:
     """Return an absent tensor like one that is there or is not."""
     meta = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    value = Value(*meta, tuple(tensor.stride()), int(tensor.storage_offset()))
-    return absent(value, shared or getattr(tensor, "storage_of", _NOWHERE))
+    layout = tuple(tensor.stride()), int(tensor.storage_offset())
+    new = absent(Value(*meta, *layout))
+    if type(tensor) is Absent and tensor.remat_trouble is not None:
+        new.belong(tensor.remat_number, tensor.remat_trouble)
+    return new
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -187,7 +183,9 @@ def _collect(trees: Any, found: list[Tensor]) -> None:
 
 def present(tree: Any) -> Any:
     """Put tensors of unspecified values in place of absent ones."""
-    if type(tree) is Absent:
+    if isinstance(tree, Tensor):
+        if not (type(tree) is Absent or has_no_memory(tree)):
+            return tree
         meta = tree.shape, tree.stride()
         return torch.empty_strided(*meta, dtype=tree.dtype, device=tree.device)
     if isinstance(tree, (list, tuple)):

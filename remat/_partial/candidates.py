@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._base.absent import Absent
 from remat._base.op import Op, Value
 from remat._partial.plan import Record, Step, overwrites
 from remat._partial.values import is_strided, sees_operations, value_of
-from remat._torch import below_all_levels, is_lazy, viewed
+from remat._torch import below_all_levels, has_no_memory, is_lazy, viewed
 from remat.policies import Decision, Policy
 
 
@@ -106,7 +105,7 @@ class Candidates:
     def residual(self, value: Value, number: int) -> Tensor:
         """Return the output that was made with a storage, of which a view was held."""
         held = self._held[number]
-        if value_of(held) == value or type(held) is Absent:
+        if value_of(held) == value or has_no_memory(held):
             return held
         return viewed(held, value.shape, value.stride, value.offset)
 

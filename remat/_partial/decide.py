@@ -17,6 +17,7 @@ from remat._partial.cost import reason_against
 from remat._partial.options import Prune
 from remat._partial.plan import Plan, Record
 from remat._partial.recorder import Recorder
+from remat._torch import dispatch_mode_count
 from remat.policies import Decision, Policy
 
 
@@ -40,6 +41,18 @@ UNSEEN = "torch compiles a part of it, such as a branch of torch.cond"
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
 WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
+
+
+def too_deep() -> str:
+    """Say why a call inside of many others is not recorded; "" if it may be.
+
+    Each operation passes the modes of all: Python allows no more frames.
+    """
+    return _DEEP if dispatch_mode_count() >= _DEPTH else ""
+
+
+_DEPTH = 16
+_DEEP = f"it is inside of {_DEPTH} calls that are"
 
 
 def has_no_reason(policy: Policy | None, prune: Prune, elements: int) -> bool:

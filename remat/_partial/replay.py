@@ -10,7 +10,7 @@ and the control flow of this call are in no record.
 """
 
 import contextlib
-import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.absent import (
+    DETACH,
+    LIKE,
     Absent,
-    Shared,
+    MissingError,
     Trouble,
     absent,
     inputs_of,
@@ -42,7 +44,6 @@ from remat._partial.runnable import (
     RunnablePlan,
     described,
     fits_metadata,
-    is_reflection,
     statics_of,
 )
 from remat._torch import (
@@ -54,6 +55,14 @@ from remat._torch import (
     is_view_op,
     storage_id,
 )
+
+
+class _Mark(weakref.ref[Tensor]):
+    """Refers to an absent tensor, and says for which storage it stands."""
+
+    __slots__ = ("number",)
+
+    number: int
 
 
 class Replay(Follow):
@@ -79,8 +88,9 @@ class Replay(Follow):
         self._statics, self._dropped = call.statics, call.dropped
         self._runs, self._fates = runnable.runs, runnable.fates
         self._residuals, self._take = residuals, take
-        self._absent: dict[int, Shared] = {}
+        self._marks: dict[int, _Mark] = {}  # of absent tensors, by their identity
         self._known: dict[int, int] = {}  # storages of inputs and residuals, by key
+        self._unread: list[Tensor] = []  # the user's own, which nobody needs
         self._written = False  # whether an absent tensor was
         self.trouble = Trouble()  # what did not fit the plan
 
@@ -90,10 +100,12 @@ class Replay(Follow):
         self,
         tensors: Sequence[Tensor],
         may_stand_in: Callable[[Tensor], bool] | None = None,
+        is_users: Callable[[int, Tensor], bool] | None = None,
     ) -> list[Tensor]:
         """Return what to run on: absent tensors in place of inputs that nobody needs.
 
         `may_stand_in` says whether one may stand for an input; None for `is_droppable`.
+        None stands for what `is_users`: the function may know its own tensors.
         """
         runnable, stand_ins = self.runnable, [*tensors]
         inputs, residuals = runnable.record.inputs, self._residuals
@@ -110,8 +122,13 @@ class Replay(Follow):
         for i in runnable.unneeded:
             t = tensors[i]
             replaced = not proven or inputs[i] in runnable.written
-            if type(t) is Absent or (replaced and is_allowed(t)):
-                new = stand_ins[i] = like(t, self._shared(inputs[i]))
+            if not (type(t) is Absent or (replaced and is_allowed(t))):
+                continue
+            if is_users is not None and is_users(i, t):
+                self._unread.append(t)
+            else:
+                new = stand_ins[i] = like(t).belong(inputs[i], self.trouble)
+                new.__dict__.update(t.__dict__)
                 if may_stand_in is None:  # the function runs on it as it is
                     new.requires_grad_(t.requires_grad)
         return stand_ins
@@ -121,9 +138,8 @@ class Replay(Follow):
 
         Somebody may yet read that one.
         """
-        for shared in self._absent.values():
-            if sys.getrefcount(shared) > _UNHELD:
-                self.trouble.missed.append(shared.number)
+        left = (mark.number for mark in self._marks.values() if mark() is not None)
+        self.trouble.missed.extend(left)
         return bool(self.trouble)
 
     def succeeded(self, *, proves: bool = True) -> None:
@@ -149,26 +165,56 @@ class Replay(Follow):
     # --- Operations ---
 
     @override
+    def __enter__(self) -> Any:
+        for ref in self.trouble.absent:
+            tensor = ref()
+            if tensor is not None:
+                number = tensor.remat_number
+                del tensor.remat_number, tensor.remat_trouble
+                self._marked(tensor, number)
+        return super().__enter__()
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        for mark in self._marks.values():
+            tensor: Any = mark()
+            if tensor is not None:  # somebody may read it yet
+                tensor.__class__ = Absent
+                tensor.remat_number, tensor.remat_trouble = mark.number, self.trouble
+
+    @override
     @eager_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         i = self._next
         if self._written and self._is_made_again(i, func, args, kwargs):
-            return self._made_again(func, args, kwargs)
+            return self._unexpected(i, func, args, kwargs)
         if self._funcs[i] is not func:
             return self._unexpected(i, func, args, kwargs)
         self._next = i + 1
         kernel = self._runs[i]
-        if kernel is not None:
+        if kernel is None:
+            return self._not_run(i, func, args, kwargs)
+        try:
             return kernel(*args, **kwargs) if kwargs else kernel(*args)
-        return self._not_run(i, func, args, kwargs)
+        except RuntimeError as error:
+            return self._refused(error, func, args, kwargs)
+
+    def _refused(self, error: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation does that torch refuses on absent tensors."""
+        numbers = map(self._number_of, inputs_of(args, kwargs))
+        missed = [number for number in numbers if number is not None]
+        if not missed:
+            raise error
+        if func.overloadpacket.__name__ in LIKE:
+            return func(*present(args), **present(kwargs or {}))
+        self.trouble.missed += missed
+        raise MissingError(func) from error
 
     def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         step, fate = self.runnable.record.steps[i], self._fates[i]
-        turned = is_reflection(func, of=func) and type(args[0]) is Absent
-        if turned and args[0].storage_of.number == step.reads[1]:
-            args = args[::-1]
         if fate is Fate.SAVED:
             self._check_wiring(i, step, args, kwargs)
             indices = self.runnable.residual_index.get(i, {})
@@ -182,15 +228,17 @@ class Replay(Follow):
         """Return the result of an operation that the record does not have next."""
         if func is named:
             return None  # the record has the name
-        if func in UNRECORDED:
-            return func(*args, **(kwargs or {}))
-        if is_reflection(func, of=self._funcs[i]):
-            return self.__torch_dispatch__(self._funcs[i], (), args[::-1])
-        if args and type(args[0]) is Absent:
+        number = self._number_of(args[0]) if args else None
+        if number is not None:
+            if func is DETACH or func is CLONE:
+                return self._marked(like(args[0]), number)
             if is_view_op(func):
-                return self._made_again(func, args, kwargs)
-            if func is CLONE:
-                return like(args[0])
+                return self._made_again(func, args, kwargs, number)
+        if func in UNRECORDED:
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                return self._refused(error, func, args, kwargs)
         if func is CLONE or func is CAST:
             return func(*args, **(kwargs or {}))
         if self._funcs[i : i + 1] == [CLONE]:
@@ -206,23 +254,24 @@ class Replay(Follow):
         After a view was changed in place, autograd makes it again from its base. For a
         subclass it calls the operation that made the view, which is seen here.
         """
-        if not (args and type(args[0]) is Absent and is_view_op(func)):
+        number = self._number_of(args[0]) if args else None
+        if number is None or not is_view_op(func):
             return False
         if self._funcs[i] is not func:
             return True
         step, expected = self.runnable.record.steps[i], self.runnable.expected.get(i)
-        same = step.reads[0] == args[0].storage_of.number and expected is not None
+        same = step.reads[0] == number and expected is not None
         return not (
             same and fits_metadata(expected, args, kwargs, inputs_of(args, None))
         )
 
-    def _made_again(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _made_again(self, func: Any, args: Any, kwargs: Any, number: int) -> Any:
         base = args[0]
         layout = base.shape, base.stride()
         meta = torch.empty_strided(*layout, dtype=base.dtype, device="meta")
         made = func(meta, *args[1:], **(kwargs or {}))
         views = [
-            absent(Value(v.shape, v.dtype, base.device, v.stride()), base.storage_of)
+            self._absent(Value(v.shape, v.dtype, base.device, v.stride()), number)
             for v in tensors_of(made)
         ]
         return views[0] if isinstance(made, Tensor) else views
@@ -233,7 +282,7 @@ class Replay(Follow):
         outputs = tensors_of(result)
         for k, s in enumerate(step.makes):
             if k not in step.metadata_only or s in step.reads:
-                outputs[k] = absent(step.op.outputs[k], self._shared(s))
+                outputs[k] = self._absent(step.op.outputs[k], s)
         inputs = inputs_of(args, kwargs)
         return filled(step.result, outputs, inputs)
 
@@ -245,8 +294,7 @@ class Replay(Follow):
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)
             written = [t for s, t in numbers if s in step.writes]
-            # A fake tensor has no value that would be missing.
-            if not all(type(t) is Absent or is_fake(t) for t in written):
+            if not all(map(self._is_unread, written)):
                 raise self._differs(step.op.func)
             self._written = True
         return self._result(step, inputs, {})
@@ -255,12 +303,12 @@ class Replay(Follow):
         self, step: Step, inputs: Sequence[Tensor], indices: dict[int, int]
     ) -> Any:
         if step.result.__class__ is Slot and not indices:  # the usual case
-            return absent(step.op.outputs[0], self._shared(step.makes[0]))
+            return self._absent(step.op.outputs[0], step.makes[0])
         outputs: list[Tensor] = []
         for k, s in enumerate(step.makes):
             residual = self._take(indices[k]) if k in indices else None
             outputs.append(
-                absent(step.op.outputs[k], self._shared(s))
+                self._absent(step.op.outputs[k], s)
                 if residual is None
                 else residual.detach()
             )
@@ -272,13 +320,10 @@ class Replay(Follow):
             raise self._differs(step.op.func)
         known = self._known
         for t, s in zip(inputs_of(args, kwargs), step.reads, strict=False):
-            now = s
-            if type(t) is Absent:
-                if t.storage_of.trouble is self.trouble:
-                    now = t.storage_of.number
-            elif known and _has_storage(t):
-                now = known.get(storage_id(t), s)
-            if now != s:
+            now = self._number_of(t)
+            if now is None and known and _has_storage(t):
+                now = known.get(storage_id(t))
+            if now not in (None, s):
                 raise self._differs(step.op.func)
 
     @override
@@ -287,11 +332,26 @@ class Replay(Follow):
         self.trouble.differs = str(error)
         return error
 
-    def _shared(self, number: int) -> Shared:
-        shared = self._absent.get(number)
-        if shared is None:
-            shared = self._absent[number] = Shared(number, self.trouble)
-        return shared
+    def _absent(self, value: Value, number: int) -> Tensor:
+        return self._marked(absent(value), number)
+
+    def _marked(self, tensor: Absent, number: int) -> Tensor:
+        """Have a tensor stand for a storage, and be plain to the function."""
+        tensor.__class__ = Tensor
+        mark = self._marks[id(tensor)] = _Mark(tensor)
+        mark.number = number
+        return tensor
+
+    def _number_of(self, tensor: Any) -> int | None:
+        """Return the storage for which a tensor stands, if it is absent here."""
+        mark = self._marks.get(id(tensor))
+        return mark.number if mark is not None and mark() is tensor else None
+
+    def _is_unread(self, tensor: Tensor) -> bool:
+        """Say whether nobody needs what a tensor holds."""
+        if is_fake(tensor) or self._number_of(tensor) is not None:
+            return True  # a fake tensor has no value that would be missing
+        return any(tensor is unread for unread in self._unread)
 
 
 def is_droppable(tensor: Tensor) -> bool:
@@ -314,6 +374,7 @@ _REFUSALS = (
     "data is not allocated yet",
     "data pointer",
     "tensor subclass",
+    "dispatch_on_subclass",
     "non-wrapper subclass",
 )
 _READ = "  something read a value that was left out. {error}"
@@ -335,20 +396,6 @@ def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, 
 
 def _has_storage(tensor: Tensor) -> bool:
     return type(tensor) in TENSORS and tensor.layout is torch.strided
-
-
-def _references() -> int:
-    """Return the reference count that `escaped` sees if no tensor holds it.
-
-    How many references a loop variable counts depends on the version of Python.
-    """
-    count = 0
-    for shared in {-1: Shared(-1, Trouble())}.values():
-        count = sys.getrefcount(shared)
-    return count
-
-
-_UNHELD = _references()
 
 
 class Check(Follow):
@@ -380,7 +427,7 @@ class Check(Follow):
             while then not in (func, None) and self._is_constant[self._next]:
                 self._next += 1
                 then = self._funcs[self._next]
-            if then is not func and not is_reflection(func, of=then):
+            if then is not func:
                 raise self._differs(func)
             self._next += 1
         return call_kernel(func, *args, **(kwargs or {}))

@@ -73,29 +73,6 @@ def statics_of(args: Any, kwargs: Any) -> list[str]:
     return [repr(arg) for arg in given if not tensors_of(arg)]
 
 
-def is_reflection(func: Any, of: Any) -> bool:
-    """Say whether an operation is another one with its two arguments exchanged.
-
-    For `p > t` Python tries `t < p` first if the class of `t` is derived from that of
-    `p`. The class of an absent tensor is.
-
-    Example:
-        >>> gt, lt = torch.ops.aten.gt.Tensor, torch.ops.aten.lt.Tensor
-        >>> is_reflection(lt, of=gt), is_reflection(gt, of=gt), is_reflection(gt, None)
-        (True, False, False)
-    """
-    return (func, of) in _REFLECTIONS
-
-
-_REFLECTIONS = {
-    (getattr(torch.ops.aten, name).Tensor, getattr(torch.ops.aten, other).Tensor)
-    for name, other in (
-        *(("eq", "eq"), ("ne", "ne"), ("gt", "lt")),
-        *(("lt", "gt"), ("ge", "le"), ("le", "ge")),
-    )
-}
-
-
 class Expected:
     """What is compared of an operation that is left out."""
 
@@ -269,8 +246,6 @@ class Collect(Follow):
     ) -> Any:
         i = self._next
         if self._funcs[i] is not func:
-            if is_reflection(func, of=self._funcs[i]):
-                return self.__torch_dispatch__(self._funcs[i], types, args[::-1])
             if func not in UNRECORDED:
                 self._give_up()
             return func(*args, **kwargs) if kwargs else func(*args)

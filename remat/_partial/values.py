@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._base.absent import PLAIN, Absent, tensors_of
+from remat._base.absent import PLAIN, tensors_of
 from remat._base.op import Value
 from remat._base.parts import wrapped_by
 from remat._base.types import CONSTANTS
@@ -71,15 +71,11 @@ class Storages:
 
 def key_of(tensor: Tensor) -> int:
     """Return what tells the storage of a tensor from others, while both exist."""
-    if type(tensor) is Absent:
-        return id(tensor.storage_of)
     return storage_id(tensor) if is_strided(tensor) else id(tensor)
 
 
 def _reference_to(tensor: Tensor) -> Any:
     """Return an object that keeps the key of a tensor from being used again."""
-    if type(tensor) is Absent:
-        return tensor.storage_of
     return StorageRef(storage_of(tensor)) if is_strided(tensor) else tensor
 
 

@@ -38,6 +38,27 @@ refuse_data_ptr: Callable[[Tensor], None] = vars(torch._C)[
     "_set_throw_on_mutable_data_ptr"
 ]
 
+
+# Deleted by: a public plain tensor that has metadata and no memory.
+def as_plain(tensor: Tensor) -> Tensor:
+    """Turn a tensor without data into one that is plain to Python.
+
+    To torch it stays one of a subclass, and no class is left to handle its operations:
+    where no mode does, torch refuses them, and their kernels are never called.
+    """
+    tensor.__class__ = Tensor
+    return tensor
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor is one of those."""
+    return type(tensor) is Tensor and _keys_of(tensor).has(_PYTHON)
+
+
+_keys_of: Callable[[Tensor], Any] = vars(torch._C)["_dispatch_keys"]
+_PYTHON = torch._C.DispatchKey.Python
+
+
 # Deleted by: a public way for a subclass to have no `__torch_function__`.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 

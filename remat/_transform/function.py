@@ -79,6 +79,7 @@ from remat._partial.cache import cache_of
 from remat._partial.decide import (
     Situation,
     has_no_reason,
+    too_deep,
     warn_if_asked,
     why_no_record,
 )
@@ -578,6 +579,7 @@ def _planned(
         is_split=request.is_split,
         kind=next((type(t).__name__ for t in others), ""),
         elements=elements,
+        given_up=too_deep(),
     )
     why = why_no_record(policy, prune, situation)
     warn_if_asked(policy, prune, situation, label, why)

@@ -34,12 +34,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base.absent import Absent
-from remat._base.tensors import changed_since, versions_of
+from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
 from remat._torch import (
     Renorm,
     Renorms,
+    dispatch_mode_count,
+    has_no_memory,
     later_renorms,
     storage_id,
     unseen,
@@ -161,7 +163,7 @@ class SavedInputs:
         buffers of a module if they are large.
         """
         found: list[int] = []
-        needs = self.needs
+        needs, has_modes = self.needs, dispatch_mode_count() > 0
         for i, t in enumerate(entries):
             if (
                 not needs[i]
@@ -172,6 +174,7 @@ class SavedInputs:
                 <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
                 # FSDP frees the memory of what it gathers.
                 and t.untyped_storage().nbytes() >= t.nbytes
+                and not (has_modes and has_no_memory(t))
             ):
                 found.append(i)
         if found:
@@ -276,7 +279,8 @@ class SavedInputs:
     def let_go(self, dropped: Mapping[int, Absent]) -> None:
         """Put absent tensors in place of inputs that no recompute reads: no leaves."""
         for i, absent in dropped.items():
-            self.values[i] = absent
+            self.values[i], t = absent, self._refs[i]()
+            self.versions[i] = None if t is None else version_of(t)
         self.may_be_written = self.may_be_written.difference(dropped)
 
     # --- For a recompute ---
@@ -341,19 +345,25 @@ class SavedInputs:
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
         t = self._refs[i]()
-        if t is None or type(value) in _NOT_OURS:
+        if t is None or type(value) is PackedOutside:
             return None
         if t.is_leaf == self._had_node[i]:  # it lost its node since, or got one
             return None
         if i in self.may_be_written:  # on a device, copies stand in for it
             is_writable = type(t) is Tensor and t.is_cpu and not t.is_inference()
             return t if is_writable else None
+        if type(value) is Absent:  # nobody needs its value, and it may be known
+            return t if version_of(t) == self.versions[i] else None
         if type(t) is not Tensor:
             return t
         try:  # it may have got other memory, as by assigning to `.data`
             return t if t.data_ptr() == value.data_ptr() else None
         except RuntimeError:  # it has no memory, or none that can be asked for
             return t
+
+    def is_itself(self, i: int, tensor: Tensor) -> bool:
+        """Say whether a tensor is an input, and not what stands in for it."""
+        return i < self._first and self._refs[i]() is tensor
 
     def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""

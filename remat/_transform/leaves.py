@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.absent import Absent
 from remat._base.tensors import version_of
 from remat._base.types import TENSORS
 from remat._torch import (
@@ -176,7 +175,7 @@ def has_same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def in_class(tensor: Tensor, kind: type) -> Tensor:
     """Return a plain tensor in the class that it had."""
-    if type(tensor) is not Tensor or kind is Tensor or kind is Absent:
+    if type(tensor) is not Tensor or kind is Tensor:
         return tensor
     return tensor.as_subclass(kind) if issubclass(kind, Tensor) else tensor
 

@@ -45,7 +45,7 @@ from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, Running
 from remat._partial.cache import CallKind, metas_of, owner_of
-from remat._partial.decide import Situation, warn_if_asked, why_no_record
+from remat._partial.decide import Situation, too_deep, warn_if_asked, why_no_record
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
 from remat._partial.replay import Replay
@@ -239,7 +239,7 @@ class Saved:
             is_saved=True,
             is_compiled=self.reach.compiled,
             elements=sum(map(Tensor.numel, inputs)),
-            given_up=_NESTED if any(t.is_nested for t in inputs) else "",
+            given_up=_NESTED if any(t.is_nested for t in inputs) else too_deep(),
         )
 
     def kind(self, inputs: Sequence[Tensor]) -> CallKind:
@@ -546,7 +546,10 @@ def _fill_along_plan(call: Saved, handles: Sequence[Handle], replaying: Replay) 
     tensors = call.inputs.to_run_on(call.leaf_changes)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.
-        recompute(call, filling, replaying.stand_ins(tensors), replaying)
+        is_users = call.inputs.is_itself
+        recompute(
+            call, filling, replaying.stand_ins(tensors, is_users=is_users), replaying
+        )
     except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
         # The hook raises it where the replay saves something else than the forward.
         replaying.failed(error, is_ours=isinstance(error, RecomputeError))
@@ -758,7 +761,7 @@ class Filling:
         if then is None or meta[:2] != then[:2]:
             return True
         nodes = meta[2], then[2]
-        if self._is_replay or any(issubclass(node, FunctionCtx) for node in nodes):
+        if any(issubclass(node, FunctionCtx) for node in nodes):
             # Hooks may put Functions in between that change nothing, as FSDP's do.
             return False
         names = [*map(_name_of, nodes)]

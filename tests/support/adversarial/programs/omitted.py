@@ -1,0 +1,430 @@
+"""What a recompute leaves out: asked for its type, looked up, given other memory."""
+
+import copy
+import functools
+import weakref
+
+import torch
+import torch.nn.functional as F
+from support.adversarial.observed import observed
+from support.adversarial.program import (
+    back,
+    family,
+    leaf,
+    loop,
+    program,
+    ran,
+    trained,
+    work,
+)
+from torch import Tensor, nn
+from torch.overrides import has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+BACKENDS = {"torch": 3.0}
+
+
+@functools.singledispatch
+def factor(value):
+    return 1.0
+
+
+@factor.register
+def _(value: nn.Parameter):
+    return 2.0
+
+
+QUESTIONS = {
+    "type is": lambda z: 3.0 if type(z) is Tensor else 1.0,
+    "class is": lambda z: 3.0 if z.__class__ is Tensor else 1.0,
+    "type in a set": lambda z: 3.0 if type(z) in {Tensor, nn.Parameter} else 1.0,
+    "module of its type": lambda z: BACKENDS.get(type(z).__module__, 1.0),
+    "name of its type": lambda z: 3.0 if type(z).__name__ == "Tensor" else 1.0,
+    "bases of its type": lambda z: float(len(type(z).__mro__)),
+    "dict": lambda z: 3.0 + len(z.__dict__),
+    "class of what it makes": lambda z: 3.0 if type(z.new_zeros(2)) is Tensor else 1.0,
+    "class of a view": lambda z: 3.0 if type(z[0]) is Tensor else 1.0,
+    "class of what is detached": lambda z: 3.0 if type(z.detach()) is Tensor else 1.0,
+    "class of its data": lambda z: 3.0 if type(z.data) is Tensor else 1.0,
+    "class of what it is like": (
+        lambda z: 3.0 if type(torch.zeros_like(z)) is Tensor else 1.0
+    ),
+    "dispatch by type": factor,
+    "attribute set before": lambda z: setattr(z, "k", 3.0) or z.k,
+    "has a torch function": lambda z: 1.0 if has_torch_function((z,)) else 3.0,
+    "version": lambda z: 3.0 + z._version,
+}
+
+
+@family(**QUESTIONS)
+def asked(question):
+    def fn(x):
+        z = x * 3  # nobody reads it
+        return work(x, question(z)) + z
+
+    return loop(fn)
+
+
+@family(**QUESTIONS)
+def asked_of_a_view(question):
+    def fn(x):
+        z = (x * 3).view(4, 4).t()
+        return work(x, question(z)) + z.reshape(16)
+
+    return loop(fn)
+
+
+@family(**QUESTIONS)
+def asked_beside_a_product(question):
+    weight = leaf(4, 4, seed=9)
+
+    def fn(x):
+        z = x @ weight
+        return work(x, question(z)) + z
+
+    return loop_on_rows(fn)
+
+
+def loop_on_rows(fn, *, between=lambda: None, count=3):
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(count):
+            x = leaf(4, 4, seed=i + 1)
+            out = run(x)
+            between()
+            back(out)
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
+
+
+# --- An input that no operation reads ---
+
+
+LOOKUPS = {
+    "by id": lambda t: {id(t): 3.0},
+    "by a weak key": lambda t: weakref.WeakKeyDictionary({Key(t): 3.0}),
+    "in a dict": lambda t: {t: 3.0},
+}
+
+
+class Key:
+    """A key that is as alive as a tensor is, which it is stored on."""
+
+    def __init__(self, t):
+        t.key = self
+
+
+def looked_up(table, t):
+    key = id(t) if isinstance(next(iter(table), None), int) else t
+    return table.get(getattr(t, "key", key), 1.0)
+
+
+@family(**LOOKUPS)
+def an_input_looked_up(make):
+    mask = torch.linspace(0, 1, 16, dtype=torch.double)
+    table = make(mask)
+    fn = lambda x, mask: work(x, looked_up(table, mask)) + mask
+    return loop(fn, args=(mask,))
+
+
+@program
+def an_attribute_of_an_input():
+    mask = torch.linspace(0, 1, 16, dtype=torch.double)
+    mask.k = 3.0
+    fn = lambda x, mask: work(x, getattr(mask, "k", 1.0)) + mask
+    return loop(fn, args=(mask,))
+
+
+@family(kept=True, gone=False)
+def a_computed_input_looked_up(kept):
+    """Of one that is gone nobody can ask for the identity, but for attributes."""
+    table = {}
+
+    def fn(x, h):
+        return work(x, table.get(id(h) if kept else h.k, 1.0)) + h
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(3):
+            x = leaf(seed=i + 1)
+            h = x * 2
+            table.clear()
+            if not kept:
+                h.k = i
+            table[id(h) if kept else i] = 3.0 + i
+            out = run(x, h)
+            if not kept:
+                del h
+            back(out)
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
+
+
+@program
+def an_input_written_to_and_looked_up():
+    table = {}
+
+    def fn(x, h):
+        h.mul_(2)
+        return work(x, table.get(id(h), 1.0)) + h
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(3):
+            x, h = leaf(seed=i + 1), leaf(seed=7).detach()
+            table.clear()
+            table[id(h)] = 3.0
+            out = run(x, h)
+            back(out)
+            seen.append(observed((out, x.grad, h)))
+        return seen
+
+    return step
+
+
+# --- Kernels that read, and memory that is exchanged ---
+
+
+@program
+def an_embedding_with_a_norm_called_twice():
+    layer = nn.Embedding(10, 4, max_norm=1.0, dtype=torch.double)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(40.0).view(10, 4))
+    first, second = torch.tensor([0, 2, 3, 9]), torch.tensor([2, 2, 5, 1])
+
+    def fn(x):
+        a, b = layer(first), layer(second)
+        return work(x, 2.0) * a.sin() + b
+
+    return trained(layer, call=fn)
+
+
+DATA = {
+    "a double": lambda h: h.data * 2,
+    "a copy of another": lambda h: torch.ones_like(h.data) * 3,
+    "a transposed view": lambda h: h.data.t(),
+    "a view of another": lambda h: (h.detach() * 3).t(),
+}
+
+
+@family(**DATA)
+def data_of_a_product_assigned(make):
+    weight = leaf(4, 4, seed=9)
+
+    def fn(x):
+        h = x @ weight
+        h.data = make(h)
+        return work(h.cos()) @ weight
+
+    return loop_on_rows(fn)
+
+
+@family(**DATA)
+def data_of_a_value_assigned(make):
+    def fn(x):
+        h = x * 3
+        h.data = make(h)
+        return work(h.cos()) + h
+
+    return loop_on_rows(fn)
+
+
+@program
+def a_copy_of_what_is_left_out():
+    def fn(x):
+        z = (x * 3).detach()
+        return work(x, float(copy.deepcopy(z).sum())) + z
+
+    return loop(fn)
+
+
+# --- A library's function that is replaced over the forward ---
+
+
+def squared(x):
+    return x * x
+
+
+def replaced(owner, name, new, fn):
+    """A step whose forward runs with another function, which is put back by then."""
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(3):
+            x = leaf(seed=i + 1)
+            old = getattr(owner, name)
+            setattr(owner, name, new)
+            try:
+                out = run(x)
+            finally:
+                setattr(owner, name, old)
+            back(out)
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
+
+
+@program
+def a_function_of_torch_replaced_over_the_forward():
+    return replaced(F, "gelu", torch.tanh, lambda x: F.gelu(work(x)).sin())
+
+
+@program
+def a_function_of_torch_replaced_by_one_of_as_many_operations():
+    return replaced(F, "gelu", torch.sigmoid, lambda x: work(x) + F.gelu(x * 2))
+
+
+@program
+def a_function_replaced_by_one_that_nobody_reads():
+    return replaced(F, "relu", lambda x: x * 3, lambda x: work(x) + F.relu(x * 2))
+
+
+@program
+def a_method_of_a_class_of_torch_replaced_over_the_forward():
+    layer = nn.GELU()
+    new = lambda self, x: x.tanh()
+    return replaced(nn.GELU, "forward", new, lambda x: layer(work(x)).sin())
+
+
+# --- The user's modes ---
+
+
+class Reads(TorchDispatchMode):
+    """Reads the storages of all that operations take and return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in (*args, out):
+            if isinstance(t, Tensor):
+                self.seen += t.untyped_storage().nbytes() >= 0
+        return out
+
+
+@family(inside=True, around=False)
+def storages_read_by_a_mode_in_the_second_step(inside):
+    on = [False]
+
+    def fn(x):
+        if not (inside and on[0]):
+            return work(x) + x * 3
+        with Reads():
+            return work(x) + x * 3
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(3):
+            x = leaf(seed=i + 1)
+            on[0] = i > 0
+            if inside or not i:
+                out = run(x)
+                back(out)
+            else:
+                with Reads():
+                    out = run(x)
+                    back(out)
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
+
+
+# --- Libraries, made small ---
+
+
+class Integrator:
+    """As torchquad's: it finds what computes by the module of a tensor's class."""
+
+    def evaluate(self, fn, points):
+        backend = type(points).__module__.split(".")[0]
+        if backend not in BACKENDS:
+            raise ValueError(f"backend {backend!r}")
+        return fn(points) * BACKENDS[backend]
+
+
+@program
+def a_backend_by_the_module_of_a_type():
+    integrator = Integrator()
+
+    def fn(x):
+        ran()
+        points = x * 3 + 1
+        inner = integrator.evaluate(torch.sin, points)
+        return inner.exp() + integrator.evaluate(lambda p: p, points * 2)
+
+    return loop(fn)
+
+
+@program
+def parameters_that_a_closure_holds():
+    """As `higher`'s: a copy of a module, whose parameters are set before each call."""
+    block = nn.Linear(4, 4, dtype=torch.double)
+
+    def patched(parameters):
+        def forward(x):
+            weight, bias = parameters
+            return F.linear(x, weight, bias)
+
+        return forward
+
+    def fn(x, fast):
+        ran()
+        inner = patched(fast)
+        h = inner(x).tanh()
+        steps = [p - 0.1 * p.sin() for p in fast]
+        return patched(steps)(h).sin() + h
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(3):
+            x = leaf(4, 4, seed=i + 1)
+            fast = [p * 1.0 for p in block.parameters()]
+            out = run(x, fast)
+            back(run(out, fast))
+            grads = [p.grad for p in block.parameters()]
+            seen.append(observed((out, x.grad, grads)))
+        return seen
+
+    return step
+
+
+@program
+def seventy_calls_in_one_another():
+    def nested(depth, wrap):
+        if not depth:
+            return work
+        inner = nested(depth - 1, wrap)
+        return wrap(lambda x: inner(x * 1.01))
+
+    def step(wrap):
+        run, x = nested(70, wrap), leaf()
+        out = run(x)
+        back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+BRANCHES = {
+    "cond": lambda x, flag: torch.cond(flag, torch.sin, torch.cos, (x,)),
+}
+
+
+@family(**BRANCHES)
+def a_higher_order_operator_after_an_input_changed(branch):
+    other = torch.ones(16, dtype=torch.double)
+
+    def fn(x, other):
+        flag = x.sum() > 0
+        return branch(work(x), flag) + other
+
+    return loop(fn, args=(other,), between=lambda: other.add_(1))
