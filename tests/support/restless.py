@@ -294,16 +294,21 @@ CHANGES: dict[str, Change] = {"blocks": remat.nn.apply, "model": remat.remat}
 
 
 def places(client: Client, model: nn.Module) -> list[nn.Module]:
-    """Return the first module in each block that is called, and returns a tensor."""
+    """Return a module in each block that is called, and returns a tensor.
+
+    The weights of others are read where they are, for a kernel.
+    """
     layers = itertools.chain.from_iterable(client.blocks(model))
-    found = [next(filter(_is_place, layer.modules()), None) for layer in layers]
-    return [*dict.fromkeys(place for place in found if place is not None)]
+    return [*dict.fromkeys(itertools.chain.from_iterable(map(_place, layers)))]
 
 
-def _is_place(module: nn.Module) -> bool:
-    names = "Linear", "Norm", "Conv"
-    is_leaf = not any(module.children())
-    return is_leaf and any(name in type(module).__name__ for name in names)
+def _place(layer: nn.Module) -> list[nn.Module]:
+    leaves = [module for module in layer.modules() if not any(module.children())]
+    of_kind = (
+        [leaf for leaf in leaves if kind in type(leaf).__name__]
+        for kind in ("Norm", "Linear", "Conv")
+    )
+    return next(filter(None, of_kind), [])[:1]
 
 
 def trained(

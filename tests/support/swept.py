@@ -1,9 +1,4 @@
-"""Many architectures, trained plain and with remat, under state that goes on.
-
-A model is trained with its blocks recomputed, and as one call that is recomputed as a
-whole. What is compared is all that `clients.train` sees, and what the states hold in
-the end. `restless` has the states. Most architectures are made by `shrunk`.
-"""
+"""Many architectures, as clients: those of others' tables, and what `shrunk` makes."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,9 +7,7 @@ from typing import Any
 
 import torch
 from support.architectures import CLIENTS as WRITTEN
-from support.clients import (
-    Client,
-)
+from support.clients import Client
 from support.diffusion import CLIENTS as DIFFUSERS
 from support.shrunk import hf, shrunk
 from torch import Tensor, nn
@@ -82,7 +75,7 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 # What an architecture needs beside small sizes.
 OPTIONS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "vivit": {"num_frames": 8},
     "videomae": {"num_frames": 8},
     "deepseek_v3": {"num_key_value_heads": 4},
@@ -90,12 +83,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ROWS: dict[Callable[[], dict[str, Tensor]], str] = {
     text: """gemma2 phi falcon bloom opt gpt_neox gptj olmo2 cohere starcoder2 mpt
         glm deepseek_v3 qwen2_moe qwen3_next gpt_oss phimoe falcon_mamba rwkv mamba2
-        recurrent_gemma lfm2 deberta-v2 electra distilbert fnet xlnet mpnet modernbert
+        recurrent_gemma lfm2 deberta-v2 electra distilbert fnet mpnet modernbert
         big_bird squeezebert yoso mobilebert""",
     two_texts: "mbart pegasus marian longt5 switch_transformers prophetnet fsmt",
-    pictures: "beit dinov2 poolformer resnet regnet mobilevit cvt",
+    pictures: "beit dinov2 poolformer resnet regnet cvt",
     film: "timesformer vivit",
-    captioned: "blip siglip",
+    captioned: "siglip",
     sound: "hubert wavlm",
     spectrum: "wav2vec2-bert",
     series: "patchtst",

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.clients
 NUMBERS = {name: k for k, name in enumerate(CLIENTS)}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", CLIENTS)
+@crossed("name, setting", CLIENTS, SETTINGS)
 def test_two_steps_are_those_of_plain(name, setting):
     """From one architecture to the next, a state is reached in the next way."""
     ways = SETTINGS[setting]
