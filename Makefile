@@ -197,7 +197,7 @@ gpu: $(if $(findstring command,$(origin PY)),,$(VENV)/.dev)
 # A target that is missed is no failure: the page says what was reached.
 bench: $(VENV)/.dev
 	@failed=; for script in benchmarks/*.py; do \
-		case $$script in */demo.py|*/gpu.py|*/picture.py|*/_*) continue ;; esac; echo "== $$script"; \
+		case $$script in */architectures.py|*/demo.py|*/gpu.py|*/picture.py|*/_*) continue ;; esac; echo "== $$script"; \
 		RESULTS=benchmarks/results $(PY) $$script $(ARGS) || failed="$$failed $$script"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 	@$(PY) benchmarks/_page.py

@@ -5,7 +5,6 @@ fit each other for most classes; a row says what else one needs. Nothing is down
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -167,6 +166,6 @@ def classes(kind: str) -> tuple[type[Any], type[Any]]:
     return getattr(hf, config), getattr(hf, name)
 
 
-def kinds() -> Iterator[str]:
-    """Yield each architecture that the library has."""
-    yield from auto.modeling_auto.MODEL_MAPPING_NAMES
+def kinds() -> list[str]:
+    """Return each architecture that the library has."""
+    return [*auto.modeling_auto.MODEL_MAPPING_NAMES]

@@ -6,7 +6,7 @@ it in `make full`.
 """
 
 import pytest
-from support.restless import KINDS, SETTINGS, WAYS, assert_sweeps
+from support.restless import KINDS, SETTINGS, WAYS, assert_sweeps, trained
 from support.swept import ACTIVATIONS, CLIENTS, of_activation
 from support.tables import crossed
 
@@ -31,3 +31,27 @@ def test_each_kind_of_state_in_each_way(kind, way):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_each_activation(name):
     assert_sweeps(of_activation(name), SETTINGS["in hooks"], kinds=["attributes"])
+
+
+# --- benchmarks/architectures.py ---
+
+
+def test_the_command_says_who_equals_plain(scripts):
+    """A cache that a block appends to is longer after torch's recompute."""
+    script = scripts("architectures")
+    found = script.row("llama", [])
+    assert found["remat"] == "equal"
+    assert found["torch.utils.checkpoint"].startswith("differs: ")
+    assert {*script.row("electra", []).values()} == {"equal"}
+    (left_out,) = {*script.row("align", []).values()}
+    assert left_out.startswith("left out: ValueError: it has ")
+
+
+def test_the_command_finds_what_differs_and_what_raises(scripts):
+    script = scripts("architectures")
+    client = script.client_of("electra")
+    _, want = trained(client, lambda model: model)
+    other = script.verdict(client, lambda m: m.requires_grad_(False), [], want)
+    assert other.startswith("raises RuntimeError")
+    _, want = trained(client, lambda model: model.eval())
+    assert script.verdict(client, lambda m: m, [], want).startswith("differs: ")
