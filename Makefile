@@ -70,7 +70,7 @@ QUICK := $(filter-out $(addprefix tests/,$(SLOW)),$(wildcard tests/*/test_*.py))
 	tests/whole/test_docs_limits.py tests/whole/test_rooms.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick core core-here torches faults full cov check format docs dist clone notebooks bench model fit gpu clean
+.PHONY: help demo test quick core core-here torches clients faults full cov check format docs dist clone notebooks bench model fit gpu clean
 
 help:
 	@echo "make demo       train a small language model plain and with remat, and compare"
@@ -78,6 +78,7 @@ help:
 	@echo "                TORCH=2.14.1 in an environment that has that version of torch"
 	@echo "make quick      run fast tests of every room, in less than two minutes"
 	@echo "make core       run ten files of tests, and those of shims, with every other torch"
+	@echo "make clients    train small models of more than 70 architectures, of others"
 	@echo "make faults     plant 40 faults, one at a time, and show that a test catches each"
 	@echo "make full       run everything: slow tests, clients, torch's operator database,"
 	@echo "                with every version of torch, and most tests with every other"
@@ -148,6 +149,10 @@ core torches:
 core-here: $(VENV)/.core
 	@$(TEST) $(CORE) $(ARGS)
 
+# Each architecture once; `make full` trains each in every setting.
+clients: $(VENV)/.dev
+	@$(TEST) -m "clients and not slow" tests/whole/clients/test_sweep.py $(ARGS)
+
 faults: $(VENV)/.dev
 	@PYTHONPATH=tests $(PY) tests/plant_faults.py $(ARGS)
 
@@ -204,7 +209,7 @@ gpu: $(if $(findstring command,$(origin PY)),,$(VENV)/.dev)
 # A target that is missed is no failure: the page says what was reached.
 bench: $(VENV)/.dev
 	@failed=; for script in benchmarks/*.py; do \
-		case $$script in */demo.py|*/gpu.py|*/picture.py|*/_*) continue ;; esac; echo "== $$script"; \
+		case $$script in */architectures.py|*/demo.py|*/gpu.py|*/picture.py|*/_*) continue ;; esac; echo "== $$script"; \
 		RESULTS=benchmarks/results $(PY) $$script $(ARGS) || failed="$$failed $$script"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 	@$(PY) benchmarks/_page.py

@@ -28,7 +28,8 @@ from _times import Ratio
 HERE = Path(__file__).parent
 RESULTS, TEMPLATE = HERE / "results", HERE / "page.md"
 PAGE = HERE.parent / "docs/benchmarks.md"
-NOT_IN_BENCH = {"demo", "gpu", "picture"}  # they have commands of their own
+# They have commands of their own, or show a table and keep nothing.
+NOT_IN_BENCH = {"architectures", "demo", "gpu", "picture"}
 
 FIELD = re.compile(r"\{\{(\w+)([^}]*)\}\}")
 FIRST = "<!-- Made by benchmarks/_page.py from benchmarks/page.md: change that. -->\n\n"

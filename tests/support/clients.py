@@ -7,11 +7,13 @@ have to be the same bit for bit in every step. Matrix products are counted, for 
 that does nothing passes every comparison: a backward runs those of a block again, once.
 """
 
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from support.zoo import plainly
 from torch import Tensor, nn
@@ -159,9 +161,13 @@ def train(
     steps: int = 3,
     micro_batches: int = 1,
     before: Callable[[nn.Module, int], object] = lambda model, step: None,
+    between: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Train a model; return all that can be seen of it, step by step."""
-    torch.manual_seed(1)
+    """Train a model; return all that can be seen of it, step by step.
+
+    `before` is called before each step, and `between` a forward and its backward.
+    """
+    seed(1)
     optimize = optimizer(model)
     seen: list[Any] = []
     for step in range(steps):
@@ -169,17 +175,26 @@ def train(
         optimize.zero_grad()
         for _ in range(micro_batches):
             out = model(**client.inputs())
-            (client.loss(out) / micro_batches).backward()
+            loss = client.loss(out)
+            between()
+            (loss / micro_batches).backward()
             # Taken after the backward: a recompute must not show in it.
-            seen.append(snapshot(out))
+            seen.append([snapshot(out), loss.detach()])
         seen.append(gradients(model))
         optimize.step()
     return {
         "steps": seen,
         "parameters": [snapshot(p) for p in model.parameters()],
         "buffers": [snapshot(b) for b in model.buffers()],
-        "stream": torch.rand(3),
+        "streams": [torch.rand(3), np.random.rand(), random.random()],
     }
+
+
+def seed(number: int) -> None:
+    """Seed every global stream."""
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
 def built(client: Client) -> nn.Module:
@@ -258,8 +273,15 @@ def assert_moved(
 def assert_recomputed(client: Client, model: nn.Module, *, times: int = 1) -> None:
     """A backward runs a product per layer again at least, none more than `times`."""
     layers = sum(map(len, client.blocks(model)))
-    forward, backward = products(client, built(client))
-    ours_forward, ours_backward = products(client, model)
+    plain = products(client, built(client))
+    assert_again(products(client, model), plain, layers, times=times)
+
+
+def assert_again(
+    ours: tuple[int, int], plain: tuple[int, int], layers: int, *, times: int = 1
+) -> None:
+    """The same of numbers of products: those of a forward, and of a backward."""
+    (ours_forward, ours_backward), (forward, backward) = ours, plain
     again = ours_backward - backward
     assert ours_forward == forward, f"{ours_forward} products forward, not {forward}"
     assert layers <= again <= times * forward, f"{again} products run again"

@@ -12,11 +12,15 @@ from support.clients import (
     assert_recomputed,
     assert_trains_as_plain,
     of_style,
+    replace_forward,
     theirs,
     train,
 )
+from support.restless import KINDS, SETTINGS, WAYS, assert_sweeps, trained
+from support.tables import crossed
 from support.zoo import plainly
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 import remat
 
@@ -139,3 +143,45 @@ def test_a_step_that_leaves_bytes_behind_fails(style):
     assert_leaves_nothing_behind(CLIENT, style, theirs)
     with pytest.raises(AssertionError, match="bytes are left"):
         assert_leaves_nothing_behind(CLIENT, style, leaking)
+
+
+# --- State that goes on between forward and backward ---
+
+
+def changed_by(wrap):
+    def change(model):
+        replace_forward(CLIENT.blocks(model), wrap)
+        return model
+
+    return change
+
+
+def test_a_checkpoint_passes_where_nothing_goes_on():
+    assert_sweeps(CLIENT, (), [changed_by(theirs)])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_identity_fails_in_each_setting(setting):
+    with pytest.raises(AssertionError, match=r"^0 products run again"):
+        assert_sweeps(CLIENT, SETTINGS[setting], [changed_by(plainly)])
+
+
+@crossed("kind, way", KINDS, WAYS)
+def test_a_recompute_that_sees_what_went_on_fails(kind, way):
+    """It is that of torch's checkpoint. What it does to a state shows, too."""
+    reasons = r"^assert_same: |A different number of tensors|Recomputed values"
+    with pytest.raises((AssertionError, CheckpointError), match=reasons):
+        assert_sweeps(CLIENT, [WAYS[way]], [changed_by(theirs)], kinds=[kind])
+
+
+def test_what_states_hold_in_the_end_is_seen():
+    _, seen = trained(CLIENT, plainly, [WAYS["by_forward"]], ["a log"])
+    assert seen["states"] == [[[], [3, 3]]]
+
+
+def test_a_state_that_no_module_reaches_fails():
+    def deaf(module, state):
+        """Reach nothing."""
+
+    with pytest.raises(AttributeError, match="has no attribute 'calls'"):
+        assert_sweeps(CLIENT, [deaf], [remat.nn.apply], kinds=["attributes"])
