@@ -150,13 +150,15 @@ class Contents:
     """
 
     __slots__ = (
-        *("_as_keys", "_as_values", "_containers", "_marks", "_sizes", "classes"),
-        *("keys", "kept", "opaque", "others", "parameters", "places", "refs"),
+        *("_as_keys", "_as_values", "_containers", "_key_places", "_marks", "_sizes"),
+        *("classes", "keys", "kept", "opaque", "others", "parameters", "places"),
+        "refs",
     )
 
     def __init__(self, taken: Taken) -> None:
         self._marks = taken.marks
         self._containers: dict[int, tuple[int, Span]] | None = None
+        self._key_places: dict[int, int] | None = None
         self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
         keeper, keys = _Keeper(), taken.keys
         self.kept = keeper.keep_all(taken.values, as_keys=False)
@@ -240,6 +242,13 @@ class Contents:
                 if known is None or (known[1].kind.adds and not span.kind.adds):
                     found[kept.id] = p, span
         return self._containers
+
+    def key_place(self, key: int) -> int | None:
+        """Return where an object is among the keys, by its identity."""
+        if self._key_places is None:
+            pairs = enumerate(self.keys)
+            self._key_places = {k.id: i for i, k in pairs if type(k) is Ref}
+        return self._key_places.get(key)
 
     def spans(self) -> Iterator[Span]:
         """Yield the holders."""

@@ -109,6 +109,10 @@ class Exchange:
         """Return a container that an owner leads to, by its identity; None if none."""
         if key not in self._contents.containers(self._layout):
             return None
+        return self.value(key)
+
+    def value(self, key: int) -> Any:
+        """Return a value that holders hold, or held before, by its identity."""
         return self._made.get(key, self._alive.get(key))
 
     def end(self) -> None:

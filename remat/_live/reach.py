@@ -35,6 +35,7 @@ from remat._capture.stream_search import has_user_code
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
+from remat._live.leases import lease_of
 from remat._live.roots import Root, roots_of
 from remat._torch import function_mode_count, function_modes, parametrization_cache
 
@@ -94,6 +95,8 @@ class Reach:
             if given.has_containers:
                 self._find_in_hooks(given)
             parameters = self._number_all(given)
+        if given.unreferable:
+            self._lease(given)
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
@@ -119,6 +122,16 @@ class Reach:
                     given.put_aside(hook)
         if len(given.roots) > known:
             self._roots = roots_of(given.roots.values())
+
+    def _lease(self, given: Given) -> None:
+        """Refer to passed containers that code may tell from others like them."""
+        searches = [root.layout for root in self._roots]
+        if given.search is not None:
+            searches.append(given.search)
+        asks = frozenset[str]().union(*(search.asks for search in searches))
+        for kept, value in given.unreferable if asks else ():
+            if "id" in asks or type(value).__hash__ is object.__hash__:
+                kept.ref = lease_of(value)
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -218,7 +231,9 @@ class Reach:
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        building = Building(tensors, running.found, running.container)
+        building = Building(
+            tensors, running.found, running.container, running.itself, running.write
+        )
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -364,6 +379,17 @@ class Running:
                 return now.values[place[0]]
         return None
 
+    def itself(self, kept: Ref) -> Any:
+        """Return another container that was passed, if it is still there."""
+        if kept.ref is not None:
+            return kept.ref()
+        for root, now in self._now:
+            place = root.contents.key_place(kept.id)
+            if place is not None:
+                is_taken = not isinstance(now, Exchange)
+                return now.keys[place] if is_taken else now.value(kept.id)
+        return None
+
     def _exchange(self) -> None:
         started: list[Exchange] = []
         for root in self._roots:
@@ -382,7 +408,7 @@ class Running:
         for root in self._roots:
             for large in root.large.values():
                 if large.has_grown():
-                    self._write(large.kind, large.value, large.keys, large.values)
+                    self.write(large.kind, large.value, large.keys, large.values)
 
     def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
         now = bytes_of(buffer)
@@ -390,7 +416,8 @@ class Running:
         if now != then:
             _set_bytes(buffer, then)
 
-    def _write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
+    def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
+        """Have a holder hold this until the run has ended."""
         now_keys, now = kind.held(holder)
         written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
         written.start()
@@ -403,7 +430,7 @@ class Running:
             kept = [key for key in hooks if key < self._next_hook]
             if len(kept) < len(hooks):
                 how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
-                self._write(how, hooks, kept, [hooks[key] for key in kept])
+                self.write(how, hooks, kept, [hooks[key] for key in kept])
 
     def _hooks_of_modules(self) -> list[Any]:
         dicts = [held for root in self._roots for held in root.layout.modules()]

@@ -45,6 +45,7 @@ from remat._torch import (
     unseen,
 )
 from remat._transform.leaves import (
+    ONLY_MARKS,
     LeafChanges,
     Memory,
     addresses_of,
@@ -92,7 +93,7 @@ class SavedInputs:
 
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
-        *("_hooks", "_memory", "_outside", "_refs", "_sums", "_watched"),
+        *("_hooks", "_memory", "_outside", "_refs", "_storages", "_sums", "_watched"),
         *("may_be_written", "needs", "originals", "originals_at", "renorms"),
         *("values", "versions"),
     )
@@ -123,6 +124,7 @@ class SavedInputs:
         self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
         self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls
         self._sums: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}  # of what was packed outside
         # Whether all are saved themselves.
         self._are_originals = (
             hooks is None and True not in self._had_node and False not in needs[:first]
@@ -143,7 +145,8 @@ class SavedInputs:
             elif i in self.may_be_written:
                 self.values.append(self._copy(i, t))
             else:
-                self.values.append(t.detach() if hooks is None else self._value_of(t))
+                value = t.detach() if hooks is None else self._value_of(i, t)
+                self.values.append(value)
         self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
         self.originals_at += range(first, len(inputs))
         self.values += inputs[first:]
@@ -198,14 +201,18 @@ class SavedInputs:
                 with unseen():
                     copy = t.clone()
             if self._outside is not None:
-                self._outside[i] = self._value_of(t)
+                self._outside[i] = self._value_of(i, t)
             return copy
         except RuntimeError:  # torch copies no such tensor; nothing writes to it
             self.may_be_written -= {i}
-            return self._value_of(t)
+            return self._value_of(i, t)
 
-    def _value_of(self, t: Tensor) -> Any:
-        return t.detach() if self._hooks is None else PackedOutside(t, self._hooks)
+    def _value_of(self, i: int, t: Tensor) -> Any:
+        if self._hooks is None:
+            return t.detach()
+        if (storage := _storage_of(t)) is not None:
+            self._storages[i] = weakref.ref(storage)
+        return PackedOutside(t, self._hooks)
 
     # --- After the forward ---
 
@@ -225,7 +232,7 @@ class SavedInputs:
                     is_same = has_same_bytes(self.values[i], inputs[i])
                 if is_same:
                     packed = None if self._outside is None else self._outside.pop(i)
-                    self.values[i] = packed or self._value_of(inputs[i])
+                    self.values[i] = packed or self._value_of(i, inputs[i])
                     self.may_be_written -= {i}
         for i in self._watched:
             t = inputs[i]
@@ -300,10 +307,18 @@ class SavedInputs:
         values = enumerate(self.values)
         return [(i, t) for i, t in values if type(t) not in _NOT_OURS]
 
-    def attributes_of_originals(self) -> list[dict[str, Any]] | None:
-        """Return what had been set on the originals; None where nothing had been."""
-        attributes = self._attributes
-        return attributes and [attributes[i] for i in self.originals_at]
+    def own(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[dict[str, Any]] | None]:
+        """Return the user's own among tensors to run on, and the originals.
+
+        Also what had been set on each; None where nothing had been.
+        """
+        known, attributes = {*self.originals_at}, self._attributes
+        refs = enumerate(self._refs)
+        at = [i for i, ref in refs if i not in known and tensors[i] is ref()]
+        own = [*self.originals, *(tensors[i] for i in at)]
+        return own, attributes and [attributes[i] for i in (*self.originals_at, *at)]
 
     def to_run_on(self, changes: LeafChanges) -> list[Tensor]:
         """Return the tensors that a recompute runs on.
@@ -312,7 +327,8 @@ class SavedInputs:
         are still there, and what is copied may be written to. If it changed gradients,
         not even the leaves are: they would get them twice.
         """
-        on_originals, on_others = not changes.accumulates, not any(changes)
+        on_originals = not changes.accumulates
+        on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
         if self._memory:  # the forward still runs
             for i, (_, held) in self._memory.items():
                 self.values[i] = _with_bytes(self.values[i], held)
@@ -341,13 +357,18 @@ class SavedInputs:
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
         t = self._refs[i]()
-        if t is None or type(value) in _NOT_OURS:
+        if t is None or type(value) is Absent:
             return None
         if t.is_leaf == self._had_node[i]:  # it lost its node since, or got one
             return None
         if i in self.may_be_written:  # on a device, copies stand in for it
             is_writable = type(t) is Tensor and t.is_cpu and not t.is_inference()
             return t if is_writable else None
+        if type(value) is PackedOutside:  # of which nothing else checks the version
+            version, storage = self.versions[i], self._storages.get(i)
+            is_same = version is not None and t._version == version
+            is_same = is_same and storage is not None and storage() is _storage_of(t)
+            return t if is_same else None
         if type(t) is not Tensor:
             return t
         try:  # it may have got other memory, as by assigning to `.data`
@@ -404,6 +425,14 @@ class Computed(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+def _storage_of(tensor: Tensor) -> Any:
+    """Return the storage of a tensor; None where it has none."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:  # also NotImplementedError
+        return None
 
 
 def _with_bytes(tensor: Tensor, held: bytes) -> Tensor:

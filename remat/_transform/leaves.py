@@ -195,7 +195,7 @@ class PreserveGradients:
 def preserved_marks(
     leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, next_hook: int
 ) -> Iterator[None]:
-    """Have leaves hold the attributes and hooks of a call for the body.
+    """Have tensors hold the attributes and hooks of a call for the body.
 
     Afterwards they have those of before.
 
@@ -236,6 +236,8 @@ def _put_back(tensor: Tensor, name: str, before: Any) -> None:
     now = getattr(tensor, name)
     if now is None or before is None:
         if now is not before:
+            if now:
+                now.clear()  # which a node may refer to
             setattr(tensor, name, before)
     elif now != before:
         now.clear()
