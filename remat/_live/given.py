@@ -334,9 +334,9 @@ class Building:
         new = self._look_for(boxes)
         for key, box in new.items():
             if not box.how.frozen:
-                kind, there = box.ref.kind(), self._there.get(key)
-                is_gone = there is None
-                made = box.how.new(kind, (), box.ref.limit) if is_gone else there
+                made = self._there.get(key)
+                if made is None:
+                    made = box.how.new(box.ref.kind(), (), box.ref.limit)
                 self._made[key] = made
         for box in new.values():
             if box.how.frozen:
@@ -371,20 +371,25 @@ class Building:
                 continue
             new[key] = box
             if self._write is not None and key not in there:
-                value = self._itself(box.ref)
+                value = self._itself(box)
                 if value is not None:
                     there[key] = value
             if box.is_flat:
                 continue
             if box.how.frozen and key in there:
-                pairs = zip(box.items, box.how.values([there[key]]), strict=True)
-                for kept, value in pairs:
-                    if type(kept) is Box and kept.ref.id not in there:
-                        there[kept.ref.id] = value
-                        new.pop(kept.ref.id, None)  # to look at what it leads to
+                self._note_held(box, new)
             for held in (box, *box.more):
                 todo += [k for k in (*held.items, *held.keys) if type(k) is Box]
         return new
+
+    def _note_held(self, box: Box, new: dict[int, Box]) -> None:
+        """Note what a value that never changes holds, which is there as it is."""
+        there = self._there
+        pairs = zip(box.items, box.how.values([there[box.ref.id]]), strict=True)
+        for kept, value in pairs:
+            if type(kept) is Box and kept.ref.id not in there:
+                there[kept.ref.id] = value
+                new.pop(kept.ref.id, None)  # to look at what it leads to
 
     def _make_frozen(self, box: Box, new: Mapping[int, Box]) -> None:
         """Find or make a value that never changes, after those that it holds."""

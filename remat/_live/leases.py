@@ -7,8 +7,8 @@ later than a cycle of Python's own.
 
 Invariant: there is a lease only where code asks for the identity of a value: by `id`,
 or, of what is a key by its identity, by `hash` or in a cache of functools. Elsewhere
-nobody can tell a list from one like it, and nothing is held. A passed list in a cycle of its own, whose graph is kept and never run
-backward, is not freed.
+nobody can tell a list from one like it, and nothing is held. A list that holds itself,
+and whose graph is kept and never run backward, is not freed.
 Rejected: leases of all that is passed. A list that is let go of would keep what it
 holds until the next collection. To find a value by its identity among all that the
 garbage collector knows: it takes tens of milliseconds.

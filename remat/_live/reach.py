@@ -25,7 +25,8 @@ from remat._base.code import is_library
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
-from remat._capture.container_kinds import CONTAINERS
+from remat._capture.container_kinds import CONTAINERS, OWNED
+from remat._capture.holders import SLOTS
 from remat._capture.modules import HOOKS
 from remat._capture.objects import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
@@ -34,7 +35,7 @@ from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_on
 from remat._capture.stream_search import has_user_code
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
-from remat._live.given import Building, Given, structure_of
+from remat._live.given import Box, Building, Given, structure_of
 from remat._live.leases import lease_of
 from remat._live.roots import Root, roots_of
 from remat._torch import function_mode_count, function_modes, parametrization_cache
@@ -125,10 +126,8 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to passed containers that code may tell from others like them."""
-        searches = [root.layout for root in self._roots]
-        if given.search is not None:
-            searches.append(given.search)
-        asks = frozenset[str]().union(*(search.asks for search in searches))
+        asks = frozenset[str]() if given.search is None else given.search.asks
+        asks = asks.union(*(root.layout.asks for root in self._roots))
         for kept, value in given.unreferable if asks else ():
             if "id" in asks or type(value).__hash__ is object.__hash__:
                 kept.ref = lease_of(value)
@@ -379,15 +378,15 @@ class Running:
                 return now.values[place[0]]
         return None
 
-    def itself(self, kept: Ref) -> Any:
+    def itself(self, box: Box) -> Any:
         """Return another container that was passed, if it is still there."""
-        if kept.ref is not None:
-            return kept.ref()
-        for root, now in self._now:
-            place = root.contents.key_place(kept.id)
+        if box.ref.ref is not None:
+            return box.ref.ref()
+        for root, now in self._now if box.how in (SLOTS, OWNED) else ():  # may be a key
+            place = root.contents.key_place(box.ref.id)
             if place is not None:
-                is_taken = not isinstance(now, Exchange)
-                return now.keys[place] if is_taken else now.value(kept.id)
+                is_exchange = isinstance(now, Exchange)
+                return now.value(box.ref.id) if is_exchange else now.keys[place]
         return None
 
     def _exchange(self) -> None:

@@ -9,6 +9,7 @@ identity of a leaf would not be found. And in a module that several threads use,
 gradients of the other threads would be lost.
 """
 
+import ctypes
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -147,6 +148,14 @@ def _memory_of(tensor: Tensor) -> Memory | None:
     except RuntimeError:  # it has no memory
         return None
     return address, string_at(address, tensor.nbytes)
+
+
+def with_bytes(tensor: Tensor, held: bytes) -> Tensor:
+    """Return a contiguous tensor like another one, which holds these bytes."""
+    with unseen():
+        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        ctypes.memmove(copy.data_ptr(), held, len(held))
+    return copy
 
 
 def has_same_bytes(a: Tensor, b: Tensor) -> bool:

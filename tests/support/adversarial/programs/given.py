@@ -357,3 +357,31 @@ def hooks_on_an_input_that_was_made():
         return observed((out, x.grad, seen.count))
 
     return step
+
+
+# --- Tensors that share memory ---
+
+
+def of_a_buffer(write, parts):
+    """Return a step that passes parts of a buffer, of which the last one is gone."""
+
+    def fn(x, a, b):
+        write(a, b)
+        return work(x * a.clone().sum() * b.clone().sum() / 99)
+
+    def step(wrap):
+        buffer = torch.arange(1.0, 17.0).double()
+        parts_alive = parts(buffer)
+        return loop(lambda x: x, count=1)(wrap), looped(wrap, fn, parts_alive, buffer)
+
+    return step
+
+
+def looped(wrap, fn, given, buffer):
+    run, seen = wrap(fn), []
+    for i in range(3):
+        x = leaf(seed=i + 1)
+        out = run(x, *(part() for part in given))
+        back(out)
+        seen.append(observed((out, x.grad, buffer)))
+    return seen
