@@ -368,10 +368,8 @@ def hooks_on_an_input_that_was_made():
 PARTS = {
     "a_part_that_is_gone": lambda b: (b, b[:8]),
     "two_parts_that_are_gone": lambda b: (b[2:], b[:8]),
-    "the_whole_gone": lambda b: (b[:], PART),
     "numbers_of_another_kind": lambda b: (b[:8].view(torch.int64), b),
 }
-PART = torch.ones(8).double()
 
 
 @family(**PARTS)
@@ -497,10 +495,9 @@ def a_weak_proxy_in_a_module():
         def forward(self, x):
             return work(x, self.parent.k)
 
-    parent = nn.Module()
-    parent.k, parent.child = 2, Child(parent)
+    parent = State(k=2)
     between = lambda: setattr(parent, "k", parent.k + 1)
-    return loop(parent.child, between=between)
+    return loop(Child(parent), between=between)
 
 
 @program
