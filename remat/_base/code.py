@@ -33,6 +33,8 @@ STATES = {
     *("use_deterministic_algorithms", "set_float32_matmul_precision"),
 }
 _CALLED = "seed"  # only where it is called: many a number has this name
+# Builtins that tell an object from another one like it.
+_IDENTITY = frozenset({"hash", "id"})
 
 
 class KnownCode(NamedTuple):
@@ -43,6 +45,7 @@ class KnownCode(NamedTuple):
     open: tuple[str, ...]  # names loaded that may stand for something of the user's
     settled: dict[str, Any]  # others, of builtins or packages, and what they were then
     uses_stream_states: bool  # it reads or sets the state of a random stream
+    asks: frozenset[str]  # "id", "hash": what tells an object from another one like it
     is_settled: bool  # nothing is open, assigned, or done to a stream
 
 
@@ -75,7 +78,10 @@ def _find_known(fn: types.FunctionType) -> KnownCode:
         settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
         opened = tuple(n for n in names.loaded if n not in settled)
     touches = opened or names.stored or states or fn.__name__ in STATES
-    return KnownCode(code, names, opened, settled, states, not touches)
+    asks = _IDENTITY.intersection(names.loaded)
+    if fn.__name__ == "__hash__":  # which mostly hashes what an object holds
+        asks -= {"hash"}
+    return KnownCode(code, names, opened, settled, states, asks, not touches)
 
 
 def _is_settled(name: str, scope: dict[str, Any]) -> bool:

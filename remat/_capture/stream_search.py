@@ -8,6 +8,7 @@ are not walked.
 Rejected: watching every draw for its generator, at ten times the cost.
 """
 
+import functools
 import gc
 import random
 import sys
@@ -48,6 +49,7 @@ from remat._torch import default_generators, is_compiled
 
 
 _LIMIT = 300  # values walked in a call
+_CACHE = type(functools.lru_cache(len))
 _NOT_WALKED = TENSORS | INERT
 # Kinds of the standard library that may hold a stream and cannot be rebuilt.
 _OPENED = {
@@ -86,13 +88,15 @@ class StreamSearch:
 
     __slots__ = (
         *("_is_walking", "_left", "_seen", "_todo"),
-        *("compiled", "uses_stream_states", "streams"),
+        *("asks", "compiled", "uses_stream_states", "streams"),
     )
 
     def __init__(self) -> None:
         self.compiled = False
         self.streams: dict[int, Stream] = {}
         self.uses_stream_states = False
+        # By which of "id" and "hash" code tells an object from another one like it.
+        self.asks: frozenset[str] = frozenset()
         # What was walked is held, so that its identity is not used again.
         self._seen: dict[int, Any] = {}
         self._left = _LIMIT
@@ -119,6 +123,7 @@ class StreamSearch:
         """Look at the code of a function, and walk its attributes."""
         if known.uses_stream_states or fn.__name__ in STATES:
             self.uses_stream_states = True
+        self.asks |= known.asks
         if fn.__dict__:
             self.compiled = self.compiled or is_compiled(fn.__dict__)
             self.walk_all(fn.__dict__.values())
@@ -190,6 +195,8 @@ class StreamSearch:
             return (variable_value(value),)
         if defines(kind, "__self__"):  # a method of an extension class
             return (value.__self__,)
+        if kind is _CACHE:
+            self.asks |= {"hash"}
         root = str(kind.__module__).partition(".")[0]
         if root in sys.stdlib_module_names:
             if root not in _OPENED:

@@ -14,7 +14,8 @@ import operator
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,11 +26,10 @@ from remat._capture.container_kinds import (
     CONTAINERS,
     FACTORIES,
     OWNED,
-    Items,
     container_kind,
 )
-from remat._capture.holders import PART, PARTS, SLOTS, HolderKind, dict_of, names_of
-from remat._capture.objects import COPIED_ITERATORS, is_buffer, set_attributes, slots_of
+from remat._capture.holders import MISSING, PART, PARTS, SLOTS, HolderKind, dict_of
+from remat._capture.objects import COPIED_ITERATORS, is_buffer, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
     has_defaults,
@@ -55,36 +55,55 @@ class Copied:
         self.value = copy.copy(value)
 
 
-class Box:
+class Held:
+    """What one holder holds: how it is read and written, its keys, and its items.
+
+    `items` is a range of numbers if it is tensors that nothing else is.
+    """
+
+    __slots__ = ("how", "items", "keys")
+
+    def __init__(self, value: Any, how: HolderKind) -> None:
+        self.how = how
+        self.keys: list[Any]
+        self.items: Any
+        self.keys, self.items = how.held(value)
+
+
+class Box(Held):
     """In place of a container that was passed, or of a method: what it holds.
 
     Attributes:
         ref: in place of the container itself.
-        how: it is read and written.
-        keys: of what it holds.
-        items: what it holds; a range of numbers if it is tensors that nothing else is.
-        attributes: of an instance of a subclass.
+        more: what an instance of a subclass holds besides.
         is_flat: whether all that it holds is tensors and constants.
     """
 
-    __slots__ = ("attributes", "how", "is_flat", "items", "keys", "ref")
+    __slots__ = ("is_flat", "more", "ref")
 
     def __init__(self, value: Any, how: HolderKind) -> None:
-        self.ref, self.how, self.is_flat = Ref(value), how, False
-        self.keys: list[Any]
-        self.items: Any
-        self.keys, self.items = how.held(value)
-        self.attributes: dict[str, Any] = {}
-        if type(value) not in CONTAINERS and how is not PART and how is not SLOTS:
-            self.attributes = _attributes_of(value, how)
+        super().__init__(value, how)
+        self.ref, self.is_flat = Ref(value), False
+        self.more: Sequence[Held] = ()
+        if type(value) not in CONTAINERS and how is not SLOTS:
+            self.more = [Held(value, kind) for kind in _kinds_besides(value, how)]
+
+    def parts(self) -> "list[Box]":
+        """Return the containers that it holds."""
+        held = [k for h in (self, *self.more) for k in (*h.items, *h.keys)]
+        return [k for k in held if type(k) is Box]
 
 
-def _attributes_of(value: Any, how: HolderKind) -> dict[str, Any]:
-    held = {} if how is OWNED else {**(dict_of(value) or {})}
-    held |= zip(names_of(type(value)), SLOTS.values([value]), strict=True)
-    if issubclass(type(value), defaultdict):
-        held["default_factory"] = value.default_factory
-    return held
+def _kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
+    kind = type(value)
+    if how is PART and not issubclass(kind, partial):
+        return
+    if how not in (OWNED, PART) and dict_of(value) is not None:
+        yield OWNED
+    if slots_of(kind):
+        yield SLOTS
+    if issubclass(kind, defaultdict):
+        yield FACTORIES
 
 
 class Given:
@@ -92,7 +111,7 @@ class Given:
 
     __slots__ = (
         *("_boxes", "_todo", "buffers", "index", "roots"),
-        *("search", "tensors"),
+        *("search", "tensors", "unreferable"),
     )
 
     def __init__(self) -> None:
@@ -102,6 +121,8 @@ class Given:
         self.buffers: list[Any] = []
         self._boxes: dict[int, Box] = {}
         self._todo: list[Box] = []
+        # Containers that no weak reference can be made to, and what is held of them.
+        self.unreferable: list[tuple[Ref, Any]] = []
         self.search: StreamSearch | None = None
 
     @property
@@ -132,19 +153,22 @@ class Given:
 
     def _fill(self, box: Box) -> None:
         """Put aside what a container holds."""
-        kinds = {*map(type, box.items)}
-        keys_are_plain = ATOMS.issuperset(map(type, box.keys))
+        box.is_flat = self._fill_one(box) and not box.more
+        for held in box.more:
+            self._fill_one(held)
+
+    def _fill_one(self, held: Held) -> bool:
+        """Put aside what a holder holds; say whether that is tensors and constants."""
+        kinds = {*map(type, held.items)}
+        keys_are_plain = ATOMS.issuperset(map(type, held.keys))
         if kinds <= TENSORS:
-            numbers = self.numbers_of(box.items)
-            box.items = numbers if type(numbers) is range else [*map(at, numbers)]
+            numbers = self.numbers_of(held.items)
+            held.items = numbers if type(numbers) is range else [*map(at, numbers)]
         elif not kinds <= ATOMS:
-            box.items = [*map(self._kept, box.items)]
+            held.items = [*map(self._kept, held.items)]
         if not keys_are_plain:
-            box.keys = [*map(self._kept, box.keys)]
-        for name, held in box.attributes.items():
-            box.attributes[name] = self._kept(held)
-        is_plain = kinds <= ATOMS or kinds <= TENSORS
-        box.is_flat = is_plain and keys_are_plain and not box.attributes
+            held.keys = [*map(self._kept, held.keys)]
+        return keys_are_plain and (kinds <= ATOMS or kinds <= TENSORS)
 
     def _kept(self, value: Any) -> Any:
         kind = type(value)
@@ -166,6 +190,8 @@ class Given:
         return self._kept_other(value, kind)
 
     def _kept_other(self, value: Any, kind: type) -> Any:
+        if value is MISSING:
+            return value
         how = container_kind(kind)
         if how is not None:
             return self._box(value, how)
@@ -194,6 +220,8 @@ class Given:
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = self._boxes[id(value)] = Box(value, how)
         self._todo.append(box)
+        if box.ref.ref is None:
+            self.unreferable.append((box.ref, value))
         return box
 
     def _root(self, value: Any) -> Any:
@@ -247,115 +275,162 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
             found.append(("again", known[id(kept)]))
         else:
             known[id(kept)] = len(known)
-            found += (kept.ref.kind, len(kept.items), *kept.attributes)
-            if type(kept.items) is range:
-                found.append(kept.items)
-            else:
-                todo += kept.items
-            todo += (*kept.keys, *kept.attributes.values())
+            found.append(kept.ref.kind)
+            for held in (kept, *kept.more):
+                found.append(len(held.items))
+                if type(held.items) is range:
+                    found.append(held.items)
+                else:
+                    todo += held.items
+                todo += held.keys
     return found
 
 
-_PUT_ASIDE = Ref, Box, Copied
-
-
 class Building:
-    """What was given, made again for one run."""
+    """What was given, for one run: itself where it is there, and made again elsewhere.
 
-    def __init__(self, tensors: Sequence[Any], found: Any, container: Any) -> None:
+    Args:
+        tensors: to run on.
+        found: returns an owner.
+        container: returns a container that an owner leads to: it holds what it held.
+        write: has a container hold this for the run. Without it, as for names in
+            errors, all others are made again.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Any], found: Any, container: Any, write: Any = None
+    ) -> None:
         self._tensors, self._found, self._container = tensors, found, container
-        # By identity: what each container is, which were looked at, and which are new.
+        self._write = write
+        # By identity: what each container is, those that are themselves, and those that
+        # are still to be made or written.
         self._made: dict[int, Any] = {}
+        self._there: dict[int, Any] = {}
+        self._new: dict[int, Box] = {}
         self._entered: set[int] = set()
-        self._new: set[int] = set()
 
     def value(self, kept: Any) -> Any:
         """Return a value from what was held of it."""
-        kind = type(kept)
-        if kind is At:
-            return self._tensors[kept.number]
-        if kind is Ref:
-            return self._found(kept)
-        if kind is Box:
-            if kept.ref.id not in self._made:
-                make(kept, self._enter, self._complete)
-            return self._made[kept.ref.id]
-        return copy.copy(kept.value) if kind is Copied else kept
+        return self.values((kept,))[0]
 
     def values(self, kept: Sequence[Any]) -> list[Any]:
         """Return many values."""
-        tensors, found = self._tensors, list[Any]()
+        tensors, found, made = self._tensors, list[Any](), self._made
         if type(kept) is range:
             return [*tensors[kept.start : kept.stop]]
         for k in kept:
             kind = type(k)
             if kind is At:
                 found.append(tensors[k.number])
+            elif kind is Box:
+                if k.ref.id not in made:
+                    self._make([box for box in kept if type(box) is Box])
+                found.append(made[k.ref.id])
+            elif kind is Ref:
+                found.append(self._found(k))
             else:
-                found.append(self.value(k) if kind in _PUT_ASIDE else k)
+                found.append(copy.copy(k.value) if kind is Copied else k)
         return found
 
+    def _make(self, boxes: Sequence[Box]) -> None:
+        """Have containers, and what they hold, hold what they held; without recursion.
+
+        What can be written is found or made first: it may hold itself.
+        """
+        new = self._look_for(boxes)
+        for key, box in new.items():
+            if not box.how.frozen:
+                made = self._there.get(key)
+                if made is None:
+                    made = box.how.new(box.ref.kind(), (), box.ref.limit)
+                self._made[key] = made
+        self._new.update(new)
+        for box in new.values():
+            make(box, self._enter, self._complete)
+
+    def _look_for(self, boxes: Sequence[Box]) -> dict[int, Box]:
+        """Return the containers that are to be made or written, by their identities.
+
+        What a value that never changes leads to is there as long as that value is.
+        """
+        new: dict[int, Box] = {}
+        todo, there = [*boxes], self._there
+        while todo:
+            box = todo.pop()
+            key = box.ref.id
+            if key in self._made or key in new:
+                continue
+            value = self._container(box.ref)
+            if value is not None:
+                self._made[key] = value
+                continue
+            new[key] = box
+            if self._write is not None and key not in there and box.ref.ref is not None:
+                value = box.ref.ref()
+                if value is not None:
+                    there[key] = value
+            if box.is_flat:
+                continue
+            if box.how.frozen and key in there:
+                self._note_held(box, new)
+            todo += box.parts()
+        return new
+
+    def _note_held(self, box: Box, new: dict[int, Box]) -> None:
+        """Note what a value that never changes holds, which is there as it is."""
+        there = self._there
+        pairs = zip(box.items, box.how.values([there[box.ref.id]]), strict=True)
+        for kept, value in pairs:
+            if type(kept) is Box and kept.ref.id not in there:
+                there[kept.ref.id] = value
+                new.pop(kept.ref.id, None)  # to look at what it leads to
+
     def _enter(self, box: Box) -> Sequence[Box] | None:
-        """Find a container, or make it if it can be filled later."""
+        """Return what a container holds that is to be made or written."""
         key = box.ref.id
-        if key in self._made or key in self._entered:
+        if key in self._entered or key not in self._new:
             return None
         self._entered.add(key)
-        there = self._there(box)
-        if there is not None:
-            self._made[key] = there
-            return ()
-        self._new.add(key)
-        if not box.how.frozen:
-            self._made[key] = box.how.new(box.ref.kind(), (), box.ref.limit)
-        if box.is_flat:
-            return ()
-        held = *box.items, *box.keys, *box.attributes.values()
-        return [kept for kept in held if type(kept) is Box]
+        return () if box.is_flat else box.parts()
 
     def _complete(self, box: Box) -> bool:
-        """Make a value that never changes, or fill one that was made."""
+        """Make a value that never changes, or write what can be written."""
         key, made = box.ref.id, self._made
         if key not in self._new:
-            return True  # it is there, or filled
-        if self._are_missing(box.items) or self._are_missing(box.keys):
-            return False
-        if not box.how.frozen:
-            keys = box.keys and self.values(box.keys)
-            box.how.write(made[key], keys, self.values(box.items))
-        elif key not in made:
-            made[key] = box.how.new(box.ref.kind(), self.values(box.items), None)
-        if self._are_missing(box.attributes.values()):
-            return False
-        if box.attributes:
-            self._give_attributes(made[key], box)
-        self._new.discard(key)
+            return True
+        for held in (box, *box.more):
+            if self._are_missing(held.items) or self._are_missing(held.keys):
+                return False
+            if held.how.frozen:
+                if key not in made:
+                    made[key] = self._frozen(box)
+                continue
+            keys, items = held.keys and self.values(held.keys), self.values(held.items)
+            if key in self._there:
+                self._write(held.how, made[key], keys, items)
+            else:
+                held.how.write(made[key], keys, items)
+        del self._new[key]
         return True
 
     def _are_missing(self, held: Iterable[Any]) -> bool:
         return any(type(k) is Box and k.ref.id not in self._made for k in held)
 
-    def _there(self, box: Box) -> Any:
-        """Return a container that need not be made, or None."""
-        found = self._container(box.ref)
-        kind: Any = box.ref.kind()
-        if found is None and isinstance(box.how, Items) and issubclass(kind, set):
-            found = self._unchanged(box)
-        return found
+    def _frozen(self, box: Box) -> Any:
+        """Find or make a value that never changes."""
+        items, key = self.values(box.items), box.ref.id
+        value = self._there.get(key)
+        if value is not None:
+            if all(map(operator.is_, items, box.how.values([value]))):
+                return value
+            del self._there[key]
+        return box.how.new(box.ref.kind(), items, None)
 
-    def _unchanged(self, box: Box) -> Any:
-        """Return a set that is as it was: another one would have another order."""
-        value = None if box.ref.ref is None else box.ref.ref()
-        if value is None:
-            return None
-        items = self.values(box.items)
-        now = [*box.how.values([value])]
-        same = len(now) == len(items) and all(map(operator.is_, now, items))
-        return value if same else None
-
-    def _give_attributes(self, made: Any, box: Box) -> None:
-        entries = {name: self.value(v) for name, v in box.attributes.items()}
-        if "default_factory" in entries:
-            FACTORIES.write(made, (), (entries.pop("default_factory"),))
-        if entries:
-            set_attributes(made, entries)
+    def _note_held(self, box: Box, new: dict[int, Box]) -> None:
+        """Note what a value that never changes holds, which is there as it is."""
+        there = self._there
+        pairs = zip(box.items, box.how.values([there[box.ref.id]]), strict=True)
+        for kept, value in pairs:
+            if type(kept) is Box and kept.ref.id not in there:
+                there[kept.ref.id] = value
+                new.pop(kept.ref.id, None)  # to look at what it leads to

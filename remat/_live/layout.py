@@ -70,6 +70,7 @@ class Layout:
             containers, and how they are written.
         odd: which objects cannot be made again, by index.
         streams: return the random streams, or None.
+        asks: by which of "id" and "hash" code tells an object from another one like it.
         uses_stream_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
         is_lazy: whether a module has no parameters yet.
@@ -86,7 +87,7 @@ class Layout:
         *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
         *("compiled", "functions", "is_lazy", "is_module", "last", "linked"),
         *("objects", "odd", "owners", "remade", "scripted", "signature"),
-        *("slotted", "special", "streams", "uses_stream_states"),
+        *("asks", "slotted", "special", "streams", "uses_stream_states"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -116,6 +117,7 @@ class Layout:
         self.hooks_known = RemovableHandle.next_id
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.uses_stream_states = walk.streams.uses_stream_states
+        self.asks = walk.streams.asks
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
         self.is_module = walk.is_module
         self.special: dict[int, str] = {}

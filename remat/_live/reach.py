@@ -24,13 +24,14 @@ from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.container_kinds import CONTAINERS
 from remat._capture.modules import HOOKS
-from remat._capture.objects import is_spent_by_use
+from remat._capture.objects import bytes_of, is_spent_by_use, set_bytes
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
+from remat._live.leases import lease_of
 from remat._live.roots import Root, roots_of
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
@@ -96,6 +97,8 @@ class Reach:
                 self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
+        if given.unreferable:
+            self._lease(given)
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
@@ -114,6 +117,14 @@ class Reach:
         # Those of counters are to see what runs again.
         if not all(map(is_hook_of_library, hooks)):
             given.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
+
+    def _lease(self, given: Given) -> None:
+        """Refer to passed containers that code may tell from others like them."""
+        asks = frozenset[str]() if given.search is None else given.search.asks
+        asks = asks.union(*(root.layout.asks for root in self._roots))
+        for kept, value in given.unreferable if asks else ():
+            if "id" in asks or type(value).__hash__ is object.__hash__:
+                kept.ref = lease_of(value)
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -203,7 +214,7 @@ class Reach:
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        building = Building(tensors, running.found, running.container)
+        building = Building(tensors, running.found, running.container, running.write)
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -364,15 +375,16 @@ class Running:
         for root in self._roots:
             for large in root.large.values():
                 if large.has_grown():
-                    self._write(large.kind, large.value, large.keys, large.values)
+                    self.write(large.kind, large.value, large.keys, large.values)
 
     def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
         now = bytes_of(buffer)
-        self._undo.append(lambda: bytes_of(buffer) == now or _set_bytes(buffer, now))
+        self._undo.append(lambda: bytes_of(buffer) == now or set_bytes(buffer, now))
         if now != then:
-            _set_bytes(buffer, then)
+            set_bytes(buffer, then)
 
-    def _write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
+    def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
+        """Have a holder hold this until the run has ended."""
         now_keys, now = kind.held(holder)
         written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
         written.start()
@@ -385,7 +397,7 @@ class Running:
             kept = [key for key in hooks if not self._is_hidden(key, hooks)]
             if len(kept) < len(hooks):
                 how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
-                self._write(how, hooks, kept, [hooks[key] for key in kept])
+                self.write(how, hooks, kept, [hooks[key] for key in kept])
 
     def _is_hidden(self, key: int, hooks: Any) -> bool:
         """Say whether a hook was set since the call, by the user."""
@@ -396,24 +408,6 @@ class Running:
         dicts = [held for root in self._roots for held in root.layout.modules()]
         found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
         return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
-
-
-def bytes_of(buffer: Any) -> bytes:
-    """Return what a buffer of numbers holds."""
-    return buffer.tobytes() if hasattr(buffer, "tobytes") else bytes(buffer)
-
-
-def _set_bytes(buffer: Any, held: bytes) -> None:
-    """Have a buffer of numbers hold this, in place."""
-    if hasattr(buffer, "dtype"):  # of NumPy
-        array = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
-        then = array(buffer.shape, buffer.dtype, held)
-        array.__setitem__(buffer, ..., then)
-    elif isinstance(buffer, bytearray):
-        buffer[:] = held
-    else:
-        del buffer[:]
-        buffer.frombytes(held)
 
 
 _GONE = (

@@ -20,10 +20,8 @@ hold none, since the node does. The two take copies in other ways and at other t
 """
 
 import contextlib
-import ctypes
 import operator
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from ctypes import string_at
@@ -31,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from remat._base.absent import Absent
 from remat._base.tensors import changed_since, version_of, versions_of
@@ -47,6 +44,7 @@ from remat._torch import (
     unseen,
 )
 from remat._transform.leaves import (
+    ONLY_MARKS,
     LeafChanges,
     Memory,
     addresses_of,
@@ -54,9 +52,12 @@ from remat._transform.leaves import (
     has_same_bytes,
     holding,
     holding_rows,
-    in_class,
     memory_of,
+    with_bytes,
 )
+from remat._transform.overlaps import Ranges, overlapping, together
+from remat._transform.stand_ins import in_place_of_dead, stand_in
+from remat._transform.watched import STILL, WATCHED_FROM, note_still, sum_of, to_watch
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -64,11 +65,6 @@ _is_leaf = operator.attrgetter("is_leaf")
 # How many elements an input has at most that is copied; a module's buffer, a vector.
 _SMALL = 2**14
 _STATISTICS = 2**20
-# Of these, small ones are copied in each call, up to some bytes in all. The others are
-# watched, if they are more than some bytes.
-_COPIED_EACH = 2**13
-_COPIED_IN_ALL = 2**18
-_WATCHED_FROM = 2**16
 # What was let go of, and what the user's hooks may give back as another tensor.
 _NOT_OURS = Absent, PackedOutside
 
@@ -94,8 +90,15 @@ class SavedInputs:
 
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
-        *("_hooks", "_memory", "_outside", "_refs", "_sums", "_watched"),
-        *("may_be_written", "needs", "originals", "originals_at", "renorms"),
+        *("_hooks", "_memory", "_outside", "_overlaps", "_refs", "_storages", "_sums"),
+        *(
+            "_watched",
+            "may_be_written",
+            "needs",
+            "originals",
+            "originals_at",
+            "renorms",
+        ),
         *("values", "versions"),
     )
 
@@ -125,6 +128,8 @@ class SavedInputs:
         self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
         self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls
         self._sums: dict[int, int] = {}
+        self._overlaps: Sequence[Ranges] = ()  # of those that were written to
+        self._storages: dict[int, weakref.ref[Any]] = {}  # of what was packed outside
         # Whether all are saved themselves.
         self._are_originals = (
             hooks is None and True not in self._had_node and False not in needs[:first]
@@ -145,7 +150,11 @@ class SavedInputs:
             elif i in self.may_be_written:
                 self.values.append(self._copy(i, t))
             else:
-                self.values.append(t.detach() if hooks is None else self._value_of(t))
+                try:
+                    value = t.detach() if hooks is None else self._value_of(i, t)
+                except RuntimeError:
+                    value = in_place_of_dead(t)
+                self.values.append(value)
         self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
         self.originals_at += range(first, len(inputs))
         self.values += inputs[first:]
@@ -172,17 +181,16 @@ class SavedInputs:
                 and t.layout is torch.strided
                 and t.numel()
                 <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
-                # FSDP frees the memory of what it gathers.
-                and t.untyped_storage().nbytes() >= t.nbytes
+                and _has_memory(t)
                 and not (has_modes and has_no_memory(t))
             ):
                 found.append(i)
         if found:
             self.may_be_written = frozenset(found)
-            if sum(entries[i].nbytes for i in found) > _WATCHED_FROM:
-                self._watched = _to_watch(entries, found)
-                known = [i for i in self._watched if id(entries[i]) in _STILL]
-                self._sums = {i: _sum_of(entries[i]) for i in known}
+            if sum(entries[i].nbytes for i in found) > WATCHED_FROM:
+                self._watched = to_watch(entries, found)
+                known = [i for i in self._watched if id(entries[i]) in STILL]
+                self._sums = {i: sum_of(entries[i]) for i in known}
                 self.may_be_written = self.may_be_written.difference(self._sums)
 
     def _copy(self, i: int, t: Tensor) -> Any:
@@ -201,14 +209,18 @@ class SavedInputs:
                 with unseen():
                     copy = t.clone()
             if self._outside is not None:
-                self._outside[i] = self._value_of(t)
+                self._outside[i] = self._value_of(i, t)
             return copy
         except RuntimeError:  # torch copies no such tensor; nothing writes to it
             self.may_be_written -= {i}
-            return self._value_of(t)
+            return self._value_of(i, t)
 
-    def _value_of(self, t: Tensor) -> Any:
-        return t.detach() if self._hooks is None else PackedOutside(t, self._hooks)
+    def _value_of(self, i: int, t: Tensor) -> Any:
+        if self._hooks is None:
+            return t.detach()
+        if (storage := _storage_of(t)) is not None:
+            self._storages[i] = weakref.ref(storage)
+        return PackedOutside(t, self._hooks)
 
     # --- After the forward ---
 
@@ -228,13 +240,13 @@ class SavedInputs:
                     is_same = has_same_bytes(self.values[i], inputs[i])
                 if is_same:
                     packed = None if self._outside is None else self._outside.pop(i)
-                    self.values[i] = packed or self._value_of(inputs[i])
+                    self.values[i] = packed or self._value_of(i, inputs[i])
                     self.may_be_written -= {i}
         for i in self._watched:
             t = inputs[i]
             if i not in self.may_be_written and t.is_cpu and not t.is_quantized:
-                _note_still(t)
-        changed = [i for i, was in self._sums.items() if _sum_of(inputs[i]) != was]
+                note_still(t)
+        changed = [i for i, was in self._sums.items() if sum_of(inputs[i]) != was]
         if now != then:
             pairs = enumerate(zip(then, now, strict=True))
             changed += [
@@ -243,7 +255,7 @@ class SavedInputs:
         if renorms:
             changed = [i for i in changed if not self._is_renormed(i, now[i], renorms)]
         for i in changed:  # those that a forward wrote to are copied in later calls
-            _STILL.pop(id(inputs[i]), None)
+            STILL.pop(id(inputs[i]), None)
         return min(changed, default=None)
 
     def will_be_copied(self, i: int) -> bool:
@@ -254,7 +266,7 @@ class SavedInputs:
         self, inputs: Sequence[Tensor], now: Sequence[int | None]
     ) -> None:
         """Copy those of which the bytes are known and that hold others by now."""
-        befores = self._memory
+        befores, written = self._memory, dict[int, tuple[int, int]]()
         self._memory = {}
         addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
         for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
@@ -262,7 +274,9 @@ class SavedInputs:
             if is_same and now[i] == self.versions[i]:
                 self.may_be_written -= {i}
             else:
-                self.values[i] = _with_bytes(self.values[i], held)
+                self.values[i] = with_bytes(self.values[i], held)
+                written[i] = address, address + len(held)
+        self._overlaps = overlapping(written) if len(written) > 1 else ()
 
     def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
         """Say whether all that changed an input is known, and note it."""
@@ -304,10 +318,18 @@ class SavedInputs:
         values = enumerate(self.values)
         return [(i, t) for i, t in values if type(t) not in _NOT_OURS]
 
-    def attributes_of_originals(self) -> list[dict[str, Any]] | None:
-        """Return what had been set on the originals; None where nothing had been."""
-        attributes = self._attributes
-        return attributes and [attributes[i] for i in self.originals_at]
+    def own(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[dict[str, Any]] | None]:
+        """Return the user's own among tensors to run on, and the originals.
+
+        Also what had been set on each; None where nothing had been.
+        """
+        known, attributes = {*self.originals_at}, self._attributes
+        refs = enumerate(self._refs)
+        at = [i for i, ref in refs if i not in known and tensors[i] is ref()]
+        own = [*self.originals, *(tensors[i] for i in at)]
+        return own, attributes and [attributes[i] for i in (*self.originals_at, *at)]
 
     def to_run_on(self, changes: LeafChanges) -> list[Tensor]:
         """Return the tensors that a recompute runs on.
@@ -316,10 +338,13 @@ class SavedInputs:
         are still there, and what is copied may be written to. If it changed gradients,
         not even the leaves are: they would get them twice.
         """
-        on_originals, on_others = not changes.accumulates, not any(changes)
+        on_originals = not changes.accumulates
+        on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
         if self._memory:  # the forward still runs
             for i, (_, held) in self._memory.items():
-                self.values[i] = _with_bytes(self.values[i], held)
+                self.values[i] = with_bytes(self.values[i], held)
+            memory = self._memory.items()
+            self._overlaps = overlapping({i: (a, a + len(b)) for i, (a, b) in memory})
             self._memory = {}
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
@@ -340,12 +365,18 @@ class SavedInputs:
                 tensors.append(value.clone())
             else:
                 tensors.append(self._stand_in(i, value, need))
+        for group in self._overlaps:
+            together(group, tensors, self._first_there(group, tensors))
         return tensors + parameters if are_ours else tensors
+
+    def _first_there(self, group: Ranges, tensors: Sequence[Tensor]) -> int | None:
+        """Return which of a group is first of those that are the user's own, if any."""
+        return next((i for i in group if tensors[i] is self._refs[i]()), None)
 
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
         t = self._refs[i]()
-        if t is None or type(value) is PackedOutside:
+        if t is None:
             return None
         if t.is_leaf == self._had_node[i]:  # it lost its node since, or got one
             return None
@@ -354,6 +385,11 @@ class SavedInputs:
             return t if is_writable else None
         if type(value) is Absent:  # nobody needs its value, and it may be known
             return t if version_of(t) == self.versions[i] else None
+        if type(value) is PackedOutside:  # of which nothing else checks the version
+            version, storage = self.versions[i], self._storages.get(i)
+            is_same = version is not None and t._version == version
+            is_same = is_same and storage is not None and storage() is _storage_of(t)
+            return t if is_same else None
         if type(t) is not Tensor:
             return t
         try:  # it may have got other memory, as by assigning to `.data`
@@ -368,25 +404,24 @@ class SavedInputs:
     def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""
         t: Tensor = value.unpacked() if type(value) is PackedOutside else value
+        is_entry = i < self._first
         # Hooks may have given it back as a plain one. Parameters are saved themselves.
-        if self._classes and i < self._first:
-            t = in_class(t, self._classes[i])
-        if type(t) is nn.Parameter:
-            new = Tensor._make_subclass(nn.Parameter, t, need)
-        else:
-            new = t.detach()
-            if need:
-                new.requires_grad_()
-                if i < self._first and self._had_node[i]:
-                    with torch.enable_grad():
-                        new = Computed.apply(new)
-        if self._attributes and self._attributes[i]:
-            new.__dict__.update(self._attributes[i])
-        return new
+        return stand_in(
+            t,
+            self._classes[i] if self._classes and is_entry else type(t),
+            self._attributes[i] if self._attributes else None,
+            need=need,
+            is_computed=is_entry and self._had_node[i],
+        )
 
     def put_back(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which copied inputs, to run on, hold what they held."""
-        written = [i for i in self.may_be_written if tensors[i] is self._refs[i]()]
+        groups, refs = self._overlaps, self._refs
+        shared = {
+            i for g in groups if self._first_there(g, tensors) is not None for i in g
+        }
+        may_be = self.may_be_written
+        written = [i for i in may_be if i in shared or tensors[i] is refs[i]()]
         if not written:
             return contextlib.nullcontext()
         return holding([tensors[i] for i in written], [self.values[i] for i in written])
@@ -402,51 +437,15 @@ class SavedInputs:
         return holding_rows(pairs)
 
 
-class Computed(torch.autograd.Function):
-    """Gives a tensor a node, as an input that was computed has one."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, t: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        return t.data
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+def _has_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor has its memory: FSDP frees that of what it gathers."""
+    storage = _storage_of(tensor)
+    return storage is not None and storage.nbytes() >= tensor.nbytes
 
 
-def _with_bytes(tensor: Tensor, held: bytes) -> Tensor:
-    with unseen():
-        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        ctypes.memmove(copy.data_ptr(), held, len(held))
-    return copy
-
-
-# --- Buffers that forwards leave as they are: watched, and not copied ---
-
-_STILL: dict[int, weakref.ref[Tensor]] = {}
-
-
-def _note_still(tensor: Tensor) -> None:
-    """Note that a forward left a tensor as it was."""
-    key = id(tensor)
-    if key not in _STILL:
-        _STILL[key] = weakref.ref(tensor, lambda _: _STILL.pop(key, None))
-
-
-def _to_watch(inputs: Sequence[Tensor], found: Sequence[int]) -> list[int]:
-    """Return which of some inputs are not copied in each call, but watched."""
-    left, later = _COPIED_IN_ALL, list[int]()
-    for i in sorted(found, key=lambda i: inputs[i].nbytes):
-        left -= inputs[i].nbytes
-        if left < 0 or inputs[i].nbytes > _COPIED_EACH:
-            later.append(i)
-    return later if sum(inputs[i].nbytes for i in later) > _WATCHED_FROM else []
-
-
-def _sum_of(tensor: Tensor) -> int:
-    with unseen():
-        held = tensor.contiguous()
-        memory = (ctypes.c_char * held.nbytes).from_address(held.data_ptr())
-        return zlib.crc32(memory)
+def _storage_of(tensor: Tensor) -> Any:
+    """Return the storage of a tensor; None if it has none, as one of a vmap's end."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:  # also NotImplementedError
+        return None

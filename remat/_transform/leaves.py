@@ -9,6 +9,7 @@ identity of a leaf would not be found. And in a module that several threads use,
 gradients of the other threads would be lost.
 """
 
+import ctypes
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -162,6 +163,14 @@ def _memory_of(tensor: Tensor) -> Memory | None:
     return address, string_at(address, tensor.nbytes)
 
 
+def with_bytes(tensor: Tensor, held: bytes) -> Tensor:
+    """Return a contiguous tensor like another one, which holds these bytes."""
+    with unseen():
+        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        ctypes.memmove(copy.data_ptr(), held, len(held))
+    return copy
+
+
 def has_same_bytes(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors of the same shape hold the same bytes."""
     if type(a) is not Tensor or a.device.type == "meta":
@@ -208,7 +217,7 @@ class PreserveGradients:
 def preserved_marks(
     leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, next_hook: int
 ) -> Iterator[None]:
-    """Have leaves hold the attributes and hooks of a call for the body.
+    """Have tensors hold the attributes and hooks of a call for the body.
 
     Afterwards they have those of before.
 
@@ -249,6 +258,8 @@ def _put_back(tensor: Tensor, name: str, before: Any) -> None:
     now = getattr(tensor, name)
     if now is None or before is None:
         if now is not before:
+            if now:
+                now.clear()  # which a node may refer to
             setattr(tensor, name, before)
     elif now != before:
         now.clear()

@@ -234,7 +234,9 @@ def _forward_of(base: Any, forward: Any) -> Any:
 
     Dynamo looks `type(module).forward` up as if no descriptor were there.
     """
-    if type(forward) is _OwnForward or type(base.forward) is not types.FunctionType:
+    # A traced module's cannot be looked up in its class.
+    is_function = type(getattr(base, "forward", None)) is types.FunctionType
+    if type(forward) is _OwnForward or not is_function:
         return forward
 
     @functools.wraps(base.forward)

@@ -653,8 +653,9 @@ def _state_restored(
         everything.enter_context(gradients)
         if leaf_changes.moves or leaf_changes.marks or saved.renorms:
             everything.enter_context(saved.rows_put_back())
-            attributes, then = saved.attributes_of_originals(), call.reach.next_hook
-            everything.enter_context(preserved_marks(originals, attributes, then))
+            own, attributes = saved.own(tensors)
+            then = call.reach.next_hook
+            everything.enter_context(preserved_marks(own, attributes, then))
         if leaf_changes.moves:
 
             def moved(k: int) -> MutationError:

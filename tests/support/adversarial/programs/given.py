@@ -1,0 +1,549 @@
+"""What was passed is itself in a recompute: containers, objects and tensors."""
+
+import functools
+import types
+import weakref
+from collections import OrderedDict, UserList, defaultdict, deque
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from support.adversarial.program import (
+    State,
+    back,
+    family,
+    leaf,
+    loop,
+    observed,
+    program,
+    work,
+)
+from torch import nn
+
+
+class Log(list):
+    """A list with attributes."""
+
+
+class Table(dict):
+    """A dict with attributes."""
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Slotted:
+    __slots__ = ("items", "k")
+
+    def __init__(self, k=1):
+        self.items, self.k = [k], k
+
+
+class Owner:
+    def method(self):
+        return self
+
+
+# What is passed: each is made anew for each call.
+KINDS = {
+    "list": lambda: [1, "a"],
+    "dict": lambda: {"a": 1},
+    "tuple": lambda: (1, object()),
+    "named_tuple": lambda: Pair([1], 2),
+    "deque": lambda: deque([1]),
+    "set": lambda: {1},
+    "frozenset": lambda: frozenset([object()]),
+    "OrderedDict": lambda: OrderedDict(a=1),
+    "defaultdict": lambda: defaultdict(list, a=1),
+    "subclass_of_list": lambda: Log([1]),
+    "subclass_of_dict": lambda: Table(a=1),
+    "UserList": lambda: UserList([1]),
+    "slots": Slotted,
+    "namespace": lambda: types.SimpleNamespace(k=1),
+    "partial": lambda: functools.partial(float, 2),
+    "partial_of_a_list": lambda: functools.partial(len, [1]),
+    "bound_method": lambda: Owner().method,
+    "method_of_a_list": lambda: [1].append,
+    "tensors": lambda: [torch.ones(16).double()],
+    "tensors_that_require_grad": lambda: (leaf(seed=8), leaf(seed=9) * 2),
+}
+HASHABLE = {
+    name: KINDS[name]
+    for name in ("slots", "partial", "bound_method", "tuple", "frozenset")
+}
+
+
+def passed(fn, make):
+    """Return a step that passes a value to each of three calls, then runs backward.
+
+    `fn` returns what a call is, from all three values.
+    """
+
+    def step(wrap):
+        values, xs = [make() for _ in range(3)], [leaf(seed=i) for i in range(3)]
+        run = wrap(fn(values))
+        outs = [run(x, value) for x, value in zip(xs, values, strict=True)]
+        back(outs)
+        return observed((outs, [x.grad for x in xs]))
+
+    return step
+
+
+@family(**KINDS)
+def a_table_by_the_identity_of(make):
+    def fn(values):
+        table = {id(value): i for i, value in enumerate(values, 2)}
+        return lambda x, value: work(x, table.get(id(value), 9))
+
+    return passed(fn, make)
+
+
+@family(**KINDS)
+def a_table_by_the_identity_of_what_is_in_a(make):
+    def fn(values):
+        table = {id(value[0]): i for i, value in enumerate(values, 2)}
+        return lambda x, value: work(x, table.get(id(value[0]), 9))
+
+    return passed(fn, lambda: (make(),))
+
+
+@family(**HASHABLE)
+def a_key_that_is_a(make):
+    def fn(values):
+        table = {value: i for i, value in enumerate(values, 2)}
+        return lambda x, value: work(x, table.get(value, 9))
+
+    return passed(fn, make)
+
+
+@family(**HASHABLE)
+def a_key_in_a_cache_that_is_a(make):
+    def fn(values):
+        table = {id(value): i for i, value in enumerate(values, 2)}
+        scale = functools.lru_cache(lambda value: table.get(id(value), 9))
+        return lambda x, value: work(x, scale(value))
+
+    return passed(fn, make)
+
+
+@family(**{n: KINDS[n] for n in ("list", "subclass_of_list", "deque", "tensors")})
+def grown_by_the_function_and_the_user(make):
+    def fn(values):
+        table = {id(value): i for i, value in enumerate(values, 2)}
+
+        def call(x, value):
+            value.append(len(value))
+            return work(x, table.get(id(value), 9) + value[-1])
+
+        return call
+
+    def step(wrap):
+        values, xs = [make() for _ in range(3)], [leaf(seed=i) for i in range(3)]
+        run = wrap(fn(values))
+        outs = [run(x, value) for x, value in zip(xs, values, strict=True)]
+        for value in values:
+            value.append("later")
+        back(outs)
+        return observed((outs, [x.grad for x in xs], values))
+
+    return step
+
+
+@program
+def attributes_of_a_passed_list_changed_between():
+    log = Log([1])
+    log.k = 2
+
+    def fn(x, given):
+        given.k += 1
+        return work(x, given.k if given is log else 9)
+
+    def between():
+        log.k = 7
+
+    return loop(fn, args=(log,), between=between, state=lambda: log.k)
+
+
+@program
+def a_passed_partial_with_keywords_changed_between():
+    scaled = functools.partial(work, k=2.0)
+    table = {id(scaled): 3}
+    fn = lambda x, scale: scale(x) * table.get(id(scale), 9)
+    between = lambda: scaled.keywords.update(k=scaled.keywords["k"] + 1)
+    return loop(fn, args=(scaled,), between=between)
+
+
+@program
+def a_passed_list_that_holds_itself():
+    held = [2]
+    held.append(held)
+    known = {id(held)}
+    fn = lambda x, value: work(x, value[0] + (id(value[1][1]) in known))
+    return loop(fn, args=(held,))
+
+
+@program
+def a_passed_tuple_around_an_input_that_is_gone():
+    def fn(x, pair):
+        return work(x * pair[0], 2 if pair[1] is pair[0] else 3)
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        y = x * 2
+        out = run(x, (y, y))
+        del y
+        back(out)
+        return observed((out, x.grad))
+
+    return step
+
+
+@program
+def a_passed_object_with_slots_that_the_user_changes():
+    value = Slotted(2)
+    table = {value: 1}
+
+    def fn(x, given):
+        given.k += 1
+        return work(x, given.k + table.get(given, 9))
+
+    def between():
+        value.k = 8
+
+    return loop(fn, args=(value,), between=between, state=lambda: value.k)
+
+
+@program
+def a_passed_value_in_an_inner_call():
+    values = [[1], [2]]
+    table = {id(value): i for i, value in enumerate(values, 2)}
+
+    def step(wrap):
+        inner = wrap(lambda x, value: work(x, table.get(id(value), 9)))
+        outer = wrap(lambda x, value: inner(work(x, 1) * 2, value))
+        x = leaf()
+        outs = [outer(x, value) for value in values]
+        back(outs)
+        return observed((outs, x.grad))
+
+    return step
+
+
+# --- Tensors ---
+
+
+def _marked(x):
+    x.tag = 1
+
+
+def _hooked(x):
+    x.register_hook(lambda g: g * 2)
+
+
+# What a function does with a parameter or an input that leaves something on it.
+MARKS = {
+    "an_attribute_of_a_parameter": lambda x, p: _marked(p),
+    "a_hook_of_a_parameter": lambda x, p: _hooked(p),
+    "an_attribute_of_the_input": lambda x, p: _marked(x),
+    "a_hook_of_the_input": lambda x, p: _hooked(x),
+    "a_hook_of_what_is_made": lambda x, p: _hooked(x * 1),
+    "a_hook_of_the_node": lambda x, p: x.grad_fn.register_prehook(
+        lambda g: (g[0] * 2,)
+    ),
+}
+
+
+@family(**MARKS)
+def an_input_is_itself_beside(mark):
+    def step(wrap):
+        x, p = leaf(), leaf(seed=2)
+        p._is_initialized = True
+        made = [x * i for i in range(1, 4)]
+        table = {id(y): i for i, y in enumerate(made, 2)}
+
+        def fn(y, p):
+            mark(y, p)
+            return work(y * p, table.get(id(y), 9))
+
+        run = wrap(fn)
+        outs = [run(y, p) for y in made]
+        back(outs)
+        tags = [getattr(t, "tag", None) for t in (p, *made)]
+        hooks = [len(t._backward_hooks or ()) for t in (p, *made)]
+        return observed((outs, x.grad, p.grad, tags, hooks))
+
+    return step
+
+
+def _nested(wrap, fn):
+    inner = wrap(fn)
+    return wrap(lambda y: inner(y) * 2)
+
+
+def _packed(wrap, fn):
+    run = wrap(fn)
+
+    def call(y):
+        with torch.autograd.graph.save_on_cpu():
+            return run(y)
+
+    return call
+
+
+def _within(wrap, fn):
+    run = wrap(fn)
+
+    def call(y):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return run(y)
+
+    return call
+
+
+@family(
+    a_nested_call=_nested,
+    save_on_cpu=_packed,
+    hooks_for_saved_tensors=_within,
+    torchs_checkpoint=lambda wrap, fn: functools.partial(
+        torch.utils.checkpoint.checkpoint, wrap(fn), use_reentrant=False
+    ),
+)
+def an_input_is_itself_in(around):
+    def step(wrap):
+        x = leaf()
+        made = [x * i for i in range(1, 4)]
+        table = {id(y): i for i, y in enumerate(made, 2)}
+        run = around(wrap, lambda y: work(y, table.get(id(y), 9)))
+        outs = [run(y) for y in made]
+        back(outs)
+        return observed((outs, x.grad))
+
+    return step
+
+
+@program
+def an_input_with_other_memory_under_hooks():
+    def step(wrap):
+        x, held = leaf(), leaf(seed=3).detach()
+        run = _within(wrap, lambda y: work(y * held.clone(), 2))
+        outs = []
+        for _ in range(2):
+            y = x * 2
+            outs.append(run(y))
+            y.data = torch.zeros(16).double()
+        back(outs)
+        return observed((outs, x.grad))
+
+    return step
+
+
+@program
+def hooks_on_an_input_that_was_made():
+    seen = State(count=0)
+
+    def hook(g):
+        seen.count += 1
+        return g * 2
+
+    def fn(y):
+        y.register_hook(hook)
+        return work(y)
+
+    def step(wrap):
+        x = leaf()
+        y = x * 3
+        y.register_hook(hook)
+        out = wrap(fn)(y)
+        back(out)
+        return observed((out, x.grad, seen.count))
+
+    return step
+
+
+# --- Tensors that share memory, and others that are hard to stand in for ---
+
+
+PARTS = {
+    "a_part_that_is_gone": lambda b: (b, b[:8]),
+    "two_parts_that_are_gone": lambda b: (b[2:], b[:8]),
+    "numbers_of_another_kind": lambda b: (b[:8].view(torch.int64), b),
+}
+
+
+@family(**PARTS)
+def a_buffer_and(parts):
+    def fn(x, a, b):
+        b[:4].fill_(2.0)  # a second time, it makes no difference
+        return work(x * a.double().sum() * b.sum() / 99)
+
+    def step(wrap):
+        run, x, seen = wrap(fn), leaf(), []
+        for i in range(3):
+            buffer = torch.arange(i, 16.0 + i).double()
+            out = run(x, *parts(buffer))
+            buffer[9:] += i
+            back(out)
+            seen.append(observed((out, x.grad, buffer)))
+        return seen
+
+    return step
+
+
+class Wrapper(torch.Tensor):
+    """A tensor with attributes, of which `detach` gives a plain one."""
+
+    @staticmethod
+    def __new__(cls, data, size):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+        made.data_, made.size_ = data, size
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [a.data_ if isinstance(a, Wrapper) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@family(of_integers=torch.int64, of_floats=torch.double)
+def a_wrapper_with_attributes(dtype):
+    fn = lambda x, index: work(x * index.size_ * index.data_)
+    make = lambda: Wrapper(torch.arange(16, dtype=dtype).add_(1), 3)
+
+    def step(wrap):
+        run = wrap(fn)
+        return loop(lambda x: run(x, make()))(lambda f: f)
+
+    return step
+
+
+@program
+def a_tensor_of_a_vmap_that_has_ended():
+    held = State(last=None)
+    weights = leaf(3, 16, seed=4)
+
+    def one(row, weight):
+        held.last = weight
+        return work(row * held.last)
+
+    fn = lambda x: torch.func.vmap(one)(x.expand(3, 16), weights)
+    return loop(fn, state=lambda: weights.grad)
+
+
+@program
+def a_module_with_parameters_of_a_vmap_that_has_ended():
+    layer = nn.Linear(16, 16).double()
+    given = {name: leaf(2, *p.shape) for name, p in layer.named_parameters()}
+
+    def one(row, given):
+        layer._parameters.update(given)
+        return work(layer(row))
+
+    fn = lambda x: torch.func.vmap(one)(x.expand(2, 16), given)
+    return loop(fn, state=lambda: [p.grad for p in given.values()])
+
+
+# --- Keys that are made by each call ---
+
+
+KEYS = {
+    "an_object": lambda owner: ("a", owner),
+    "a_function": lambda owner: (work, 1),
+    "a_tuple": lambda owner: ("a", (owner, frozenset([owner]))),
+    "a_frozenset": lambda owner: frozenset([owner, 1]),
+    "a_named_tuple": lambda owner: Pair(owner, 1),
+}
+
+
+@family(**KEYS)
+def a_memo_that_is_cleared_whose_keys_hold(key_of):
+    owner = State(memo={}, weight=leaf(seed=4))
+
+    def fn(x):
+        key, before = key_of(owner), len(owner.memo)
+        owner.memo.clear()
+        owner.memo[key] = work(owner.weight, before + 1)
+        return work(x * owner.memo[key_of(owner)])
+
+    return loop(fn, state=lambda: (owner.weight.grad, len(owner.memo)))
+
+
+# --- What stands for something else ---
+
+
+@program
+def a_weak_proxy():
+    owner = State(k=2)
+    proxy = weakref.proxy(owner)
+
+    def fn(x):
+        proxy.k += 1
+        return work(x, proxy.k)
+
+    between = lambda: setattr(owner, "k", owner.k + 4)
+    return loop(fn, between=between, state=lambda: owner.k)
+
+
+@program
+def a_weak_proxy_in_a_module():
+    class Child(nn.Module):
+        def __init__(self, parent):
+            super().__init__()
+            self.parent = weakref.proxy(parent)
+
+        def forward(self, x):
+            return work(x, self.parent.k)
+
+    parent = State(k=2)
+    between = lambda: setattr(parent, "k", parent.k + 1)
+    return loop(Child(parent), between=between)
+
+
+@program
+def a_passed_weak_proxy():
+    owner = State(k=2)
+    between = lambda: setattr(owner, "k", owner.k + 1)
+    fn = lambda x, given: work(x, given.k)
+    return loop(fn, between=between, args=(weakref.proxy(owner),))
+
+
+@program
+def a_weak_proxy_of_what_is_gone():
+    proxy = weakref.proxy(State(k=2))
+
+    def fn(x):
+        try:
+            return work(x, proxy.k)
+        except ReferenceError:
+            return work(x, 5)
+
+    return loop(fn)
+
+
+@program
+def attributes_of_a_mock():
+    held = mock.MagicMock(return_value=2)
+    held.config.k = 3
+
+    def fn(x):
+        return work(x, held() + held.config.k + held.call_count)
+
+    def between():
+        held.config.k += 1
+        held.return_value += 1
+
+    return loop(fn, between=between, state=lambda: held.call_count)
+
+
+@program
+def a_traced_module():
+    layer = nn.Linear(16, 16).double()
+    traced = torch.jit.trace(layer, leaf())
+
+    def step(wrap):
+        run = wrap(traced)
+        fn = lambda x: work(run(x.sin()))
+        return loop(fn, state=lambda: layer.weight.grad)(wrap)
+
+    return step
