@@ -310,15 +310,15 @@ class Walk:
 
 def _code_of(hook: Any) -> Any:
     """Return the function that a hook calls, or its class."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    fn = getattr(hook, "__func__", hook)
-    return fn if type(fn) is types.FunctionType else type(fn)
+    while issubclass(type(hook), (partial, types.MethodType)):
+        hook = hook.func if issubclass(type(hook), partial) else hook.__func__
+    return hook if type(hook) is types.FunctionType else type(hook)
 
 
 def is_hook_left_alone(hook: Any) -> bool:
     """Say whether a hook is of what is not searched: it may lead to a whole model."""
-    return is_left_alone_in(str(_code_of(hook).__module__))
+    module = str(_code_of(hook).__module__)
+    return module.startswith("remat.") or is_left_alone_in(module)
 
 
 def is_hook_of_library(hook: Any) -> bool:

@@ -347,3 +347,41 @@ def test_of_the_outputs_of_thirty_steps_one_is_alive():
             refs.append(weakref.ref(module.last))
     assert ops["sin"] == 60
     assert sum(ref() is not None for ref in refs) == 1
+
+
+# --- What hooks keep ---
+
+
+class Keeping:
+    """Keeps the last output of a layer, in an attribute and in a list."""
+
+    def __init__(self):
+        self.last, self.all = None, []
+
+    def keep(self, _module, _args, out):
+        self.last, self.all = out, [out]
+
+
+@pytest.mark.parametrize("kind", ["closure", "method", "removed"])
+def test_what_a_hook_keeps_lives_as_long_as_in_plain_code(kind):
+    """With the collector off: no graph leads to what leads to it."""
+    model, keeping = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Keeping()
+    hook = keeping.keep if kind == "method" else lambda *args: keeping.keep(*args)
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        with count_ops() as ops:
+            for _ in range(4):
+                handle = model[1].register_forward_hook(hook)
+                y = remat(model)(torch.ones(2, 4, requires_grad=True) * 1)
+                if kind == "removed":
+                    handle.remove()
+                y.sin().sum().backward()
+                handle.remove()
+                alive.append(weakref.ref(keeping.last))
+                del y
+    finally:
+        gc.enable()
+    assert [ref() is not None for ref in alive] == [False, False, False, True]
+    assert ops["tanh"] == 8
