@@ -77,7 +77,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "vivit": {"num_frames": 8},
-    "videomae": {"num_frames": 8},
     "deepseek_v3": {"num_key_value_heads": 4},
 }
 ROWS: dict[Callable[[], dict[str, Tensor]], str] = {
@@ -104,9 +103,18 @@ def client(kind: str, inputs: Callable[[], dict[str, Tensor]]) -> Client:
     return Client(build, blocks, inputs, loss)
 
 
+def shared() -> nn.Module:
+    """Return an encoder whose layers share a module, with all that is hooked to it."""
+    model: Any = shrunk("bert")
+    first, second = model.encoder.layer
+    second.attention.output.LayerNorm = first.attention.output.LayerNorm
+    return model
+
+
 SHRUNK = {
     kind: client(kind, make) for make, row in ROWS.items() for kind in row.split()
 }
+SHRUNK["bert-shared"] = Client(shared, blocks, text, loss)
 CLIENTS: dict[str, Client] = {**WRITTEN, **DIFFUSERS, **SHRUNK}
 
 

@@ -23,6 +23,8 @@ from support.clients import (
     train,
     vision,
 )
+from support.restless import SETTINGS, assert_sweeps
+from support.tables import crossed
 
 import remat as package
 from remat import policies, remat
@@ -70,6 +72,11 @@ def clients(*names):
 def test_three_steps_are_those_of_plain(name, style, optimizer):
     """Running statistics are updated once in each step."""
     assert_trains_as_plain(CLIENTS[name], style, remat, optimizer=optimizer)
+
+
+@crossed("name, setting", CLIENTS, SETTINGS)
+def test_under_state_that_goes_on(name, setting):
+    assert_sweeps(CLIENTS[name], SETTINGS[setting])
 
 
 @styles
