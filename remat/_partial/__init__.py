@@ -10,7 +10,8 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     plan, cost             what becomes of each operation, and what it costs
     budget                 what a number of bytes is best spent on
     cache                  the plans of a record, which calls of one signature share
-    runnable, replay       a plan laid out to be run, and the modes that follow it
+    runnable               a plan laid out to be run, and modes that follow it
+    replay, check          a recompute along a plan; one in full that is compared
     names                  `checkpoint_name`
     tape, barrier          in a graph: what is kept, and read after the cotangents
 

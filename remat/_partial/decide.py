@@ -7,9 +7,13 @@ lowerings would differ, and reports would be wrong.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from types import CodeType
+from typing import Any
 
+from remat._base.interpreter import nested
 from remat._partial.budget import Spent, spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
 from remat._partial.candidates import Candidates
@@ -34,9 +38,11 @@ class Situation:
     given_up: str = ""  # why it is not recorded, or calls like it are not any more
 
 
-# A reason that is known after a forward only.
+# Before a forward is recorded: that is done under a mode for torch functions.
+_ASKS = "it asks whether there is a torch function (has_torch_function)"
+# Reasons that are known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
-ASSIGNS = "it assigns to the .data of an input"
+ASSIGNS = "it assigns to the .data of a tensor"
 UNSEEN = "torch compiles a part of it, such as a branch of torch.cond"
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
@@ -78,6 +84,28 @@ def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
     if call.kind:
         return f"an input is a {call.kind}, which sees what is done with it"
     return call.given_up
+
+
+def why_not_recorded(cache: CallCache, signature: Iterable[Any]) -> str:
+    """Say why a call that is to be recorded cannot be, by the code that it reaches."""
+    if cache.plans is not None or cache.reason or not _asks_for_modes(signature):
+        return ""
+    cache.refuse(_ASKS)
+    return _ASKS
+
+
+def _asks_for_modes(signature: Iterable[Any]) -> bool:
+    for part in signature:
+        code = part() if type(part) is weakref.ref else part
+        if isinstance(code, tuple) and _asks_for_modes(code):
+            return True
+        if type(code) is CodeType and any(
+            name.startswith("has_torch_function")
+            for inner in nested(code)
+            for name in inner.co_names
+        ):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +161,11 @@ def plan_recorded(
     outputs that are `targets`.
     """
     asked = asked_for(policy, prune)
-    if recorder.misses:
-        cache.refuse(UNSEEN)
+    why = UNSEEN if recorder.misses else ASSIGNS if recorder.assigns else ""
+    if why:
+        cache.refuse(why)
         if asked:
-            warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=UNSEEN))
+            warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
         return None
     exposed = recorder.exposed
     decisions = recorder.candidates.decisions(record, exposed)

@@ -216,4 +216,5 @@ _NOTICED = {
     _ASSIGNS,
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
     *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),
+    *(Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.share_memory_),
 }

@@ -29,10 +29,11 @@ from remat._graph.handles import Handle
 from remat._graph.residual import OFFLOAD, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
-from remat._partial.decide import ACCUMULATES, ASSIGNS, inputs_to_drop, plan_recorded
+from remat._partial.check import Check
+from remat._partial.decide import ACCUMULATES, inputs_to_drop, plan_recorded
 from remat._partial.options import Prune
 from remat._partial.recorder import Recorder
-from remat._partial.replay import Check, Replay, is_droppable
+from remat._partial.replay import Replay, is_droppable
 from remat._partial.runnable import Collect, Verify
 from remat._partial.values import key_of, value_of, viewed_as
 from remat._torch import (
@@ -226,13 +227,9 @@ class SavedInHandles(PlannedCall):
         """
         recorder = self.mode if isinstance(self.mode, Recorder) else None
         if accumulates or (recorder is not None and recorder.copies_gradients):
-            why = ACCUMULATES
-        elif recorder is not None and recorder.assigns:
-            why = ASSIGNS
-        else:
-            return ""
-        self.cache.refuse(why)
-        return why
+            self.cache.refuse(ACCUMULATES)
+            return ACCUMULATES
+        return ""
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """End the forward: give handles their residuals.

@@ -79,8 +79,8 @@ class Recorder(Observer):
         # Whether a backward inside copied a gradient for a leaf, which it does only
         # while something else holds it, as candidates do.
         self.copies_gradients, self._task = False, current_task()
-        # Whether an input was given memory of the record, by `.data`. A replay may
-        # leave that value out, and the user's tensor would have no memory.
+        # Whether a tensor was given other memory, by `.data`. No operation tells, and a
+        # tensor that is held for the policy has another value by then.
         self.assigns = False
         self.misses = False  # operations
 
@@ -199,7 +199,7 @@ class Recorder(Observer):
     def assign(self, tensor: Tensor, value: Tensor) -> None:
         """Note that a tensor is given the memory of another."""
         known = self._storages.known
-        if known(tensor) in self.inputs and known(value) is not None:
+        if known(tensor) is not None or known(value) is not None:
             self.assigns = True
 
     def note_saved(self, outs: Sequence[Any]) -> None:

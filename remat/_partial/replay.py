@@ -1,4 +1,4 @@
-"""The modes of a recompute: along a plan, or in full and compared with the record.
+"""The mode of a recompute along a plan.
 
 In a `Replay` residuals are handed in, and dead work is left out: such an operation
 returns absent tensors (`_base/absent.py`), which raise an error when they are read.
@@ -41,14 +41,11 @@ from remat._partial.runnable import (
     CLONE,
     UNRECORDED,
     Follow,
-    RunnablePlan,
-    described,
     fits_metadata,
     statics_of,
 )
 from remat._torch import (
     base_tensor,
-    call_kernel,
     eager_only,
     is_fake,
     is_lazy,
@@ -396,78 +393,3 @@ def _by_storage(tensors: Sequence[Tensor], numbers: Sequence[int]) -> dict[int, 
 
 def _has_storage(tensor: Tensor) -> bool:
     return type(tensor) in TENSORS and tensor.layout is torch.strided
-
-
-class Check(Follow):
-    """Follows a function that runs again in full, and must do what its forward did.
-
-    Views, copies and casts are not compared. Module hooks may make views, as those of
-    torch's FLOP counter do; autograd may copy what is changed in place; and autocast
-    may find a cast in its cache. An operation that depends on no input may be missing:
-    the function may have cached its result, a table of positions for instance.
-    """
-
-    def __init__(self, runnable: RunnablePlan) -> None:
-        super().__init__(runnable)
-        self._error: Exception | None = None
-        steps = runnable.record.steps
-        constant = zip(steps, _are_constant(steps), strict=True)
-        pairs = [(s, c) for s, c in constant if not _may_differ(s.op.func)]
-        self._steps = [step for step, _ in pairs]
-        self._is_constant = [is_constant for _, is_constant in pairs]
-        self._funcs = [*[step.op.func for step in self._steps], None]
-
-    @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if not _may_differ(func):
-            then = self._funcs[self._next]
-            while then not in (func, None) and self._is_constant[self._next]:
-                self._next += 1
-                then = self._funcs[self._next]
-            if then is not func:
-                raise self._differs(func)
-            self._next += 1
-        return call_kernel(func, *args, **(kwargs or {}))
-
-    @override
-    def _differs(self, func: Any) -> Exception:
-        error = RecomputeError(_DIFFERENT + described(self._steps, self._next, func))
-        self._give_up()
-        self._error = self._error or error
-        return error
-
-    @override
-    def end(self) -> None:
-        """Check that every operation has run; raise what the function has caught."""
-        super().end()
-        if self._error is not None:
-            raise self._error
-
-
-def _may_differ(func: Any) -> bool:
-    """Say whether a recompute may run an operation more or less often."""
-    return func in (CLONE, CAST) or func in UNRECORDED or is_view_op(func)
-
-
-def _are_constant(steps: Sequence[Step]) -> list[bool]:
-    """Return which steps depend on no input and no draw."""
-    constant: set[int] = set()
-    found = []
-    for step in steps:
-        is_constant = not step.draws and constant.issuperset(step.reads)
-        found.append(is_constant and bool(step.makes))
-        if is_constant:
-            constant.update(step.makes)
-        else:
-            constant.difference_update(step.writes)
-    return found
-
-
-_DIFFERENT = (
-    "remat: the recompute ran other operations than the forward did. The function "
-    "must compute the same thing twice: if it depends on outside state that changed, "
-    "pass that state as an argument.\n"
-)

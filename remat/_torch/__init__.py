@@ -3,6 +3,7 @@
     autograd        the engine, graphs and what they saved, hooks, dual numbers
     levels          the levels of torch.func
     modes           function modes and dispatch modes
+    algorithms      operations that compute something else where a mode is entered
     tracing         Dynamo, torch.fx, TorchScript
     graphs          graphs that AOTAutograd and make_fx make; collectives
     nodes           nodes of Dynamo's graphs, and runs of their bodies
@@ -22,6 +23,7 @@ Rejected: private API where it is used. An upgrade would be read for in all file
 # First, as it says which torch lacks what the others import.
 from remat._torch import versions as versions  # isort: skip
 
+from remat._torch.algorithms import CHOOSING as CHOOSING
 from remat._torch.autograd import (
     NODES_ASKING_GRAD_MODE as NODES_ASKING_GRAD_MODE,
     AccumulateGrad as AccumulateGrad,

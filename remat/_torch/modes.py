@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, overrides
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
 from typing_extensions import override
 
-from remat._torch.autograd import dual_level_active
 from remat._torch.tracing import dynamo
 
 
@@ -142,25 +141,6 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
 
     def note_unseen(self) -> None:
         """Be told that the function runs operations that this mode does not see."""
-
-
-# Deleted by: torch choosing algorithms by whether a graph is made, and not by modes.
-# `svdvals` and what is made of it (`cond`) compute singular vectors, too, where a mode
-# is entered, and values that differ in the last bits.
-def _svdvals(a: Tensor, *, driver: str | None = None) -> Tensor:
-    """Run `svdvals` as plain code does, as one operation for a mode of remat's."""
-    mode = _python_dispatch._get_current_dispatch_mode()
-    is_plain = not (a.requires_grad or is_functorch_wrapped_tensor(a))
-    below: Any = nullcontext()
-    if isinstance(mode, LeanDispatchMode) and is_plain and not dual_level_active():
-        below = below_autograd()
-    with torch._C._ExcludeDispatchKeyGuard(_SNAPSHOT), below:
-        return torch.ops.aten.linalg_svdvals.default(a, driver=driver)
-
-
-_SNAPSHOT = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
-_kernels = torch.library.Library("aten", "IMPL")
-_kernels.impl("linalg_svdvals", _svdvals, "PythonTLSSnapshot")
 
 
 # Deleted by: a public stack of dispatch modes.

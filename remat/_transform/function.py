@@ -82,6 +82,7 @@ from remat._partial.decide import (
     too_deep,
     warn_if_asked,
     why_no_record,
+    why_not_recorded,
 )
 from remat._partial.options import Options, reference
 from remat._partial.planned_call import SavedInNode
@@ -587,6 +588,10 @@ def _planned(
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
     cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
+    why = why_not_recorded(cache, program.signature)
+    if why:
+        warn_if_asked(policy, prune, situation, label, why)
+        return None
     return SavedInNode(
         cache=cache, policy=policy, prune=prune, inputs=inputs, label=label, inner=inner
     )

@@ -45,7 +45,13 @@ from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, Running
 from remat._partial.cache import CallKind, metas_of, owner_of
-from remat._partial.decide import Situation, too_deep, warn_if_asked, why_no_record
+from remat._partial.decide import (
+    Situation,
+    too_deep,
+    warn_if_asked,
+    why_no_record,
+    why_not_recorded,
+)
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
 from remat._partial.replay import Replay
@@ -221,8 +227,13 @@ class Saved:
         situation = self.situation(inputs)
         why = why_no_record(policy, prune, situation)
         warn_if_asked(policy, prune, situation, self.label, why)
+        if why:
+            return
+        cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
+        if cache.plans is None and not cache.reason:
+            why = why_not_recorded(cache, self.reach.signature)
+            warn_if_asked(policy, prune, situation, self.label, why)
         if not why:
-            cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
             self.planned = SavedInHandles(
                 cache=cache,
                 policy=policy,

@@ -9,7 +9,7 @@ from support.shims import expects, leaf, same
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
-from remat._torch import autograd, levels, modes, tensors
+from remat._torch import algorithms, autograd, levels, modes, tensors
 
 
 class _Mode(overrides.TorchFunctionMode):
@@ -38,6 +38,49 @@ def test_function_modes_are_exchanged():
     assert same(plain, negative)
     assert modes.under_function_modes([mode], torch.neg, x) == "seen"
     assert modes.function_mode_count() == 0
+
+
+@expects("dispatch_mode_count")
+def test_dispatch_modes_are_counted():
+    assert modes.dispatch_mode_count() == 0
+    with modes.LeanDispatchMode():
+        assert modes.dispatch_mode_count() == 1
+
+
+@expects("CHOOSING")
+def test_torch_takes_another_algorithm_under_a_mode():
+    """And under one of remat's the same as without, as one operation."""
+    a = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    a = a @ a.T
+    for name in algorithms.CHOOSING:
+        plain = getattr(torch.linalg, name.removeprefix("linalg_"))
+        values, seen = plain(a), _Seen()
+        with seen:
+            assert same(plain(a), values)
+        assert seen.names == [f"aten.{name}.default"]
+        with _OfOthers() as others:
+            plain(a)
+        assert others.names[0].startswith("aten._linalg_")
+
+
+class _Seen(modes.LeanDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _OfOthers(_python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @expects("no_torch_function", "no_torch_functions", "torch_functions")

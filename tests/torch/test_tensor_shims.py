@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from support.shims import expects, replaced, same
 from torch import Tensor, nn
@@ -63,6 +64,18 @@ def test_tensors_are_made_without_data():
     except RuntimeError:
         return
     raise AssertionError("the address of nothing was given")
+
+
+@expects("has_no_memory")
+def test_what_has_no_memory_is_a_plain_tensor_that_nothing_reads():
+    empty = tensors.tensor_without_data(_Empty, (2, 3), dtype=torch.float32)
+    tensors.refuse_data_ptr(empty)
+    empty.__class__ = Tensor
+    assert (type(empty), vars(empty)) == (Tensor, {})
+    assert [*map(tensors.has_no_memory, (empty, torch.ones(2)))] == [True, False]
+    for read in (torch.sin, Tensor.numpy, Tensor.data_ptr, Tensor.tolist, repr):
+        with pytest.raises(RuntimeError, match="dispatch_on_subclass|subclass|pointer"):
+            read(empty)
 
 
 @expects("is_lazy")

@@ -5,7 +5,6 @@ import functools
 import weakref
 
 import torch
-import torch.nn.functional as F
 from support.adversarial.observed import observed
 from support.adversarial.program import (
     back,
@@ -18,6 +17,7 @@ from support.adversarial.program import (
     work,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -272,17 +272,23 @@ def replaced(owner, name, new, fn):
 
 @program
 def a_function_of_torch_replaced_over_the_forward():
-    return replaced(F, "gelu", torch.tanh, lambda x: F.gelu(work(x)).sin())
+    return replaced(
+        functional, "gelu", torch.tanh, lambda x: functional.gelu(work(x)).sin()
+    )
 
 
 @program
 def a_function_of_torch_replaced_by_one_of_as_many_operations():
-    return replaced(F, "gelu", torch.sigmoid, lambda x: work(x) + F.gelu(x * 2))
+    return replaced(
+        functional, "gelu", torch.sigmoid, lambda x: work(x) + functional.gelu(x * 2)
+    )
 
 
 @program
 def a_function_replaced_by_one_that_nobody_reads():
-    return replaced(F, "relu", lambda x: x * 3, lambda x: work(x) + F.relu(x * 2))
+    return replaced(
+        functional, "relu", lambda x: x * 3, lambda x: work(x) + functional.relu(x * 2)
+    )
 
 
 @program
@@ -372,7 +378,7 @@ def parameters_that_a_closure_holds():
     def patched(parameters):
         def forward(x):
             weight, bias = parameters
-            return F.linear(x, weight, bias)
+            return functional.linear(x, weight, bias)
 
         return forward
 
