@@ -55,7 +55,7 @@ class Copied:
         self.value = copy.copy(value)
 
 
-class Held:
+class HolderParts:
     """What one holder holds: how it is read and written, its keys, and its items.
 
     `items` is a range of numbers if it is tensors that nothing else is.
@@ -70,7 +70,7 @@ class Held:
         self.keys, self.items = how.held(value)
 
 
-class Box(Held):
+class Box(HolderParts):
     """In place of a container that was passed, or of a method: what it holds.
 
     Attributes:
@@ -82,11 +82,13 @@ class Box(Held):
     __slots__ = ("is_flat", "more", "ref")
 
     def __init__(self, value: Any, how: HolderKind) -> None:
-        super().__init__(value, how)
-        self.ref, self.is_flat = Ref(value), False
-        self.more: Sequence[Held] = ()
+        self.ref, self.how, self.is_flat = Ref(value), how, False
+        self.keys, self.items = how.held(value)
+        self.more: Sequence[HolderParts] = ()
         if type(value) not in CONTAINERS and how is not SLOTS:
-            self.more = [Held(value, kind) for kind in _kinds_besides(value, how)]
+            self.more = [
+                HolderParts(value, kind) for kind in _kinds_besides(value, how)
+            ]
 
     def parts(self) -> "list[Box]":
         """Return the containers that it holds."""
@@ -110,8 +112,8 @@ class Given:
     """What a call is given."""
 
     __slots__ = (
-        *("_boxes", "_todo", "buffers", "index", "roots"),
-        *("search", "tensors", "unreferable"),
+        *("_todo", "boxes", "buffers", "index", "roots"),
+        *("search", "tensors"),
     )
 
     def __init__(self) -> None:
@@ -119,10 +121,8 @@ class Given:
         self.roots: dict[int, Any] = {}
         self.index: dict[int, int] = {}
         self.buffers: list[Any] = []
-        self._boxes: dict[int, Box] = {}
+        self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
-        # Containers that no weak reference can be made to, and what is held of them.
-        self.unreferable: list[tuple[Ref, Any]] = []
         self.search: StreamSearch | None = None
 
     @property
@@ -147,17 +147,15 @@ class Given:
         kept = self._kept(value)
         if self._todo:
             for box in self._todo:  # which grows
-                self._fill(box)
+                box.is_flat = self._fill(box)
+                if box.more:
+                    box.is_flat = False
+                    for parts in box.more:
+                        self._fill(parts)
             self._todo.clear()
         return kept
 
-    def _fill(self, box: Box) -> None:
-        """Put aside what a container holds."""
-        box.is_flat = self._fill_one(box) and not box.more
-        for held in box.more:
-            self._fill_one(held)
-
-    def _fill_one(self, held: Held) -> bool:
+    def _fill(self, held: HolderParts) -> bool:
         """Put aside what a holder holds; say whether that is tensors and constants."""
         kinds = {*map(type, held.items)}
         keys_are_plain = ATOMS.issuperset(map(type, held.keys))
@@ -178,8 +176,8 @@ class Given:
             return value
         if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
             return self._root(value)
-        if id(value) in self._boxes:
-            return self._boxes[id(value)]
+        if id(value) in self.boxes:
+            return self.boxes[id(value)][0]
         if issubclass(kind, PARTS):
             if is_of_library(value) or is_of_atoms(value):
                 return value
@@ -218,10 +216,9 @@ class Given:
         kind = type(value)
         if how is not PART and has_user_code(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
-        box = self._boxes[id(value)] = Box(value, how)
+        box = Box(value, how)
+        self.boxes[id(value)] = box, value
         self._todo.append(box)
-        if box.ref.ref is None:
-            self.unreferable.append((box.ref, value))
         return box
 
     def _root(self, value: Any) -> Any:
@@ -286,22 +283,26 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
     return found
 
 
+# What may be a key by its identity and has no weak references.
+_KEYS = SLOTS, OWNED
+
+
 class Building:
     """What was given, for one run: itself where it is there, and made again elsewhere.
 
     Args:
         tensors: to run on.
-        found: returns an owner.
-        container: returns a container that an owner leads to: it holds what it held.
-        write: has a container hold this for the run. Without it, as for names in
-            errors, all others are made again.
+        run: has `found`, which returns an owner, and `container`, which returns a
+            container that an owner leads to: it holds what it held. `write` has one
+            hold something for the run.
+        in_place: whether others that are there are written. Else, as for names in
+            errors, they are made again.
     """
 
     def __init__(
-        self, tensors: Sequence[Any], found: Any, container: Any, write: Any = None
+        self, tensors: Sequence[Any], run: Any, *, in_place: bool = True
     ) -> None:
-        self._tensors, self._found, self._container = tensors, found, container
-        self._write = write
+        self._tensors, self._run, self._in_place = tensors, run, in_place
         # By identity: what each container is, those that are themselves, and those that
         # are still to be made or written.
         self._made: dict[int, Any] = {}
@@ -327,7 +328,7 @@ class Building:
                     self._make([box for box in kept if type(box) is Box])
                 found.append(made[k.ref.id])
             elif kind is Ref:
-                found.append(self._found(k))
+                found.append(self._run.found(k))
             else:
                 found.append(copy.copy(k.value) if kind is Copied else k)
         return found
@@ -354,31 +355,32 @@ class Building:
         What a value that never changes leads to is there as long as that value is.
         """
         new: dict[int, Box] = {}
-        todo, there = [*boxes], self._there
+        todo, there, container = [*boxes], self._there, self._run.container
         while todo:
             box = todo.pop()
             key = box.ref.id
             if key in self._made or key in new:
                 continue
-            value = self._container(box.ref)
+            value = container(box.ref)
             if value is not None:
                 self._made[key] = value
                 continue
             new[key] = box
-            if self._write is not None and key not in there and box.ref.ref is not None:
-                value = box.ref.ref()
+            ref = box.ref.ref
+            if self._in_place and key not in there and ref is not None:
+                value = ref()
                 if value is not None:
                     there[key] = value
-            if box.is_flat:
-                continue
-            if box.how.frozen and key in there:
+            if not box.is_flat:
                 self._note_held(box, new)
-            todo += box.parts()
+                todo += box.parts()
         return new
 
     def _note_held(self, box: Box, new: dict[int, Box]) -> None:
         """Note what a value that never changes holds, which is there as it is."""
         there = self._there
+        if not (box.how.frozen and box.ref.id in there):
+            return
         pairs = zip(box.items, box.how.values([there[box.ref.id]]), strict=True)
         for kept, value in pairs:
             if type(kept) is Box and kept.ref.id not in there:
@@ -405,13 +407,17 @@ class Building:
                 if key not in made:
                     made[key] = self._frozen(box)
                 continue
-            keys, items = held.keys and self.values(held.keys), self.values(held.items)
-            if key in self._there:
-                self._write(held.how, made[key], keys, items)
-            else:
-                held.how.write(made[key], keys, items)
+            self._write(key, held)
         del self._new[key]
         return True
+
+    def _write(self, key: int, parts: HolderParts) -> None:
+        made, how = self._made[key], parts.how
+        keys, items = parts.keys and self.values(parts.keys), self.values(parts.items)
+        if key in self._there:
+            self._run.write(how, made, keys, items)
+        else:
+            how.write(made, keys, items)
 
     def _are_missing(self, held: Iterable[Any]) -> bool:
         return any(type(k) is Box and k.ref.id not in self._made for k in held)
@@ -425,12 +431,3 @@ class Building:
                 return value
             del self._there[key]
         return box.how.new(box.ref.kind(), items, None)
-
-    def _note_held(self, box: Box, new: dict[int, Box]) -> None:
-        """Note what a value that never changes holds, which is there as it is."""
-        there = self._there
-        pairs = zip(box.items, box.how.values([there[box.ref.id]]), strict=True)
-        for kept, value in pairs:
-            if type(kept) is Box and kept.ref.id not in there:
-                there[kept.ref.id] = value
-                new.pop(kept.ref.id, None)  # to look at what it leads to

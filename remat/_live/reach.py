@@ -97,7 +97,7 @@ class Reach:
                 self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
-        if given.unreferable:
+        if given.boxes:
             self._lease(given)
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
@@ -120,11 +120,14 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to passed containers that code may tell from others like them."""
-        asks = frozenset[str]() if given.search is None else given.search.asks
-        asks = asks.union(*(root.layout.asks for root in self._roots))
-        for kept, value in given.unreferable if asks else ():
-            if "id" in asks or type(value).__hash__ is object.__hash__:
-                kept.ref = lease_of(value)
+        asks = None if given.search is None else given.search.asks
+        for root in self._roots:
+            if root.layout.asks:
+                asks = root.layout.asks | (asks or frozenset())
+        for box, value in given.boxes.values() if asks else ():
+            is_told = asks and "id" in asks
+            if is_told or type(value).__hash__ is object.__hash__:
+                box.ref.ref = box.ref.ref or lease_of(value)
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -214,7 +217,7 @@ class Reach:
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        building = Building(tensors, running.found, running.container, running.write)
+        building = Building(tensors, running)
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -256,10 +259,10 @@ class Reach:
         running = self._running
         if running is None:
             tensors = self._alive()
-            building = Building(tensors, _itself, _itself)
+            building = Building(tensors, _Names, in_place=False)
         else:
             tensors = running.tensors
-            building = Building(tensors, running.found, running.container)
+            building = Building(tensors, running, in_place=False)
         search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
@@ -278,9 +281,15 @@ def is_of_all(hooks: Any) -> bool:
     return any(hooks is held for held in MODULE_HOOKS.dicts)
 
 
-def _itself(kept: Any) -> Any:
-    """Return a value that is still there, or None."""
-    return None if kept.ref is None else kept.ref()
+class _Names:
+    """Finds, for names, what is still there."""
+
+    @staticmethod
+    def found(kept: Ref) -> Any:
+        """Return a value that is still there, or None."""
+        return None if kept.ref is None else kept.ref()
+
+    container = found
 
 
 # --- One run ---
