@@ -118,7 +118,7 @@ def _refuse(tensor: Absent, *_: Any, **__: Any) -> Any:
 
 # These read memory without an operation.
 for _name in (
-    *("data_ptr", "numpy", "storage", "tolist", "untyped_storage"),
+    *("const_data_ptr", "data_ptr", "numpy", "storage", "tolist", "untyped_storage"),
     *("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__"),
 ):
     setattr(Absent, _name, _refuse)
