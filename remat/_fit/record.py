@@ -35,6 +35,7 @@ from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block, makes_blank
 from remat._torch import (
+    AddressAnswers,
     OpOverload,
     current_task,
     hooks_here,
@@ -96,7 +97,7 @@ def record(
     """Run a step twice; return what it did, or None if they are those of `unless`."""
     grads = gradients_of(step)
     alone, whole = StepRecorder(costs=False), StepRecorder(costs=True)
-    with mode:
+    with mode, AddressAnswers():
         with (
             alone.watching(step) as watched,
             torch.autograd.graph.saved_tensors_hooks(_let_go, _let_go),
@@ -191,7 +192,9 @@ class StepRecorder(Meter):
     def measured(
         self, func: Any, args: Any, kwargs: dict[str, Any], found: Measured
     ) -> None:
-        if is_view_op(func) and not found.makes:  # of NumPy's memory one makes a storage
+        if (
+            is_view_op(func) and not found.makes
+        ):  # of NumPy's memory one makes a storage
             return
         module = self._modules[-1][0] if self._modules else ""
         if current_task() == -1:

@@ -29,7 +29,7 @@ from remat._partial.names import told_of_names
 from remat._report.inputs import streams_kept, tensors_in
 from remat._report.labels import one_by_one
 from remat._report.timeline import without_collections
-from remat._torch import copied_as_fake, fake_mode, is_fake
+from remat._torch import AddressAnswers, copied_as_fake, fake_mode, is_fake
 
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ def simulate(
         made = change(made)  # before the hooks of windows, which are to be outermost
         meter = Meter()
         windows = _Windows(meter, made.model(), blocks, around)
-        with mode, meter, told_of_names(windows):
+        with mode, AddressAnswers(), meter, told_of_names(windows):
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
@@ -296,9 +296,9 @@ class _Windows:
 
 
 _NOT_THERE = (
-    "remat.fit: the step was run on tensors without values, for the model or an argument "
-    "is on the meta device or fake. If a kernel asks for their addresses or values, pass "
-    "a model and arguments that are there: then a copy of the step runs on real tensors."
+    "remat.fit: the step was run on tensors without values, as the model or an argument "
+    "is on the meta device or fake. If a kernel asks for addresses or values, pass a "
+    "model and arguments that are there: then a copy of the step runs on real tensors."
 )
 _NO_GRAD = (
     "remat.fit: nothing in the result requires grad, so there is no backward to keep "

@@ -69,29 +69,12 @@ def fake_mode() -> Any:
 
     These refuse their address: kernels that torch does not see would write there.
     """
-    return _WithoutMemory()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
 
 
-class _WithoutMemory(FakeTensorMode):
-    """Makes tensors that refuse their address."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._allow_unsafe_data_ptr_access = False
-        self._answers = _AddressAnswers()
-
-    @override
-    def __enter__(self) -> Any:
-        self._answers.__enter__()
-        return super().__enter__()
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._answers.__exit__(*error)
-
-
-class _AddressAnswers(TorchFunctionMode):
+class AddressAnswers(TorchFunctionMode):
     """Answers what torch answers by the address of a fake tensor, which is 0."""
 
     is_remats_check = True

@@ -81,8 +81,8 @@ def assert_called(run, options):
         model = copy.deepcopy(plain)
         for k in range(3):
             model[1][k] = remat.remat(model[1][k], **options)
-        for _ in range(2):
-            assert_equal_to_plain(model, plain, again=3)
+        gradients_and_launches(model)  # a replay may be given up the first time
+        assert_equal_to_plain(model, plain, again=3)
 
 
 @kernels
@@ -105,19 +105,21 @@ def test_reports_launch_kernels(name):
 
 def in_process(code):
     """Run code in a process of its own, which a kernel on no memory would end."""
-    setup = "from support.kernels import *; import remat; import fit.test_kernels as t\n"
+    setup = f"import sys; sys.path[:0] = {sys.path}; from support.kernels import *\n"
+    setup += "import remat\n"
     done = subprocess.run(
-        [sys.executable, "-c", setup + code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", setup + code],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("over", ["step", "blocks"])
 def test_no_kernel_writes_to_address_zero(over):
-    code = f"model, _ = blocks(KERNELS['pointers'], is_function=True)\n"
-    in_process(
-        code + f"remat.fit(model, X, loss=square, budget='1GB', over={over!r})"
-    )
+    code = "model, _ = blocks(KERNELS['pointers'], is_function=True)\n"
+    in_process(code + f"remat.fit(model, X, loss=square, budget='1GB', over={over!r})")
 
 
 def test_a_model_that_is_not_there_is_refused_with_what_to_do():

@@ -1,7 +1,7 @@
 """Kernels that the dispatcher does not see, a model around one, and their launches.
 
-A kernel takes and returns a tensor, where there is no grad. How often one ran is counted
-in memory of C, which no recompute puts back.
+A kernel takes and returns a tensor, without grad. How often one ran is counted in
+memory of C, which no recompute puts back.
 """
 
 import ctypes
@@ -9,9 +9,8 @@ import math
 
 import numpy as np
 import torch
-from torch import nn
-
 from support.fitted import square
+from torch import nn
 
 
 LAUNCHES = (ctypes.c_long * 1)()
