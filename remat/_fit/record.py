@@ -137,7 +137,7 @@ class StepRecorder(Meter):
         self.turn = 0  # how many there were before the backward
         self._ends: list[tuple[int, int]] = []
         self._dies: dict[int, int] = {}
-        # Storages that only a kernel which torch does not see can have written to; those
+        # Storages that only kernels which torch does not see may have written to; those
         # whose memory Python took. A scope does not recompute them.
         self._blank: set[int] = set()
         self.exposed: set[int] = set()

@@ -296,7 +296,7 @@ class _Windows:
 
 
 _NOT_THERE = (
-    "remat.fit: the step was run on tensors without values, as the model or an argument "
+    "remat.fit: the step ran on tensors without values, as the model or an argument "
     "is on the meta device or fake. If a kernel asks for addresses or values, pass a "
     "model and arguments that are there: then a copy of the step runs on real tensors."
 )
