@@ -111,6 +111,10 @@ class Absent(Tensor):
                 t.remat_trouble.missed.append(t.remat_number)
         raise MissingError(func)
 
+    def const_data_ptr(self) -> int:
+        """Refuse the address, which torch gives where it refuses that to write to."""
+        raise MissingError("Python")
+
     def belong(self, number: int, trouble: Trouble) -> "Absent":
         """Stand for a storage in a replay."""
         self.remat_number, self.remat_trouble = number, trouble

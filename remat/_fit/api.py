@@ -24,21 +24,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from remat import nn as remat_nn
-from remat._base.errors import BudgetError, RematError
+from remat._base.errors import BudgetError
 from remat._base.sizes import bytes_in
 from remat._base.types import Fn
 from remat._fit.block_plan import FitPlan
 from remat._fit.blocks import fitted
 from remat._fit.choose import Chosen, chosen_for, has_solver, least_of, lowest
-from remat._fit.meter import MissingValueError
 from remat._fit.record import ASKED, StepRecord, record
 from remat._fit.simulate import (
     TrainingStep,
     copied,
-    is_there,
     isolated,
     resident,
     simulate,
+    without_values_if_possible,
 )
 from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
 from remat._fit.walk import Walker
@@ -318,22 +317,15 @@ def _recorded(
 ) -> tuple[StepRecord | None, bool]:
     """Return the record of a step, and whether it was made with real tensors."""
 
-    def recorded(mode: Any) -> StepRecord | None:
+    def recorded(is_real: bool) -> StepRecord | None:
+        mode = contextlib.nullcontext() if is_real else fake_mode()
         made = copied(step, mode, device)
         model = made.model()
         if in_other_mode and model is not None:
             model.train(not model.training)
         return record(made, mode, unless=unless)
 
-    try:
-        return recorded(fake_mode()), False
-    except RuntimeError as error:
-        # Some fake kernels raise one for what the real kernel computes.
-        is_refused = isinstance(error, RematError)
-        is_refused = is_refused and not isinstance(error, MissingValueError)
-        if is_refused or not is_there(step):
-            raise
-    return recorded(contextlib.nullcontext()), True
+    return without_values_if_possible(step, recorded)
 
 
 def _course(walker: Walker, chosen: Chosen) -> Course:

@@ -32,6 +32,7 @@ from remat._fit.simulate import (
     TrainingStep,
     isolated,
     simulate,
+    without_values_if_possible,
 )
 from remat._fit.step_plan import too_small
 from remat._transform.refused import has_forward
@@ -68,8 +69,7 @@ def fitted(
         step, device, blocks, [name for names in depths for name in names], budget
     )
     with isolated():
-        plain = trials.run({})
-        assert plain is not None, "an error was raised otherwise"
+        plain = trials.plain()
         if not trials.fits(plain) and blocks:
             _search(trials, plain, depths)
     best, label = trials.best(), type(model).__name__
@@ -148,6 +148,18 @@ class _Trials:
         for policy in _USUAL:
             self.options[str(policy)] = dict.fromkeys(every, policy)
         self._tried: dict[frozenset[tuple[str, str]], _Candidate | None] = {}
+        self._is_real = False  # whether the step asks for values
+
+    def plain(self) -> _Candidate:
+        """Simulate the step as it is; find out whether that takes real tensors."""
+
+        def run(is_real: bool) -> _Candidate | None:
+            self._is_real = is_real
+            return self.run({})
+
+        found, _ = without_values_if_possible(self._step, run)
+        assert found is not None, "an error was raised otherwise"
+        return found
 
     def run(self, picks: Picks) -> _Candidate | None:
         """Simulate an assignment; None if it does not work."""
@@ -165,7 +177,8 @@ class _Trials:
 
             step = self._step, self._device
             try:
-                found = simulate(*step, change, self.blocks, self.around)
+                where = self.blocks, self.around
+                found = simulate(*step, change, *where, is_real=self._is_real)
                 self._tried[key] = _Candidate(chosen, found)
             except RematError:
                 if not chosen:

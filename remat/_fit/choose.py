@@ -215,6 +215,8 @@ def solved(walker: Walker, budget: int) -> Chosen | None:
     A limit that a walk finds exceeded becomes lower by what recomputes held there. That
     may be too low, as other choices recompute other things.
     """
+    if not walker.choices:  # scipy takes no program without variables
+        return None
     program, last = SavingProgram(walker), None
     for _ in range(_ROUNDS):
         chosen = program.solve()

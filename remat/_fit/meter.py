@@ -97,6 +97,8 @@ class Meter(Observer):
         # What an accumulation of gradients replaced, and the bytes alive beside it.
         self._replaced: tuple[int, int, str] | None = None
         self._costs = False
+        self._first = nodes_made()  # the number of the first node of the step
+        self._found: set[int] = set()  # nodes that lead to what was passed, by number
 
     def begin(self, *, costs: bool) -> None:
         """Forget the windows and the peak before."""
@@ -160,8 +162,10 @@ class Meter(Observer):
             self._find_window()
         before = self.live
         self._refuse_others(func, (args, kwargs))
-        reads = self.reads(args, kwargs)
         known = len(self.sizes)
+        reads = self.reads(args, kwargs)
+        if not is_view_op(func):  # a view may be the first to see memory of others
+            known = len(self.sizes)
         try:
             result = call_kernel(func, *args, **kwargs)
         except NO_VALUES as error:
@@ -248,9 +252,30 @@ class Meter(Observer):
         for tensor in tensors_of(args):
             if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
                 continue
-            if not (has_storage(tensor) and storage_id(tensor) in self._numbers):
+            if not (self._is_known(tensor) or self._is_made_of_known(tensor)):
                 what = f"{operator_name(func)} reads {describe(tensor)}"
                 raise CaptureError(_REAL.format(what=what))
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return has_storage(tensor) and storage_id(tensor) in self._numbers
+
+    def _is_made_of_known(self, tensor: Tensor) -> bool:
+        """Say whether the graph of a tensor leads to what was passed alone.
+
+        A Function may return memory of others, such as NumPy's.
+        """
+        todo: list[Any] = [tensor.grad_fn]
+        while todo:
+            node = todo.pop()
+            number = -1 if node is None else sequence_number(node)
+            if number == _NO_NUMBER and self._is_known(node.variable):
+                continue
+            if not self._first <= number < _NO_NUMBER:
+                return False
+            if number not in self._found:
+                self._found.add(number)
+                todo += [n for n, _ in node.next_functions if n is not None]
+        return True
 
 
 class MissingValueError(CaptureError):

@@ -23,6 +23,7 @@ from remat._base.absent import inputs_of
 from remat._base.context import here
 from remat._fit.meter import Measured, Meter
 from remat._fit.simulate import (
+    RefusedStepError,
     TrainingStep,
     backward,
     gradients_of,
@@ -32,8 +33,15 @@ from remat._fit.simulate import (
 from remat._partial.effects import declared_writes, traits_of
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
-from remat._scope.values import Block
-from remat._torch import current_task, hooks_here, is_of_checkpoint, is_view_op
+from remat._scope.values import Block, makes_blank
+from remat._torch import (
+    AddressAnswers,
+    OpOverload,
+    current_task,
+    hooks_here,
+    is_of_checkpoint,
+    is_view_op,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ def record(
     """Run a step twice; return what it did, or None if they are those of `unless`."""
     grads = gradients_of(step)
     alone, whole = StepRecorder(costs=False), StepRecorder(costs=True)
-    with mode:
+    with mode, AddressAnswers():
         with (
             alone.watching(step) as watched,
             torch.autograd.graph.saved_tensors_hooks(_let_go, _let_go),
@@ -129,6 +137,10 @@ class StepRecorder(Meter):
         self.turn = 0  # how many there were before the backward
         self._ends: list[tuple[int, int]] = []
         self._dies: dict[int, int] = {}
+        # Storages that only kernels which torch does not see may have written to; those
+        # whose memory Python took. A scope does not recompute them.
+        self._blank: set[int] = set()
+        self.exposed: set[int] = set()
         self._modules: list[tuple[str, int]] = []
         self._resident = 0
         self._is_over = False
@@ -180,7 +192,9 @@ class StepRecorder(Meter):
     def measured(
         self, func: Any, args: Any, kwargs: dict[str, Any], found: Measured
     ) -> None:
-        if is_view_op(func):
+        if (
+            is_view_op(func) and not found.makes
+        ):  # of NumPy's memory one makes a storage
             return
         module = self._modules[-1][0] if self._modules else ""
         if current_task() == -1:
@@ -189,6 +203,9 @@ class StepRecorder(Meter):
         writes = dict.fromkeys(n for n in map(self.hold, written) if n >= 0)
         if not (found.makes or writes):
             return
+        if isinstance(func, OpOverload) and makes_blank(func):
+            self._blank.update(found.makes)
+        self._blank.difference_update(writes)
         reads = tuple(dict.fromkeys(n for n in found.reads if n >= 0))
         self.operations.append(
             StepOp(
@@ -218,13 +235,17 @@ class StepRecorder(Meter):
                 born[n] = i
         for op, other in zip(self.operations, alone.operations, strict=False):
             same.update(zip(op.makes, other.makes, strict=False))
+        is_kept = self._blank | self.exposed
         return StepRecord(
             tuple(self.operations),
             self._ends[0] if len(self._ends) == 1 else None,
             self.turn,
             tuple(self.sizes),
             tuple(born),
-            tuple(alone._dies.get(same.get(n, -1), end) for n in range(count)),
+            tuple(
+                end if n in is_kept else alone._dies.get(same.get(n, -1), end)
+                for n in range(count)
+            ),
             tuple(self._dies.get(n, end) for n in range(count)),
             self._resident,
         )
@@ -234,7 +255,7 @@ def _refuse_recomputed(name: str) -> None:
     is_torchs = any(is_of_checkpoint(pack) for pack, _ in hooks_here())
     if is_torchs or here().is_in_call():
         by = "torch.utils.checkpoint" if is_torchs else "remat"
-        raise ValueError(_RECOMPUTED.format(name=name, by=by))
+        raise RefusedStepError(_RECOMPUTED.format(name=name, by=by))
 
 
 _RECOMPUTED = (
@@ -265,3 +286,8 @@ class Positions(Recording):
             operations = self._recorder.operations
             fate = ASKED if asks and operation.operands else AGAIN
             operations[-1] = replace(operations[-1], fate=fate)
+
+    @override
+    def expose(self, tensor: Tensor) -> None:
+        super().expose(tensor)
+        self._recorder.exposed.add(self._recorder.hold(tensor))

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,17 @@ from torch.nn.parameter import is_lazy
 
 from remat._base import pytree
 from remat._base.context import is_recomputing
-from remat._base.errors import CaptureError
-from remat._fit.meter import Meter, Window
+from remat._base.errors import CaptureError, RematError
+from remat._fit.meter import Meter, MissingValueError, Window
 from remat._partial.cache import CACHES
 from remat._partial.names import told_of_names
 from remat._report.inputs import streams_kept, tensors_in
 from remat._report.labels import one_by_one
 from remat._report.timeline import without_collections
-from remat._torch import copied_as_fake, fake_mode, is_fake
+from remat._torch import AddressAnswers, copied_as_fake, fake_mode, is_fake
+
+
+T = TypeVar("T")
 
 
 class TrainingStep(NamedTuple):
@@ -65,7 +68,7 @@ class TrainingStep(NamedTuple):
             result = result.loss
         found = [t for t in tensors_in(result) if t.requires_grad]
         if not found:
-            raise ValueError(_NO_GRAD)
+            raise RefusedStepError(_NO_GRAD)
         return found
 
 
@@ -98,6 +101,32 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
 def is_there(step: TrainingStep) -> bool:
     """Say whether the tensors of a step have values."""
     return not any(t.is_meta or is_fake(t) for t in _leaves(step))
+
+
+class RefusedStepError(ValueError):
+    """A step that there is no plan for, whatever the values are."""
+
+
+def without_values_if_possible(
+    step: TrainingStep, run: Callable[[bool], T]
+) -> tuple[T, bool]:
+    """Run a step on fake tensors; on real ones if it asks for values or addresses.
+
+    Returns what `run` returns, and what it was told: whether tensors are real. What a
+    user's code or a kernel raises for a fake tensor may be any error. If that is a
+    mistake of the code itself, the real step raises it.
+    """
+    try:
+        return run(False), False
+    except Exception as error:
+        is_ours = isinstance(error, (RematError, RefusedStepError))
+        if is_ours and not isinstance(error, MissingValueError):
+            raise
+        if not is_there(step):
+            if not is_ours:
+                error.add_note(_NOT_THERE)
+            raise
+    return run(True), True
 
 
 def resident(step: TrainingStep) -> Iterator[Tensor]:
@@ -186,7 +215,7 @@ def simulate(
         made = change(made)  # before the hooks of windows, which are to be outermost
         meter = Meter()
         windows = _Windows(meter, made.model(), blocks, around)
-        with mode, meter, told_of_names(windows):
+        with mode, AddressAnswers(), meter, told_of_names(windows):
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
@@ -266,6 +295,11 @@ class _Windows:
         module.register_forward_hook(leave)
 
 
+_NOT_THERE = (
+    "remat.fit: the step ran on tensors without values, as the model or an argument "
+    "is on the meta device or fake. If a kernel asks for addresses or values, pass a "
+    "model and arguments that are there: then a copy of the step runs on real tensors."
+)
 _NO_GRAD = (
     "remat.fit: nothing in the result requires grad, so there is no backward to keep "
     "values for. Pass loss=, a function of the result, or let parameters require grad."

@@ -215,6 +215,6 @@ _ASSIGNS = _TENSOR.data.__set__
 _NOTICED = {
     _ASSIGNS,
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
-    *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist),
+    *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist, _TENSOR.const_data_ptr),
     *(Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.share_memory_),
 }

@@ -164,14 +164,15 @@ class Made:
         self.op: Op | None = None  # the operation as a policy sees it, if there is one
         # Whether no operation has written to the memory. A kernel that torch does not
         # know may have.
-        self.is_blank = _makes_blank(operation.func)
+        self.is_blank = makes_blank(operation.func)
         # Either what computes the value again, or the value itself, here or offloaded.
         self.operation: BlockOperation | None = operation
         self.stored: GivenTensor | Offloaded | None = None
 
 
 @functools.lru_cache(maxsize=4096)
-def _makes_blank(func: Any) -> bool:
+def makes_blank(func: Any) -> bool:
+    """Say whether an operation returns memory that it has not written to."""
     return func.overloadpacket.__name__ in _BLANK
 
 

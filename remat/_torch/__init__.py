@@ -193,6 +193,7 @@ from remat._torch.process import (
 from remat._torch.tensors import (
     NO_VALUES as NO_VALUES,
     SHARED_COPY as SHARED_COPY,
+    AddressAnswers as AddressAnswers,
     StorageRef as StorageRef,
     as_fake as as_fake,
     copied_as_fake as copied_as_fake,

@@ -84,10 +84,44 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 NO_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 
-# Deleted by: a public FakeTensorMode.
+# Deleted by: a public FakeTensorMode, whose tensors have no address to anybody.
 def fake_mode() -> Any:
-    """Return a mode in which operations make fake tensors, also of real ones."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """Return a mode in which operations make fake tensors, also of real ones.
+
+    These refuse their address: kernels that torch does not see would write there.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
+class AddressAnswers(TorchFunctionMode):
+    """Answers what torch answers by the address of a fake tensor, which is 0."""
+
+    is_remats_check = True
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func is _TENSOR.const_data_ptr and is_fake(args[0]):
+            func = _TENSOR.data_ptr  # which its storage refuses
+        elif func is _TENSOR.__deepcopy__ and is_fake(args[0]):
+            func = _deep_copy
+        return func(*args, **(kwargs or {}))
+
+
+_TENSOR: Any = Tensor
+
+
+def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy)
+        memo[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -32,6 +32,7 @@ from remat._torch import (
     HigherOrderOperator,
     is_operator,
     overload_of,
+    refuse_data_ptr,
     tensor_without_data,
 )
 from remat.policies._decision import Answer, Decision
@@ -117,7 +118,7 @@ class StandIn(Tensor):
 def stand_in(value: Value) -> Tensor:
     """Return a tensor with the metadata of `value` and no data."""
     told = len(value.stride) == len(value.shape)
-    return tensor_without_data(
+    made: Tensor = tensor_without_data(
         StandIn,
         value.shape,
         value.stride if told else None,
@@ -125,6 +126,8 @@ def stand_in(value: Value) -> Tensor:
         dtype=value.dtype,
         device=value.device,
     )
+    refuse_data_ptr(made)
+    return made
 
 
 def call_of(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:

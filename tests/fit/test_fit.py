@@ -196,7 +196,7 @@ def of_lists():
 # What is fitted, options, and what the error says.
 ARGUMENTS = {
     "values that do not exist are read": (
-        *(lambda: (reading, mlps(2)), {"over": "blocks"}),
+        *(lambda: (reading, mlps(2).to("meta")), {"over": "blocks"}),
         *(remat.CaptureError, r"test_fit\.py:\d+, in reading"),
     ),
     "over is neither": (
