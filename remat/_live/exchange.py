@@ -57,7 +57,7 @@ class Exchange:
         self._made, self._alive = made, alive
         self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
         self._views: list[Any] = []  # those that were made again
-        self._held_by = contents.spans_by_id(layout)
+        self._frozen: set[int] = set()  # the identities of values that never change
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
         # By identity, what each value is in this run, and which were looked at.
         self._found: dict[int, Any] = {}
@@ -74,6 +74,8 @@ class Exchange:
                 holder = groups[span.group][span.number]
             else:
                 holder = self._there(self._contents.at(place))
+                if span.kind.frozen:
+                    self._frozen.add(self._contents.at(place).id)
             if holder is None:
                 self._now.append((span, place, None, [], []))
                 continue
@@ -84,10 +86,11 @@ class Exchange:
 
     def start(self) -> None:
         """Have all holders hold what they held."""
+        self._keep_frozen()
         for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
                 continue
-            if place is not None:
+            if place is not None and (holder is None or self._frozen):
                 found = self.found(self._contents.at(place))
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
@@ -105,6 +108,27 @@ class Exchange:
                     self._tokens.append((holder, token))
         self._now.clear()
         self._fill_views()
+
+    def _keep_frozen(self) -> None:
+        """Note which values that never change hold what they held, from within."""
+        for span, place, holder, _, now in reversed(self._now):
+            if span.kind.frozen and place is not None and holder is not None:
+                key = self._contents.at(place).id
+                if key not in self._made and self._is_as_it_was(span, now):
+                    self._found[key] = holder
+
+    def _is_as_it_was(self, span: Span, now: Sequence[Any]) -> bool:
+        """Say whether a value that never changes may be used as it is."""
+        then = self._contents.kept[span.start : span.end]
+        for i, kept in enumerate(then):
+            if type(kept) is At:
+                then[i] = self._tensors[kept.number]
+            elif type(kept) is Ref:
+                if kept.id not in self._frozen and kept.id not in self._made:
+                    then[i] = self._there(kept)
+                else:
+                    then[i] = self._found.get(kept.id)
+        return _are_same(then, now)
 
     def _fill_views(self) -> None:
         """Give the views that were made again the dicts of their modules."""
@@ -141,6 +165,8 @@ class Exchange:
         return then
 
     def _keys(self, span: Span, find: Callable[[Ref], Any]) -> list[Any]:
+        if not span.kind.keyed:
+            return []
         keys = self._contents.keys_of(span)
         for i, kept in enumerate(keys):
             if type(kept) is At:
@@ -151,18 +177,26 @@ class Exchange:
 
     def found(self, kept: Ref) -> Any:
         """Return a value that was not held: itself, or what was made again."""
-        if kept.id not in self._found:
-            make(kept, self._enter, self._complete)
-        return self._found[kept.id]
+        key = kept.id
+        value = self._found.get(key)
+        if value is None:
+            if key not in self._frozen and key not in self._made:
+                value = self._there(kept)
+            if value is None:
+                make(kept, self._enter, self._complete)
+                return self._found[key]
+            self._found[key] = value
+        return value
 
     def _there(self, kept: Ref) -> Any:
         """Return a value that is there, as it is by now, or None."""
         value = self._made.get(kept.id)
-        if value is None:
-            value = self._alive.get(kept.id) if kept.ref is None else kept.ref()
-            if value is not None and not kept.is_of(value):
-                return None
-        return value
+        if value is not None:
+            return value
+        if kept.ref is not None:
+            return kept.ref()
+        value = self._alive.get(kept.id)
+        return value if type(value) is kept.kind() else None
 
     def _enter(self, kept: Ref) -> Sequence[Ref] | None:
         """Find a value, or make it if it can be filled later."""
@@ -170,7 +204,7 @@ class Exchange:
         if key in self._found or key in self._entered:
             return None
         self._entered.add(key)
-        value, spans = self._there(kept), self._held_by.get(key, [])
+        value, spans = self._there(kept), self._spans_of(key)
         is_frozen = bool(spans) and spans[0].kind.frozen
         if not is_frozen:
             is_there = value is not None and key not in self._made
@@ -181,6 +215,9 @@ class Exchange:
                 return ()  # its contents are written in turn
         return [ref for span in spans for ref in self._missing(span)]
 
+    def _spans_of(self, key: int) -> list[Span]:
+        return self._contents.spans_by_id(self._layout).get(key, [])
+
     def _missing(self, span: Span) -> list[Ref]:
         """Return what a holder held that is not found yet."""
         held = self._contents.kept[span.start : span.end] + self._contents.keys_of(span)
@@ -189,7 +226,7 @@ class Exchange:
     def _complete(self, kept: Ref) -> bool:
         """Make a value that never changes, or fill one that was made."""
         key = kept.id
-        spans = self._held_by.get(key, [])
+        spans = self._spans_of(key)
         if key not in self._found:
             first = spans[0]
             if self._missing(first):
@@ -289,7 +326,7 @@ class Exchange:
 
     def _new(self, kept: Ref, values: Sequence[Any]) -> Any:
         """Return a value like one that is gone."""
-        kind, spans = kept.kind(), self._held_by.get(kept.id)
+        kind, spans = kept.kind(), self._spans_of(kept.id)
         if spans and kind is not None:
             return spans[0].kind.new(kind, values, kept.limit)
         if kind in (dict, set, OrderedDict):

@@ -352,7 +352,7 @@ def test_of_the_outputs_of_thirty_steps_one_is_alive():
 # --- What hooks keep ---
 
 
-class KeepingHook:
+class Hooked:
     """Keeps the last output of a layer, in an attribute and in a list."""
 
     def __init__(self):
@@ -365,7 +365,7 @@ class KeepingHook:
 @pytest.mark.parametrize("kind", ["closure", "method", "removed"])
 def test_what_a_hook_keeps_lives_as_long_as_in_plain_code(kind):
     """With the collector off: no graph leads to what leads to it."""
-    model, keeping = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), KeepingHook()
+    model, keeping = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Hooked()
     hook = keeping.keep if kind == "method" else lambda *args: keeping.keep(*args)
     alive = []
     gc.collect()
