@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from remat._base.installed import is_installed
 from remat._base.interpreter import nested
 from remat._partial.budget import Spent, spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
@@ -99,12 +100,10 @@ def _asks_for_modes(signature: Iterable[Any]) -> bool:
         code = part() if type(part) is weakref.ref else part
         if isinstance(code, tuple) and _asks_for_modes(code):
             return True
-        if type(code) is CodeType and any(
-            name.startswith("has_torch_function")
-            for inner in nested(code)
-            for name in inner.co_names
-        ):
-            return True
+        if type(code) is CodeType and not is_installed(code.co_filename):
+            names = (name for inner in nested(code) for name in inner.co_names)
+            if any(name.startswith("has_torch_function") for name in names):
+                return True
     return False
 
 

@@ -1,7 +1,7 @@
 """Operations for which torch takes another algorithm where a mode is entered.
 
-Where no graph is made, these compute no vectors in plain code. Under a mode they do, and
-values differ in the last bits; so does what is made of them, such as `cond`.
+Where no graph is made, these compute no vectors in plain code. Under a mode they do,
+and values differ in the last bits; so does what is made of them, such as `cond`.
 
 Invariant: under a mode that is not remat's they run as without remat.
 Rejected: to leave the mode for them. What they do would be in no record.
