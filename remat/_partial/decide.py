@@ -9,10 +9,11 @@ lowerings would differ, and reports would be wrong.
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+from remat._base.installed import is_installed
 from remat._base.interpreter import nested
 from remat._partial.budget import Spent, spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
@@ -36,6 +37,7 @@ class Situation:
     kind: str = ""  # the class of an input that sees the operations done with it
     elements: int = 0  # of all inputs
     given_up: str = ""  # why it is not recorded, or calls like it are not any more
+    modes: int = field(default_factory=dispatch_mode_count)  # that are entered
 
 
 # Before a forward is recorded: that is done under a mode for torch functions.
@@ -47,18 +49,6 @@ UNSEEN = "torch compiles a part of it, such as a branch of torch.cond"
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
 WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
-
-
-def too_deep() -> str:
-    """Say why a call inside of many others is not recorded; "" if it may be.
-
-    Each operation passes the modes of all: Python allows no more frames.
-    """
-    return _DEEP if dispatch_mode_count() >= _DEPTH else ""
-
-
-_DEPTH = 16
-_DEEP = f"it is inside of {_DEPTH} calls that are"
 
 
 def has_no_reason(policy: Policy | None, prune: Prune, elements: int) -> bool:
@@ -83,15 +73,27 @@ def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
         return "forward mode differentiates its backward"
     if call.kind:
         return f"an input is a {call.kind}, which sees what is done with it"
-    return call.given_up
+    # Each operation passes all modes, and Python allows no more frames.
+    return call.given_up or (_DEEP if call.modes >= _DEPTH else "")
 
 
-def why_not_recorded(cache: CallCache, signature: Iterable[Any]) -> str:
-    """Say why a call that is to be recorded cannot be, by the code that it reaches."""
+_DEPTH = 16
+_DEEP = f"it is inside of {_DEPTH} calls that are"
+
+
+def is_refused(
+    cache: CallCache,
+    signature: Iterable[Any],
+    policy: Policy | None,
+    prune: Prune,
+    label: str,
+) -> bool:
+    """Say whether a call that is to be recorded cannot be, by the code it reaches."""
     if cache.plans is not None or cache.reason or not _asks_for_modes(signature):
-        return ""
+        return False
     cache.refuse(_ASKS)
-    return _ASKS
+    _warn_not_followed(asked_for(policy, prune), label, _ASKS)
+    return True
 
 
 def _asks_for_modes(signature: Iterable[Any]) -> bool:
@@ -99,12 +101,10 @@ def _asks_for_modes(signature: Iterable[Any]) -> bool:
         code = part() if type(part) is weakref.ref else part
         if isinstance(code, tuple) and _asks_for_modes(code):
             return True
-        if type(code) is CodeType and any(
-            name.startswith("has_torch_function")
-            for inner in nested(code)
-            for name in inner.co_names
-        ):
-            return True
+        if type(code) is CodeType and not is_installed(code.co_filename):
+            names = (name for inner in nested(code) for name in inner.co_names)
+            if any(name.startswith("has_torch_function") for name in names):
+                return True
     return False
 
 
@@ -164,8 +164,7 @@ def plan_recorded(
     why = UNSEEN if recorder.misses else ASSIGNS if recorder.assigns else ""
     if why:
         cache.refuse(why)
-        if asked:
-            warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
+        _warn_not_followed(asked, label, why)
         return None
     exposed = recorder.exposed
     decisions = recorder.candidates.decisions(record, exposed)
@@ -237,7 +236,12 @@ def warn_if_asked(
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
     asked = asked_for(policy, prune)
-    if asked and why and not (call.is_split or call.is_traced):
+    if why and not (call.is_split or call.is_traced):
+        _warn_not_followed(asked, label, why)
+
+
+def _warn_not_followed(asked: str, label: str, why: str) -> None:
+    if asked:
         warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 

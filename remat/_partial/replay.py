@@ -332,7 +332,7 @@ class Replay(Follow):
     def _absent(self, value: Value, number: int) -> Tensor:
         return self._marked(absent(value), number)
 
-    def _marked(self, tensor: Absent, number: int) -> Tensor:
+    def _marked(self, tensor: Tensor, number: int) -> Tensor:
         """Have a tensor stand for a storage, and be plain to the function."""
         tensor.__class__ = Tensor
         mark = self._marks[id(tensor)] = _Mark(tensor)

@@ -144,9 +144,7 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
 
 
 # Deleted by: a public stack of dispatch modes.
-def dispatch_mode_count() -> int:
-    """Return how many dispatch modes are entered."""
-    return torch._C._len_torch_dispatch_stack()
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 @contextmanager

@@ -79,10 +79,9 @@ from remat._partial.cache import cache_of
 from remat._partial.decide import (
     Situation,
     has_no_reason,
-    too_deep,
+    is_refused,
     warn_if_asked,
     why_no_record,
-    why_not_recorded,
 )
 from remat._partial.options import Options, reference
 from remat._partial.planned_call import SavedInNode
@@ -580,7 +579,6 @@ def _planned(
         is_split=request.is_split,
         kind=next((type(t).__name__ for t in others), ""),
         elements=elements,
-        given_up=too_deep(),
     )
     why = why_no_record(policy, prune, situation)
     warn_if_asked(policy, prune, situation, label, why)
@@ -588,9 +586,7 @@ def _planned(
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
     cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
-    why = why_not_recorded(cache, program.signature)
-    if why:
-        warn_if_asked(policy, prune, situation, label, why)
+    if is_refused(cache, program.signature, policy, prune, label):
         return None
     return SavedInNode(
         cache=cache, policy=policy, prune=prune, inputs=inputs, label=label, inner=inner
@@ -702,8 +698,7 @@ class Remat(SingleLevelFunction):
             raise
         if len(found) == len(ends):
             return (None, *found)
-        grads = dict(zip(wanted, found, strict=True))
-        return (None, *map(grads.get, ends))
+        return (None, *map(dict(zip(wanted, found, strict=True)).get, ends))
 
 
 _apply: Any = Remat.apply

@@ -173,8 +173,7 @@ class SavedInputs:
         Batch norm's update of its running statistics is not. These are vectors, and
         buffers of a module if they are large.
         """
-        found: list[int] = []
-        needs, has_modes = self.needs, dispatch_mode_count() > 0
+        found, needs, has_modes = list[int](), self.needs, dispatch_mode_count() > 0
         for i, t in enumerate(entries):
             try:
                 if (
@@ -385,14 +384,13 @@ class SavedInputs:
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
         t = self._refs[i]()
-        if t is None:
-            return None
-        if t.is_leaf == self._had_node[i]:  # it lost its node since, or got one
+        # It may have lost its node since, or got one.
+        if t is None or t.is_leaf == self._had_node[i]:
             return None
         if i in self.may_be_written:  # on a device, copies stand in for it
             is_writable = type(t) is Tensor and t.is_cpu and not t.is_inference()
             return t if is_writable else None
-        if type(value) is Absent:  # nobody needs its value, and it may be known
+        if type(value) is Absent:  # only the tensor is needed, and not its value
             return t if version_of(t) == self.versions[i] else None
         if type(value) is PackedOutside:  # of which nothing else checks the version
             version, storage = self.versions[i], self._storages.get(i)

@@ -47,10 +47,9 @@ from remat._live.reach import Reach, Running
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
-    too_deep,
+    is_refused,
     warn_if_asked,
     why_no_record,
-    why_not_recorded,
 )
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
@@ -230,10 +229,8 @@ class Saved:
         if why:
             return
         cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
-        if cache.plans is None and not cache.reason:
-            why = why_not_recorded(cache, self.reach.signature)
-            warn_if_asked(policy, prune, situation, self.label, why)
-        if not why:
+        signature = () if cache.plans is not None else self.reach.signature
+        if not is_refused(cache, signature, policy, prune, self.label):
             self.planned = SavedInHandles(
                 cache=cache,
                 policy=policy,
@@ -250,7 +247,7 @@ class Saved:
             is_saved=True,
             is_compiled=self.reach.compiled,
             elements=sum(map(Tensor.numel, inputs)),
-            given_up=_NESTED if any(t.is_nested for t in inputs) else too_deep(),
+            given_up=_NESTED if any(t.is_nested for t in inputs) else "",
         )
 
     def kind(self, inputs: Sequence[Tensor]) -> CallKind:

@@ -18,6 +18,7 @@ from support.pruning import (
 )
 from support.zoo import Evaluations, leaves_of, ops_of, scalar
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from remat import remat
 from remat.testing import assert_same, count_ops
@@ -115,7 +116,7 @@ def test_an_operator_that_is_left_out_has_no_side_effect(op, runs):
     assert len(CALLS) == runs
 
 
-def test_a_value_that_is_left_out_is_of_another_class():
+def test_a_value_that_is_left_out_is_a_plain_tensor():
     seen = Evaluations()
     note = seen.note
 
@@ -126,7 +127,30 @@ def test_a_value_that_is_left_out_is_of_another_class():
 
     ours = remat(fn, prune=True)
     of_backward(ours, (X, W))
-    assert [*seen] == [(True, True), (True, False)]
+    assert [*seen] == [(True, True), (True, True)]
+
+
+def test_code_that_asks_for_torch_functions_is_not_recorded():
+    seen = Evaluations()
+    note = seen.note
+
+    def fn(x, w):
+        note(has_torch_function((x,)))
+        return x * 2 + w.sin().exp()
+
+    with pytest.warns(UserWarning, match="has_torch_function"):
+        of_backward(remat(fn, prune=True), (X, W))
+    assert [*seen] == [False, False]
+
+
+def test_calls_inside_of_sixteen_are_not_recorded():
+    fn = lambda x, w: x * 2 + w.sin().exp()
+    ours = fn
+    for _ in range(17):
+        ours = remat(ours, prune=True)
+    with pytest.warns(UserWarning, match="inside of 16 calls"):
+        found = of_backward(ours, (X, W))
+    assert all(map(torch.equal, found, of_backward(fn, (X, W))))
 
 
 def test_calls_that_reach_compiled_code_are_recomputed_in_full():

@@ -54,16 +54,17 @@ def test_torch_takes_another_algorithm_under_a_mode():
     a = a @ a.T
     for name in algorithms.CHOOSING:
         plain = getattr(torch.linalg, name.removeprefix("linalg_"))
-        values, seen = plain(a), _Seen()
+        values, seen = plain(a), _Sees()
         with seen:
-            assert same(plain(a), values)
+            ours = plain(a)
+        assert same(ours, values)
         assert seen.names == [f"aten.{name}.default"]
         with _OfOthers() as others:
             plain(a)
         assert others.names[0].startswith("aten._linalg_")
 
 
-class _Seen(modes.LeanDispatchMode):
+class _Sees(modes.LeanDispatchMode):
     def __init__(self):
         super().__init__()
         self.names = []

@@ -74,7 +74,7 @@ def test_what_has_no_memory_is_a_plain_tensor_that_nothing_reads():
     assert (type(empty), vars(empty)) == (Tensor, {})
     assert [*map(tensors.has_no_memory, (empty, torch.ones(2)))] == [True, False]
     for read in (torch.sin, Tensor.numpy, Tensor.data_ptr, Tensor.tolist, repr):
-        with pytest.raises(RuntimeError, match="dispatch_on_subclass|subclass|pointer"):
+        with pytest.raises(RuntimeError, match=r"subclass|data pointer"):
             read(empty)
 
 

@@ -403,16 +403,21 @@ def parameters_that_a_closure_holds():
     return step
 
 
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x * 1.01)
+
+
 @program
 def seventy_calls_in_one_another():
-    def nested(depth, wrap):
-        if not depth:
-            return work
-        inner = nested(depth - 1, wrap)
-        return wrap(lambda x: inner(x * 1.01))
-
     def step(wrap):
-        run, x = nested(70, wrap), leaf()
+        run, x = work, leaf()
+        for _ in range(70):
+            run = wrap(Around(run))
         out = run(x)
         back(out)
         return observed((out, x.grad))
