@@ -259,7 +259,7 @@ class Reach:
         running = self._running
         if running is None:
             tensors = self._alive()
-            building = Building(tensors, _Names, in_place=False)
+            building = Building(tensors, _StillThere, in_place=False)
         else:
             tensors = running.tensors
             building = Building(tensors, running, in_place=False)
@@ -281,7 +281,7 @@ def is_of_all(hooks: Any) -> bool:
     return any(hooks is held for held in MODULE_HOOKS.dicts)
 
 
-class _Names:
+class _StillThere:
     """Finds, for names, what is still there."""
 
     @staticmethod

@@ -19,6 +19,7 @@ from support.adversarial.program import (
     work,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Log(list):
@@ -67,7 +68,6 @@ KINDS = {
     "bound_method": lambda: Owner().method,
     "method_of_a_list": lambda: [1].append,
     "tensors": lambda: [torch.ones(16).double()],
-    "tensors_that_require_grad": lambda: (leaf(seed=8), leaf(seed=9) * 2),
 }
 HASHABLE = {
     name: KINDS[name]
@@ -98,6 +98,15 @@ def a_table_by_the_identity_of(make):
         return lambda x, value: work(x, table.get(id(value), 9))
 
     return passed(fn, make)
+
+
+@program
+def a_table_by_the_identity_of_a_pair_of_tensors():
+    def fn(values):
+        table = {id(value): i for i, value in enumerate(values, 2)}
+        return lambda x, pair: work(x * pair[0] + pair[1].sin(), table.get(id(pair), 9))
+
+    return passed(fn, lambda: (leaf(seed=8), leaf(seed=9) * 2))
 
 
 @family(**KINDS)
@@ -306,9 +315,6 @@ def _within(wrap, fn):
     a_nested_call=_nested,
     save_on_cpu=_packed,
     hooks_for_saved_tensors=_within,
-    torchs_checkpoint=lambda wrap, fn: functools.partial(
-        torch.utils.checkpoint.checkpoint, wrap(fn), use_reentrant=False
-    ),
 )
 def an_input_is_itself_in(around):
     def step(wrap):
@@ -321,6 +327,14 @@ def an_input_is_itself_in(around):
         return observed((outs, x.grad))
 
     return step
+
+
+@program(recomputes=False)  # once, as torch's checkpoint around it does in plain code
+def an_input_is_itself_in_torchs_checkpoint():
+    def around(wrap, fn):
+        return functools.partial(checkpoint, wrap(fn), use_reentrant=False)
+
+    return an_input_is_itself_in(around)
 
 
 @program
