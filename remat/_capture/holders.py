@@ -361,8 +361,16 @@ _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     weakref.KeyedRef: lambda ref: (ref(), ref.__callback__, ref.key),
     weakref.WeakMethod: lambda ref: (weakref.ref.__call__(ref), ref._func_ref()),
     weakref.ref: lambda ref: (ref(), ref.__callback__),
+    **dict.fromkeys(weakref.ProxyTypes, lambda proxy: (_behind(proxy),)),
 }
 PARTS = (*_READERS,)
+
+
+def _behind(proxy: Any) -> Any:
+    """Return what a weak proxy stands for; None if that is gone."""
+    with contextlib.suppress(ReferenceError):
+        return proxy.__reduce_ex__.__self__
+    return None
 
 
 def made_of(kind: Any, values: Sequence[Any]) -> Any:
@@ -373,8 +381,10 @@ def made_of(kind: Any, values: Sequence[Any]) -> Any:
     if issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
         name, owner = values
         return getattr(owner, name)
-    if issubclass(kind, weakref.ref) and values[0] is None:  # it was dead then, too
-        return weakref.ref(type("Gone", (), {})())
+    is_proxy = issubclass(kind, weakref.ProxyTypes)
+    if is_proxy or (issubclass(kind, weakref.ref) and values[0] is None):
+        there = type("Gone", (), {})() if values[0] is None else values[0]
+        return (weakref.proxy if is_proxy else weakref.ref)(there)
     if issubclass(kind, weakref.WeakMethod):
         owner, fn = values
         return kind(types.MethodType(fn, owner))

@@ -212,7 +212,8 @@ def is_left_alone(kind: type) -> bool:
     # A class that is made by code of the library is a user's if it inherits from one.
     roots = {str(cls.__module__).partition(".")[0] for cls in kind.__mro__}
     if roots <= sys.stdlib_module_names:
-        return not issubclass(kind, _OPEN)
+        is_mock = any(cls.__module__ == "unittest.mock" for cls in kind.__mro__)
+        return not (is_mock or issubclass(kind, _OPEN))
     return str(kind.__module__).startswith(_LEFT_ALONE)
 
 
@@ -275,3 +276,21 @@ def is_buffer(kind: type) -> bool:
 
 
 _ARRAYS = {"matrix", "memmap", "ndarray", "recarray"}
+
+
+def bytes_of(buffer: Any) -> bytes:
+    """Return what a buffer of numbers holds."""
+    return buffer.tobytes() if hasattr(buffer, "tobytes") else bytes(buffer)
+
+
+def set_bytes(buffer: Any, held: bytes) -> None:
+    """Have a buffer of numbers hold this, in place."""
+    if hasattr(buffer, "dtype"):  # of NumPy
+        array = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
+        then = array(buffer.shape, buffer.dtype, held)
+        array.__setitem__(buffer, ..., then)
+    elif isinstance(buffer, bytearray):
+        buffer[:] = held
+    else:
+        del buffer[:]
+        buffer.frombytes(held)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from remat._base.interpreter import may_refer_to_others
 from remat._base.types import INERT, TENSORS
+from remat._capture.container_kinds import CONTAINERS
 from remat._capture.holders import FUNCTIONS, MISSING, HolderKind, dict_of
 from remat._capture.objects import COPIED_ITERATORS
 from remat._live.layout import Layout, Taken
@@ -73,6 +74,19 @@ class Ref:
         return type(value) is self.kind() if self.ref is None else self.ref() is value
 
 
+class Key(Ref):
+    """In place of a tuple or frozenset that is a key: what it holds, kept in turn.
+
+    It may be made again: another one that is equal is the same key.
+    """
+
+    __slots__ = ("how", "parts")
+
+    def __init__(self, value: Any, how: HolderKind, parts: list[Any]) -> None:
+        super().__init__(value)
+        self.how, self.parts = how, parts
+
+
 class _Keeper:
     """Puts values aside; numbers tensors."""
 
@@ -107,7 +121,16 @@ class _Keeper:
             return Ref(value)
         if place[1] and issubclass(kind, weakref.ref):
             return value  # a key of a weak dictionary, which its entry goes with
+        if place[1] and issubclass(kind, (tuple, frozenset)):
+            return self._keep_key(value, place)
         return Ref(value)
+
+    def _keep_key(self, value: Any, place: Place) -> Any:
+        how = CONTAINERS[tuple if isinstance(value, tuple) else frozenset]
+        held = [*how.values([value])]
+        if any(issubclass(type(v), Tensor) for v in held):
+            return Ref(value)
+        return Key(value, how, [self._keep(v, place) for v in held])
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -247,7 +270,7 @@ class Contents:
         """Return where an object is among the keys, by its identity."""
         if self._key_places is None:
             pairs = enumerate(self.keys)
-            self._key_places = {k.id: i for i, k in pairs if type(k) is Ref}
+            self._key_places = {k.id: i for i, k in pairs if isinstance(k, Ref)}
         return self._key_places.get(key)
 
     def spans(self) -> Iterator[Span]:
@@ -280,7 +303,7 @@ def _are_alike(kept: Sequence[Any], keys: Sequence[Any]) -> bool:
         return False
     pairs = zip(kept, keys, strict=True)
     return all(
-        a.is_of(b) if type(a) is Ref else a is b or (type(b) in INERT and a == b)
+        a.is_of(b) if isinstance(a, Ref) else a is b or (type(b) in INERT and a == b)
         for a, b in pairs
     )
 

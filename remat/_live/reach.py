@@ -28,7 +28,7 @@ from remat._base.types import TENSORS
 from remat._capture.container_kinds import CONTAINERS, OWNED
 from remat._capture.holders import SLOTS
 from remat._capture.modules import HOOKS
-from remat._capture.objects import is_spent_by_use
+from remat._capture.objects import bytes_of, is_spent_by_use, set_bytes
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
@@ -411,9 +411,9 @@ class Running:
 
     def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
         now = bytes_of(buffer)
-        self._undo.append(lambda: bytes_of(buffer) == now or _set_bytes(buffer, now))
+        self._undo.append(lambda: bytes_of(buffer) == now or set_bytes(buffer, now))
         if now != then:
-            _set_bytes(buffer, then)
+            set_bytes(buffer, then)
 
     def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
         """Have a holder hold this until the run has ended."""
@@ -434,24 +434,6 @@ class Running:
     def _hooks_of_modules(self) -> list[Any]:
         dicts = [held for root in self._roots for held in root.layout.modules()]
         return [held[n] for held in dicts for n in HOOKS if held.get(n)]
-
-
-def bytes_of(buffer: Any) -> bytes:
-    """Return what a buffer of numbers holds."""
-    return buffer.tobytes() if hasattr(buffer, "tobytes") else bytes(buffer)
-
-
-def _set_bytes(buffer: Any, held: bytes) -> None:
-    """Have a buffer of numbers hold this, in place."""
-    if hasattr(buffer, "dtype"):  # of NumPy
-        array = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
-        then = array(buffer.shape, buffer.dtype, held)
-        array.__setitem__(buffer, ..., then)
-    elif isinstance(buffer, bytearray):
-        buffer[:] = held
-    else:
-        del buffer[:]
-        buffer.frombytes(held)
 
 
 _GONE = (

@@ -399,7 +399,7 @@ class SavedInputs:
         return stand_in(
             t,
             self._classes[i] if self._classes and is_entry else type(t),
-            self._attributes and self._attributes[i],
+            self._attributes[i] if self._attributes else None,
             need=need,
             is_computed=is_entry and self._had_node[i],
         )

@@ -2,8 +2,10 @@
 
 import functools
 import types
+import weakref
 from collections import OrderedDict, UserList, defaultdict, deque
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from support.adversarial.program import (
@@ -16,6 +18,7 @@ from support.adversarial.program import (
     program,
     work,
 )
+from torch import nn
 
 
 class Log(list):
@@ -359,29 +362,188 @@ def hooks_on_an_input_that_was_made():
     return step
 
 
-# --- Tensors that share memory ---
+# --- Tensors that share memory, and others that are hard to stand in for ---
 
 
-def of_a_buffer(write, parts):
-    """Return a step that passes parts of a buffer, of which the last one is gone."""
+PARTS = {
+    "a_part_that_is_gone": lambda b: (b, b[:8]),
+    "two_parts_that_are_gone": lambda b: (b[2:], b[:8]),
+    "numbers_of_another_kind": lambda b: (b[:8].view(torch.int64), b),
+}
 
+
+@family(**PARTS)
+def a_buffer_and(parts):
     def fn(x, a, b):
-        write(a, b)
-        return work(x * a.clone().sum() * b.clone().sum() / 99)
+        b[:4].fill_(2.0)  # a second time, it makes no difference
+        return work(x * a.double().sum() * b.sum() / 99)
 
     def step(wrap):
-        buffer = torch.arange(1.0, 17.0).double()
-        parts_alive = parts(buffer)
-        return loop(lambda x: x, count=1)(wrap), looped(wrap, fn, parts_alive, buffer)
+        run, x, seen = wrap(fn), leaf(), []
+        for i in range(3):
+            buffer = torch.arange(i, 16.0 + i).double()
+            out = run(x, *parts(buffer))
+            buffer[9:] += i
+            back(out)
+            seen.append(observed((out, x.grad, buffer)))
+        return seen
 
     return step
 
 
-def looped(wrap, fn, given, buffer):
-    run, seen = wrap(fn), []
-    for i in range(3):
-        x = leaf(seed=i + 1)
-        out = run(x, *(part() for part in given))
-        back(out)
-        seen.append(observed((out, x.grad, buffer)))
-    return seen
+class Wrapper(torch.Tensor):
+    """A tensor with attributes, of which `detach` gives a plain one."""
+
+    @staticmethod
+    def __new__(cls, data, size):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+        made.data_, made.size_ = data, size
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [a.data_ if isinstance(a, Wrapper) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@family(of_integers=torch.int64, of_floats=torch.double)
+def a_wrapper_with_attributes(dtype):
+    fn = lambda x, index: work(x * index.size_ * index.data_)
+    make = lambda: Wrapper(torch.arange(16, dtype=dtype).add_(1), 3)
+
+    def step(wrap):
+        run = wrap(fn)
+        return loop(lambda x: run(x, make()))(lambda f: f)
+
+    return step
+
+
+@program
+def a_tensor_of_a_vmap_that_has_ended():
+    held = State(last=None)
+    weights = leaf(3, 16, seed=4)
+
+    def one(row, weight):
+        held.last = weight
+        return work(row * held.last)
+
+    fn = lambda x: torch.func.vmap(one)(x.expand(3, 16), weights)
+    return loop(fn, state=lambda: weights.grad)
+
+
+@program
+def a_module_with_parameters_of_a_vmap_that_has_ended():
+    layer = nn.Linear(16, 16).double()
+    given = {name: leaf(2, *p.shape) for name, p in layer.named_parameters()}
+
+    def one(row, given):
+        layer._parameters.update(given)
+        return work(layer(row))
+
+    fn = lambda x: torch.func.vmap(one)(x.expand(2, 16), given)
+    return loop(fn, state=lambda: [p.grad for p in given.values()])
+
+
+# --- Keys that are made by each call ---
+
+
+KEYS = {
+    "an_object": lambda owner: ("a", owner),
+    "a_function": lambda owner: (work, 1),
+    "a_tuple": lambda owner: ("a", (owner, frozenset([owner]))),
+    "a_frozenset": lambda owner: frozenset([owner, 1]),
+    "a_named_tuple": lambda owner: Pair(owner, 1),
+}
+
+
+@family(**KEYS)
+def a_memo_that_is_cleared_whose_keys_hold(key_of):
+    owner = State(memo={}, weight=leaf(seed=4))
+
+    def fn(x):
+        key, before = key_of(owner), len(owner.memo)
+        owner.memo.clear()
+        owner.memo[key] = work(owner.weight, before + 1)
+        return work(x * owner.memo[key_of(owner)])
+
+    return loop(fn, state=lambda: (owner.weight.grad, len(owner.memo)))
+
+
+# --- What stands for something else ---
+
+
+@program
+def a_weak_proxy():
+    owner = State(k=2)
+    proxy = weakref.proxy(owner)
+
+    def fn(x):
+        proxy.k += 1
+        return work(x, proxy.k)
+
+    between = lambda: setattr(owner, "k", owner.k + 4)
+    return loop(fn, between=between, state=lambda: owner.k)
+
+
+@program
+def a_weak_proxy_in_a_module():
+    class Child(nn.Module):
+        def __init__(self, parent):
+            super().__init__()
+            self.parent = weakref.proxy(parent)
+
+        def forward(self, x):
+            return work(x, self.parent.k)
+
+    parent = State(k=2)
+    between = lambda: setattr(parent, "k", parent.k + 1)
+    return loop(Child(parent), between=between)
+
+
+@program
+def a_passed_weak_proxy():
+    owner = State(k=2)
+    between = lambda: setattr(owner, "k", owner.k + 1)
+    fn = lambda x, given: work(x, given.k)
+    return loop(fn, between=between, args=(weakref.proxy(owner),))
+
+
+@program
+def a_weak_proxy_of_what_is_gone():
+    proxy = weakref.proxy(State(k=2))
+
+    def fn(x):
+        try:
+            return work(x, proxy.k)
+        except ReferenceError:
+            return work(x, 5)
+
+    return loop(fn)
+
+
+@program
+def attributes_of_a_mock():
+    held = mock.MagicMock(return_value=2)
+    held.config.k = 3
+
+    def fn(x):
+        return work(x, held() + held.config.k + held.call_count)
+
+    def between():
+        held.config.k += 1
+        held.return_value += 1
+
+    return loop(fn, between=between, state=lambda: held.call_count)
+
+
+@program
+def a_traced_module():
+    layer = nn.Linear(16, 16).double()
+    traced = torch.jit.trace(layer, leaf())
+
+    def step(wrap):
+        run = wrap(traced)
+        fn = lambda x: work(run(x.sin()))
+        return loop(fn, state=lambda: layer.weight.grad)(wrap)
+
+    return step
