@@ -74,7 +74,7 @@ class Ref:
         return type(value) is self.kind() if self.ref is None else self.ref() is value
 
 
-class Key(Ref):
+class KeyRef(Ref):
     """In place of a tuple or frozenset that is a key: what it holds, kept in turn.
 
     It may be made again: another one that is equal is the same key.
@@ -130,7 +130,7 @@ class _Keeper:
         held = [*how.values([value])]
         if any(issubclass(type(v), Tensor) for v in held):
             return Ref(value)
-        return Key(value, how, [self._keep(v, place) for v in held])
+        return KeyRef(value, how, [self._keep(v, place) for v in held])
 
 
 def _is_number(value: Any, kind: type) -> bool:

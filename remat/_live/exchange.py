@@ -23,7 +23,7 @@ from remat._base.errors import RecomputeError
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import GONE, SCOPES, HolderKind, without_contents
 from remat._capture.objects import check_class, is_view
-from remat._live.contents import At, Contents, HolderIndex, Key, Ref, Span
+from remat._live.contents import At, Contents, HolderIndex, KeyRef, Ref, Span
 from remat._live.layout import Layout, groups_of
 
 
@@ -146,18 +146,18 @@ class Exchange:
                 keys[i] = self._tensors[kept.number]
             elif type(kept) is Ref:
                 keys[i] = self.found(kept, None)
-            elif type(kept) is Key:
+            elif type(kept) is KeyRef:
                 keys[i] = self._key(kept)
         return keys
 
-    def _key(self, kept: Key) -> Any:
+    def _key(self, kept: KeyRef) -> Any:
         """Return a tuple or frozenset that is a key, made again if it is gone."""
         if kept.id in self._made:
             return self._made[kept.id]
         parts = kept.parts.copy()
         for i, part in enumerate(parts):
             if isinstance(part, Ref):
-                is_key = type(part) is Key
+                is_key = type(part) is KeyRef
                 parts[i] = self._key(part) if is_key else self.found(part, None)
         value, how = self._alive.get(kept.id), kept.how
         if not (kept.is_of(value) and _are_same([*how.values([value])], parts)):

@@ -49,7 +49,7 @@ class Copied:
         self.value = copy.copy(value)
 
 
-class Held:
+class HolderParts:
     """What one holder holds: how it is read and written, its keys, and its items.
 
     `items` is a range of numbers if it is tensors that nothing else is.
@@ -64,7 +64,7 @@ class Held:
         self.keys, self.items = how.held(value)
 
 
-class Box(Held):
+class Box(HolderParts):
     """In place of a container that was passed, or of a method: what it holds.
 
     Attributes:
@@ -78,9 +78,11 @@ class Box(Held):
     def __init__(self, value: Any, how: HolderKind) -> None:
         super().__init__(value, how)
         self.ref, self.is_flat = Ref(value), False
-        self.more: Sequence[Held] = ()
+        self.more: Sequence[HolderParts] = ()
         if type(value) not in CONTAINERS and how is not SLOTS:
-            self.more = [Held(value, kind) for kind in _kinds_besides(value, how)]
+            self.more = [
+                HolderParts(value, kind) for kind in _kinds_besides(value, how)
+            ]
 
 
 def _kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
@@ -147,7 +149,7 @@ class Given:
         for held in box.more:
             self._fill_one(held)
 
-    def _fill_one(self, held: Held) -> bool:
+    def _fill_one(self, held: HolderParts) -> bool:
         """Put aside what a holder holds; say whether that is tensors and constants."""
         kinds = {*map(type, held.items)}
         keys_are_plain = INERT.issuperset(map(type, held.keys))

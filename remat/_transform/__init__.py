@@ -13,6 +13,8 @@ Under base autograd: plain's own graph, which holds handles.
 
     saved               the whole lowering, from the call to the end of a recompute
     inputs              what it saves of the inputs of a call
+    watched, overlaps   those that it may have written to: large ones, shared memory
+    stand_ins           what takes their place where they are gone
     leaves              what a recompute must leave as it was
 
 Under torch.func: one Function, whose backward is again a program.
