@@ -361,7 +361,8 @@ _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     weakref.KeyedRef: lambda ref: (ref(), ref.__callback__, ref.key),
     weakref.WeakMethod: lambda ref: (weakref.ref.__call__(ref), ref._func_ref()),
     weakref.ref: lambda ref: (ref(), ref.__callback__),
-    **dict.fromkeys(weakref.ProxyTypes, lambda proxy: (_behind(proxy),)),
+    weakref.ProxyType: lambda proxy: (_behind(proxy),),
+    weakref.CallableProxyType: lambda proxy: (_behind(proxy),),
 }
 PARTS = (*_READERS,)
 

@@ -76,8 +76,8 @@ class Box(HolderParts):
     __slots__ = ("is_flat", "more", "ref")
 
     def __init__(self, value: Any, how: HolderKind) -> None:
-        super().__init__(value, how)
-        self.ref, self.is_flat = Ref(value), False
+        self.ref, self.how, self.is_flat = Ref(value), how, False
+        self.keys, self.items = how.held(value)
         self.more: Sequence[HolderParts] = ()
         if type(value) not in CONTAINERS and how is not SLOTS:
             self.more = [
@@ -101,8 +101,8 @@ class Given:
     """What a call is given."""
 
     __slots__ = (
-        *("_boxes", "_todo", "buffers", "has_containers", "index", "roots"),
-        *("search", "tensors", "unreferable"),
+        *("_todo", "boxes", "buffers", "has_containers", "index", "roots"),
+        *("search", "tensors"),
     )
 
     def __init__(self) -> None:
@@ -110,10 +110,8 @@ class Given:
         self.roots: dict[int, Any] = {}
         self.index: dict[int, int] = {}
         self.buffers: list[Any] = []
-        self._boxes: dict[int, Box] = {}
+        self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
-        # Containers that no weak reference can be made to, and what is held of them.
-        self.unreferable: list[tuple[Ref, Any]] = []
         self.search: StreamSearch | None = None
         self.has_containers = False
 
@@ -139,17 +137,15 @@ class Given:
         kept = self._kept(value)
         if self._todo:
             for box in self._todo:  # which grows
-                self._fill(box)
+                box.is_flat = self._fill(box)
+                if box.more:
+                    box.is_flat = False
+                    for parts in box.more:
+                        self._fill(parts)
             self._todo.clear()
         return kept
 
-    def _fill(self, box: Box) -> None:
-        """Put aside what a container holds."""
-        box.is_flat = self._fill_one(box) and not box.more
-        for held in box.more:
-            self._fill_one(held)
-
-    def _fill_one(self, held: HolderParts) -> bool:
+    def _fill(self, held: HolderParts) -> bool:
         """Put aside what a holder holds; say whether that is tensors and constants."""
         kinds = {*map(type, held.items)}
         keys_are_plain = INERT.issuperset(map(type, held.keys))
@@ -170,8 +166,8 @@ class Given:
             return value
         if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
             return self._root(value)
-        if id(value) in self._boxes:
-            return self._boxes[id(value)]
+        if id(value) in self.boxes:
+            return self.boxes[id(value)][0]
         if issubclass(kind, PARTS):
             if is_of_library(value):
                 return value
@@ -210,10 +206,9 @@ class Given:
         kind = type(value)
         if how is not PART and has_user_code(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
-        box = self._boxes[id(value)] = Box(value, how)
+        box = Box(value, how)
+        self.boxes[id(value)] = box, value
         self._todo.append(box)
-        if box.ref.ref is None:
-            self.unreferable.append((box.ref, value))
         self.has_containers = self.has_containers or not how.frozen
         return box
 
@@ -279,28 +274,26 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
     return found
 
 
+# What may be a key by its identity and has no weak references.
+_KEYS = SLOTS, OWNED
+
+
 class Building:
     """What was given, for one run: itself where it is there, and made again elsewhere.
 
     Args:
         tensors: to run on.
-        found: returns an owner.
-        container: returns a container that an owner leads to: it holds what it held.
-        itself: returns another container that is there.
-        write: has a container hold this for the run. Without it, as for names in
-            errors, all others are made again.
+        run: has `found`, which returns an owner, and `container`, which returns a
+            container that an owner leads to: it holds what it held. `key` returns one
+            that is a key, and `write` has one hold something for the run.
+        in_place: whether others that are there are written. Else, as for names in
+            errors, they are made again.
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Any],
-        found: Any,
-        container: Any,
-        itself: Any = None,
-        write: Any = None,
+        self, tensors: Sequence[Any], run: Any, *, in_place: bool = True
     ) -> None:
-        self._tensors, self._found, self._container = tensors, found, container
-        self._itself, self._write = itself, write
+        self._tensors, self._run, self._in_place = tensors, run, in_place
         self._made: dict[int, Any] = {}
         self._there: dict[int, Any] = {}  # those that are themselves
 
@@ -322,7 +315,7 @@ class Building:
                     self._make([box for box in kept if type(box) is Box])
                 found.append(made[k.ref.id])
             elif kind is Ref:
-                found.append(self._found(k))
+                found.append(self._run.found(k))
             else:
                 found.append(copy.copy(k.value) if kind is Copied else k)
         return found
@@ -344,16 +337,18 @@ class Building:
             if box.how.frozen:
                 self._make_frozen(box, new)
         for key, box in new.items():
-            made = self._made[key]
-            for held in (box, *box.more):
-                if held.how.frozen:
-                    continue
-                keys = held.keys and self.values(held.keys)
-                items = self.values(held.items)
-                if key in self._there:
-                    self._write(held.how, made, keys, items)
-                else:
-                    held.how.write(made, keys, items)
+            if not box.how.frozen:
+                self._write(key, box)
+            for parts in box.more:
+                self._write(key, parts)
+
+    def _write(self, key: int, parts: HolderParts) -> None:
+        made, how = self._made[key], parts.how
+        keys, items = parts.keys and self.values(parts.keys), self.values(parts.items)
+        if key in self._there:
+            self._run.write(how, made, keys, items)
+        else:
+            how.write(made, keys, items)
 
     def _look_for(self, boxes: Sequence[Box]) -> dict[int, Box]:
         """Return the containers that are to be made or written, by their identities.
@@ -361,32 +356,36 @@ class Building:
         What a value that never changes leads to is there as long as that value is.
         """
         new: dict[int, Box] = {}
-        todo, there = [*boxes], self._there
+        todo, there, container = [*boxes], self._there, self._run.container
         while todo:
             box = todo.pop()
             key = box.ref.id
             if key in self._made or key in new:
                 continue
-            value = self._container(box.ref)
+            value = container(box.ref)
             if value is not None:
                 self._made[key] = value
                 continue
             new[key] = box
-            if self._write is not None and key not in there:
-                value = self._itself(box)
+            if self._in_place and key not in there:
+                ref = box.ref.ref
+                if ref is not None:
+                    value = ref()
+                elif box.how in _KEYS:
+                    value = self._run.key(key)
                 if value is not None:
                     there[key] = value
-            if box.is_flat:
-                continue
-            if box.how.frozen and key in there:
+            if not box.is_flat:
                 self._note_held(box, new)
-            for held in (box, *box.more):
-                todo += [k for k in (*held.items, *held.keys) if type(k) is Box]
+                for parts in (box, *box.more):
+                    todo += [k for k in (*parts.items, *parts.keys) if type(k) is Box]
         return new
 
     def _note_held(self, box: Box, new: dict[int, Box]) -> None:
         """Note what a value that never changes holds, which is there as it is."""
         there = self._there
+        if not (box.how.frozen and box.ref.id in there):
+            return
         pairs = zip(box.items, box.how.values([there[box.ref.id]]), strict=True)
         for kept, value in pairs:
             if type(kept) is Box and kept.ref.id not in there:

@@ -25,8 +25,7 @@ from remat._base.code import is_library
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
-from remat._capture.container_kinds import CONTAINERS, OWNED
-from remat._capture.holders import SLOTS
+from remat._capture.container_kinds import CONTAINERS
 from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, is_spent_by_use, set_bytes
 from remat._capture.paths import argument_name, code_of_arguments
@@ -35,7 +34,7 @@ from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_on
 from remat._capture.stream_search import has_user_code
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
-from remat._live.given import Box, Building, Given, structure_of
+from remat._live.given import Building, Given, structure_of
 from remat._live.leases import lease_of
 from remat._live.roots import Root, roots_of
 from remat._torch import function_mode_count, function_modes, parametrization_cache
@@ -96,7 +95,7 @@ class Reach:
             if given.has_containers:
                 self._find_in_hooks(given)
             parameters = self._number_all(given)
-        if given.unreferable:
+        if given.boxes:
             self._lease(given)
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
@@ -126,11 +125,14 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to passed containers that code may tell from others like them."""
-        asks = frozenset[str]() if given.search is None else given.search.asks
-        asks = asks.union(*(root.layout.asks for root in self._roots))
-        for kept, value in given.unreferable if asks else ():
-            if "id" in asks or type(value).__hash__ is object.__hash__:
-                kept.ref = lease_of(value)
+        asks = None if given.search is None else given.search.asks
+        for root in self._roots:
+            if root.layout.asks:
+                asks = root.layout.asks | (asks or frozenset())
+        for box, value in given.boxes.values() if asks else ():
+            is_told = asks and "id" in asks
+            if is_told or type(value).__hash__ is object.__hash__:
+                box.ref.ref = box.ref.ref or lease_of(value)
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -230,9 +232,7 @@ class Reach:
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        building = Building(
-            tensors, running.found, running.container, running.itself, running.write
-        )
+        building = Building(tensors, running)
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -274,10 +274,10 @@ class Reach:
         running = self._running
         if running is None:
             tensors = self._alive()
-            building = Building(tensors, _itself, _itself)
+            building = Building(tensors, _Names, in_place=False)
         else:
             tensors = running.tensors
-            building = Building(tensors, running.found, running.container)
+            building = Building(tensors, running, in_place=False)
         search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
@@ -299,9 +299,15 @@ def _is_of_library(hook: Any) -> bool:
     return not has_user_code(type(fn))
 
 
-def _itself(kept: Any) -> Any:
-    """Return a value that is still there, or None."""
-    return None if kept.ref is None else kept.ref()
+class _Names:
+    """Finds, for names, what is still there."""
+
+    @staticmethod
+    def found(kept: Ref) -> Any:
+        """Return a value that is still there, or None."""
+        return None if kept.ref is None else kept.ref()
+
+    container = found
 
 
 # --- One run ---
@@ -378,15 +384,13 @@ class Running:
                 return now.values[place[0]]
         return None
 
-    def itself(self, box: Box) -> Any:
-        """Return another container that was passed, if it is still there."""
-        if box.ref.ref is not None:
-            return box.ref.ref()
-        for root, now in self._now if box.how in (SLOTS, OWNED) else ():  # may be a key
-            place = root.contents.key_place(box.ref.id)
+    def key(self, key: int) -> Any:
+        """Return an object that was passed and is a key somewhere, or None."""
+        for root, now in self._now:
+            place = root.contents.key_place(key)
             if place is not None:
                 is_exchange = isinstance(now, Exchange)
-                return now.value(box.ref.id) if is_exchange else now.keys[place]
+                return now.value(key) if is_exchange else now.keys[place]
         return None
 
     def _exchange(self) -> None:

@@ -111,6 +111,9 @@ class SavedInputs:
         nested: bool,
     ) -> None:
         self.needs, self._hooks, self._first = needs, hooks, first
+        if hooks is not None:
+            # Of what is packed outside: how to tell that it has other memory by then.
+            self._storages: dict[int, weakref.ref[Any]] = {}
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
         self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
         entries = inputs[:first]
@@ -127,7 +130,6 @@ class SavedInputs:
         self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls
         self._sums: dict[int, int] = {}
         self._overlaps: Sequence[Ranges] = ()  # of those that were written to
-        self._storages: dict[int, weakref.ref[Any]] = {}  # of what was packed outside
         # Whether all are saved themselves.
         self._are_originals = (
             hooks is None and True not in self._had_node and False not in needs[:first]
@@ -172,16 +174,20 @@ class SavedInputs:
         found: list[int] = []
         needs = self.needs
         for i, t in enumerate(entries):
-            if (
-                not needs[i]
-                and (i in buffers or t.dim() == 1)
-                and (type(t) is Tensor or hasattr(t, "fake_mode"))
-                and t.layout is torch.strided
-                and t.numel()
-                <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
-                and _has_memory(t)
-            ):
-                found.append(i)
+            try:
+                if (
+                    not needs[i]
+                    and (i in buffers or t.dim() == 1)
+                    and (type(t) is Tensor or hasattr(t, "fake_mode"))
+                    and t.layout is torch.strided
+                    and t.numel()
+                    <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
+                    # FSDP frees the memory of what it gathers.
+                    and t.untyped_storage().nbytes() >= t.nbytes
+                ):
+                    found.append(i)
+            except RuntimeError:
+                in_place_of_dead(t)
         if found:
             self.may_be_written = frozenset(found)
             if sum(entries[i].nbytes for i in found) > WATCHED_FROM:
@@ -215,8 +221,10 @@ class SavedInputs:
     def _value_of(self, i: int, t: Tensor) -> Any:
         if self._hooks is None:
             return t.detach()
-        if (storage := _storage_of(t)) is not None:
-            self._storages[i] = weakref.ref(storage)
+        try:
+            self._storages[i] = weakref.ref(t.untyped_storage())
+        except RuntimeError:  # it has none
+            self._storages.pop(i, None)
         return PackedOutside(t, self._hooks)
 
     # --- After the forward ---
@@ -263,7 +271,7 @@ class SavedInputs:
         self, inputs: Sequence[Tensor], now: Sequence[int | None]
     ) -> None:
         """Copy those of which the bytes are known and that hold others by now."""
-        befores, written = self._memory, dict[int, tuple[int, int]]()
+        befores, written = self._memory, list[tuple[int, int, int]]()
         self._memory = {}
         addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
         for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
@@ -272,8 +280,9 @@ class SavedInputs:
                 self.may_be_written -= {i}
             else:
                 self.values[i] = with_bytes(self.values[i], held)
-                written[i] = address, address + len(held)
-        self._overlaps = overlapping(written) if len(written) > 1 else ()
+                written.append((address, address + len(held), i))
+        if len(written) > 1:
+            self._overlaps = overlapping(written)
 
     def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
         """Say whether all that changed an input is known, and note it."""
@@ -340,7 +349,7 @@ class SavedInputs:
             for i, (_, held) in self._memory.items():
                 self.values[i] = with_bytes(self.values[i], held)
             memory = self._memory.items()
-            self._overlaps = overlapping({i: (a, a + len(b)) for i, (a, b) in memory})
+            self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in memory])
             self._memory = {}
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
@@ -425,12 +434,6 @@ class SavedInputs:
             for i, (ours, later) in self.renorms.items()
         ]
         return holding_rows(pairs)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor has its memory: FSDP frees that of what it gathers."""
-    storage = _storage_of(tensor)
-    return storage is not None and storage.nbytes() >= tensor.nbytes
 
 
 def _storage_of(tensor: Tensor) -> Any:

@@ -8,6 +8,7 @@ back after the run.
 Rejected: one copy of the whole storage. A part of it may be all that is passed.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,15 +17,19 @@ from torch import Tensor
 from remat._torch import unseen
 
 
-# Where inputs were in memory, by index: first and last.
+# Where inputs are in memory, by index: first and last.
 Ranges = Mapping[int, tuple[int, int]]
 
 
-def overlapping(ranges: Ranges) -> list[Ranges]:
-    """Return groups of inputs that share memory."""
+def overlapping(ranges: list[tuple[int, int, int]]) -> Sequence[Ranges]:
+    """Return groups of inputs that share memory; of each its place, and its index."""
+    ranges.sort()
+    firsts, lasts, _ = zip(*ranges, strict=True) if ranges else ((), (), ())
+    if not any(map(operator.lt, firsts[1:], lasts)):
+        return ()
     groups: list[dict[int, tuple[int, int]]] = []
     end = -1
-    for i, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
+    for first, last, i in ranges:
         if first >= end:
             groups.append({})
         groups[-1][i] = first, last
