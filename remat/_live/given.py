@@ -1,8 +1,16 @@
-"""What a call is given: its function and its arguments, put aside and made again.
+"""What a call is given: its function and its arguments, put aside and found again.
 
-A function, a module or an object is a root, which a weak reference finds again. Passed
-lists and dicts are copied, and made again from the copies: they may hold what the graph
-of the call holds.
+A function, a module or an object is a root, which a weak reference finds again. Of a
+passed container there is a copy, as it may hold what the graph of the call holds. A
+recompute gets the container itself, with what it held, if one of these finds it:
+
+    a holder that a root leads to, also as a key there
+    a weak reference, as to a deque, a partial or an instance of a subclass
+    a value that never changes, holds it and is found, as a partial around a list
+    a lease, where code asks for identities (`leases`)
+
+Else it is made again from the copy. Then nobody can tell it from the one of the call,
+but code of an installed package, which is not searched for `id`.
 
 Invariant: what `put_aside` returns leads to no tensor, and to no container or object
 but those that are used as they are. The walk is a queue: nesting may be deep.

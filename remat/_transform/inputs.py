@@ -1,9 +1,10 @@
 """What a call under base autograd saves of its inputs.
 
 Leaves that require grad, and parameters, are saved themselves, others without their
-graphs. A recompute runs on the user's own tensors where these are still there and the
-forward changed nothing of leaves; else on stand-ins. Stand-ins take the place of leaves
-if the forward changed gradients, or if one no longer requires grad as at the call.
+graphs. A recompute runs on the user's own tensors where these are still there, hold
+what they held, and the forward moved no leaf to other memory; else on stand-ins.
+Stand-ins take the place of leaves if the forward changed gradients, or if one no longer
+requires grad as at the call.
 
 Where torch may not count a write of the forward, as to running statistics, the input is
 copied before, or its bytes noted. What is large, or one of very many, is copied only

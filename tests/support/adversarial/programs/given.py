@@ -67,7 +67,6 @@ KINDS = {
     "bound_method": lambda: Owner().method,
     "method_of_a_list": lambda: [1].append,
     "tensors": lambda: [torch.ones(16).double()],
-    "tensors_that_require_grad": lambda: (leaf(seed=8), leaf(seed=9) * 2),
 }
 HASHABLE = {
     name: KINDS[name]
@@ -98,6 +97,15 @@ def a_table_by_the_identity_of(make):
         return lambda x, value: work(x, table.get(id(value), 9))
 
     return passed(fn, make)
+
+
+@program
+def a_table_by_the_identity_of_a_pair_of_tensors():
+    def fn(values):
+        table = {id(value): i for i, value in enumerate(values, 2)}
+        return lambda x, pair: work(x * pair[0] + pair[1].sin(), table.get(id(pair), 9))
+
+    return passed(fn, lambda: (leaf(seed=8), leaf(seed=9) * 2))
 
 
 @family(**KINDS)
