@@ -274,7 +274,7 @@ class Reach:
         running = self._running
         if running is None:
             tensors = self._alive()
-            building = Building(tensors, _Names, in_place=False)
+            building = Building(tensors, _StillThere, in_place=False)
         else:
             tensors = running.tensors
             building = Building(tensors, running, in_place=False)
@@ -299,7 +299,7 @@ def _is_of_library(hook: Any) -> bool:
     return not has_user_code(type(fn))
 
 
-class _Names:
+class _StillThere:
     """Finds, for names, what is still there."""
 
     @staticmethod

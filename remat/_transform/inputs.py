@@ -112,9 +112,7 @@ class SavedInputs:
         nested: bool,
     ) -> None:
         self.needs, self._hooks, self._first = needs, hooks, first
-        if hooks is not None:
-            # Of what is packed outside: how to tell that it has other memory by then.
-            self._storages: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
         self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
         entries = inputs[:first]

@@ -19,6 +19,7 @@ from support.adversarial.program import (
     work,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Log(list):
@@ -314,9 +315,6 @@ def _within(wrap, fn):
     a_nested_call=_nested,
     save_on_cpu=_packed,
     hooks_for_saved_tensors=_within,
-    torchs_checkpoint=lambda wrap, fn: functools.partial(
-        torch.utils.checkpoint.checkpoint, wrap(fn), use_reentrant=False
-    ),
 )
 def an_input_is_itself_in(around):
     def step(wrap):
@@ -329,6 +327,14 @@ def an_input_is_itself_in(around):
         return observed((outs, x.grad))
 
     return step
+
+
+@program(recomputes=False)  # once, as torch's checkpoint around it does in plain code
+def an_input_is_itself_in_torchs_checkpoint():
+    def around(wrap, fn):
+        return functools.partial(checkpoint, wrap(fn), use_reentrant=False)
+
+    return an_input_is_itself_in(around)
 
 
 @program
