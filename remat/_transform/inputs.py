@@ -211,8 +211,8 @@ class SavedInputs:
 
     def note_changes(
         self, inputs: Sequence[Tensor], renorms: Sequence[Renorm] = ()
-    ) -> int | None:
-        """Drop copies of what did not change; return an input that did and has none."""
+    ) -> list[int]:
+        """Drop copies of what did not change; return inputs that did and have none."""
         now, then = versions_of(inputs), self.versions
         # First: of these there is no copy yet, only their bytes.
         if self._memory:
@@ -241,7 +241,14 @@ class SavedInputs:
             changed = [i for i in changed if not self._is_renormed(i, now[i], renorms)]
         for i in changed:  # those that a forward wrote to are copied in later calls
             _STILL.pop(id(inputs[i]), None)
-        return min(changed, default=None)
+        return changed
+
+    def may_be_written_again(self, i: int, t: Tensor) -> bool:
+        """Say whether a recompute may write to an input that the forward wrote to."""
+        version, value = self.versions[i], self.values[i]
+        is_plain = type(t) is Tensor is type(value) and t.layout is torch.strided
+        is_counted = version is not None and i not in self._sums
+        return is_plain and is_counted and not (self.needs[i] or t.requires_grad)
 
     def will_be_copied(self, i: int) -> bool:
         """Say whether later calls copy an input that this one did not, and changed."""

@@ -26,7 +26,7 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,6 +67,7 @@ from remat._torch import (
     reads_what_is_written_late,
     resume_hooks,
     set_grad_enabled,
+    storage_id,
     suspend_hooks,
     top_hooks,
     torch_functions,
@@ -88,6 +89,7 @@ from remat._transform.leaves import (
     preserved_marks,
     preserved_memory,
 )
+from remat._transform.written import ReadsWritten, preserved_contents
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -151,6 +153,7 @@ class Saved:
         is_done: whether the forward has ended.
         planned: what it does with a record, or with its plans; None if nothing.
         inner: what the calls within chose, in order.
+        written: the inputs without a copy that the forward wrote to.
         seeds: those that the forward took from the machine.
         index: of the call among those within the call around; None outside of one.
     """
@@ -167,7 +170,7 @@ class Saved:
             "inputs",
         ),
         *("is_done", "is_nested", "label", "leaf_changes", "metas", "options"),
-        *("planned", "policy", "reach", "seeds", "vmaps"),
+        *("planned", "policy", "reach", "seeds", "vmaps", "written"),
     )
 
     def __init__(
@@ -202,6 +205,7 @@ class Saved:
         self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
+        self.written: Sequence[int] = ()
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
 
@@ -272,6 +276,15 @@ class Saved:
     def value_of(self, handle: Handle) -> Tensor:
         """Return the value of a handle, by a recompute."""
         return _value_of(self, handle)
+
+    def _first_refused(
+        self, written: Sequence[int], inputs: Sequence[Tensor]
+    ) -> int | None:
+        """Return the first input that the forward must not have written to."""
+        may = self.inputs.may_be_written_again
+        is_hard = bool(self.vmaps) or (self.planned is not None and self.is_nested)
+        refused = [i for i in written if is_hard or not may(i, inputs[i])]
+        return min(refused, default=None)
 
     # --- The forward ---
 
@@ -352,7 +365,8 @@ class Saved:
                 # while this call runs, and has to pack in the same order.
                 refs = self.handles
                 planned.finish([None if ref is None else ref() for ref in refs])
-        changed = self.inputs.note_changes(inputs, renorms)
+        written = self.inputs.note_changes(inputs, renorms)
+        changed = self._first_refused(written, inputs)
         if changed is not None:
             changes = changes_of(
                 self.reach,
@@ -361,7 +375,11 @@ class Saved:
             )
             again = self.inputs.will_be_copied(changed)
             raise changed_inside(self.reach, changed, changes, works_again=again)
-        if planned is not None:
+        if written:
+            self.written, self.planned = written, None
+            for i in written:
+                self.inputs.versions[i] = inputs[i]._version
+        elif planned is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(planned.dropped)
             around = here().nested_choices
@@ -532,7 +550,7 @@ def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> No
     """Run the function as it is, under a mode that checks it if there is one."""
     stops = call.options.stops_early and not reads_what_is_written_late()
     # Of a forward that still runs, nobody knows yet where it ends.
-    stops = stops or not call.is_done
+    stops = (stops and not call.written) or not call.is_done
     filling = Filling(handles, call, stops=stops, compares=call.options.compares)
     recompute(call, filling, call.inputs.to_run_on(call.leaf_changes), check)
     if filling.left or not stops:
@@ -577,6 +595,9 @@ def recompute(
         if call.vmaps or call.inputs.may_be_written
         else _run_on_objects
     )
+    copied = (*call.inputs.may_be_written, *call.written)
+    if copied:
+        filling.put_back = {storage_id(tensors[i]) for i in copied}
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
     try:
@@ -640,9 +661,17 @@ def _state_restored(
             changed += itertools.compress(saved.originals_at, moved)
     gradients = PreserveGradients(originals)
     is_plain = state is NOTHING and leaf_changes is NO_CHANGES
-    if is_plain and not (changed or saved.renorms):
+    if is_plain and not (changed or saved.renorms or call.written):
         return gradients
     with contextlib.ExitStack() as everything:
+        if call.written:
+            reads = [
+                (tensors[i], functools.partial(call.name_of, i), i not in changed)
+                for i in call.written
+            ]
+            changed = [i for i in changed if i not in call.written]
+            everything.enter_context(preserved_contents([t for t, _, _ in reads]))
+            everything.enter_context(ReadsWritten(reads))
         if changed:
             # Which enters it at once: to enter what is returned does nothing.
             state = enter_refusing_reads(call.reach, tensors, changed, state)
@@ -680,7 +709,7 @@ class Filling:
 
     __slots__ = (
         *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
-        *("_saved", "_stops", "_versions", "left"),
+        *("_saved", "_stops", "_versions", "left", "put_back"),
     )
 
     def __init__(
@@ -702,8 +731,10 @@ class Filling:
         self._saved: list[Any] = []
         self._versions: list[int] = []  # of the values, when they were saved
         self.left = len(self._handles)
+        # The storages of what holds something else after the run.
+        self.put_back: Collection[int] = ()
 
-    def pack(self, t: Tensor) -> Any:
+    def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
         if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
             return t
@@ -718,6 +749,8 @@ class Filling:
                 return without_node(t)
         node = t.grad_fn
         value = t if node is None else t.detach()
+        if self.put_back and storage_id(t) in self.put_back:
+            value = t.detach().clone()
         handle = self._handles.get(position)
         if handle is None:
             saved.append(None)
