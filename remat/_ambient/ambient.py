@@ -195,26 +195,27 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
 class streams_kept:  # noqa: N801
     """A context after which the global streams, and others, are where they were."""
 
-    __slots__ = ("_before", "_global", "_others")
+    __slots__ = ("_before", "_global", "_others", "_states")
 
     def __init__(self, others: Sequence[Stream] = ()) -> None:
-        self._global, devices = global_streams(), device_generators()
-        self._others = devices or others
-        if self._others:
-            self._others = [(s, state_of(s)) for s in (*devices, *others)]
+        self._global, self._others = global_streams(), others
+        self._states: Sequence[tuple[Any, Any]] = ()
 
     def __enter__(self) -> None:
-        self._before = self._global.read()
+        self._before, devices = self._global.read(), device_generators()
+        if devices or self._others:
+            self._states = [(s, state_of(s)) for s in (*devices, *self._others)]
 
     def __exit__(self, *_: object) -> None:
-        now = self._global.read()
-        if now is not self._before:
-            each = zip(self._global.streams, self._before, now, strict=True)
+        before, now = self._before, self._global.read()
+        if now is not before:
+            each = zip(self._global.streams, before, now, strict=True)
             for stream, old, new in each:
                 if old != new:
                     stream.write(old)
-        for stream, state in moved_since(self._others) if self._others else ():
-            set_state(stream, state)
+        if self._states:
+            for stream, state in moved_since(self._states):
+                set_state(stream, state)
 
 
 def _set(states: list[tuple[Any, Any]], stack: ExitStack) -> None:

@@ -110,7 +110,7 @@ def _set_warn_only(on: bool) -> None:
 
 
 _set_autocast_dtype = functools.partial(torch.set_autocast_dtype, "cpu")
-_SETTERS: tuple[Callable[..., None], ...] = (
+_SETTERS: tuple[Callable[..., object], ...] = (
     *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
     *(_set_precision, torch._C._set_deterministic_fill_uninitialized_memory),
     *(torch._C._set_sdp_use_math, torch._C._set_sdp_use_flash),

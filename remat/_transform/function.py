@@ -482,7 +482,8 @@ def _evaluate_below(
     if request.at_base:
         for t, leaf in zip(inputs, inner, strict=True):
             if leaf is not t and t.grad_fn is not None:
-                leaf.retain_grad = t.retain_grad  # of a leaf it does nothing
+                # That of a leaf does nothing.
+                vars(leaf)["retain_grad"] = t.retain_grad
     # In a function of its own: nothing here may hold the graph.
     evaluated = _evaluate(call, program, inputs, inner, request)
     # After all runs of the forward, and before leaks are looked for: it holds tensors.

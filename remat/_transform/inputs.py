@@ -244,11 +244,15 @@ class SavedInputs:
         return changed
 
     def may_be_written_again(self, i: int, t: Tensor) -> bool:
-        """Say whether a recompute may write to an input that the forward wrote to."""
+        """Say whether a recompute may write to an input that the forward wrote to.
+
+        It must be large: of others an error is to name the line, in the forward.
+        """
         version, value = self.versions[i], self.values[i]
         is_plain = type(t) is Tensor is type(value) and t.layout is torch.strided
         is_counted = version is not None and i not in self._sums
-        return is_plain and is_counted and not (self.needs[i] or t.requires_grad)
+        is_constant = not (self.needs[i] or t.requires_grad)
+        return is_plain and is_counted and is_constant and t.numel() > _SMALL
 
     def will_be_copied(self, i: int) -> bool:
         """Say whether later calls copy an input that this one did not, and changed."""
