@@ -60,7 +60,7 @@ from remat._transform.leaves import (
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
 # How many elements an input has at most that is copied; a module's buffer, a vector.
-_SMALL = 2**14
+SMALL = 2**14
 _STATISTICS = 2**20
 # Of these, small ones are copied in each call, up to some bytes in all. The others are
 # watched, if they are more than some bytes.
@@ -169,7 +169,7 @@ class SavedInputs:
                 and (type(t) is Tensor or hasattr(t, "fake_mode"))
                 and t.layout is torch.strided
                 and t.numel()
-                <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
+                <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else SMALL)
                 # FSDP frees the memory of what it gathers.
                 and t.untyped_storage().nbytes() >= t.nbytes
             ):
@@ -212,7 +212,7 @@ class SavedInputs:
     def note_changes(
         self, inputs: Sequence[Tensor], renorms: Sequence[Renorm] = ()
     ) -> list[int]:
-        """Drop copies of what did not change; return inputs that did and have none."""
+        """Drop copies of what did not change; return what did and has none."""
         now, then = versions_of(inputs), self.versions
         # First: of these there is no copy yet, only their bytes.
         if self._memory:
@@ -242,17 +242,6 @@ class SavedInputs:
         for i in changed:  # those that a forward wrote to are copied in later calls
             _STILL.pop(id(inputs[i]), None)
         return changed
-
-    def may_be_written_again(self, i: int, t: Tensor) -> bool:
-        """Say whether a recompute may write to an input that the forward wrote to.
-
-        It must be large: of others an error is to name the line, in the forward.
-        """
-        version, value = self.versions[i], self.values[i]
-        is_plain = type(t) is Tensor is type(value) and t.layout is torch.strided
-        is_counted = version is not None and i not in self._sums
-        is_constant = not (self.needs[i] or t.requires_grad)
-        return is_plain and is_counted and is_constant and t.numel() > _SMALL
 
     def will_be_copied(self, i: int) -> bool:
         """Say whether later calls copy an input that this one did not, and changed."""

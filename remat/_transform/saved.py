@@ -78,7 +78,7 @@ from remat._torch import (
 )
 from remat._transform.changes import changes_of
 from remat._transform.checks import changed_inside, enter_refusing_reads
-from remat._transform.inputs import SavedInputs
+from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
     NO_CHANGES,
     ONLY_MARKS,
@@ -280,10 +280,20 @@ class Saved:
     def _first_refused(
         self, written: Sequence[int], inputs: Sequence[Tensor]
     ) -> int | None:
-        """Return the first input that the forward must not have written to."""
-        may = self.inputs.may_be_written_again
+        """Return the first input that the forward must not have written to.
+
+        It may write to large constants. Of others an error is to name the line.
+        """
         is_hard = bool(self.vmaps) or (self.planned is not None and self.is_nested)
-        refused = [i for i in written if is_hard or not may(i, inputs[i])]
+        saved, refused = self.inputs, list[int]()
+        for i in written:
+            t, value = inputs[i], saved.values[i]
+            is_plain = type(t) is Tensor is type(value) and t.layout is torch.strided
+            is_counted = saved.versions[i] not in (None, t._version)
+            is_constant = not (saved.needs[i] or t.requires_grad)
+            is_right = is_plain and is_counted and is_constant and t.numel() > SMALL
+            if is_hard or not is_right:
+                refused.append(i)
         return min(refused, default=None)
 
     # --- The forward ---
@@ -366,7 +376,7 @@ class Saved:
                 refs = self.handles
                 planned.finish([None if ref is None else ref() for ref in refs])
         written = self.inputs.note_changes(inputs, renorms)
-        changed = self._first_refused(written, inputs)
+        changed = self._first_refused(written, inputs) if written else None
         if changed is not None:
             changes = changes_of(
                 self.reach,
