@@ -192,30 +192,27 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     return ambient
 
 
-class streams_kept:  # noqa: N801
-    """A context after which the global streams, and others, are where they were."""
+def streams_now(others: Sequence[Stream] = ()) -> tuple[Any, Any, Any]:
+    """Return where the global streams are, and others, for `put_back`."""
+    ours, devices = global_streams(), device_generators()
+    states = (
+        [(s, state_of(s)) for s in (*devices, *others)] if devices or others else ()
+    )
+    return ours, ours.read(), states
 
-    __slots__ = ("_before", "_global", "_others", "_states")
 
-    def __init__(self, others: Sequence[Stream] = ()) -> None:
-        self._global, self._others = global_streams(), others
-        self._states: Sequence[tuple[Any, Any]] = ()
-
-    def __enter__(self) -> None:
-        self._before, devices = self._global.read(), device_generators()
-        if devices or self._others:
-            self._states = [(s, state_of(s)) for s in (*devices, *self._others)]
-
-    def __exit__(self, *_: object) -> None:
-        before, now = self._before, self._global.read()
-        if now is not before:
-            each = zip(self._global.streams, before, now, strict=True)
-            for stream, old, new in each:
-                if old != new:
-                    stream.write(old)
-        if self._states:
-            for stream, state in moved_since(self._states):
-                set_state(stream, state)
+def put_back(noted: tuple[Any, Any, Any]) -> None:
+    """Have the streams be where they were, if some were drawn from."""
+    ours, before, states = noted
+    now = ours.read()
+    if now is not before:
+        each = zip(ours.streams, before, now, strict=True)
+        for stream, old, new in each:
+            if old != new:
+                stream.write(old)
+    if states:
+        for stream, state in moved_since(states):
+            set_state(stream, state)
 
 
 def _set(states: list[tuple[Any, Any]], stack: ExitStack) -> None:

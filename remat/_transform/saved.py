@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._ambient.ambient import NOTHING, Ambient, streams_kept
+from remat._ambient.ambient import NOTHING, Ambient, put_back, streams_now
 from remat._ambient.draws import without_draws
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
@@ -505,12 +505,13 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             when_done(forget)
         else:
             weakref.finalize(group, forget)
+    fill = _fill_fully if call.planned is None else _fill_planned
     try:
         with torch_functions():  # those of a loss may have called the backward
             if torch.is_inference_mode_enabled():
-                outside_inference_mode(below_all_levels, _fill, call, asked, handles)
+                outside_inference_mode(below_all_levels, fill, call, handles)
             else:
-                below_all_levels(_fill, call, asked, handles)
+                below_all_levels(fill, call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.options.describe
@@ -521,23 +522,26 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         raise
     value = asked.value
     if value is None:
-        raise MutationError(_CHANGED.format(label=call.label))
+        value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
     return value
+
+
+def _value_alone(call: Saved, asked: Handle) -> Tensor:
+    """Return a value that was changed in place: a run for it alone stops before."""
+    fill = _fill_fully if call.planned is None else _fill_planned
+    with torch_functions():
+        outside_inference_mode(below_all_levels, fill, call, [asked])
+    if asked.value is None:
+        raise MutationError(_CHANGED.format(label=call.label))
+    return asked.value
 
 
 def _forget(ref: weakref.ref[Saved]) -> None:
     call = ref()
     for handle in () if call is None else call.alive():
         handle.value = None
-
-
-def _fill(call: Saved, asked: Handle, handles: Sequence[Handle]) -> None:
-    fill = _fill_fully if call.planned is None else _fill_planned
-    fill(call, handles)
-    if asked.value is None:  # a run for it alone stops before it is changed in place
-        fill(call, [asked])
 
 
 def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
@@ -610,9 +614,10 @@ def recompute(
         filling.put_back = {storage_id(tensors[i]) for i in copied}
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
+    streams = streams_now(call.reach.streams)
     try:
         # Outside of the mode, which is to see what the function does and nothing else.
-        with streams_kept(call.reach.streams), _state_restored(call, tensors):
+        with _state_restored(call, tensors):
             try:
                 if mode is None:
                     run(call, *tensors)
@@ -630,6 +635,7 @@ def recompute(
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
+        put_back(streams)
         context.only_our_hooks, context.policy, context.nested_choices = before
         context.inside, context.recomputing = inside, recomputing
         set_grad_enabled(grad_mode)

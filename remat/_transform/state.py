@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from remat._ambient.ambient import Ambient, streams_kept
+from remat._ambient.ambient import Ambient, put_back, streams_now
 from remat._base.absent import Absent
 from remat._base.program import InputIndex, PerInput, fresh_leaves
 from remat._base.tensors import changed_since, versions_of
@@ -81,9 +81,12 @@ class CallState(NamedTuple):
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
     ) -> Iterator[None]:
         """Restore it for the body, in which changed inputs are not read."""
-        state = self._restored(snapshot, inputs, mode)
-        with streams_kept(snapshot.streams), state:
-            yield
+        streams = streams_now(snapshot.streams)
+        try:
+            with self._restored(snapshot, inputs, mode):
+                yield
+        finally:
+            put_back(streams)
 
     def _restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
