@@ -192,28 +192,26 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     return ambient
 
 
-class streams_kept:  # noqa: N801
-    """A context after which the global streams, and others, are where they were."""
+def streams_now(others: Sequence[Stream] = ()) -> tuple[Any, Any, Any]:
+    """Return where the global streams are, and others, for `put_back`."""
+    ours, devices = global_streams(), device_generators()
+    states = (
+        [(s, state_of(s)) for s in (*devices, *others)] if devices or others else ()
+    )
+    return ours, ours.read(), states
 
-    __slots__ = ("_before", "_global", "_others")
 
-    def __init__(self, others: Sequence[Stream] = ()) -> None:
-        self._global, devices = global_streams(), device_generators()
-        self._others = devices or others
-        if self._others:
-            self._others = [(s, state_of(s)) for s in (*devices, *others)]
-
-    def __enter__(self) -> None:
-        self._before = self._global.read()
-
-    def __exit__(self, *_: object) -> None:
-        now = self._global.read()
-        if now is not self._before:
-            each = zip(self._global.streams, self._before, now, strict=True)
-            for stream, old, new in each:
-                if old != new:
-                    stream.write(old)
-        for stream, state in moved_since(self._others) if self._others else ():
+def put_back(noted: tuple[Any, Any, Any]) -> None:
+    """Have the streams be where they were, if some were drawn from."""
+    ours, before, states = noted
+    now = ours.read()
+    if now is not before:
+        each = zip(ours.streams, before, now, strict=True)
+        for stream, old, new in each:
+            if old != new:
+                stream.write(old)
+    if states:
+        for stream, state in moved_since(states):
             set_state(stream, state)
 
 

@@ -236,17 +236,14 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
     ends = [end for memory in all_ for end in _ends_of(memory)]
     last: tuple[list[Any], Sequence[Any]] = [], ()
 
-    def peek() -> list[Any]:
-        return [*map(_raw, ends), python.gauss_next]
-
     def read() -> Sequence[Any]:
         nonlocal last
-        known, now = last, peek()
+        known, now = last, [*map(_raw, ends), python.gauss_next]
         if now != known[0]:
             first, second, *others = map(_raw, all_)
             more = [(*others,)] if others else ()
             known = now, (first, (second, python.gauss_next), *more)
-            if now == peek():  # no other thread drew meanwhile
+            if now == [*map(_raw, ends), python.gauss_next]:  # no other thread drew
                 last = known
         return known[1]
 

@@ -238,9 +238,9 @@ class Replay(Follow):
                 return self._refused(error, func, args, kwargs)
         if func is CLONE or func is CAST:
             return func(*args, **(kwargs or {}))
-        if self._funcs[i : i + 1] == [CLONE]:
+        if self._funcs[i : i + 1] in ([CLONE], [CAST]):
             # Autograd made a copy in the forward and made none here: that depends on
-            # what is differentiated.
+            # what is differentiated. Or autocast has the cast in its cache by now.
             self._next = i + 1
             return self.__torch_dispatch__(func, (), args, kwargs)
         raise self._differs(func)

@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,6 +41,8 @@ _math_attention = torch._C._get_math_sdp_enabled
 _flash_attention = torch._C._get_flash_sdp_enabled
 _mkldnn = torch._C._get_mkldnn_enabled
 _DENORMAL = 5e-324
+_UMATH, _ERRORS = "numpy._core.umath", "_extobj_contextvar"  # of NumPy 2
+_NO_ERRORS: ContextVar[Any] = ContextVar("none", default=None)
 _PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _FLAGS_OF_CUDA = (
     ("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
@@ -77,20 +80,15 @@ def read_settings() -> tuple[Any, ...]:
         _flash_attention(),
         _mkldnn(),
         _DENORMAL * 1.0 == 0.0,  # whether the processor flushes such numbers to zero
-        _errors_of_numpy(),
+        # What NumPy does upon errors, as `np.errstate` sets it.
+        getattr(sys.modules.get(_UMATH), _ERRORS, _NO_ERRORS).get(),
     )
     return (*basic, *[get() for get, _ in _MORE]) if _MORE else basic
 
 
-def _errors_of_numpy() -> Any:
-    """Return what NumPy 2 does upon errors, as `np.errstate` sets it."""
-    variable = getattr(sys.modules.get("numpy._core.umath"), "_extobj_contextvar", None)
-    return None if variable is None else variable.get()
-
-
 def _set_errors_of_numpy(value: Any) -> None:
     if value is not None:
-        sys.modules["numpy._core.umath"]._extobj_contextvar.set(value)
+        getattr(sys.modules[_UMATH], _ERRORS).set(value)
 
 
 def _set_precision(value: Any) -> None:
@@ -110,7 +108,7 @@ def _set_warn_only(on: bool) -> None:
 
 
 _set_autocast_dtype = functools.partial(torch.set_autocast_dtype, "cpu")
-_SETTERS: tuple[Callable[..., None], ...] = (
+_SETTERS: tuple[Callable[..., object], ...] = (
     *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
     *(_set_precision, torch._C._set_deterministic_fill_uninitialized_memory),
     *(torch._C._set_sdp_use_math, torch._C._set_sdp_use_flash),

@@ -26,6 +26,7 @@ Under torch.func: one Function, whose backward is again a program.
     checks              what a call must not do, and a recompute must do
     state               what recomputes restore; buffers, which are updated once
     changes             what changes an input in place, for an error
+    written             what a recompute reads of large inputs that are written to
 
 Called by users, by `_report`, which runs calls to look at them, and by rooms that make
 calls: `chain`, `nn`, `compat`, `_fit` and `testing`.

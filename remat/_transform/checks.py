@@ -106,10 +106,12 @@ def changed_inside(
     return MutationError(message + _AGAIN.format(name=name) if works_again else message)
 
 
-def refuse_backward(label: str, inner: Sequence[Tensor]) -> None:
+def refuse_backward(
+    label: str, inner: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
     """Refuse a function that called backward(), which left gradients on its inputs."""
-    for t in inner:
-        if t.requires_grad and t.grad is not None:
+    for t, original in zip(inner, inputs, strict=True):
+        if t is not original and t.requires_grad and t.grad is not None:
             raise CaptureError(_BACKWARD.format(label=label))
 
 

@@ -47,7 +47,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._ambient.ambient import streams_kept
 from remat._base.absent import may_be_absent
 from remat._base.context import differentiated, here, within
 from remat._base.labels import Label
@@ -136,6 +135,7 @@ from remat._transform.state import (
     copies_of_buffers,
     copy_buffers,
     inputs_written_to,
+    leaves_to_run_on,
     update,
 )
 
@@ -261,8 +261,7 @@ class Primal(Program):
         evaluation = self.evaluation
         assert state is not None
         assert evaluation is not None
-        streams = self.call.snapshot.streams
-        with streams_kept(streams), state.restored(self.call.snapshot, inputs, mode):
+        with state.restored(self.call.snapshot, inputs, mode):
             if evaluation.updated:
                 inputs = copies_of_buffers(inputs, evaluation.updated)
             if not state.has_classes():
@@ -479,17 +478,13 @@ def _evaluate_below(
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
     snapshot, needs = call.snapshot, request.needs
-    inner = fresh_leaves(inputs, needs)
-    if request.at_base:
-        for t, leaf in zip(inputs, inner, strict=True):
-            if leaf is not t and t.grad_fn is not None:
-                leaf.retain_grad = t.retain_grad  # of a leaf it does nothing
+    inner = leaves_to_run_on(inputs, needs, at_base=request.at_base)
     # In a function of its own: nothing here may hold the graph.
     evaluated = _evaluate(call, program, inputs, inner, request)
     # After all runs of the forward, and before leaks are looked for: it holds tensors.
     call.forward_done()
     # The graph is gone by now, unless the function let something of it escape.
-    checks.refuse_backward(snapshot.label, inner)
+    checks.refuse_backward(snapshot.label, inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, inner, needs)
     checks.refuse_leaks(snapshot, inner, call.hidden)
     return evaluated
@@ -810,8 +805,7 @@ class Vjp(Program):
         if NoneType in map(type, grads):
             pairs = zip(self._wanted, grads, strict=True)
             program.check_reached(outs, inner, [i for i, g in pairs if g is None])
-        new = [t for t, p in zip(inner, primals, strict=True) if t is not p]
-        checks.refuse_backward(getattr(program, "label", "a vjp"), new)
+        checks.refuse_backward(getattr(program, "label", "a vjp"), inner, primals)
         if program.once:
             self._check_once(grads)
         return grads

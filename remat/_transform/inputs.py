@@ -64,7 +64,7 @@ from remat._transform.watched import STILL, WATCHED_FROM, note_still, sum_of, to
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
 # How many elements an input has at most that is copied; a module's buffer, a vector.
-_SMALL = 2**14
+SMALL = 2**14
 _STATISTICS = 2**20
 # What was let go of, and what the user's hooks may give back as another tensor.
 _NOT_OURS = Absent, PackedOutside
@@ -181,7 +181,7 @@ class SavedInputs:
                     and (type(t) is Tensor or hasattr(t, "fake_mode"))
                     and t.layout is torch.strided
                     and t.numel()
-                    <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else _SMALL)
+                    <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else SMALL)
                     # FSDP frees the memory of what it gathers.
                     and t.untyped_storage().nbytes() >= t.nbytes
                     and not (has_modes and has_no_memory(t))
@@ -232,8 +232,8 @@ class SavedInputs:
 
     def note_changes(
         self, inputs: Sequence[Tensor], renorms: Sequence[Renorm] = ()
-    ) -> int | None:
-        """Drop copies of what did not change; return an input that did and has none."""
+    ) -> list[int]:
+        """Drop copies of what did not change; return what did and has none."""
         now, then = versions_of(inputs), self.versions
         # First: of these there is no copy yet, only their bytes.
         if self._memory:
@@ -262,7 +262,7 @@ class SavedInputs:
             changed = [i for i in changed if not self._is_renormed(i, now[i], renorms)]
         for i in changed:  # those that a forward wrote to are copied in later calls
             STILL.pop(id(inputs[i]), None)
-        return min(changed, default=None)
+        return changed
 
     def will_be_copied(self, i: int) -> bool:
         """Say whether later calls copy an input that this one did not, and changed."""

@@ -26,7 +26,7 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._ambient.ambient import NOTHING, Ambient, streams_kept
+from remat._ambient.ambient import NOTHING, Ambient, put_back, streams_now
 from remat._ambient.draws import without_draws
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
@@ -72,6 +72,7 @@ from remat._torch import (
     reads_what_is_written_late,
     resume_hooks,
     set_grad_enabled,
+    storage_id,
     suspend_hooks,
     top_hooks,
     torch_functions,
@@ -82,7 +83,7 @@ from remat._torch import (
 )
 from remat._transform.changes import changes_of
 from remat._transform.checks import changed_inside, enter_refusing_reads
-from remat._transform.inputs import SavedInputs
+from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
     NO_CHANGES,
     ONLY_MARKS,
@@ -93,6 +94,7 @@ from remat._transform.leaves import (
     preserved_marks,
     preserved_memory,
 )
+from remat._transform.written import ReadsWritten, preserved_contents
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -156,6 +158,7 @@ class Saved:
         is_done: whether the forward has ended.
         planned: what it does with a record, or with its plans; None if nothing.
         inner: what the calls within chose, in order.
+        written: the inputs without a copy that the forward wrote to.
         seeds: those that the forward took from the machine.
         index: of the call among those within the call around; None outside of one.
     """
@@ -172,7 +175,7 @@ class Saved:
             "inputs",
         ),
         *("is_done", "is_nested", "label", "leaf_changes", "metas", "options"),
-        *("planned", "policy", "reach", "seeds", "vmaps"),
+        *("planned", "policy", "reach", "seeds", "vmaps", "written"),
     )
 
     def __init__(
@@ -207,6 +210,7 @@ class Saved:
         self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
+        self.written: Sequence[int] = ()
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
 
@@ -280,6 +284,25 @@ class Saved:
     def value_of(self, handle: Handle) -> Tensor:
         """Return the value of a handle, by a recompute."""
         return _value_of(self, handle)
+
+    def _first_refused(
+        self, written: Sequence[int], inputs: Sequence[Tensor]
+    ) -> int | None:
+        """Return the first input that the forward must not have written to.
+
+        It may write to large constants. Of others an error is to name the line.
+        """
+        is_hard = bool(self.vmaps) or (self.planned is not None and self.is_nested)
+        saved, refused = self.inputs, list[int]()
+        for i in written:
+            t, value = inputs[i], saved.values[i]
+            is_plain = type(t) is Tensor is type(value) and t.layout is torch.strided
+            is_counted = saved.versions[i] not in (None, t._version)
+            is_constant = not (saved.needs[i] or t.requires_grad)
+            is_right = is_plain and is_counted and is_constant and t.numel() > SMALL
+            if is_hard or not is_right:
+                refused.append(i)
+        return min(refused, default=None)
 
     # --- The forward ---
 
@@ -360,7 +383,8 @@ class Saved:
                 # while this call runs, and has to pack in the same order.
                 refs = self.handles
                 planned.finish([None if ref is None else ref() for ref in refs])
-        changed = self.inputs.note_changes(inputs, renorms)
+        written = self.inputs.note_changes(inputs, renorms)
+        changed = self._first_refused(written, inputs) if written else None
         if changed is not None:
             changes = changes_of(
                 self.reach,
@@ -369,7 +393,11 @@ class Saved:
             )
             again = self.inputs.will_be_copied(changed)
             raise changed_inside(self.reach, changed, changes, works_again=again)
-        if planned is not None:
+        if written:
+            self.written, self.planned = written, None
+            for i in written:
+                self.inputs.versions[i] = inputs[i]._version
+        elif planned is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(planned.dropped)
             around = here().nested_choices
@@ -485,12 +513,13 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             when_done(forget)
         else:
             weakref.finalize(group, forget)
+    fill = _fill_fully if call.planned is None else _fill_planned
     try:
         with torch_functions():  # those of a loss may have called the backward
             if torch.is_inference_mode_enabled():
-                outside_inference_mode(below_all_levels, _fill, call, asked, handles)
+                outside_inference_mode(below_all_levels, fill, call, handles)
             else:
-                below_all_levels(_fill, call, asked, handles)
+                below_all_levels(fill, call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.options.describe
@@ -501,23 +530,26 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         raise
     value = asked.value
     if value is None:
-        raise MutationError(_CHANGED.format(label=call.label))
+        value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
     return value
+
+
+def _value_alone(call: Saved, asked: Handle) -> Tensor:
+    """Return a value that was changed in place: a run for it alone stops before."""
+    fill = _fill_fully if call.planned is None else _fill_planned
+    with torch_functions():
+        outside_inference_mode(below_all_levels, fill, call, [asked])
+    if asked.value is None:
+        raise MutationError(_CHANGED.format(label=call.label))
+    return asked.value
 
 
 def _forget(ref: weakref.ref[Saved]) -> None:
     call = ref()
     for handle in () if call is None else call.alive():
         handle.value = None
-
-
-def _fill(call: Saved, asked: Handle, handles: Sequence[Handle]) -> None:
-    fill = _fill_fully if call.planned is None else _fill_planned
-    fill(call, handles)
-    if asked.value is None:  # a run for it alone stops before it is changed in place
-        fill(call, [asked])
 
 
 def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
@@ -540,7 +572,7 @@ def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> No
     """Run the function as it is, under a mode that checks it if there is one."""
     stops = call.options.stops_early and not reads_what_is_written_late()
     # Of a forward that still runs, nobody knows yet where it ends.
-    stops = stops or not call.is_done
+    stops = (stops and not call.written) or not call.is_done
     filling = Filling(handles, call, stops=stops, compares=call.options.compares)
     recompute(call, filling, call.inputs.to_run_on(call.leaf_changes), check)
     if filling.left or not stops:
@@ -588,11 +620,15 @@ def recompute(
         if call.vmaps or call.inputs.may_be_written
         else _run_on_objects
     )
+    copied = (*call.inputs.may_be_written, *call.written)
+    if copied:
+        filling.put_back = {storage_id(tensors[i]) for i in copied}
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
+    streams = streams_now(call.reach.streams)
     try:
         # Outside of the mode, which is to see what the function does and nothing else.
-        with streams_kept(call.reach.streams), _state_restored(call, tensors):
+        with _state_restored(call, tensors):
             try:
                 if mode is None:
                     run(call, *tensors)
@@ -610,6 +646,7 @@ def recompute(
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
+        put_back(streams)
         context.only_our_hooks, context.policy, context.nested_choices = before
         context.inside, context.recomputing = inside, recomputing
         set_grad_enabled(grad_mode)
@@ -651,9 +688,17 @@ def _state_restored(
             changed += itertools.compress(saved.originals_at, moved)
     gradients = PreserveGradients(originals)
     is_plain = state is NOTHING and leaf_changes is NO_CHANGES
-    if is_plain and not (changed or saved.renorms):
+    if is_plain and not (changed or saved.renorms or call.written):
         return gradients
     with contextlib.ExitStack() as everything:
+        if call.written:
+            reads = [
+                (tensors[i], functools.partial(call.name_of, i), i not in changed)
+                for i in call.written
+            ]
+            changed = [i for i in changed if i not in call.written]
+            everything.enter_context(preserved_contents([t for t, _, _ in reads]))
+            everything.enter_context(ReadsWritten(reads))
         if changed:
             # Which enters it at once: to enter what is returned does nothing.
             state = enter_refusing_reads(call.reach, tensors, changed, state)
@@ -692,7 +737,7 @@ class Filling:
 
     __slots__ = (
         *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
-        *("_saved", "_stops", "_versions", "left"),
+        *("_saved", "_stops", "_versions", "left", "put_back"),
     )
 
     def __init__(
@@ -714,8 +759,10 @@ class Filling:
         self._saved: list[Any] = []
         self._versions: list[int] = []  # of the values, when they were saved
         self.left = len(self._handles)
+        # The storages of what holds something else after the run.
+        self.put_back: Collection[int] = ()
 
-    def pack(self, t: Tensor) -> Any:
+    def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
         if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
             return t
@@ -730,6 +777,8 @@ class Filling:
                 return without_node(t)
         node = t.grad_fn
         value = t if node is None else t.detach()
+        if self.put_back and storage_id(t) in self.put_back:
+            value = t.detach().clone()
         handle = self._handles.get(position)
         if handle is None:
             saved.append(None)

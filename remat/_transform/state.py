@@ -12,14 +12,14 @@ Here torch would not see them, and no hook for saved tensors could take them awa
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from remat._ambient.ambient import Ambient
+from remat._ambient.ambient import Ambient, put_back, streams_now
 from remat._base.absent import Absent
-from remat._base.program import InputIndex, PerInput
+from remat._base.program import InputIndex, PerInput, fresh_leaves
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
@@ -76,10 +76,21 @@ class CallState(NamedTuple):
         if changed:
             refuse_needed(snapshot, changed, changed)
 
+    @contextmanager
     def restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
+    ) -> Iterator[None]:
+        """Restore it for the body, in which changed inputs are not read."""
+        streams = streams_now(snapshot.streams)
+        try:
+            with self._restored(snapshot, inputs, mode):
+                yield
+        finally:
+            put_back(streams)
+
+    def _restored(
+        self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
     ) -> AbstractContextManager[Any]:
-        """Return a context in which it is restored, and changed inputs are not read."""
         ambient = self.ambient.restored()
         if current_layer() is not None:
             inputs = [*map(base_tensor, inputs)]
@@ -105,6 +116,18 @@ class CallState(NamedTuple):
     def in_classes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return inputs in the classes that they had."""
         return [*map(in_class, inputs, self.classes)]
+
+
+def leaves_to_run_on(
+    inputs: Sequence[Tensor], needs: PerInput, *, at_base: bool
+) -> list[Tensor]:
+    """Return fresh leaves for a forward; to retain a gradient is asked of the input."""
+    leaves = fresh_leaves(inputs, needs)
+    if at_base:
+        for t, leaf in zip(inputs, leaves, strict=True):
+            if leaf is not t and t.grad_fn is not None:
+                vars(leaf)["retain_grad"] = t.retain_grad  # a leaf's does nothing
+    return leaves
 
 
 def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:

@@ -252,6 +252,16 @@ def test_autocast_is_seen():
         assert process.is_autocast_active() is True
 
 
+@expects("new_cast")
+def test_a_cast_is_there_until_the_cache_is_emptied():
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = process.new_cast()
+        with torch.autocast("cpu", enabled=False):
+            assert cast() is not None
+        assert cast() is not None
+    assert cast() is None
+
+
 @expects("parametrization_cache", "swap_parametrization_cache")
 def test_parametrizations_are_cached():
     assert process.parametrization_cache() is None

@@ -229,3 +229,97 @@ def errors_of_numpy_in_the_forward_alone():
         return observed((out, x.grad))
 
     return step
+
+
+# --- Large tensors that are written to ---
+
+LARGE = 2**15
+
+
+def over_all(buffer, x):
+    torch.mul(x.detach(), 2, out=buffer[:16])
+    buffer[16:].fill_(0.5)
+    return buffer[:16] + buffer[16]
+
+
+def of_a_workspace(buffer, x):
+    torch.sin(x.detach().repeat(LARGE // 16), out=buffer)
+    return buffer[:16] * buffer[16:32]
+
+
+def of_slots(buffer, x):
+    buffer[torch.arange(16)] = x.detach()
+    return buffer[:16] + buffer.sum()
+
+
+def of_slots_copied(buffer, x):
+    buffer.index_copy_(0, torch.arange(8, 24), x.detach())
+    return buffer[8:24] + buffer[30]
+
+
+def of_a_permutation(buffer, x):
+    torch.randperm(LARGE, out=buffer)
+    return buffer[:16] / LARGE
+
+
+def added_to(buffer, x):
+    buffer[:16].add_(x.detach())
+    return buffer[:16].clone()
+
+
+def read_and_then_written(buffer, x):
+    before = buffer[:16].clone()
+    buffer[:16] = x.detach()
+    return before + buffer[:16]
+
+
+WRITES = (over_all, of_a_workspace, of_slots, of_slots_copied, of_a_permutation)
+REFUSED = added_to, read_and_then_written
+
+
+@family(**{write.__name__: write for write in (*WRITES, *REFUSED)})
+def written_to(write):
+    dtype = torch.long if write is of_a_permutation else torch.double
+    buffer = torch.ones(LARGE, dtype=dtype)
+    fn = lambda x: work(x * write(buffer, x)).tanh()
+    return loop(fn, state=lambda: (buffer[:32], buffer.sum()))
+
+
+@family(over_all=over_all, of_a_workspace=of_a_workspace, of_slots=of_slots)
+def written_to_by_calls_in_a_row(write):
+    buffer = torch.ones(LARGE, dtype=torch.double)
+
+    def step(wrap):
+        run, x = wrap(lambda x: work(x * write(buffer, x).clone(), 0.5).tanh()), leaf()
+        out = run(run(x))
+        back(out)
+        return observed((out, x.grad, buffer[:32]))
+
+    return step
+
+
+@program
+def rows_of_a_table_filled_once():
+    """As rotary embeddings keep them: a block fills rows, and the others read them."""
+    table, filled = torch.zeros(LARGE // 8, 8, dtype=torch.double), torch.tensor(0)
+
+    def rows(n):
+        if filled.item() < n:
+            found = torch.arange(n * 8, dtype=torch.double).reshape(n, 8).sin()
+            table[:n] = found
+            filled.copy_(n)
+            return found
+        return table[:n]
+
+    def step(wrap):
+        blocks = [wrap(lambda x: work(x.reshape(2, 8) * rows(2)).tanh())] * 3
+        seen = []
+        for seed in range(2):
+            out = x = leaf(seed=seed)
+            for block in blocks:
+                out = block(out)
+            back(out)
+            seen.append(observed((out, x.grad, table[:4], filled)))
+        return seen
+
+    return step
