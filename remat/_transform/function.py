@@ -21,14 +21,12 @@ A forward begins in `evaluate_differentiably`, which `remat.chain` calls, too.
     Primal.run, Primal.run_forward  of the program itself
     Call.run_forward                calls the user's function
 
-A node is made once it is known which inputs the outputs may depend on: it has edges to
-those, or there is none. At the base, for a function that refers to nothing but its
-inputs, these are all that require grad: the backward finds out which they are.
+A node is made once it is known which inputs the outputs may depend on, and has edges to
+these. At the base, for a function of its inputs alone, they are all that require grad.
 
-Invariant: a graph made here holds the inputs of a call and what its policy keeps, and
-nothing else that was computed in it, at every level and order. So a backward is itself
-a call: `torch.func.grad` keeps the graph of the backward, and would keep all that a
-recompute inside saves.
+Invariant: a graph made here holds the inputs of a call and what its policy keeps, at
+every level and order. So a backward is itself a call: `torch.func.grad` keeps the graph
+of the backward, and would keep all that a recompute inside saves.
 Rejected: a Function made anew for each call (functorch's way, eight times the cost). A
 forward without grad mode: composite operations decompose differently there, so that a
 recompute would be another function, and what the outputs depend on could not be told.
@@ -691,9 +689,9 @@ class Remat(SingleLevelFunction):
         except Exception as error:
             hide_frames(error)
             raise
-        if len(found) == len(ends):
-            return (None, *found)
-        return (None, *map(dict(zip(wanted, found, strict=True)).get, ends))
+        if len(found) < len(ends):
+            found = map(dict(zip(wanted, found, strict=True)).get, ends)
+        return (None, *found)
 
 
 _apply: Any = Remat.apply

@@ -92,15 +92,8 @@ class SavedInputs:
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
         *("_hooks", "_memory", "_outside", "_overlaps", "_refs", "_storages", "_sums"),
-        *(
-            "_watched",
-            "may_be_written",
-            "needs",
-            "originals",
-            "originals_at",
-            "renorms",
-        ),
-        *("values", "versions"),
+        *("_watched", "may_be_written", "needs", "originals", "originals_at"),
+        *("renorms", "values", "versions"),
     )
 
     def __init__(
