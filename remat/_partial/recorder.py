@@ -199,7 +199,9 @@ class Recorder(Observer):
     def assign(self, tensor: Tensor, value: Tensor) -> None:
         """Note that a tensor is given the memory of another."""
         known = self._storages.known
-        if known(tensor) is not None or known(value) is not None:
+        number, is_ours = known(tensor), known(value) is not None
+        is_held = number is not None and self.candidates.has([number])
+        if is_held or (number in self.inputs and is_ours):
             self.assigns = True
 
     def note_saved(self, outs: Sequence[Any]) -> None:

@@ -24,7 +24,10 @@ from torch.testing._internal.common_methods_invocations import op_db  # noqa: E4
 torch.backends.__allow_nonbracketed_mutation_flag = True
 
 SAMPLES = 8
-OPERATORS = [op for op in op_db if torch.float32 in op.dtypes]
+# The bits of `lstsq` differ from call to call, by where its memory is aligned.
+OPERATORS = [
+    op for op in op_db if torch.float32 in op.dtypes and op.name != "linalg.lstsq"
+]
 
 
 def copied(value: Any) -> Any:

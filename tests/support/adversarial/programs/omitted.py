@@ -192,16 +192,16 @@ def an_input_written_to_and_looked_up():
 
 @program
 def an_embedding_with_a_norm_called_twice():
-    layer = nn.Embedding(10, 4, max_norm=1.0, dtype=torch.double)
+    layer = nn.Embedding(10, 2, max_norm=1.0, dtype=torch.double)
     with torch.no_grad():
-        layer.weight.copy_(torch.arange(40.0).view(10, 4))
+        layer.weight.copy_(torch.arange(20.0).view(10, 2))
     first, second = torch.tensor([0, 2, 3, 9]), torch.tensor([2, 2, 5, 1])
 
     def fn(x):
         a, b = layer(first), layer(second)
         return work(x, 2.0) * a.sin() + b
 
-    return trained(layer, call=fn)
+    return trained(layer, call=fn, shape=(4, 2))
 
 
 DATA = {
