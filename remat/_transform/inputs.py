@@ -35,6 +35,7 @@ from remat._base.absent import Absent
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
+from remat._partial.values import storage_of
 from remat._torch import (
     Renorm,
     Renorms,
@@ -215,10 +216,9 @@ class SavedInputs:
     def _value_of(self, i: int, t: Tensor) -> Any:
         if self._hooks is None:
             return t.detach()
-        try:
-            self._storages[i] = weakref.ref(t.untyped_storage())
-        except RuntimeError:  # it has none
-            self._storages.pop(i, None)
+        storage = _storage_of(t)
+        if storage is not None:
+            self._storages[i] = weakref.ref(storage)
         return PackedOutside(t, self._hooks)
 
     # --- After the forward ---
@@ -439,6 +439,6 @@ class SavedInputs:
 def _storage_of(tensor: Tensor) -> Any:
     """Return the storage of a tensor; None if it has none, as one of a vmap's end."""
     try:
-        return tensor.untyped_storage()
+        return storage_of(tensor)
     except RuntimeError:  # also NotImplementedError
         return None

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from remat._partial.values import storage_of
 from remat._torch import unseen
 
 
@@ -45,7 +46,7 @@ def together(group: Ranges, tensors: Sequence[Tensor], there: int | None) -> Non
     else:
         t = tensors[there]
         start = group[there][0] - int(t.storage_offset()) * t.itemsize
-        storage = t.untyped_storage()
+        storage = storage_of(t)
     with unseen():
         for i, (first, _) in group.items():
             offset, rest = divmod(first - start, tensors[i].itemsize)
