@@ -43,7 +43,8 @@ from remat._fit.simulate import (
 from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
 from remat._fit.walk import Walker
 from remat._report.labels import label_of_function, refuse_transforms
-from remat._scope.following import Course
+from remat._scope.calls import Place
+from remat._scope.following import Course, Placed
 from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope, can_follow, follow
 
@@ -339,13 +340,18 @@ def _recorded(
 def _course(walker: Walker, chosen: Chosen) -> Course:
     """Return what a policy answers. It saves what the backward does not need, too."""
     needed = walker.closure(walker.storages(chosen))[0] - walker.storages(chosen)
-    asked = [
-        (op.name, not needed.intersection(op.makes))
-        for op in walker.record.operations[slice(*walker.span)]
-        if op.fate == ASKED
-    ]
-    names, saves = zip(*asked, strict=True) if asked else ((), ())
-    return Course(tuple(names), tuple(saves))
+    within = walker.record.operations[slice(*walker.span)]
+    # Calls are counted from the first one in the span.
+    first: dict[str, int] = {}
+    found: dict[Place, list[tuple[str, bool, int]]] = {}
+    for op in within:
+        root, turn, *rest = op.place
+        place = root, turn - first.setdefault(root, turn), *rest
+        if op.fate == ASKED:
+            saves = not needed.intersection(op.makes)
+            size = sum(walker.record.sizes[n] for n in op.makes)
+            found.setdefault(place, []).append((op.name, saves, size))
+    return Course(tuple(Placed(p, *zip(*each)) for p, each in found.items()))
 
 
 def _segments(

@@ -173,6 +173,7 @@ from remat._torch.process import (
     default_generators as default_generators,
     device_generators as device_generators,
     has_hooks_on_all_modules as has_hooks_on_all_modules,
+    hook_all_modules as hook_all_modules,
     hooks_of_trackers as hooks_of_trackers,
     is_autocast_active as is_autocast_active,
     is_of_checkpoint as is_of_checkpoint,
@@ -183,6 +184,7 @@ from remat._torch.process import (
     swap_parametrization_cache as swap_parametrization_cache,
     twister_memory as twister_memory,
     twister_state as twister_state,
+    unhook_all_modules as unhook_all_modules,
     write_settings as write_settings,
 )
 from remat._torch.tensors import (

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 
@@ -63,10 +64,68 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 NO_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 
-# Deleted by: a public FakeTensorMode.
+# Deleted by: a public FakeTensorMode that keeps the values that are known.
 def fake_mode() -> Any:
-    """Return a mode in which operations make fake tensors, also of real ones."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """Return a mode in which operations make fake tensors, also of real ones.
+
+    Integers that are there keep their values, and so do results of these alone: a mask
+    can be asked whether it is all true.
+    """
+    return _WithIntegers()
+
+
+class _WithIntegers(FakeTensorMode):
+    """Computes with copies of integers that are there."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        # By the storage of a user: that one, so that its number stays, and the copy.
+        self._copies: dict[int, tuple[Any, Any]] = {}
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        passed = tree_leaves((args, kwargs))
+        if not any(type(x) is Tensor and _is_known(x) for x in passed):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs or {}))
+        if all(_is_known(x) for x in passed if isinstance(x, Tensor)):
+            return tree_map_only(Tensor, self._result, func(*args, **kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _result(self, tensor: Tensor) -> Any:
+        if not _is_known(tensor):
+            return self.from_tensor(tensor)
+        vars(tensor)[_COPIED] = True
+        return tensor
+
+    def copied(self, tensor: Any) -> Any:
+        """Return what stands for a user's tensor here; others as they are."""
+        if type(tensor) is not Tensor or not _is_known(tensor):
+            return tensor
+        if _COPIED in vars(tensor):
+            return tensor
+        key = storage_id(tensor)
+        if key not in self._copies:
+            storage = tensor.untyped_storage()
+            self._copies[key] = storage, storage.clone()
+        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return self._result(copy.set_(self._copies[key][1], *view))
+
+
+_KNOWN = 1 << 22  # elements of a tensor whose values are kept
+_COPIED = "_remat_copied"  # the mark of tensors that are not the user's
+
+
+def _is_known(tensor: Tensor) -> bool:
+    """Say whether the values of a tensor are kept: if it is small, and of integers."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    if is_number or tensor.is_meta or is_fake(tensor):
+        return False
+    is_plain = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+    return is_plain and tensor.numel() <= _KNOWN
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -113,6 +172,8 @@ class _Copying(TorchFunctionMode):
 
     def _copied(self, tensor: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
+            if type(tensor) is Tensor and _is_known(tensor):
+                return self._mode.copied(tensor)
             fake = self._fake(tensor.detach()).requires_grad_(tensor.requires_grad)
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake

@@ -22,7 +22,7 @@ from remat._base.context import here
 from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import scope
-from remat._scope.following import ByPosition, Course
+from remat._scope.following import ByPlace, Course
 from remat._torch import constant_in_traces, current_layer
 from remat._transform.module import recompute_in_place
 from remat.nn._applied import (
@@ -46,17 +46,24 @@ class FollowedScope:
         why = _why_not(model)
         if why:
             _warn(label, why)
-        self._scope = None if why else scope(ByPosition(label, courses))
+        self._policy = ByPlace(label, courses)
+        self._scope = None if why else scope(self._policy)
+        self._model = model
 
     def __enter__(self) -> None:
         if self._scope is not None:
             here().step_plans += 1
             self._scope.__enter__()
+            self._policy.calls.__enter__()
+            if self._model is not None:  # its call has begun
+                self._policy.calls.enter(self._model)
 
     def __exit__(self, *raised: Any) -> None:
         if self._scope is not None:
             here().step_plans -= 1
+            self._policy.calls.__exit__()
             self._scope.__exit__(*raised)
+            self._policy.end()
 
 
 class _Open(threading.local):
