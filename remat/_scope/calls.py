@@ -35,10 +35,11 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule"}
 class Call:
     """A call of a module that runs."""
 
-    __slots__ = ("cursor", "module", "place")
+    __slots__ = ("cursor", "is_over", "module", "place")
 
     def __init__(self, place: Place, module: nn.Module | None) -> None:
         self.place, self.module = place, module
+        self.is_over = False
         self.cursor: Any = None  # of who follows a plan
 
 
@@ -89,8 +90,10 @@ class Calls:
         """Be told that a call ends."""
         stack = self._stack
         if any(call.module is module for call in reversed(stack)):
-            while stack.pop().module is not module:
-                pass
+            ended: nn.Module | None = None
+            while ended is not module:
+                call = stack.pop()
+                call.is_over, ended = True, call.module
             self.current = stack[-1]
 
     def __enter__(self) -> "Calls":

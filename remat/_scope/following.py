@@ -5,7 +5,8 @@ differs in one call is of no consequence for the next. Within a call operations 
 aligned with the list, with as few as possible more or fewer.
 
 Invariant: an answer depends on the operations so far, not on sizes. What is not in the
-plan is recomputed.
+plan is recomputed. Where what the plan saves does not run, the next operation that is
+in it has what it reads saved instead: it may be all that a block saves.
 Rejected: to follow by position in the step. One operation more, as libraries run for a
 mask whose values can be read, and all that followed was recomputed.
 Rejected: to go on at the next operation of the same name. One `clone` more loses the
@@ -90,21 +91,24 @@ class _Cursor:
     def align(self, name: str) -> int:
         """Return the position of an operation in the list, -1 if it has none.
 
-        One more and one fewer cost 1. To pass over many costs 1 if the name is there
-        once.
+        One more, one fewer and another one cost 1. To pass over many costs 1 if the
+        name is there once.
         """
         names = self.placed.names
         if self.costs is None:
             self.costs, self.agreed = _with_fewer({self.at: 0}, len(names)), 0
         costs = self.costs
         found = {p: cost + 1 for p, cost in costs.items()}
+        for p, cost in costs.items():
+            if p < len(names):
+                found[p + 1] = min(cost + 1, found.get(p + 1, _FAR))
         met = {p: c for p, c in costs.items() if names[p : p + 1] == (name,)}
         if names.count(name) == 1 and (p := names.index(name)) >= self.at:
             met[p] = min(met.get(p, _FAR), min(costs.values()) + 1)
         for p, cost in met.items():
             found[p + 1] = min(cost, found.get(p + 1, _FAR))
         least = min(found.values())
-        at = min(met, key=lambda p: (met[p], p), default=-1)
+        at = min(met, key=lambda p: (met[p], p < self.at, p), default=-1)
         if at >= 0 and met[at] > least:
             at = -1
         is_next = at == self.at
@@ -140,6 +144,7 @@ class ByPlace(Policy):
         self._label, self._courses = label, courses
         self.calls = Calls(frozenset().union(*(each.roots for each in courses)))
         self._course = 0  # the one that is followed
+        self._call = self.calls.current  # of the last operation
         self._off = 0  # the bytes that differ
         self._first = ""  # difference
 
@@ -158,6 +163,8 @@ class ByPlace(Policy):
         cursor: _Cursor | None = call.cursor
         if cursor is None:
             call.cursor = cursor = self._begun(self._course, call.place)
+        if call is not self._call:
+            self._move_to(call)
         at, names = cursor.at, cursor.placed.names
         if cursor.costs is None and at < len(names) and names[at] == name:
             cursor.at = at + 1
@@ -187,9 +194,25 @@ class ByPlace(Policy):
             expected = names[before] if before < len(names) else "nothing more"
             self._first = f"{expected} was planned, and {name} runs at {op.source}"
         at = cursor.align(name)
-        passed = cursor.placed.sizes[before:at] if at >= 0 else (op.nbytes,)
-        self._off += sum(passed)
+        if at < 0:
+            self._off += op.nbytes
+        else:
+            self._pass_over(cursor.placed, before, at)
         return at, cursor
+
+    def _pass_over(self, placed: Placed, first: int, end: int) -> None:
+        """Note that operations do not run."""
+        each = zip(placed.saves[first:end], placed.sizes[first:end], strict=True)
+        for saves, size in each:
+            self._off += size
+            self.owed += size if saves else 0
+
+    def _move_to(self, call: Call) -> None:
+        """Note which operations a call has left out that is over."""
+        cursor: _Cursor | None = self._call.cursor
+        if self._call.is_over and cursor is not None:
+            self._pass_over(cursor.placed, cursor.at, len(cursor.placed.names))
+        self._call = call
 
     def _other(self, cursor: _Cursor, name: str, place: Place) -> _Cursor | None:
         """Return a beginning, or that of another course, which an operation fits."""
