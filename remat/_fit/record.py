@@ -23,6 +23,8 @@ from remat._base.absent import inputs_of
 from remat._base.context import here
 from remat._fit.meter import Measured, Meter
 from remat._fit.simulate import (
+    BACKWARD,
+    RefusedStepError,
     TrainingStep,
     backward,
     gradients_of,
@@ -94,7 +96,7 @@ def record(
     with mode:
         with (
             alone.watching(step) as watched,
-            torch.autograd.graph.saved_tensors_hooks(_let_go, _let_go),
+            torch.autograd.graph.saved_tensors_hooks(_let_go, _refuse_backward),
         ):
             kept = watched.to_loss()
         del kept
@@ -119,6 +121,10 @@ def record(
 
 def _let_go(tensor: Any) -> Any:
     del tensor
+
+
+def _refuse_backward(_: Any) -> Any:
+    raise RefusedStepError(BACKWARD)
 
 
 class StepRecorder(Meter):

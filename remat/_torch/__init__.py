@@ -205,6 +205,7 @@ from remat._torch.tensors import (
     storage_id as storage_id,
     tensor_without_data as tensor_without_data,
     use_count as use_count,
+    without_log_of_fakes as without_log_of_fakes,
 )
 from remat._torch.tracing import (
     are_sizes_equal as are_sizes_equal,
