@@ -410,21 +410,6 @@ def test_a_plan_for_another_device_is_refused():
         other.apply(model)
 
 
-def test_a_loss_that_is_too_large_needs_the_context():
-    model = mlps(2)
-
-    def large(out):
-        wide = out.repeat(1, 400)
-        return wide.sin().exp().square().mean()
-
-    low = least(model, X, loss=large)
-    plan = remat.fit(model, X, loss=large, budget=low)
-    assert plan.applied is None
-    with pytest.raises(remat.BudgetError, match=r"only if it covers the loss"):
-        plan.apply(model)
-    assert peak_around(plan, model, (X,), {}, large) <= low
-
-
 def test_a_followed_model_is_copied_and_pickled():
     _, model, _ = applied_mlps()
     for made in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
