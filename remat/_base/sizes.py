@@ -32,14 +32,17 @@ def bytes_in(size: object, taker: str) -> int:
         raise TypeError(_KIND.format(taker=taker, size=size, kind=kind))
     if isinstance(size, str):
         return _read(size, taker)
-    if size != size // 1 or not 0 <= size < math.inf:
+    number = size if isinstance(size, int) else float(size)
+    if number != number // 1 or not 0 <= number < math.inf:
         raise ValueError(_NUMBER.format(taker=taker, size=size))
-    return int(size)
+    return int(number)
 
 
 def _read(text: str, taker: str) -> int:
     found = _SIZE.fullmatch(text)
-    is_bits = found is not None and found[2][-1:] == "b" and found[2] != found[2].lower()
+    is_bits = (
+        found is not None and found[2][-1:] == "b" and found[2] != found[2].lower()
+    )
     if found is None or is_bits or (found[2] and found[2].upper() not in _UNITS):
         raise ValueError(_TEXT.format(taker=taker, size=text))
     whole, _, fraction = found[1].partition(".")

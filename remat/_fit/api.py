@@ -44,7 +44,6 @@ from remat._fit.simulate import (
 from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
 from remat._fit.walk import Walker
 from remat._report.labels import label_of_function, refuse_transforms
-from remat._scope.calls import Place
 from remat._scope.following import Course, Placed
 from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope, can_follow, follow, has_sharded_parts
@@ -360,15 +359,17 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
     within = walker.record.operations[slice(*walker.span)]
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
-    found: dict[Place, list[tuple[str, bool, int]]] = {}
+    found: dict[Any, list[tuple[str, bool, int]]] = {}
     for op in within:
-        root, turn, *rest = op.place
-        place = root, turn - first.setdefault(root, turn), *rest
+        root, turn, path, number = op.place
+        place = root, turn - first.setdefault(root, turn), path, number
         if op.fate == ASKED:
             saves = not needed.intersection(op.makes)
             size = sum(walker.record.sizes[n] for n in op.makes)
             found.setdefault(place, []).append((op.name, saves, size))
-    return Course(tuple(Placed(p, *zip(*each)) for p, each in found.items()))
+    return Course(
+        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
+    )
 
 
 def _segments(

@@ -62,7 +62,9 @@ def lowest(walker: Walker) -> Chosen:
         else:
             best, high = found, walker(found).peak
     for less in _LOWER:
-        found = _below(walker, int(high * less)) if high * less > max(walker.base) else None
+        found = (
+            _below(walker, int(high * less)) if high * less > max(walker.base) else None
+        )
         if found is not None:
             best, high = found, walker(found).peak
     return best

@@ -300,11 +300,12 @@ BACKWARD = (
     "loss instead: fit runs the backward."
 )
 _NO_FUNCTION = (
-    "remat.fit: {kind} is no model and no function. Write fit(model, batch, budget=...)."
+    "remat.fit: {kind} is no model and no function. Write fit(model, batch, "
+    "budget=...)."
 )
 _ITERATOR = (
-    "remat.fit: an argument is an iterator, a {kind}, which can be read only once. Pass "
-    "the batch of one step, such as next(iter(loader))."
+    "remat.fit: an argument is an iterator, a {kind}, which can be read only once. "
+    "Pass the batch of one step, such as next(iter(loader))."
 )
 _LOSS = (
     "remat.fit: loss is a function of the result alone, got {kind}: {error}. Write "

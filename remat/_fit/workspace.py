@@ -30,7 +30,9 @@ def hidden_in(func: Any, args: Sequence[Any]) -> tuple[int, int]:
     """Return which result has a larger storage than its fake, and by how many bytes."""
     packet = getattr(func, "overloadpacket", func)
     known = _HIDDEN.get(packet)
-    if known is None or any(isinstance(a, Tensor) and a.device.type != "cpu" for a in args):
+    if known is None or any(
+        isinstance(a, Tensor) and a.device.type != "cpu" for a in args
+    ):
         return 0, 0
     return known(*args)
 
@@ -326,7 +328,7 @@ def _rnn_backward_held(x: Tensor, *rest: Any) -> int:
 
 
 def _padded(count: int) -> int:
-    """Return the length of a row of floats that no other row shares a cache set with."""
+    """Return the length of a row of floats, so that rows share no cache sets."""
     padded = -(-count // 16) * 16
     return padded + 16 if padded % 256 == 0 else padded
 

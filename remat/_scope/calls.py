@@ -139,7 +139,7 @@ def _names_in(root: nn.Module) -> _Names:
     names = _NAMES.get(key)
     if names is None or names.root is None or names.root() is not root:
         _NAMES[key] = names = _Names(root)
-        weakref.finalize(root, _NAMES.pop, key, None).atexit = False
+        weakref.finalize(root, _NAMES.pop, key, None)
     return names
 
 

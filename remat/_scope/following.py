@@ -26,7 +26,7 @@ from remat.policies import Decision, Policy
 
 
 class Placed(NamedTuple):
-    """The operations of one place, by name: which results are saved, and their bytes."""
+    """The operations of one place: names, which results are saved, and bytes."""
 
     place: Place
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Course:
             object.__setattr__(self, name, value)
 
     def at(self, place: Place) -> Placed:
-        """Return what is planned for a place. Calls beyond those planned begin again."""
+        """Return what is planned for a place. More calls than planned begin again."""
         root, turn, path, number = place
         turn %= self._turns.get(root, 1)
         number %= self._numbers.get((root, turn, path), 1)
@@ -180,9 +180,7 @@ class ByPlace(Policy):
         return _Cursor(course, found)
 
     def _found(self, op: Op, name: str, call: Call) -> tuple[int, _Cursor]:
-        """Return where an operation is that is not the next: in which list, -1 if not.
-
-        """
+        """Return where an operation is that is not the next, -1 if nowhere; the cursor."""
         cursor: _Cursor = call.cursor
         if cursor.costs is None:
             other = self._other(cursor, name, call.place)
@@ -236,7 +234,9 @@ class ByPlace(Policy):
         if self._off * 100 > course.nbytes and not course.is_told:
             object.__setattr__(course, "is_told", True)
             first = self._first or "operations make results of other sizes"
-            _LOG.info(_OTHER, self._label, f"{self._off:,}", f"{course.nbytes:,}", first)
+            _LOG.info(
+                _OTHER, self._label, f"{self._off:,}", f"{course.nbytes:,}", first
+            )
 
 
 _LOG = logging.getLogger("remat")

@@ -126,7 +126,9 @@ def _is_known(tensor: Tensor) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
     if is_number or tensor.is_meta or is_fake(tensor):
         return False
-    is_plain = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+    is_plain = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(
+        tensor
+    )
     return is_plain and tensor.numel() <= _KNOWN
 
 

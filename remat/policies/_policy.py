@@ -59,8 +59,8 @@ class Policy(ABC):
         (dots_saveable & ~save_only_these_names('logits'))
     """
 
-    # The bytes that are saved of what the next operation reads, in place of results that
-    # are not there.
+    # The bytes that are saved of what the next operation reads, in place of results
+    # that are not there.
     owed = 0
 
     @abstractmethod

@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.fitted import CASES, bytes_before
 
-import remat
 from remat._fit.api import _course
 from remat._fit.choose import SavingProgram, chosen_for, greedy, lowest, solved
 from remat._fit.record import record
@@ -138,7 +137,10 @@ ROW = "SIN", "cos", "EXP", "tan", "TANH", "abs"
     [
         ("sin cos exp tan tanh abs", "SIN cos EXP tan TANH abs"),
         # It starts again after the last one.
-        ("sin cos exp tan tanh abs sin cos exp", "SIN cos EXP tan TANH abs SIN cos EXP"),
+        (
+            "sin cos exp tan tanh abs sin cos exp",
+            "SIN cos EXP tan TANH abs SIN cos EXP",
+        ),
         # One more is recomputed, and costs nothing else.
         ("sin neg cos exp tan tanh abs", "SIN neg cos EXP tan TANH abs"),
         ("neg sin cos exp", "neg SIN cos EXP"),

@@ -271,7 +271,9 @@ def test_a_plan_for_another_model_is_refused():
 
 
 def test_a_wrong_shape_writes_no_log(caplog):
-    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied"):
+    with pytest.raises(
+        RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied"
+    ):
         remat.fit(mlps(2), X[:, :5], loss=square, budget="1GB")
     assert not caplog.records
 

@@ -1,4 +1,4 @@
-"""A plan belongs to places: steps that differ from it stay in the budget, bit for bit."""
+"""A plan belongs to places: steps that differ stay in the budget, bit for bit."""
 
 import copy
 import os
@@ -293,7 +293,9 @@ def test_a_loss_that_holds_much_is_planned_with_a_function():
         return large(model(x))
 
     low = planned(step, model, x, share=0.0)
-    with pytest.raises(remat.BudgetError, match=r"a function of model and batch") as error:
+    with pytest.raises(
+        remat.BudgetError, match=r"a function of model and batch"
+    ) as error:
         remat.fit(model, x, loss=large, budget=low.budget)
     assert remat.fit(model, x, loss=large, budget=error.value.least).applied is not None
     with count_ops() as plain:

@@ -230,7 +230,9 @@ def test_one_operation_more_is_recomputed_and_the_plan_goes_on(caplog):
         found = gradients(model, lambda: square(model(X)).backward())
         again = gradients(model, lambda: square(model(X)).backward())
     assert (ops["sin"], ops["relu"]) == (4, 12)
-    assert_same([found, again], [gradients(plain, lambda: square(plain(X)).backward())] * 2)
+    assert_same(
+        [found, again], [gradients(plain, lambda: square(plain(X)).backward())] * 2
+    )
     (said,) = caplog.messages
     assert "in 32,768 bytes" in said
     assert "nothing more was planned, and aten.sin.default runs at" in said

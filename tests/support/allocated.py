@@ -9,7 +9,7 @@ from torch.autograd.profiler import profile
 
 
 def most_allocated(run, *args, **kwargs):
-    """Run a function; return the most bytes alive beyond those before, and its result."""
+    """Run a function; return the most bytes alive beyond those before, and a result."""
     gc.collect()
     with profile(profile_memory=True) as profiler:
         result = run(*args, **kwargs)

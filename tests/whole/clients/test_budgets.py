@@ -37,7 +37,11 @@ MODELS = {
     "t5": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(
             vocab_size=128,
-            **{"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4},
+            d_model=32,
+            d_ff=64,
+            d_kv=8,
+            num_layers=2,
+            num_heads=4,
             decoder_start_token_id=0,
         )
     ),
