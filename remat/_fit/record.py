@@ -32,7 +32,7 @@ from remat._fit.simulate import (
     resident,
 )
 from remat._partial.effects import declared_writes, traits_of
-from remat._scope.calls import Calls, Place
+from remat._scope.calls import CallPlace, Calls
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block
@@ -45,7 +45,7 @@ class StepOp:
 
     name: str  # of the overload
     module: str  # in whose call it ran; "" in the backward, and outside of all
-    place: Place
+    place: CallPlace
     # Storages: of its arguments; of new results; those that it changed in place.
     reads: tuple[int, ...]
     makes: tuple[int, ...]

@@ -24,20 +24,20 @@ from remat._torch import hook_all_modules, unhook_all_modules
 
 
 # The outermost class, which call; the path, which call.
-Place: TypeAlias = tuple[str, int, str, int]
+CallPlace: TypeAlias = tuple[str, int, str, int]
 
-OUTSIDE: Place = ("", 0, "", 0)
+OUTSIDE: CallPlace = ("", 0, "", 0)
 
 # Their calls are those of what they wrap.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule"}
 
 
-class Call:
+class ModuleCall:
     """A call of a module that runs."""
 
     __slots__ = ("cursor", "is_over", "module", "place")
 
-    def __init__(self, place: Place, module: nn.Module | None) -> None:
+    def __init__(self, place: CallPlace, module: nn.Module | None) -> None:
         self.place, self.module = place, module
         self.is_over = False
         self.cursor: Any = None  # of who follows a plan
@@ -52,12 +52,12 @@ class Calls:
 
     def __init__(self, roots: Container[str] | None = None) -> None:
         self._roots = roots
-        self.current = Call(OUTSIDE, None)
+        self.current = ModuleCall(OUTSIDE, None)
         self._stack = [self.current]
         self._turns = Counter[str]()  # calls of outermost modules
         self._counts = Counter[str]()  # calls within the outermost that runs
         self._root, self._turn = "", 0
-        self._names = _Names(None)
+        self._names = _ModulePaths(None)
 
     def enter(self, module: nn.Module) -> None:
         """Be told that a call begins."""
@@ -66,7 +66,7 @@ class Calls:
         path = self._names.of(module, self.current.place[2])
         number = self._counts[path]
         self._counts[path] = number + 1
-        self.current = Call((self._root, self._turn, path, number), module)
+        self.current = ModuleCall((self._root, self._turn, path, number), module)
         self._stack.append(self.current)
 
     def _begin(self, module: nn.Module) -> bool:
@@ -97,19 +97,19 @@ class Calls:
             self.current = stack[-1]
 
     def __enter__(self) -> "Calls":
-        _ASKING.calls.append(self)
+        _TRACKERS.calls.append(self)
         _HOOKS.need()
         return self
 
     def __exit__(self, *_: object) -> None:
         _HOOKS.need_no_more()
-        _ASKING.calls.remove(self)
+        _TRACKERS.calls.remove(self)
 
 
 # --- Paths ---
 
 
-class _Names:
+class _ModulePaths:
     """The paths of the modules in one."""
 
     def __init__(self, root: nn.Module | None) -> None:
@@ -131,14 +131,14 @@ class _Names:
         return path
 
 
-_NAMES: dict[int, _Names] = {}
+_NAMES: dict[int, _ModulePaths] = {}
 
 
-def _names_in(root: nn.Module) -> _Names:
+def _names_in(root: nn.Module) -> _ModulePaths:
     key = id(root)
     names = _NAMES.get(key)
     if names is None or names.root is None or names.root() is not root:
-        _NAMES[key] = names = _Names(root)
+        _NAMES[key] = names = _ModulePaths(root)
         weakref.finalize(root, _NAMES.pop, key, None)
     return names
 
@@ -146,29 +146,29 @@ def _names_in(root: nn.Module) -> _Names:
 # --- Hooks ---
 
 
-class _Asking(threading.local):
+class _Trackers(threading.local):
     """Who asks in a thread."""
 
     def __init__(self) -> None:
         self.calls: list[Calls] = []
 
 
-_ASKING = _Asking()
+_TRACKERS = _Trackers()
 
 
 def _entered(module: nn.Module, _: Any) -> None:
     if not torch.compiler.is_compiling():
-        for calls in _ASKING.calls:
+        for calls in _TRACKERS.calls:
             calls.enter(module)
 
 
 def _left(module: nn.Module, *_: Any) -> None:
     if not torch.compiler.is_compiling():
-        for calls in _ASKING.calls:
+        for calls in _TRACKERS.calls:
             calls.leave(module)
 
 
-class _Hooks:
+class _HooksOnAll:
     """The hooks on all modules, while somebody needs them."""
 
     def __init__(self) -> None:
@@ -187,4 +187,4 @@ class _Hooks:
                 unhook_all_modules()
 
 
-_HOOKS = _Hooks()
+_HOOKS = _HooksOnAll()

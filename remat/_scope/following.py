@@ -21,14 +21,14 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from remat._base.op import Op
-from remat._scope.calls import OUTSIDE, Call, Calls, Place
+from remat._scope.calls import OUTSIDE, CallPlace, Calls, ModuleCall
 from remat.policies import Decision, Policy
 
 
 class Placed(NamedTuple):
     """The operations of one place: names, which results are saved, and bytes."""
 
-    place: Place
+    place: CallPlace
     names: tuple[str, ...]
     saves: tuple[bool, ...]
     sizes: tuple[int, ...]
@@ -46,7 +46,7 @@ class Course:
     roots: frozenset[str] = field(init=False, compare=False, repr=False)
     # Whether it was said that a step differs.
     is_told: bool = field(default=False, init=False, compare=False, repr=False)
-    _by_place: dict[Place, Placed] = field(init=False, compare=False, repr=False)
+    _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
     # How many calls there are of an outermost module, and of each path in each of them.
     _turns: dict[str, int] = field(init=False, compare=False, repr=False)
     _numbers: dict[tuple[str, int, str], int] = field(
@@ -69,7 +69,7 @@ class Course:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    def at(self, place: Place) -> Placed:
+    def at(self, place: CallPlace) -> Placed:
         """Return what is planned for a place. More calls than planned begin again."""
         root, turn, path, number = place
         turn %= self._turns.get(root, 1)
@@ -175,12 +175,12 @@ class ByPlace(Policy):
         self._off += abs(op.nbytes - cursor.placed.sizes[at])
         return Decision.SAVE
 
-    def _begun(self, course: int, place: Place) -> _Cursor:
+    def _begun(self, course: int, place: CallPlace) -> _Cursor:
         found = self._courses[course].at(place) if self._courses else _NOTHING
         return _Cursor(course, found)
 
-    def _found(self, op: Op, name: str, call: Call) -> tuple[int, _Cursor]:
-        """Return where an operation is that is not the next, -1 if nowhere; the cursor."""
+    def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, _Cursor]:
+        """Return where an operation is that is not the next, or -1; the cursor."""
         cursor: _Cursor = call.cursor
         if cursor.costs is None:
             other = self._other(cursor, name, call.place)
@@ -205,14 +205,14 @@ class ByPlace(Policy):
             self._off += size
             self.owed += size if saves else 0
 
-    def _move_to(self, call: Call) -> None:
+    def _move_to(self, call: ModuleCall) -> None:
         """Note which operations a call has left out that is over."""
         cursor: _Cursor | None = self._call.cursor
         if self._call.is_over and cursor is not None:
             self._pass_over(cursor.placed, cursor.at, len(cursor.placed.names))
         self._call = call
 
-    def _other(self, cursor: _Cursor, name: str, place: Place) -> _Cursor | None:
+    def _other(self, cursor: _Cursor, name: str, place: CallPlace) -> _Cursor | None:
         """Return a beginning, or that of another course, which an operation fits."""
         at, names = cursor.at, cursor.placed.names
         # A `with` may hold several forwards.

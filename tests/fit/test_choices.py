@@ -13,7 +13,7 @@ from remat._fit.choose import SavingProgram, chosen_for, greedy, lowest, solved
 from remat._fit.record import record
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
-from remat._scope.calls import OUTSIDE, Call
+from remat._scope.calls import OUTSIDE, ModuleCall
 from remat._scope.following import ByPlace, Course, Placed
 from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope
@@ -173,9 +173,9 @@ def test_a_difference_in_one_call_is_none_in_the_next():
     places = [("Net", 0, name, 0) for name in "ab"]
     parts = [course("SIN", "EXP", place=place).placed[0] for place in places]
     policy = ByPlace("f", [Course(tuple(parts))])
-    policy.calls.current = Call(places[0], None)
+    policy.calls.current = ModuleCall(places[0], None)
     assert asked(policy, "tan tan") == "tan tan"
-    policy.calls.current = Call(places[1], None)
+    policy.calls.current = ModuleCall(places[1], None)
     assert asked(policy, "sin exp") == "SIN EXP"
 
 
@@ -184,5 +184,5 @@ def test_more_calls_than_planned_begin_again():
     parts = [course("SIN", "EXP", place=parts[0]), course("sin", "EXP", place=parts[1])]
     policy = ByPlace("f", [Course(tuple(part.placed[0] for part in parts))])
     for number, expected in enumerate(["SIN EXP", "sin EXP", "SIN EXP"]):
-        policy.calls.current = Call(("Net", 3, "a", number), None)
+        policy.calls.current = ModuleCall(("Net", 3, "a", number), None)
         assert asked(policy, "sin exp") == expected
