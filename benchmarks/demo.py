@@ -14,6 +14,7 @@ use one thread: with more of them, the bits of plain code may differ from run to
 
 import argparse
 import functools
+import importlib.util
 import inspect
 import statistics
 import sys
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.nn import functional
 
-from remat import remat
+from remat import fit, remat
 from remat.testing import count_ops, memory_timeline
 
 
@@ -311,6 +312,47 @@ def plot(plain: Run, ours: Run, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+# --- A budget for a model of transformers --------------------------------------------
+
+
+def in_a_budget(seed: int) -> str:
+    """Train a Llama of transformers in three quarters of its peak; say what it took."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(256, (8, 64))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    budget = fit(model, budget="1TB", **batch).peak * 3 // 4
+    plan = fit(model, budget=budget, **batch)
+    plan.apply(model)
+    before = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    before += sum(t.untyped_storage().nbytes() for t in batch.values()) - ids.nbytes
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        out = model(**batch)
+        out.loss.backward()
+
+    peaks: list[int] = []
+    for _ in range(3):
+        peaks.append(before + memory_timeline(step).peak)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (
+        f"A Llama of transformers in a budget of {budget:,} bytes: plain takes "
+        f"{plan.plain_peak:,}, the plan says {plan.peak:,}, three steps took "
+        f"{max(peaks):,}."
+    )
+
+
 # --- The command -------------------------------------------------------------------
 
 
@@ -402,6 +444,8 @@ def main() -> None:
     forward = forward_ops(params, next(batches(tokens, options)), options.heads)
     recomputed = recomputed_ops(plain, ours, forward)
     console.print(comparison(plain, ours, f"{recomputed:,} of {forward.total():,}"))
+    if importlib.util.find_spec("transformers") is not None:
+        console.print(in_a_budget(options.seed))
     path = options.out / "demo_memory.png"
     plot(plain, ours, path)
     console.print(f"Live bytes over one training step: {path}")

@@ -7,6 +7,7 @@ by 7%, which can decide whether a step fits.
 
 import math
 import re
+from numbers import Real
 
 
 _UNITS = {
@@ -26,19 +27,23 @@ def bytes_in(size: object, taker: str) -> int:
         >>> bytes_in("8GB", "within"), bytes_in("1.5 KiB", "within"), bytes_in(7, "fit")
         (8000000000, 1536, 7)
     """
-    if isinstance(size, bool) or not isinstance(size, int | float | str):
+    if isinstance(size, bool) or not isinstance(size, Real | str):
         kind = type(size).__name__
         raise TypeError(_KIND.format(taker=taker, size=size, kind=kind))
     if isinstance(size, str):
         return _read(size, taker)
-    if size != size // 1 or not 0 <= size < math.inf:
+    number = size if isinstance(size, int) else float(size)
+    if number != number // 1 or not 0 <= number < math.inf:
         raise ValueError(_NUMBER.format(taker=taker, size=size))
-    return int(size)
+    return int(number)
 
 
 def _read(text: str, taker: str) -> int:
     found = _SIZE.fullmatch(text)
-    if found is None or (found[2] and found[2].upper() not in _UNITS):
+    is_bits = (
+        found is not None and found[2][-1:] == "b" and found[2] != found[2].lower()
+    )
+    if found is None or is_bits or (found[2] and found[2].upper() not in _UNITS):
         raise ValueError(_TEXT.format(taker=taker, size=text))
     whole, _, fraction = found[1].partition(".")
     unit = _UNITS[found[2].upper() or "B"]
@@ -49,7 +54,7 @@ def _read(text: str, taker: str) -> int:
 _ACCEPTED = (
     "Pass bytes as a whole number, at least 0, or as a text: '800 MB', '1.5GiB'. Units "
     "are B, KB, MB, GB and TB (powers of 1000), and KiB, MiB, GiB and TiB (powers of "
-    "1024)."
+    "1024); a small b after a capital letter is bits."
 )
 _KIND = "remat: {taker} takes a number of bytes; got {size!r}, a {kind}. " + _ACCEPTED
 _NUMBER = "remat: {taker} takes a number of bytes; got {size!r}. " + _ACCEPTED

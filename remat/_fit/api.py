@@ -35,6 +35,7 @@ from remat._fit.simulate import (
     TrainingStep,
     copied,
     isolated,
+    refuse_arguments,
     resident,
     simulate,
     without_values_if_possible,
@@ -42,9 +43,9 @@ from remat._fit.simulate import (
 from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
 from remat._fit.walk import Walker
 from remat._report.labels import label_of_function, refuse_transforms
-from remat._scope.following import Course
+from remat._scope.following import Course, Placed
 from remat._torch import fake_mode
-from remat.nn._followed import FollowedScope, can_follow, follow
+from remat.nn._followed import FollowedScope, can_follow, follow, has_sharded_parts
 
 
 def fit(
@@ -80,8 +81,8 @@ def fit(
         *args: its arguments, of the shapes of a step.
         budget: bytes, or a text such as "8GB" (8e9) or "8GiB".
         over: "step" for the whole step, "blocks" for a policy for each block of the
-            model. By default the step, but blocks for models with FSDP or DTensors
-            and for compiled ones, which cannot follow a plan for a step.
+            model. By default the step, but blocks for compiled models, which cannot
+            follow a plan for a step.
         select: of a plan by blocks: which modules are blocks, as of `remat.nn.apply`.
             None for the repeated blocks: see `remat.nn.blocks`.
         loss: a function of the result of `fn` that returns the loss. By default the
@@ -102,7 +103,7 @@ def fit(
             which budget would do.
         CaptureError: the step reads values, and the model has none.
         ValueError: by blocks no model is passed, or it has no blocks; or something in
-            the model is recomputed already.
+            the model is recomputed already, or sharded.
 
     Example:
         >>> import torch
@@ -119,16 +120,19 @@ def fit(
         True
     """
     refuse_transforms("fit", "the model")
+    refuse_arguments(fn, args, kwargs, loss)
     limit = bytes_in(budget, "fit")
     step = TrainingStep(fn, args, kwargs, loss, accumulates)
     # Where a step runs whose model is on the meta device.
     devices = (t.device for t in resident(step) if not t.is_meta)
     where = next(devices, torch.device("cpu"))
     if device is not None:
-        where = _available(torch.device(device))
+        where = _available(device)
     if over not in (None, "step", "blocks"):
         raise ValueError(f'remat.fit: over is "step", "blocks" or None, got {over!r}')
     model = step.model()
+    if model is not None and has_sharded_parts(model):
+        raise ValueError(_SHARDED.format(label=type(model).__name__))
     if over is None and model is not None and not can_follow(model):
         over = "blocks"
     if over == "blocks":
@@ -139,14 +143,23 @@ def fit(
         return _Planning(step, where, limit).plan()
 
 
+_SHARDED = (
+    "remat.fit: {label} has sharded parameters, which no copy can be made of. Plan for "
+    "the model before it is sharded, shard it, and then call plan.apply(model)."
+)
 _SELECT = (
     "remat.fit: select= says which modules are blocks, and a plan for a whole step "
     "knows no blocks. Leave it out, or pass over='blocks'."
 )
 
 
-def _available(device: torch.device) -> torch.device:
+def _available(asked: torch.device | str) -> torch.device:
     """Return a device; refuse one that torch cannot stand in for here."""
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        message = f"remat.fit: device is a device of torch, got {asked!r}"
+        raise ValueError(message) from None
     if device.type == "cpu":
         return device
     is_real = device.type != "meta"
@@ -199,6 +212,10 @@ class _Planning:
         """Return the plan."""
         record, whole = self.record, (0, self.record.turn)
         applied = None if record.called is None else self._found(record.called)
+        # A plan for a model has to be one that the model itself can follow.
+        is_needed = record.called is not None and self._step.fn is self._step.model()
+        if is_needed and applied is None:
+            raise self._too_small()
         around = applied if record.called == whole else self._better(applied)
         found = applied or around
         if found is None:
@@ -267,8 +284,8 @@ class _Planning:
 
         step = self._step, self._device, change, self._blocks
         done = simulate(*step, is_real=self._is_real, times=1)
-        again, seconds = done.flops - self.record.flops, walker.seconds(chosen)
-        followed = Followed(done.peak, done.peak_at, again, seconds, courses)
+        work = done.flops - self.record.flops, *walker.again(chosen)
+        followed = Followed(done.peak, done.peak_at, *work, courses)
         return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
@@ -331,13 +348,20 @@ def _recorded(
 def _course(walker: Walker, chosen: Chosen) -> Course:
     """Return what a policy answers. It saves what the backward does not need, too."""
     needed = walker.closure(walker.storages(chosen))[0] - walker.storages(chosen)
-    asked = [
-        (op.name, not needed.intersection(op.makes))
-        for op in walker.record.operations[slice(*walker.span)]
-        if op.fate == ASKED
-    ]
-    names, saves = zip(*asked, strict=True) if asked else ((), ())
-    return Course(tuple(names), tuple(saves))
+    within = walker.record.operations[slice(*walker.span)]
+    # Calls are counted from the first one in the span.
+    first: dict[str, int] = {}
+    found: dict[Any, list[tuple[str, bool, int]]] = {}
+    for op in within:
+        root, turn, path, number = op.place
+        place = root, turn - first.setdefault(root, turn), path, number
+        if op.fate == ASKED:
+            saves = not needed.intersection(op.makes)
+            size = sum(walker.record.sizes[n] for n in op.makes)
+            found.setdefault(place, []).append((op.name, saves, size))
+    return Course(
+        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
+    )
 
 
 def _segments(

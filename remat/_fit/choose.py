@@ -12,10 +12,15 @@ solved in a quarter of a second: only the limits that a walk found exceeded are 
 Rejected: a time limit. Two processes would choose differently.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import itertools
+import os
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from remat._fit.walk import Walked, Walker
@@ -41,20 +46,36 @@ def chosen_for(walker: Walker, budget: int) -> Chosen | None:
 
 
 def lowest(walker: Walker) -> Chosen:
-    """Return a choice of nearly the lowest peak that can be found, by bisection."""
+    """Return a choice of nearly the lowest peak that can be found.
+
+    A search that fails for some bytes may do for fewer. So after a bisection, less is
+    asked for in steps, until nothing is found.
+    """
     extremes: list[Chosen] = [frozenset(walker.choices), frozenset()]
     best = min(extremes, key=lambda chosen: walker(chosen).peak)
     low, high = max(walker.base), walker(best).peak
     while high - low > high * _NEAR:
         middle = (low + high) // 2
-        found = solved(walker, middle) if has_solver() else greedy(walker, middle)
+        found = _below(walker, middle)
         if found is None:
             low = middle
         else:
             best, high = found, walker(found).peak
+    for less in _LOWER:
+        found = (
+            _below(walker, int(high * less)) if high * less > max(walker.base) else None
+        )
+        if found is not None:
+            best, high = found, walker(found).peak
     return best
 
 
+def _below(walker: Walker, budget: int) -> Chosen | None:
+    found = solved(walker, budget) if has_solver() else None
+    return greedy(walker, budget) if found is None else found
+
+
+_LOWER = 0.99, 0.97, 0.94, 0.9
 _NEAR = 2e-3
 
 
@@ -143,13 +164,15 @@ class SavingProgram:
         for n in walker.targets:
             lowest[self._needed[n]] = 1
         whole = len(self._saved)  # those columns come first
-        found: Any = optimize.milp(
-            costs,
-            integrality=[1] * whole + [0] * (self._count - whole),
-            bounds=optimize.Bounds(lowest, 1),
-            constraints=optimize.LinearConstraint(*self._constraints()),
-            options={"node_limit": nodes, "mip_rel_gap": gap},
-        )
+        constraints = optimize.LinearConstraint(*self._constraints())
+        with _without_lines_of_highs():
+            found: Any = optimize.milp(
+                costs,
+                integrality=[1] * whole + [0] * (self._count - whole),
+                bounds=optimize.Bounds(lowest, 1),
+                constraints=constraints,
+                options={"node_limit": nodes, "mip_rel_gap": gap},
+            )
         self.bound = found.mip_dual_bound
         if found.x is None:
             return None
@@ -178,6 +201,33 @@ class SavingProgram:
 
 
 _UNIT = 1e4  # bytes, so that numbers are of one order
+
+
+@contextmanager
+def _without_lines_of_highs() -> Iterator[None]:
+    """Leave out of stdout what HiGHS writes there in C, whatever its options are.
+
+    What others write meanwhile comes a little later.
+    """
+    if os.name != "posix":
+        yield
+        return
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    with tempfile.TemporaryFile() as written:
+        stdout = os.dup(1)
+        os.dup2(written.fileno(), 1)
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(stdout, 1)
+            written.seek(0)
+            for line in written.readlines():
+                if not line.startswith(b"HighsMipSolver"):
+                    os.write(1, line)
+            os.close(stdout)
 
 
 # --- Without a solver ---

@@ -25,7 +25,7 @@ from remat._base.observer import Observer
 from remat._base.op import Op
 from remat._base.source import user_line
 from remat._base.tensors import describe
-from remat._fit.workspace import copied_inside, held_inside
+from remat._fit.workspace import copied_inside, held_inside, hidden_in
 from remat._partial.cost import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
@@ -144,6 +144,12 @@ class Meter(Observer):
         self.live += size
         return number
 
+    def _grow(self, numbers: Sequence[int], at: int, nbytes: int) -> None:
+        """Count bytes of a result that its fake lacks."""
+        if nbytes:
+            self.sizes[numbers[at]] += nbytes
+            self.live += nbytes
+
     def _free(self, key: int, number: int, _: Any) -> None:
         del self._numbers[key]
         self.live -= self.sizes[number]
@@ -173,6 +179,8 @@ class Meter(Observer):
             message = _VALUE.format(where=where, op=operator_name(func))
             raise MissingValueError(message) from error
         found = [*map(self.hold, tensors_of(result))]
+        if found and is_fake(tensors_of(result)[0]):
+            self._grow(found, *hidden_in(func, args))
         copies = copied_inside(func, args)
         held = held_inside(func, args)
         # The engine adds in place where nothing else holds the sum so far. Under a mode

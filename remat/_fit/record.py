@@ -23,6 +23,7 @@ from remat._base.absent import inputs_of
 from remat._base.context import here
 from remat._fit.meter import Measured, Meter
 from remat._fit.simulate import (
+    BACKWARD,
     RefusedStepError,
     TrainingStep,
     backward,
@@ -31,6 +32,7 @@ from remat._fit.simulate import (
     resident,
 )
 from remat._partial.effects import declared_writes, traits_of
+from remat._scope.calls import CallPlace, Calls
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block, makes_blank
@@ -50,6 +52,7 @@ class StepOp:
 
     name: str  # of the overload
     module: str  # in whose call it ran; "" in the backward, and outside of all
+    place: CallPlace
     # Storages: of its arguments; of new results; those that it changed in place.
     reads: tuple[int, ...]
     makes: tuple[int, ...]
@@ -100,7 +103,7 @@ def record(
     with mode, AddressAnswers():
         with (
             alone.watching(step) as watched,
-            torch.autograd.graph.saved_tensors_hooks(_let_go, _let_go),
+            torch.autograd.graph.saved_tensors_hooks(_let_go, _refuse_backward),
         ):
             kept = watched.to_loss()
         del kept
@@ -127,6 +130,10 @@ def _let_go(tensor: Any) -> Any:
     del tensor
 
 
+def _refuse_backward(_: Any) -> Any:
+    raise RefusedStepError(BACKWARD)
+
+
 class StepRecorder(Meter):
     """Notes the operations of a step, and when storages are made and freed."""
 
@@ -141,7 +148,9 @@ class StepRecorder(Meter):
         # whose memory Python took. A scope does not recompute them.
         self._blank: set[int] = set()
         self.exposed: set[int] = set()
-        self._modules: list[tuple[str, int]] = []
+        self._calls = Calls()
+        self._names: dict[int, str] = {}  # of modules
+        self._begun: list[int] = []  # before which operation calls of the model begin
         self._resident = 0
         self._is_over = False
 
@@ -154,9 +163,11 @@ class StepRecorder(Meter):
                 self.hold(tensor)
             self._resident = self.live
             model = step.model()
-            for name, module in () if model is None else model.named_modules():
-                for handle in self._hook(name, module):
+            if model is not None:
+                self._names = {id(m): name for name, m in model.named_modules()}
+                for handle in self._hook(model):
                     stack.callback(handle.remove)
+            stack.enter_context(self._calls)
             yield step._replace(around_call=lambda: self._note_call(step))
             self._is_over = True
 
@@ -168,20 +179,18 @@ class StepRecorder(Meter):
         if model is None or getattr(step.fn, "__self__", None) is model:
             self._ends = [(0, len(self.operations))]
 
-    def _hook(self, name: str, module: nn.Module) -> Sequence[Any]:
-        """Note in which module operations run, and which those of the model are."""
+    def _hook(self, model: nn.Module) -> Sequence[Any]:
+        """Note which operations are those of calls of the model."""
 
         def enter(*_: Any) -> None:
-            self._modules.append((name, len(self.operations)))
+            self._begun.append(len(self.operations))
 
         def leave(*_: Any) -> None:
-            begin = self._modules.pop()[1]
-            if not name:
-                self._ends.append((begin, len(self.operations)))
+            self._ends.append((self._begun.pop(), len(self.operations)))
 
         return (
-            module.register_forward_pre_hook(enter, prepend=True),
-            module.register_forward_hook(leave, always_call=True),
+            model.register_forward_pre_hook(enter, prepend=True),
+            model.register_forward_hook(leave, always_call=True),
         )
 
     @override
@@ -192,11 +201,11 @@ class StepRecorder(Meter):
     def measured(
         self, func: Any, args: Any, kwargs: dict[str, Any], found: Measured
     ) -> None:
-        if (
-            is_view_op(func) and not found.makes
-        ):  # of NumPy's memory one makes a storage
+        # One of NumPy's memory makes a storage.
+        if is_view_op(func) and not found.makes:
             return
-        module = self._modules[-1][0] if self._modules else ""
+        call = self._calls.current
+        module = self._names.get(id(call.module), "")
         if current_task() == -1:
             _refuse_recomputed(module or "the function")
         written = declared_writes(traits_of(func), args, kwargs)
@@ -209,7 +218,8 @@ class StepRecorder(Meter):
         reads = tuple(dict.fromkeys(n for n in found.reads if n >= 0))
         self.operations.append(
             StepOp(
-                *(str(func), module, reads, tuple(found.makes), tuple(writes)),
+                *(str(func), module, call.place),
+                *(reads, tuple(found.makes), tuple(writes)),
                 *(found.seconds, found.flops, found.inside, STORED),
             )
         )

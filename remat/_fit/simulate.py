@@ -10,6 +10,7 @@ done here as it is done in training.
 """
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,7 +30,13 @@ from remat._partial.names import told_of_names
 from remat._report.inputs import streams_kept, tensors_in
 from remat._report.labels import one_by_one
 from remat._report.timeline import without_collections
-from remat._torch import AddressAnswers, copied_as_fake, fake_mode, is_fake
+from remat._torch import (
+    AddressAnswers,
+    copied_as_fake,
+    fake_mode,
+    is_fake,
+    without_log_of_fakes,
+)
 
 
 T = TypeVar("T")
@@ -74,7 +81,34 @@ class TrainingStep(NamedTuple):
 
 def backward(outs: list[Tensor]) -> None:
     """Run the backward of a step; of outputs that are no scalars, that of their sum."""
-    torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
+    try:
+        torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
+    except RuntimeError as error:
+        if "a second time" in str(error):
+            raise RefusedStepError(BACKWARD) from error
+        raise
+
+
+class RefusedStepError(ValueError):
+    """A step that there is no plan for, whatever the values are."""
+
+
+def refuse_arguments(fn: Any, args: Any, kwargs: Any, loss: Any) -> None:
+    """Refuse what is no model, no batch, or no loss of one result."""
+    if not callable(fn):
+        raise TypeError(_NO_FUNCTION.format(kind=type(fn).__name__))
+    for leaf in pytree.flatten((args, kwargs))[0]:
+        if isinstance(leaf, Iterator):
+            raise TypeError(_ITERATOR.format(kind=type(leaf).__name__))
+    if loss is None:
+        return
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(called).bind(None)
+    except TypeError as error:
+        raise TypeError(_LOSS.format(kind=type(loss).__name__, error=error)) from None
+    except ValueError:  # it has no signature
+        return
 
 
 def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
@@ -101,10 +135,6 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
 def is_there(step: TrainingStep) -> bool:
     """Say whether the tensors of a step have values."""
     return not any(t.is_meta or is_fake(t) for t in _leaves(step))
-
-
-class RefusedStepError(ValueError):
-    """A step that there is no plan for, whatever the values are."""
 
 
 def without_values_if_possible(
@@ -186,6 +216,7 @@ def isolated() -> Iterator[None]:
     with (
         streams_kept(),
         without_collections(),
+        without_log_of_fakes(),
         torch.inference_mode(False),
         torch.enable_grad(),
         warnings.catch_warnings(),
@@ -300,9 +331,26 @@ _NOT_THERE = (
     "is on the meta device or fake. If a kernel asks for addresses or values, pass a "
     "model and arguments that are there: then a copy of the step runs on real tensors."
 )
+BACKWARD = (
+    "remat.fit: the function or the loss runs the backward itself. Have it return the "
+    "loss instead: fit runs the backward."
+)
+_NO_FUNCTION = (
+    "remat.fit: {kind} is no model and no function. Write fit(model, batch, "
+    "budget=...)."
+)
+_ITERATOR = (
+    "remat.fit: an argument is an iterator, a {kind}, which can be read only once. "
+    "Pass the batch of one step, such as next(iter(loader))."
+)
+_LOSS = (
+    "remat.fit: loss is a function of the result alone, got {kind}: {error}. Write "
+    "loss=lambda result: criterion(result, target)."
+)
 _NO_GRAD = (
     "remat.fit: nothing in the result requires grad, so there is no backward to keep "
-    "values for. Pass loss=, a function of the result, or let parameters require grad."
+    "values for. Pass loss=, a function that returns a loss of the result and runs no "
+    "backward, or let parameters require grad."
 )
 _LAZY = (
     "remat.fit: the model holds a lazy module, whose parameters are not initialized "

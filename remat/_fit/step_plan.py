@@ -59,6 +59,7 @@ class Followed:
         peak: the most bytes that are alive.
         peak_at: where that is: "mm in the backward of layers.3".
         recomputed: the FLOPs that run again.
+        again: the bytes of the results that are made again.
         seconds: what runs again, at nominal rates of FLOPs and bytes.
         courses: which results are saved: in training, in evaluation.
 
@@ -75,6 +76,7 @@ class Followed:
     peak: int
     peak_at: str
     recomputed: int
+    again: int
     seconds: float
     courses: tuple[Course, ...]
 
@@ -154,6 +156,11 @@ class StepPlan(_render.Shown):
         return self._shown.seconds
 
     @property
+    def again(self) -> int:
+        """The bytes of results that are made again after `plan.apply(model)`."""
+        return self._shown.again
+
+    @property
     def share(self) -> float:
         """The recomputed FLOPs, as a share of those of a step without remat."""
         return self.recomputed / self.flops if self.flops else 0.0
@@ -172,8 +179,9 @@ class StepPlan(_render.Shown):
         Raises:
             BudgetError: the loss holds so much that only `with plan:` stays under the
                 budget.
-            ValueError: the model follows a plan, or is recomputed, already; or it is on
-                another device than the plan was made for.
+            TypeError: what is passed is neither a model nor a function.
+            ValueError: the model follows a plan, or is recomputed, already; or it is
+                another one, or on another device, than the plan was made for.
 
         Example:
             >>> import torch
@@ -184,6 +192,9 @@ class StepPlan(_render.Shown):
             True
         """
         result = model
+        if not callable(model):
+            kind = type(model).__name__
+            raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
         if not isinstance(model, nn.Module):
             result = _following(model, self)
         elif self.applied is None:
@@ -261,6 +272,10 @@ def _following(fn: Callable[..., Any], plan: StepPlan) -> Any:
     return followed
 
 
+_NO_MODEL = (
+    "remat: the plan for {label} is applied to the model or the function of the step; "
+    "got an object of type {kind}."
+)
 _NOT_APPLIED = "not applied yet: plan.apply(model)"
 _NO_SOLVER = f"without a solver: {missing('scipy')}"
 _OTHER_DEVICE = (
@@ -289,6 +304,9 @@ def notes(plan: Any) -> Iterator[str]:
     yield f"peak without remat: {_render.mebibytes(plan.plain_peak)}"
     yield f"before the step: {_render.mebibytes(plan.resident)}"
     yield f"recomputed: {plan.recomputed:,} FLOPs, {plan.share:.1%} of a step"
+    again = getattr(plan, "again", 0)  # blocks count none
+    shown = f"{_render.mebibytes(again)} of results, " if again else ""
+    yield f"that is {shown}{plan.seconds * 1e3:,.3f} ms at nominal rates"
 
 
 def mib(nbytes: int) -> str:
@@ -317,5 +335,6 @@ _TOO_SMALL = (
     "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
     "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
     "there before the step. Without remat the peak is {plain}. Pass a larger budget, "
-    "or a smaller batch."
+    "a smaller batch, or, if the loss holds much, a function of model and batch that "
+    "computes it, too."
 )

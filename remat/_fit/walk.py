@@ -147,6 +147,12 @@ class Walker:
         runs = self.closure(self.storages(chosen))[1]
         return sum(self.record.operations[i].seconds for i in runs)
 
+    def again(self, chosen: Iterable[int]) -> tuple[int, float]:
+        """Return the bytes of results that are made again, and the seconds."""
+        runs = self.closure(self.storages(chosen))[1]
+        made = {n for i in runs for n in self.record.operations[i].makes}
+        return sum(self.record.sizes[n] for n in made), self.seconds(chosen)
+
     def more(self, choice: int, saved: set[int], walked: Walked) -> float:
         """Return the seconds of what also runs again if a choice is not saved."""
         runs = set[int]()

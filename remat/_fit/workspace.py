@@ -1,4 +1,4 @@
-"""The bytes that operations hold while they run, besides what they return.
+"""The bytes that operations hold while they run, and that fakes of results lack.
 
 On the CPU, convolutions copy what they read into the layout of oneDNN, and copy what
 they compute back; attention holds a tile of scores per thread.
@@ -24,6 +24,17 @@ def held_inside(func: Any, args: Sequence[Any]) -> int:
         return 0
     known = _KNOWN.get(packet)
     return 0 if known is None else known(*args)
+
+
+def hidden_in(func: Any, args: Sequence[Any]) -> tuple[int, int]:
+    """Return which result has a larger storage than its fake, and by how many bytes."""
+    packet = getattr(func, "overloadpacket", func)
+    known = _HIDDEN.get(packet)
+    if known is None or any(
+        isinstance(a, Tensor) and a.device.type != "cpu" for a in args
+    ):
+        return 0, 0
+    return known(*args)
 
 
 def copied_inside(func: Any, args: Sequence[Any]) -> int:
@@ -261,7 +272,79 @@ def _unfolded(x: Tensor, *sizes: Sequence[int]) -> int:
     return x.nbytes + per_place * places * x.element_size()
 
 
+# --- Results ---
+
+
+def _loss(x: Tensor, target: Tensor, *rest: Any) -> tuple[int, int]:
+    """Return what a loss leaves: its sum lies in the memory of all that is summed."""
+    reduction = rest[0] if rest else _MEAN
+    count = math.prod(torch.broadcast_shapes(x.shape, target.shape))
+    return 0, max(count - 1, 0) * x.element_size() if reduction else 0
+
+
+def _weighted_loss(x: Tensor, target: Tensor, *rest: Any) -> tuple[int, int]:
+    return _loss(x, target, *rest[1:])
+
+
+_MEAN = 1
+
+
+def _rnn_layer(x: Tensor, *rest: Any) -> tuple[int, int]:
+    """Return the workspace of an LSTM of oneDNN: gates and states, in whole pages."""
+    time, samples, inputs = x.shape
+    mode, hidden, is_trained = rest[8], rest[9], rest[14]
+    if mode != _LSTM or not is_trained:
+        return 3, 0
+    states = 2 * (time + 1) * samples * 4
+    gates = _pages(time * samples * _padded(4 * hidden) * 4)
+    outputs = _pages(time * samples * _padded(hidden) * 4)
+    padded, cells = _padded(max(inputs, hidden)), _pages(states * hidden)
+    return 3, gates + outputs + 3 * _pages(states * padded) + 2 * cells
+
+
+_LSTM = 2
+
+
+def _rnn_inside(x: Tensor, hidden: int) -> int:
+    time, samples, inputs = x.shape
+    weights = 16 * hidden * (inputs + hidden + 1)
+    gates = _pages(time * samples * _padded(4 * hidden) * 4)
+    return weights + gates + 3 * 4096 + 64 * (inputs + hidden)
+
+
+def _rnn_held(x: Tensor, *rest: Any) -> int:
+    if rest[8] != _LSTM:
+        return 0
+    outputs = (x.shape[0] + 2) * x.shape[1] * rest[9] * 4
+    return outputs + _rnn_layer(x, *rest)[1] + _rnn_inside(x, rest[9])
+
+
+def _rnn_backward_held(x: Tensor, *rest: Any) -> int:
+    if rest[13] != _LSTM:
+        return 0
+    states = x.shape[1] * rest[14] * 4
+    made = x.nbytes + sum(w.nbytes for w in rest[:2]) + 8 * rest[14] * 4 + 2 * states
+    return made + _rnn_inside(x, rest[14]) + (x.shape[0] + 2) * states
+
+
+def _padded(count: int) -> int:
+    """Return the length of a row of floats, so that rows share no cache sets."""
+    padded = -(-count // 16) * 16
+    return padded + 16 if padded % 256 == 0 else padded
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
 _aten = torch.ops.aten
+_HIDDEN: dict[Any, Callable[..., tuple[int, int]]] = {
+    _aten.mse_loss: _loss,
+    _aten.smooth_l1_loss: _loss,
+    _aten.soft_margin_loss: _loss,
+    _aten.binary_cross_entropy: _weighted_loss,
+    _aten.mkldnn_rnn_layer: _rnn_layer,
+}
 _BATCHED = {_aten.bmm, _aten.baddbmm}
 _MAKE_DENSE = _BATCHED | {
     *(_aten.mm, _aten.addmm, _aten.convolution_backward),
@@ -284,7 +367,8 @@ _KNOWN: dict[Any, Callable[..., int]] = {
     _aten.native_batch_norm_backward: _norm_backward,
     _aten.native_group_norm_backward: _group_norm_backward,
     _aten.native_layer_norm_backward: _layer_norm_backward,
-    _aten.mse_loss: _squares,
+    _aten.mkldnn_rnn_layer: _rnn_held,
+    _aten.mkldnn_rnn_layer_backward: _rnn_backward_held,
     _aten.mse_loss_backward: _but_for_the_first(_squares),
     _aten.im2col: _unfolded,
 }

@@ -76,6 +76,8 @@ def points(
     ax.yaxis.set_major_formatter(ticker.EngFormatter())
     ax.set_xlabel("saved memory, MiB")
     ax.set_ylabel("recomputed work, FLOPs")
+    if not any(costs):  # matplotlib would show numbers around zero
+        ax.set_ylim(0, 1)
     return _finished(ax, title, loc="best")
 
 

@@ -1,43 +1,152 @@
-"""A policy by position: what a plan for a whole step saves, in the order of the asks.
+"""A policy by place: what a plan for a whole step saves, call by call of its modules.
 
-Invariant: an answer depends on the operations so far, not on sizes. Where they are not
-those of any course, all that follows is recomputed, and a warning says so once.
-Rejected: to look for the place at which the operations agree again. Two layers look
-alike, and what one of them saves may be too much in the other.
+A place is a call of a module (`calls`). Each has a list of its own operations, so what
+differs in one call is of no consequence for the next. Within a call operations are
+aligned with the list, with as few as possible more or fewer.
+
+Invariant: an answer depends on the operations so far, not on sizes. What is not in the
+plan is recomputed. Where what the plan saves does not run, the next operation that is
+in it has what it reads saved instead: it may be all that a block saves.
+Rejected: to follow by position in the step. One operation more, as libraries run for a
+mask whose values can be read, and all that followed was recomputed.
+Rejected: to go on at the next operation of the same name. One `clone` more loses the
+rest of a block.
 """
 
-import warnings
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from typing_extensions import override
 
 from remat._base.op import Op
-from remat._base.source import user_line
+from remat._scope.calls import OUTSIDE, CallPlace, Calls, ModuleCall
 from remat.policies import Decision, Policy
 
 
-class Course(NamedTuple):
-    """The operations of one kind of forward, by name, and which results are saved."""
+class Placed(NamedTuple):
+    """The operations of one place: names, which results are saved, and bytes."""
 
+    place: CallPlace
     names: tuple[str, ...]
     saves: tuple[bool, ...]
+    sizes: tuple[int, ...]
 
 
-class ByPosition(Policy):
-    """Answers as a plan says, operation by operation.
+_NOTHING = Placed(OUTSIDE, (), (), ())
 
-    After the last one it starts again: a `with` may hold several forwards.
-    """
+
+@dataclass(frozen=True)
+class Course:
+    """The operations of one kind of forward, by place."""
+
+    placed: tuple[Placed, ...]
+    nbytes: int = field(init=False, compare=False, repr=False)
+    roots: frozenset[str] = field(init=False, compare=False, repr=False)
+    # Whether it was said that a step differs.
+    is_told: bool = field(default=False, init=False, compare=False, repr=False)
+    _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
+    # How many calls there are of an outermost module, and of each path in each of them.
+    _turns: dict[str, int] = field(init=False, compare=False, repr=False)
+    _numbers: dict[tuple[str, int, str], int] = field(
+        init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        turns, numbers = dict[str, int](), dict[tuple[str, int, str], int]()
+        for root, turn, path, number in (each.place for each in self.placed):
+            turns[root] = max(turns.get(root, 0), turn + 1)
+            key = root, turn, path
+            numbers[key] = max(numbers.get(key, 0), number + 1)
+        derived = {
+            "nbytes": sum(sum(each.sizes) for each in self.placed),
+            "roots": frozenset(turns),
+            "_by_place": {each.place: each for each in self.placed},
+            "_turns": turns,
+            "_numbers": numbers,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def at(self, place: CallPlace) -> Placed:
+        """Return what is planned for a place. More calls than planned begin again."""
+        root, turn, path, number = place
+        turn %= self._turns.get(root, 1)
+        number %= self._numbers.get((root, turn, path), 1)
+        return self._by_place.get((root, turn, path, number), _NOTHING)
+
+
+class _Cursor:
+    """How far one call has come in the operations that are planned for it."""
+
+    __slots__ = ("agreed", "at", "costs", "course", "placed")
+
+    def __init__(self, course: int, placed: Placed) -> None:
+        self.course, self.placed, self.at = course, placed, 0
+        # After a difference: where it may be, and how many there are up to there.
+        self.costs: dict[int, int] | None = None
+        self.agreed = 0  # operations since
+
+    def align(self, name: str) -> int:
+        """Return the position of an operation in the list, -1 if it has none.
+
+        One more, one fewer and another one cost 1. To pass over many costs 1 if the
+        name is there once.
+        """
+        names = self.placed.names
+        if self.costs is None:
+            self.costs, self.agreed = _with_fewer({self.at: 0}, len(names)), 0
+        costs = self.costs
+        found = {p: cost + 1 for p, cost in costs.items()}
+        for p, cost in costs.items():
+            if p < len(names):
+                found[p + 1] = min(cost + 1, found.get(p + 1, _FAR))
+        met = {p: c for p, c in costs.items() if names[p : p + 1] == (name,)}
+        if names.count(name) == 1 and (p := names.index(name)) >= self.at:
+            met[p] = min(met.get(p, _FAR), min(costs.values()) + 1)
+        for p, cost in met.items():
+            found[p + 1] = min(cost, found.get(p + 1, _FAR))
+        least = min(found.values())
+        at = min(met, key=lambda p: (met[p], p < self.at, p), default=-1)
+        if at >= 0 and met[at] > least:
+            at = -1
+        is_next = at == self.at
+        self.at = min(p for p, c in found.items() if c == least) if at < 0 else at + 1
+        self.agreed = 0 if at < 0 else self.agreed + 1 if is_next else 1
+        is_sure = self.agreed >= _SURE
+        self.costs = None if is_sure else _with_fewer(found, len(names))
+        return at
+
+
+def _with_fewer(costs: dict[int, int], count: int) -> dict[int, int]:
+    """Add the positions that are reached where operations are missing."""
+    limit, last = min(costs.values()) + _APART, max(costs)
+    found, cost = dict[int, int](), _FAR
+    for p in range(min(costs), count + 1):
+        cost = min(costs.get(p, _FAR), cost + 1)
+        if cost <= limit:
+            found[p] = cost
+        elif p > last:
+            break
+    return found
+
+
+_FAR = 1 << 30
+_APART = 8  # by how many operations two alignments may differ
+_SURE = 4  # operations that agree, after which there is one alignment
+
+
+class ByPlace(Policy):
+    """Answers as a plan says, operation by operation of each call."""
 
     def __init__(self, label: str, courses: Sequence[Course]) -> None:
-        self._label, self._all = label, [c for c in courses if c.names]
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin with the first operation."""
-        self._left, self._at = [*self._all], 0
-        self._is_lost = False
+        self._label, self._courses = label, courses
+        self.calls = Calls(frozenset().union(*(each.roots for each in courses)))
+        self._course = 0  # the one that is followed
+        self._call = self.calls.current  # of the last operation
+        self._off = 0  # the bytes that differ
+        self._first = ""  # difference
 
     @property
     @override
@@ -46,37 +155,93 @@ class ByPosition(Policy):
 
     @override
     def decide(self, op: Op) -> Decision:
-        """Return what the plan says about the next operation."""
+        """Return what the plan says about the next operation of the call that runs."""
         # A result has names where a scope asks again, after it was not saved.
-        if self._is_lost or op.names:
+        if op.names:
             return Decision.RECOMPUTE
-        name = str(op.func)
-        left = [s for s in self._left if s.names[self._at] == name]
-        if not left:
-            return self._lose(name)
-        saves = left[0].saves[self._at]
-        self._at += 1
-        self._left = [s for s in left if len(s.names) > self._at]
-        if not self._left:
-            self.restart()
-        return Decision.SAVE if saves else Decision.RECOMPUTE
+        name, call = str(op.func), self.calls.current
+        cursor: _Cursor | None = call.cursor
+        if cursor is None:
+            call.cursor = cursor = self._begun(self._course, call.place)
+        if call is not self._call:
+            self._move_to(call)
+        at, names = cursor.at, cursor.placed.names
+        if cursor.costs is None and at < len(names) and names[at] == name:
+            cursor.at = at + 1
+        else:
+            at, cursor = self._found(op, name, call)
+        if at < 0 or not cursor.placed.saves[at]:
+            return Decision.RECOMPUTE
+        self._off += abs(op.nbytes - cursor.placed.sizes[at])
+        return Decision.SAVE
 
-    def _lose(self, name: str) -> Decision:
-        if self._at == 0:  # outside of what was planned
-            return Decision.SAVE
-        self._is_lost = True
-        expected = " or ".join(dict.fromkeys(s.names[self._at] for s in self._left))
-        warnings.warn(
-            _OTHER.format(
-                label=self._label, name=name, where=user_line(), expected=expected
-            ),
-            stacklevel=2,
-        )
-        return Decision.RECOMPUTE
+    def _begun(self, course: int, place: CallPlace) -> _Cursor:
+        found = self._courses[course].at(place) if self._courses else _NOTHING
+        return _Cursor(course, found)
+
+    def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, _Cursor]:
+        """Return where an operation is that is not the next, or -1; the cursor."""
+        cursor: _Cursor = call.cursor
+        if cursor.costs is None:
+            other = self._other(cursor, name, call.place)
+            if other is not None:
+                call.cursor, self._course = other, other.course
+                return other.at - 1, other
+        before, names = cursor.at, cursor.placed.names
+        if not self._first:
+            expected = names[before] if before < len(names) else "nothing more"
+            self._first = f"{expected} was planned, and {name} runs at {op.source}"
+        at = cursor.align(name)
+        if at < 0:
+            self._off += op.nbytes
+        else:
+            self._pass_over(cursor.placed, before, at)
+        return at, cursor
+
+    def _pass_over(self, placed: Placed, first: int, end: int) -> None:
+        """Note that operations do not run."""
+        each = zip(placed.saves[first:end], placed.sizes[first:end], strict=True)
+        for saves, size in each:
+            self._off += size
+            self.owed += size if saves else 0
+
+    def _move_to(self, call: ModuleCall) -> None:
+        """Note which operations a call has left out that is over."""
+        cursor: _Cursor | None = self._call.cursor
+        if self._call.is_over and cursor is not None:
+            self._pass_over(cursor.placed, cursor.at, len(cursor.placed.names))
+        self._call = call
+
+    def _other(self, cursor: _Cursor, name: str, place: CallPlace) -> _Cursor | None:
+        """Return a beginning, or that of another course, which an operation fits."""
+        at, names = cursor.at, cursor.placed.names
+        # A `with` may hold several forwards.
+        starts = at == len(names) and place == OUTSIDE
+        run = () if starts else names[:at]
+        for k in range(len(self._courses)):
+            other = self._begun(k, place)
+            is_other = starts or k != cursor.course
+            if is_other and other.placed.names[: len(run) + 1] == (*run, name):
+                other.at = len(run) + 1
+                return other
+        return None
+
+    def end(self) -> None:
+        """Tell once if more than a hundredth of the bytes is not as planned."""
+        if not self._courses:
+            return
+        course = self._courses[self._course]
+        if self._off * 100 > course.nbytes and not course.is_told:
+            object.__setattr__(course, "is_told", True)
+            first = self._first or "operations make results of other sizes"
+            _LOG.info(
+                _OTHER, self._label, f"{self._off:,}", f"{course.nbytes:,}", first
+            )
 
 
+_LOG = logging.getLogger("remat")
 _OTHER = (
-    "remat: the plan for {label} expects {expected}, but {name} runs at {where}. What "
-    "follows in this forward is recomputed as far as it can be. Call remat.fit again "
-    "for what runs now."
+    "remat: a step differs from the plan for %s in %s bytes, where %s were planned: "
+    "%s. What is not in the plan is recomputed. Call remat.fit for what runs now, with "
+    "the arguments of a step, to have a plan that is exact."
 )

@@ -149,6 +149,9 @@ class Recording(Observer):
                 # Statistics that it updates are no result that anybody saves.
                 asks = not written_to
                 self._note_new(operation, new, result, asks=asks)
+                policy = self.blocks[-1].policy
+                if policy is not None and policy.owed:
+                    self._store_read(policy, args)
             self._tie(others)
             return result
 
@@ -224,6 +227,17 @@ class Recording(Observer):
         for made, t in makes:
             operation.note_made(numbers[id(t)], made, is_operand=False)
             self._table.enter(made, t)
+
+    def _store_read(self, policy: Policy, args: Any) -> None:
+        """Store what an operation reads, as far as the policy owes bytes."""
+        owed, policy.owed = policy.owed, 0
+        for t in reversed(inputs_of(args, {})):  # `x + f(x)` has the newer one last
+            entry = self._table.entry_of(t) if owed > 0 else None
+            if entry is not None:
+                whole = entry.made.layout.view_of(t.detach())
+                if _is_stored(entry.made, whole, Decision.SAVE):
+                    self._table.drop(entry)
+                owed -= whole.nbytes
 
     def raise_error(self) -> None:
         """Raise what the policy raised, if it did."""

@@ -177,6 +177,7 @@ from remat._torch.process import (
     default_generators as default_generators,
     device_generators as device_generators,
     has_hooks_on_all_modules as has_hooks_on_all_modules,
+    hook_all_modules as hook_all_modules,
     hooks_of_trackers as hooks_of_trackers,
     is_autocast_active as is_autocast_active,
     is_of_checkpoint as is_of_checkpoint,
@@ -188,6 +189,7 @@ from remat._torch.process import (
     swap_parametrization_cache as swap_parametrization_cache,
     twister_memory as twister_memory,
     twister_state as twister_state,
+    unhook_all_modules as unhook_all_modules,
     write_settings as write_settings,
 )
 from remat._torch.tensors import (
@@ -210,6 +212,7 @@ from remat._torch.tensors import (
     storage_id as storage_id,
     tensor_without_data as tensor_without_data,
     use_count as use_count,
+    without_log_of_fakes as without_log_of_fakes,
 )
 from remat._torch.tracing import (
     are_sizes_equal as are_sizes_equal,

@@ -339,8 +339,28 @@ MODULE_HOOKS = ModuleHooks(_modules, _NAMES, (*map(vars(_modules).get, _NAMES),)
 
 
 def has_hooks_on_all_modules() -> bool:
-    """Say whether the forward of every module calls hooks."""
-    return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)
+    """Say whether the forward of every module calls hooks, beside those below."""
+    hooks = _modules._global_forward_pre_hooks, _modules._global_forward_hooks
+    return any(len(each) > (_KEY in each) for each in hooks)
+
+
+# Deleted by: public hooks on all modules whose key is constant. Compiled code is made
+# again where another key is there.
+def hook_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -> None:
+    """Have functions called before and after the forward of every module."""
+    _modules._global_forward_pre_hooks[_KEY] = enter
+    _modules._global_forward_hooks[_KEY] = leave
+    _modules._global_forward_hooks_always_called[_KEY] = True
+
+
+def unhook_all_modules() -> None:
+    """Undo `hook_all_modules`."""
+    del _modules._global_forward_pre_hooks[_KEY]
+    del _modules._global_forward_hooks[_KEY]
+    del _modules._global_forward_hooks_always_called[_KEY]
+
+
+_KEY = -1  # no hook that torch registers has it
 
 
 Tracked: TypeAlias = Sequence[tuple[list[Any], int]]

@@ -10,8 +10,10 @@ depend on the device. Addresses of memory: storages without bytes share one.
 """
 
 import copy
+import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 
@@ -84,17 +87,6 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 NO_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 
-# Deleted by: a public FakeTensorMode, whose tensors have no address to anybody.
-def fake_mode() -> Any:
-    """Return a mode in which operations make fake tensors, also of real ones.
-
-    These refuse their address: kernels that torch does not see would write there.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode._allow_unsafe_data_ptr_access = False
-    return mode
-
-
 class AddressAnswers(TorchFunctionMode):
     """Answers what torch answers by the address of a fake tensor, which is 0."""
 
@@ -122,6 +114,86 @@ def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
             copy = nn.Parameter(copy)
         memo[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
     return memo[id(tensor)]
+
+
+# Deleted by: a public FakeTensorMode that keeps the values that are known.
+def fake_mode() -> Any:
+    """Return a mode in which operations make fake tensors, also of real ones.
+
+    They refuse their address: kernels that torch does not see would write there.
+    Integers that are there keep their values, and so do results of these alone: a mask
+    can be asked whether it is all true.
+    """
+    return _WithIntegers()
+
+
+class _WithIntegers(FakeTensorMode):
+    """Computes with copies of integers that are there."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._allow_unsafe_data_ptr_access = False
+        # By the storage of a user: that one, so that its number stays, and the copy.
+        self._copies: dict[int, tuple[Any, Any]] = {}
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        passed = tree_leaves((args, kwargs))
+        if not any(type(x) is Tensor and _is_known(x) for x in passed):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs or {}))
+        if all(_is_known(x) for x in passed if isinstance(x, Tensor)):
+            return tree_map_only(Tensor, self._result, func(*args, **kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _result(self, tensor: Tensor) -> Any:
+        if not _is_known(tensor):
+            return self.from_tensor(tensor)
+        vars(tensor)[_COPIED] = True
+        return tensor
+
+    def copied(self, tensor: Any) -> Any:
+        """Return what stands for a user's tensor here; others as they are."""
+        if type(tensor) is not Tensor or not _is_known(tensor):
+            return tensor
+        if _COPIED in vars(tensor):
+            return tensor
+        key = storage_id(tensor)
+        if key not in self._copies:
+            storage = tensor.untyped_storage()
+            self._copies[key] = storage, storage.clone()
+        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return self._result(copy.set_(self._copies[key][1], *view))
+
+
+_KNOWN = 1 << 22  # elements of a tensor whose values are kept
+_COPIED = "_remat_copied"  # the mark of tensors that are not the user's
+
+
+def _is_known(tensor: Tensor) -> bool:
+    """Say whether the values of a tensor are kept: if it is small, and of integers."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    if is_number or tensor.is_meta or is_fake(tensor):
+        return False
+    is_plain = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(
+        tensor
+    )
+    return is_plain and tensor.numel() <= _KNOWN
+
+
+# Deleted by: fake kernels that raise without writing to a log.
+@contextmanager
+def without_log_of_fakes() -> Iterator[None]:
+    """Have an error of a fake kernel raised alone. The log has twenty lines of it."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -168,6 +240,8 @@ class _Copying(TorchFunctionMode):
 
     def _copied(self, tensor: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
+            if type(tensor) is Tensor and _is_known(tensor):
+                return self._mode.copied(tensor)
             fake = self._fake(tensor.detach()).requires_grad_(tensor.requires_grad)
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake

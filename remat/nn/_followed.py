@@ -22,7 +22,7 @@ from remat._base.context import here
 from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import scope
-from remat._scope.following import ByPosition, Course
+from remat._scope.following import ByPlace, Course
 from remat._torch import constant_in_traces, current_layer
 from remat._transform.module import recompute_in_place
 from remat.nn._applied import (
@@ -46,17 +46,24 @@ class FollowedScope:
         why = _why_not(model)
         if why:
             _warn(label, why)
-        self._scope = None if why else scope(ByPosition(label, courses))
+        self._policy = ByPlace(label, courses)
+        self._scope = None if why else scope(self._policy)
+        self._model = model
 
     def __enter__(self) -> None:
         if self._scope is not None:
             here().step_plans += 1
             self._scope.__enter__()
+            self._policy.calls.__enter__()
+            if self._model is not None:  # its call has begun
+                self._policy.calls.enter(self._model)
 
     def __exit__(self, *raised: Any) -> None:
         if self._scope is not None:
             here().step_plans -= 1
+            self._policy.calls.__exit__()
             self._scope.__exit__(*raised)
+            self._policy.end()
 
 
 class _Open(threading.local):
@@ -145,8 +152,7 @@ def follow(
 ) -> None:
     """Have each call of a module follow a plan."""
     refuse_others(model, "plan.apply")
-    # The names are those of a model that is not compiled.
-    inner: Any = getattr(model, "_orig_mod", model)
+    inner = _planned_part(model, label, courses)
     for module in [inner.get_submodule(name) for name in blocks]:
         recompute_in_place(module, where, Options(unless_followed=True), PLAN)
     refuse_later(model, PLAN, where)
@@ -155,6 +161,21 @@ def follow(
     model.register_forward_pre_hook(entering, prepend=True)
     model.register_forward_hook(_Leaving(), always_call=True)
     mark(model)
+
+
+def _planned_part(model: nn.Module, label: str, courses: Sequence[Course]) -> nn.Module:
+    """Return the module that a plan is for: the model, or what it wraps."""
+    places = [each.place for course in courses for each in course.placed]
+    if not places:
+        return model
+    roots = {root for root, *_ in places}
+    for module in model.modules():
+        if roots.intersection(kind.__name__ for kind in type(module).__mro__):
+            names = {name for name, _ in module.named_modules()}
+            planned = {path for _, _, path, _ in places if "/" not in path}
+            if 2 * len(planned & names) >= len(planned):
+                return module
+    raise ValueError(_OTHER_MODEL.format(label=label, kind=type(model).__name__))
 
 
 def unfollow(module: nn.Module) -> None:
@@ -172,6 +193,10 @@ def _warn(label: str, why: str) -> None:
     warn_once(_BY_BLOCKS.format(label=label, why=why))
 
 
+_OTHER_MODEL = (
+    "remat: the plan for {label} was made for other modules than those of this {kind}. "
+    "Pass the model that it was made for, a copy of it, or a wrapper around it."
+)
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "
     "Blocks in which it recomputes are recomputed as a whole. For a plan by blocks "

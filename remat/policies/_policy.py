@@ -59,6 +59,10 @@ class Policy(ABC):
         (dots_saveable & ~save_only_these_names('logits'))
     """
 
+    # The bytes that are saved of what the next operation reads, in place of results
+    # that are not there.
+    owed = 0
+
     @abstractmethod
     def decide(self, op: Op) -> Answer:
         """Return the answer for `op`. `policy(op)` checks it."""

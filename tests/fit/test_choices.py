@@ -8,14 +8,15 @@ import pytest
 import torch
 from support.fitted import CASES, bytes_before
 
-import remat
 from remat._fit.api import _course
 from remat._fit.choose import SavingProgram, chosen_for, greedy, lowest, solved
 from remat._fit.record import record
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
-from remat._scope.following import ByPosition, Course
+from remat._scope.calls import OUTSIDE, ModuleCall
+from remat._scope.following import ByPlace, Course, Placed
 from remat._torch import fake_mode
+from remat.nn._followed import FollowedScope
 from remat.policies import Decision, Op
 from remat.testing import memory_timeline
 
@@ -45,7 +46,7 @@ def measured(walker, chosen, case):
     model, course = copy.deepcopy(model), _course(walker, chosen)
 
     def step():
-        with remat.scope(ByPosition("", [course])):
+        with FollowedScope("", [course]):
             out = model(*args, **kwargs)  # alive until the end
             value = loss(out)
         value.backward()
@@ -114,31 +115,74 @@ def test_without_a_solver_choices_fit_and_cost_no_less(name):
 # --- The policy ----------------------------------------------------------------------
 
 
-def asked(policy, *names):
-    ops = [Op(getattr(torch.ops.aten, name).default) for name in names]
-    return [policy(op) is Decision.SAVE for op in ops]
+def course(*asked, place=OUTSIDE):
+    """Return a course of operations: those in capitals are saved."""
+    names = [f"aten.{name.lower()}.default" for name in asked]
+    saves = [name.isupper() for name in asked]
+    return Course((Placed(place, tuple(names), tuple(saves), (4,) * len(names)),))
 
 
-SIN_COS = Course(("aten.sin.default", "aten.cos.default"), (True, False))
-SIN_EXP = Course(("aten.sin.default", "aten.exp.default"), (True, True))
+def asked(policy, names):
+    """Ask about operations; return them, those in capitals that are saved."""
+    ops = [(n, Op(getattr(torch.ops.aten, n).default)) for n in names.split()]
+    saved = [n.upper() if policy(op) is Decision.SAVE else n for n, op in ops]
+    return " ".join(saved)
 
 
-def test_a_policy_by_position_starts_again_after_the_last():
-    policy = ByPosition("f", [SIN_COS])
-    assert asked(policy, "sin", "cos", "sin", "cos") == [True, False, True, False]
+ROW = "SIN", "cos", "EXP", "tan", "TANH", "abs"
 
 
-def test_a_policy_by_position_takes_the_course_that_runs():
-    policy = ByPosition("f", [SIN_COS, SIN_EXP])
-    assert asked(policy, "sin", "exp", "sin", "cos") == [True, True, True, False]
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("sin cos exp tan tanh abs", "SIN cos EXP tan TANH abs"),
+        # It starts again after the last one.
+        (
+            "sin cos exp tan tanh abs sin cos exp",
+            "SIN cos EXP tan TANH abs SIN cos EXP",
+        ),
+        # One more is recomputed, and costs nothing else.
+        ("sin neg cos exp tan tanh abs", "SIN neg cos EXP tan TANH abs"),
+        ("neg sin cos exp", "neg SIN cos EXP"),
+        ("sin sin cos exp", "SIN sin cos EXP"),
+        ("sin cos exp exp tan tanh", "SIN cos EXP exp tan TANH"),
+        # So is one fewer, and another one.
+        ("sin exp tan tanh", "SIN EXP tan TANH"),
+        ("cos exp tan tanh", "cos EXP tan TANH"),
+        ("sin cos neg tan tanh", "SIN cos neg tan TANH"),
+        ("sin neg neg neg neg tanh abs", "SIN neg neg neg neg TANH abs"),
+        ("neg neg neg", "neg neg neg"),
+    ],
+)
+def test_operations_are_aligned_with_a_plan(names, expected):
+    assert asked(ByPlace("f", [course(*ROW)]), names) == expected
 
 
-def test_what_runs_outside_of_a_course_is_saved():
-    policy = ByPosition("f", [SIN_COS])
-    assert asked(policy, "exp", "sin", "cos", "exp") == [True, True, False, True]
+def test_one_more_of_a_common_name_does_not_lose_what_follows():
+    policy = ByPlace("f", [course("CLONE", "mm", "tan", "CLONE", "mm", "EXP")])
+    found = asked(policy, "clone clone mm tan clone mm exp")
+    assert found == "CLONE clone mm tan CLONE mm EXP"
 
 
-def test_other_operations_are_recomputed_from_there_on():
-    policy = ByPosition("f", [SIN_COS])
-    with pytest.warns(UserWarning, match=r"expects aten\.cos\.default, but aten\.exp"):
-        assert asked(policy, "sin", "exp", "sin", "cos") == [True, False, False, False]
+def test_a_policy_takes_the_course_that_runs():
+    policy = ByPlace("f", [course("SIN", "cos"), course("SIN", "EXP")])
+    assert asked(policy, "sin exp sin exp sin cos") == "SIN EXP SIN EXP SIN cos"
+
+
+def test_a_difference_in_one_call_is_none_in_the_next():
+    places = [("Net", 0, name, 0) for name in "ab"]
+    parts = [course("SIN", "EXP", place=place).placed[0] for place in places]
+    policy = ByPlace("f", [Course(tuple(parts))])
+    policy.calls.current = ModuleCall(places[0], None)
+    assert asked(policy, "tan tan") == "tan tan"
+    policy.calls.current = ModuleCall(places[1], None)
+    assert asked(policy, "sin exp") == "SIN EXP"
+
+
+def test_more_calls_than_planned_begin_again():
+    parts = [("Net", 0, "a", 0), ("Net", 0, "a", 1)]
+    parts = [course("SIN", "EXP", place=parts[0]), course("sin", "EXP", place=parts[1])]
+    policy = ByPlace("f", [Course(tuple(part.placed[0] for part in parts))])
+    for number, expected in enumerate(["SIN EXP", "sin EXP", "SIN EXP"]):
+        policy.calls.current = ModuleCall(("Net", 3, "a", number), None)
+        assert asked(policy, "sin exp") == expected

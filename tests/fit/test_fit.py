@@ -215,6 +215,26 @@ ARGUMENTS = {
         *(of_lists, {"over": "blocks", "select": "layers"}),
         *(ValueError, r"`layers` is a ModuleList, which has no"),
     ),
+    "a loss reads more than the result": (
+        *(lambda: (mlps(2),), {"loss": nn.CrossEntropyLoss()}),
+        *(TypeError, r"a function of the result alone, got CrossEntropyLoss: missing"),
+    ),
+    "a loss runs the backward": (
+        *(lambda: (mlps(2),), {"loss": lambda out: square(out).backward()}),
+        *(ValueError, r"runs the backward itself\. Have it return the loss"),
+    ),
+    "an iterator is no batch": (
+        *(lambda: (lambda *_: X, iter([X])), {}),
+        *(TypeError, r"an argument is an iterator, a list_iterator, which can be read"),
+    ),
+    "a tensor is no model": (
+        *(lambda: (X,), {}),
+        *(TypeError, r"Tensor is no model and no function\. Write fit\(model"),
+    ),
+    "a device is none of torch's": (
+        *(lambda: (mlps(2),), {"device": "foo"}),
+        *(ValueError, r"device is a device of torch, got 'foo'"),
+    ),
     "there are no blocks": (
         *(lambda: (nn.Linear(8, 8),), {"over": "blocks"}),
         *(ValueError, r"Linear has no repeated blocks"),
@@ -228,10 +248,44 @@ def test_arguments_are_refused_where(make, options, error, match):
         remat.fit(*make(), X, budget="1GB", **options)
 
 
-@pytest.mark.parametrize("budget", ["8 parsecs", -1, None])
+@pytest.mark.parametrize("budget", ["8 parsecs", -1, None, "1e6", "60M", "60Mb"])
 def test_a_budget_is_bytes(budget):
     with pytest.raises((ValueError, TypeError), match=r"fit takes a number of bytes"):
         remat.fit(mlps(2), X, budget=budget)
+
+
+def test_a_budget_is_any_whole_number():
+    numpy = pytest.importorskip("numpy")
+    assert remat.fit(mlps(2), X, budget=numpy.int64(10**9)).budget == 10**9
+
+
+@pytest.mark.parametrize("given", [None, [1], torch.optim.SGD([torch.ones(1)])])
+def test_a_plan_is_applied_to_a_model_or_a_function(given):
+    with pytest.raises(TypeError, match=r"the model or the function of the step; got"):
+        tight().apply(given)
+
+
+def test_a_plan_for_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"for other modules than those of this Lm"):
+        tight().apply(Lm())
+
+
+def test_a_wrong_shape_writes_no_log(caplog):
+    with pytest.raises(
+        RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied"
+    ):
+        remat.fit(mlps(2), X[:, :5], loss=square, budget="1GB")
+    assert not caplog.records
+
+
+def test_element_wise_work_is_shown_in_bytes_and_seconds():
+    model = nn.Sequential(*(nn.GELU() for _ in range(4)))
+    x = torch.ones(256, 8, requires_grad=True)
+    plan = remat.fit(model, x, budget="50kB")
+    assert (plan.recomputed, plan.again) == (0, 8192)
+    assert "0.008 MiB of results, 0.00" in str(plan)
+    pytest.importorskip("matplotlib").use("Agg")
+    assert plan.plot().get_ylim() == (0, 1)
 
 
 @both

@@ -236,6 +236,20 @@ def test_hooks_of_trackers_are_removed():
         assert len(tracker._hooks) == before
 
 
+@expects("hook_all_modules", "unhook_all_modules")
+def test_hooks_of_all_modules_have_one_key():
+    called = []
+    before = (lambda *_: called.append("before")), (lambda *_: called.append("after"))
+    for _ in range(2):
+        process.hook_all_modules(*before)
+        assert [*nn.modules.module._global_forward_pre_hooks] == [process._KEY]
+        assert process.has_hooks_on_all_modules() is False
+        nn.ReLU()(leaf())
+        process.unhook_all_modules()
+    nn.ReLU()(leaf())
+    assert called == ["before", "after"] * 2
+
+
 @expects("default_generators", "device_generators")
 def test_generators_are_found():
     more = process.device_generators()

@@ -1,5 +1,6 @@
 """What the shims of `operators`, `tensors`, and of collectives, expect of torch."""
 
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,29 @@ def test_copies_are_fake():
         made = found[0] @ torch.ones(3, 1) + w[:, :1]
     assert tensors.is_fake(made)
     assert made.untyped_storage().nbytes() == 8
+
+
+def test_integers_keep_their_values():
+    mode, cpu = tensors.fake_mode(), torch.device("cpu")
+    ids = torch.arange(6)
+    copy = tensors.copied_as_fake(ids[2:], mode, cpu)
+    with mode:
+        copy.add_(1)
+        assert (copy == ids[2:]).all()  # the user's stands for the copy here
+        assert not tensors.is_fake(copy + 1)
+        assert tensors.is_fake(copy * torch.ones(4))
+        large = ids[:1].expand(tensors._KNOWN + 1)
+        assert tensors.is_fake(large + 1)
+    assert ids.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@expects("without_log_of_fakes")
+def test_fake_kernels_log_no_errors():
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    with tensors.without_log_of_fakes():
+        assert log.disabled
+    assert log.disabled is before
 
 
 def _is_copy(copy, tensor):

@@ -1,0 +1,314 @@
+"""A plan belongs to places: steps that differ stay in the budget, bit for bit."""
+
+import copy
+import os
+
+import pytest
+import torch
+from support.allocated import most_allocated
+from support.fitted import IDS, Lm, bytes_before, gradients, mlps, square, words
+from torch import nn
+from torch.nn import functional
+
+import remat
+from remat._fit.choose import _without_lines_of_highs
+from remat._scope.calls import Calls
+from remat.testing import assert_same, count_ops
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.changed = ""
+
+    def forward(self, x):
+        hidden = self.up(x)
+        if self.changed == "one more":
+            hidden = hidden.clone()
+        act = torch.sigmoid if self.changed == "another" else torch.tanh
+        hidden = self.down(act(hidden))
+        if self.changed == "another last":
+            return torch.lerp(x, hidden, 0.5)
+        return hidden if self.changed == "one fewer" else x + hidden
+
+
+class Layers(nn.Module):
+    """Layers that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def change(self, how):
+        for layer in self.layers:
+            layer.changed = how
+
+
+class Whole(Layers):
+    """The same in one call: nothing tells where a layer begins."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            up, down = layer.up, layer.down
+            hidden = x @ up.weight
+            if layer.changed == "one more":
+                hidden = hidden.clone()
+            act = torch.sigmoid if layer.changed == "another" else torch.tanh
+            hidden = act(hidden) @ down.weight
+            last = torch.lerp(x, hidden, 0.5)
+            if layer.changed != "another last":
+                last = hidden if layer.changed == "one fewer" else x + hidden
+            x = last
+        return x.square().mean()
+
+
+W = torch.randn(512, 64)
+
+
+def planned(model, *args, share=0.35, **options):
+    """Return a plan between the least budget and plain code's peak."""
+    most = remat.fit(model, *args, budget="1GB", **options).peak
+    with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
+        remat.fit(model, *args, budget=1, **options)
+    low = raised.value.least
+    return remat.fit(model, *args, budget=int(low + share * (most - low)), **options)
+
+
+def peak_and_gradients(model, *args, loss=lambda out: out, **kwargs):
+    """Return the peak of a step, with what was there before, and the gradients."""
+
+    def run():
+        out = model(*args, **kwargs)
+        loss(out).backward()
+
+    before = bytes_before(model, *args, *kwargs.values())
+    before += sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    most, _ = most_allocated(run)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return before + most, found
+
+
+CHANGES = "", "one more", "another", "another last", "one fewer"
+
+
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [(Layers, 0.0), (Whole, 0.35), pytest.param(Layers, 0.35, marks=pytest.mark.slow)],
+)
+def test_steps_that_differ_stay_in_the_budget(make, share):
+    pytest.importorskip("scipy")
+    plan = planned(make(), W, share=share)
+    for how in CHANGES:
+        model = make()
+        model.change(how)
+        plain, expected = peak_and_gradients(copy.deepcopy(model), W)
+        plan.apply(model)
+        with count_ops() as ops:
+            peak, found = peak_and_gradients(model, W)
+        assert_same(found, expected)
+        assert peak <= 1.01 * plan.budget < plain, how
+        assert ops["sigmoid"] + ops["tanh"] > 8, how
+        if not how:
+            assert abs(peak - plan.peak) <= 200
+
+
+def test_a_plan_for_accumulated_gradients_holds_where_they_stay():
+    model = mlps()
+    x = torch.randn(256, 8)
+    plan = planned(model, x, loss=square, accumulates=True)
+    expected = copy.deepcopy(model)
+    plan.apply(model)
+    for _ in range(4):
+        peak, found = peak_and_gradients(model, x, loss=square)
+        assert peak <= plan.budget
+        assert_same(found, peak_and_gradients(expected, x, loss=square)[1])
+        model.zero_grad(set_to_none=False)
+        expected.zero_grad(set_to_none=False)
+
+
+# --- Places ---
+
+
+def test_a_wrapper_of_the_model_follows_its_plan():
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x)
+
+    plan = planned(Layers(), W)
+    model = plan.apply(Wrapper(Layers()))
+    peak, _ = peak_and_gradients(model, W)
+    assert abs(peak - plan.peak) <= 200
+
+
+def test_places_are_paths_and_calls():
+    found = []
+    model = nn.ModuleDict({"a": nn.ReLU(), "b": nn.Sequential(nn.Tanh(), nn.Tanh())})
+    calls = Calls()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            x = self.parts["b"][:1](self.parts["a"](self.parts["a"](x)))
+            return self.parts["b"](x)
+
+    for module in [*model.modules()][1:]:
+        module.register_forward_pre_hook(lambda *_: found.append(calls.current.place))
+    net = Net()
+    with calls:
+        net(W)
+        net(W)
+    ours = [(turn, path, k) for _, turn, path, k in found]
+    paths = ["parts.a", "parts.a", "parts.b.0", "parts.b", "parts.b.0", "parts.b.1"]
+    numbers = [0, 1, 0, 0, 1, 0]
+    assert ours[:6] == [(0, *each) for each in zip(paths, numbers, strict=True)]
+    assert ours[6:] == [(1, *each) for each in zip(paths, numbers, strict=True)]
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+# --- Integers ---
+
+
+class Masked(nn.Module):
+    """Asks about a mask, and computes other things for one that is all true."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlps()
+
+    def forward(self, x, mask):
+        if mask.all():
+            return self.inner(x)
+        return self.inner(x * mask[:, None]).sin()
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_mask_keeps_its_values_in_a_step_without_memory(is_full):
+    with torch.device("meta"):
+        model, x = Masked(), torch.randn(256, 8)
+    mask = torch.ones(256, dtype=torch.bool)
+    mask[0] = is_full
+    plan = remat.fit(model, x, mask, loss=square, budget="1GB")
+    saved = [name for placed in plan.applied.courses[0].placed for name in placed.names]
+    assert ("aten.sin.default" in saved) == (not is_full)
+
+
+def test_a_step_without_memory_writes_to_no_integers_of_the_user():
+    ids, count, labels = IDS.clone(), torch.zeros((), dtype=torch.long), IDS.clone()
+    model = Lm()
+    model.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def step(model, ids):
+        model.calls += 1
+        count.add_(1)
+        ids[0, 0] = 3
+        return functional.cross_entropy(model(ids).flatten(0, -2), labels.flatten())
+
+    remat.fit(step, model, ids, budget="1GB")
+    assert_same([ids, labels], [IDS, IDS])
+    assert int(count) == int(model.calls) == 0
+
+
+def test_integers_of_a_closure_and_of_the_batch_count_once():
+    model, ids = Lm(), IDS
+
+    def loss(out):
+        return functional.cross_entropy(out.flatten(0, -2), ids.flatten())
+
+    plan = planned(model, ids, loss=loss)
+    peak, _ = peak_and_gradients(plan.apply(model), ids, loss=loss)
+    assert abs(peak - plan.peak) <= 200
+
+
+# --- What fakes do not show ---
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(32, 64, 2), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0].tanh().sin())
+
+
+def wide():
+    return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.Sigmoid())
+
+
+Y = torch.rand(256, 64)
+LOSSES = {
+    "mse_loss": lambda out: functional.mse_loss(out, Y),
+    "mse_loss, a sum": lambda out: functional.mse_loss(out, Y, reduction="sum"),
+    "smooth_l1_loss": lambda out: functional.smooth_l1_loss(out, Y),
+    "binary_cross_entropy": lambda out: functional.binary_cross_entropy(out, Y),
+    "huber_loss": lambda out: functional.huber_loss(out, Y),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_of_losses_are_predicted(name):
+    loss = LOSSES[name]
+    model = wide()
+    plan = remat.fit(model, torch.randn(256, 8), loss=loss, budget="1GB")
+    x = torch.randn(256, 8)
+    assert abs(peak_and_gradients(model, x, loss=loss)[0] - plan.peak) <= 200
+
+
+def test_an_lstm_stays_in_its_budget():
+    model, x = Recurrent(), torch.randn(64, 16, 32)
+    plan = remat.fit(model, x, loss=square, budget="1GB")
+    peak, _ = peak_and_gradients(model, x, loss=square)
+    assert 0.97 * plan.peak <= peak <= 1.01 * plan.peak
+
+
+# --- Others ---
+
+
+def test_what_highs_writes_is_left_out_of_stdout(capfd):
+    with _without_lines_of_highs():
+        os.write(1, b"HighsMipSolverData::transform\nof another thread\n")
+    assert capfd.readouterr().out == "of another thread\n"
+
+
+def test_a_loss_that_holds_much_is_planned_with_a_function():
+    model, x = mlps(2), torch.randn(256, 8)
+
+    def large(out):
+        return out.repeat(1, 400).sin().exp().square().mean()
+
+    def step(model, x):
+        return large(model(x))
+
+    low = planned(step, model, x, share=0.0)
+    with pytest.raises(
+        remat.BudgetError, match=r"a function of model and batch"
+    ) as error:
+        remat.fit(model, x, loss=large, budget=low.budget)
+    assert remat.fit(model, x, loss=large, budget=error.value.least).applied is not None
+    with count_ops() as plain:
+        expected = gradients(model, lambda: step(model, x).backward())
+    followed = low.apply(step)
+    with count_ops() as ops:
+        assert_same(gradients(model, lambda: followed(model, x).backward()), expected)
+    assert ops.total() > plain.total()
+
+
+def test_a_plan_for_words_is_followed_in_evaluation():
+    model = Lm()
+    plan = planned(model, IDS, loss=words, share=0.5)
+    plan.apply(model).eval()
+    peak, _ = peak_and_gradients(model, IDS, loss=words)
+    assert peak <= 1.01 * plan.budget
