@@ -19,6 +19,7 @@ import torch
 from remat._ambient.streams import (
     Stream,
     global_streams,
+    known_streams,
     moved_since,
     set_state,
     state_of,
@@ -92,7 +93,7 @@ class Ambient:
         shares_casts: bool = False,
     ) -> None:
         self._autocast = _autocast()
-        self._casts = _casts_here() if shares_casts else None
+        self._casts = _casts_here() if shares_casts and self._autocast else None
         self._always = always
         self._settings = read_settings()
         self._global = ours = global_streams()
@@ -194,7 +195,7 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
 
 def streams_now(others: Sequence[Stream] = ()) -> tuple[Any, Any, Any]:
     """Return where the global streams are, and others, for `put_back`."""
-    ours, devices = global_streams(), device_generators()
+    ours, devices = known_streams(), device_generators()
     states = (
         [(s, state_of(s)) for s in (*devices, *others)] if devices or others else ()
     )

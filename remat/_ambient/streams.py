@@ -234,16 +234,16 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
     torch_, words, *rest = memories
     all_ = [torch_, words, *(rest[0] if rest else ())]
     ends = [end for memory in all_ for end in _ends_of(memory)]
-    last: tuple[list[Any], Sequence[Any]] = [], ()
+    last: tuple[Any, Sequence[Any]] = None, ()
 
     def read() -> Sequence[Any]:
         nonlocal last
-        known, now = last, [*map(_raw, ends), python.gauss_next]
+        known, now = last, (_join(ends), python.gauss_next)
         if now != known[0]:
             first, second, *others = map(_raw, all_)
             more = [(*others,)] if others else ()
             known = now, (first, (second, python.gauss_next), *more)
-            if now == [*map(_raw, ends), python.gauss_next]:  # no other thread drew
+            if now == (_join(ends), python.gauss_next):  # no other thread drew
                 last = known
         return known[1]
 
@@ -252,11 +252,13 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
 
 def _ends_of(memory: Any) -> list[Any]:
     """Return the memory of the first bytes and of the last ones."""
-    start, size = ctypes.addressof(memory), min(_END, len(memory))
-    return [_memory(start, size), _memory(start + len(memory) - size, size)]
+    start, size = ctypes.addressof(memory), len(memory)
+    if size <= _END:
+        return [memory]
+    return [_memory(start, _END), _memory(start + size - _END, _END)]
 
 
-_raw = operator.attrgetter("raw")
+_raw, _join = operator.attrgetter("raw"), b"".join
 _END = 48  # bytes: what is around the words, and some of them
 
 
@@ -280,6 +282,11 @@ def global_streams() -> GlobalStreams:
     ):
         known = _global = _find_global(python, _numpy_module())
     return known
+
+
+def known_streams() -> GlobalStreams:
+    """Return those that the last forward found."""
+    return _global or global_streams()
 
 
 def _numpy_module() -> Any:

@@ -369,6 +369,5 @@ _KNOWN: dict[Any, Callable[..., int]] = {
     _aten.native_layer_norm_backward: _layer_norm_backward,
     _aten.mkldnn_rnn_layer: _rnn_held,
     _aten.mkldnn_rnn_layer_backward: _rnn_backward_held,
-    _aten.mse_loss_backward: _but_for_the_first(_squares),
     _aten.im2col: _unfolded,
 }

@@ -42,7 +42,10 @@ _flash_attention = torch._C._get_flash_sdp_enabled
 _mkldnn = torch._C._get_mkldnn_enabled
 _DENORMAL = 5e-324
 _UMATH, _ERRORS = "numpy._core.umath", "_extobj_contextvar"  # of NumPy 2
-_NO_ERRORS: ContextVar[Any] = ContextVar("none", default=None)
+# torch imports NumPy if it is installed.
+_errors_of_numpy: ContextVar[Any] = getattr(
+    sys.modules.get(_UMATH), _ERRORS, ContextVar("none", default=None)
+)
 _PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _FLAGS_OF_CUDA = (
     ("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
@@ -81,14 +84,13 @@ def read_settings() -> tuple[Any, ...]:
         _mkldnn(),
         _DENORMAL * 1.0 == 0.0,  # whether the processor flushes such numbers to zero
         # What NumPy does upon errors, as `np.errstate` sets it.
-        getattr(sys.modules.get(_UMATH), _ERRORS, _NO_ERRORS).get(),
+        _errors_of_numpy.get(),
     )
     return (*basic, *[get() for get, _ in _MORE]) if _MORE else basic
 
 
 def _set_errors_of_numpy(value: Any) -> None:
-    if value is not None:
-        getattr(sys.modules[_UMATH], _ERRORS).set(value)
+    _errors_of_numpy.set(value)
 
 
 def _set_precision(value: Any) -> None:
