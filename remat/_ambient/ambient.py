@@ -194,8 +194,11 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
 
 
 def streams_now(others: Sequence[Stream] = ()) -> tuple[Any, Any, Any]:
-    """Return where the global streams are, and others, for `put_back`."""
-    ours, devices = known_streams(), device_generators()
+    """Return where torch's global streams are, and others, for `put_back`.
+
+    Python's and NumPy's are left: other threads, which load data, draw from them.
+    """
+    ours, devices = known_streams().streams[0], device_generators()
     states = (
         [(s, state_of(s)) for s in (*devices, *others)] if devices or others else ()
     )
@@ -205,12 +208,8 @@ def streams_now(others: Sequence[Stream] = ()) -> tuple[Any, Any, Any]:
 def put_back(noted: tuple[Any, Any, Any]) -> None:
     """Have the streams be where they were, if some were drawn from."""
     ours, before, states = noted
-    now = ours.read()
-    if now is not before:
-        each = zip(ours.streams, before, now, strict=True)
-        for stream, old, new in each:
-            if old != new:
-                stream.write(old)
+    if ours.read() != before:
+        ours.write(before)
     if states:
         for stream, state in moved_since(states):
             set_state(stream, state)

@@ -77,10 +77,10 @@ def _find_known(fn: types.FunctionType) -> KnownCode:
     if not is_library(scope):
         settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
         opened = tuple(n for n in names.loaded if n not in settled)
-    touches = opened or names.stored or states or fn.__name__ in STATES
     asks = _IDENTITY.intersection(names.loaded)
     if fn.__name__ == "__hash__":  # which mostly hashes what an object holds
         asks -= {"hash"}
+    touches = opened or names.stored or states or fn.__name__ in STATES or asks
     return KnownCode(code, names, opened, settled, states, asks, not touches)
 
 

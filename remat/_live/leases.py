@@ -46,17 +46,16 @@ _LEASES: "weakref.WeakValueDictionary[int, Lease]" = weakref.WeakValueDictionary
 
 def lease_of(value: Any) -> Lease:
     """Return the lease of a value: there is one for all calls."""
-    if _end_leases not in gc.callbacks:
-        gc.callbacks.append(_end_leases)
-    _end_leases()
     lease = _LEASES.get(id(value))
     if lease is None or lease() is not value:
         lease = _LEASES[id(value)] = Lease(value)
     return lease
 
 
-def _end_leases(*_: object) -> None:
-    """End the leases of values that nobody else holds."""
+def end_leases(*_: object) -> None:
+    """End the leases of values that nobody else holds; once for each call."""
+    if end_leases not in gc.callbacks:
+        gc.callbacks.append(end_leases)
     for ref in _LEASES.valuerefs():
         lease = ref()
         if lease is not None and lease.count() <= _UNHELD:

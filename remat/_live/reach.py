@@ -31,7 +31,7 @@ from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_on
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
-from remat._live.leases import lease_of
+from remat._live.leases import end_leases, lease_of
 from remat._live.roots import Root, roots_of
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
@@ -124,9 +124,11 @@ class Reach:
         for root in self._roots:
             if root.layout.asks:
                 asks = root.layout.asks | (asks or frozenset())
-        for box, value in given.boxes.values() if asks else ():
-            is_told = asks and "id" in asks
-            if is_told or type(value).__hash__ is object.__hash__:
+        if not asks:
+            return
+        end_leases()
+        for box, value in given.boxes.values():
+            if "id" in asks or type(value).__hash__ is object.__hash__:
                 box.ref.ref = box.ref.ref or lease_of(value)
 
     def _number_all(self, given: Given) -> list[Tensor]:

@@ -109,11 +109,16 @@ class Walk:
         self._class_ids: set[int] = set()
         self._attributes: set[str] = set()
         self._todo: deque[Any] = deque()
+        # Hooks of modules. What only they lead to comes last.
+        self._hooks: deque[Any] = deque()
+        self._root, self._is_hooked = root, False
         if root is MODULE_HOOKS.module:
             self._reach_hooks_of_all_modules()
         else:
             self._reach(root, is_own=True)
-        while self._todo:
+        while self._todo or self._hooks:
+            if not self._todo:
+                self._todo, self._hooks, self._is_hooked = self._hooks, deque(), True
             self._reach(self._todo.popleft())
             if not self._todo:
                 self._reach_attributes_of_spaces()
@@ -135,6 +140,8 @@ class Walk:
         elif issubclass(kind, nn.Module):
             if is_own:
                 self._reach_module(value)
+            elif self._is_hooked and self._is_around(value):
+                self._reach_around(value)
             else:
                 self.linked.append(value)
         elif issubclass(kind, type):
@@ -290,9 +297,21 @@ class Walk:
         for name in hooked:
             self._hold_registry(held[name])
             hooks = held[name].values()
-            self._todo += (h for h in hooks if not is_hook_left_alone(h))
+            self._hooks += (h for h in hooks if not is_hook_left_alone(h))
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
+
+    def _is_around(self, module: nn.Module) -> bool:
+        return any(m is self._root for m in module.modules())
+
+    def _reach_around(self, module: nn.Module) -> None:
+        """Walk the attributes of a module that the root is in, and no other modules.
+
+        A hook may hold the whole model, and each block of that may be a root.
+        """
+        self._reach_class(type(module))
+        self.objects.append(module)
+        self._todo += (v for name, v in vars(module).items() if name not in TEMPLATE)
 
     def _reach_hooks_of_all_modules(self) -> None:
         self.spaces.append((MODULE_HOOKS.module, dict.fromkeys(MODULE_HOOKS.names)))

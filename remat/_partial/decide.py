@@ -103,7 +103,7 @@ def _asks_for_modes(signature: Iterable[Any]) -> bool:
             return True
         if type(code) is CodeType and not is_installed(code.co_filename):
             names = (name for inner in nested(code) for name in inner.co_names)
-            if any(name.startswith("has_torch_function") for name in names):
+            if any("torch_function" in name for name in names):
                 return True
     return False
 

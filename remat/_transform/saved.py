@@ -49,6 +49,7 @@ from remat._partial.decide import (
     Situation,
     is_refused,
     warn_if_asked,
+    warn_once,
     why_no_record,
 )
 from remat._partial.options import Options
@@ -685,7 +686,8 @@ def _state_restored(
         now = addresses_of(originals)
         if now is not None and now != call.addresses and not may_be_gathered():
             moved = map(operator.ne, now, call.addresses)
-            changed += itertools.compress(saved.originals_at, moved)
+            for i in itertools.compress(saved.originals_at, moved):
+                warn_once(_MOVED.format(name=call.name_of(i), label=call.label))
     gradients = PreserveGradients(originals)
     is_plain = state is NOTHING and leaf_changes is NO_CHANGES
     if is_plain and not (changed or saved.renorms or call.written):
@@ -864,6 +866,12 @@ _DIFFERS = (
     "did, at {where}.\n  forward:\n{then}\n  recompute:\n{now}\nThe function must "
     "compute the same thing twice: if it depends on outside state that changed, pass "
     "that state as an argument. remat.testing.check_replay shows where the two part."
+)
+# Libraries move parameters, and their values with them.
+_MOVED = (
+    "remat: `{name}` of {label} was given other memory between the forward and the "
+    "backward, as by assigning to `.data`. Gradients are right only if it holds the "
+    "same values."
 )
 _CHANGED = (
     "remat: a value that {label} computes was changed in place inside it after an "

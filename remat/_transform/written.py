@@ -147,13 +147,15 @@ def preserved_contents(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Have tensors hold what they hold now, after the body; no version is counted."""
     with preserved_version((*tensors,)):
         with unseen():
-            before = [t.detach().clone() for t in tensors]
+            # Whole storages: a view may show an element twice.
+            storages = {storage_id(t): t.untyped_storage() for t in tensors}
+            before = [(storage, storage.clone()) for storage in storages.values()]
         try:
             yield
         finally:
             with unseen(), torch.no_grad():
-                for t, held in zip(tensors, before, strict=True):
-                    t.data.copy_(held)
+                for storage, held in before:
+                    storage.copy_(held)
 
 
 _READ = (
