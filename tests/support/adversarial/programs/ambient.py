@@ -1,6 +1,7 @@
 """What surrounds a call: regions of autocast, streams that move, modes, settings."""
 
 import random
+from contextvars import ContextVar
 from queue import SimpleQueue
 
 import numpy as np
@@ -186,6 +187,43 @@ def changed_once_it_is_saved(change):
             out = run(x)
             back(out)
         return observed((out, x.grad))
+
+    return step
+
+
+# --- Context variables that are passed ---
+
+
+class Held:
+    def __init__(self, variable):
+        self.variable, self.get = variable, variable.get
+
+
+PASSED = {
+    "itself": (lambda v: v, lambda a: a.get()),
+    "in a list": (lambda v: [v], lambda a: a[0].get()),
+    "in an object": (Held, lambda a: a.variable.get()),
+    "its method": (lambda v: v.get, lambda a: a()),
+    "the method in an object": (Held, lambda a: a.get()),
+}
+
+
+@family(**PASSED)
+def a_context_variable_passed_and_set_between(case):
+    hold, read = case
+    variable = ContextVar("variable")
+    variable.set([1.0])
+
+    def step(wrap):
+        seen, argument = [], hold(variable)
+        run, x = wrap(lambda x, a: work(x, read(a)[0]).tanh()), leaf()
+        for k in (1.5, 2.5):
+            variable.set([k])
+            out = run(x, argument)
+            variable.set([0.5])
+            back(out)
+            seen.append(observed((out, x.grad, variable.get())))
+        return seen
 
     return step
 
