@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import remat
+from remat import RecomputeError, remat
 
 
 class CosForSin(TorchFunctionMode):
@@ -164,3 +164,51 @@ def test_a_dispatch_mode_is_that_of_the_backward():
     with Log():
         y.sum().backward()
     assert seen.count("aten.sin.default") == 2
+
+
+class CosForAtenSin(TorchDispatchMode):
+    def __init__(self, held=None):
+        super().__init__()
+        self.held = held
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_sin = func is torch.ops.aten.sin.default
+        func = torch.ops.aten.cos.default if is_sin else func
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_that_changes_results_is_that_of_the_forward():
+    x = leaf()
+
+    def step(wrap):
+        with CosForAtenSin():
+            y = wrap(two_sines)(x).sum()
+        return torch.autograd.grad(y, x)
+
+    assert_replayed(step, cos=6)
+
+
+def test_a_dispatch_mode_that_holds_more_than_constants_is_not_entered_again():
+    x = leaf()
+    with CosForAtenSin([1]):
+        y = remat(two_sines)(x).sum()
+    with pytest.raises(RecomputeError, match="ran under `CosForAtenSin`"):
+        y.backward()
+    mode = CosForAtenSin([1])
+    with mode:
+        y = remat(two_sines)(x).sum()
+    ops = ops_of(lambda: in_mode(mode, y.backward))
+    assert ops["cos"] == 4  # two are of the derivative
+
+
+def in_mode(mode, fn):
+    with mode:
+        return fn()
+
+
+def test_a_dispatch_mode_that_changes_results_in_the_backward_alone_is_refused():
+    x = leaf()
+    y = remat(two_sines)(x).sum()
+    with pytest.raises(RecomputeError, match="backward runs under `CosForAtenSin`"):
+        in_mode(CosForAtenSin(), y.backward)
+    assert ops_of(y.backward)["sin"] == 2
