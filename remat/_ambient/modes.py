@@ -26,6 +26,7 @@ from remat._base.types import ATOMS
 from remat._torch import (
     call_kernel,
     dispatch_modes,
+    is_composite,
     modes_between,
     under_dispatch_modes,
 )
@@ -41,11 +42,13 @@ class _Outside(Observer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Ran] = []
+        self.calls: list[_Ran] | None = None  # only while one is looked at
 
     @override
     def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        self.calls.append((func, tree_leaves((args, kwargs)), tree_leaves(result)))
+        if self.calls is not None:
+            ran = func, tree_leaves((args, kwargs)), tree_leaves(result)
+            self.calls.append(ran)
 
 
 class _Inside(Observer):
@@ -59,26 +62,37 @@ class _Inside(Observer):
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        before, self.outside.calls = self.outside.calls, list[_Ran]()
+        if self.has_altered:
+            return call_kernel(func, *args, **kwargs)
+        before, calls = self.outside.calls, list[_Ran]()
+        self.outside.calls = calls
         try:
             result = call_kernel(func, *args, **kwargs)
-            asked = func, tree_leaves((args, kwargs)), tree_leaves(result)
-            if not self.has_altered:
-                self.has_altered = _is_altered(asked, self.outside.calls)
         finally:
             self.outside.calls = before
+        asked = func, tree_leaves((args, kwargs)), tree_leaves(result)
+        self.has_altered = _is_altered(asked, calls)
         return result
 
 
 def _is_altered(asked: _Ran, calls: Sequence[_Ran]) -> bool:
     """Say whether modes ran something else, or changed what they ran."""
     func, args, results = asked
-    same = [c for c in calls if c[0] is func and _are_same(c[1], args)]
-    if not any(_are_same(c[2], results) for c in same):
+    if is_composite(func):  # a counter may count what it is made of
+        return False
+    same, others = list[_Ran](), list[_Ran]()
+    for ran in calls:
+        (same if ran[0] is func and _are_same(ran[1], args) else others).append(ran)
+    if not any(_are_same(ran[2], results) for ran in same):
         return True
     known = {id(t) for t in (*args, *results) if isinstance(t, Tensor)}
-    others = [c for c in calls if c not in same and c[0]._schema.is_mutable]
-    return any(id(c[2][0]) in known for c in others if c[2])
+    # To change a result in place, or an argument, is another operation.
+    return any(
+        id(written) in known
+        for other, _, found in others
+        if not is_composite(other) and other._schema.is_mutable
+        for written in found[:1]
+    )
 
 
 def _are_same(found: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -165,6 +165,7 @@ from remat._torch.operators import (
     HigherOrderOperator as HigherOrderOperator,
     OpOverload as OpOverload,
     OpOverloadPacket as OpOverloadPacket,
+    is_composite as is_composite,
     is_operator as is_operator,
     is_view_op as is_view_op,
     kernel_of as kernel_of,

@@ -1,5 +1,7 @@
 """A recompute happens under the TorchFunctionModes of its forward."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.runs import assert_replayed, leaf, replayed
@@ -212,3 +214,42 @@ def test_a_dispatch_mode_that_changes_results_in_the_backward_alone_is_refused()
     with pytest.raises(RecomputeError, match="backward runs under `CosForAtenSin`"):
         in_mode(CosForAtenSin(), y.backward)
     assert ops_of(y.backward)["sin"] == 2
+
+
+class Observing(TorchDispatchMode):
+    """Counts, keeps, checks, and takes apart, as those that users write."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.kept, self.total = [], [], torch.zeros(())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        with self:
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is NotImplemented:
+            out = func(*args, **(kwargs or {}))
+        self.kept.append(out)
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            self.total.add_(out.detach().abs().max().float())
+        return out
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+def test_a_dispatch_mode_that_observes_may_be_around_any_of_it(where):
+    layer = torch.nn.GRU(4, 4, batch_first=True)
+    names = {"forward": 1, "backward": 1, "both": 2}
+    mode, sines = Observing(), torch.ops.aten.sin.default
+
+    def fn(x):
+        parts = layer(x.sin())[0].split(2, -1)
+        return torch.cat(parts, -1).softmax(-1).mul(2).add_(1) @ x.mT
+
+    x = leaf(2, 3, 4)
+    with mode if where != "backward" else nullcontext():
+        y = remat(fn)(x)
+    with mode if where != "forward" else nullcontext():
+        (found,) = torch.autograd.grad(y.square().sum(), x)
+    (expected,) = torch.autograd.grad(fn(x).square().sum(), x)
+    assert torch.equal(found, expected)
+    assert mode.seen.count(sines) == names[where]
