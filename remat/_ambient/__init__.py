@@ -5,6 +5,7 @@ and restores it around a recompute, and `without_draws` for `rng="error"`.
 
     streams     which random streams there are, and how each is read and set
     ambient     the state of a call, noted and restored
+    modes       the user's modes for operations, those that change results
     draws       draws from global streams, refused by name and line
 
 Called by `_transform` and `chain`. `_capture`, `_partial`, `_report`, `_scope` and

@@ -280,6 +280,8 @@ class Variables(HolderKind):
         """Set a variable; return what takes that back, as `exchange` does."""
         (value,) = values
         if value is MISSING:
+            if variable_value(holder) is MISSING:
+                return None
             raise RecomputeError(_VARIABLE.format(name=holder.name))
         return holder.set(value)
 

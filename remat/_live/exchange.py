@@ -264,8 +264,9 @@ class Exchange:
         """Find the owners; those that are gone are made again."""
         layout = self._layout
         self._owners = owners = [ref() for ref in layout.owners]
-        if self._gone(layout.classes):
-            raise RecomputeError(GONE.format(name="A class"))
+        for i in self._gone(layout.classes):
+            name = layout.class_names[i - layout.classes.start]
+            raise RecomputeError(GONE.format(name=f"The class {name}"))
         self._check_classes(layout.objects)
         self._check_classes(layout.slotted)
         for i in self._gone(layout.slotted):

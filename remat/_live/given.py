@@ -23,6 +23,7 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,15 @@ from remat._capture.container_kinds import (
     OWNED,
     container_kind,
 )
-from remat._capture.holders import MISSING, PART, PARTS, SLOTS, HolderKind, dict_of
+from remat._capture.holders import (
+    MISSING,
+    PART,
+    PARTS,
+    SLOTS,
+    VARIABLES,
+    HolderKind,
+    dict_of,
+)
 from remat._capture.objects import COPIED_ITERATORS, is_buffer, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
@@ -93,6 +102,8 @@ class Box(HolderParts):
         self.ref, self.how, self.is_flat = Ref(value), how, False
         self.keys, self.items = how.held(value)
         self.more: Sequence[HolderParts] = ()
+        if how is VARIABLES:  # which does not hold its value: a context does
+            self.ref.ref = lambda: value
         if type(value) not in CONTAINERS and how is not SLOTS:
             self.more = [
                 HolderParts(value, kind) for kind in _kinds_besides(value, how)
@@ -119,10 +130,7 @@ def _kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
 class Given:
     """What a call is given."""
 
-    __slots__ = (
-        *("_todo", "boxes", "buffers", "index", "roots"),
-        *("search", "tensors"),
-    )
+    __slots__ = "_todo", "boxes", "buffers", "index", "roots", "search", "tensors"
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -198,7 +206,7 @@ class Given:
     def _kept_other(self, value: Any, kind: type) -> Any:
         if value is MISSING:
             return value
-        how = container_kind(kind)
+        how = VARIABLES if kind is ContextVar else container_kind(kind)
         if how is not None:
             return self._box(value, how)
         if kind in COPIED_ITERATORS:

@@ -62,6 +62,7 @@ class Layout:
         objects: where the first of these are among the owners. So `functions`,
             `classes`, `slotted` and `scripted`.
         births: the identities of the owners.
+        class_names: of the user's classes, for errors.
         cells: the identities of the variables of each function.
         below: kinds of holders that are no owners, with the positions of these among
             the values, or among the keys: depth by depth.
@@ -84,7 +85,8 @@ class Layout:
 
     __slots__ = (
         *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
-        *("_spaces", "_vacant", "_variables", "below", "births", "cells", "classes"),
+        *("_spaces", "_vacant", "_variables", "below", "births", "cells"),
+        *("class_names", "classes"),
         *("compiled", "functions", "is_lazy", "is_module", "last", "linked"),
         *("objects", "odd", "owners", "remade", "scripted", "signature"),
         *("asks", "slotted", "special", "streams", "uses_stream_states"),
@@ -99,6 +101,7 @@ class Layout:
         each = *each, walk.scripted
         owners = [*flatten(each)]
         self.owners, self.births = [*map(weakref.ref, owners)], [*map(id, owners)]
+        self.class_names = [kind.__qualname__ for kind in walk.classes]
         ends = [*itertools.accumulate(map(len, each))]
         sections = [*map(slice, (0, *ends), ends)]
         self.objects, self.functions, self.classes, self.slotted = sections[:4]

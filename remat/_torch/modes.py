@@ -161,6 +161,47 @@ def _popped(count: int) -> Iterator[list[Any]]:
         dynamo.set_eval_frame(before)
 
 
+# Deleted by: the same.
+def dispatch_modes() -> list[Any]:
+    """Return the dispatch modes that are entered, outermost first."""
+    return _dispatch._get_current_dispatch_mode_stack()
+
+
+# Deleted by: modes that can be entered outside of others, or without their `__enter__`.
+@contextmanager
+def modes_between(first: Any, outside: Any, inside: Any) -> Iterator[None]:
+    """Run the body with a mode just outside of the mode `first`, and one innermost."""
+    stack = dispatch_modes()
+    count = len(stack) - [*map(id, stack)].index(id(first))
+    with _popped(count):
+        _dispatch._push_mode(outside)
+    _dispatch._push_mode(inside)
+    try:
+        yield
+    finally:
+        _dispatch._pop_mode()
+        with _popped(count):
+            _dispatch._pop_mode()
+
+
+# Deleted by: the same.
+@contextmanager
+def under_dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Run the body under modes, the last one innermost, that are not entered anew."""
+    flags = _read_flags(_dispatch) if _has_flags and modes else ()
+    for mode in modes:
+        _dispatch._push_mode(mode)
+    if flags:
+        _write_flags((True,) * len(flags))
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _dispatch._pop_mode()
+        if flags:
+            _write_flags(flags)
+
+
 # Deleted by: a dispatch mode that can be left by those inside of it.
 def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
     """Return a context without a dispatch mode, if it is the innermost."""

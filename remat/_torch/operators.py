@@ -52,6 +52,12 @@ def kernel_of(func: Any) -> Callable[..., Any]:
     return getattr(func, "_cpp_dispatch_handle", None) or getattr(func, "_op", func)
 
 
+# Deleted by: a public way to ask whether an operator has a decomposition of its own.
+def is_composite(func: Any) -> bool:
+    """Say whether an operator is made of others, which a mode may run in its place."""
+    return not isinstance(func, OpOverload) or func._can_decompose()
+
+
 # Deleted by: a public `OpOverload.is_view`.
 def is_view_op(func: Any) -> bool:
     """Say whether an operation only looks at a storage in another way."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import override
 
+from remat._base.absent import Absent
 from remat._base.errors import MutationError
 from remat._base.program import (
     Evaluation,
@@ -31,7 +32,7 @@ from remat._base.program import (
     Request,
     requires_grad,
 )
-from remat._base.tensors import versions_of
+from remat._base.tensors import changed_since, versions_of
 from remat._base.types import Outputs
 from remat._graph.edges import reached_inputs
 from remat._torch import (
@@ -220,10 +221,10 @@ class Dual(Below):
         primals, tangents = inputs[: self.arity], inputs[self.arity :]
         # Before the run, which would read a tangent that changed.
         if not has_proxies():
-            versions = versions_of([*map(base_tensor, tangents)])
+            tensors = [*map(base_tensor, tangents)]
             if self._versions is None:
-                self._versions = versions
-            elif versions != self._versions:
+                self._versions = versions_of(tensors)
+            elif changed_since(tensors, self._versions, (Absent,)):
                 raise MutationError(_CHANGED)
         function = self._function(mode, is_marked=self._marked)
         outs, found = call_at_jvp(function, primals, self._with_tangents, tangents)

@@ -36,6 +36,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat._ambient.ambient import NOTHING, Ambient, put_back, streams_now
 from remat._ambient.draws import without_draws
+from remat._ambient.modes import NO_MODES, ModesAround
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
@@ -62,6 +63,7 @@ from remat._torch import (
     below_all_levels,
     current_layer,
     current_task,
+    dispatch_mode_count,
     eager_only,
     execution_group,
     is_below_tracer,
@@ -134,6 +136,10 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner_of(users_fn, args), inputs)
+    if dispatch_mode_count():
+        call.modes = ModesAround()
+        with call.modes.watched():
+            return call.forward(fn, args, kwargs, inputs)
     return call.forward(fn, args, kwargs, inputs)
 
 
@@ -154,6 +160,7 @@ class Saved:
         ambient: what it reads besides.
         handles: by position; None for what was saved itself.
         metas: of what the handles stand for, by position.
+        modes: the user's modes for operations around the call; None without any mode.
         addresses: where the user's leaves were when the forward ended, if known.
         leaf_changes: what the forward changed of the user's leaves.
         is_done: whether the forward has ended.
@@ -175,7 +182,7 @@ class Saved:
             "inner",
             "inputs",
         ),
-        *("is_done", "is_nested", "label", "leaf_changes", "metas", "options"),
+        *("is_done", "is_nested", "label", "leaf_changes", "metas", "modes", "options"),
         *("planned", "policy", "reach", "seeds", "vmaps", "written"),
     )
 
@@ -214,6 +221,7 @@ class Saved:
         self.written: Sequence[int] = ()
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
+        self.modes: ModesAround | None = None
 
     def plan(self, owner: Any, inputs: Sequence[Tensor]) -> None:
         """Decide whether the call is recorded, or follows a record."""
@@ -515,6 +523,8 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         else:
             weakref.finalize(group, forget)
     fill = _fill_fully if call.planned is None else _fill_planned
+    modes = call.modes or (NO_MODES if dispatch_mode_count() else None)
+    fill = fill if modes is None else functools.partial(modes.call, fill)
     try:
         with torch_functions():  # those of a loss may have called the backward
             if torch.is_inference_mode_enabled():
@@ -540,6 +550,7 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
 def _value_alone(call: Saved, asked: Handle) -> Tensor:
     """Return a value that was changed in place: a run for it alone stops before."""
     fill = _fill_fully if call.planned is None else _fill_planned
+    fill = fill if call.modes is None else functools.partial(call.modes.call, fill)
     with torch_functions():
         outside_inference_mode(below_all_levels, fill, call, [asked])
     if asked.value is None:

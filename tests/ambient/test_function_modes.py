@@ -1,5 +1,7 @@
 """A recompute happens under the TorchFunctionModes of its forward."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.runs import assert_replayed, leaf, replayed
@@ -9,7 +11,7 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import remat
+from remat import RecomputeError, remat
 
 
 class CosForSin(TorchFunctionMode):
@@ -164,3 +166,90 @@ def test_a_dispatch_mode_is_that_of_the_backward():
     with Log():
         y.sum().backward()
     assert seen.count("aten.sin.default") == 2
+
+
+class CosForAtenSin(TorchDispatchMode):
+    def __init__(self, held=None):
+        super().__init__()
+        self.held = held
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_sin = func is torch.ops.aten.sin.default
+        func = torch.ops.aten.cos.default if is_sin else func
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_that_changes_results_is_that_of_the_forward():
+    x = leaf()
+
+    def step(wrap):
+        with CosForAtenSin():
+            y = wrap(two_sines)(x).sum()
+        return torch.autograd.grad(y, x)
+
+    assert_replayed(step, cos=6)
+
+
+def test_a_dispatch_mode_that_holds_more_than_constants_is_not_entered_again():
+    x = leaf()
+    with CosForAtenSin([1]):
+        y = remat(two_sines)(x).sum()
+    with pytest.raises(RecomputeError, match="ran under `CosForAtenSin`"):
+        y.backward()
+    mode = CosForAtenSin([1])
+    with mode:
+        y = remat(two_sines)(x).sum()
+    ops = ops_of(lambda: in_mode(mode, y.backward))
+    assert ops["cos"] == 4  # two are of the derivative
+
+
+def in_mode(mode, fn):
+    with mode:
+        return fn()
+
+
+def test_a_dispatch_mode_that_changes_results_in_the_backward_alone_is_refused():
+    x = leaf()
+    y = remat(two_sines)(x).sum()
+    with pytest.raises(RecomputeError, match="backward runs under `CosForAtenSin`"):
+        in_mode(CosForAtenSin(), y.backward)
+    assert ops_of(y.backward)["sin"] == 2
+
+
+class Observing(TorchDispatchMode):
+    """Counts, keeps, checks, and takes apart, as those that users write."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.kept, self.total = [], [], torch.zeros(())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        with self:
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is NotImplemented:
+            out = func(*args, **(kwargs or {}))
+        self.kept.append(out)
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            self.total.add_(out.detach().abs().max().float())
+        return out
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+def test_a_dispatch_mode_that_observes_may_be_around_any_of_it(where):
+    layer = torch.nn.GRU(4, 4, batch_first=True)
+    names = {"forward": 1, "backward": 1, "both": 2}
+    mode, sines = Observing(), torch.ops.aten.sin.default
+
+    def fn(x):
+        parts = layer(x.sin())[0].split(2, -1)
+        return torch.cat(parts, -1).softmax(-1).mul(2).add_(1) @ x.mT
+
+    x = leaf(2, 3, 4)
+    with mode if where != "backward" else nullcontext():
+        y = remat(fn)(x)
+    with mode if where != "forward" else nullcontext():
+        (found,) = torch.autograd.grad(y.square().sum(), x)
+    (expected,) = torch.autograd.grad(fn(x).square().sum(), x)
+    assert torch.equal(found, expected)
+    assert mode.seen.count(sines) == names[where]

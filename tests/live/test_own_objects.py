@@ -4,12 +4,14 @@ What it can read are programs of `support.adversarial`.
 """
 
 import csv
+import gc
 import itertools
 
 import pytest
 from support.runs import configurations, leaf
 from support.tables import rows
 from support.zoo import ops_of
+from torch import nn
 
 from remat import RecomputeError
 
@@ -61,3 +63,31 @@ def test_what_has_a_finalizer_is_not_made_again(ours):
     handles.clear()
     with pytest.raises(RecomputeError, match="Handle, which has `__del__`,"):
         results[0].backward()
+
+
+def scaling_hook():
+    class Local:
+        def __init__(self):
+            self.scale = 2.0
+
+        def __call__(self, module, args):
+            return (args[0] * self.scale,)
+
+    return Local()
+
+
+@configurations
+def test_a_hook_of_a_class_that_is_gone_is_an_error_with_its_name(ours):
+    module, results, x = Curve(), [], leaf()
+    handle = module.register_forward_pre_hook(scaling_hook())
+    ops = ops_of(lambda: results.append(ours(module)(x * 1).sum()))
+    assert ops["sin"] == 1
+    handle.remove()
+    gc.collect()  # a class holds itself
+    with pytest.raises(RecomputeError, match=r"The class scaling_hook.*Local .* gone"):
+        results[0].backward()
+
+
+class Curve(nn.Module):
+    def forward(self, x):
+        return curve(x, 2.0)

@@ -220,6 +220,30 @@ def test_what_is_entered_inside_of_a_mode_is_left_with_it():
         assert seen == [inner, mode, around]
 
 
+@expects("dispatch_modes", "modes_between", "under_dispatch_modes")
+def test_modes_are_put_around_others_and_entered_again():
+    class Noting(modes.LeanDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(self)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    x, before = torch.ones(2), _flags()
+    mode, outside, inside = Noting(), Noting(), Noting()
+    with mode:
+        with modes.modes_between(mode, outside, inside):
+            assert modes.dispatch_modes() == [outside, mode, inside]
+            x.sin()
+        assert seen == [inside, mode, outside]
+        assert modes.dispatch_modes() == [mode]
+    seen.clear()
+    with modes.under_dispatch_modes([outside, mode]):
+        x.sin()
+        assert _flags() != before or not modes._has_flags
+    assert seen == [mode, outside]
+    assert (modes.dispatch_modes(), _flags()) == ([], before)
+
+
 @expects("below_autograd", "detached")
 def test_operations_run_below_autograd():
     x = torch.ones(2, requires_grad=True)

@@ -18,7 +18,7 @@ from remat._torch import graphs, operators, tensors, tracing
 
 @expects(
     *("HigherOrderOperator", "OpOverload", "OpOverloadPacket", "is_operator"),
-    *("is_view_op", "kernel_of", "overload_of"),
+    *("is_composite", "is_view_op", "kernel_of", "overload_of"),
 )
 def test_operators_are_told_apart():
     packet, x = torch.ops.aten.sin, torch.ones(2)
@@ -26,6 +26,8 @@ def test_operators_are_told_apart():
     assert type(packet.default) is operators.OpOverload
     assert isinstance(torch.ops.higher_order.cond, operators.HigherOrderOperator)
     assert [*map(operators.is_operator, (packet, torch.sin))] == [True, False]
+    assert operators.is_composite(torch.ops.aten.matmul.default) is True
+    assert operators.is_composite(packet.default) is False
     assert operators.is_view_op(packet.default) is False
     assert operators.is_view_op(torch.ops.aten.view.default) is True
     assert operators.kernel_of(packet.default) is not packet.default

@@ -1,5 +1,7 @@
 """Derivatives of derivatives, where a level is below another one of another kind."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.tables import rows
@@ -8,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from remat import remat
+from remat import policies, remat
 from remat.testing import count_ops
 
 
@@ -176,3 +178,21 @@ def test_other_orders_are_those_of_plain(transform, make_fn, count):
         found = transform(make_fn(remat))(X)
     torch.testing.assert_close(found, expected)
     assert again["sin"] == count > once["sin"]
+
+
+def test_a_policy_is_followed_where_a_tangent_is_written_inside():
+    """The second level writes to a tangent of the first, which a replay has not."""
+
+    def program(wrap):
+        curve = wrap(lambda x: (x * 2).sin().exp())
+        inside = lambda y: jvp(curve, (y,), (y * 2,))[1]
+        return gradient(push(push(inside)))
+
+    expected, sines = program(lambda fn: fn)(X), []
+    assert_not_vanishing(expected)
+    for policy in (policies.everything_saveable, policies.dots_saveable):
+        with count_ops() as ops:
+            found = program(partial(remat, policy=policy))(X)
+        torch.testing.assert_close(found, expected)
+        sines.append(ops["sin"])
+    assert sines == [9, 13]

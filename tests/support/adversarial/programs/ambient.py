@@ -1,6 +1,7 @@
 """What surrounds a call: regions of autocast, streams that move, modes, settings."""
 
 import random
+from contextvars import ContextVar
 from queue import SimpleQueue
 
 import numpy as np
@@ -16,6 +17,7 @@ from support.adversarial.program import (
 )
 from torch import nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 # --- The casts of a region of autocast ---
@@ -186,6 +188,103 @@ def changed_once_it_is_saved(change):
             out = run(x)
             back(out)
         return observed((out, x.grad))
+
+    return step
+
+
+# --- Context variables that are passed ---
+
+
+class Held:
+    def __init__(self, variable):
+        self.variable, self.get = variable, variable.get
+
+
+PASSED = {
+    "itself": (lambda v: v, lambda a: a.get()),
+    "in a list": (lambda v: [v], lambda a: a[0].get()),
+    "in an object": (Held, lambda a: a.variable.get()),
+    "its method": (lambda v: v.get, lambda a: a()),
+    "the method in an object": (Held, lambda a: a.get()),
+}
+
+
+@family(**PASSED)
+def a_context_variable_passed_and_set_between(case):
+    hold, read = case
+    variable = ContextVar("variable")
+    variable.set([1.0])
+
+    def step(wrap):
+        seen, argument = [], hold(variable)
+        run, x = wrap(lambda x, a: work(x, read(a)[0]).tanh()), leaf()
+        for k in (1.5, 2.5):
+            variable.set([k])
+            out = run(x, argument)
+            variable.set([0.5])
+            back(out)
+            seen.append(observed((out, x.grad, variable.get())))
+        return seen
+
+    return step
+
+
+# --- Modes for operations that change results ---
+
+
+class Scaling(TorchDispatchMode):
+    def __init__(self, scale=1.1, growth=0.0):
+        super().__init__()
+        self.scale, self.growth = scale, growth
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.sin.default:
+            self.scale += self.growth
+            out = out * self.scale
+        return out
+
+
+class InPlace(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.mul_(1.5) if func is torch.ops.aten.sin.default else out
+
+
+class Replacing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_sin = func is torch.ops.aten.sin.default
+        func = torch.ops.aten.cos.default if is_sin else func
+        return func(*args, **(kwargs or {}))
+
+
+@family(
+    scaling=Scaling,
+    counting=lambda: Scaling(growth=0.1),
+    in_place=InPlace,
+    replacing=Replacing,
+)
+def under_a_mode_in_the_forward_alone(mode):
+    def step(wrap):
+        run, seen, x = wrap(lambda x: work(work(x, 1.5))), [], leaf()
+        for _ in range(3):
+            with mode():
+                out = run(x)
+            back(out)
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step
+
+
+@program
+def under_a_mode_that_counts_in_both():
+    def step(wrap):
+        run, x = wrap(lambda x: work(work(x, 1.5))), leaf()
+        with Scaling(growth=0.1):
+            out = run(x)
+            (grad,) = torch.autograd.grad(out.square().sum(), x)
+        return observed((out, grad))
 
     return step
 
