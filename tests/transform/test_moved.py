@@ -1,0 +1,34 @@
+"""Parameters that are given other memory between a forward and its backward."""
+
+import pytest
+import torch
+from remat import remat
+from remat.testing import count_ops
+
+
+def test_a_warning_names_the_parameter():
+    w = torch.nn.Parameter(torch.ones(4))
+    fn = remat(lambda x: (x * w).sin().exp())
+    with count_ops() as ops:
+        y = fn(torch.ones(4))
+        w.data = w.data * 2
+        with pytest.warns(UserWarning, match=r"`w` of .* was given other memory"):
+            y.sum().backward()
+    assert ops["sin"] == 2
+
+
+def test_the_same_values_in_other_memory_give_the_gradients_of_plain_code():
+    grads = []
+    for wrap in (lambda fn: fn, remat):
+        w = torch.nn.Parameter(torch.linspace(0, 1, 4))
+        with count_ops() as ops:
+            y = wrap(lambda x, w=w: (x * w).sin().exp() + 0)(torch.ones(4))
+            w.data = w.data.clone()
+            if wrap is remat:
+                with pytest.warns(UserWarning, match="was given other memory"):
+                    y.sum().backward()
+            else:
+                y.sum().backward()
+        grads.append(w.grad)
+    assert ops["sin"] == 2
+    assert torch.equal(*grads)
