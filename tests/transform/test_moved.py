@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from remat import remat
 from remat.testing import count_ops
 
