@@ -236,6 +236,26 @@ def test_hooks_of_trackers_are_removed():
         assert len(tracker._hooks) == before
 
 
+@expects("MODULE_HOOKS")
+def test_dicts_of_hooks_on_all_modules_are_found():
+    known = process.MODULE_HOOKS
+    before = [len(hooks) for hooks in known.dicts]
+    handles = [
+        register(lambda *_: None)
+        for register in (
+            known.module.register_module_forward_hook,
+            known.module.register_module_forward_pre_hook,
+            known.module.register_module_full_backward_hook,
+            known.module.register_module_full_backward_pre_hook,
+        )
+    ]
+    after = [len(hooks) for hooks in known.dicts]
+    for handle in handles:
+        handle.remove()
+    assert sum(after) - sum(before) == 4
+    assert [len(vars(known.module)[name]) for name in known.names] == before
+
+
 @expects("hook_all_modules", "unhook_all_modules")
 def test_hooks_of_all_modules_have_one_key():
     called = []

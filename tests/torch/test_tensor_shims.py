@@ -1,5 +1,6 @@
 """What the shims of `operators`, `tensors`, and of collectives, expect of torch."""
 
+import copy
 import logging
 import sys
 from pathlib import Path
@@ -139,6 +140,22 @@ def test_copies_are_fake():
         made = found[0] @ torch.ones(3, 1) + w[:, :1]
     assert tensors.is_fake(made)
     assert made.untyped_storage().nbytes() == 8
+
+
+@expects("AddressAnswers")
+def test_fakes_refuse_their_address():
+    mode, cpu = tensors.fake_mode(), torch.device("cpu")
+    fake = tensors.copied_as_fake(nn.Parameter(torch.ones(2, 3)), mode, cpu)
+    with tensors.AddressAnswers():
+        for name in ("data_ptr", "const_data_ptr"):
+            try:
+                getattr(fake, name)()
+            except RuntimeError as error:
+                assert "Cannot access data pointer" in str(error)
+                continue
+            raise AssertionError("an address was given")
+        _is_copy(copy.deepcopy(fake), fake)
+        assert torch.ones(1).const_data_ptr()
 
 
 def test_integers_keep_their_values():
