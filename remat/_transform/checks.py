@@ -52,6 +52,7 @@ from remat._torch import (
     base_tensor,
     call_kernel,
     current_layer,
+    has_no_memory,
     is_graph_held,
     no_torch_functions,
     storage_id,
@@ -128,6 +129,7 @@ def refuse_assigned_data(
     for i in compress(range(len(inputs)), needs):
         t = inputs[i]
         is_plain = type(t) in TENSORS and t.layout is torch.strided
+        is_plain = is_plain and not has_no_memory(t)
         if is_plain and current_layer() is None and t.data_ptr() != inner[i].data_ptr():
             raise changed_inside(origin, i)
 

@@ -159,7 +159,7 @@ def preserved_contents(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 _READ = (
-    "remat: {name} was changed in place inside the function, and the recompute reads "
+    "remat: `{name}` was changed in place inside the function, and the recompute reads "
     "of it what is not as it was at the call (in {func}). Work on a copy "
     "(`{name}.clone()`), or write what is read before it is read."
 )
