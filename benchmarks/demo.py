@@ -14,6 +14,7 @@ use one thread: with more of them, the bits of plain code may differ from run to
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import inspect
 import statistics
@@ -317,7 +318,7 @@ def plot(plain: Run, ours: Run, path: Path) -> None:
 
 def in_a_budget(seed: int) -> str:
     """Train a Llama of transformers in three quarters of its peak; say what it took."""
-    import transformers
+    transformers = importlib.import_module("transformers")
 
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(

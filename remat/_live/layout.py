@@ -48,7 +48,7 @@ OwnersHolders = tuple[
     list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]
 ]
 # Holders that are no owners: how they are read, where they are, and whether as keys.
-Placed = tuple[HolderKind, list[int], bool]
+HoldersBelow = tuple[HolderKind, list[int], bool]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -132,7 +132,7 @@ class Layout:
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         self.signature = (*held, *map(static_of, walk.builtins))
-        self.below: list[Placed] = []
+        self.below: list[HoldersBelow] = []
         self.last: Any = None
 
     def holders(self, owners: list[Any]) -> OwnersHolders:
@@ -223,7 +223,7 @@ class Taken(Holdings):
         for kind, found in others:
             kind.read(found, self)
 
-    def add(self, below: Iterable[Placed]) -> None:
+    def add(self, below: Iterable[HoldersBelow]) -> None:
         """Read the holders that were found at positions among what was read so far."""
         for kind, places, as_keys in below:
             held = self.keys if as_keys else self.values
@@ -305,7 +305,7 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
 
 def _found(
     walk: Walk, held: Sequence[Any], first: int, done: set[int], *, as_keys: bool
-) -> list[Placed]:
+) -> list[HoldersBelow]:
     """Return the holders among values, or among keys, that were not yet found."""
     places: dict[HolderKind, list[int]] = {}
     for p, value in enumerate(held, first):

@@ -41,6 +41,7 @@ class Situation:
 
 
 # Before a forward is recorded: that is done under a mode for torch functions.
+_ASKING = "has_torch_function", "is_torch_function"
 _ASKS = "it asks whether there is a torch function (has_torch_function)"
 # Reasons that are known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
@@ -103,7 +104,7 @@ def _asks_for_modes(signature: Iterable[Any]) -> bool:
             return True
         if type(code) is CodeType and not is_installed(code.co_filename):
             names = (name for inner in nested(code) for name in inner.co_names)
-            if any("torch_function" in name for name in names):
+            if any(name.lstrip("_").startswith(_ASKING) for name in names):
                 return True
     return False
 

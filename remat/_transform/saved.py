@@ -80,6 +80,7 @@ from remat._torch import (
     top_hooks,
     torch_functions,
     unbatched,
+    unseen,
     unwrap_dead,
     when_done,
     without_node,
@@ -791,7 +792,8 @@ class Filling:
         node = t.grad_fn
         value = t if node is None else t.detach()
         if self.put_back and storage_id(t) in self.put_back:
-            value = t.detach().clone()
+            with unseen():
+                value = t.detach().clone()
         handle = self._handles.get(position)
         if handle is None:
             saved.append(None)

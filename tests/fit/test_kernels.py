@@ -81,12 +81,15 @@ def assert_called(run, options):
         model = copy.deepcopy(plain)
         for k in range(3):
             model[1][k] = remat.remat(model[1][k], **options)
-        gradients_and_launches(model)  # a replay may be given up the first time
+        for _ in range(4):  # replays may be given up, until plans fit
+            gradients_and_launches(model)
         assert_equal_to_plain(model, plain, again=3)
 
 
 @kernels
 @pytest.mark.parametrize("options", CALLS)
+# Nothing is told of a capsule that is made in C.
+@pytest.mark.filterwarnings("ignore:.*3 records did not fit:UserWarning")
 def test_calls_with_kernels_equal_plain(name, options):
     assert_called(KERNELS[name], CALLS[options])
 

@@ -26,14 +26,14 @@ def loss(out):
     return out.square().sum()
 
 
-@functools.cache  # a plan may be applied to any of these models
+@functools.cache  # a plan by blocks may be applied to any of these models
 def by_blocks():
     return remat.fit(Newer(), X, loss=loss, budget=22_000, over="blocks")
 
 
 @functools.cache
-def of_a_step():
-    return remat.fit(Newer(), X, loss=loss, budget=22_000)
+def of_a_step(kind=Newer):
+    return remat.fit(kind(), X, loss=loss, budget=22_000)
 
 
 def tanhs(model):
@@ -45,7 +45,7 @@ WAYS = {
     "remat.nn.apply": remat.nn.apply,
     "remat.nn.enable": remat.nn.enable,
     "remat.fit by blocks": lambda model: by_blocks().apply(model),
-    "remat.fit": lambda model: of_a_step().apply(model),
+    "remat.fit": lambda model: of_a_step(type(model)).apply(model),
     "gradient_checkpointing": switch_on,
 }
 BY = {"remat.fit by blocks": "remat.fit"}

