@@ -27,11 +27,14 @@ both = pytest.mark.parametrize("is_function", [True, False])
 
 
 def assert_equal_to_plain(model, plain, *, again):
-    """Assert plain's gradients, and how many launches there are more than plain's."""
+    """Assert plain's gradients, and how many launches there are more than plain's.
+
+    None: as many as plain's.
+    """
     found, count = gradients_and_launches(model)
     expected, once = gradients_and_launches(plain)
     assert_same(found, expected)
-    assert count == once + again
+    assert count == once + (once if again is None else again)
 
 
 def assert_planned(run, over, *, is_function):
@@ -75,7 +78,7 @@ CALLS = {
 }
 
 
-def assert_called(run, options):
+def assert_called(run, options, *, again):
     for is_function in (True, False):
         plain, _ = blocks(run, is_function=is_function)
         model = copy.deepcopy(plain)
@@ -83,15 +86,16 @@ def assert_called(run, options):
             model[1][k] = remat.remat(model[1][k], **options)
         for _ in range(4):  # replays may be given up, until plans fit
             gradients_and_launches(model)
-        assert_equal_to_plain(model, plain, again=3)
+        assert_equal_to_plain(model, plain, again=again)
 
 
 @kernels
 @pytest.mark.parametrize("options", CALLS)
-# Nothing is told of a capsule that is made in C.
 @pytest.mark.filterwarnings("ignore:.*3 records did not fit:UserWarning")
 def test_calls_with_kernels_equal_plain(name, options):
-    assert_called(KERNELS[name], CALLS[options])
+    # Torch tells nothing of a capsule that is made in C: each replay is given up.
+    is_unseen = name == "capsule" and options == "everything"
+    assert_called(KERNELS[name], CALLS[options], again=None if is_unseen else 3)
 
 
 def assert_reported(run):
