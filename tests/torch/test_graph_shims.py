@@ -256,18 +256,27 @@ def test_dicts_of_hooks_on_all_modules_are_found():
     assert [len(vars(known.module)[name]) for name in known.names] == before
 
 
+def _modules_hooks():
+    names = vars(nn.modules.module)
+    return [name for name in names if name.startswith("_global_forward_")]
+
+
 @expects("hook_all_modules", "unhook_all_modules")
 def test_hooks_of_all_modules_have_one_key():
     called = []
     before = (lambda *_: called.append("before")), (lambda *_: called.append("after"))
-    for _ in range(2):
-        process.hook_all_modules(*before)
-        assert [*nn.modules.module._global_forward_pre_hooks] == [process._KEY]
-        assert process.has_hooks_on_all_modules() is False
+    try:
+        for _ in range(2):
+            process.hook_all_modules(*before)
+            assert [*nn.modules.module._global_forward_pre_hooks] == [process._KEY]
+            assert process.has_hooks_on_all_modules() is False
+            nn.ReLU()(leaf())
+            process.unhook_all_modules()
         nn.ReLU()(leaf())
-        process.unhook_all_modules()
-    nn.ReLU()(leaf())
-    assert called == ["before", "after"] * 2
+        assert called == ["before", "after"] * 2
+    finally:  # without the second function they would stay
+        for name in _modules_hooks():
+            vars(nn.modules.module)[name].pop(process._KEY, None)
 
 
 @expects("default_generators", "device_generators")

@@ -228,20 +228,21 @@ def test_modes_are_put_around_others_and_entered_again():
             return func(*args, **(kwargs or {}))
 
     seen: list[Any] = []
-    x, before = torch.ones(2), _flags()
-    mode, outside, inside = Noting(), Noting(), Noting()
-    with mode:
-        with modes.modes_between(mode, outside, inside):
-            assert modes.dispatch_modes() == [outside, mode, inside]
+    x, mode, outside, inside = torch.ones(2), Noting(), Noting(), Noting()
+    with _with_flags_down():
+        before = _flags()
+        with mode:
+            with modes.modes_between(mode, outside, inside):
+                assert modes.dispatch_modes() == [outside, mode, inside]
+                x.sin()
+            assert seen == [inside, mode, outside]
+            assert modes.dispatch_modes() == [mode]
+        seen.clear()
+        with modes.under_dispatch_modes([outside, mode]):
             x.sin()
-        assert seen == [inside, mode, outside]
-        assert modes.dispatch_modes() == [mode]
-    seen.clear()
-    with modes.under_dispatch_modes([outside, mode]):
-        x.sin()
-        assert _flags() != before or not modes._has_flags
-    assert seen == [mode, outside]
-    assert (modes.dispatch_modes(), _flags()) == ([], before)
+            assert _flags() != before or not modes._has_flags
+        assert seen == [mode, outside]
+        assert (modes.dispatch_modes(), _flags()) == ([], before)
 
 
 @expects("below_autograd", "detached")
