@@ -43,18 +43,8 @@ refuse_data_ptr: Callable[[Tensor], None] = vars(torch._C)[
 
 
 # Deleted by: a public plain tensor that has metadata and no memory.
-def as_plain(tensor: Tensor) -> Tensor:
-    """Turn a tensor without data into one that is plain to Python.
-
-    To torch it stays one of a subclass, and no class is left to handle its operations:
-    where no mode does, torch refuses them, and their kernels are never called.
-    """
-    tensor.__class__ = Tensor
-    return tensor
-
-
 def has_no_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor is one of those."""
+    """Say whether a tensor is plain to Python, of a subclass to torch, without data."""
     return type(tensor) is Tensor and _keys_of(tensor).has(_PYTHON)
 
 

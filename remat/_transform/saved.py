@@ -173,16 +173,8 @@ class Saved:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "addresses",
-            "ambient",
-            "handles",
-            "hooks",
-            "index",
-            "inner",
-            "inputs",
-        ),
+        *("__weakref__", "addresses", "ambient", "handles", "hooks", "index", "inner"),
+        "inputs",
         *("is_done", "is_nested", "label", "leaf_changes", "metas", "modes", "options"),
         *("planned", "policy", "reach", "seeds", "vmaps", "written"),
     )
