@@ -524,3 +524,22 @@ def test_an_opaque_tensor_that_is_changed_is_refused():
     torch.ops.aten.mul_.Tensor(m, other)
     with pytest.raises(MutationError, match="`m` was changed in place"):
         pull(torch.ones(()))
+
+
+def test_a_large_constant_that_is_shown_many_times_is_written_and_put_back():
+    count, grads = 2**15, []
+    for wrap in (lambda fn: fn, remat):
+        base = torch.zeros(count)
+        shown = base[:1].expand(count)
+
+        def fn(x, base=base, shown=shown):
+            base[:] = torch.arange(float(count))
+            return (x * base[:5] + shown[:5].clone()).sin().exp()
+
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        with count_ops() as ops:
+            wrap(fn)(x).sum().backward()
+        grads.append(x.grad)
+        assert torch.equal(base, torch.arange(float(count)))
+    assert ops["sin"] == 2
+    assert torch.equal(*grads)
