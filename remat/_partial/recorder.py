@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from remat._base.context import here
@@ -126,6 +127,8 @@ class Recorder(Observer):
         if func is _NEW_EMPTY and current_task() != self._task:
             self.copies_gradients = True
         written = declared_writes(traits, args, kwargs)
+        if written and not traits.is_counted:
+            increment_version(written)
         reads = tuple(map(storages.number, arguments.tensors))
         writes = tuple(map(storages.number, written))
         updated = updated_statistics(traits, args, kwargs)

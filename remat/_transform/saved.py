@@ -98,7 +98,15 @@ from remat._transform.leaves import (
     preserved_marks,
     preserved_memory,
 )
-from remat._transform.written import ReadsWritten, preserved_contents
+from remat._transform.written import (
+    ENDED,
+    HeldAtEnd,
+    as_written,
+    before_a_call,
+    is_plain,
+    is_written,
+    note_written,
+)
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -211,7 +219,7 @@ class Saved:
         self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
-        self.written: Sequence[int] = ()
+        self.written: dict[int, HeldAtEnd] = {}
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
         self.modes: ModesAround | None = None
@@ -294,15 +302,14 @@ class Saved:
 
         It may write to large constants. Of others an error is to name the line.
         """
-        is_hard = bool(self.vmaps) or (self.planned is not None and self.is_nested)
         saved, refused = self.inputs, list[int]()
         for i in written:
             t, value = inputs[i], saved.values[i]
-            is_plain = type(t) is Tensor is type(value) and t.layout is torch.strided
-            is_counted = saved.versions[i] not in (None, t._version)
-            is_constant = not (saved.needs[i] or t.requires_grad)
-            is_right = is_plain and is_counted and is_constant and t.numel() > SMALL
-            if is_hard or not is_right:
+            is_counted = is_plain(t) and saved.versions[i] not in (None, t._version)
+            is_ours = type(value) is Tensor or type(value) is PackedOutside
+            is_constant = is_ours and not (saved.needs[i] or t.requires_grad)
+            is_right = is_counted and is_constant and t.numel() > SMALL
+            if self.vmaps or not is_right:
                 refused.append(i)
         return min(refused, default=None)
 
@@ -313,6 +320,8 @@ class Saved:
     ) -> Any:
         """Run the function as it is."""
         context, planned = here(), self.planned
+        if ENDED and not context.recomputing:
+            before_a_call(inputs[: self.reach.first_parameter])
         # Read before the function runs, which may change it.
         watched = WatchedLeaves(self.inputs.originals)
         packing = _Packing(self, inputs, context)
@@ -376,6 +385,8 @@ class Saved:
         planned = self.planned
         if planned is not None:
             why = planned.gives_up(accumulates=self.leaf_changes.accumulates)
+            if not why and is_written(inputs, self.inputs):
+                why = _WRITES
             if why:  # all is recomputed, with a warning if that is not what was asked
                 self.planned = planned = None
                 policy, prune = self.policy, self.options.prune
@@ -396,9 +407,7 @@ class Saved:
             again = self.inputs.will_be_copied(changed)
             raise changed_inside(self.reach, changed, changes, works_again=again)
         if written:
-            self.written, self.planned = written, None
-            for i in written:
-                self.inputs.versions[i] = inputs[i]._version
+            self.written = note_written(inputs, self.inputs, written)
         elif planned is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(planned.dropped)
@@ -693,18 +702,14 @@ def _state_restored(
             for i in itertools.compress(saved.originals_at, moved):
                 warn_once(_MOVED.format(name=call.name_of(i), label=call.label))
     gradients = PreserveGradients(originals)
-    is_plain = state is NOTHING and leaf_changes is NO_CHANGES
-    if is_plain and not (changed or saved.renorms or call.written):
+    is_as_it_was = state is NOTHING and leaf_changes is NO_CHANGES
+    if is_as_it_was and not (changed or saved.renorms or call.written):
         return gradients
     with contextlib.ExitStack() as everything:
         if call.written:
-            reads = [
-                (tensors[i], functools.partial(call.name_of, i), i not in changed)
-                for i in call.written
-            ]
+            names = call.name_of
+            everything.enter_context(as_written(call.written, tensors, names, changed))
             changed = [i for i in changed if i not in call.written]
-            everything.enter_context(preserved_contents([t for t, _, _ in reads]))
-            everything.enter_context(ReadsWritten(reads))
         if changed:
             # Which enters it at once: to enter what is returned does nothing.
             state = enter_refusing_reads(call.reach, tensors, changed, state)
@@ -884,6 +889,7 @@ _CHANGED = (
 )
 # Its sizes are asked for by operations, in some runs and not in others.
 _NESTED = "an input is a nested tensor"
+_WRITES = "it writes to a large tensor in place"
 _UNHASHABLE = (
     "remat: {label} reaches an object of an {error}, whose metaclass has no "
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "
