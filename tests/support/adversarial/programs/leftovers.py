@@ -1,5 +1,9 @@
 """What issue 43 left: large constants that are written, and what is seen late."""
 
+import sys
+import types
+from pathlib import Path
+
 import torch
 from support.adversarial.program import (
     State,
@@ -11,6 +15,7 @@ from support.adversarial.program import (
     reversed_loop,
     work,
 )
+from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 
@@ -322,3 +327,52 @@ def a_large_buffer_added_to_by_a_list():
         return work(x * buf[3].clone())
 
     return loop(fn, state=lambda: buf)
+
+
+# --- Code of packages ---
+
+
+PACKAGE = """
+def boxed(box):
+    class Boxed(nn.Module):
+        def forward(self, x):
+            return work(x, box[0])
+
+    return Boxed()
+
+
+def counted(counts):
+    class Counted:
+        def __call__(self, x):
+            counts["calls"] += 1
+            return work(x, counts["calls"])
+
+    return Counted()
+"""
+
+
+def package():
+    """A module that is where torch is, so that its code is a package's."""
+    module = types.ModuleType("package_of_leftovers")
+    module.__file__ = str(Path(torch.__file__).parent / "package_of_leftovers.py")
+    sys.modules[module.__name__] = module
+    vars(module).update(work=work, nn=nn)
+    exec(compile(PACKAGE, module.__file__, "exec"), vars(module))
+    return module
+
+
+@program
+def a_list_that_a_method_of_a_package_closes_over():
+    box = [1.0]
+    module = package().boxed(box)
+
+    def change():
+        box[0] += 1
+
+    return loop(module, between=change, state=lambda: box)
+
+
+@program
+def a_dict_that_a_method_of_a_package_counts_in():
+    counts = {"calls": 0}
+    return reversed_loop(package().counted(counts), state=lambda: counts)
