@@ -232,23 +232,24 @@ class RefuseReads(Observer):
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._refuse(tree_leaves((args, kwargs)), func)
+        return call_kernel(func, *args, **kwargs)
+
+    @override
+    def note_unseen_reads(self, values: Sequence[Any]) -> None:
+        self._refuse(values, "what torch compiles by itself")
+
+    def _refuse(self, values: Iterable[Any], what: Any) -> None:
         # Noted here, where modes are off: to ask a sparse one for its parts reads it.
         for tensor, name in self._new:
             for storage in _storages_of(base_tensor(tensor)):
                 self._names.setdefault(storage, name)
         self._new.clear()
-        for value in tree_leaves((args, kwargs)):
+        for value in values:
             found = _storages_of(value) if isinstance(value, Tensor) else ()
             for storage in self._names.keys() & found:
                 name = self._names[storage]()
-                raise MutationError(_READ.format(name=name, func=func))
-        return call_kernel(func, *args, **kwargs)
-
-    @override
-    def note_unseen(self) -> None:
-        """Refuse what torch compiles by itself: what that reads, nobody sees."""
-        names = [name for _, name in self._new] or [*self._names.values()]
-        raise MutationError(_MAY_READ.format(name=names[0]()))
+                raise MutationError(_READ.format(name=name, what=what))
 
 
 def _storages_of(tensor: Tensor) -> list[int]:
@@ -391,11 +392,6 @@ _NEEDED = (
 )
 _READ = (
     "remat: {name} was changed in place between the forward and the backward, and the "
-    "recompute reads it (in {func}). Change a copy, or change it after the "
+    "recompute reads it (in {what}). Change a copy, or change it after the "
     "backward."
-)
-_MAY_READ = (
-    "remat: {name} was changed in place between the forward and the backward, and the "
-    "recompute may read it where torch compiles a part of the function, as of "
-    "torch.cond. Change a copy, or change it after the backward."
 )

@@ -217,15 +217,18 @@ class ReadsWritten(Observer):
                     if is_target:
                         is_right &= elements.may_write(t, marks or _mark_all)
                     if not is_right:
-                        message = _READ.format(name=elements.name(), func=func)
+                        message = _READ.format(name=elements.name(), what=func)
                         raise MutationError(message)
         return call_kernel(func, *args, **kwargs)
 
     @override
-    def note_unseen(self) -> None:
-        """Refuse what torch compiles by itself: what that reads, nobody sees."""
-        name = next(iter(self._known.values())).name()
-        raise MutationError(_READ.format(name=name, func="what torch compiles"))
+    def note_unseen_reads(self, values: Sequence[Any]) -> None:
+        with unseen():
+            for t in values:
+                elements = self._elements_of(t)
+                if elements is not None and not elements.may_read(t):
+                    what = "what torch compiles by itself"
+                    raise MutationError(_READ.format(name=elements.name(), what=what))
 
     def _elements_of(self, value: Any) -> _Elements | None:
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
@@ -294,6 +297,6 @@ def as_written(
 
 _READ = (
     "remat: `{name}` was changed in place inside the function, and the recompute reads "
-    "of it what is not as it was at the call (in {func}). Work on a copy "
+    "of it what is not as it was at the call (in {what}). Work on a copy "
     "(`{name}.clone()`), or write what is read before it is read."
 )

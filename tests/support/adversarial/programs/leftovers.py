@@ -16,6 +16,9 @@ from support.adversarial.program import (
     work,
 )
 from torch import nn
+from torch._higher_order_ops.map import map as map_of_torch
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 
@@ -376,3 +379,87 @@ def a_list_that_a_method_of_a_package_closes_over():
 def a_dict_that_a_method_of_a_package_counts_in():
     counts = {"calls": 0}
     return reversed_loop(package().counted(counts), state=lambda: counts)
+
+
+# --- Higher-order operators ---
+
+
+def branched(y, other):
+    return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
+
+
+def mapped(y, other):
+    return map_of_torch(
+        lambda row, s: row.sin() * s, y.reshape(4, 4), y.sum()
+    ).flatten()
+
+
+def scanned(y, other):
+    carry, rows = scan(lambda c, r: (c + r, (c * r).sin()), y[:4] * 0, y.reshape(4, 4))
+    return rows.flatten() + carry.sum()
+
+
+def looped(y, other):
+    one = torch.zeros((), dtype=torch.int)
+    step = lambda i, a: (i + 1, a.cos())
+    return y * while_loop(lambda i, a: i < 3, step, (one, y.detach()))[1]
+
+
+def branched_on_it(y, other):
+    return y * torch.cond(y.sum() > 0, torch.sin, torch.cos, (other,))
+
+
+def branched_around_it(y, other):
+    flag, two = y.sum() > 0, torch.full((), 2.0, dtype=torch.double)
+    return y * torch.cond(flag, lambda k: k * other, lambda k: k + other, (two,))
+
+
+def looped_with_it(y, other):
+    one = torch.zeros((), dtype=torch.int)
+    step = lambda i, a: (i + 1, a.cos())
+    return y * while_loop(lambda i, a: i < 3, step, (one, other))[1]
+
+
+@family(
+    branched=branched,
+    mapped=mapped,
+    scanned=scanned,
+    looped=looped,
+    branched_on_it=branched_on_it,
+    branched_around_it=branched_around_it,
+    looped_with_it=looped_with_it,
+)
+def a_higher_order_operator_where_an_input_changes(operator):
+    """Some of these read that input, as it is by then: this is an error."""
+    other = torch.full((16,), 1.5, dtype=torch.double)
+
+    def fn(x):
+        return operator(work(x), other).exp() + other
+
+    return loop(fn, between=lambda: other.add_(1), state=lambda: other, count=1)
+
+
+@program
+def a_higher_order_operator_on_a_row_of_a_cache():
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        at.i += 1
+        cache[at.i] = work(x).detach()
+        row = cache[at.i].clone()
+        return work(torch.cond(row.sum() > 0, torch.sin, torch.cos, (x * row,)))
+
+    return loop(fn, state=lambda: cache, count=2)
+
+
+@program
+def a_higher_order_operator_that_reads_a_cache():
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        at.i += 1
+        cache[at.i] = work(x).detach()
+        row = torch.cond(x.sum() > 0, torch.sin, torch.cos, (cache[at.i],))
+        return work(x * row)
+
+    return loop(fn, state=lambda: cache, count=2)
