@@ -141,6 +141,11 @@ class Ambient:
         """The streams that the forward drew from, and their states before."""
         return getattr(self, "_moved", ())
 
+    def casts_anew(self) -> bool:
+        """Say whether a run is not to find what autocast has cast, but could."""
+        casts = self._casts
+        return casts is not None and casts() is None and autocast_depth() > 0
+
     def restored(self) -> AbstractContextManager[None]:
         """Run the body in the noted state, and leave everything as it was before."""
         if self._before is not None:  # the forward still runs: what moved is not noted

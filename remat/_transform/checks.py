@@ -195,14 +195,19 @@ def enter_refusing_reads(
     inputs: Sequence[Tensor],
     changed: Sequence[InputIndex],
     state: AbstractContextManager[Any],
+    casts_anew: bool = False,
 ) -> AbstractContextManager[Any]:
     """Enter `state`, and refuse to read `changed` inputs; what is returned exits both.
 
-    To enter what is returned does nothing.
+    To enter what is returned does nothing. If it `casts_anew`, it is refused, too, to
+    find casts of inputs in autocast's cache: they may be of later values.
     """
     refused = RefuseReads()
     for i in changed:
-        refused.refuse(inputs[i], lambda i=i: f"`{origin.name_of(i)}`")
+        name: Callable[[], str] = lambda i=i: f"`{origin.name_of(i)}`"
+        refused.refuse(inputs[i], name)
+        if casts_anew and inputs[i].is_leaf and inputs[i].requires_grad:
+            refused.may_be_cast = name
     with contextlib.ExitStack() as both:
         both.enter_context(state)
         both.enter_context(refused)
@@ -216,6 +221,9 @@ class RefuseReads(Observer):
     """
 
     unseen = frozenset({DETACH})  # a detached alias reads nothing
+
+    # Names a leaf that autocast's cache may have, if that must be off.
+    may_be_cast: Callable[[], str] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,6 +248,8 @@ class RefuseReads(Observer):
         self._refuse(values, "what torch compiles by itself")
 
     def _refuse(self, values: Iterable[Any], what: Any) -> None:
+        if self.may_be_cast is not None and torch.is_autocast_cache_enabled():
+            raise MutationError(_READ.format(name=self.may_be_cast(), what=_INSIDE))
         # Noted here, where modes are off: to ask a sparse one for its parts reads it.
         for tensor, name in self._new:
             for storage in _storages_of(base_tensor(tensor)):
@@ -395,3 +405,4 @@ _READ = (
     "recompute reads it (in {what}). Change a copy, or change it after the "
     "backward."
 )
+_INSIDE = "a region of autocast inside the function, which may find an earlier cast"

@@ -712,7 +712,8 @@ def _state_restored(
             changed = [i for i in changed if i not in call.written]
         if changed:
             # Which enters it at once: to enter what is returned does nothing.
-            state = enter_refusing_reads(call.reach, tensors, changed, state)
+            anew = ambient.casts_anew()
+            state = enter_refusing_reads(call.reach, tensors, changed, state, anew)
         everything.enter_context(state)
         everything.enter_context(gradients)
         if leaf_changes.moves or leaf_changes.marks or saved.renorms:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from support.adversarial.program import (
     State,
+    back,
     family,
     leaf,
     loop,
@@ -463,3 +464,68 @@ def a_higher_order_operator_that_reads_a_cache():
         return work(x * row)
 
     return loop(fn, state=lambda: cache, count=2)
+
+
+# --- Casts ---
+
+
+def in_regions(fn_of, *, steps, casts):
+    """A forward in one region of autocast, and its backward in another one."""
+
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        run, seen = wrap(fn_of(w)), []
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        if steps:
+            with torch.no_grad():
+                w.add_(0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            if casts:
+                seen.append(x @ w)
+            back(out)
+            seen.append(x @ w)
+            back(seen[-1])
+        return observed((out, seen, w.grad, x.grad))
+
+    return step
+
+
+def with_a_region_inside(w):
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            return work((x @ w).sin() @ w)
+
+    return fn
+
+
+def with_a_part_in_a_region(w):
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            y = (x @ w).sin()
+        return work(y @ w)
+
+    return fn
+
+
+@family(
+    **{
+        "stepped and cast": {"steps": True, "casts": True},
+        "stepped": {"steps": True, "casts": False},
+        "cast": {"steps": False, "casts": True},
+        "neither": {"steps": False, "casts": False},
+    }
+)
+def a_region_inside_and_a_backward_in_another(how):
+    return in_regions(with_a_region_inside, **how)
+
+
+@family(
+    **{
+        "stepped and cast": {"steps": True, "casts": True},
+        "cast": {"steps": False, "casts": True},
+    }
+)
+def a_part_in_a_region_and_a_backward_in_another(how):
+    return in_regions(with_a_part_in_a_region, **how)
