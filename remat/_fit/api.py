@@ -34,6 +34,7 @@ from remat._fit.record import ASKED, StepRecord, record
 from remat._fit.simulate import (
     TrainingStep,
     copied,
+    gradients_of,
     isolated,
     refuse_arguments,
     resident,
@@ -206,6 +207,8 @@ class _Planning:
         # if that runs the same operations.
         self.other = self._record_of_other_mode()
         self._courses_of_other: dict[bool, Course] = {}
+        there = (t.grad is not None for t, _ in gradients_of(step))
+        self._counts_gradients = step.accumulates or any(there)
         self._least: list[Followed] = []
 
     def plan(self) -> StepPlan:
@@ -289,7 +292,8 @@ class _Planning:
         return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
-        return _course(walker, chosen), *self._other_course(walker)
+        counts = self._counts_gradients
+        return _course(walker, chosen, counts), *self._other_course(walker)
 
     # --- The other mode ---
 
@@ -311,7 +315,8 @@ class _Planning:
             other = Walker(self.other, None if is_around else self.other.called)
             chosen = chosen_for(other, self._budget)
             chosen = lowest(other) if chosen is None else chosen
-            self._courses_of_other[is_around] = _course(other, chosen)
+            course = _course(other, chosen, self._counts_gradients)
+            self._courses_of_other[is_around] = course
         yield self._courses_of_other[is_around]
 
     # --- Errors ---
@@ -345,22 +350,28 @@ def _recorded(
     return without_values_if_possible(step, recorded)
 
 
-def _course(walker: Walker, chosen: Chosen) -> Course:
-    """Return what a policy answers. It saves what the backward does not need, too."""
-    needed = walker.closure(walker.storages(chosen))[0] - walker.storages(chosen)
+def _course(walker: Walker, chosen: Chosen, counts_gradients: bool = True) -> Course:
+    """Return what a policy answers. It saves what a scope cannot run again, too."""
+    saved = walker.storages(chosen)
+    needed = walker.closure(saved)[0]
+    # What nobody reads again. A value that Python holds is saved.
+    unread = walker.makers.keys() - needed
     within = walker.record.operations[slice(*walker.span)]
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
-    found: dict[Any, list[tuple[str, bool, int]]] = {}
+    found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
     for op in within:
         root, turn, path, number = op.place
         place = root, turn - first.setdefault(root, turn), path, number
         if op.fate == ASKED:
-            saves = not needed.intersection(op.makes)
+            is_again = not (needed - saved).isdisjoint(op.makes)
+            is_unread = unread.issuperset(op.makes)
+            saves = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
-            found.setdefault(place, []).append((op.name, saves, size))
+            found.setdefault(place, []).append((op.name, saves, is_unread, size))
     return Course(
-        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
+        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items()),
+        counts_gradients,
     )
 
 

@@ -26,7 +26,7 @@ from remat._torch import (
     is_of_checkpoint,
     must_inline,
 )
-from remat.policies import as_policy
+from remat.policies import Policy, as_policy
 
 
 class scope:  # noqa: N801
@@ -160,8 +160,23 @@ class _Blocks(threading.local):
         else:
             hooks.remove()
 
+    def awaits(self, kind: type[Policy]) -> bool:
+        """Say whether a graph of a closed block with such a policy may be used yet."""
+        handles = [ref() for ref in [*self._table.handles]]
+        parts = {handle.made.part for handle in handles if handle is not None}
+        return any(
+            isinstance(part.block.policy, kind)
+            and not (part.is_used_up or part.block.is_open)
+            for part in parts
+        )
+
 
 _BLOCKS = _Blocks()
+
+
+def awaits_backward(kind: type[Policy]) -> bool:
+    """Say whether a graph is alive of a block in this thread with such a policy."""
+    return _BLOCKS.awaits(kind)
 
 
 @eager_only

@@ -35,11 +35,10 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule"}
 class ModuleCall:
     """A call of a module that runs."""
 
-    __slots__ = ("cursor", "is_over", "module", "place")
+    __slots__ = ("cursor", "module", "place")
 
     def __init__(self, place: CallPlace, module: nn.Module | None) -> None:
         self.place, self.module = place, module
-        self.is_over = False
         self.cursor: Any = None  # of who follows a plan
 
 
@@ -53,6 +52,7 @@ class Calls:
     def __init__(self, roots: Container[str] | None = None) -> None:
         self._roots = roots
         self.current = ModuleCall(OUTSIDE, None)
+        self.ended: list[ModuleCall] = []  # since who asks has cleared it
         self._stack = [self.current]
         self._turns = Counter[str]()  # calls of outermost modules
         self._counts = Counter[str]()  # calls within the outermost that runs
@@ -86,14 +86,20 @@ class Calls:
         names = (each.__name__ for each in kind.__mro__)
         return next((name for name in names if name in self._roots), None)
 
+    @property
+    def running(self) -> list[ModuleCall]:
+        """The calls that have not ended, the innermost last."""
+        return [*self._stack]
+
     def leave(self, module: nn.Module) -> None:
         """Be told that a call ends."""
         stack = self._stack
         if any(call.module is module for call in reversed(stack)):
-            ended: nn.Module | None = None
-            while ended is not module:
+            while True:
                 call = stack.pop()
-                call.is_over, ended = True, call.module
+                self.ended.append(call)
+                if call.module is module:
+                    break
             self.current = stack[-1]
 
     def __enter__(self) -> "Calls":

@@ -203,6 +203,7 @@ class Recording(Observer):
             else:
                 made = Made(self.blocks[-1].part(), TensorLayout.of(t), operation)
                 operation.note_made(inputs.index(id(t)), made, is_operand=True)
+                made.is_passing = entry.made.is_passing
                 entry.made = made
                 self._table.wrote(entry, t)
 
@@ -308,7 +309,7 @@ def _choose(
     )
     decision = policy(op) if operation.operands else Decision.RECOMPUTE
     for made, _ in makes:
-        made.op = op
+        made.op, made.is_passing = op, policy.is_passing
     return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]
 
 

@@ -62,6 +62,8 @@ class Policy(ABC):
     # The bytes that are saved of what the next operation reads, in place of results
     # that are not there.
     owed = 0
+    # Whether the last result is a value of its block only until that ends.
+    is_passing = False
 
     @abstractmethod
     def decide(self, op: Op) -> Answer:

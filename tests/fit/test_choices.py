@@ -119,7 +119,9 @@ def course(*asked, place=OUTSIDE):
     """Return a course of operations: those in capitals are saved."""
     names = [f"aten.{name.lower()}.default" for name in asked]
     saves = [name.isupper() for name in asked]
-    return Course((Placed(place, tuple(names), tuple(saves), (4,) * len(names)),))
+    passes = (False,) * len(names)
+    sizes = (4,) * len(names)
+    return Course((Placed(place, tuple(names), tuple(saves), passes, sizes),))
 
 
 def asked(policy, names):
