@@ -29,7 +29,13 @@ from remat._base.sizes import bytes_in
 from remat._base.types import Fn
 from remat._fit.block_plan import FitPlan
 from remat._fit.blocks import fitted
-from remat._fit.choose import Chosen, chosen_for, has_solver, least_of, lowest
+from remat._fit.choose import (
+    Chosen,
+    chosen_for,
+    has_solver,
+    least_for,
+    quickly_for,
+)
 from remat._fit.record import ASKED, StepRecord, record
 from remat._fit.simulate import (
     TrainingStep,
@@ -262,11 +268,10 @@ class _Planning:
             if over <= 0:
                 return found
             aim -= over
-        for chosen in least_of(walker, self._budget):
-            found = self._run(walker, chosen)
-            if found.followed.peak <= self._budget:
-                return found
-            self._least.append(found.followed)
+        found = self._run(walker, least_for(walker, aim))
+        if found.followed.peak <= self._budget:
+            return found
+        self._least.append(found.followed)
         return None
 
     def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
@@ -313,8 +318,7 @@ class _Planning:
         is_around = walker.span == (0, self.record.turn)
         if is_around not in self._courses_of_other:
             other = Walker(self.other, None if is_around else self.other.called)
-            chosen = chosen_for(other, self._budget)
-            chosen = lowest(other) if chosen is None else chosen
+            chosen = quickly_for(other, self._budget)
             course = _course(other, chosen, self._counts_gradients)
             self._courses_of_other[is_around] = course
         yield self._courses_of_other[is_around]
