@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.absent import Trouble
+from remat._base.calls import module_names, root_of
 from remat._base.types import TENSORS
 from remat._partial.budget import Spent, spend
 from remat._partial.candidates import Candidates
@@ -160,13 +161,24 @@ class CallCache:
         self.misfits = 0  # records that did not fit the calls after them
         self.asked = ""  # by the user, what; "" if remat chooses
         # By identity: a module need not hash.
+        self._named: dict[tuple[str, ...], CallCache] = {}
         self._parts: dict[int, tuple[weakref.ref[Any], CallCache]] = {}
 
-    def for_owner(self, owner: Any) -> "CallCache":
+    def for_owner(self, owner: Any, policy: Policy | None) -> "CallCache":
         """Return the cache of one module, once modules of this signature differ.
 
-        They may differ in what is not an argument: in a shift, or a dilation.
+        They may differ in what is not an argument: in a shift, or a dilation. If the
+        policy asks for paths, modules whose parts have other names share nothing.
         """
+        if policy is not None and policy.asks_modules:
+            names = module_names(root_of(owner))
+            if len(self._named) > _MODULES:
+                self._named.clear()
+            named = self._named.setdefault(names, CallCache())
+            return named._for_owner(owner)
+        return self._for_owner(owner)
+
+    def _for_owner(self, owner: Any) -> "CallCache":
         if not self.misfits or not isinstance(owner, nn.Module):
             return self
         parts = self._parts
@@ -290,9 +302,11 @@ CACHES = _Caches(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
 
 
-def cache_of(signature: Hashable, inputs: Sequence[Tensor]) -> CallCache:
+def cache_of(
+    signature: Hashable, inputs: Sequence[Tensor], owner: Any, policy: Policy | None
+) -> CallCache:
     """Return what calls of one signature share whose inputs have the same metadata."""
-    return CACHES[signature, metas_of(inputs)]
+    return CACHES[signature, metas_of(inputs)].for_owner(owner, policy)
 
 
 def metas_of(inputs: Sequence[Tensor]) -> Hashable:

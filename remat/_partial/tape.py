@@ -23,8 +23,9 @@ from typing_extensions import override
 
 from remat._ambient.draws import draws, drew_in, out_of_place, with_defaults
 from remat._base.absent import inputs_of
+from remat._base.calls import Places
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
-from remat._base.op import Op, Value
+from remat._base.op import NO_NAMES, Op, Value
 from remat._base.operators import named
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
@@ -55,9 +56,15 @@ class TapedCall:
     """What one call keeps."""
 
     def __init__(
-        self, label: str, policy: Policy | None, *, refuses_draws: bool = False
+        self,
+        label: str,
+        policy: Policy | None,
+        *,
+        refuses_draws: bool = False,
+        calls: Any = None,
     ) -> None:
         self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
+        self.calls = calls  # of modules, where nodes of a graph tell them
         self.entries: list[TapedOperation] = []
         # Each draw, and the state of the random stream before it.
         self.draws: list[tuple[Any, Any]] = []
@@ -129,6 +136,18 @@ class Tape(TracedMode):
     def __init__(self, kept: TapedCall) -> None:
         super().__init__()
         self._kept, self._is_copying = kept, False
+        asks = kept.policy is not None and kept.policy.asks_modules
+        self._places = Places(asks, kept.calls)
+
+    @override
+    def __enter__(self) -> Any:
+        self._places.begin()
+        return super().__enter__()
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        self._places.end()
+        return super().__exit__(exc_type, exc_val, exc_tb)
 
     @override
     def __torch_dispatch__(
@@ -249,12 +268,13 @@ class FirstTape(Tape):
     ) -> None:
         entry = TapedOperation(func)
         self._kept.entries.append(entry)
+        place = self._places.of(func)
         may_keep = _computes(func) and bool(arguments.tensors)
         if not may_keep and self._sketch is None:
             return
         results = Results(out, arguments)
         values = tuple(results.values)
-        op = Op(func, *arguments.described, values, source=user_line())
+        op = Op(func, *arguments.described, values, NO_NAMES, user_line(), *place)
         decision = Decision.RECOMPUTE
         if may_keep:
             decision = self._keep(entry, op, out)

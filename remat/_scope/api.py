@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from remat._base.calls import Calls, Places
 from remat._base.context import here
 from remat._base.errors import RematError
 from remat._base.source import user_line
@@ -136,6 +137,15 @@ class _Blocks(threading.local):
         around = recording.blocks[-1].policy if recording.blocks else None
         both = policy is not None and around is not None
         block = Block(policy | around if both else policy or around)
+        asks = block.policy is not None and block.policy.asks_modules
+        if not recording.blocks:
+            recording.places = Places(asks)
+        elif asks and recording.places.calls is None:
+            recording.places.calls = Calls()
+        else:
+            asks = False
+        if asks:
+            recording.places.calls.__enter__()
         hooks.install()
         hooks.open += 1
         if not recording.blocks:
@@ -152,6 +162,8 @@ class _Blocks(threading.local):
         self._table.drop_parted()
         if not recording.blocks:
             recording.end()
+            if recording.places.calls is not None:
+                recording.places.calls.__exit__()
         hooks.open -= 1
         self._table.forget_running(block)
         self._table.forget_used_up()

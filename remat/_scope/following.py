@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from remat._base.calls import OUTSIDE, CallPlace, Calls, ModuleCall
 from remat._base.op import Op
-from remat._scope.calls import OUTSIDE, CallPlace, Calls, ModuleCall
 from remat.policies import Decision, Policy
 
 

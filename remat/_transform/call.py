@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from remat._ambient.draws import without_draws
 from remat._base.absent import inputs_of
+from remat._base.calls import in_place
 from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
@@ -85,6 +86,8 @@ class Call:
         if options.rng == "error":
             fn = without_draws(fn, label)
         self.policy, self.prune = options.joined(), options.prune
+        if self.policy is not None and self.policy.asks_modules:
+            fn = in_place(fn)
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None

@@ -37,6 +37,7 @@ from torch.autograd.function import FunctionCtx
 from remat._ambient.ambient import NOTHING, Ambient, put_back, streams_now
 from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround
+from remat._base.calls import in_place
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
@@ -145,6 +146,8 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner_of(users_fn, args), inputs)
+        if call.policy is not None and call.policy.asks_modules:
+            fn = in_place(fn)
     if dispatch_mode_count():
         call.modes = ModesAround()
         with call.modes.watched():
@@ -242,7 +245,7 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if why:
             return
-        cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
+        cache = self.kind(inputs).cache(policy, prune).for_owner(owner, policy)
         signature = () if cache.plans is not None else self.reach.signature
         if not is_refused(cache, signature, policy, prune, self.label):
             self.planned = SavedInHandles(

@@ -1,4 +1,4 @@
-"""Policies by the operation: dots, collectives, and the size of a result.
+"""Policies by the operation: operators, dots, collectives, decisions, and sizes.
 
 Invariant: a dot sums over a dimension, and its cost per byte of output grows with that
 dimension. So convolution and attention are dots, and outer products are not. Of a
@@ -13,12 +13,90 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+import torch
 from typing_extensions import override
 
 from remat._base.op import Op
 from remat.policies._decision import check_offload
-from remat.policies._functions import checked, family
-from remat.policies._policy import Policy
+from remat.policies._functions import checked, family, name
+from remat.policies._policy import ACCEPTED, Policy, as_policy
+
+
+@dataclass(frozen=True)
+class Operators(Policy):
+    """Saves the results of some operators. It holds them by name."""
+
+    operators: frozenset[str]
+
+    def decide(self, op: Op) -> bool:
+        """Say whether the operation calls one of the operators."""
+        return name(op.func) in self.operators or family(op.func) in self.operators
+
+    def __repr__(self) -> str:
+        return (
+            f"save_ops({', '.join(f'torch.ops.{o}' for o in sorted(self.operators))})"
+        )
+
+
+def save_ops(*operators: Any) -> Policy:
+    """Save the results of these operators.
+
+    Args:
+        *operators: each is an overload (`torch.ops.aten.mm.default`), a packet for all
+            overloads (`torch.ops.aten.mm`), a higher-order operator
+            (`torch.ops.higher_order.flex_attention`) or a function that
+            `torch.library.custom_op` made. Policies see the operators that run below
+            autograd: often `aten.addmm`, and never `aten.linear`.
+
+    Returns:
+        The policy. Without operators it saves nothing.
+
+    Raises:
+        TypeError: an argument is not an operator (such as a string, or `torch.mm`).
+
+    Source: torch's selective checkpointing, which takes a list of overloads.
+
+    Example:
+        >>> import torch
+        >>> policy = save_ops(torch.ops.aten.mm, torch.ops.aten.bmm.default)
+        >>> policy(Op(torch.ops.aten.mm.default))
+        <Decision.SAVE: 3>
+        >>> policy
+        save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
+    """
+    # Dynamo warns of functions that remember results.
+    name_of = name.__wrapped__ if torch.compiler.is_compiling() else name
+    return Operators(frozenset([name_of(checked(o, "save_ops")) for o in operators]))
+
+
+def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:
+    """Save what either policy saves, in the nearer of the two places: `p | q`.
+
+    Args:
+        policy_1: a policy, or anything that `as_policy` accepts.
+        policy_2: another one.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: an argument is not a policy.
+
+    Source: `jax.checkpoint_policies.save_from_both_policies`, which refuses policies
+    that offload.
+
+    Example:
+        >>> from remat.policies import dots_saveable, save_only_these_names
+        >>> save_from_both_policies(dots_saveable, save_only_these_names("a"))
+        (dots_saveable | save_only_these_names('a'))
+    """
+    return as_policy(policy_1) | policy_2
+
+
+ACCEPTED.append(((list, tuple, set, frozenset), lambda several: save_ops(*several)))
+
+
+# --- Dots ---------------------------------------------------------------------------
 
 
 # Whether a dot has batch dimensions: it has or not, or its two operands tell. It has if

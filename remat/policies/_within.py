@@ -80,6 +80,12 @@ class Within(Policy):
         return Within, self.budget, self.must.cache_key, self.may.cache_key
 
     @override
+    def below(self, path: str, classes: tuple[str, ...]) -> Policy:
+        """Return the budget, for which the call within asks its parts."""
+        must, may = self.must.below(path, classes), self.may.below(path, classes)
+        return Within(self.budget, must, may)
+
+    @override
     def __or__(self, other: object) -> Policy:
         other = as_policy(other)
         if not isinstance(other, Within):

@@ -13,7 +13,7 @@ from remat._fit.choose import SavingProgram, chosen_for, greedy, least_for, solv
 from remat._fit.record import record
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
-from remat._scope.calls import OUTSIDE, ModuleCall
+from remat._base.calls import OUTSIDE, ModuleCall
 from remat._scope.following import ByPlace, Course, Placed
 from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import remat
 from remat._fit.choose import _without_lines_of_highs
-from remat._scope.calls import Calls
+from remat._base.calls import Calls
 from remat.testing import assert_same, count_ops
 
 
