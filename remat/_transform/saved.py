@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._ambient.ambient import NOTHING, Ambient, put_back, streams_now
+from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround
 from remat._base.calls import in_place
@@ -94,7 +94,7 @@ from remat._transform.leaves import (
     ONLY_MARKS,
     PreserveGradients,
     WatchedLeaves,
-    addresses_of,
+    addresses_now,
     may_be_gathered,
     preserved_marks,
     preserved_memory,
@@ -111,7 +111,6 @@ from remat._transform.written import (
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-_version_of_value = operator.attrgetter("value._version")
 # The labels of calls whose backward recorded a graph, for `explain` to tell.
 DIFFERENTIATED_AGAIN: set[str] = set()
 
@@ -326,7 +325,9 @@ class Saved:
         if ENDED and not context.recomputing:
             before_a_call(inputs[: self.reach.first_parameter])
         # Read before the function runs, which may change it.
-        watched = WatchedLeaves(self.inputs.originals)
+        parameters = len(inputs) - self.reach.first_parameter
+        leaves = self.inputs.originals
+        watched = WatchedLeaves(leaves, len(leaves) - parameters)
         packing = _Packing(self, inputs, context)
         self.handles, self.metas = packing.handles, packing.metas
         noted = Noted()
@@ -545,7 +546,7 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             handle.value = None
         raise
     value = asked.value
-    if value is None:
+    if value is None or value._version > asked.version:
         value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
@@ -558,9 +559,10 @@ def _value_alone(call: Saved, asked: Handle) -> Tensor:
     fill = fill if call.modes is None else functools.partial(call.modes.call, fill)
     with torch_functions():
         outside_inference_mode(below_all_levels, fill, call, [asked])
-    if asked.value is None:
+    value = asked.value
+    if value is None or value._version > asked.version:
         raise MutationError(_CHANGED.format(label=call.label))
-    return asked.value
+    return value
 
 
 def _forget(ref: weakref.ref[Saved]) -> None:
@@ -642,7 +644,7 @@ def recompute(
         filling.put_back = {storage_id(tensors[i]) for i in copied}
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
-    streams = streams_now(call.reach.streams)
+    streams = call.ambient.streams_now(call.reach.streams)
     try:
         # Outside of the mode, which is to see what the function does and nothing else.
         with _state_restored(call, tensors):
@@ -659,7 +661,6 @@ def recompute(
                 # TorchScript's interpreter raises another error in place of `Stop`.
                 if filling.left:
                     raise
-            filling.drop_changed()
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
@@ -699,8 +700,8 @@ def _state_restored(
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state, changed, originals = ambient.restored(), saved.changed(), saved.originals
     if call.addresses is not None:
-        now = addresses_of(originals)
-        if now is not None and now != call.addresses and not may_be_gathered():
+        now = addresses_now(originals)
+        if now != call.addresses and now is not None and not may_be_gathered():
             moved = map(operator.ne, now, call.addresses)
             for i in itertools.compress(saved.originals_at, moved):
                 warn_once(_MOVED.format(name=call.name_of(i), label=call.label))
@@ -752,7 +753,7 @@ class Filling:
 
     __slots__ = (
         *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
-        *("_saved", "_stops", "_versions", "left", "put_back"),
+        *("_saved", "_stops", "left", "put_back"),
     )
 
     def __init__(
@@ -772,7 +773,6 @@ class Filling:
         # Of all that the forward saved, None for what was saved itself.
         self._metas, self._label = call.metas, call.label
         self._saved: list[Any] = []
-        self._versions: list[int] = []  # of the values, when they were saved
         self.left = len(self._handles)
         # The storages of what holds something else after the run.
         self.put_back: Collection[int] = ()
@@ -808,8 +808,7 @@ class Filling:
         saved.append(meta)
         if meta != metas[position] and self._is_other(meta, metas[position]):
             raise self.differs()
-        handle.value = value
-        self._versions.append(value._version)
+        handle.value, handle.version = value, value._version
         self.left -= 1
         if not self.left and self._stops:
             raise Stop
@@ -819,14 +818,6 @@ class Filling:
         """Check that the recompute, which has ended, has saved all."""
         if self.left or not (self._stops or len(self._saved) == len(self._metas)):
             raise self.differs()
-
-    def drop_changed(self) -> None:
-        """Drop values that were changed in place since they were saved."""
-        handles = [*self._handles.values()]
-        if not self.left and [*map(_version_of_value, handles)] != self._versions:
-            for handle, then in zip(handles, self._versions, strict=True):
-                if handle.value is not None and handle.value._version != then:
-                    handle.value = None
 
     def _is_other(self, meta: Any, then: Any) -> bool:
         """Say whether what is saved differs from what the forward saved."""

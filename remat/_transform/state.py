@@ -12,12 +12,13 @@ Here torch would not see them, and no hook for saved tensors could take them awa
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
-from remat._ambient.ambient import Ambient, put_back, streams_now
+from remat._ambient.ambient import Ambient, put_back
 from remat._base.absent import Absent
 from remat._base.program import InputIndex, PerInput, fresh_leaves
 from remat._base.tensors import changed_since, versions_of
@@ -76,17 +77,12 @@ class CallState(NamedTuple):
         if changed:
             refuse_needed(snapshot, changed, changed)
 
-    @contextmanager
     def restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
-    ) -> Iterator[None]:
-        """Restore it for the body, in which changed inputs are not read."""
-        streams = streams_now(snapshot.streams)
-        try:
-            with self._restored(snapshot, inputs, mode):
-                yield
-        finally:
-            put_back(streams)
+    ) -> AbstractContextManager[None]:
+        """Return a context in which it is restored, and changed inputs are not read."""
+        streams = self.ambient.streams_now(snapshot.streams)
+        return _Restored(self._restored(snapshot, inputs, mode), streams)
 
     def _restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
@@ -116,6 +112,26 @@ class CallState(NamedTuple):
     def in_classes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return inputs in the classes that they had."""
         return [*map(in_class, inputs, self.classes)]
+
+
+class _Restored(AbstractContextManager[None]):
+    """A context in which streams are drawn from, and then are where they were."""
+
+    __slots__ = "_around", "_streams"
+
+    def __init__(self, around: AbstractContextManager[Any], streams: Any) -> None:
+        self._around, self._streams = around, streams
+
+    @override
+    def __enter__(self) -> None:
+        self._around.__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._around.__exit__(*error)
+        finally:
+            put_back(self._streams)
 
 
 def leaves_to_run_on(
