@@ -297,8 +297,18 @@ class _Planning:
         return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
-        counts = self._counts_gradients
-        return _course(walker, chosen, counts), *self._other_course(walker)
+        return self._course(walker, chosen), *self._other_course(walker)
+
+    def _course(
+        self, walker: Walker, chosen: Chosen, *, is_other: bool = False
+    ) -> Course:
+        model = self._step.model()
+        is_training = model is None or model.training
+        return replace(
+            _course(walker, chosen),
+            counts_gradients=self._counts_gradients,
+            is_training=is_training != is_other,
+        )
 
     # --- The other mode ---
 
@@ -319,7 +329,7 @@ class _Planning:
         if is_around not in self._courses_of_other:
             other = Walker(self.other, None if is_around else self.other.called)
             chosen = quickly_for(other, self._budget)
-            course = _course(other, chosen, self._counts_gradients)
+            course = self._course(other, chosen, is_other=True)
             self._courses_of_other[is_around] = course
         yield self._courses_of_other[is_around]
 
@@ -354,7 +364,7 @@ def _recorded(
     return without_values_if_possible(step, recorded)
 
 
-def _course(walker: Walker, chosen: Chosen, counts_gradients: bool = True) -> Course:
+def _course(walker: Walker, chosen: Chosen) -> Course:
     """Return what a policy answers. It saves what a scope cannot run again, too."""
     saved = walker.storages(chosen)
     needed = walker.closure(saved)[0]
@@ -374,8 +384,7 @@ def _course(walker: Walker, chosen: Chosen, counts_gradients: bool = True) -> Co
             size = sum(walker.record.sizes[n] for n in op.makes)
             found.setdefault(place, []).append((op.name, saves, is_unread, size))
     return Course(
-        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items()),
-        counts_gradients,
+        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
     )
 
 

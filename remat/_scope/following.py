@@ -47,6 +47,7 @@ class Course:
     placed: tuple[Placed, ...]
     # Whether gradients that are there when a step begins are counted.
     counts_gradients: bool = True
+    is_training: bool = True  # the mode of the model that runs it
     nbytes: int = field(init=False, compare=False, repr=False)
     roots: frozenset[str] = field(init=False, compare=False, repr=False)
     # What was said about steps that differ.
@@ -145,10 +146,14 @@ _SURE = 4  # operations that agree, after which there is one alignment
 class ByPlace(Policy):
     """Answers as a plan says, operation by operation of each call."""
 
-    def __init__(self, label: str, courses: Sequence[Course]) -> None:
+    def __init__(
+        self, label: str, courses: Sequence[Course], *, is_training: bool | None = None
+    ) -> None:
         self._label, self._courses = label, courses
         self.calls = Calls(frozenset().union(*(each.roots for each in courses)))
-        self._course = 0  # the one that is followed
+        # The one that is followed.
+        modes = [each.is_training for each in courses]
+        self._course = modes.index(is_training) if is_training in modes else 0
         self._visited = set[CallPlace]()
         # The bytes that were planned and did not run, or run and were not planned.
         self._off = 0

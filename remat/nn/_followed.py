@@ -47,7 +47,8 @@ class FollowedScope:
         if why:
             _warn(label, why)
         self._label, self._courses = label, courses
-        self._policy = ByPlace(label, courses)
+        mode = None if model is None else model.training
+        self._policy = ByPlace(label, courses, is_training=mode)
         self._scope = None if why else scope(self._policy)
         self._model = model
 
@@ -170,7 +171,7 @@ def follow(
     """Have each call of a module follow a plan."""
     refuse_others(model, "plan.apply")
     inner = _planned_part(model, label, courses)
-    for module in [inner.get_submodule(name) for name in blocks]:
+    for module in [_submodule(inner, name) for name in blocks]:
         recompute_in_place(module, where, Options(unless_followed=True), PLAN)
     refuse_later(model, PLAN, where)
     # Last, so that it runs first: what begins here ends also after an error of a hook.
@@ -193,6 +194,14 @@ def _planned_part(model: nn.Module, label: str, courses: Sequence[Course]) -> nn
             if 2 * len(planned & names) >= len(planned):
                 return module
     raise ValueError(_OTHER_MODEL.format(label=label, kind=type(model).__name__))
+
+
+def _submodule(inner: nn.Module, name: str) -> nn.Module:
+    """Return the module of a path in a model, or in a wrapper of it."""
+    paths = dict(inner.named_modules())
+    while name not in paths and "." in name:
+        name = name.partition(".")[2]
+    return inner.get_submodule(name)
 
 
 def unfollow(module: nn.Module) -> None:
