@@ -153,10 +153,13 @@ class _Ladder:
         return self._low + (self._high - self._low) * rung // _RUNGS
 
     def _solved(self, budget: int) -> Chosen | None:
-        program = SavingProgram(self._walker)
-        found = solved(self._walker, budget, program)
-        self._at |= program.limits.keys()
-        return _found(self._walker, found, budget)
+        known = self._walker.known
+        if budget not in known:
+            program = SavingProgram(self._walker)
+            found = solved(self._walker, budget, program)
+            self._at |= program.limits.keys()
+            known[budget] = _found(self._walker, found, budget)
+        return known[budget]
 
     def _bound(self, budget: int) -> float:
         """Return the least seconds there may be; infinity if nothing fits."""
@@ -451,7 +454,7 @@ def improved(walker: Walker, chosen: Chosen, budget: int) -> Chosen:
 
 
 _STEPS = 100_000  # operations that are walked over: less than a second
-_REPAIRS = 30_000  # the same, for each search that may fail
+_REPAIRS = 15_000  # the same, for each search that may fail
 _LESS = 1 - 1e-9
 
 
