@@ -849,8 +849,9 @@ class Filling:
         pairs = enumerate(zip(then, now, strict=False))
         first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
         listed = {"then": _listed(then, first), "now": _listed(now, first)}
-        where = user_line()
-        return RecomputeError(_DIFFERS.format(label=self._label, where=where, **listed))
+        listed |= {"label": self._label, "where": user_line()}
+        decided = any(m and not m[1].is_floating_point for m in then[: first + 1])
+        return RecomputeError(_DIFFERS.format(**listed) + _DECIDED * decided)
 
 
 def _name_of(node: type) -> str:
@@ -880,6 +881,10 @@ _DIFFERS = (
     "did, at {where}.\n  forward:\n{then}\n  recompute:\n{now}\nThe function must "
     "compute the same thing twice: if it depends on outside state that changed, pass "
     "that state as an argument. remat.testing.check_replay shows where the two part."
+)
+_DECIDED = (
+    " If it chooses by floating numbers, as a router does, which a device may compute "
+    "a little differently each time, pass policy=remat.policies.decisions_saveable."
 )
 # Libraries move parameters, and their values with them.
 _MOVED = (

@@ -234,7 +234,7 @@ PUBLIC = (
     *("save_any_names_but_these", "save_anything_except_these_names"),
     *("save_and_offload_only_these_names", "save_from_both_policies"),
     *("save_names_matching", "save_ops", "save_larger_than", "save_smaller_than"),
-    "save_collectives",
+    *("save_collectives", "decisions_saveable", "every_other"),
 )
 _MAKERS = *PUBLIC, "within"
 _CONSTANTS = "nothing_saveable", "everything_saveable"

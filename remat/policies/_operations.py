@@ -9,6 +9,7 @@ to save what `wait_tensor` returns: it returns its argument, and a recompute wou
 the collective to have one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -227,6 +228,36 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
         )
 
 
+def register_cost(operator: Any, flops: Callable[[Op], float]) -> None:
+    """Register what an operator costs, such as a GEMM of your own.
+
+    Budgets, plans and reports count it then. Without it they count torch's formula, if
+    there is one (`torch.utils.flop_counter.register_flop_formula`), and bytes. A Triton
+    kernel is an operator once `torch.library.triton_op` wraps it.
+
+    Args:
+        operator: the operator, as for `register_dot`.
+        flops: returns the FLOPs of an operation. The last that is registered counts.
+
+    Raises:
+        TypeError: `operator` is not an operator, or `flops` cannot be called.
+
+    Example:
+        >>> import torch
+        >>> @torch.library.custom_op("remat_doctest::scale", mutates_args=())
+        ... def scale(a: torch.Tensor) -> torch.Tensor:
+        ...     return a * 2
+        >>> register_cost(scale, lambda op: op.outputs[0].nbytes / 4)
+    """
+    checked(operator, "register_cost")
+    if not callable(flops):
+        raise TypeError(f"remat: register_cost takes a function; got {flops!r}")
+    COSTS[family(operator)] = flops
+
+
+COSTS: dict[str, Callable[[Op], float]] = {}
+
+
 # --- Policies -----------------------------------------------------------------------
 
 
@@ -296,6 +327,46 @@ def offload_dot_with_no_batch_dims(
     check_offload(offload_src, offload_dst, "offload_dot_with_no_batch_dims")
     return dots_with_no_batch_dims_saveable.but_offload(to=offload_dst)
 
+
+@dataclass(frozen=True)
+class Decisions(Policy):
+    """Saves integers and booleans that are computed of floating numbers."""
+
+    has_decisions = True
+
+    @override
+    def decide(self, op: Op) -> bool:
+        """Say whether the operation decides something."""
+        made = {v.dtype for v in op.outputs}
+        is_of_floats = any(v.dtype.is_floating_point for v in op.inputs)
+        if not is_of_floats or all(t.is_floating_point or t.is_complex for t in made):
+            return False
+        called = family(op.func)
+        return _batched(op.func) is None and not any(w in called for w in _NO_DECISION)
+
+    def __repr__(self) -> str:
+        return "decisions_saveable"
+
+
+# What they return besides is for their own backward.
+_NO_DECISION = "max_pool", "dropout", "batch_norm", "rnn", "lstm", "gru", "_thnn"
+decisions_saveable = Decisions()
+"""Saves what integers and booleans are computed to be of floating numbers.
+
+Those are the results of topk, argmax, sort, multinomial, comparisons and casts, a few
+bytes each. Then a recompute takes the branches, and has the shapes, of the forward,
+even where a device computes the floating numbers a little differently each time: a
+router sends each token where it went. Combine it with other policies.
+
+Example:
+    >>> import torch
+    >>> from remat.policies import Op, Value, decisions_saveable, save_collectives
+    >>> x, of_ints = (Value((4,), t, "cpu") for t in (torch.float32, torch.int64))
+    >>> decisions_saveable(Op(torch.ops.aten.argmax.default, (x,), outputs=(of_ints,)))
+    <Decision.SAVE: 3>
+    >>> decisions_saveable | save_collectives
+    (decisions_saveable | save_collectives)
+"""
 
 _SPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d"})
 # Of these spaces, what returns nothing that another process sent.

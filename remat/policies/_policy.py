@@ -93,16 +93,17 @@ class Policy(ABC):
     """Whether it is a budget, which looks at all operations of a call at once."""
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names in the policy. `checkpoint_name` should give each to a value."""
-        parts = vars(self).values()
-        return frozenset().union(*(p.names for p in parts if isinstance(p, Policy)))
+    def keys(self) -> "frozenset[tuple[Policy, str]]":
+        """The names and places in the policy, each with the policy that has it.
 
-    @property
-    def places(self) -> frozenset[str]:
-        """The keys of the policy's dicts. Each should match some operation."""
+        Each should match an operation.
+        """
         parts = vars(self).values()
-        return frozenset().union(*(p.places for p in parts if isinstance(p, Policy)))
+        return frozenset().union(*(p.keys for p in parts if isinstance(p, Policy)))
+
+    def matches(self, key: str, op: Op) -> bool:
+        """Say whether a key of this policy matches an operation: by default, a name."""
+        return key in op.names
 
     @property
     def asks_modules(self) -> bool:
@@ -113,6 +114,12 @@ class Policy(ABC):
     def below(self, path: str, classes: tuple[str, ...]) -> "Policy":
         """Return the policy for a call in the module at a path of this one's call."""
         return SeenAround(self, path, " ".join(classes)) if path or classes else self
+
+    @property
+    def has_decisions(self) -> bool:
+        """Whether it keeps decisions, which its call may make otherwise each time."""
+        parts = vars(self).values()
+        return any(p.has_decisions for p in parts if isinstance(p, Policy))
 
     def saves(self, name: str) -> bool:
         """Say whether a value is kept because `checkpoint_name` gave it this name.
@@ -310,6 +317,7 @@ class SeenAround(Policy):
     policy: Policy
     path: str
     classes: str
+    keys = frozenset()  # which the call around looks for
 
     @override
     def decide(self, op: Op) -> Decision:

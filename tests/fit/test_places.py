@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat._fit.choose import _without_lines_of_highs
 from remat._base.calls import Calls
+from remat._fit.choose import _without_lines_of_highs
 from remat.testing import assert_same, count_ops
 
 
