@@ -156,8 +156,13 @@ class Calls:
 # --- What is rematerialized ---
 
 
-def in_place(fn: Fn) -> Fn:
-    """Return a function during whose run `here().calls` knows which module runs."""
+def in_place(fn: Fn, policy: Any) -> Fn:
+    """Return a function whose run tells which module runs, if its policy asks.
+
+    It tells `here().calls`.
+    """
+    if policy is None or not policy.asks_modules:
+        return fn
 
     def run(*args: Any, **kwargs: Any) -> Any:
         context = here()

@@ -87,7 +87,7 @@ from remat._torch import (
     without_node,
 )
 from remat._transform.changes import changes_of
-from remat._transform.checks import changed_inside, enter_refusing_reads
+from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
     NO_CHANGES,
@@ -146,8 +146,7 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner_of(users_fn, args), inputs)
-        if call.policy is not None and call.policy.asks_modules:
-            fn = in_place(fn)
+        fn = in_place(fn, call.policy)
     if dispatch_mode_count():
         call.modes = ModesAround()
         with call.modes.watched():
@@ -849,9 +848,8 @@ class Filling:
         pairs = enumerate(zip(then, now, strict=False))
         first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
         listed = {"then": _listed(then, first), "now": _listed(now, first)}
-        listed |= {"label": self._label, "where": user_line()}
-        decided = any(m and not m[1].is_floating_point for m in then[: first + 1])
-        return RecomputeError(_DIFFERS.format(**listed) + _DECIDED * decided)
+        text = _DIFFERS.format(label=self._label, where=user_line(), **listed)
+        return RecomputeError(text + decided(then[: first + 1]))
 
 
 def _name_of(node: type) -> str:
@@ -881,10 +879,6 @@ _DIFFERS = (
     "did, at {where}.\n  forward:\n{then}\n  recompute:\n{now}\nThe function must "
     "compute the same thing twice: if it depends on outside state that changed, pass "
     "that state as an argument. remat.testing.check_replay shows where the two part."
-)
-_DECIDED = (
-    " If it chooses by floating numbers, as a router does, which a device may compute "
-    "a little differently each time, pass policy=remat.policies.decisions_saveable."
 )
 # Libraries move parameters, and their values with them.
 _MOVED = (

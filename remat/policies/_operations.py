@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from remat._base.op import Op
 from remat.policies._decision import check_offload
-from remat.policies._functions import checked, family, name
+from remat.policies._functions import checked, family, is_collective, name
 from remat.policies._policy import ACCEPTED, Policy, as_policy
 
 
@@ -368,28 +368,21 @@ Example:
     (decisions_saveable | save_collectives)
 """
 
-_SPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d"})
-# Of these spaces, what returns nothing that another process sent.
-_OTHERS = {"wait_tensor", "_wrap_tensor_autograd", "isend", "send", "barrier"}
-
 
 @dataclass(frozen=True)
 class Collectives(Policy):
-    """Saves what the operators of some namespaces return."""
-
-    spaces: frozenset[str]
+    """Saves what collectives return."""
 
     @override
     def decide(self, op: Op) -> bool:
         """Say whether the operation is a collective."""
-        space, _, base = family(op.func).partition(".")
-        return space in self.spaces and base not in _OTHERS
+        return is_collective(op.func)
 
     def __repr__(self) -> str:
         return "save_collectives"
 
 
-save_collectives = Collectives(_SPACES)
+save_collectives = Collectives()
 """Saves what collectives return, so that no backward repeats one.
 
 Collectives are the operations of ``torch.distributed``: functional ones, those of a
@@ -411,13 +404,19 @@ Example:
 
 @dataclass(frozen=True)
 class Size(Policy):
-    """Saves results by the total bytes of an operation's outputs."""
+    """Saves results by the total bytes of an operation's outputs.
+
+    Ranks may have other sizes. A collective that one of them left out of its recompute
+    would have the others wait forever, so none is saved for its size.
+    """
 
     larger: bool
     than: float
 
     def decide(self, op: Op) -> bool:
         """Compare the bytes."""
+        if is_collective(op.func):
+            return False
         return op.nbytes > self.than if self.larger else op.nbytes < self.than
 
     def __repr__(self) -> str:

@@ -108,18 +108,25 @@ class Policy(ABC):
     @property
     def asks_modules(self) -> bool:
         """Whether it asks an operation for its module, or for classes."""
-        parts = vars(self).values()
-        return any(p.asks_modules for p in parts if isinstance(p, Policy))
-
-    def below(self, path: str, classes: tuple[str, ...]) -> "Policy":
-        """Return the policy for a call in the module at a path of this one's call."""
-        return SeenAround(self, path, " ".join(classes)) if path or classes else self
+        return self._any("asks_modules")
 
     @property
     def has_decisions(self) -> bool:
         """Whether it keeps decisions, which its call may make otherwise each time."""
+        return self._any("has_decisions")
+
+    @property
+    def may_count(self) -> bool:
+        """Whether it asks a function that may count, or remember what it was asked."""
+        return self._any("may_count")
+
+    def _any(self, name: str) -> bool:
         parts = vars(self).values()
-        return any(p.has_decisions for p in parts if isinstance(p, Policy))
+        return any(getattr(p, name) for p in parts if isinstance(p, Policy))
+
+    def below(self, path: str, classes: tuple[str, ...]) -> "Policy":
+        """Return the policy for a call in the module at a path of this one's call."""
+        return SeenAround(self, path, " ".join(classes)) if path or classes else self
 
     def saves(self, name: str) -> bool:
         """Say whether a value is kept because `checkpoint_name` gave it this name.
@@ -375,6 +382,11 @@ class Function(Policy):
         """Whether the function reads an operation's module, or its classes."""
         is_ours = not isinstance(self.fn, Selective)
         return is_ours and mentions(self.fn, frozenset(("module", "classes")))
+
+    @property
+    @override
+    def may_count(self) -> bool:
+        return not (isinstance(self.fn, Selective) and self.fn.is_new)
 
     @property
     @override
