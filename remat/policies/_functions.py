@@ -12,7 +12,6 @@ differently.
 """
 
 import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,8 +27,6 @@ from torch.utils.checkpoint import (
 )
 from typing_extensions import override
 
-from remat._base.calls import content_of
-from remat._base.interpreter import nested
 from remat._base.op import Op, Value
 from remat._torch import (
     HigherOrderOperator,
@@ -214,32 +211,6 @@ def checked_hash(fn: _F) -> _F:
             "its class a frozen dataclass, or remove __eq__ from it."
         ) from None
     return fn
-
-
-def mentions(fn: Any, names: frozenset[str]) -> bool:
-    """Say whether the code of a function, or of one that it calls, has such a name."""
-    todo, known = [fn], set[int]()
-    for each in todo:  # which grow
-        code = getattr(each, "__code__", None)
-        if code is None and not isinstance(each, type):
-            each = inspect.getattr_static(type(each), _CALL, None)
-            code = getattr(each, "__code__", None)
-        if not isinstance(code, types.CodeType) or id(code) in known:
-            continue
-        known.add(id(code))
-        found = {name for inner in nested(code) for name in inner.co_names}
-        if not names.isdisjoint(found):
-            return True
-        scope = getattr(each, "__globals__", {})
-        called = [scope.get(name) for name in found]
-        called += [
-            content_of(cell) for cell in getattr(each, "__closure__", None) or ()
-        ]
-        todo += [f for f in called if isinstance(f, types.FunctionType)]
-    return False
-
-
-_CALL = "__call__"
 
 
 def _takes(fn: Callable[..., Any], count: int) -> bool:

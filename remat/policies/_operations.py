@@ -231,16 +231,12 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
 def register_cost(operator: Any, flops: Callable[[Op], float]) -> None:
     """Register what an operator costs, such as a GEMM of your own.
 
-    Budgets, plans and reports count it then. Without it they count torch's formula, if
-    there is one (`torch.utils.flop_counter.register_flop_formula`), and bytes. A Triton
+    Budgets, plans and reports count it, instead of torch's formula for FLOPs. A Triton
     kernel is an operator once `torch.library.triton_op` wraps it.
 
     Args:
         operator: the operator, as for `register_dot`.
         flops: returns the FLOPs of an operation. The last that is registered counts.
-
-    Raises:
-        TypeError: `operator` is not an operator, or `flops` cannot be called.
 
     Example:
         >>> import torch
@@ -354,18 +350,17 @@ decisions_saveable = Decisions()
 """Saves what integers and booleans are computed to be of floating numbers.
 
 Those are the results of topk, argmax, sort, multinomial, comparisons and casts, a few
-bytes each. Then a recompute takes the branches, and has the shapes, of the forward,
+bytes each. A recompute then takes the branches, and has the shapes, of the forward,
 even where a device computes the floating numbers a little differently each time: a
-router sends each token where it went. Combine it with other policies.
+router sends each token where it went. If such a call reads them, to choose what runs,
+each one is recorded anew.
 
 Example:
     >>> import torch
-    >>> from remat.policies import Op, Value, decisions_saveable, save_collectives
-    >>> x, of_ints = (Value((4,), t, "cpu") for t in (torch.float32, torch.int64))
-    >>> decisions_saveable(Op(torch.ops.aten.argmax.default, (x,), outputs=(of_ints,)))
+    >>> from remat.policies import Op, Value
+    >>> x, found = (Value((4,), t, "cpu") for t in (torch.float32, torch.int64))
+    >>> decisions_saveable(Op(torch.ops.aten.argmax.default, (x,), outputs=(found,)))
     <Decision.SAVE: 3>
-    >>> decisions_saveable | save_collectives
-    (decisions_saveable | save_collectives)
 """
 
 

@@ -147,22 +147,13 @@ class EveryOther(Policy):
 
 
 def every_other(policy: Any) -> Policy:
-    """Keep what a policy keeps, of every other operation.
-
-    The operations of each operator are counted for themselves, from the start of the
-    call: the first `mm`, the third, and so on. A counter in a policy function of your
-    own does not do that: it is asked about the operations of the first call alone.
+    """Keep what a policy keeps of the first, third, ... operation of each operator.
 
     Args:
-        policy: a policy, or anything that `as_policy` accepts.
+        policy: a policy, or anything that `as_policy` accepts, but no budget.
 
-    Returns:
-        The policy.
-
-    Raises:
-        TypeError: it is not a policy, or is a budget.
-
-    Source: the selective mode of torchtitan and NeMo, which saves half of the matmuls.
+    Source: the selective mode of torchtitan and NeMo, which saves half of the matmuls
+    by a counter. A counter of your own counts the operations of the first call alone.
 
     Example:
         >>> from remat.policies import dots_saveable

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
+from remat._base.code import mentions
 from remat._base.op import Op
 from remat.policies._decision import (
     DESTINATIONS,
@@ -40,7 +41,6 @@ from remat.policies._functions import (
     Ask,
     Selective,
     asked,
-    mentions,
     name,
     printed,
 )
