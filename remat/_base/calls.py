@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from remat._base.code import VIEWED
+from remat._base.code import VIEWED, content_of
 from remat._base.context import here
 from remat._base.types import Fn
 from remat._torch import hook_all_modules, modules_of_node, unhook_all_modules
@@ -156,8 +156,13 @@ class Calls:
 # --- What is rematerialized ---
 
 
-def in_place(fn: Fn) -> Fn:
-    """Return a function during whose run `here().calls` knows which module runs."""
+def in_place(fn: Fn, policy: Any) -> Fn:
+    """Return a function whose run tells which module runs, if its policy asks.
+
+    It tells `here().calls`.
+    """
+    if policy is None or not policy.asks_modules:
+        return fn
 
     def run(*args: Any, **kwargs: Any) -> Any:
         context = here()
@@ -202,14 +207,6 @@ def root_of(fn: Any, args: tuple[Any, ...] = ()) -> nn.Module | None:
     only = {*map(id, modules.values())}
     own = modules.get("self")
     return next(iter(modules.values())) if own is None and len(only) == 1 else own
-
-
-def content_of(cell: Any) -> Any:
-    """Return what a cell holds; None for nothing."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing is assigned yet
-        return None
 
 
 def module_names(root: nn.Module | None) -> tuple[str, ...]:

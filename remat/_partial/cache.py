@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,12 +23,15 @@ from remat._base.calls import module_names, root_of
 from remat._base.types import TENSORS
 from remat._partial.budget import Spent, spend
 from remat._partial.candidates import Candidates
-from remat._partial.names import names_given
 from remat._partial.options import reference
 from remat._partial.plan import Plan, Record, plan
 from remat._partial.runnable import RunnablePlan
 from remat._torch import has_hooks_on_all_modules
 from remat.policies import Decision, Policy
+
+
+if TYPE_CHECKING:
+    from remat._partial.names import PolicyKeys
 
 
 class Plans:
@@ -157,7 +160,7 @@ class CallCache:
         # The targets of all backwards: handles or outputs, by index.
         self.targets: frozenset[int] = frozenset()
         self.proven: set[int] = set()  # those for which a replay has succeeded
-        self.names: frozenset[str] = frozenset()  # in the policy, until checked
+        self.keys: PolicyKeys | None = None  # of the policy, until the user is told
         self.misfits = 0  # records that did not fit the calls after them
         self.asked = ""  # by the user, what; "" if remat chooses
         # By identity: a module need not hash.
@@ -198,7 +201,9 @@ class CallCache:
         """Note that a replay has succeeded for some handles or outputs."""
         if self.plans is plans:
             self.proven.update(*shown)
-        self._warn_of_names()
+        if self.keys is not None:
+            self.keys.tell()
+            self.keys = None
 
     def note_misfit(self, plans: Plans, trouble: Trouble) -> None:
         """Correct or drop plans that did not fit a replay."""
@@ -235,24 +240,11 @@ class CallCache:
             self.proven = set()
             self.plans = plans.planned_again(plans.decisions, extra_roots)
 
-    def _warn_of_names(self) -> None:
-        """Warn, once, of names that the policy mentions and no value was ever given."""
-        if not self.names:
-            return
-        unknown, self.names = self.names - names_given(), frozenset()
-        if unknown:
-            names = ", ".join(map(repr, sorted(unknown)))
-            warnings.warn(_UNKNOWN.format(names=names), stacklevel=3)
-
 
 _GIVEN_UP = (
     "remat: {asked} is not followed any more: {reason}. The function depends on more "
     "than its arguments, its code and the modes of modules, or it reads values other "
     "than by operations. Pass what changes as an argument."
-)
-_UNKNOWN = (
-    "remat: the policy names {names}, but no checkpoint_name in this program has given "
-    "such a name to a value. Nothing is saved for it."
 )
 
 

@@ -32,6 +32,7 @@ from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
 from remat._partial.budget import spent_by
 from remat._partial.effects import declared_writes, traits_of
+from remat._partial.names import PolicyKeys
 from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT
 from remat._partial.values import Arguments, Results
@@ -64,6 +65,7 @@ class TapedCall:
         calls: Any = None,
     ) -> None:
         self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
+        self.keys: PolicyKeys | None = None  # of the policy
         self.calls = calls  # of modules, where nodes of a graph tell them
         self.entries: list[TapedOperation] = []
         # Each draw, and the state of the random stream before it.
@@ -73,6 +75,8 @@ class TapedCall:
     def next_tape(self, inputs: Iterable[Any]) -> "Tape":
         """Return the mode for the next run, which is given these inputs."""
         if not self.is_first:
+            if self.keys is not None:
+                self.keys.tell()
             return LaterTape(self)
         self.is_first, self.order = False, Order(inputs)
         return FirstTape(self)
@@ -231,7 +235,11 @@ class FirstTape(Tape):
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self._made.clear()
-        self._kept.order.close()
+        kept = self._kept
+        if kept.policy is not None and kept.policy.keys:
+            ops = [entry.op for entry in kept.entries if entry.op is not None]
+            kept.keys = PolicyKeys(kept.policy, ops, kept.label)
+        kept.order.close()
         return super().__exit__(exc_type, exc_val, exc_tb)
 
     @override

@@ -75,6 +75,12 @@ class _Sizes(Storages):
         return number
 
 
+class _Asks:
+    """Any policy may be asked about the record."""
+
+    asks_modules = True
+
+
 class CallNotes(Recorder):
     """Records, and notes the readers of storages, and nested calls."""
 
@@ -272,7 +278,7 @@ def examine(
             fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
             return None
         call = _Examining(reach, options, leaves, needs, ask)
-        result = call.forward(in_place(fn), inputs.args, inputs.kwargs, leaves)
+        result = call.forward(in_place(fn, _Asks), inputs.args, inputs.kwargs, leaves)
         return call.found(leaves, result, owner_of(fn, args))
 
 

@@ -14,7 +14,9 @@ import torch
 from remat._base.calls import Calls, Places
 from remat._base.context import here
 from remat._base.errors import RematError
+from remat._base.labels import label_of
 from remat._base.source import user_line
+from remat._partial.names import PolicyKeys
 from remat._scope.hooks import Hooks
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
@@ -205,6 +207,11 @@ def _begin(policy: Any) -> Block | None:
 @eager_only
 def _end(block: Block, *, raises: bool) -> None:
     _BLOCKS.end(block)
+    if block.asked is not None:
+        where = user_line().partition(", in ")[0]
+        label = label_of("scope", where)
+        PolicyKeys(block.policy, block.asked, label).tell()
+        block.asked = None
     if raises:
         _BLOCKS.recording.raise_error()
 

@@ -249,6 +249,9 @@ class Recording(Observer):
             operation.line,
             *self.places.of(operation.func),
         )
+        block = self.blocks[-1]
+        if block.asked is not None:
+            block.asked.append(op)
         decision = policy(op) if operation.operands else Decision.RECOMPUTE
         for made, _ in makes:
             made.op, made.is_passing = op, policy.is_passing
@@ -330,6 +333,8 @@ def _choose_named(made: Made, tensor: Tensor, name: str) -> bool:
     if policy is None or made.op is None or made.stored is not None:
         return False
     made.op = replace(made.op, names=made.op.names | {name})
+    if made.part.block.asked is not None:
+        made.part.block.asked.append(made.op)
     whole = made.layout.view_of(tensor.detach())
     return _is_stored(made, whole, policy(made.op))
 

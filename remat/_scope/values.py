@@ -41,6 +41,10 @@ class Block:
 
     def __init__(self, policy: Any) -> None:
         self.policy, self.is_open = policy, True
+        # What the policy was asked about, to tell of keys that match nothing.
+        self.asked: list[Any] | None = None
+        if policy is not None and policy.keys:
+            self.asked = []
         self._part = BlockPart(self)
 
     def part(self) -> "BlockPart":

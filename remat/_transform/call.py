@@ -86,8 +86,7 @@ class Call:
         if options.rng == "error":
             fn = without_draws(fn, label)
         self.policy, self.prune = options.joined(), options.prune
-        if self.policy is not None and self.policy.asks_modules:
-            fn = in_place(fn)
+        fn = in_place(fn, self.policy)
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None

@@ -406,3 +406,17 @@ _READ = (
     "backward."
 )
 _INSIDE = "a region of autocast inside the function, which may find an earlier cast"
+
+
+# --- Decisions ---
+
+
+def decided(metas: Sequence[Any]) -> str:
+    """Return advice where integers were saved, which decide shapes; "" elsewhere."""
+    return _DECIDED if any(m and not m[1].is_floating_point for m in metas) else ""
+
+
+_DECIDED = (
+    " If it chooses by floating numbers, as a router does, which a device may compute "
+    "a little differently each time, pass policy=remat.policies.decisions_saveable."
+)

@@ -87,7 +87,7 @@ from remat._torch import (
     without_node,
 )
 from remat._transform.changes import changes_of
-from remat._transform.checks import changed_inside, enter_refusing_reads
+from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
     NO_CHANGES,
@@ -145,8 +145,7 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner_of(users_fn, args), inputs)
-        if call.policy is not None and call.policy.asks_modules:
-            fn = in_place(fn)
+        fn = in_place(fn, call.policy)
     if dispatch_mode_count():
         call.modes = ModesAround()
         with call.modes.watched():
@@ -840,8 +839,8 @@ class Filling:
         pairs = enumerate(zip(then, now, strict=False))
         first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
         listed = {"then": _listed(then, first), "now": _listed(now, first)}
-        where = user_line()
-        return RecomputeError(_DIFFERS.format(label=self._label, where=where, **listed))
+        text = _DIFFERS.format(label=self._label, where=user_line(), **listed)
+        return RecomputeError(text + decided(then[: first + 1]))
 
 
 def _name_of(node: type) -> str:

@@ -288,8 +288,8 @@ def _plain(fn: Fn, label: Label, options: Options) -> Fn:
 
 
 def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
-    if policy is not None and policy.asks_modules and kept.value.calls is None:
-        fn = in_place(fn)
+    if kept.value.calls is None:
+        fn = in_place(fn, policy)
 
     def taped(*args: Any, **kwargs: Any) -> Any:
         if not has_proxies():  # AOTAutograd asks for metadata first: nothing is kept

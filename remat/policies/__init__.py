@@ -42,9 +42,11 @@ from remat.policies._names import (
 from remat.policies._operations import (
     checkpoint_dots as checkpoint_dots,
     checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims,
+    decisions_saveable as decisions_saveable,
     dots_saveable as dots_saveable,
     dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
     offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
+    register_cost as register_cost,
     register_dot as register_dot,
     save_collectives as save_collectives,
     save_from_both_policies as save_from_both_policies,

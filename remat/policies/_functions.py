@@ -12,7 +12,6 @@ differently.
 """
 
 import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,8 +27,6 @@ from torch.utils.checkpoint import (
 )
 from typing_extensions import override
 
-from remat._base.calls import content_of
-from remat._base.interpreter import nested
 from remat._base.op import Op, Value
 from remat._torch import (
     HigherOrderOperator,
@@ -67,6 +64,17 @@ def family(operator: Any) -> str:
     return name(getattr(operator, "overloadpacket", operator))
 
 
+@cache
+def is_collective(operator: Any) -> bool:
+    """Say whether an operator returns what other processes sent."""
+    space, _, base = family(operator).partition(".")
+    return space in _SPACES and base not in _OTHERS
+
+
+_SPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d"}
+_OTHERS = {"wait_tensor", "_wrap_tensor_autograd", "isend", "send", "barrier"}
+
+
 def checked(operator: object, taker: str) -> Any:
     """Return an operator that was passed to `taker`, or raise a TypeError."""
     if is_operator(operator):
@@ -90,6 +98,7 @@ class Selective:
     """
 
     fn: Callable[..., Answer]
+    is_new: bool = False  # for this call, as contexts are: it may count
 
     def __call__(self, op: Op) -> Answer:
         """Return what the function says."""
@@ -162,6 +171,8 @@ def asked(fn: object) -> Ask:
             "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
         )
     checked_hash(fn)
+    if _is_of_jax(fn):
+        raise TypeError(_OF_JAX.format(fn=fn))
     if _takes(fn, 1):
         return fn
     if _takes(fn, 3):
@@ -170,6 +181,24 @@ def asked(fn: object) -> Ask:
         f"remat: policy {fn!r} can be called neither as policy(op) nor as "
         "policy(ctx, op, *args, **kwargs), as in torch's selective checkpointing"
     )
+
+
+def _is_of_jax(fn: Callable[..., Any]) -> bool:
+    """Say whether a function is written as `policy(prim, *avals, **params)`."""
+    try:
+        first, *others = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = [p.kind for p in others]
+    return first.name != "op" and kinds == [first.VAR_POSITIONAL, first.VAR_KEYWORD]
+
+
+_OF_JAX = (
+    "remat: policy {fn!r} is written for JAX, as policy(prim, *avals, **params). Here "
+    "it is asked policy(op). op.packet is the operator, to be compared with "
+    "torch.ops.aten.mm, op.inputs and op.outputs have shape and dtype, op.kwargs, "
+    "op.names, op.module and op.nth tell more. Write def policy(op)."
+)
 
 
 def checked_hash(fn: _F) -> _F:
@@ -182,32 +211,6 @@ def checked_hash(fn: _F) -> _F:
             "its class a frozen dataclass, or remove __eq__ from it."
         ) from None
     return fn
-
-
-def mentions(fn: Any, names: frozenset[str]) -> bool:
-    """Say whether the code of a function, or of one that it calls, has such a name."""
-    todo, known = [fn], set[int]()
-    for each in todo:  # which grow
-        code = getattr(each, "__code__", None)
-        if code is None and not isinstance(each, type):
-            each = inspect.getattr_static(type(each), _CALL, None)
-            code = getattr(each, "__code__", None)
-        if not isinstance(code, types.CodeType) or id(code) in known:
-            continue
-        known.add(id(code))
-        found = {name for inner in nested(code) for name in inner.co_names}
-        if not names.isdisjoint(found):
-            return True
-        scope = getattr(each, "__globals__", {})
-        called = [scope.get(name) for name in found]
-        called += [
-            content_of(cell) for cell in getattr(each, "__closure__", None) or ()
-        ]
-        todo += [f for f in called if isinstance(f, types.FunctionType)]
-    return False
-
-
-_CALL = "__call__"
 
 
 def _takes(fn: Callable[..., Any], count: int) -> bool:
@@ -234,7 +237,7 @@ PUBLIC = (
     *("save_any_names_but_these", "save_anything_except_these_names"),
     *("save_and_offload_only_these_names", "save_from_both_policies"),
     *("save_names_matching", "save_ops", "save_larger_than", "save_smaller_than"),
-    "save_collectives",
+    *("save_collectives", "decisions_saveable", "every_other"),
 )
 _MAKERS = *PUBLIC, "within"
 _CONSTANTS = "nothing_saveable", "everything_saveable"

@@ -65,8 +65,12 @@ class ByKey(Policy):
 
     @property
     @override
-    def places(self) -> frozenset[str]:
-        return super().places | {self.key}
+    def keys(self) -> frozenset[tuple[Policy, str]]:
+        return super().keys | {(self, self.key)}
+
+    @override
+    def matches(self, key: str, op: Op) -> bool:
+        return rank_of(key, op) > _FAR
 
     @property
     @override
@@ -143,22 +147,13 @@ class EveryOther(Policy):
 
 
 def every_other(policy: Any) -> Policy:
-    """Keep what a policy keeps, of every other operation.
-
-    The operations of each operator are counted for themselves, from the start of the
-    call: the first `mm`, the third, and so on. A counter in a policy function of your
-    own does not do that: it is asked about the operations of the first call alone.
+    """Keep what a policy keeps of the first, third, ... operation of each operator.
 
     Args:
-        policy: a policy, or anything that `as_policy` accepts.
+        policy: a policy, or anything that `as_policy` accepts, but no budget.
 
-    Returns:
-        The policy.
-
-    Raises:
-        TypeError: it is not a policy, or is a budget.
-
-    Source: the selective mode of torchtitan and NeMo, which saves half of the matmuls.
+    Source: the selective mode of torchtitan and NeMo, which saves half of the matmuls
+    by a counter. A counter of your own counts the operations of the first call alone.
 
     Example:
         >>> from remat.policies import dots_saveable
@@ -236,18 +231,18 @@ _BUDGET = (
 # --- Keys that match nothing ---
 
 
-def unmatched(policy: Policy, ops: Iterable[Op]) -> dict[str, str]:
-    """Return the keys of a policy that match no operation, and the nearest there is."""
-    names, places = {*policy.names}, {*policy.places}
-    known: dict[str, None] = {}
-    for op in ops:
-        if not (names or places):
-            return {}
-        names -= op.names
-        places = {key for key in places if rank_of(key, op) == _FAR}
-        known |= dict.fromkeys((*sorted(op.names), *_prefixes(op.module), *op.classes))
-        known[family(op.func)] = None
-    return {key: _nearest(key, known) for key in sorted(names | places)}
+def unmatched(policy: Policy, ops: Iterable[Op]) -> dict[tuple[Policy, str], str]:
+    """Return the keys that match no operation, each with the nearest that does."""
+    keys, names, places = {*policy.keys}, dict[str, None](), dict[str, None]()
+    for op in ops if keys else ():
+        keys = {(part, key) for part, key in keys if not part.matches(key, op)}
+        names |= dict.fromkeys(sorted(op.names))
+        places |= dict.fromkeys((*_prefixes(op.module), *op.classes, family(op.func)))
+    every = names | places
+    return {
+        (part, key): _nearest(key, every if isinstance(part, ByKey) else names)
+        for part, key in keys
+    }
 
 
 def _prefixes(path: str) -> Iterable[str]:
@@ -263,7 +258,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     return near[0] if near else ""
 
 
-_LIKE = 0.6
+_LIKE = 0.8  # of the letters
 
 
 ACCEPTED.append((Mapping, by_place))

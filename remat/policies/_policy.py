@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
+from remat._base.code import mentions
 from remat._base.op import Op
 from remat.policies._decision import (
     DESTINATIONS,
@@ -40,7 +41,6 @@ from remat.policies._functions import (
     Ask,
     Selective,
     asked,
-    mentions,
     name,
     printed,
 )
@@ -93,22 +93,36 @@ class Policy(ABC):
     """Whether it is a budget, which looks at all operations of a call at once."""
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names in the policy. `checkpoint_name` should give each to a value."""
-        parts = vars(self).values()
-        return frozenset().union(*(p.names for p in parts if isinstance(p, Policy)))
+    def keys(self) -> "frozenset[tuple[Policy, str]]":
+        """The names and places in the policy, each with the policy that has it.
 
-    @property
-    def places(self) -> frozenset[str]:
-        """The keys of the policy's dicts. Each should match some operation."""
+        Each should match an operation.
+        """
         parts = vars(self).values()
-        return frozenset().union(*(p.places for p in parts if isinstance(p, Policy)))
+        return frozenset().union(*(p.keys for p in parts if isinstance(p, Policy)))
+
+    def matches(self, key: str, op: Op) -> bool:
+        """Say whether a key of this policy matches an operation: by default, a name."""
+        return key in op.names
 
     @property
     def asks_modules(self) -> bool:
         """Whether it asks an operation for its module, or for classes."""
+        return self._any("asks_modules")
+
+    @property
+    def has_decisions(self) -> bool:
+        """Whether it keeps decisions, which its call may make otherwise each time."""
+        return self._any("has_decisions")
+
+    @property
+    def may_count(self) -> bool:
+        """Whether it asks a function that may count, or remember what it was asked."""
+        return self._any("may_count")
+
+    def _any(self, name: str) -> bool:
         parts = vars(self).values()
-        return any(p.asks_modules for p in parts if isinstance(p, Policy))
+        return any(getattr(p, name) for p in parts if isinstance(p, Policy))
 
     def below(self, path: str, classes: tuple[str, ...]) -> "Policy":
         """Return the policy for a call in the module at a path of this one's call."""
@@ -310,6 +324,7 @@ class SeenAround(Policy):
     policy: Policy
     path: str
     classes: str
+    keys = frozenset()  # which the call around looks for
 
     @override
     def decide(self, op: Op) -> Decision:
@@ -367,6 +382,11 @@ class Function(Policy):
         """Whether the function reads an operation's module, or its classes."""
         is_ours = not isinstance(self.fn, Selective)
         return is_ours and mentions(self.fn, frozenset(("module", "classes")))
+
+    @property
+    @override
+    def may_count(self) -> bool:
+        return not (isinstance(self.fn, Selective) and self.fn.is_new)
 
     @property
     @override
