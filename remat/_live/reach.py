@@ -28,7 +28,7 @@ from remat._capture.objects import bytes_of, is_spent_by_use, set_bytes
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
-from remat._live.contents import Ref
+from remat._live.contents import At, Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, lease_of
@@ -199,6 +199,11 @@ class Reach:
         values = structure_of(self._values)
         roots = [root.signature for root in self._roots]
         return self._count, *self._names, *values, *roots
+
+    @property
+    def passed(self) -> set[int]:
+        """The numbers of tensors that are arguments, and in no container."""
+        return {value.number for value in self._values if type(value) is At}
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""

@@ -203,14 +203,8 @@ class Saved:
         is_nested = hooks is not None and hooks[1] is unpack
         self.is_nested = is_nested and hooks[0] is not context.block_pack
         self.policy = options.policy if context.policy is None else options.joined()
-        self.inputs = SavedInputs(
-            inputs,
-            needs,
-            reach.first_parameter,
-            reach.buffers,
-            hooks,
-            nested=self.is_nested,
-        )
+        nested = self.is_nested
+        self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=nested)
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True
         )
