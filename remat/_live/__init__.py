@@ -6,6 +6,7 @@ it held at the call.
     reach       all of this for one call, and the context of one run
     roots       one root of a call
     given       the function and the arguments, put aside and made again
+    boxes       what is held of containers that were passed
     leases      references to what has no weak references
     exchange    has holders hold what they held, in place, and puts them back
     making      makes values again, each after what it holds

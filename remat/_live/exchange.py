@@ -95,7 +95,7 @@ class Exchange:
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
             then, keys = self._then(span, self.found), self._keys(span, self.found)
-            is_same = _are_same(now, then) and _are_same(now_keys, keys)
+            is_same = are_same(now, then) and are_same(now_keys, keys)
             # What the forward wrote, the run may write: it is put back in any case.
             if is_same and self._effects is not None and span[1:3] not in self._effects:
                 continue
@@ -128,7 +128,7 @@ class Exchange:
                     then[i] = self._there(kept)
                 else:
                     then[i] = self._found.get(kept.id)
-        return _are_same(then, now)
+        return are_same(then, now)
 
     def _fill_views(self) -> None:
         """Give the views that were made again the dicts of their modules."""
@@ -232,7 +232,7 @@ class Exchange:
             if self._missing(first):
                 return False
             value, then = self._there(kept), self._then(first, self.found)
-            if value is None or not _are_same(first.kind.held(value)[1], then):
+            if value is None or not are_same(first.kind.held(value)[1], then):
                 value = self._made[key] = self._new(kept, then)
             self._found[key] = value
         if key in self._made:
@@ -338,7 +338,8 @@ class Exchange:
         raise RecomputeError(GONE.format(name=name))
 
 
-def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Say whether two sequences hold the same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
@@ -380,7 +381,7 @@ class Written:
             if not runs:
                 del _RUNNING[self.key]
             keys, values = self.kind.held(self.holder)
-            if not (_are_same(keys, self.keys) and _are_same(values, self.values)):
+            if not (are_same(keys, self.keys) and are_same(values, self.values)):
                 self.kind.put_back(self.holder, self.keys, self.values)
 
 

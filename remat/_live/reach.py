@@ -30,7 +30,7 @@ from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
 from remat._live.contents import At, Ref
 from remat._live.exchange import Exchange, Written
-from remat._live.given import Building, Given, structure_of
+from remat._live.given import Building, Given, Watched, structure_of
 from remat._live.leases import end_leases, lease_of
 from remat._live.roots import Root, roots_of
 from remat._live.walk import is_hook_of_library
@@ -67,8 +67,9 @@ class Reach:
 
     __slots__ = (
         *("_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
-        *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
-        *("is_lazy", "label", "next_hook", "streams", "tensors", "uses_stream_states"),
+        *("_roots", "_running", "_values", "_watched", "buffers", "compiled"),
+        *("first_parameter", "is_lazy", "label", "next_hook", "streams", "tensors"),
+        "uses_stream_states",
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -97,8 +98,10 @@ class Reach:
                 self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
+        self._watched: Sequence[Watched] = ()
         if given.boxes:
             self._lease(given)
+            self._watched = given.watched()
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
@@ -130,6 +133,7 @@ class Reach:
         for box, value in given.boxes.values():
             if "id" in asks or type(value).__hash__ is object.__hash__:
                 box.ref.ref = box.ref.ref or lease_of(value)
+                given.are_found = True
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -215,6 +219,9 @@ class Reach:
         """Note what the forward changed."""
         for root in self._roots:
             root.forward_done()
+        for holder in self._watched:
+            holder.forward_done()
+        self._watched = ()
 
     # --- A recompute ---
 
