@@ -93,14 +93,16 @@ class Calls:
 
     def leave(self, module: nn.Module) -> None:
         """Be told that a call ends."""
-        stack = self._stack
-        if any(call.module is module for call in reversed(stack)):
-            while True:
-                call = stack.pop()
-                self.ended.append(call)
-                if call.module is module:
-                    break
-            self.current = stack[-1]
+        stack, ended = self._stack, self.ended
+        if (
+            self.current.module is not module
+        ):  # after an error of a hook, or passed over
+            if all(call.module is not module for call in stack):
+                return
+            while stack[-1].module is not module:
+                ended.append(stack.pop())
+        ended.append(stack.pop())
+        self.current = stack[-1]
 
     def __enter__(self) -> "Calls":
         _TRACKERS.calls.append(self)
