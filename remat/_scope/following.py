@@ -53,6 +53,7 @@ class Course:
     # What was said about steps that differ.
     told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
+    _paths: frozenset[str] = field(init=False, compare=False, repr=False)
     # How many calls there are of an outermost module, and of each path in each of them.
     _turns: dict[str, int] = field(init=False, compare=False, repr=False)
     _numbers: dict[tuple[str, int, str], int] = field(
@@ -69,6 +70,7 @@ class Course:
             "nbytes": sum(sum(each.sizes) for each in self.placed),
             "roots": frozenset(turns),
             "_by_place": {each.place: each for each in self.placed},
+            "_paths": frozenset(each.place[2] for each in self.placed),
             "_turns": turns,
             "_numbers": numbers,
         }
@@ -78,8 +80,8 @@ class Course:
     def at(self, place: CallPlace) -> Placed:
         """Return what is planned for a place. More calls than planned begin again."""
         found = self._by_place.get(place)
-        if found is not None:
-            return found
+        if found is not None or place[2] not in self._paths:
+            return found or _NOTHING
         root, turn, path, number = place
         turn %= self._turns.get(root, 1)
         number %= self._numbers.get((root, turn, path), 1)
@@ -176,7 +178,7 @@ class ByPlace(Policy):
         if op.names:
             return Decision.RECOMPUTE
         calls, name = self.calls, str(op.func)
-        if calls.ended:
+        if calls.ended and self._courses:
             self._leave(calls.ended)
         call = calls.current
         cursor: _Cursor | None = call.cursor
@@ -244,8 +246,12 @@ class ByPlace(Policy):
     def _leave(self, ended: list[ModuleCall]) -> None:
         """Note which operations calls have left out that are over."""
         for call in ended:
-            cursor = call.cursor or self._begun(self._course, call.place)
-            placed, at = cursor.placed, cursor.at
+            cursor: _Cursor | None = call.cursor
+            if cursor is None:
+                placed, at = self._courses[self._course].at(call.place), 0
+                self._visited.add(placed.place)
+            else:
+                placed, at = cursor.placed, cursor.at
             if at < len(placed.names):
                 self._pass_over(placed, at, len(placed.names))
         ended.clear()
