@@ -382,8 +382,8 @@ class Saved:
         planned = self.planned
         if planned is not None:
             why = planned.gives_up(accumulates=self.leaf_changes.accumulates)
-            if not why and is_written(inputs, self.inputs):
-                why = _WRITES
+            if self.is_nested and not why and is_written(inputs, self.inputs):
+                why = _WRITES  # now, as what is packed outside is counted
             if why:  # all is recomputed, with a warning if that is not what was asked
                 self.planned = planned = None
                 policy, prune = self.policy, self.options.prune
@@ -405,6 +405,7 @@ class Saved:
             raise changed_inside(self.reach, changed, changes, works_again=again)
         if written:
             self.written = note_written(inputs, self.inputs, written)
+            self.planned = None
         elif planned is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(planned.dropped)
