@@ -36,7 +36,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
-from remat._ambient.modes import NO_MODES, ModesAround
+from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
 from remat._base.calls import in_place
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
@@ -147,8 +147,7 @@ def call_saved(
         call.plan(owner_of(users_fn, args), inputs)
         fn = in_place(fn, call.policy)
     if dispatch_mode_count():
-        call.modes = ModesAround()
-        with call.modes.watched():
+        with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
     return call.forward(fn, args, kwargs, inputs)
 
