@@ -199,6 +199,11 @@ class Contents:
             found += map(taken.keys.__getitem__, self._as_keys)
         return found
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there are tensors."""
+        return bool(self.refs or self.others)
+
     def parameters_in(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return those of the tensors that are parameters."""
         if not self.others:
@@ -212,7 +217,7 @@ class Contents:
         if self._marks == marks:
             return set()
         keys, keys_now = len(self.kept), len(now.values)
-        pairs = zip(self.spans(), _spans(self._sizes, now.lengths), strict=True)
+        pairs = zip(self.spans(), spans_of(self._sizes, now.lengths), strict=True)
         return {
             (then.group, then.number)
             for then, span in pairs
@@ -278,12 +283,13 @@ class Contents:
 
     def spans(self) -> Iterator[Span]:
         """Yield the holders."""
-        return _spans(self._sizes, self._marks[1])
+        return spans_of(self._sizes, self._marks[1])
 
 
-def _spans(
+def spans_of(
     sizes: Sequence[tuple[HolderKind, int]], lengths: Sequence[int]
 ) -> Iterator[Span]:
+    """Yield the holders of some kinds, how many of each, with so many values."""
     start = key = 0
     left = iter(lengths)
     for g, (kind, count) in enumerate(sizes):

@@ -17,7 +17,7 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from remat._base.code import VIEWED
 from remat._base.errors import RecomputeError
@@ -59,6 +59,7 @@ class Exchange:
         self._views: list[Any] = []  # those that were made again
         self._frozen: set[int] = set()  # the identities of values that never change
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
+        self._holders: list[tuple[HolderKind, Any]] = []
         # By identity, what each value is in this run, and which were looked at.
         self._found: dict[int, Any] = {}
         self._entered: set[int] = set()
@@ -89,13 +90,15 @@ class Exchange:
         self._keep_frozen()
         for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
+                self._holders.append((span.kind, holder))
                 continue
             if place is not None and (holder is None or self._frozen):
                 found = self.found(self._contents.at(place))
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
+            self._holders.append((span.kind, holder))
             then, keys = self._then(span, self.found), self._keys(span, self.found)
-            is_same = _are_same(now, then) and _are_same(now_keys, keys)
+            is_same = are_same(now, then) and are_same(now_keys, keys)
             # What the forward wrote, the run may write: it is put back in any case.
             if is_same and self._effects is not None and span[1:3] not in self._effects:
                 continue
@@ -128,7 +131,7 @@ class Exchange:
                     then[i] = self._there(kept)
                 else:
                     then[i] = self._found.get(kept.id)
-        return _are_same(then, now)
+        return are_same(then, now)
 
     def _fill_views(self) -> None:
         """Give the views that were made again the dicts of their modules."""
@@ -143,6 +146,10 @@ class Exchange:
         if key not in self._contents.places(self._layout):
             return None
         return self._found.get(key)
+
+    def holders(self) -> list[tuple[HolderKind, Any]]:
+        """Return the holders that are there, and how each is read."""
+        return [(kind, holder) for kind, holder in self._holders if holder is not None]
 
     def end(self) -> None:
         """Give back what was there just before the run."""
@@ -232,7 +239,7 @@ class Exchange:
             if self._missing(first):
                 return False
             value, then = self._there(kept), self._then(first, self.found)
-            if value is None or not _are_same(first.kind.held(value)[1], then):
+            if value is None or not are_same(first.kind.held(value)[1], then):
                 value = self._made[key] = self._new(kept, then)
             self._found[key] = value
         if key in self._made:
@@ -338,7 +345,8 @@ class Exchange:
         raise RecomputeError(GONE.format(name=name))
 
 
-def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Say whether two lists hold the same values."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
@@ -363,41 +371,48 @@ class Written:
 
     def start(self) -> None:
         """Note that a run writes this holder."""
-        with _LOCK:
-            _RUNNING.setdefault(self.key, []).append(self)
+        with LOCK:
+            RUNNING.setdefault(self.key, []).append(self)
             # Another run may have ended since it was read.
             self.keys, self.values = self.kind.held(self.holder)
 
     def end(self) -> None:
         """Give back what was there, or hand it to a run that began later."""
-        with _LOCK:
-            runs = _RUNNING[self.key]
+        with LOCK:
+            runs = RUNNING[self.key]
             i = runs.index(self)
             del runs[i]
             if i < len(runs):
                 runs[i].keys, runs[i].values = self.keys, self.values
                 return
             if not runs:
-                del _RUNNING[self.key]
+                del RUNNING[self.key]
             keys, values = self.kind.held(self.holder)
-            if not (_are_same(keys, self.keys) and _are_same(values, self.values)):
+            if not (are_same(keys, self.keys) and are_same(values, self.values)):
                 self.kind.put_back(self.holder, self.keys, self.values)
 
 
 # A value that is let go of may run the user's code, which may recompute.
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 # By what is written, the runs that wrote it, in order.
-_RUNNING: dict[Any, list[Written]] = {}
+RUNNING: dict[Any, list[Written]] = {}
+
+
+AnyWritten = TypeVar("AnyWritten", bound=Written)
 
 
 def written_to(
-    kind: HolderKind, holder: Any, keys: list[Any], values: list[Any]
-) -> list[Written]:
+    kind: HolderKind,
+    holder: Any,
+    keys: list[Any],
+    values: list[Any],
+    noted_as: type[AnyWritten] = Written,
+) -> list[AnyWritten]:
     """Return what is to be put back: each global variable by itself."""
     if kind is not SCOPES:
-        return [Written(kind, holder, keys, values, (id(holder), id(kind)))]
+        return [noted_as(kind, holder, keys, values, (id(holder), id(kind)))]
     scope, names = holder
     return [
-        Written(kind, (scope, (name,)), [], [value], (id(scope), name))
+        noted_as(kind, (scope, (name,)), [], [value], (id(scope), name))
         for name, value in zip(names, values, strict=True)
     ]

@@ -11,9 +11,11 @@ does not reach, such as a hook, holds the originals.
 """
 
 import contextlib
+import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.container_kinds import CONTAINERS
+from remat._capture.holders import HolderKind
 from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, is_spent_by_use, set_bytes
 from remat._capture.paths import argument_name, code_of_arguments
@@ -32,6 +35,7 @@ from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, lease_of
+from remat._live.lifted import Lifted, LiftedForward, Held, among
 from remat._live.roots import Root, roots_of
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
@@ -63,12 +67,23 @@ class Reach:
         is_lazy: whether some module has no parameters yet.
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
+        is_contained: whether all that it refers to, besides tensors that were passed,
+            are numbers, packages and functions like it.
     """
 
     __slots__ = (
         *("_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
-        *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
-        *("is_lazy", "label", "next_hook", "streams", "tensors", "uses_stream_states"),
+        *("_boxes", "_roots", "_running", "_values", "buffers", "compiled"),
+        *(
+            "first_parameter",
+            "is_contained",
+            "is_lazy",
+            "label",
+            "next_hook",
+            "streams",
+            "tensors",
+            "uses_stream_states",
+        ),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -97,12 +112,17 @@ class Reach:
                 self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
+        self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes:
             self._lease(given)
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
+        self.is_contained = not given.boxes and all(
+            root.layout.is_contained and not root.contents.has_tensors
+            for root in self._roots
+        )
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = False
         if given.search is not None or self._roots:
@@ -206,8 +226,21 @@ class Reach:
         del self.tensors
         return tensors
 
+    def lifted(self, users: Sequence[Tensor], tensors: Sequence[Any]) -> LiftedForward:
+        """Return a context in which other tensors stand in for the user's."""
+        return LiftedForward(self._roots, self._boxes, users, tensors)
+
+    @property
+    def code(self) -> list[Any]:
+        """The code of functions, and the classes of objects."""
+        held = [ref for root in self._roots for ref in root.layout.signature]
+        found = [ref() for ref in held if isinstance(ref, weakref.ref)]
+        fn = self._values[-1]
+        return [*found, fn.__code__] if isinstance(fn, types.FunctionType) else found
+
     def forward_done(self) -> None:
         """Note what the forward changed."""
+        self._boxes = {}
         for root in self._roots:
             root.forward_done()
 
@@ -215,7 +248,8 @@ class Reach:
 
     def restored(self, tensors: Sequence[Any]) -> "Running":
         """Return a context in which everything holds what it held at the call."""
-        return Running(self._roots, self._buffers, self.next_hook, tensors)
+        args = self._roots, self._buffers, self.next_hook, tensors
+        return Running(*args, self._alive)
 
     def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
@@ -278,6 +312,13 @@ class Reach:
 CallOrigin = Reach | Snapshot
 
 
+def _among_holders(
+    holders: Sequence[tuple[HolderKind, Any]], ids: Any
+) -> Iterator[Held]:
+    """Yield what those hold now that hold one of some values."""
+    return among((Held(k, holder, *k.held(holder)) for k, holder in holders), ids)
+
+
 def is_of_all(hooks: Any) -> bool:
     """Say whether a dict holds hooks on all modules."""
     return any(hooks is held for held in MODULE_HOOKS.dicts)
@@ -301,8 +342,8 @@ class Running:
     """A run of a call, as a context."""
 
     __slots__ = (
-        *("_alive", "_buffers", "_first", "_made", "_next_hook", "_now", "_roots"),
-        *("_undo", "tensors"),
+        *("_alive", "_buffers", "_first", "_lifted", "_made", "_next_hook", "_now"),
+        *("_roots", "_undo", "_users", "tensors"),
     )
 
     def __init__(
@@ -311,9 +352,11 @@ class Running:
         buffers: Sequence[tuple[Any, bytes]],
         next_hook: int,
         tensors: Sequence[Any],
+        users: Callable[[], Sequence[Any]],
     ) -> None:
         self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
-        self.tensors = tensors
+        self.tensors, self._users = tensors, users
+        self._lifted: Lifted | None = None
         self._made: dict[int, Any] = {}
         self._alive: dict[int, Any] = {}
         self._now: list[tuple[Root, Taken | Exchange]] = []
@@ -334,6 +377,9 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._lifted is not None:
+            self._lifted.end()
+            return
         if RemovableHandle.next_id != self._first:
             # Those that the run set: before the dicts of hooks are written again.
             for hooks in self._hooks_of_modules():
@@ -341,6 +387,20 @@ class Running:
                     del hooks[key]
         if self._undo:
             self._put_back()
+
+    def end_run(self) -> None:
+        """Put back all but the tensors, until the context is left.
+
+        Hooks in the graph of the run may call functions, which are to find those of the
+        run. What these change stays.
+        """
+        exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
+        self.__exit__()
+        pairs = [pair for exchange in exchanges for pair in exchange.holders()]
+        users = [(u, t) for u, t in zip(self._users(), self.tensors) if u is not None]
+        here = partial(_among_holders, pairs)
+        self._lifted = Lifted([here], [u for u, _ in users], [t for _, t in users])
+        self._lifted.__enter__()
 
     def _put_back(self) -> None:
         while self._undo:

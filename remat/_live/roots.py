@@ -31,14 +31,14 @@ class Root:
     """What one root reached at a call."""
 
     __slots__ = (
-        *("_effects", "_held", "_iterators", "_namespaces", "_taken", "buffers"),
+        *("_held", "_iterators", "_namespaces", "buffers", "effects", "taken"),
         *("contents", "entries", "first", "large", "layout"),
     )
 
     def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
         self.layout, self.contents = layout, contents
-        self._taken: Taken | None = taken
-        self._effects: set[HolderIndex] | None = None
+        self.taken: Taken | None = taken
+        self.effects: set[HolderIndex] | None = None
         # The numbers in the call of its tensors, or of those that are no parameters,
         # and the number of the first parameter, if those have numbers of their own.
         self.entries: Sequence[int] = ()
@@ -65,8 +65,8 @@ class Root:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the root reaches, each once, before the forward."""
-        assert self._taken is not None
-        return self.contents.tensors_in(self._taken)
+        assert self.taken is not None
+        return self.contents.tensors_in(self.taken)
 
     @property
     def numbers(self) -> list[int]:
@@ -87,17 +87,17 @@ class Root:
 
     def forward_done(self) -> None:
         """Note what the forward changed."""
-        taken, self._taken = self._taken, None
+        taken, self.taken = self.taken, None
         if taken is not None:
             # Unless other threads change it meanwhile: then the effects are not known.
             with contextlib.suppress(MovedError, RuntimeError):
-                self._effects = self.contents.changed_in(taken.again())
+                self.effects = self.contents.changed_in(taken.again())
 
     # --- For a recompute ---
 
     def as_it_was(self, tensors: Sequence[Any]) -> Taken | None:
         """Return what is held now, if a run needs no exchange; else None."""
-        if self._effects is None or self._effects or self._iterators:
+        if self.effects is None or self.effects or self._iterators:
             return None
         try:
             taken = take(self.layout)
@@ -116,7 +116,7 @@ class Root:
         return Exchange(
             self.layout,
             self.contents,
-            self._effects,
+            self.effects,
             self._namespaces,
             [*map(tensors.__getitem__, self.numbers)],
             {place: it.again() for place, it in self._iterators.items()}

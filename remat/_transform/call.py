@@ -10,6 +10,8 @@ effects on the user's objects stay; those of later runs are dropped.
 Rejected: a program for each module. What a function reaches is one set of inputs.
 """
 
+import contextlib
+import functools
 import itertools
 import operator
 import warnings
@@ -25,6 +27,7 @@ from typing_extensions import override
 
 from remat._ambient.draws import without_draws
 from remat._base.absent import inputs_of
+from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
@@ -35,6 +38,7 @@ from remat._capture.runs import ForwardRun, SnapshotRun
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._live.reach import Reach
 from remat._partial.cache import owner_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (
@@ -212,6 +216,79 @@ class Call:
             program.run(*copies)
         finally:
             self.structure = None
+
+
+class LiveCall(Call):
+    """A call that runs on the user's own objects."""
+
+    __slots__ = ("_users",)
+
+    def __init__(
+        self,
+        fn: Fn,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options = DEFAULT,
+    ) -> None:
+        self._users_call: Any = fn, args, kwargs
+        if options.rng == "error":
+            fn = without_draws(fn, label)
+            self._users_call = fn, args, kwargs
+        self.policy, self.prune = options.joined(), options.prune
+        self.structure: Out | None = None
+        self.hidden: Sequence[Hidden] = ()
+        self._emptied: Emptied | None = None
+        self.wrapped: Sequence[Tensor] = ()
+        self.is_differentiated_once = True
+        self.may_read_early: Callable[[Tensor], bool] | None = None
+        self._search = None
+        self.snapshot: Any = Reach(fn, label, args, kwargs)
+        self._users: Sequence[Tensor] = self.snapshot.take_tensors()
+        self._inputs = self._users
+
+    @property
+    @override
+    def owner(self) -> Any:
+        return owner_of(*self._users_call[:2])
+
+    @property
+    @override
+    def is_lazy(self) -> bool:
+        return self.snapshot.is_lazy
+
+    @override
+    def run_forward(self, inputs: Sequence[Tensor]) -> Result:
+        if self._users_call is None:  # to show what it changes
+            return self.run_again(inputs)
+        reach, users = self.snapshot, self._users
+        lifted = reach.lifted(users, inputs)
+        body = functools.partial(lifted.call, *self._users_call)
+        if self.wrapped:
+            body = self._without_outer_levels(body, inputs)
+        with lifted:
+            value = body()
+        self.wrapped = ()
+        reach.forward_done()
+        if type(value) is Tensor and id(value) not in lifted.users:
+            return Result(value)
+        return Result(value, Own(lifted.users, slots_of(users), lifted.known))
+
+    @override
+    def forward_done(self) -> None:
+        self._users_call, self._users = None, ()
+
+    @override
+    def run_again(self, inputs: Sequence[Tensor]) -> Result:
+        running, runs = self.snapshot.restored(inputs), here().runs
+        with contextlib.ExitStack() as around:
+            around.enter_context(running)
+            result = Result(self.snapshot.call(running, inputs))
+            if runs is not None:
+                running.end_run()
+                runs.append(running)
+                around.pop_all()
+            return result
 
 
 # --- Tensors and graphs of outer levels ---

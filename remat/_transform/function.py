@@ -36,6 +36,7 @@ recompute would be another function, and what the outputs depend on could not be
 import contextlib
 import functools
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, filterfalse
 from types import NoneType
@@ -124,7 +125,7 @@ from remat._torch import (
     wrap_for_grad,
 )
 from remat._transform import checks
-from remat._transform.call import Call
+from remat._transform.call import Call, LiveCall
 from remat._transform.changes import changes_of
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
@@ -141,6 +142,7 @@ from remat._transform.state import (
 # Cheaper than comprehensions, on a path taken on every call.
 _requires_grad = operator.attrgetter("requires_grad")
 
+LIVE = not os.environ.get("REMAT_OLD")
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
 
 
@@ -158,7 +160,7 @@ def call_as_function(
     may_read_early: Callable[[Tensor], bool] | None = None,
 ) -> Any:
     """Call a function as one Function; if nothing is differentiated, call `plain`."""
-    call = Call(fn, label, args, kwargs, options)
+    call = (LiveCall if LIVE else Call)(fn, label, args, kwargs, options)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None
