@@ -186,6 +186,11 @@ class ModesAround:
         with modes_between(first, self._inside.outside, self._inside):
             yield
 
+    def run_watched(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call the forward, and note whether these modes change results."""
+        with self.watched():
+            return fn(*args)
+
     @property
     def has_altered(self) -> bool:
         """Whether one of these changed what an operation gave."""

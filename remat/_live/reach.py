@@ -12,6 +12,7 @@ does not reach, such as a hook, holds the originals.
 
 import contextlib
 import types
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, lease_of
-from remat._live.lifted import Lifted, LiftedForward, Held, among
+from remat._live.lifted import Held, Lifted, LiftedForward, among
 from remat._live.roots import Root, roots_of
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
@@ -308,6 +309,23 @@ class Reach:
         return snapshot.name_of(same.index(True))
 
 
+def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | None:
+    """Return what a call reaches; None, with a warning, where no walk can tell."""
+    try:
+        return Reach(fn, label, args, kwargs)
+    except TypeError as error:
+        if not str(error).startswith("unhashable type"):
+            raise
+        message = _UNHASHABLE.format(label=label, error=error)
+    warnings.warn(message, stacklevel=4)
+    return None
+
+
+_UNHASHABLE = (
+    "remat: {label} reaches an object of an {error}, whose metaclass has no "
+    "`__hash__`. The function is called as it is, and no memory is saved. Give the "
+    "metaclass `__hash__ = type.__hash__`."
+)
 # What knows the inputs of a call by name: at the base, or under torch.func.
 CallOrigin = Reach | Snapshot
 

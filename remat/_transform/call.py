@@ -218,23 +218,26 @@ class Call:
             self.structure = None
 
 
+def users_fn(fn: Fn, label: str, options: Options) -> Fn:
+    """Return what is called again: a function that refuses draws, if that is asked."""
+    return without_draws(fn, label) if options.rng == "error" else fn
+
+
 class LiveCall(Call):
     """A call that runs on the user's own objects."""
 
-    __slots__ = ("_users",)
+    __slots__ = "_refuses_draws", "_users"
 
     def __init__(
         self,
+        reach: Reach,
         fn: Fn,
-        label: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options = DEFAULT,
     ) -> None:
         self._users_call: Any = fn, args, kwargs
-        if options.rng == "error":
-            fn = without_draws(fn, label)
-            self._users_call = fn, args, kwargs
+        self._refuses_draws = options.rng == "error"
         self.policy, self.prune = options.joined(), options.prune
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
@@ -243,7 +246,7 @@ class LiveCall(Call):
         self.is_differentiated_once = True
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self._search = None
-        self.snapshot: Any = Reach(fn, label, args, kwargs)
+        self.snapshot: Any = reach
         self._users: Sequence[Tensor] = self.snapshot.take_tensors()
         self._inputs = self._users
 
@@ -263,7 +266,10 @@ class LiveCall(Call):
             return self.run_again(inputs)
         reach, users = self.snapshot, self._users
         lifted = reach.lifted(users, inputs)
-        body = functools.partial(lifted.call, *self._users_call)
+        fn, args, kwargs = self._users_call
+        if self._refuses_draws:
+            fn = without_draws(lifted.of(fn), reach.label)
+        body = functools.partial(lifted.call, fn, args, kwargs)
         if self.wrapped:
             body = self._without_outer_levels(body, inputs)
         with lifted:

@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from remat._ambient.modes import NO_MODES
 from remat._base.absent import may_be_absent
 from remat._base.context import differentiated, here, within
 from remat._base.labels import Label
@@ -58,7 +59,7 @@ from remat._base.program import (
     Program,
     Request,
     SavedIndex,
-    fresh_leaves,
+    leaves_for,
     replaced_at,
     requires_grad,
 )
@@ -72,6 +73,7 @@ from remat._graph.edges import (
     root_of,
     sharing_memory,
 )
+from remat._live.reach import reach_of
 from remat._partial.barrier import behind, recomputing_after
 from remat._partial.cache import cache_of
 from remat._partial.decide import (
@@ -98,6 +100,7 @@ from remat._torch import (
     call_below_vmap,
     counted_levels,
     current_layer,
+    dispatch_mode_count,
     dual_level_active,
     eager_only,
     grad_level,
@@ -125,17 +128,14 @@ from remat._torch import (
     wrap_for_grad,
 )
 from remat._transform import checks
-from remat._transform.call import Call, LiveCall
+from remat._transform.call import Call, LiveCall, users_fn
 from remat._transform.changes import changes_of
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
     CallState,
+    ForwardInputs,
     call_state,
     copies_of_buffers,
-    copy_buffers,
-    inputs_written_to,
-    leaves_to_run_on,
-    update,
 )
 
 
@@ -160,7 +160,13 @@ def call_as_function(
     may_read_early: Callable[[Tensor], bool] | None = None,
 ) -> Any:
     """Call a function as one Function; if nothing is differentiated, call `plain`."""
-    call = (LiveCall if LIVE else Call)(fn, label, args, kwargs, options)
+    if LIVE:
+        reach = reach_of(users_fn(fn, label, options), label, args, kwargs)
+        if reach is None:
+            return plain(*args, **kwargs)
+        call = LiveCall(reach, fn, args, kwargs, options)
+    else:
+        call = Call(fn, label, args, kwargs, options)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None
@@ -197,6 +203,11 @@ class Primal(Program):
     @override
     def is_forward(self) -> bool:
         return self.call.structure is None  # the forward sets it at its end
+
+    @property
+    @override
+    def on_fresh_leaves(self) -> bool:
+        return self.state is not None and self.state.leaf_changes.accumulates
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:
@@ -261,6 +272,9 @@ class Primal(Program):
         evaluation = self.evaluation
         assert state is not None
         assert evaluation is not None
+        modes = state.modes or (NO_MODES if dispatch_mode_count() else None)
+        if modes is not None and not state.values:
+            run = functools.partial(modes.call, run)
         with state.restored(self.call.snapshot, inputs, mode):
             if evaluation.updated:
                 inputs = copies_of_buffers(inputs, evaluation.updated)
@@ -477,45 +491,49 @@ def _evaluate_below(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
-    snapshot, needs = call.snapshot, request.needs
-    inner = leaves_to_run_on(inputs, needs, at_base=request.at_base)
+    snapshot, needs, at_base = call.snapshot, request.needs, request.at_base
+    passed = call.wrapped
+    given = ForwardInputs(inputs, needs, snapshot.buffers, passed, at_base=at_base)
+    inner = given.inner
     # In a function of its own: nothing here may hold the graph.
-    evaluated = _evaluate(call, program, inputs, inner, request)
+    evaluated = _evaluate(call, program, given, request)
     # After all runs of the forward, and before leaks are looked for: it holds tensors.
     call.forward_done()
     # The graph is gone by now, unless the function let something of it escape.
     checks.refuse_backward(snapshot.label, inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, inner, needs)
-    checks.refuse_leaks(snapshot, inner, call.hidden)
+    checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
     return evaluated
 
 
 def _evaluate(
     call: Call,
     program: Program,
-    inputs: Sequence[Tensor],
-    inner: list[Tensor],
+    given: ForwardInputs,
     request: Request,
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
-    """Run the forward on `inner`, the fresh leaves for `inputs`."""
+    """Run the forward."""
     snapshot, needs = call.snapshot, request.needs
+    inputs, inner = given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
     state = call_state(snapshot, inputs)
     has_inference = None in state.versions
-    # Before the plan, which is to know what the function runs on.
-    copies = copy_buffers(inner, needs, snapshot.buffers)
     planned = _planned(call, program, inputs, inner, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)
     # Before inputs are compared: an update of a buffer is no change that is refused.
     again = functools.partial(call.run_on_copies, program)
     before: dict[int, Tensor] = {}
-    for i in inputs_written_to(inputs, copies, snapshot.buffers):
+    for i in given.written(snapshot.buffers):
         if i not in snapshot.buffers:
             changes = changes_of(snapshot, inner, again)
             raise checks.changed_inside(snapshot, i, changes)
-        before[i] = update(inputs[i], copies[i])
+        before[i] = given.value_before(i)
     if before:
         state = state.updated(before)
+    leaf_changes = given.leaf_changes()
+    if leaf_changes.moves:
+        raise checks.changed_inside(snapshot, given.moved())
+    state = state._replace(leaf_changes=leaf_changes, addresses=given.addresses())
     checks.refuse_changed_inputs(
         snapshot, inputs, inner, state.versions, needs, before, again
     )
@@ -545,7 +563,7 @@ def _evaluate(
         updated=[*before],
         residuals=len(residuals or ()),
         planned=None if residuals is None else planned,
-        shared=sharing_memory(outs, inner, copies),
+        shared=sharing_memory(outs, inner, given.copies),
         asks_grad_mode=reached.asks_grad_mode,
         certain=reached.certain,
         has_inference=has_inference,
@@ -595,6 +613,8 @@ def _run(
     run = program.run if mode is None else functools.partial(program.run, mode=mode)
     if call.wrapped:
         run = functools.partial(call.labelled, run)
+    if state.modes is not None:
+        run = functools.partial(state.modes.run_watched, run)
     tracked = hooks_of_trackers()
     set_grad_enabled(True)
     try:
@@ -819,7 +839,8 @@ class Vjp(Program):
             # What requires grad here stays itself, for the new graph is to reach it.
             pairs = zip(needs, primals, strict=True)
             needs = [need and not t.requires_grad for need, t in pairs]
-        inner = fresh_leaves(primals, needs)
+        all_fresh = self._program.on_fresh_leaves
+        inner = leaves_for(primals, needs, all_fresh=all_fresh)
         run = self._program.run
         if mode is not None:
             run = functools.partial(run, mode=mode)

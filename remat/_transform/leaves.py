@@ -92,6 +92,13 @@ class WatchedLeaves:
             return LeafChanges(now[0] != then[0], now[1] != then[1], marks)
         return NO_CHANGES
 
+    def moved(self) -> int | None:
+        """Return a leaf that has other memory now; None if that cannot be asked."""
+        then, now = self._state[1], addresses_of(self._leaves)
+        if then is None or now is None:
+            return None
+        return next(i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a != b)
+
 
 def _state_of(leaves: Sequence[Tensor]) -> tuple[list[Any], list[int] | None]:
     """Return what changes when a gradient is set or added to, and when memory is."""
@@ -356,3 +363,10 @@ def holding_rows(pairs: Sequence[tuple[Tensor, Sequence[Renorm]]]) -> Iterator[N
             with unseen(), torch.no_grad():
                 for t, rows, held in now:
                     t.data[rows] = held
+
+
+MOVED = (
+    "remat: `{name}` of {label} was given other memory between the forward and the "
+    "backward, as by assigning to `.data`. Gradients are right only if it holds the "
+    "same values."
+)

@@ -11,30 +11,56 @@ Rejected: one class with `SavedInputs` of `inputs`, which holds the tensors of a
 Here torch would not see them, and no hook for saved tensors could take them away.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import compress
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from remat._ambient.ambient import Ambient, put_back, streams_now
+from remat._ambient.modes import ModesAround
 from remat._base.absent import Absent
-from remat._base.program import InputIndex, PerInput, fresh_leaves
+from remat._base.program import (
+    InputIndex,
+    PerInput,
+    fresh_leaves,
+    is_own_leaf,
+    leaves_for,
+)
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
+from remat._partial.decide import warn_once
 from remat._partial.replay import Replay
 from remat._torch import (
     FunctionalValue,
     base_tensor,
     current_layer,
+    dispatch_mode_count,
     has_proxies,
     is_below_tracer,
     is_shared,
     shared_copy,
 )
 from remat._transform.checks import enter_refusing_reads, refuse_needed
-from remat._transform.leaves import has_same_bytes, in_class
+from remat._transform.leaves import (
+    MOVED,
+    NO_CHANGES,
+    LeafChanges,
+    Memory,
+    WatchedLeaves,
+    addresses_of,
+    attributes_of,
+    has_same_bytes,
+    in_class,
+    may_be_gathered,
+    memory_of,
+    preserved_marks,
+    with_bytes,
+)
 
 
 class CallState(NamedTuple):
@@ -45,12 +71,22 @@ class CallState(NamedTuple):
         versions: how often each input had been changed in place.
         classes: of the inputs; empty where all are plain tensors.
         values: of the inputs, where AOTAutograd makes functions of operations in place.
+        leaf_changes: what the forward changed of the user's own leaves.
+        attributes: what was set on the inputs; None where nothing was.
+        next_hook: the number that the next hook set anywhere was to get.
+        modes: the user's modes for operations around the call; None without any mode.
+        addresses: of the user's own leaves, which they are, and where in memory.
     """
 
     ambient: Ambient
     versions: Sequence[int | None]
     classes: Sequence[type]
     values: Sequence[Any] = ()
+    leaf_changes: LeafChanges = NO_CHANGES
+    attributes: Sequence[dict[str, Any]] | None = None
+    next_hook: int = 0
+    modes: ModesAround | None = None
+    addresses: tuple[Sequence[InputIndex], Sequence[int] | None] = (), None
 
     def updated(self, before: Mapping[int, Tensor]) -> "CallState":
         """Return it for recomputes on inputs as they were before some were updated."""
@@ -82,11 +118,39 @@ class CallState(NamedTuple):
     ) -> Iterator[None]:
         """Restore it for the body, in which changed inputs are not read."""
         streams = streams_now(snapshot.streams)
+        self._warn_of_moved(snapshot, inputs)
         try:
-            with self._restored(snapshot, inputs, mode):
+            with self._restored(snapshot, inputs, mode), self._marked(inputs):
                 yield
         finally:
             put_back(streams)
+
+    def _warn_of_moved(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
+        """Warn of leaves that were given other memory since."""
+        where, then = self.addresses
+        if not then or current_layer() is not None or may_be_gathered():
+            return
+        now = addresses_of([inputs[i] for i in where])
+        if now is None or now == then:
+            return
+        for i in compress(where, map(operator.ne, now, then)):
+            name, label = snapshot.name_of(i), snapshot.label
+            warn_once(MOVED.format(name=name, label=label))
+
+    @contextmanager
+    def _marked(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Have tensors hold the attributes that they had, and no new hooks."""
+        attributes = self.attributes
+        if not (attributes or self.leaf_changes.marks):
+            yield
+            return
+        own = [i for i, t in enumerate(inputs) if is_own_leaf(t) or not t.requires_grad]
+        then = None if attributes is None else [attributes[i] for i in own]
+        for i, t in enumerate(inputs if attributes else ()):
+            if i not in own:
+                vars(t).update(attributes[i])
+        with preserved_marks([inputs[i] for i in own], then, self.next_hook):
+            yield
 
     def _restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
@@ -118,16 +182,7 @@ class CallState(NamedTuple):
         return [*map(in_class, inputs, self.classes)]
 
 
-def leaves_to_run_on(
-    inputs: Sequence[Tensor], needs: PerInput, *, at_base: bool
-) -> list[Tensor]:
-    """Return fresh leaves for a forward; to retain a gradient is asked of the input."""
-    leaves = fresh_leaves(inputs, needs)
-    if at_base:
-        for t, leaf in zip(inputs, leaves, strict=True):
-            if leaf is not t and t.grad_fn is not None:
-                vars(leaf)["retain_grad"] = t.retain_grad  # a leaf's does nothing
-    return leaves
+SMALL = 2**14  # elements of an input of which the bytes are noted
 
 
 def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
@@ -136,49 +191,133 @@ def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
     values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()
-    return CallState(ambient, versions_of(inputs), classes, values)
+    return CallState(
+        ambient,
+        versions_of(inputs),
+        classes,
+        values,
+        attributes=attributes_of(inputs),
+        next_hook=RemovableHandle.next_id,
+        modes=ModesAround() if dispatch_mode_count() and not values else None,
+    )
 
 
-# --- Buffers that the function updates ---
+# --- What a forward runs on ---
 
 
-def copy_buffers(
-    inner: list[Tensor], needs: PerInput, buffers: Mapping[InputIndex, bool]
-) -> dict[InputIndex, Tensor]:
-    """Put copies in place of inputs that may be updated; return the copies by index."""
-    copies: dict[int, Tensor] = {}
-    if not buffers and False not in needs:
-        return copies
-    for i, t in enumerate(inner):
-        # Running statistics are vectors, and may be passed as arguments as well.
-        if needs[i] or not (i in buffers or t.dim() == 1):
-            continue
-        copy = shared_copy(t)
-        if copy is not None or buffers.get(i, False):
-            inner[i] = copies[i] = t.clone() if copy is None else copy
-    return copies
+class ForwardInputs:
+    """The tensors that a forward runs on, and what it changes of them.
 
+    Attributes:
+        inner: the tensors: fresh leaves, copies of what it may update, or the user's
+            own, of which is noted what they hold.
+        copies: of inputs that it may update, by index.
+    """
 
-def inputs_written_to(
-    inputs: Sequence[Tensor], copies: Mapping[int, Tensor], buffers: Mapping[int, bool]
-) -> Iterator[int]:
-    """Yield the inputs whose copies the forward wrote to."""
-    for i, copy in copies.items():
-        if is_shared(copy):
-            continue
-        # Memory of its own and the same value: it was written with that value, or a
-        # kernel that may write only read it.
-        captured = i in buffers and shared_copy(copy) is not None
-        if copy._version or captured or not has_same_bytes(copy, inputs[i]):
-            yield i
+    __slots__ = (
+        "_leaves_at",
+        "_memory",
+        "_own",
+        "_watched",
+        "copies",
+        "inner",
+        "inputs",
+    )
 
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        needs: PerInput,
+        buffers: Mapping[InputIndex, bool],
+        passed: Sequence[Tensor],  # in levels; empty at the base
+        *,
+        at_base: bool,
+    ) -> None:
+        self.inputs = inputs
+        self.inner = leaves_for(inputs, needs, all_fresh=False)
+        if passed:
+            # The graph of one that is differentiated in a level ends at a new leaf: one
+            # that is held afterwards would have no path in that level.
+            wraps = [t is not p for t, p in zip(inputs, passed, strict=False)]
+            wraps += [True] * (len(inputs) - len(wraps))
+            of_levels = [*map(operator.and_, wraps, needs)]
+            if True in of_levels:
+                self.inner = fresh_leaves(self.inner, of_levels)
+        self._own = [*map(operator.is_, self.inner, inputs)]
+        if at_base:
+            for t, leaf in zip(inputs, self.inner, strict=True):
+                if leaf is not t and t.grad_fn is not None:
+                    # To retain a gradient is asked of the input. A leaf's does nothing.
+                    vars(leaf)["retain_grad"] = t.retain_grad
+        self.copies: dict[int, Tensor] = {}
+        self._memory: dict[int, Memory] = {}
+        if buffers or False in needs:
+            self._note_buffers(needs, buffers)
+        flags = [*map(operator.and_, self._own, needs)]
+        self._leaves_at = [*compress(range(len(inputs)), flags)]
+        self._watched = WatchedLeaves([*compress(inputs, flags)])
 
-def update(buffer: Tensor, copy: Tensor) -> Tensor:
-    """Write `copy` to `buffer`; return the value from before."""
-    before = buffer.clone()
-    if not has_same_bytes(copy, buffer):
-        buffer.copy_(copy)
-    return before
+    def _note_buffers(
+        self, needs: PerInput, buffers: Mapping[InputIndex, bool]
+    ) -> None:
+        """Note what inputs hold that may be updated, or put copies in their place.
+
+        Of large ones a copy shares the memory until it is written.
+        """
+        is_traced = is_below_tracer()
+        for i, t in enumerate(self.inner):
+            # Running statistics are vectors, and may be passed as arguments as well.
+            if needs[i] or not (i in buffers or t.dim() == 1):
+                continue
+            small = not is_traced and t.numel() <= SMALL
+            memory = memory_of(t) if small else None
+            if memory is not None:
+                self._memory[i] = memory
+                continue
+            copy = shared_copy(t)
+            if copy is not None or buffers.get(i, False):
+                self.inner[i] = self.copies[i] = t.clone() if copy is None else copy
+
+    def written(self, buffers: Mapping[InputIndex, bool]) -> Iterator[int]:
+        """Yield the inputs that the forward wrote to."""
+        for i, memory in self._memory.items():
+            if memory_of(self.inputs[i]) != memory:
+                yield i
+        for i, copy in self.copies.items():
+            if is_shared(copy):
+                continue
+            # Memory of its own and the same value: it was written with that value, or a
+            # kernel that may write only read it.
+            captured = i in buffers and shared_copy(copy) is not None
+            if copy._version or captured or not has_same_bytes(copy, self.inputs[i]):
+                yield i
+
+    def value_before(self, i: InputIndex) -> Tensor:
+        """Return what an input that was written to held, which has what was written."""
+        buffer = self.inputs[i]
+        if i in self._memory:
+            return with_bytes(buffer, self._memory[i][1])
+        before, copy = buffer.clone(), self.copies[i]
+        if not has_same_bytes(copy, buffer):
+            buffer.copy_(copy)
+        return before
+
+    def fresh(self) -> list[Tensor]:
+        """Return those that are nobody else's. A graph that leads to one is a leak."""
+        return [*compress(self.inner, map(operator.not_, self._own))]
+
+    def leaf_changes(self) -> LeafChanges:
+        """Return what the forward changed of the user's own leaves."""
+        return self._watched.changes(self.inputs)
+
+    def addresses(self) -> tuple[Sequence[InputIndex], Sequence[int] | None]:
+        """Return which leaves are the user's own, and where these are in memory."""
+        return self._leaves_at, self._watched.addresses
+
+    def moved(self) -> InputIndex | None:
+        """Return a leaf that the forward gave other memory; None if it is not known."""
+        moved = self._watched.moved()
+        return None if moved is None else self._leaves_at[moved]
 
 
 def copies_of_buffers(
