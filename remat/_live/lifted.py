@@ -141,7 +141,10 @@ class Replaced(Written):
 class Lifted:
     """A context in which other tensors stand in for the user's."""
 
-    __slots__ = "_holding", "_kept", "_made", "_stand_ins", "_users", "_written"
+    __slots__ = (
+        *("_holding", "_kept", "_made", "_stand_ins", "_users", "_written"),
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class Lifted:
         tensors: Sequence[Any],
     ) -> None:
         self._holding = holding
-        self._kept = users, tensors  # whose identities are noted
+        self._kept, self.tensors = users, tensors  # whose identities are noted
         pairs = [(u, t) for u, t in zip(users, tensors, strict=True) if u is not t]
         self._stand_ins = {id(u): t for u, t in pairs}
         known = {*map(id, users)}
@@ -174,6 +177,11 @@ class Lifted:
         """Give back what is the user's."""
         while self._written:
             self._written.pop().end()
+
+    @property
+    def is_somewhere(self) -> bool:
+        """Whether something stands in somewhere."""
+        return bool(self._written)
 
     # --- What stands in for what ---
 
@@ -320,9 +328,9 @@ class LiftedForward(Lifted):
         known, new = self.known, list[Any]()
         for value in owned:
             kind = type(value)
-            if kind not in ATOMS and not issubclass(kind, Tensor):
-                if id(value) not in known:
-                    new.append(value)
+            is_plain = kind in ATOMS or issubclass(kind, Tensor)
+            if not is_plain and id(value) not in known:
+                new.append(value)
         if not new:
             return owned
         roots = roots_of([lambda: new])  # a list, as a variable of a function

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.absent import Absent
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
@@ -104,7 +106,7 @@ class Reach:
             self._modes = [*map(given.put_aside, function_modes())]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
-        self._running: Running | None = None
+        self._running: Running | LiftedForward | None = None
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
@@ -236,6 +238,7 @@ class Reach:
         """The code of functions, and the classes of objects."""
         held = [ref for root in self._roots for ref in root.layout.signature]
         found = [ref() for ref in held if isinstance(ref, weakref.ref)]
+        found = [c for c in found if getattr(c, "co_name", "") != "__init__"]
         fn = self._values[-1]
         return [*found, fn.__code__] if isinstance(fn, types.FunctionType) else found
 
@@ -271,6 +274,14 @@ class Reach:
         finally:
             self._running = None
 
+    def call_lifted(self, lifted: LiftedForward, fn: Any) -> Any:
+        """Call the function for the first time, where errors find their names."""
+        self._running = lifted
+        try:
+            return fn()
+        finally:
+            self._running = None
+
     # --- Names ---
 
     def name_of(self, index: int) -> str:
@@ -293,13 +304,16 @@ class Reach:
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        running = self._running
+        running, found = self._running, _StillThere
+        if isinstance(running, Running):
+            found = running
         if running is None:
-            tensors = self._alive()
-            building = Building(tensors, _StillThere, in_place=False)
+            # In place of one that is gone is an empty one, so that a path is known.
+            there = self._alive()
+            tensors = [torch.empty(0) if t is None else t for t in there]
         else:
             tensors = running.tensors
-            building = Building(tensors, running, in_place=False)
+        building = Building(tensors, found, in_place=False)
         search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
@@ -406,19 +420,25 @@ class Running:
         if self._undo:
             self._put_back()
 
-    def end_run(self) -> None:
-        """Put back all but the tensors, until the context is left.
+    def end_run(self) -> bool:
+        """Put back all but the tensors, until the context is left; say if some stay.
 
         Hooks in the graph of the run may call functions, which are to find those of the
-        run. What these change stays.
+        run. What these change stays. What was left out of a replay nobody finds.
         """
         exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
         self.__exit__()
-        pairs = [pair for exchange in exchanges for pair in exchange.holders()]
-        users = [(u, t) for u, t in zip(self._users(), self.tensors) if u is not None]
-        here = partial(_among_holders, pairs)
-        self._lifted = Lifted([here], [u for u, _ in users], [t for _, t in users])
+        tensors, self.tensors, self._now = self.tensors, (), []
+        if not exchanges:
+            return False
+        here = partial(
+            _among_holders, [pair for held in exchanges for pair in held.holders()]
+        )
+        each = zip(self._users(), tensors, strict=True)
+        pairs = [(u, t) for u, t in each if u is not None and type(t) is not Absent]
+        self._lifted = Lifted([here], [u for u, _ in pairs], [t for _, t in pairs])
         self._lifted.__enter__()
+        return self._lifted.is_somewhere
 
     def _put_back(self) -> None:
         while self._undo:

@@ -273,7 +273,7 @@ class LiveCall(Call):
         if self.wrapped:
             body = self._without_outer_levels(body, inputs)
         with lifted:
-            value = body()
+            value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
         if type(value) is Tensor and id(value) not in lifted.users:
@@ -291,9 +291,9 @@ class LiveCall(Call):
             around.enter_context(running)
             result = Result(self.snapshot.call(running, inputs))
             if runs is not None:
-                running.end_run()
-                runs.append(running)
                 around.pop_all()
+                if running.end_run():
+                    runs.append(running)
             return result
 
 

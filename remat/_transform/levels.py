@@ -116,7 +116,10 @@ class Below(Program):
     def _run_marked(self, *inputs: Tensor, mode: Any) -> Outputs:
         with grad_level() as level:
             pairs = zip(inputs, self.needs, strict=True)
-            inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
+            inner = [
+                leaf_at(level, t, requires_grad=True) if need else t
+                for t, need in pairs
+            ]
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
