@@ -81,6 +81,7 @@ class Layout:
         remade: what makes a class of remat's again, by the index of an owner of it.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
+        spans: of holders, and where these begin, for the last lengths of all.
         hooks_known: the number of the next hook anywhere, when no module had one that
             the walk did not see. A recompute hides those that were set since its call.
     """
@@ -99,7 +100,7 @@ class Layout:
             "linked",
         ),
         *("objects", "odd", "owners", "remade", "scripted", "signature"),
-        *("asks", "slotted", "special", "streams", "uses_stream_states"),
+        *("asks", "slotted", "spans", "special", "streams", "uses_stream_states"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -146,6 +147,7 @@ class Layout:
         self.signature = (*held, *map(static_of, walk.builtins))
         self.below: list[HoldersBelow] = []
         self.last: Any = None
+        self.spans: Any = None
 
     def holders(self, owners: list[Any]) -> OwnersHolders:
         """Return the holders that owners are or have."""

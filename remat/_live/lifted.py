@@ -43,7 +43,7 @@ from remat._capture.holders import SCOPES, SCRIPTED, HolderKind
 from remat._live.contents import spans_of
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._live.given import kinds_besides
-from remat._live.layout import Taken
+from remat._live.layout import Layout, Taken
 from remat._live.making import make
 from remat._live.roots import roots_of
 
@@ -65,7 +65,7 @@ class Held(NamedTuple):
 Holding = Callable[[Container[int]], Iterable[Held]]
 
 
-def holding(taken: Taken, ids: Any) -> Iterator[Held]:
+def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[Held]:
     """Yield the holders, of what was taken, that hold one of some values."""
     values, keys = len(taken.values), len(taken.keys)
     there = memoryview(taken.marks[0]).cast("Q")[: values + keys]
@@ -73,9 +73,12 @@ def holding(taken: Taken, ids: Any) -> Iterator[Held]:
     if not places:
         return
     groups = taken.groups()
-    spans = [*spans_of([(k, len(h)) for k, h in groups], taken.lengths)]
-    starts = [span.start for span in spans]
-    first_keys = [span.first_key for span in spans]
+    if layout.spans is None or layout.spans[0] != taken.lengths:
+        sizes = [(kind, len(holders)) for kind, holders in groups]
+        spans = [*spans_of(sizes, taken.lengths)]
+        starts = [span.start for span in spans]
+        layout.spans = taken.lengths, spans, starts, [s.first_key for s in spans]
+    _, spans, starts, first_keys = layout.spans
     found = [
         bisect_right(starts, p) - 1
         if p < values
@@ -83,13 +86,12 @@ def holding(taken: Taken, ids: Any) -> Iterator[Held]:
         for p in places
     ]
     for i in dict.fromkeys(found):
-        span = spans[i]
-        size = (span.end - span.start) * span.kind.keyed
+        kind, group, number, start, end, first = spans[i]
         yield Held(
-            span.kind,
-            groups[span.group][1][span.number],
-            taken.keys[span.first_key : span.first_key + size],
-            taken.values[span.start : span.end],
+            kind,
+            groups[group][1][number],
+            taken.keys[first : first + (end - start)] if kind.keyed else (),
+            taken.values[start:end],
         )
 
 
@@ -182,6 +184,16 @@ class Lifted:
     def is_somewhere(self) -> bool:
         """Whether something stands in somewhere."""
         return bool(self._written)
+
+    def without(self, kind: type) -> "Lifted":
+        """Put back what is the user's in place of stand-ins of a class."""
+        if kind not in map(type, self.tensors):
+            return self
+        self.end()
+        each = zip(self._kept, self.tensors, strict=True)
+        pairs = [(u, t) for u, t in each if type(t) is not kind]
+        left = Lifted(self._holding, [u for u, _ in pairs], [t for _, t in pairs])
+        return left.__enter__()
 
     # --- What stands in for what ---
 
@@ -287,7 +299,7 @@ class LiftedForward(Lifted):
         tensors: Sequence[Any],
     ) -> None:
         self._roots = [(root, root.taken) for root in roots]
-        here: list[Holding] = [partial(holding, taken) for _, taken in self._roots]
+        here: list[Holding] = [partial(holding, root.layout, taken) for root, taken in self._roots]
         self._boxes: list[Held] = []
         if boxes:
             passed = [*boxes.values()]
@@ -334,7 +346,7 @@ class LiftedForward(Lifted):
         if not new:
             return owned
         roots = roots_of([lambda: new])  # a list, as a variable of a function
-        here = [partial(holding, root.taken) for root in roots]
+        here = [partial(holding, root.layout, root.taken) for root in roots]
         stand_ins = [*self._stand_ins.values()]
         ours = [t for t in stand_ins if id(t) in self._users]
         before = [*new]

@@ -38,7 +38,7 @@ from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, lease_of
-from remat._live.lifted import Held, Lifted, LiftedForward, among
+from remat._live.lifted import Held, Lifted, LiftedForward, among, holding
 from remat._live.roots import Root, roots_of
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
@@ -70,23 +70,16 @@ class Reach:
         is_lazy: whether some module has no parameters yet.
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
+        is_bare: whether it is a function of tensors and constants alone.
         is_contained: whether all that it refers to, besides tensors that were passed,
             are numbers, packages and functions like it.
     """
 
     __slots__ = (
-        *("_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
-        *("_boxes", "_roots", "_running", "_values", "buffers", "compiled"),
-        *(
-            "first_parameter",
-            "is_contained",
-            "is_lazy",
-            "label",
-            "next_hook",
-            "streams",
-            "tensors",
-            "uses_stream_states",
-        ),
+        *("_boxes", "_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
+        *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
+        *("is_bare", "is_contained", "is_lazy", "label", "next_hook", "streams"),
+        *("tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -134,6 +127,7 @@ class Reach:
         for root in self._roots:
             buffers += root.buffers
         self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
+        self.is_bare = not (self._roots or given.boxes or buffers or self._modes)
 
     def _add_hooks_of_all_modules(self, given: Given) -> None:
         hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
@@ -255,7 +249,7 @@ class Reach:
         args = self._roots, self._buffers, self.next_hook, tensors
         return Running(*args, self._alive)
 
-    def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
+    def call(self, running: "Running | None", tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
         cache = None if self._cache is None else building.value(self._cache)
@@ -409,10 +403,12 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_run()
         if self._lifted is not None:
             self._lifted.end()
-            return
-        if RemovableHandle.next_id != self._first:
+
+    def _end_run(self) -> None:
+        if RemovableHandle.next_id > self._first:
             # Those that the run set: before the dicts of hooks are written again.
             for hooks in self._hooks_of_modules():
                 for key in [key for key in hooks if key >= self._first]:
@@ -427,18 +423,19 @@ class Running:
         run. What these change stays. What was left out of a replay nobody finds.
         """
         exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
-        self.__exit__()
-        tensors, self.tensors, self._now = self.tensors, (), []
-        if not exchanges:
-            return False
-        here = partial(
-            _among_holders, [pair for held in exchanges for pair in held.holders()]
-        )
-        each = zip(self._users(), tensors, strict=True)
-        pairs = [(u, t) for u, t in each if u is not None and type(t) is not Absent]
-        self._lifted = Lifted([here], [u for u, _ in pairs], [t for _, t in pairs])
-        self._lifted.__enter__()
-        return self._lifted.is_somewhere
+        self._end_run()
+        tensors, self.tensors, self._now, self._first = self.tensors, (), [], _NEVER
+        if exchanges:
+            here = partial(
+                _among_holders, [pair for held in exchanges for pair in held.holders()]
+            )
+            each = zip(self._users(), tensors, strict=True)
+            pairs = [(u, t) for u, t in each if u is not None and type(t) is not Absent]
+            self._lifted = Lifted([here], [u for u, _ in pairs], [t for _, t in pairs])
+            self._lifted.__enter__()
+        elif self._lifted is not None:
+            self._lifted = self._lifted.without(Absent)
+        return self._lifted is not None and self._lifted.is_somewhere
 
     def _put_back(self) -> None:
         while self._undo:
@@ -463,10 +460,38 @@ class Running:
             place = root.contents.places(root.layout).get(kept.id)
             if place is not None:
                 position, as_key = place
-                return (now.keys if as_key else now.values)[position]
+                value = (now.keys if as_key else now.values)[position]
+                return value if self._lifted is None else self._lifted.of(value)
         return None
 
     def _exchange(self) -> None:
+        if not self._exchange_tensors():
+            self._exchange_all()
+        for root in self._roots:
+            for large in root.large.values():
+                if large.has_grown():
+                    self.write(large.kind, large.value, large.keys, large.values)
+
+    def _exchange_tensors(self) -> bool:
+        """Have other tensors stand in, if nothing else differs; say if that is so."""
+        found = [root.but_for_tensors(self.tensors) for root in self._roots]
+        if None in found:
+            return False
+        there: dict[int, tuple[Any, Any]] = {}
+        here: list[Any] = []
+        for root, (taken, pairs) in zip(self._roots, found, strict=True):
+            here.append(partial(holding, root.layout, taken))
+            for now, then in pairs:
+                if there.setdefault(id(now), (now, then))[1] is not then:
+                    return False  # one that is to be two
+        pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
+        if pairs:
+            lifted = Lifted(here, [now for now, _ in pairs], [t for _, t in pairs])
+            self._lifted = lifted.__enter__()
+        self._now += [(r, f[0]) for r, f in zip(self._roots, found, strict=True)]
+        return True
+
+    def _exchange_all(self) -> None:
         started: list[Exchange] = []
         for root in self._roots:
             now: Any = root.as_it_was(self.tensors)
@@ -481,10 +506,6 @@ class Running:
         for exchange in started:
             self._undo.append(exchange.end)
             exchange.start()
-        for root in self._roots:
-            for large in root.large.values():
-                if large.has_grown():
-                    self.write(large.kind, large.value, large.keys, large.values)
 
     def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
         now = bytes_of(buffer)
@@ -519,6 +540,7 @@ class Running:
         return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
 
 
+_NEVER = 1 << 62  # no hook gets this number
 _GONE = (
     "remat: what the function was called with is gone, and cannot be made again for "
     "the recompute. Keep it alive until the backward."

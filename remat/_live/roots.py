@@ -97,17 +97,36 @@ class Root:
 
     def as_it_was(self, tensors: Sequence[Any]) -> Taken | None:
         """Return what is held now, if a run needs no exchange; else None."""
+        found = self.but_for_tensors(tensors)
+        return None if found is None or found[1] else found[0]
+
+    def but_for_tensors(
+        self, tensors: Sequence[Any]
+    ) -> tuple[Taken, list[tuple[Any, Any]]] | None:
+        """Return what is held now, if nothing is to be exchanged but tensors.
+
+        With those that are there, and what is to be there; None where more differs.
+        """
         if self.effects is None or self.effects or self._iterators:
             return None
         try:
             taken = take(self.layout)
         except MovedError:
             return None
-        if not self.contents.are_in(taken):
+        contents = self.contents
+        if contents.are_in(taken):
+            if not contents.has_tensors:
+                return taken, []
+            ours = [*map(tensors.__getitem__, self.numbers)]
+            there = contents.tensors_in(taken)
+            if all(map(operator.is_, there, ours)):
+                return taken, []
+            return taken, [*zip(there, ours, strict=True)]
+        found = contents.tensors_instead(taken)
+        if found is None:
             return None
-        ours = map(tensors.__getitem__, self.numbers)
-        is_same = all(map(operator.is_, self.contents.tensors_in(taken), ours))
-        return taken if is_same else None
+        numbers = self.numbers
+        return taken, [(there, tensors[numbers[n]]) for there, n in found]
 
     def exchange(
         self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
@@ -170,9 +189,12 @@ def _root_with(layout: Layout) -> Root | None:
     taken, last = take(layout), layout.last  # which other threads may replace
     layout.hooks_known = RemovableHandle.next_id
     if not last.are_in(taken):
-        if not last.has_form_of(taken):
-            return None
-        layout.last = last = Contents(taken)
+        new = last.with_tensors_of(taken)
+        if new is None:
+            if not last.has_form_of(taken):
+                return None
+            new = Contents(taken)
+        layout.last = last = new
     return Root(layout, last, taken)
 
 

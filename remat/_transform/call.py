@@ -10,7 +10,6 @@ effects on the user's objects stay; those of later runs are dropped.
 Rejected: a program for each module. What a function reaches is one set of inputs.
 """
 
-import contextlib
 import functools
 import itertools
 import operator
@@ -250,6 +249,18 @@ class LiveCall(Call):
         self._users: Sequence[Tensor] = self.snapshot.take_tensors()
         self._inputs = self._users
 
+    @override
+    def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
+        if True in map(is_of_torch_func, self._users):
+            # The user's objects may hold a tensor of a level that has ended. If that is
+            # a vmap, no operation takes it, and so none of the recompute's.
+            ended = [is_of_level_above(unwrap_dead(t)) for t in self._users]
+            self._users = self._inputs = [
+                torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
+                for t, is_gone in zip(self._users, ended, strict=True)
+            ]
+        return super().take_inputs()
+
     @property
     @override
     def owner(self) -> Any:
@@ -262,22 +273,30 @@ class LiveCall(Call):
 
     @override
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
+        reach, users = self.snapshot, self._users
         if self._users_call is None:  # to show what it changes
             return self.run_again(inputs)
-        reach, users = self.snapshot, self._users
-        lifted = reach.lifted(users, inputs)
         fn, args, kwargs = self._users_call
-        if self._refuses_draws:
-            fn = without_draws(lifted.of(fn), reach.label)
-        body = functools.partial(lifted.call, fn, args, kwargs)
+        if reach.is_bare:
+            body, lifted = functools.partial(reach.call, None, inputs), None
+        else:
+            lifted = reach.lifted(users, inputs)
+            if self._refuses_draws:
+                fn = without_draws(lifted.of(fn), reach.label)
+            body = functools.partial(lifted.call, fn, args, kwargs)
         if self.wrapped:
             body = self._without_outer_levels(body, inputs)
-        with lifted:
-            value = reach.call_lifted(lifted, body)
+        if lifted is None:
+            value = body()
+        else:
+            with lifted:
+                value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if type(value) is Tensor and id(value) not in lifted.users:
+        if type(value) is Tensor and (lifted is None or id(value) not in lifted.users):
             return Result(value)
+        if lifted is None:
+            return Result(value, Own({}, slots_of(users), ()))
         return Result(value, Own(lifted.users, slots_of(users), lifted.known))
 
     @override
@@ -286,15 +305,23 @@ class LiveCall(Call):
 
     @override
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
-        running, runs = self.snapshot.restored(inputs), here().runs
-        with contextlib.ExitStack() as around:
-            around.enter_context(running)
-            result = Result(self.snapshot.call(running, inputs))
-            if runs is not None:
-                around.pop_all()
-                if running.end_run():
-                    runs.append(running)
-            return result
+        reach = self.snapshot
+        if reach.is_bare:
+            return Result(reach.call(None, inputs))
+        running, runs = reach.restored(inputs), here().runs
+        if runs is None:
+            with running:
+                return Result(reach.call(running, inputs))
+        running.__enter__()
+        try:
+            result = Result(reach.call(running, inputs))
+        except BaseException:
+            running.__exit__()
+            raise
+        # Its graph is differentiated: until then the tensors stay where they are.
+        if running.end_run():
+            runs.append(running)
+        return result
 
 
 # --- Tensors and graphs of outer levels ---

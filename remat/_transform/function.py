@@ -528,12 +528,13 @@ def _evaluate(
             changes = changes_of(snapshot, inner, again)
             raise checks.changed_inside(snapshot, i, changes)
         before[i] = given.value_before(i)
+    if given.watches:
+        leaf_changes = given.leaf_changes()
+        if leaf_changes.moves:
+            raise checks.changed_inside(snapshot, given.moved())
+        state = state._replace(leaf_changes=leaf_changes, addresses=given.addresses())
     if before:
         state = state.updated(before)
-    leaf_changes = given.leaf_changes()
-    if leaf_changes.moves:
-        raise checks.changed_inside(snapshot, given.moved())
-    state = state._replace(leaf_changes=leaf_changes, addresses=given.addresses())
     checks.refuse_changed_inputs(
         snapshot, inputs, inner, state.versions, needs, before, again
     )
@@ -825,7 +826,8 @@ class Vjp(Program):
         if NoneType in map(type, grads):
             pairs = zip(self._wanted, grads, strict=True)
             program.check_reached(outs, inner, [i for i, g in pairs if g is None])
-        checks.refuse_backward(getattr(program, "label", "a vjp"), inner, primals)
+        if not program.on_fresh_leaves:
+            checks.refuse_backward(getattr(program, "label", "a vjp"), inner, primals)
         if program.once:
             self._check_once(grads)
         return grads

@@ -12,7 +12,7 @@ Here torch would not see them, and no hook for saved tensors could take them awa
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import compress
 from typing import Any, NamedTuple
@@ -75,7 +75,8 @@ class CallState(NamedTuple):
         attributes: what was set on the inputs; None where nothing was.
         next_hook: the number that the next hook set anywhere was to get.
         modes: the user's modes for operations around the call; None without any mode.
-        addresses: of the user's own leaves, which they are, and where in memory.
+        addresses: of the user's own leaves and of small constants, which these are,
+            and where in memory.
     """
 
     ambient: Ambient
@@ -95,15 +96,26 @@ class CallState(NamedTuple):
             versions[i] = value._version
             if values:
                 values[i] = FunctionalValue(value)
-        return self._replace(versions=versions, values=values)
+        new = self._at([i for i in range(len(versions)) if i not in before])
+        return new._replace(versions=versions, values=values)
 
     def of_first(self, count: int) -> "CallState":
         """Return it for the first inputs: those of the call, without their tangents."""
-        return self._replace(
+        attributes = self.attributes
+        return self._at(range(count))._replace(
             versions=self.versions[:count],
             classes=self.classes[:count],
             values=self.values[:count],
+            attributes=attributes and attributes[:count],
         )
+
+    def _at(self, inputs: Collection[InputIndex]) -> "CallState":
+        """Return it with the addresses of some inputs alone."""
+        where, then = self.addresses
+        if then is None:
+            return self
+        pairs = [(i, a) for i, a in zip(where, then, strict=True) if i in inputs]
+        return self._replace(addresses=([i for i, _ in pairs], [a for _, a in pairs]))
 
     def refuse_changed(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since, while a graph is made."""
@@ -118,15 +130,19 @@ class CallState(NamedTuple):
     ) -> Iterator[None]:
         """Restore it for the body, in which changed inputs are not read."""
         streams = streams_now(snapshot.streams)
-        self._warn_of_moved(snapshot, inputs)
+        self._check_moved(snapshot, inputs)
         try:
-            with self._restored(snapshot, inputs, mode), self._marked(inputs):
-                yield
+            with self._restored(snapshot, inputs, mode):
+                if self.attributes or self.leaf_changes.marks:
+                    with self._marked(inputs):
+                        yield
+                else:
+                    yield
         finally:
             put_back(streams)
 
-    def _warn_of_moved(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
-        """Warn of leaves that were given other memory since."""
+    def _check_moved(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
+        """Warn of leaves that were given other memory since; refuse constants."""
         where, then = self.addresses
         if not then or current_layer() is not None or may_be_gathered():
             return
@@ -134,6 +150,8 @@ class CallState(NamedTuple):
         if now is None or now == then:
             return
         for i in compress(where, map(operator.ne, now, then)):
+            if not inputs[i].requires_grad:
+                refuse_needed(snapshot, [i], [i])
             name, label = snapshot.name_of(i), snapshot.label
             warn_once(MOVED.format(name=name, label=label))
 
@@ -141,9 +159,6 @@ class CallState(NamedTuple):
     def _marked(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Have tensors hold the attributes that they had, and no new hooks."""
         attributes = self.attributes
-        if not (attributes or self.leaf_changes.marks):
-            yield
-            return
         own = [i for i, t in enumerate(inputs) if is_own_leaf(t) or not t.requires_grad]
         then = None if attributes is None else [attributes[i] for i in own]
         for i, t in enumerate(inputs if attributes else ()):
@@ -255,7 +270,9 @@ class ForwardInputs:
             self._note_buffers(needs, buffers)
         flags = [*map(operator.and_, self._own, needs)]
         self._leaves_at = [*compress(range(len(inputs)), flags)]
-        self._watched = WatchedLeaves([*compress(inputs, flags)])
+        self._watched: WatchedLeaves | None = None
+        if self._leaves_at or False in needs:
+            self._watched = WatchedLeaves([*compress(inputs, flags)])
 
     def _note_buffers(
         self, needs: PerInput, buffers: Mapping[InputIndex, bool]
@@ -306,17 +323,29 @@ class ForwardInputs:
         """Return those that are nobody else's. A graph that leads to one is a leak."""
         return [*compress(self.inner, map(operator.not_, self._own))]
 
+    @property
+    def watches(self) -> bool:
+        """Whether the forward ran on tensors of the user's."""
+        return self._watched is not None
+
     def leaf_changes(self) -> LeafChanges:
         """Return what the forward changed of the user's own leaves."""
-        return self._watched.changes(self.inputs)
+        return self._watched.changes(self.inputs) if self._watched else NO_CHANGES
 
     def addresses(self) -> tuple[Sequence[InputIndex], Sequence[int] | None]:
-        """Return which leaves are the user's own, and where these are in memory."""
-        return self._leaves_at, self._watched.addresses
+        """Return which inputs are the user's own leaves or small constants, and where.
+
+        In memory, that is; None if that cannot be asked.
+        """
+        there = self._watched and self._watched.addresses
+        if there is None or not self._memory:
+            return self._leaves_at, there
+        found = addresses_of([self.inputs[i] for i in self._memory])
+        return [*self._leaves_at, *self._memory], found and [*there, *found]
 
     def moved(self) -> InputIndex | None:
         """Return a leaf that the forward gave other memory; None if it is not known."""
-        moved = self._watched.moved()
+        moved = self._watched and self._watched.moved()
         return None if moved is None else self._leaves_at[moved]
 
 

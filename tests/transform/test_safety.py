@@ -1,6 +1,5 @@
 """Programs whose recompute could be another function: right, or refused."""
 
-import functools
 from collections import OrderedDict, deque
 from functools import partial
 
@@ -324,7 +323,7 @@ REFUSED = {
 }
 
 
-IN_ONE_NODE = functools.partial(remat, higher_order=True)
+IN_ONE_NODE = partial(remat, higher_order=True)
 
 
 class Accumulates(torch.autograd.Function):
@@ -358,7 +357,7 @@ def test_in_one_node_a_backward_inside_adds_its_gradients_once(wrap):
     return x.grad, w.grad
 
 
-@replayed(wrap=IN_ONE_NODE, sin=(2, 2 + 1))
+@replayed(wrap=IN_ONE_NODE, sin=(2, 2 + 2))
 def test_in_one_node_a_tensor_that_a_class_holds_gets_its_gradient(wrap):
     x = leaf()
     y = wrap(scaled)(x, Settings())
