@@ -10,7 +10,7 @@ Rejected: keeping the tensors in it, which would hide them from torch's saved te
 call: nobody could tell which of it was known when.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
@@ -106,8 +106,11 @@ class Program:
     once: Mapping[int, Any] = {}
     # What the forward found outside each vmap around the user's call.
     outside: tuple[OutsideVmap, ...] = ()
-    # Whether a run must not be given the user's own leaves.
-    on_fresh_leaves = False
+
+    @property
+    def own(self) -> Container[InputIndex]:
+        """The inputs of which a run may be given the user's own leaves."""
+        return ()
 
     def may_read_early(self, tensor: Tensor) -> bool:
         """Say whether a recompute in a graph may read an input before cotangents."""
@@ -196,7 +199,7 @@ class Program:
             differentiable = [*map(has_derivatives, outs)]
             return outs, Evaluation(request, used, differentiable, asks_grad_mode=True)
         set_grad_enabled(True)
-        leaves = leaves_for(inputs, request.needs, all_fresh=self.on_fresh_leaves)
+        leaves = leaves_for(inputs, request.needs, self.own)
         outs = without_hooks(self.run, *leaves)
         set_grad_enabled(False)
         differentiable = [*map(requires_grad, outs)]
@@ -230,17 +233,20 @@ def replaced_at(
 
 
 def leaves_for(
-    inputs: Sequence[Tensor], needs: PerInput, *, all_fresh: bool
+    inputs: Sequence[Tensor], needs: PerInput, own: Container[InputIndex]
 ) -> list[Tensor]:
     """Return leaves in place of the inputs that `needs` marks, for a run at the base.
 
-    Leaves that require grad stay themselves, unless they have hooks, which would see
-    the gradients of the run, or `all_fresh`: so they are found by identity, and no
-    holder is written for them.
+    Leaves that require grad and are among the user's `own` stay themselves, unless they
+    have hooks, which would see the gradients of the run. So they are found by identity,
+    and no holder is written for them.
     """
-    if all_fresh or is_below_tracer() or len({*map(id, inputs)}) < len(inputs):
+    if not own or is_below_tracer() or len({*map(id, inputs)}) < len(inputs):
         return fresh_leaves(inputs, needs)
-    needs = [need and not is_own_leaf(t) for t, need in zip(inputs, needs, strict=True)]
+    needs = [
+        need and not (is_own_leaf(t) and i in own)
+        for i, (t, need) in enumerate(zip(inputs, needs, strict=True))
+    ]
     return fresh_leaves(inputs, needs) if True in needs else [*inputs]
 
 

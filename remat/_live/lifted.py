@@ -119,6 +119,7 @@ class Replaced(Written):
         self._meanwhile, self._own = (keys, values), own
         self.kind.write(self.holder, keys, values)
 
+    @override
     def end(self) -> None:
         """Give back what is the user's, and leave what changed meanwhile."""
         with LOCK:
@@ -299,7 +300,9 @@ class LiftedForward(Lifted):
         tensors: Sequence[Any],
     ) -> None:
         self._roots = [(root, root.taken) for root in roots]
-        here: list[Holding] = [partial(holding, root.layout, taken) for root, taken in self._roots]
+        here: list[Holding] = [
+            partial(holding, root.layout, taken) for root, taken in self._roots
+        ]
         self._boxes: list[Held] = []
         if boxes:
             passed = [*boxes.values()]
@@ -346,7 +349,8 @@ class LiftedForward(Lifted):
         if not new:
             return owned
         roots = roots_of([lambda: new])  # a list, as a variable of a function
-        here = [partial(holding, root.layout, root.taken) for root in roots]
+        pairs = [(r.layout, r.taken) for r in roots if r.taken is not None]
+        here = [partial(holding, *pair) for pair in pairs]
         stand_ins = [*self._stand_ins.values()]
         ours = [t for t in stand_ins if id(t) in self._users]
         before = [*new]

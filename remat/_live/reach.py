@@ -14,32 +14,25 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.absent import Absent
-from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
-from remat._capture.container_kinds import CONTAINERS
-from remat._capture.holders import HolderKind
-from remat._capture.modules import HOOKS
-from remat._capture.objects import bytes_of, is_spent_by_use, set_bytes
+from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
 from remat._live.contents import Ref
-from remat._live.exchange import Exchange, Written
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, lease_of
-from remat._live.lifted import Held, Lifted, LiftedForward, among, holding
+from remat._live.lifted import LiftedForward
 from remat._live.roots import Root, roots_of
+from remat._live.running import Running
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
     MODULE_HOOKS,
@@ -47,10 +40,6 @@ from remat._torch import (
     function_modes,
     parametrization_cache,
 )
-
-
-if TYPE_CHECKING:
-    from remat._live.layout import Taken
 
 
 _PARAMETERS = frozenset({nn.Parameter})
@@ -244,12 +233,12 @@ class Reach:
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any]) -> "Running":
+    def restored(self, tensors: Sequence[Any]) -> Running:
         """Return a context in which everything holds what it held at the call."""
         args = self._roots, self._buffers, self.next_hook, tensors
         return Running(*args, self._alive)
 
-    def call(self, running: "Running | None", tensors: Sequence[Any]) -> Any:
+    def call(self, running: Running | None, tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
         cache = None if self._cache is None else building.value(self._cache)
@@ -338,18 +327,6 @@ _UNHASHABLE = (
 CallOrigin = Reach | Snapshot
 
 
-def _among_holders(
-    holders: Sequence[tuple[HolderKind, Any]], ids: Any
-) -> Iterator[Held]:
-    """Yield what those hold now that hold one of some values."""
-    return among((Held(k, holder, *k.held(holder)) for k, holder in holders), ids)
-
-
-def is_of_all(hooks: Any) -> bool:
-    """Say whether a dict holds hooks on all modules."""
-    return any(hooks is held for held in MODULE_HOOKS.dicts)
-
-
 class _StillThere:
     """Finds, for names, what is still there."""
 
@@ -359,189 +336,3 @@ class _StillThere:
         return None if kept.ref is None else kept.ref()
 
     container = found
-
-
-# --- One run ---
-
-
-class Running:
-    """A run of a call, as a context."""
-
-    __slots__ = (
-        *("_alive", "_buffers", "_first", "_lifted", "_made", "_next_hook", "_now"),
-        *("_roots", "_undo", "_users", "tensors"),
-    )
-
-    def __init__(
-        self,
-        roots: Sequence[Root],
-        buffers: Sequence[tuple[Any, bytes]],
-        next_hook: int,
-        tensors: Sequence[Any],
-        users: Callable[[], Sequence[Any]],
-    ) -> None:
-        self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
-        self.tensors, self._users = tensors, users
-        self._lifted: Lifted | None = None
-        self._made: dict[int, Any] = {}
-        self._alive: dict[int, Any] = {}
-        self._now: list[tuple[Root, Taken | Exchange]] = []
-        self._undo: list[Callable[[], object]] = []
-
-    def __enter__(self) -> Self:
-        self._first = RemovableHandle.next_id
-        try:
-            if self._first != self._next_hook:
-                self._hide_hooks()
-            if self._roots:
-                self._exchange()
-            for buffer, then in self._buffers:
-                self._exchange_bytes(buffer, then)
-        except BaseException:
-            self._put_back()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end_run()
-        if self._lifted is not None:
-            self._lifted.end()
-
-    def _end_run(self) -> None:
-        if RemovableHandle.next_id > self._first:
-            # Those that the run set: before the dicts of hooks are written again.
-            for hooks in self._hooks_of_modules():
-                for key in [key for key in hooks if key >= self._first]:
-                    del hooks[key]
-        if self._undo:
-            self._put_back()
-
-    def end_run(self) -> bool:
-        """Put back all but the tensors, until the context is left; say if some stay.
-
-        Hooks in the graph of the run may call functions, which are to find those of the
-        run. What these change stays. What was left out of a replay nobody finds.
-        """
-        exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
-        self._end_run()
-        tensors, self.tensors, self._now, self._first = self.tensors, (), [], _NEVER
-        if exchanges:
-            here = partial(
-                _among_holders, [pair for held in exchanges for pair in held.holders()]
-            )
-            each = zip(self._users(), tensors, strict=True)
-            pairs = [(u, t) for u, t in each if u is not None and type(t) is not Absent]
-            self._lifted = Lifted([here], [u for u, _ in pairs], [t for _, t in pairs])
-            self._lifted.__enter__()
-        elif self._lifted is not None:
-            self._lifted = self._lifted.without(Absent)
-        return self._lifted is not None and self._lifted.is_somewhere
-
-    def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def found(self, kept: Ref) -> Any:
-        """Return a value that the call was given: itself, or what was revived."""
-        value = None if kept.ref is None else kept.ref()
-        value = self._made.get(kept.id) if value is None else value
-        if value is None:
-            raise RecomputeError(_GONE)
-        return value
-
-    def container(self, kept: Ref) -> Any:
-        """Return a container that was passed and that an owner leads to, or None."""
-        for root, now in self._now:
-            if isinstance(now, Exchange):
-                value = now.container(kept.id)
-                if value is not None:
-                    return value
-                continue
-            place = root.contents.places(root.layout).get(kept.id)
-            if place is not None:
-                position, as_key = place
-                value = (now.keys if as_key else now.values)[position]
-                return value if self._lifted is None else self._lifted.of(value)
-        return None
-
-    def _exchange(self) -> None:
-        if not self._exchange_tensors():
-            self._exchange_all()
-        for root in self._roots:
-            for large in root.large.values():
-                if large.has_grown():
-                    self.write(large.kind, large.value, large.keys, large.values)
-
-    def _exchange_tensors(self) -> bool:
-        """Have other tensors stand in, if nothing else differs; say if that is so."""
-        found = [root.but_for_tensors(self.tensors) for root in self._roots]
-        if None in found:
-            return False
-        there: dict[int, tuple[Any, Any]] = {}
-        here: list[Any] = []
-        for root, (taken, pairs) in zip(self._roots, found, strict=True):
-            here.append(partial(holding, root.layout, taken))
-            for now, then in pairs:
-                if there.setdefault(id(now), (now, then))[1] is not then:
-                    return False  # one that is to be two
-        pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
-        if pairs:
-            lifted = Lifted(here, [now for now, _ in pairs], [t for _, t in pairs])
-            self._lifted = lifted.__enter__()
-        self._now += [(r, f[0]) for r, f in zip(self._roots, found, strict=True)]
-        return True
-
-    def _exchange_all(self) -> None:
-        started: list[Exchange] = []
-        for root in self._roots:
-            now: Any = root.as_it_was(self.tensors)
-            if now is None:
-                now = root.exchange(self.tensors, self._made, self._alive)
-                # What is gone of any root may be in another: all are made first.
-                now.revive_owners()
-                started.append(now)
-            self._now.append((root, now))
-        for exchange in started:
-            exchange.look()
-        for exchange in started:
-            self._undo.append(exchange.end)
-            exchange.start()
-
-    def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
-        now = bytes_of(buffer)
-        self._undo.append(lambda: bytes_of(buffer) == now or set_bytes(buffer, now))
-        if now != then:
-            set_bytes(buffer, then)
-
-    def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
-        """Have a holder hold this until the run has ended."""
-        now_keys, now = kind.held(holder)
-        written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
-        written.start()
-        self._undo.append(written.end)
-        kind.write(holder, keys, values)
-
-    def _hide_hooks(self) -> None:
-        """Take off the hooks of modules that were set since the call."""
-        for hooks in self._hooks_of_modules():
-            kept = [key for key in hooks if not self._is_hidden(key, hooks)]
-            if len(kept) < len(hooks):
-                how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
-                self.write(how, hooks, kept, [hooks[key] for key in kept])
-
-    def _is_hidden(self, key: int, hooks: Any) -> bool:
-        """Say whether a hook was set since the call, by the user."""
-        is_new = key >= self._next_hook
-        return is_new and not (is_of_all(hooks) and is_hook_of_library(hooks[key]))
-
-    def _hooks_of_modules(self) -> list[Any]:
-        dicts = [held for root in self._roots for held in root.layout.modules()]
-        found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
-        return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
-
-
-_NEVER = 1 << 62  # no hook gets this number
-_GONE = (
-    "remat: what the function was called with is gone, and cannot be made again for "
-    "the recompute. Keep it alive until the backward."
-)

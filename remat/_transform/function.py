@@ -36,8 +36,7 @@ recompute would be another function, and what the outputs depend on could not be
 import contextlib
 import functools
 import operator
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress, filterfalse
 from types import NoneType
 from typing import Any, TypeAlias
@@ -130,10 +129,10 @@ from remat._torch import (
 from remat._transform import checks
 from remat._transform.call import Call, LiveCall, users_fn
 from remat._transform.changes import changes_of
+from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
     CallState,
-    ForwardInputs,
     call_state,
     copies_of_buffers,
 )
@@ -142,7 +141,6 @@ from remat._transform.state import (
 # Cheaper than comprehensions, on a path taken on every call.
 _requires_grad = operator.attrgetter("requires_grad")
 
-LIVE = not os.environ.get("REMAT_OLD")
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
 
 
@@ -160,13 +158,10 @@ def call_as_function(
     may_read_early: Callable[[Tensor], bool] | None = None,
 ) -> Any:
     """Call a function as one Function; if nothing is differentiated, call `plain`."""
-    if LIVE:
-        reach = reach_of(users_fn(fn, label, options), label, args, kwargs)
-        if reach is None:
-            return plain(*args, **kwargs)
-        call = LiveCall(reach, fn, args, kwargs, options)
-    else:
-        call = Call(fn, label, args, kwargs, options)
+    reach = reach_of(users_fn(fn, label, options), label, args, kwargs)
+    if reach is None:
+        return plain(*args, **kwargs)
+    call = LiveCall(reach, fn, args, kwargs, options)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None
@@ -206,8 +201,8 @@ class Primal(Program):
 
     @property
     @override
-    def on_fresh_leaves(self) -> bool:
-        return self.state is not None and self.state.leaf_changes.accumulates
+    def own(self) -> Container[InputIndex]:
+        return () if self.state is None else self.state.own
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:
@@ -500,7 +495,7 @@ def _evaluate_below(
     # After all runs of the forward, and before leaks are looked for: it holds tensors.
     call.forward_done()
     # The graph is gone by now, unless the function let something of it escape.
-    checks.refuse_backward(snapshot.label, inner, inputs)
+    checks.refuse_backward(program, inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, inner, needs)
     checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
     return evaluated
@@ -520,21 +515,14 @@ def _evaluate(
     has_inference = None in state.versions
     planned = _planned(call, program, inputs, inner, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)
-    # Before inputs are compared: an update of a buffer is no change that is refused.
     again = functools.partial(call.run_on_copies, program)
-    before: dict[int, Tensor] = {}
-    for i in given.written(snapshot.buffers):
-        if i not in snapshot.buffers:
-            changes = changes_of(snapshot, inner, again)
-            raise checks.changed_inside(snapshot, i, changes)
-        before[i] = given.value_before(i)
-    if given.watches:
-        leaf_changes = given.leaf_changes()
-        if leaf_changes.moves:
-            raise checks.changed_inside(snapshot, given.moved())
-        state = state._replace(leaf_changes=leaf_changes, addresses=given.addresses())
-    if before:
-        state = state.updated(before)
+
+    def changed_inside(index: InputIndex | None) -> Exception:
+        changes = changes_of(snapshot, inner, again)
+        return checks.changed_inside(snapshot, index, changes)
+
+    # Before inputs are compared: an update of a buffer is no change that is refused.
+    state, before = given.state_after(state, snapshot.buffers, changed_inside)
     checks.refuse_changed_inputs(
         snapshot, inputs, inner, state.versions, needs, before, again
     )
@@ -764,6 +752,13 @@ class Vjp(Program):
             used = [k for k, i in enumerate(saved) if i in used]
         return (*used, *range(self._arity, count))
 
+    @property
+    @override
+    def own(self) -> Container[InputIndex]:
+        planned = self._evaluation.planned
+        # Where inputs were dropped, others have their numbers.
+        return () if planned is not None and planned.dropped else self._program.own
+
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         self._program.refuse_changed(inputs[: self._arity])
@@ -826,8 +821,7 @@ class Vjp(Program):
         if NoneType in map(type, grads):
             pairs = zip(self._wanted, grads, strict=True)
             program.check_reached(outs, inner, [i for i, g in pairs if g is None])
-        if not program.on_fresh_leaves:
-            checks.refuse_backward(getattr(program, "label", "a vjp"), inner, primals)
+        checks.refuse_backward(program, inner, primals)
         if program.once:
             self._check_once(grads)
         return grads
@@ -841,8 +835,7 @@ class Vjp(Program):
             # What requires grad here stays itself, for the new graph is to reach it.
             pairs = zip(needs, primals, strict=True)
             needs = [need and not t.requires_grad for need, t in pairs]
-        all_fresh = self._program.on_fresh_leaves
-        inner = leaves_for(primals, needs, all_fresh=all_fresh)
+        inner = leaves_for(primals, needs, self.own)
         run = self._program.run
         if mode is not None:
             run = functools.partial(run, mode=mode)

@@ -12,7 +12,7 @@ once more for the tangents, and below it torch turns forward mode off.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,10 @@ from remat._torch import (
     base_tensor,
     batch,
     call_at_jvp,
+    dual_level_active,
     grad_level,
     has_proxies,
+    is_of_torch_func,
     leaf_at,
     lifted,
     requires_grad_at_any_level,
@@ -93,6 +95,11 @@ class Below(Program):
     @override
     def uses(self, count: int) -> Sequence[InputIndex]:
         return (*self.program.uses(self.arity), *range(self.arity, count))
+
+    @property
+    @override
+    def own(self) -> Container[InputIndex]:
+        return self.program.own
 
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
@@ -273,8 +280,13 @@ class Duals(NamedTuple):
     @classmethod
     def at_level(cls, layer: Any, inputs: Sequence[Tensor]) -> "Duals":
         """Take the inputs of a program at a jvp level apart."""
-        level = layer.level()
-        pairs = [taken_apart_at_jvp(level, t) for t in lifted(layer, JVP, inputs)]
+        level, are_duals = layer.level(), dual_level_active()
+        pairs = [
+            taken_apart_at_jvp(level, there)
+            if are_duals or is_of_torch_func(t)
+            else (t, None)  # a constant, which stays itself
+            for t, there in zip(inputs, lifted(layer, JVP, inputs), strict=True)
+        ]
         return cls.of_pairs(pairs)
 
     @classmethod

@@ -12,7 +12,7 @@ Here torch would not see them, and no hook for saved tensors could take them awa
 """
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import compress
 from typing import Any, NamedTuple
@@ -25,10 +25,6 @@ from remat._ambient.modes import ModesAround
 from remat._base.absent import Absent
 from remat._base.program import (
     InputIndex,
-    PerInput,
-    fresh_leaves,
-    is_own_leaf,
-    leaves_for,
 )
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
@@ -42,24 +38,17 @@ from remat._torch import (
     dispatch_mode_count,
     has_proxies,
     is_below_tracer,
-    is_shared,
-    shared_copy,
 )
 from remat._transform.checks import enter_refusing_reads, refuse_needed
 from remat._transform.leaves import (
     MOVED,
     NO_CHANGES,
     LeafChanges,
-    Memory,
-    WatchedLeaves,
     addresses_of,
     attributes_of,
-    has_same_bytes,
     in_class,
     may_be_gathered,
-    memory_of,
     preserved_marks,
-    with_bytes,
 )
 
 
@@ -71,6 +60,7 @@ class CallState(NamedTuple):
         versions: how often each input had been changed in place.
         classes: of the inputs; empty where all are plain tensors.
         values: of the inputs, where AOTAutograd makes functions of operations in place.
+        own: the inputs that the forward ran on itself, as leaves of the user's.
         leaf_changes: what the forward changed of the user's own leaves.
         attributes: what was set on the inputs; None where nothing was.
         next_hook: the number that the next hook set anywhere was to get.
@@ -83,6 +73,7 @@ class CallState(NamedTuple):
     versions: Sequence[int | None]
     classes: Sequence[type]
     values: Sequence[Any] = ()
+    own: Container[InputIndex] = ()
     leaf_changes: LeafChanges = NO_CHANGES
     attributes: Sequence[dict[str, Any]] | None = None
     next_hook: int = 0
@@ -159,10 +150,11 @@ class CallState(NamedTuple):
     def _marked(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Have tensors hold the attributes that they had, and no new hooks."""
         attributes = self.attributes
-        own = [i for i, t in enumerate(inputs) if is_own_leaf(t) or not t.requires_grad]
+        leaves = self.own
+        own = [i for i, t in enumerate(inputs) if i in leaves or not t.requires_grad]
         then = None if attributes is None else [attributes[i] for i in own]
-        for i, t in enumerate(inputs if attributes else ()):
-            if i not in own:
+        for i, t in enumerate(inputs):
+            if attributes and i not in own:
                 vars(t).update(attributes[i])
         with preserved_marks([inputs[i] for i in own], then, self.next_hook):
             yield
@@ -215,138 +207,6 @@ def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
         next_hook=RemovableHandle.next_id,
         modes=ModesAround() if dispatch_mode_count() and not values else None,
     )
-
-
-# --- What a forward runs on ---
-
-
-class ForwardInputs:
-    """The tensors that a forward runs on, and what it changes of them.
-
-    Attributes:
-        inner: the tensors: fresh leaves, copies of what it may update, or the user's
-            own, of which is noted what they hold.
-        copies: of inputs that it may update, by index.
-    """
-
-    __slots__ = (
-        "_leaves_at",
-        "_memory",
-        "_own",
-        "_watched",
-        "copies",
-        "inner",
-        "inputs",
-    )
-
-    def __init__(
-        self,
-        inputs: Sequence[Tensor],
-        needs: PerInput,
-        buffers: Mapping[InputIndex, bool],
-        passed: Sequence[Tensor],  # in levels; empty at the base
-        *,
-        at_base: bool,
-    ) -> None:
-        self.inputs = inputs
-        self.inner = leaves_for(inputs, needs, all_fresh=False)
-        if passed:
-            # The graph of one that is differentiated in a level ends at a new leaf: one
-            # that is held afterwards would have no path in that level.
-            wraps = [t is not p for t, p in zip(inputs, passed, strict=False)]
-            wraps += [True] * (len(inputs) - len(wraps))
-            of_levels = [*map(operator.and_, wraps, needs)]
-            if True in of_levels:
-                self.inner = fresh_leaves(self.inner, of_levels)
-        self._own = [*map(operator.is_, self.inner, inputs)]
-        if at_base:
-            for t, leaf in zip(inputs, self.inner, strict=True):
-                if leaf is not t and t.grad_fn is not None:
-                    # To retain a gradient is asked of the input. A leaf's does nothing.
-                    vars(leaf)["retain_grad"] = t.retain_grad
-        self.copies: dict[int, Tensor] = {}
-        self._memory: dict[int, Memory] = {}
-        if buffers or False in needs:
-            self._note_buffers(needs, buffers)
-        flags = [*map(operator.and_, self._own, needs)]
-        self._leaves_at = [*compress(range(len(inputs)), flags)]
-        self._watched: WatchedLeaves | None = None
-        if self._leaves_at or False in needs:
-            self._watched = WatchedLeaves([*compress(inputs, flags)])
-
-    def _note_buffers(
-        self, needs: PerInput, buffers: Mapping[InputIndex, bool]
-    ) -> None:
-        """Note what inputs hold that may be updated, or put copies in their place.
-
-        Of large ones a copy shares the memory until it is written.
-        """
-        is_traced = is_below_tracer()
-        for i, t in enumerate(self.inner):
-            # Running statistics are vectors, and may be passed as arguments as well.
-            if needs[i] or not (i in buffers or t.dim() == 1):
-                continue
-            small = not is_traced and t.numel() <= SMALL
-            memory = memory_of(t) if small else None
-            if memory is not None:
-                self._memory[i] = memory
-                continue
-            copy = shared_copy(t)
-            if copy is not None or buffers.get(i, False):
-                self.inner[i] = self.copies[i] = t.clone() if copy is None else copy
-
-    def written(self, buffers: Mapping[InputIndex, bool]) -> Iterator[int]:
-        """Yield the inputs that the forward wrote to."""
-        for i, memory in self._memory.items():
-            if memory_of(self.inputs[i]) != memory:
-                yield i
-        for i, copy in self.copies.items():
-            if is_shared(copy):
-                continue
-            # Memory of its own and the same value: it was written with that value, or a
-            # kernel that may write only read it.
-            captured = i in buffers and shared_copy(copy) is not None
-            if copy._version or captured or not has_same_bytes(copy, self.inputs[i]):
-                yield i
-
-    def value_before(self, i: InputIndex) -> Tensor:
-        """Return what an input that was written to held, which has what was written."""
-        buffer = self.inputs[i]
-        if i in self._memory:
-            return with_bytes(buffer, self._memory[i][1])
-        before, copy = buffer.clone(), self.copies[i]
-        if not has_same_bytes(copy, buffer):
-            buffer.copy_(copy)
-        return before
-
-    def fresh(self) -> list[Tensor]:
-        """Return those that are nobody else's. A graph that leads to one is a leak."""
-        return [*compress(self.inner, map(operator.not_, self._own))]
-
-    @property
-    def watches(self) -> bool:
-        """Whether the forward ran on tensors of the user's."""
-        return self._watched is not None
-
-    def leaf_changes(self) -> LeafChanges:
-        """Return what the forward changed of the user's own leaves."""
-        return self._watched.changes(self.inputs) if self._watched else NO_CHANGES
-
-    def addresses(self) -> tuple[Sequence[InputIndex], Sequence[int] | None]:
-        """Return which inputs are the user's own leaves or small constants, and where.
-
-        In memory, that is; None if that cannot be asked.
-        """
-        there = self._watched and self._watched.addresses
-        if there is None or not self._memory:
-            return self._leaves_at, there
-        found = addresses_of([self.inputs[i] for i in self._memory])
-        return [*self._leaves_at, *self._memory], found and [*there, *found]
-
-    def moved(self) -> InputIndex | None:
-        """Return a leaf that the forward gave other memory; None if it is not known."""
-        moved = self._watched and self._watched.moved()
-        return None if moved is None else self._leaves_at[moved]
 
 
 def copies_of_buffers(
