@@ -290,7 +290,7 @@ def _key_of(held: Held) -> tuple[int, ...]:
 class LiftedForward(Lifted):
     """The context of a forward: what it left is mapped back, wherever it is."""
 
-    __slots__ = "_boxes", "_known", "_roots"
+    __slots__ = "_asks", "_boxes", "_known", "_roots"
 
     def __init__(
         self,
@@ -298,7 +298,9 @@ class LiftedForward(Lifted):
         boxes: Mapping[int, tuple[Any, Any]],
         users: Sequence[Tensor],
         tensors: Sequence[Any],
+        asks: Container[str] = (),
     ) -> None:
+        self._asks = asks  # by what code tells a value from another one like it
         self._roots = [(root, root.taken) for root in roots]
         here: list[Holding] = [
             partial(holding, root.layout, taken) for root, taken in self._roots
@@ -310,6 +312,17 @@ class LiftedForward(Lifted):
             here.append(partial(among, self._boxes))
         self._known: Container[int] | None = None
         super().__init__(here, users, tensors)
+
+    @override
+    def __enter__(self) -> Self:
+        super().__enter__()
+        passed = {id(held.holder) for held in self._boxes}
+        if "id" in self._asks and not passed.isdisjoint(self._made):
+            self.end()
+            key = next(key for key in self._made if key in passed)
+            kind = type(self._made[key].holder).__qualname__
+            raise CaptureError(_IDENTITY.format(kind=kind))
+        return self
 
     @override
     def __exit__(self, *_: object) -> None:
@@ -385,6 +398,12 @@ class Back(Lifted):
         self._write_made(held)
 
 
+_IDENTITY = (
+    "remat: a {kind} that was passed holds a tensor that is differentiated. Under "
+    "torch.func the function gets another one around another tensor, and it may ask "
+    "for the identity of that (`id`). Pass the tensors themselves, or look up by "
+    "something else."
+)
 _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
     "Pass the eager module instead."

@@ -14,7 +14,7 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,16 @@ class Reach:
     """
 
     __slots__ = (
-        *("_boxes", "_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
+        *(
+            "_asks",
+            "_boxes",
+            "_buffers",
+            "_cache",
+            "_count",
+            "_modes",
+            "_names",
+            "_refs",
+        ),
         *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
         *("is_bare", "is_contained", "is_lazy", "label", "next_hook", "streams"),
         *("tensors", "uses_stream_states"),
@@ -97,6 +106,7 @@ class Reach:
                 self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
+        self._asks: frozenset[str] = frozenset()
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes:
             self._lease(given)
@@ -126,10 +136,12 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to passed containers that code may tell from others like them."""
-        asks = None if given.search is None else given.search.asks
+        asks: frozenset[str] = frozenset()
+        if given.search is not None:
+            asks |= given.search.asks
         for root in self._roots:
-            if root.layout.asks:
-                asks = root.layout.asks | (asks or frozenset())
+            asks |= root.layout.asks
+        self._asks = asks
         if not asks:
             return
         end_leases()
@@ -214,7 +226,7 @@ class Reach:
 
     def lifted(self, users: Sequence[Tensor], tensors: Sequence[Any]) -> LiftedForward:
         """Return a context in which other tensors stand in for the user's."""
-        return LiftedForward(self._roots, self._boxes, users, tensors)
+        return LiftedForward(self._roots, self._boxes, users, tensors, self._asks)
 
     @property
     def code(self) -> list[Any]:
@@ -264,6 +276,13 @@ class Reach:
             return fn()
         finally:
             self._running = None
+
+    def beside_arrays(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Return inputs of which arrays of the user's may share the memory."""
+        if not self._buffers:
+            return {}
+        there = self._alive()
+        return {i: t for i in indices if (t := there[i]) is not None}
 
     # --- Names ---
 

@@ -133,8 +133,8 @@ from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
     CallState,
+    buffers_to_run_on,
     call_state,
-    copies_of_buffers,
 )
 
 
@@ -271,12 +271,15 @@ class Primal(Program):
         if modes is not None and not state.values:
             run = functools.partial(modes.call, run)
         with state.restored(self.call.snapshot, inputs, mode):
+            around: Any = contextlib.nullcontext()
             if evaluation.updated:
-                inputs = copies_of_buffers(inputs, evaluation.updated)
-            if not state.has_classes():
-                return self._under(mode, run, inputs), inputs
-            inputs = state.in_classes(inputs)
-            with torch_functions():
+                updated, call = evaluation.updated, self.call
+                inputs, around = buffers_to_run_on(call.snapshot, inputs, updated)
+            if state.has_classes():
+                inputs = state.in_classes(inputs)
+                with around, torch_functions():
+                    return self._under(mode, run, inputs), inputs
+            with around:
                 return self._under(mode, run, inputs), inputs
 
     def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:

@@ -13,7 +13,7 @@ Here torch would not see them, and no hook for saved tensors could take them awa
 
 import operator
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ from remat._transform.leaves import (
     LeafChanges,
     addresses_of,
     attributes_of,
+    holding,
     in_class,
     may_be_gathered,
     preserved_marks,
@@ -209,12 +210,22 @@ def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     )
 
 
-def copies_of_buffers(
-    inputs: Sequence[Tensor], updated: Sequence[InputIndex]
-) -> Sequence[Tensor]:
-    """Return inputs with copies in place of those that a recompute updates again."""
-    copied = list(inputs)
+def buffers_to_run_on(
+    snapshot: Any, inputs: Sequence[Tensor], updated: Sequence[InputIndex]
+) -> tuple[Sequence[Tensor], AbstractContextManager[Any]]:
+    """Return inputs that a recompute updates again, and a context to run it in.
+
+    These are copies. Where an array of the user's may share their memory, they are
+    themselves, and in the context hold what they held.
+    """
+    given, at_base = list(inputs), current_layer() is None and not has_proxies()
+    own = snapshot.beside_arrays(updated) if at_base else {}
     for i in updated:
-        if type(copied[i]) is not Absent:
-            copied[i] = copied[i].clone()
-    return copied
+        if i not in own and type(given[i]) is not Absent:
+            given[i] = given[i].clone()
+    if not own:
+        return given, nullcontext()
+    held = [given[i] for i in own]
+    for i, t in own.items():
+        given[i] = t
+    return given, holding([*own.values()], held)
