@@ -19,7 +19,6 @@ import torch
 from remat._ambient.streams import (
     Stream,
     global_streams,
-    known_streams,
     moved_since,
     set_state,
     state_of,
@@ -141,6 +140,11 @@ class Ambient:
         """The streams that the forward drew from, and their states before."""
         return getattr(self, "_moved", ())
 
+    def casts_anew(self) -> bool:
+        """Say whether a run is not to find what autocast has cast, but could."""
+        casts = self._casts
+        return casts is not None and casts() is None and autocast_depth() > 0
+
     def restored(self) -> AbstractContextManager[None]:
         """Run the body in the noted state, and leave everything as it was before."""
         if self._before is not None:  # the forward still runs: what moved is not noted
@@ -152,6 +156,17 @@ class Ambient:
         if unchanged and self._plain and not autocast_depth():
             return NOTHING
         return self._restored(self._moved)
+
+    def streams_now(self, others: Sequence[Stream] = ()) -> tuple[Any, Any, Any]:
+        """Return where torch's global streams are, and others, for `put_back`.
+
+        Python's and NumPy's are left: other threads, which load data, draw from them.
+        """
+        ours, devices = self._global.streams[0], device_generators()
+        states: Sequence[Any] = ()
+        if devices or others:
+            states = [(s, state_of(s)) for s in (*devices, *others)]
+        return ours, ours.read(), states
 
     @contextmanager
     def _restored(self, states: list[tuple[Any, Any]]) -> Iterator[None]:
@@ -191,18 +206,6 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     ambient = Ambient(streams, always=True)
     ambient.forward_done(keeps_casts=True)
     return ambient
-
-
-def streams_now(others: Sequence[Stream] = ()) -> tuple[Any, Any, Any]:
-    """Return where torch's global streams are, and others, for `put_back`.
-
-    Python's and NumPy's are left: other threads, which load data, draw from them.
-    """
-    ours, devices = known_streams().streams[0], device_generators()
-    states = (
-        [(s, state_of(s)) for s in (*devices, *others)] if devices or others else ()
-    )
-    return ours, ours.read(), states
 
 
 def put_back(noted: tuple[Any, Any, Any]) -> None:

@@ -83,7 +83,7 @@ def _torch_global(generator: torch.Generator) -> tuple[Stream, Any]:
         with no_torch_functions():  # unseen by modes
             generator.set_state(twister_state(raw))
 
-    return Stream("cpu", lambda: memory.raw, write), memory
+    return Stream("cpu", functools.partial(_raw, memory), write), memory
 
 
 # --- Python's ---
@@ -282,11 +282,6 @@ def global_streams() -> GlobalStreams:
     ):
         known = _global = _find_global(python, _numpy_module())
     return known
-
-
-def known_streams() -> GlobalStreams:
-    """Return those that the last forward found."""
-    return _global or global_streams()
 
 
 def _numpy_module() -> Any:

@@ -7,6 +7,7 @@ on every call.
 
 import builtins
 import enum
+import inspect
 import operator
 import sys
 import types
@@ -159,3 +160,33 @@ def static_of(value: Any) -> Any:
         return None
     # A number may be annealed.
     return float if type(value) is float else (type(value), value)
+
+
+def mentions(fn: Any, names: frozenset[str]) -> bool:
+    """Say whether the code of a function, or of one that it calls, has such a name."""
+    todo, known = [fn], set[int]()
+    for each in todo:  # which grow
+        each = getattr(each, "func", each)  # of a partial
+        code = getattr(each, "__code__", None)
+        if code is None and not isinstance(each, type):
+            each = inspect.getattr_static(type(each), "__call__", None)
+            code = getattr(each, "__code__", None)
+        if not isinstance(code, types.CodeType) or id(code) in known:
+            continue
+        known.add(id(code))
+        found = {name for inner in nested(code) for name in inner.co_names}
+        if not names.isdisjoint(found):
+            return True
+        scope = getattr(each, "__globals__", {})
+        called = [scope.get(name) for name in found]
+        called += map(content_of, getattr(each, "__closure__", None) or ())
+        todo += [f for f in called if isinstance(f, types.FunctionType)]
+    return False
+
+
+def content_of(cell: Any) -> Any:
+    """Return what a cell holds; None for nothing."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is assigned yet
+        return None

@@ -37,7 +37,16 @@ class Context:
     """The calls that one thread is inside of."""
 
     __slots__ = (
-        *("after", "block_pack", "cells", "functions", "inside", "listeners", "modes"),
+        *(
+            "after",
+            "block_pack",
+            "calls",
+            "cells",
+            "functions",
+            "inside",
+            "listeners",
+            "modes",
+        ),
         *("nested_choices", "only_our_hooks", "policy", "recomputing", "reporter"),
         "runs",
         "step_plans",
@@ -45,6 +54,7 @@ class Context:
 
     def __init__(self) -> None:
         self.policy: Any = None  # of these calls, joined
+        self.calls: Any = None  # of modules, in the innermost one, if a policy asks
         self.modes = 0  # of remat, that see the operations of the thread
         self.functions = 0  # calls that run as Functions of remat
         self.step_plans = 0  # plans for whole steps that are followed

@@ -9,10 +9,16 @@ left out, None or a list of tensors, nobody can put the call together again.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
+
+from remat._torch import is_operator
+
+
+NO_NAMES = frozenset[str]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class Value:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """One operation of a recorded function.
 
@@ -48,6 +54,11 @@ class Op:
         outputs: the tensors that it returned, in order.
         names: what `checkpoint_name` calls its outputs.
         source: the user's line: `file.py:12, in block`.
+        module: the path of the module that runs it, below what is rematerialized; ""
+            where that itself does. It is told to policies that ask.
+        classes: the full names of that module's class and its base classes, then of the
+            modules around it, and of custom Functions. It is told likewise.
+        nth: how many operations of the same operator the call has run before it.
 
     Example:
         >>> x = Value((2,), torch.float32, torch.device("cpu"))
@@ -60,8 +71,28 @@ class Op:
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
     outputs: tuple[Value, ...] = ()
-    names: frozenset[str] = field(default=frozenset())
+    names: frozenset[str] = NO_NAMES
     source: str = ""
+    module: str = ""
+    classes: tuple[str, ...] = ()
+    nth: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is Op:
+            return _fields(self) == _fields(other)
+        if is_operator(other):
+            raise TypeError(_OPERATOR.format(op=self.func, other=other))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_fields(self))
+
+    def __getattr__(self, name: str) -> Any:
+        # `name` and `params` are of JAX's primitives.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = [f.name for f in fields(Op)]
+        raise AttributeError(_NO_FIELD.format(name=name, known=", ".join(known)))
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -78,6 +109,22 @@ class Op:
     def nbytes(self) -> int:
         """The bytes of its outputs, which saving it would keep."""
         return sum(value.nbytes for value in self.outputs)
+
+
+_fields = attrgetter(
+    *("func", "args", "kwargs", "outputs", "names", "source"),
+    *("module", "classes", "nth"),
+)
+_OPERATOR = (
+    "remat: {op} is an operation, and {other} an operator: the two are never equal. "
+    "Compare prim.packet with an operator, as in prim.packet == torch.ops.aten.mm, or "
+    "prim.func with an overload. (JAX's primitives are compared themselves.)"
+)
+_NO_FIELD = (
+    "remat: an operation has no {name!r}. A policy is asked policy(op), and op has "
+    "{known}, inputs, packet and nbytes. For the name of JAX's primitive write "
+    "str(op.packet), and for what its avals tell look at op.inputs."
+)
 
 
 def _values(arg: Any) -> Iterator[Value]:

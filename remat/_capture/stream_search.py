@@ -83,6 +83,30 @@ def has_user_code(cls: type) -> bool:
     return bool(user_bases(cls))
 
 
+@by_class
+def methods_with_state(cls: type) -> tuple[tuple[int, str], ...]:
+    """Return the methods of packages' classes that hold a list, say, in a variable.
+
+    By the position of the class among the bases, and by name.
+    """
+    users = user_bases(cls)
+    return tuple(
+        (i, name)
+        for i, base in enumerate(cls.__mro__)
+        if i not in users and base not in _PLAIN_BASES
+        for name, method in vars(base).items()
+        if type(method) is types.FunctionType and _has_state(method.__closure__)
+    )
+
+
+def _has_state(cells: tuple[types.CellType, ...] | None) -> bool:
+    return not _STATE.isdisjoint(map(type, CELLS.values(cells or ())))
+
+
+_STATE = {list, dict}  # not a set: `dataclass` has one around `__repr__`
+_PLAIN_BASES = {object, torch.nn.Module}
+
+
 class StreamSearch:
     """The streams that one call can reach."""
 

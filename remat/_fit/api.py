@@ -29,11 +29,18 @@ from remat._base.sizes import bytes_in
 from remat._base.types import Fn
 from remat._fit.block_plan import FitPlan
 from remat._fit.blocks import fitted
-from remat._fit.choose import Chosen, chosen_for, has_solver, least_of, lowest
+from remat._fit.choose import (
+    Chosen,
+    chosen_for,
+    has_solver,
+    least_for,
+    quickly_for,
+)
 from remat._fit.record import ASKED, StepRecord, record
 from remat._fit.simulate import (
     TrainingStep,
     copied,
+    gradients_of,
     isolated,
     refuse_arguments,
     resident,
@@ -206,6 +213,8 @@ class _Planning:
         # if that runs the same operations.
         self.other = self._record_of_other_mode()
         self._courses_of_other: dict[bool, Course] = {}
+        there = (t.grad is not None for t, _ in gradients_of(step))
+        self._counts_gradients = step.accumulates or any(there)
         self._least: list[Followed] = []
 
     def plan(self) -> StepPlan:
@@ -259,11 +268,10 @@ class _Planning:
             if over <= 0:
                 return found
             aim -= over
-        for chosen in least_of(walker, self._budget):
-            found = self._run(walker, chosen)
-            if found.followed.peak <= self._budget:
-                return found
-            self._least.append(found.followed)
+        found = self._run(walker, least_for(walker, aim))
+        if found.followed.peak <= self._budget:
+            return found
+        self._least.append(found.followed)
         return None
 
     def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
@@ -289,7 +297,18 @@ class _Planning:
         return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
-        return _course(walker, chosen), *self._other_course(walker)
+        return self._course(walker, chosen), *self._other_course(walker)
+
+    def _course(
+        self, walker: Walker, chosen: Chosen, *, is_other: bool = False
+    ) -> Course:
+        model = self._step.model()
+        is_training = model is None or model.training
+        return replace(
+            _course(walker, chosen),
+            counts_gradients=self._counts_gradients,
+            is_training=is_training != is_other,
+        )
 
     # --- The other mode ---
 
@@ -309,9 +328,9 @@ class _Planning:
         is_around = walker.span == (0, self.record.turn)
         if is_around not in self._courses_of_other:
             other = Walker(self.other, None if is_around else self.other.called)
-            chosen = chosen_for(other, self._budget)
-            chosen = lowest(other) if chosen is None else chosen
-            self._courses_of_other[is_around] = _course(other, chosen)
+            chosen = quickly_for(other, self._budget)
+            course = self._course(other, chosen, is_other=True)
+            self._courses_of_other[is_around] = course
         yield self._courses_of_other[is_around]
 
     # --- Errors ---
@@ -346,19 +365,24 @@ def _recorded(
 
 
 def _course(walker: Walker, chosen: Chosen) -> Course:
-    """Return what a policy answers. It saves what the backward does not need, too."""
-    needed = walker.closure(walker.storages(chosen))[0] - walker.storages(chosen)
+    """Return what a policy answers. It saves what a scope cannot run again, too."""
+    saved = walker.storages(chosen)
+    needed = walker.closure(saved)[0]
+    # What nobody reads again. A value that Python holds is saved.
+    unread = walker.makers.keys() - needed
     within = walker.record.operations[slice(*walker.span)]
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
-    found: dict[Any, list[tuple[str, bool, int]]] = {}
+    found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
     for op in within:
         root, turn, path, number = op.place
         place = root, turn - first.setdefault(root, turn), path, number
         if op.fate == ASKED:
-            saves = not needed.intersection(op.makes)
+            is_again = not (needed - saved).isdisjoint(op.makes)
+            is_unread = unread.issuperset(op.makes)
+            saves = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
-            found.setdefault(place, []).append((op.name, saves, size))
+            found.setdefault(place, []).append((op.name, saves, is_unread, size))
     return Course(
         tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
     )

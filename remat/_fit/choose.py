@@ -16,10 +16,11 @@ import ctypes
 import importlib
 import importlib.util
 import itertools
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,56 +36,151 @@ def has_solver() -> bool:
 
 
 def chosen_for(walker: Walker, budget: int) -> Chosen | None:
-    """Return the operations whose results are saved; None if nothing was found."""
+    """Return the operations whose results are saved; None if nothing was found.
+
+    More bytes never cost more work, but for what a solver rounds.
+    """
     every = frozenset(walker.choices)
     if walker(every).peak <= budget:
         return every
-    found = solved(walker, budget) if has_solver() else None
-    if found is None:
-        found = greedy(walker, budget)
-    return None if found is None else improved(walker, found, budget)
+    if not has_solver():
+        return _found(walker, greedy(walker, budget), budget)
+    return _Ladder(walker).at_most(budget)
 
 
-def lowest(walker: Walker) -> Chosen:
-    """Return a choice of nearly the lowest peak that can be found.
-
-    A search that fails for some bytes may do for fewer. So after a bisection, less is
-    asked for in steps, until nothing is found.
-    """
+def least_for(walker: Walker, budget: int) -> Chosen:
+    """Return the choice of the lowest peak, where none was found for a budget."""
+    if has_solver() and walker.choices:
+        chosen = _Ladder(walker).first_above(budget)
+        if chosen is not None:
+            return chosen
     extremes: list[Chosen] = [frozenset(walker.choices), frozenset()]
-    best = min(extremes, key=lambda chosen: walker(chosen).peak)
+    found = _lowest_by_greed(walker)
+    return min((found, *extremes), key=lambda chosen: walker(chosen).peak)
+
+
+def quickly_for(walker: Walker, budget: int) -> Chosen:
+    """Return some choice for a budget, or one of a low peak."""
+    chosen = solved(walker, budget) if has_solver() else None
+    if chosen is None:
+        chosen = chosen_for(walker, budget)
+    return least_for(walker, budget) if chosen is None else chosen
+
+
+def _found(walker: Walker, chosen: Chosen | None, budget: int) -> Chosen | None:
+    return None if chosen is None else improved(walker, chosen, budget)
+
+
+def _lowest_by_greed(walker: Walker) -> Chosen:
+    best = frozenset(walker.choices)
     low, high = max(walker.base), walker(best).peak
-    while high - low > high * _NEAR:
+    while high - low > high * _CLOSE:
         middle = (low + high) // 2
-        found = _below(walker, middle)
+        found = greedy(walker, middle)
         if found is None:
             low = middle
         else:
             best, high = found, walker(found).peak
-    for less in _LOWER:
-        found = (
-            _below(walker, int(high * less)) if high * less > max(walker.base) else None
-        )
-        if found is not None:
-            best, high = found, walker(found).peak
     return best
 
 
-def _below(walker: Walker, budget: int) -> Chosen | None:
-    found = solved(walker, budget) if has_solver() else None
-    return greedy(walker, budget) if found is None else found
+_CLOSE = 2e-3
 
 
-_LOWER = 0.99, 0.97, 0.94, 0.9
-_NEAR = 2e-3
+# --- The ladder ---
 
 
-def least_of(walker: Walker, budget: int) -> Iterator[Chosen]:
-    """Yield choices of a low peak, where none was found for a budget."""
-    chosen = lowest(walker)
-    if walker(chosen).peak <= budget:
-        yield improved(walker, chosen, budget)
-    yield chosen
+class _Ladder:
+    """Solves for budgets that are the same whatever is asked for.
+
+    The program is no bound where recomputes hold much, and what is found there for more
+    bytes may be worse, or nothing. So it is also solved for rungs below, as long as
+    less work may be found on them. What is chosen for fewer bytes is a choice for more.
+    """
+
+    def __init__(self, walker: Walker) -> None:
+        self._walker = walker
+        self._low = max(walker.base)
+        self._high = walker(walker.choices).peak
+        # Where limits may be exceeded; more of these are found by walks.
+        self._at = {*itertools.islice(_apart(walker, walker.base), _LIMITS)}
+
+    def at_most(self, budget: int) -> Chosen | None:
+        """Return the best choice whose peak is at most a budget."""
+        walker, last = self._walker, self._rung_at(budget)
+        best, work = None, math.inf
+        if not self._is_tight(last):
+            best = self._solved(budget)
+            work = math.inf if best is None else walker.seconds(best)
+            if work <= self._bound(budget) * _GAP:
+                return best
+        for nbytes in map(self._nbytes, range(last, -1, -1)):
+            if work <= self._bound(nbytes) * _GAP:  # no choice for so few is better
+                break
+            found = self._solved(nbytes)
+            if found is None or walker(found).peak > budget:
+                continue
+            if walker.seconds(found) < work * _LESS:
+                best, work = found, walker.seconds(found)
+        if best is None:
+            best = self.first_above(budget)
+        return best if best is not None and walker(best).peak <= budget else None
+
+    def first_above(self, budget: int) -> Chosen | None:
+        """Return the first choice of the rungs above a budget, with less if it may."""
+        for k in range(self._rung_at(budget), _RUNGS + 1):
+            nbytes = self._nbytes(k)
+            if self._bound(nbytes) < math.inf:
+                found = self._solved(nbytes)
+                if found is not None:
+                    return self._lowered(found)
+        return None
+
+    def _lowered(self, chosen: Chosen) -> Chosen:
+        while True:
+            aim = int(self._walker(chosen).peak * _LOWER)
+            found = repaired(self._walker, chosen, aim)
+            if found is None:
+                return chosen
+            chosen = found
+
+    def _rung_at(self, budget: int) -> int:
+        """Return the first rung that is not below a budget."""
+        share = (budget - self._low) / max(self._high - self._low, 1)
+        return min(max(math.ceil(share * _RUNGS), 0), _RUNGS)
+
+    def _nbytes(self, rung: int) -> int:
+        return self._low + (self._high - self._low) * rung // _RUNGS
+
+    def _solved(self, budget: int) -> Chosen | None:
+        known = self._walker.known
+        if budget not in known:
+            program = SavingProgram(self._walker)
+            found = solved(self._walker, budget, program)
+            self._at |= program.limits.keys()
+            known[budget] = _found(self._walker, found, budget)
+        return known[budget]
+
+    def _bound(self, budget: int) -> float:
+        """Return the least seconds there may be; infinity if nothing fits."""
+        base = self._walker.base
+        if max(base) > budget:
+            return math.inf
+        program = SavingProgram(self._walker)
+        program.limits = {t: budget - base[t] for t in self._at}
+        program.solve()
+        return program.bound / 1e6
+
+    def _is_tight(self, rung: int) -> bool:
+        """Say whether a rung is near those for which there is nothing."""
+        return rung <= _NEAR or self._bound(self._nbytes(rung - _NEAR)) == math.inf
+
+
+_RUNGS = 64
+_NEAR = 16  # rungs
+_LOWER = 0.997
+_LIMITS = 12
+_GAP = 1.0005
 
 
 # --- The program ---
@@ -173,7 +269,9 @@ class SavingProgram:
                 constraints=constraints,
                 options={"node_limit": nodes, "mip_rel_gap": gap},
             )
-        self.bound = found.mip_dual_bound
+        # None where the search found at once that nothing fits.
+        is_possible = found.mip_dual_bound is not None
+        self.bound = found.mip_dual_bound if is_possible else math.inf
         if found.x is None:
             return None
         return frozenset(i for i, k in self._saved.items() if found.x[k] > 0.5)
@@ -259,7 +357,9 @@ def greedy(walker: Walker, budget: int) -> Chosen | None:
 # --- With a solver ---
 
 
-def solved(walker: Walker, budget: int) -> Chosen | None:
+def solved(
+    walker: Walker, budget: int, program: SavingProgram | None = None
+) -> Chosen | None:
     """Solve the program, until a walk finds that the peak fits.
 
     A limit that a walk finds exceeded becomes lower by what recomputes held there. That
@@ -267,7 +367,8 @@ def solved(walker: Walker, budget: int) -> Chosen | None:
     """
     if not walker.choices:  # scipy takes no program without variables
         return None
-    program, last = SavingProgram(walker), None
+    program, last = program or SavingProgram(walker), None
+    least, since = math.inf, 0
     for _ in range(_ROUNDS):
         chosen = program.solve()
         if chosen is None:
@@ -275,38 +376,46 @@ def solved(walker: Walker, budget: int) -> Chosen | None:
         last, walked = chosen, walker(chosen)
         if walked.peak <= budget:
             return chosen
+        since = 0 if walked.peak < least else since + 1
+        least = min(least, walked.peak)
+        if since == _IN_VAIN:
+            break
         _correct(program, chosen, walked, budget)
     return None if last is None else repaired(walker, last, budget)
 
 
 _ROUNDS = 30
+_IN_VAIN = 8  # rounds that are no nearer
 _AT_ONCE = 6  # limits that are corrected in one round
 
 
 def _correct(
     program: SavingProgram, chosen: Chosen, walked: Walked, budget: int
 ) -> None:
-    over = [t for t, nbytes in enumerate(walked.bytes) if nbytes > budget]
-    over.sort(key=lambda t: -walked.bytes[t])
     walker, sizes = program.walker, program.walker.record.sizes
     kept = walker.storages(chosen) & walked.needed
-    seen: set[frozenset[int]] = set()
-    for t in over:
-        kind = frozenset(i for i, _ in idle_at(walker, walker.choices, t))
-        if kind in seen:
-            continue
-        seen.add(kind)
+    for t in itertools.islice(_apart(walker, walked.bytes, budget), _AT_ONCE):
         held = walked.bytes[t] - sum(sizes[n] for n in kept if walker.is_idle(n, t))
         limit = budget - held
         program.limits[t] = min(program.limits.get(t, limit), limit)
-        if len(seen) == _AT_ONCE:
-            return
+
+
+def _apart(walker: Walker, nbytes: Sequence[int], least: int = 0) -> Iterator[int]:
+    """Yield operations with most bytes first, of which other choices are idle."""
+    over = [t for t, each in enumerate(nbytes) if each > least]
+    over.sort(key=lambda t: -nbytes[t])
+    seen: set[frozenset[int]] = set()
+    for t in over:
+        kind = frozenset(i for i, _ in idle_at(walker, walker.choices, t))
+        if kind not in seen:
+            seen.add(kind)
+            yield t
 
 
 def repaired(walker: Walker, chosen: Chosen, budget: int) -> Chosen | None:
     """Change single choices while less is over the budget; None if that does not do."""
     best, over = chosen, _over(walker(chosen), budget)
-    tries = iter(range(_STEPS // len(walker.record.operations)))
+    tries = iter(range(_REPAIRS // len(walker.record.operations)))
     while over:
         for i in sorted(walker.choices):
             if next(tries, None) is None:
@@ -345,6 +454,7 @@ def improved(walker: Walker, chosen: Chosen, budget: int) -> Chosen:
 
 
 _STEPS = 100_000  # operations that are walked over: less than a second
+_REPAIRS = 15_000  # the same, for each search that may fail
 _LESS = 1 - 1e-9
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base.absent import inputs_of
+from remat._base.calls import CallPlace, Calls
 from remat._base.context import here
 from remat._fit.meter import Measured, Meter
 from remat._fit.simulate import (
@@ -32,7 +33,6 @@ from remat._fit.simulate import (
     resident,
 )
 from remat._partial.effects import declared_writes, traits_of
-from remat._scope.calls import CallPlace, Calls
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block, makes_blank

@@ -218,8 +218,8 @@ class StepPlan(_render.Shown):
         begin_scope(FollowedScope(self.label, self.around.courses))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        end_scope()
+    def __exit__(self, *raised: object) -> None:
+        end_scope(*raised)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw peak and recomputed FLOPs, beside those of a step without remat.

@@ -60,6 +60,8 @@ class Walker:
         # The bytes at each operation if nothing were saved, and all that the backward
         # reads were there when it does.
         self.base = self._base_bytes(first)
+        # What was chosen for budgets before.
+        self.known: dict[int, frozenset[int] | None] = {}
 
     def _recomputable(self) -> set[int]:
         """Return the storages that a scope around the span may recompute."""

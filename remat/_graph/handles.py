@@ -38,22 +38,26 @@ class Handle:
         call: gives the value, by its `value_of`; None where the policy saves it.
         position: the handle's number among all that the call saved.
         value: the tensor, if it was recomputed and not read yet.
+        version: how often that had been changed when it was saved.
         residual: the residual that the tensor is, or is a view of, if it is any.
         view: which view of it; None if it is the residual.
     """
 
-    __slots__ = ("__weakref__", "call", "position", "residual", "value", "view")
+    __slots__ = (
+        *("__weakref__", "call", "position", "residual", "value", "version", "view"),
+    )
 
     def __init__(self, call: Any, position: int) -> None:
         self.call, self.position = call, position
         self.value: Tensor | None = None
+        self.version: int
         self.residual: Residual | Offloaded | None = None
         self.view: Value | None = None
 
     def unpacked(self) -> Tensor:
         """Return the tensor."""
         value = self.value
-        if value is not None:
+        if value is not None and value._version <= self.version:
             if keeps_graph():
                 self.value = None  # the node stays, and its value is computed again
             return value
@@ -118,8 +122,13 @@ def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
     kind = type(packed)
     # Here at once, as most are: this is called for each tensor of a graph.
-    if kind is Handle and packed.value is not None and not keeps_graph():
-        return packed.value
+    if (
+        kind is Handle
+        and (value := packed.value) is not None
+        and value._version <= packed.version
+        and not keeps_graph()
+    ):
+        return value
     if (
         kind is VersionedTensor
         and packed.version is not None

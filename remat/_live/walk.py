@@ -50,6 +50,7 @@ from remat._capture.stream_search import (
     StreamSearch,
     is_scripted,
     is_stream,
+    methods_with_state,
     user_bases,
 )
 from remat._torch import MODULE_HOOKS, is_compiled
@@ -235,6 +236,8 @@ class Walk:
             self._todo += (scope.get(name, MISSING) for name in own)
 
     def _reach_class(self, cls: type) -> None:
+        for i, name in methods_with_state(cls):
+            self._todo.append(vars(cls.__mro__[i]).get(name))
         for i in user_bases(cls):
             base = cls.__mro__[i]
             if id(base) in self._class_ids:

@@ -14,20 +14,24 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from remat._base.absent import Trouble
+from remat._base.calls import module_names, root_of
 from remat._base.types import TENSORS
 from remat._partial.budget import Spent, spend
 from remat._partial.candidates import Candidates
-from remat._partial.names import names_given
 from remat._partial.options import reference
 from remat._partial.plan import Plan, Record, plan
 from remat._partial.runnable import RunnablePlan
 from remat._torch import has_hooks_on_all_modules
 from remat.policies import Decision, Policy
+
+
+if TYPE_CHECKING:
+    from remat._partial.names import PolicyKeys
 
 
 class Plans:
@@ -156,17 +160,28 @@ class CallCache:
         # The targets of all backwards: handles or outputs, by index.
         self.targets: frozenset[int] = frozenset()
         self.proven: set[int] = set()  # those for which a replay has succeeded
-        self.names: frozenset[str] = frozenset()  # in the policy, until checked
+        self.keys: PolicyKeys | None = None  # of the policy, until the user is told
         self.misfits = 0  # records that did not fit the calls after them
         self.asked = ""  # by the user, what; "" if remat chooses
         # By identity: a module need not hash.
+        self._named: dict[tuple[str, ...], CallCache] = {}
         self._parts: dict[int, tuple[weakref.ref[Any], CallCache]] = {}
 
-    def for_owner(self, owner: Any) -> "CallCache":
+    def for_owner(self, owner: Any, policy: Policy | None) -> "CallCache":
         """Return the cache of one module, once modules of this signature differ.
 
-        They may differ in what is not an argument: in a shift, or a dilation.
+        They may differ in what is not an argument: in a shift, or a dilation. If the
+        policy asks for paths, modules whose parts have other names share nothing.
         """
+        if policy is not None and policy.asks_modules:
+            names = module_names(root_of(owner))
+            if len(self._named) > _MODULES:
+                self._named.clear()
+            named = self._named.setdefault(names, CallCache())
+            return named._for_owner(owner)
+        return self._for_owner(owner)
+
+    def _for_owner(self, owner: Any) -> "CallCache":
         if not self.misfits or not isinstance(owner, nn.Module):
             return self
         parts = self._parts
@@ -186,7 +201,9 @@ class CallCache:
         """Note that a replay has succeeded for some handles or outputs."""
         if self.plans is plans:
             self.proven.update(*shown)
-        self._warn_of_names()
+        if self.keys is not None:
+            self.keys.tell()
+            self.keys = None
 
     def note_misfit(self, plans: Plans, trouble: Trouble) -> None:
         """Correct or drop plans that did not fit a replay."""
@@ -223,24 +240,11 @@ class CallCache:
             self.proven = set()
             self.plans = plans.planned_again(plans.decisions, extra_roots)
 
-    def _warn_of_names(self) -> None:
-        """Warn, once, of names that the policy mentions and no value was ever given."""
-        if not self.names:
-            return
-        unknown, self.names = self.names - names_given(), frozenset()
-        if unknown:
-            names = ", ".join(map(repr, sorted(unknown)))
-            warnings.warn(_UNKNOWN.format(names=names), stacklevel=3)
-
 
 _GIVEN_UP = (
     "remat: {asked} is not followed any more: {reason}. The function depends on more "
     "than its arguments, its code and the modes of modules, or it reads values other "
     "than by operations. Pass what changes as an argument."
-)
-_UNKNOWN = (
-    "remat: the policy names {names}, but no checkpoint_name in this program has given "
-    "such a name to a value. Nothing is saved for it."
 )
 
 
@@ -290,9 +294,11 @@ CACHES = _Caches(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
 
 
-def cache_of(signature: Hashable, inputs: Sequence[Tensor]) -> CallCache:
+def cache_of(
+    signature: Hashable, inputs: Sequence[Tensor], owner: Any, policy: Policy | None
+) -> CallCache:
     """Return what calls of one signature share whose inputs have the same metadata."""
-    return CACHES[signature, metas_of(inputs)]
+    return CACHES[signature, metas_of(inputs)].for_owner(owner, policy)
 
 
 def metas_of(inputs: Sequence[Tensor]) -> Hashable:

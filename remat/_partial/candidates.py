@@ -5,6 +5,7 @@ Rejected: to save what the policy says at once. Only the plan knows what is read
 name may be given to a value long after the operation that made it.
 """
 
+import warnings
 import weakref
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
@@ -96,10 +97,15 @@ class Candidates:
         """Return what the policy says of each operation, by its names too."""
         if self._policy is None:
             return [Decision.RECOMPUTE] * len(record.steps)
-        found = [
-            self._policy(step.op) if step.op.names else decision
-            for step, decision in zip(record.steps, self._decisions, strict=True)
-        ]
+        pairs = [*zip(record.steps, self._decisions, strict=True)]
+        if self._policy.may_count:
+            kept = ((step.op, decision) for step, decision in pairs if decision)
+            for op, decision in kept:
+                if self._policy(op) is not decision:
+                    message = _COUNTS.format(policy=self._policy, op=op.func)
+                    warnings.warn(message, stacklevel=3)
+                    break
+        found = [self._policy(s.op) if s.op.names else d for s, d in pairs]
         return _final(record, found, exposed)
 
     def residual(self, value: Value, number: int) -> Tensor:
@@ -112,6 +118,14 @@ class Candidates:
     def has(self, numbers: Iterable[int]) -> bool:
         """Say whether all these storages were held."""
         return self._held.keys() >= {*numbers}
+
+
+_COUNTS = (
+    "remat: {policy} was asked twice about one {op}, and answers differ: it counts, "
+    "or remembers. A policy is asked while the first call is recorded, and its answers "
+    "hold for later calls. Write op.nth for how many of its operator ran before, or "
+    "remat.policies.every_other(policy)."
+)
 
 
 def decisions_of(

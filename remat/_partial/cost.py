@@ -18,6 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from remat._base.op import Op, Value
 from remat._partial.plan import Fate, Plan, Record, Step, filled
 from remat._torch import call_kernel
+from remat.policies._functions import family
+from remat.policies._operations import COSTS
 
 
 # FLOPs and bytes per second of one CPU core and of an accelerator, to an order of
@@ -38,6 +40,9 @@ def flops(step: Step) -> int:
         48
     """
     op = step.op
+    own = COSTS.get(family(op.func)) if COSTS else None
+    if own is not None:
+        return int(own(op))
     count: Any = flop_registry.get(op.packet)
     if count is None:
         return 0

@@ -19,6 +19,8 @@ from remat._partial.budget import Spent, spent_by
 from remat._partial.cache import CallCache, Plans, full_plan
 from remat._partial.candidates import Candidates
 from remat._partial.cost import reason_against
+from remat._partial.effects import traits_of
+from remat._partial.names import PolicyKeys
 from remat._partial.options import Prune
 from remat._partial.plan import Plan, Record
 from remat._partial.recorder import Recorder
@@ -182,10 +184,19 @@ def plan_recorded(
     pruned = not found.why_unpruned
     args = record, decisions, found.plan
     plans = Plans(*args, prune=pruned, extra_roots=exposed, spent=spent)
-    cache.plans, cache.proven, cache.targets = plans, set(), frozenset(targets)
-    cache.names = frozenset() if policy is None else policy.names
+    if not (policy and policy.has_decisions and _decides(record)):
+        # Else the next call may do something else: it is recorded, too.
+        cache.plans, cache.proven, cache.targets = plans, set(), frozenset(targets)
+    if policy is not None and policy.keys:
+        ops = [step.op for step in record.steps]
+        cache.keys = PolicyKeys(policy, ops, label)
     cache.asked = asked and f"{asked} of {label}"
     return _with_what_was_held(plans, recorder.candidates)
+
+
+def _decides(record: Record) -> bool:
+    """Say whether Python reads a result, or a shape that depends on values."""
+    return any(traits_of(step.op.func).is_read_by_python for step in record.steps)
 
 
 def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:

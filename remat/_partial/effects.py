@@ -41,6 +41,7 @@ class Traits:
     is_of_others: bool = True  # and not of torch, so that tags may be missing
     is_read_by_python: bool = True  # or what it does is not known
     writes: tuple[Argument, ...] = ()  # to, by its schema
+    is_counted: bool = True  # below a mode, too; torch counts none of lists
     # The running statistics that a batch norm updates, which its schema does not say,
     # and the argument that says whether it does.
     statistics: tuple[Argument, ...] = ()
@@ -68,6 +69,7 @@ def traits_of(func: Any) -> Traits:
         func.namespace not in _OF_TORCH,
         exchanges or not _READ_BY_PYTHON.isdisjoint(func.tags),
         tuple(by_name[a.name] for _, a in arguments if _is_written(func, a)),
+        not func.__name__.startswith("_foreach_"),
         tuple(map(by_name.__getitem__, _STATISTICS)) if is_batch_norm else (),
         by_name.get("training") if is_batch_norm else None,
     )

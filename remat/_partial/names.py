@@ -7,8 +7,12 @@ user who goes on with the old one would pay for both. And to write names on tens
 view or an alias would not have them.
 """
 
+import re
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from remat._base import pytree
 from remat._base.context import here
+from remat._base.op import Op
 from remat._base.operators import LIBRARY, named
 from remat._torch import makes_graph, must_inline
+from remat.policies import Policy
+from remat.policies._places import unmatched
 
 
 _NAMES: set[str] = set()
@@ -49,9 +56,47 @@ def _named(x: Tensor, name: str) -> None:
     give_name([x], name)
 
 
-def names_given() -> frozenset[str]:
-    """Return every name that was ever given to a value."""
-    return frozenset(_NAMES)
+class PolicyKeys:
+    """The keys of a policy that matched nothing in one call, until the user is told."""
+
+    def __init__(self, policy: Policy, ops: Iterable[Op], label: str) -> None:
+        self._near, self._label = unmatched(policy, ops), label
+        _FOUND.update(policy.keys - self._near.keys())
+        _UNTOLD.add(self)
+
+    def tell(self) -> None:
+        """Warn, once, of keys that no call of the program has matched by now."""
+        _UNTOLD.discard(self)
+        place = _PLACE.search(self._label)
+        for part, key in sorted(self._near, key=itemgetter(1)):
+            if (part, key) not in _FOUND and key not in _NAMES:
+                _FOUND.add((part, key))
+                message = f"remat: the {told_of_key(key, self._near[part, key])}"
+                if place is None:
+                    warnings.warn(message, stacklevel=3)
+                else:
+                    file, line = place.groups()
+                    warnings.warn_explicit(message, UserWarning, file, int(line))
+
+
+def told_of_key(key: str, near: str) -> str:
+    """Return what is told of a key that nothing matches, and of what is near."""
+    return _UNMATCHED.format(key=key) + (f" Do you mean {near!r}?" if near else "")
+
+
+def tell_of_keys() -> None:
+    """Tell of the keys of all policies that were asked."""
+    for keys in [*_UNTOLD]:
+        keys.tell()
+
+
+_UNTOLD: weakref.WeakSet[PolicyKeys] = weakref.WeakSet()
+_FOUND = set[tuple[Policy, str]]()  # or told
+_PLACE = re.compile(r"\(rematerialized at (.*):(\d+)\)$")
+_UNMATCHED = (
+    "policy has the key {key!r}, but no value, module, class or operator of that name "
+    "was there. Nothing is decided by it."
+)
 
 
 T = TypeVar("T")

@@ -45,10 +45,12 @@ class Options:
 
     def joined(self) -> Policy | None:
         """Return the policy, joined with that of the calls around this one."""
-        policy, outer = self.policy, here().policy
-        if outer is None or policy is None:
-            return policy or outer
-        return policy | outer
+        policy, outer, calls = self.policy, here().policy, here().calls
+        if outer is None:
+            return policy
+        if outer.asks_modules and calls is not None:
+            outer = outer.below(*calls.where)
+        return outer if policy is None else policy | outer
 
 
 def reference(policy: Policy | None) -> Any:

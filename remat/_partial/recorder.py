@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
+from remat._base.calls import Places
 from remat._base.context import here
 from remat._base.observer import Observer
-from remat._base.op import Op
+from remat._base.op import NO_NAMES, Op
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
 from remat._partial.candidates import Candidates
@@ -56,6 +58,7 @@ class Recorder(Observer):
     """
 
     unseen = UNRECORDED - {SHARED_COPY}
+    tells_modules = False  # whoever asks
 
     def __init__(
         self,
@@ -83,10 +86,13 @@ class Recorder(Observer):
         # tensor that is held for the policy has another value by then.
         self.assigns = False
         self.misses = False  # operations
+        asks = policy is not None and policy.asks_modules
+        self._places = Places(asks or self.tells_modules)
 
     @override
     def __enter__(self) -> Any:
         here().listeners.append(self)
+        self._places.begin()
         self._exposures = Exposures(self.expose, self.assign)
         self._exposures.__enter__()
         self._transforms = transforms()
@@ -95,6 +101,7 @@ class Recorder(Observer):
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         here().listeners.remove(self)
+        self._places.end()
         super().__exit__(exc_type, exc_val, exc_tb)
         self._exposures.__exit__(exc_type, exc_val, exc_tb)
         del self._exposures  # which refers to this
@@ -126,6 +133,8 @@ class Recorder(Observer):
         if func is _NEW_EMPTY and current_task() != self._task:
             self.copies_gradients = True
         written = declared_writes(traits, args, kwargs)
+        if written and not traits.is_counted:
+            increment_version(written)
         reads = tuple(map(storages.number, arguments.tensors))
         writes = tuple(map(storages.number, written))
         updated = updated_statistics(traits, args, kwargs)
@@ -137,9 +146,9 @@ class Recorder(Observer):
         always_runs = traits.is_read_by_python or self._always_runs(
             arguments, results, written, writes
         )
-        values = tuple(results.values)
+        values, place = tuple(results.values), self._places.of(func)
         step = Step(
-            Op(func, *arguments.described, values, source=user_line()),
+            Op(func, *arguments.described, values, NO_NAMES, user_line(), *place),
             reads,
             makes,
             writes,

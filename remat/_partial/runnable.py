@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_storage
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
@@ -70,7 +70,12 @@ def statics_of(args: Any, kwargs: Any) -> list[str]:
     if are_tensors(args, kwargs):
         return []
     given = (*args, *(kwargs or {}).items())
-    return [repr(arg) for arg in given if not tensors_of(arg)]
+    return [_text(arg) for arg in given if not tensors_of(arg)]
+
+
+def _text(value: Any) -> str:
+    """Write a static argument: of a storage its size, as its text is all it holds."""
+    return str(value.nbytes()) if is_storage(value) else repr(value)
 
 
 class Expected:

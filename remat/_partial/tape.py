@@ -23,14 +23,16 @@ from typing_extensions import override
 
 from remat._ambient.draws import draws, drew_in, out_of_place, with_defaults
 from remat._base.absent import inputs_of
+from remat._base.calls import Places
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
-from remat._base.op import Op, Value
+from remat._base.op import NO_NAMES, Op, Value
 from remat._base.operators import named
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
 from remat._partial.budget import spent_by
 from remat._partial.effects import declared_writes, traits_of
+from remat._partial.names import PolicyKeys
 from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT
 from remat._partial.values import Arguments, Results
@@ -55,9 +57,16 @@ class TapedCall:
     """What one call keeps."""
 
     def __init__(
-        self, label: str, policy: Policy | None, *, refuses_draws: bool = False
+        self,
+        label: str,
+        policy: Policy | None,
+        *,
+        refuses_draws: bool = False,
+        calls: Any = None,
     ) -> None:
         self.label, self.policy, self.refuses_draws = label, policy, refuses_draws
+        self.keys: PolicyKeys | None = None  # of the policy
+        self.calls = calls  # of modules, where nodes of a graph tell them
         self.entries: list[TapedOperation] = []
         # Each draw, and the state of the random stream before it.
         self.draws: list[tuple[Any, Any]] = []
@@ -66,6 +75,8 @@ class TapedCall:
     def next_tape(self, inputs: Iterable[Any]) -> "Tape":
         """Return the mode for the next run, which is given these inputs."""
         if not self.is_first:
+            if self.keys is not None:
+                self.keys.tell()
             return LaterTape(self)
         self.is_first, self.order = False, Order(inputs)
         return FirstTape(self)
@@ -129,6 +140,18 @@ class Tape(TracedMode):
     def __init__(self, kept: TapedCall) -> None:
         super().__init__()
         self._kept, self._is_copying = kept, False
+        asks = kept.policy is not None and kept.policy.asks_modules
+        self._places = Places(asks, kept.calls)
+
+    @override
+    def __enter__(self) -> Any:
+        self._places.begin()
+        return super().__enter__()
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        self._places.end()
+        return super().__exit__(exc_type, exc_val, exc_tb)
 
     @override
     def __torch_dispatch__(
@@ -212,7 +235,11 @@ class FirstTape(Tape):
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self._made.clear()
-        self._kept.order.close()
+        kept = self._kept
+        if kept.policy is not None and kept.policy.keys:
+            ops = [entry.op for entry in kept.entries if entry.op is not None]
+            kept.keys = PolicyKeys(kept.policy, ops, kept.label)
+        kept.order.close()
         return super().__exit__(exc_type, exc_val, exc_tb)
 
     @override
@@ -249,12 +276,13 @@ class FirstTape(Tape):
     ) -> None:
         entry = TapedOperation(func)
         self._kept.entries.append(entry)
+        place = self._places.of(func)
         may_keep = _computes(func) and bool(arguments.tensors)
         if not may_keep and self._sketch is None:
             return
         results = Results(out, arguments)
         values = tuple(results.values)
-        op = Op(func, *arguments.described, values, source=user_line())
+        op = Op(func, *arguments.described, values, NO_NAMES, user_line(), *place)
         decision = Decision.RECOMPUTE
         if may_keep:
             decision = self._keep(entry, op, out)

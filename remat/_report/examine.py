@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base.absent import Absent
+from remat._base.calls import in_place
 from remat._base.context import here
 from remat._base.labels import name_in
 from remat._base.parts import parts
@@ -74,8 +75,16 @@ class _Sizes(Storages):
         return number
 
 
+class _Asks:
+    """Any policy may be asked about the record."""
+
+    asks_modules = True
+
+
 class CallNotes(Recorder):
     """Records, and notes the readers of storages, and nested calls."""
+
+    tells_modules = True  # to policies that are asked about the record
 
     def __init__(self, leaves: Sequence[Tensor], ask: AskOptions | None) -> None:
         self._ask = ask
@@ -269,7 +278,7 @@ def examine(
             fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
             return None
         call = _Examining(reach, options, leaves, needs, ask)
-        result = call.forward(fn, inputs.args, inputs.kwargs, leaves)
+        result = call.forward(in_place(fn, _Asks), inputs.args, inputs.kwargs, leaves)
         return call.found(leaves, result, owner_of(fn, args))
 
 

@@ -17,6 +17,7 @@ from remat._base.labels import name_in
 from remat._base.types import Fn
 from remat._partial.budget import cost_of
 from remat._partial.cost import flops
+from remat._partial.names import told_of_key
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate
 from remat._report.examine import Examined, InputLeaf, examine
@@ -34,6 +35,7 @@ from remat._transform.module import recomputed_by
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.saved import DIFFERENTIATED_AGAIN
+from remat.policies._places import unmatched
 
 
 def explain(
@@ -281,8 +283,9 @@ def _advice(
     if report.label in DIFFERENTIATED_AGAIN and not higher_order:
         yield _HIGHER_ORDER.format(plain=plain)
     if report.policy is not None:
-        for unknown in sorted(report.policy.names - found.record.names):
-            yield _UNKNOWN.format(unknown=unknown)
+        ops = [step.op for step in found.record.steps]
+        for (_, key), near in sorted(unmatched(report.policy, ops).items(), key=_key):
+            yield f"The {told_of_key(key, near)}"
 
 
 _NO_RESULT = (
@@ -308,7 +311,7 @@ _HIGHER_ORDER = (
     "{plain:,} bytes that plain code saves in the forward, and more with each order. "
     "With higher_order=True it is recomputed, too."
 )
-_UNKNOWN = (
-    "The policy has the name {unknown!r}, but no checkpoint_name in this call gives "
-    "it, so nothing is saved for it. Name the value, or correct the policy."
-)
+
+
+def _key(item: Any) -> str:
+    return item[0][1]

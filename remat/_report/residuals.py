@@ -33,7 +33,7 @@ from remat._graph.graph import (
     tensors_reached,
 )
 from remat._graph.handles import Handle
-from remat._partial.names import told_of_names
+from remat._partial.names import tell_of_keys, told_of_names
 from remat._report.bitwise import has_values
 from remat._report.inputs import (
     CONSTANT,
@@ -125,6 +125,7 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
         first = torch.zeros((), requires_grad=True).view(())
         with one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
             result = fn(*inputs.args, **inputs.kwargs)
+        tell_of_keys()
         torch.clear_autocast_cache()
         outs = [t for t in tensors_reached(result) if t.requires_grad]
         del result

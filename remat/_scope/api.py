@@ -11,9 +11,12 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from remat._base.calls import Calls, Places
 from remat._base.context import here
 from remat._base.errors import RematError
+from remat._base.labels import label_of
 from remat._base.source import user_line
+from remat._partial.names import PolicyKeys
 from remat._scope.hooks import Hooks
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
@@ -26,7 +29,7 @@ from remat._torch import (
     is_of_checkpoint,
     must_inline,
 )
-from remat.policies import as_policy
+from remat.policies import Policy, as_policy
 
 
 class scope:  # noqa: N801
@@ -136,6 +139,15 @@ class _Blocks(threading.local):
         around = recording.blocks[-1].policy if recording.blocks else None
         both = policy is not None and around is not None
         block = Block(policy | around if both else policy or around)
+        asks = block.policy is not None and block.policy.asks_modules
+        if not recording.blocks:
+            recording.places = Places(asks)
+        elif asks and recording.places.calls is None:
+            recording.places.calls = Calls()
+        else:
+            asks = False
+        if asks:
+            recording.places.calls.__enter__()
         hooks.install()
         hooks.open += 1
         if not recording.blocks:
@@ -152,6 +164,8 @@ class _Blocks(threading.local):
         self._table.drop_parted()
         if not recording.blocks:
             recording.end()
+            if recording.places.calls is not None:
+                recording.places.calls.__exit__()
         hooks.open -= 1
         self._table.forget_running(block)
         self._table.forget_used_up()
@@ -160,8 +174,23 @@ class _Blocks(threading.local):
         else:
             hooks.remove()
 
+    def awaits(self, kind: type[Policy]) -> bool:
+        """Say whether a graph of a closed block with such a policy may be used yet."""
+        handles = [ref() for ref in [*self._table.handles]]
+        parts = {handle.made.part for handle in handles if handle is not None}
+        return any(
+            isinstance(part.block.policy, kind)
+            and not (part.is_used_up or part.block.is_open)
+            for part in parts
+        )
+
 
 _BLOCKS = _Blocks()
+
+
+def awaits_backward(kind: type[Policy]) -> bool:
+    """Say whether a graph is alive of a block in this thread with such a policy."""
+    return _BLOCKS.awaits(kind)
 
 
 @eager_only
@@ -178,6 +207,11 @@ def _begin(policy: Any) -> Block | None:
 @eager_only
 def _end(block: Block, *, raises: bool) -> None:
     _BLOCKS.end(block)
+    if block.asked is not None:
+        where = user_line().partition(", in ")[0]
+        label = label_of("scope", where)
+        PolicyKeys(block.policy, block.asked, label).tell()
+        block.asked = None
     if raises:
         _BLOCKS.recording.raise_error()
 

@@ -16,25 +16,28 @@ rest of a block.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from remat._base.calls import OUTSIDE, CallPlace, Calls, ModuleCall
 from remat._base.op import Op
-from remat._scope.calls import OUTSIDE, CallPlace, Calls, ModuleCall
 from remat.policies import Decision, Policy
 
 
 class Placed(NamedTuple):
-    """The operations of one place: names, which results are saved, and bytes."""
+    """The operations of one place: names, what becomes of results, and bytes."""
 
     place: CallPlace
     names: tuple[str, ...]
     saves: tuple[bool, ...]
+    # Which results nothing reads again. What is not planned may, so that until the
+    # forward ends they are recomputed, and not held.
+    passes: tuple[bool, ...]
     sizes: tuple[int, ...]
 
 
-_NOTHING = Placed(OUTSIDE, (), (), ())
+_NOTHING = Placed(OUTSIDE, (), (), (), ())
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,13 @@ class Course:
     """The operations of one kind of forward, by place."""
 
     placed: tuple[Placed, ...]
+    # Whether gradients that are there when a step begins are counted.
+    counts_gradients: bool = True
+    is_training: bool = True  # the mode of the model that runs it
     nbytes: int = field(init=False, compare=False, repr=False)
     roots: frozenset[str] = field(init=False, compare=False, repr=False)
-    # Whether it was said that a step differs.
-    is_told: bool = field(default=False, init=False, compare=False, repr=False)
+    # What was said about steps that differ.
+    told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
     # How many calls there are of an outermost module, and of each path in each of them.
     _turns: dict[str, int] = field(init=False, compare=False, repr=False)
@@ -140,12 +146,20 @@ _SURE = 4  # operations that agree, after which there is one alignment
 class ByPlace(Policy):
     """Answers as a plan says, operation by operation of each call."""
 
-    def __init__(self, label: str, courses: Sequence[Course]) -> None:
+    def __init__(
+        self, label: str, courses: Sequence[Course], *, is_training: bool | None = None
+    ) -> None:
         self._label, self._courses = label, courses
         self.calls = Calls(frozenset().union(*(each.roots for each in courses)))
-        self._course = 0  # the one that is followed
-        self._call = self.calls.current  # of the last operation
-        self._off = 0  # the bytes that differ
+        # The one that is followed.
+        modes = [each.is_training for each in courses]
+        self._course = modes.index(is_training) if is_training in modes else 0
+        self._visited = set[CallPlace]()
+        # The bytes that were planned and did not run, or run and were not planned.
+        self._off = 0
+        # Of results that are saved, or are the first of a call: their bytes as planned,
+        # and by how many they differ.
+        self._sized = self._resized = 0
         self._first = ""  # difference
 
     @property
@@ -159,25 +173,36 @@ class ByPlace(Policy):
         # A result has names where a scope asks again, after it was not saved.
         if op.names:
             return Decision.RECOMPUTE
-        name, call = str(op.func), self.calls.current
+        calls, name = self.calls, str(op.func)
+        if calls.ended:
+            self._leave(calls.ended)
+        call = calls.current
         cursor: _Cursor | None = call.cursor
         if cursor is None:
             call.cursor = cursor = self._begun(self._course, call.place)
-        if call is not self._call:
-            self._move_to(call)
         at, names = cursor.at, cursor.placed.names
         if cursor.costs is None and at < len(names) and names[at] == name:
             cursor.at = at + 1
         else:
             at, cursor = self._found(op, name, call)
-        if at < 0 or not cursor.placed.saves[at]:
-            return Decision.RECOMPUTE
-        self._off += abs(op.nbytes - cursor.placed.sizes[at])
-        return Decision.SAVE
+        self.is_passing = at >= 0 and cursor.placed.passes[at]
+        saves = at >= 0 and cursor.placed.saves[at]
+        if saves or at == 0:
+            self._compare(op, name, cursor.placed.sizes[at])
+        return Decision.SAVE if saves else Decision.RECOMPUTE
 
     def _begun(self, course: int, place: CallPlace) -> _Cursor:
         found = self._courses[course].at(place) if self._courses else _NOTHING
+        self._visited.add(found.place)
         return _Cursor(course, found)
+
+    def _compare(self, op: Op, name: str, size: int) -> None:
+        """Note whether a result has other bytes than planned."""
+        self._sized += size
+        if op.nbytes != size:
+            self._resized += abs(op.nbytes - size)
+            made = f"{name} makes {op.nbytes:,} bytes at {op.source}"
+            self._first = self._first or f"{size:,} bytes were planned, and {made}"
 
     def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, _Cursor]:
         """Return where an operation is that is not the next, or -1; the cursor."""
@@ -204,13 +229,17 @@ class ByPlace(Policy):
         for saves, size in each:
             self._off += size
             self.owed += size if saves else 0
+        if first < end and not self._first:
+            path = placed.place[2] or "the model"
+            self._first = f"{placed.names[first]} was planned in {path}, and is not run"
 
-    def _move_to(self, call: ModuleCall) -> None:
-        """Note which operations a call has left out that is over."""
-        cursor: _Cursor | None = self._call.cursor
-        if self._call.is_over and cursor is not None:
-            self._pass_over(cursor.placed, cursor.at, len(cursor.placed.names))
-        self._call = call
+    def _leave(self, ended: list[ModuleCall]) -> None:
+        """Note which operations calls have left out that are over."""
+        for call in ended:
+            cursor = call.cursor or self._begun(self._course, call.place)
+            if cursor.at < len(cursor.placed.names):
+                self._pass_over(cursor.placed, cursor.at, len(cursor.placed.names))
+        ended.clear()
 
     def _other(self, cursor: _Cursor, name: str, place: CallPlace) -> _Cursor | None:
         """Return a beginning, or that of another course, which an operation fits."""
@@ -228,15 +257,28 @@ class ByPlace(Policy):
 
     def end(self) -> None:
         """Tell once if more than a hundredth of the bytes is not as planned."""
-        if not self._courses:
+        if not (self._courses and self._visited):
             return
+        self._leave([*self.calls.ended, *self.calls.running])
         course = self._courses[self._course]
-        if self._off * 100 > course.nbytes and not course.is_told:
-            object.__setattr__(course, "is_told", True)
-            first = self._first or "operations make results of other sizes"
-            _LOG.info(
-                _OTHER, self._label, f"{self._off:,}", f"{course.nbytes:,}", first
-            )
+        for placed in course.placed:
+            if placed.place not in self._visited:
+                self._pass_over(placed, 0, len(placed.names))
+        if self._off * 100 > course.nbytes:
+            off, of = self._off, course.nbytes
+        elif self._resized * 100 > self._sized:
+            off, of = self._resized, self._sized
+        else:
+            return
+        sizes = f"{off:,}", f"{of:,}"
+        say_once(self._courses, _OTHER, self._label, *sizes, self._first)
+
+
+def say_once(courses: Sequence[Course], message: str, *args: Any) -> None:
+    """Say something about steps that follow a plan, once for all of them."""
+    if courses and message not in courses[0].told:
+        courses[0].told.add(message)
+        _LOG.info(message, *args)
 
 
 _LOG = logging.getLogger("remat")

@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.calls import Places
 from remat._base.context import here
 from remat._base.observer import Observer
-from remat._base.op import Op
+from remat._base.op import NO_NAMES, Op
 from remat._base.source import user_line
 from remat._base.types import CONSTANTS
 from remat._graph.residual import OFFLOAD, Offloads
@@ -92,6 +93,7 @@ class Recording(Observer):
         self._error: Exception | None = None
         self.blocks: list[Block] = []  # in the order in which they were entered
         self.exposures = _EagerExposures(self.expose)
+        self.places = Places(asks=False)
 
     def begin(self) -> None:
         """See operations from now on."""
@@ -203,6 +205,7 @@ class Recording(Observer):
             else:
                 made = Made(self.blocks[-1].part(), TensorLayout.of(t), operation)
                 operation.note_made(inputs.index(id(t)), made, is_operand=True)
+                made.is_passing = entry.made.is_passing
                 entry.made = made
                 self._table.wrote(entry, t)
 
@@ -218,7 +221,7 @@ class Recording(Observer):
         makes = [(Made(block.part(), TensorLayout.of(t), operation), t) for _, t in new]
         if block.policy is not None and asks:
             try:
-                makes = _choose(block.policy, makes, result)
+                makes = self._choose(block.policy, makes, result)
             except Exception as error:  # noqa: BLE001 - raised at the end
                 # Raised here, a TypeError would make `a + b` say that it takes no
                 # tensors.
@@ -227,6 +230,32 @@ class Recording(Observer):
         for made, t in makes:
             operation.note_made(numbers[id(t)], made, is_operand=False)
             self._table.enter(made, t)
+
+    def _choose(
+        self, policy: Policy, makes: Sequence[tuple[Made, Tensor]], result: Any
+    ) -> list[tuple[Made, Tensor]]:
+        """Ask about the results of an operation; return those graphs do not store."""
+        if not makes:
+            return []
+        operation = makes[0][0].operation
+        assert operation is not None
+        new = {id(tensor): made.layout.value() for made, tensor in makes}
+        op = Op(
+            operation.func,
+            _described(operation.args),
+            tuple((name, _described(arg)) for name, arg in operation.kwargs.items()),
+            tuple(new.get(id(t)) or value_of(t) for t in tensors_of(result)),
+            NO_NAMES,
+            operation.line,
+            *self.places.of(operation.func),
+        )
+        block = self.blocks[-1]
+        if block.asked is not None:
+            block.asked.append(op)
+        decision = policy(op) if operation.operands else Decision.RECOMPUTE
+        for made, _ in makes:
+            made.op, made.is_passing = op, policy.is_passing
+        return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]
 
     def _store_read(self, policy: Policy, args: Any) -> None:
         """Store what an operation reads, as far as the policy owes bytes."""
@@ -288,30 +317,6 @@ def _states_before(
 # --- What a policy says ------------------------------------------------------------
 
 
-def _choose(
-    policy: Policy,
-    makes: Sequence[tuple[Made, Tensor]],
-    result: Any,
-) -> list[tuple[Made, Tensor]]:
-    """Ask about the results of an operation; return those that graphs do not store."""
-    if not makes:
-        return []
-    operation = makes[0][0].operation
-    assert operation is not None
-    new = {id(tensor): made.layout.value() for made, tensor in makes}
-    op = Op(
-        operation.func,
-        _described(operation.args),
-        tuple((name, _described(arg)) for name, arg in operation.kwargs.items()),
-        tuple(new.get(id(t)) or value_of(t) for t in tensors_of(result)),
-        source=operation.line,
-    )
-    decision = policy(op) if operation.operands else Decision.RECOMPUTE
-    for made, _ in makes:
-        made.op = op
-    return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]
-
-
 def _described(arg: Any) -> Any:
     """Return an argument of an operation as an `Op` holds it."""
     kind = type(arg)
@@ -328,6 +333,8 @@ def _choose_named(made: Made, tensor: Tensor, name: str) -> bool:
     if policy is None or made.op is None or made.stored is not None:
         return False
     made.op = replace(made.op, names=made.op.names | {name})
+    if made.part.block.asked is not None:
+        made.part.block.asked.append(made.op)
     whole = made.layout.view_of(tensor.detach())
     return _is_stored(made, whole, policy(made.op))
 

@@ -150,8 +150,13 @@ class ValueTable:
         known: dict[Made, bool] = {}
         for entry in [*self._entries.values()]:
             made = entry.made
-            is_running = made.part.block is block and _is_of_earlier(made, block, known)
-            if is_running and not any(t.requires_grad for t in entry.tied()):
+            if made.part.block is block and (
+                made.is_passing
+                or (
+                    _is_of_earlier(made, block, known)
+                    and not any(t.requires_grad for t in entry.tied())
+                )
+            ):
                 self.drop(entry)
 
     def forget_used_up(self) -> None:

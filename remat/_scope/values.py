@@ -41,6 +41,10 @@ class Block:
 
     def __init__(self, policy: Any) -> None:
         self.policy, self.is_open = policy, True
+        # What the policy was asked about, to tell of keys that match nothing.
+        self.asked: list[Any] | None = None
+        if policy is not None and policy.keys:
+            self.asked = []
         self._part = BlockPart(self)
 
     def part(self) -> "BlockPart":
@@ -152,8 +156,8 @@ class Made:
     """What an operation of a block left in a storage."""
 
     __slots__ = (
-        *("__weakref__", "is_blank", "layout", "op", "operation", "part"),
-        "stored",
+        *("__weakref__", "is_blank", "is_passing", "layout", "op", "operation"),
+        *("part", "stored"),
     )
 
     def __init__(
@@ -165,6 +169,7 @@ class Made:
         # Whether no operation has written to the memory. A kernel that torch does not
         # know may have.
         self.is_blank = makes_blank(operation.func)
+        self.is_passing = False  # whether it is a value only until its block ends
         # Either what computes the value again, or the value itself, here or offloaded.
         self.operation: BlockOperation | None = operation
         self.stored: GivenTensor | Offloaded | None = None

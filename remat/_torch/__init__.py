@@ -150,6 +150,7 @@ from remat._torch.nodes import (
     inputs_of_body as inputs_of_body,
     is_body as is_body,
     let_dynamo_see_nodes as let_dynamo_see_nodes,
+    modules_of_node as modules_of_node,
     run_body as run_body,
 )
 from remat._torch.noted import (

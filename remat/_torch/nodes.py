@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.autograd import forward_ad
 from torch.fx import GraphModule, Interpreter
+from torch.fx.traceback import get_current_meta
 from torch.utils import _python_dispatch
 from typing_extensions import override
 
@@ -212,6 +213,18 @@ def inputs_of_body(body: Any) -> list[Any]:
     """Return the fake inputs that Dynamo traced a body with."""
     nodes = body.graph.find_nodes(op="placeholder")
     return [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+
+
+def modules_of_node(node: Any = None) -> Sequence[tuple[str, type]] | None:
+    """Return the modules that a node is called in, outermost first: paths and classes.
+
+    By default that is the node of Dynamo's graph that runs. None for one that runs
+    nothing.
+    """
+    if node is not None and not node.op.startswith("call_"):
+        return None
+    meta = get_current_meta() if node is None else node.meta
+    return [*meta.get("nn_module_stack", {}).values()]
 
 
 def run_body(body: Any, *args: Any) -> Any:

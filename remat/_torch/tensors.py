@@ -111,8 +111,8 @@ def fake_mode() -> Any:
     """Return a mode in which operations make fake tensors, also of real ones.
 
     They refuse their address: kernels that torch does not see would write there.
-    Integers that are there keep their values, and so do results of these alone: a mask
-    can be asked whether it is all true.
+    Integers that are there keep their values, and so do those that `arange` makes, and
+    results of these alone: a mask can be asked whether it is all true.
     """
     return _WithIntegers()
 
@@ -131,12 +131,22 @@ class _WithIntegers(FakeTensorMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         passed = tree_leaves((args, kwargs))
+        if func.overloadpacket is torch.ops.aten.arange:
+            found = super().__torch_dispatch__(func, types, args, kwargs)
+            return self._arranged(found, func, args, kwargs or {})
         if not any(type(x) is Tensor and _is_known(x) for x in passed):
             return super().__torch_dispatch__(func, types, args, kwargs)
         args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs or {}))
         if all(_is_known(x) for x in passed if isinstance(x, Tensor)):
             return tree_map_only(Tensor, self._result, func(*args, **kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _arranged(self, found: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what `arange` makes, with its values if these are kept."""
+        is_number = found.is_floating_point() or found.is_complex()
+        if is_number or found.device.type != "cpu" or found.numel() > _KNOWN:
+            return found
+        return self._result(func(*args, **kwargs))
 
     def _result(self, tensor: Tensor) -> Any:
         if not _is_known(tensor):

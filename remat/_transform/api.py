@@ -10,7 +10,7 @@ saved and moved, and a callable that refers to it is none of that.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
@@ -43,6 +43,7 @@ PolicyLike: TypeAlias = (
     | tuple[Any, ...]
     | set[Any]
     | frozenset[Any]
+    | Mapping[Any, Any]
     | None
 )
 

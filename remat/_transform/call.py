@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from remat._ambient.draws import without_draws
 from remat._base.absent import inputs_of
+from remat._base.calls import in_place
 from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import Program
@@ -88,6 +89,7 @@ class Call:
         if options.rng == "error":
             fn = without_draws(fn, label)
         self.policy, self.prune = options.joined(), options.prune
+        fn = in_place(fn, self.policy)
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None
@@ -218,14 +220,16 @@ class Call:
 
 
 def users_fn(fn: Fn, label: str, options: Options) -> Fn:
-    """Return what is called again: a function that refuses draws, if that is asked."""
-    return without_draws(fn, label) if options.rng == "error" else fn
+    """Return what is called: it refuses draws or tells which module runs, if asked."""
+    if options.rng == "error":
+        fn = without_draws(fn, label)
+    return in_place(fn, options.joined())
 
 
 class LiveCall(Call):
     """A call that runs on the user's own objects."""
 
-    __slots__ = "_refuses_draws", "_users"
+    __slots__ = "_options", "_users"
 
     def __init__(
         self,
@@ -236,7 +240,7 @@ class LiveCall(Call):
         options: Options = DEFAULT,
     ) -> None:
         self._users_call: Any = fn, args, kwargs
-        self._refuses_draws = options.rng == "error"
+        self._options = options
         self.policy, self.prune = options.joined(), options.prune
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
@@ -281,8 +285,7 @@ class LiveCall(Call):
             body, lifted = functools.partial(reach.call, None, inputs), None
         else:
             lifted = reach.lifted(users, inputs)
-            if self._refuses_draws:
-                fn = without_draws(lifted.of(fn), reach.label)
+            fn = users_fn(lifted.of(fn), reach.label, self._options)
             body = functools.partial(lifted.call, fn, args, kwargs)
         if self.wrapped:
             body = self._without_outer_levels(body, inputs)

@@ -199,14 +199,19 @@ def enter_refusing_reads(
     inputs: Sequence[Tensor],
     changed: Sequence[InputIndex],
     state: AbstractContextManager[Any],
+    casts_anew: bool = False,
 ) -> AbstractContextManager[Any]:
     """Enter `state`, and refuse to read `changed` inputs; what is returned exits both.
 
-    To enter what is returned does nothing.
+    To enter what is returned does nothing. If it `casts_anew`, it is refused, too, to
+    find casts of inputs in autocast's cache: they may be of later values.
     """
     refused = RefuseReads()
     for i in changed:
-        refused.refuse(inputs[i], lambda i=i: f"`{origin.name_of(i)}`")
+        name: Callable[[], str] = lambda i=i: f"`{origin.name_of(i)}`"
+        refused.refuse(inputs[i], name)
+        if casts_anew and inputs[i].is_leaf and inputs[i].requires_grad:
+            refused.may_be_cast = name
     with contextlib.ExitStack() as both:
         both.enter_context(state)
         both.enter_context(refused)
@@ -220,6 +225,9 @@ class RefuseReads(Observer):
     """
 
     unseen = frozenset({DETACH})  # a detached alias reads nothing
+
+    # Names a leaf that autocast's cache may have, if that must be off.
+    may_be_cast: Callable[[], str] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,23 +244,26 @@ class RefuseReads(Observer):
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._refuse(tree_leaves((args, kwargs)), func)
+        return call_kernel(func, *args, **kwargs)
+
+    @override
+    def note_unseen_reads(self, values: Sequence[Any]) -> None:
+        self._refuse(values, "what torch compiles by itself")
+
+    def _refuse(self, values: Iterable[Any], what: Any) -> None:
+        if self.may_be_cast is not None and torch.is_autocast_cache_enabled():
+            raise MutationError(_READ.format(name=self.may_be_cast(), what=_INSIDE))
         # Noted here, where modes are off: to ask a sparse one for its parts reads it.
         for tensor, name in self._new:
             for storage in _storages_of(base_tensor(tensor)):
                 self._names.setdefault(storage, name)
         self._new.clear()
-        for value in tree_leaves((args, kwargs)):
+        for value in values:
             found = _storages_of(value) if isinstance(value, Tensor) else ()
             for storage in self._names.keys() & found:
                 name = self._names[storage]()
-                raise MutationError(_READ.format(name=name, func=func))
-        return call_kernel(func, *args, **kwargs)
-
-    @override
-    def note_unseen(self) -> None:
-        """Refuse what torch compiles by itself: what that reads, nobody sees."""
-        names = [name for _, name in self._new] or [*self._names.values()]
-        raise MutationError(_MAY_READ.format(name=names[0]()))
+                raise MutationError(_READ.format(name=name, what=what))
 
 
 def _storages_of(tensor: Tensor) -> list[int]:
@@ -395,11 +406,21 @@ _NEEDED = (
 )
 _READ = (
     "remat: {name} was changed in place between the forward and the backward, and the "
-    "recompute reads it (in {func}). Change a copy, or change it after the "
+    "recompute reads it (in {what}). Change a copy, or change it after the "
     "backward."
 )
-_MAY_READ = (
-    "remat: {name} was changed in place between the forward and the backward, and the "
-    "recompute may read it where torch compiles a part of the function, as of "
-    "torch.cond. Change a copy, or change it after the backward."
+_INSIDE = "a region of autocast inside the function, which may find an earlier cast"
+
+
+# --- Decisions ---
+
+
+def decided(metas: Sequence[Any]) -> str:
+    """Return advice where integers were saved, which decide shapes; "" elsewhere."""
+    return _DECIDED if any(m and not m[1].is_floating_point for m in metas) else ""
+
+
+_DECIDED = (
+    " If it chooses by floating numbers, as a router does, which a device may compute "
+    "a little differently each time, pass policy=remat.policies.decisions_saveable."
 )

@@ -86,7 +86,8 @@ class ForwardInputs:
         self._leaves_at = [*compress(range(len(inputs)), flags)]
         self._watched: WatchedLeaves | None = None
         if self._leaves_at or False in needs:
-            self._watched = WatchedLeaves([*compress(inputs, flags)])
+            leaves = [*compress(inputs, flags)]
+            self._watched = WatchedLeaves(leaves, len(leaves))
 
     def _note_buffers(
         self, needs: PerInput, buffers: Mapping[InputIndex, bool]

@@ -590,7 +590,7 @@ def _planned(
     if why:
         return None
     options = reference(policy), prune, *request.needs, state.ambient.key
-    cache = cache_of((*program.signature, *options), inputs).for_owner(call.owner)
+    cache = cache_of((*program.signature, *options), inputs, call.owner, policy)
     if is_refused(cache, program.signature, policy, prune, label):
         return None
     return SavedInNode(

@@ -57,9 +57,9 @@ ONLY_MARKS = LeafChanges(accumulates=False, moves=False, marks=True)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _hooks_of = operator.attrgetter(*_HOOKS)
 grad_of = operator.attrgetter("grad")
+_address = Tensor.data_ptr
 _attributes_of = operator.attrgetter("__dict__")
 _NONE = None, None
-_NONES = frozenset({type(None)})
 
 
 def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
@@ -75,51 +75,59 @@ class WatchedLeaves:
         addresses: where they are in memory after it; None if that cannot be asked.
     """
 
-    __slots__ = ("_leaves", "_next_hook", "_state", "addresses")
+    __slots__ = ("_are_plain", "_grads", "_leaves", "_next_hook", "_then", "addresses")
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._leaves, self._state = leaves, _state_of(leaves)
+    def __init__(self, leaves: Sequence[Tensor], others: int) -> None:
+        # All but so many, which come first, are parameters.
+        self._are_plain = TENSORS.issuperset(map(type, leaves[:others]))
+        self._leaves, self._grads = leaves, _gradients_of(leaves)
+        self._then = addresses_now(leaves) if self._are_plain else None
         self._next_hook = RemovableHandle.next_id
 
     def changes(self, inputs: Sequence[Tensor]) -> LeafChanges:
         """Return what the forward changed of the leaves."""
-        now, then = _state_of(self._leaves), self._state
-        self.addresses = now[1]
+        leaves = self._leaves
+        self.addresses = now = addresses_now(leaves) if self._are_plain else None
+        accumulates, moves = _gradients_of(leaves) != self._grads, now != self._then
         marks = RemovableHandle.next_id != self._next_hook or any(
             map(_attributes_of, inputs)
         )
-        if marks or now != then:
-            return LeafChanges(now[0] != then[0], now[1] != then[1], marks)
+        if accumulates or moves or marks:
+            return LeafChanges(accumulates, moves, marks)
         return NO_CHANGES
 
     def moved(self) -> int | None:
         """Return a leaf that has other memory now; None if that cannot be asked."""
-        then, now = self._state[1], addresses_of(self._leaves)
+        then, now = self._then, addresses_of(self._leaves)
         if then is None or now is None:
             return None
         return next(i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a != b)
 
 
-def _state_of(leaves: Sequence[Tensor]) -> tuple[list[Any], list[int] | None]:
-    """Return what changes when a gradient is set or added to, and when memory is."""
+def _gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
+    """Return what changes when a gradient is set or added to."""
     grads: list[Any] = [*map(grad_of, leaves)]
-    if not _NONES.issuperset(map(type, grads)):
-        grads = [g if g is None else (id(g), version_of(g)) for g in grads]
-    return grads, addresses_of(leaves)
+    if [g for g in grads if g is not None]:
+        return [g if g is None else (id(g), version_of(g)) for g in grads]
+    return grads
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return where tensors are in memory; None if that cannot be asked.
+    """Return where tensors are in memory; None if that cannot be asked."""
+    are_plain = TENSORS.issuperset(map(type, tensors))  # others may warn
+    return addresses_now(tensors) if are_plain else None
+
+
+def addresses_now(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Return where plain tensors are in memory; None if some have none.
 
     Not for a copy that shares memory until it is written: to torch this is a write.
     """
-    if not TENSORS.issuperset(map(type, tensors)):  # others may warn
-        return None
     try:
         if not function_mode_count():
-            return [*map(Tensor.data_ptr, tensors)]
+            return [*map(_address, tensors)]
         with no_torch_functions():  # a mode may note who reads memory
-            return [*map(Tensor.data_ptr, tensors)]
+            return [*map(_address, tensors)]
     except RuntimeError:
         return None
 
@@ -206,7 +214,7 @@ class PreserveGradients:
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         grads = [*map(grad_of, leaves)]
-        has_some = not _NONES.issuperset(map(type, grads))
+        has_some = [g for g in grads if g is not None]
         self._leaves, self._grads = (leaves, grads) if has_some else ((), ())
 
     def __enter__(self) -> None:

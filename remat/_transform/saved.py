@@ -33,9 +33,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat._ambient.ambient import NOTHING, Ambient, put_back, streams_now
+from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround
+from remat._base.calls import in_place
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
@@ -85,7 +86,7 @@ from remat._torch import (
     without_node,
 )
 from remat._transform.changes import changes_of
-from remat._transform.checks import changed_inside, enter_refusing_reads
+from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
     MOVED,
@@ -93,16 +94,23 @@ from remat._transform.leaves import (
     ONLY_MARKS,
     PreserveGradients,
     WatchedLeaves,
-    addresses_of,
+    addresses_now,
     may_be_gathered,
     preserved_marks,
     preserved_memory,
 )
-from remat._transform.written import ReadsWritten, preserved_contents
+from remat._transform.written import (
+    ENDED,
+    HeldAtEnd,
+    as_written,
+    before_a_call,
+    is_plain,
+    is_written,
+    note_written,
+)
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-_version_of_value = operator.attrgetter("value._version")
 # The labels of calls whose backward recorded a graph, for `explain` to tell.
 DIFFERENTIATED_AGAIN: set[str] = set()
 
@@ -133,6 +141,7 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner_of(users_fn, args), inputs)
+        fn = in_place(fn, call.policy)
     if dispatch_mode_count():
         call.modes = ModesAround()
         with call.modes.watched():
@@ -207,7 +216,7 @@ class Saved:
         self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
-        self.written: Sequence[int] = ()
+        self.written: dict[int, HeldAtEnd] = {}
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
         self.modes: ModesAround | None = None
@@ -230,7 +239,7 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if why:
             return
-        cache = self.kind(inputs).cache(policy, prune).for_owner(owner)
+        cache = self.kind(inputs).cache(policy, prune).for_owner(owner, policy)
         signature = () if cache.plans is not None else self.reach.signature
         if not is_refused(cache, signature, policy, prune, self.label):
             self.planned = SavedInHandles(
@@ -290,15 +299,14 @@ class Saved:
 
         It may write to large constants. Of others an error is to name the line.
         """
-        is_hard = bool(self.vmaps) or (self.planned is not None and self.is_nested)
         saved, refused = self.inputs, list[int]()
         for i in written:
             t, value = inputs[i], saved.values[i]
-            is_plain = type(t) is Tensor is type(value) and t.layout is torch.strided
-            is_counted = saved.versions[i] not in (None, t._version)
-            is_constant = not (saved.needs[i] or t.requires_grad)
-            is_right = is_plain and is_counted and is_constant and t.numel() > SMALL
-            if is_hard or not is_right:
+            is_counted = is_plain(t) and saved.versions[i] not in (None, t._version)
+            is_ours = type(value) is Tensor or type(value) is PackedOutside
+            is_constant = is_ours and not (saved.needs[i] or t.requires_grad)
+            is_right = is_counted and is_constant and t.numel() > SMALL
+            if self.vmaps or not is_right:
                 refused.append(i)
         return min(refused, default=None)
 
@@ -309,8 +317,12 @@ class Saved:
     ) -> Any:
         """Run the function as it is."""
         context, planned = here(), self.planned
+        if ENDED and not context.recomputing:
+            before_a_call(inputs[: self.reach.first_parameter])
         # Read before the function runs, which may change it.
-        watched = WatchedLeaves(self.inputs.originals)
+        parameters = len(inputs) - self.reach.first_parameter
+        leaves = self.inputs.originals
+        watched = WatchedLeaves(leaves, len(leaves) - parameters)
         packing = _Packing(self, inputs, context)
         self.handles, self.metas = packing.handles, packing.metas
         noted = Noted()
@@ -372,6 +384,8 @@ class Saved:
         planned = self.planned
         if planned is not None:
             why = planned.gives_up(accumulates=self.leaf_changes.accumulates)
+            if not why and is_written(inputs, self.inputs):
+                why = _WRITES
             if why:  # all is recomputed, with a warning if that is not what was asked
                 self.planned = planned = None
                 policy, prune = self.policy, self.options.prune
@@ -392,9 +406,7 @@ class Saved:
             again = self.inputs.will_be_copied(changed)
             raise changed_inside(self.reach, changed, changes, works_again=again)
         if written:
-            self.written, self.planned = written, None
-            for i in written:
-                self.inputs.versions[i] = inputs[i]._version
+            self.written = note_written(inputs, self.inputs, written)
         elif planned is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(planned.dropped)
@@ -529,7 +541,7 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             handle.value = None
         raise
     value = asked.value
-    if value is None:
+    if value is None or value._version > asked.version:
         value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
@@ -542,9 +554,10 @@ def _value_alone(call: Saved, asked: Handle) -> Tensor:
     fill = fill if call.modes is None else functools.partial(call.modes.call, fill)
     with torch_functions():
         outside_inference_mode(below_all_levels, fill, call, [asked])
-    if asked.value is None:
+    value = asked.value
+    if value is None or value._version > asked.version:
         raise MutationError(_CHANGED.format(label=call.label))
-    return asked.value
+    return value
 
 
 def _forget(ref: weakref.ref[Saved]) -> None:
@@ -626,7 +639,7 @@ def recompute(
         filling.put_back = {storage_id(tensors[i]) for i in copied}
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
-    streams = streams_now(call.reach.streams)
+    streams = call.ambient.streams_now(call.reach.streams)
     try:
         # Outside of the mode, which is to see what the function does and nothing else.
         with _state_restored(call, tensors):
@@ -643,7 +656,6 @@ def recompute(
                 # TorchScript's interpreter raises another error in place of `Stop`.
                 if filling.left:
                     raise
-            filling.drop_changed()
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
@@ -683,27 +695,24 @@ def _state_restored(
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state, changed, originals = ambient.restored(), saved.changed(), saved.originals
     if call.addresses is not None:
-        now = addresses_of(originals)
-        if now is not None and now != call.addresses and not may_be_gathered():
+        now = addresses_now(originals)
+        if now != call.addresses and now is not None and not may_be_gathered():
             moved = map(operator.ne, now, call.addresses)
             for i in itertools.compress(saved.originals_at, moved):
                 warn_once(MOVED.format(name=call.name_of(i), label=call.label))
     gradients = PreserveGradients(originals)
-    is_plain = state is NOTHING and leaf_changes is NO_CHANGES
-    if is_plain and not (changed or saved.renorms or call.written):
+    is_as_it_was = state is NOTHING and leaf_changes is NO_CHANGES
+    if is_as_it_was and not (changed or saved.renorms or call.written):
         return gradients
     with contextlib.ExitStack() as everything:
         if call.written:
-            reads = [
-                (tensors[i], functools.partial(call.name_of, i), i not in changed)
-                for i in call.written
-            ]
+            names = call.name_of
+            everything.enter_context(as_written(call.written, tensors, names, changed))
             changed = [i for i in changed if i not in call.written]
-            everything.enter_context(preserved_contents([t for t, _, _ in reads]))
-            everything.enter_context(ReadsWritten(reads))
         if changed:
             # Which enters it at once: to enter what is returned does nothing.
-            state = enter_refusing_reads(call.reach, tensors, changed, state)
+            anew = ambient.casts_anew()
+            state = enter_refusing_reads(call.reach, tensors, changed, state, anew)
         everything.enter_context(state)
         everything.enter_context(gradients)
         if leaf_changes.moves or leaf_changes.marks or saved.renorms:
@@ -739,7 +748,7 @@ class Filling:
 
     __slots__ = (
         *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
-        *("_saved", "_stops", "_versions", "left", "put_back"),
+        *("_saved", "_stops", "left", "put_back"),
     )
 
     def __init__(
@@ -759,7 +768,6 @@ class Filling:
         # Of all that the forward saved, None for what was saved itself.
         self._metas, self._label = call.metas, call.label
         self._saved: list[Any] = []
-        self._versions: list[int] = []  # of the values, when they were saved
         self.left = len(self._handles)
         # The storages of what holds something else after the run.
         self.put_back: Collection[int] = ()
@@ -795,8 +803,7 @@ class Filling:
         saved.append(meta)
         if meta != metas[position] and self._is_other(meta, metas[position]):
             raise self.differs()
-        handle.value = value
-        self._versions.append(value._version)
+        handle.value, handle.version = value, value._version
         self.left -= 1
         if not self.left and self._stops:
             raise Stop
@@ -806,14 +813,6 @@ class Filling:
         """Check that the recompute, which has ended, has saved all."""
         if self.left or not (self._stops or len(self._saved) == len(self._metas)):
             raise self.differs()
-
-    def drop_changed(self) -> None:
-        """Drop values that were changed in place since they were saved."""
-        handles = [*self._handles.values()]
-        if not self.left and [*map(_version_of_value, handles)] != self._versions:
-            for handle, then in zip(handles, self._versions, strict=True):
-                if handle.value is not None and handle.value._version != then:
-                    handle.value = None
 
     def _is_other(self, meta: Any, then: Any) -> bool:
         """Say whether what is saved differs from what the forward saved."""
@@ -836,8 +835,8 @@ class Filling:
         pairs = enumerate(zip(then, now, strict=False))
         first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
         listed = {"then": _listed(then, first), "now": _listed(now, first)}
-        where = user_line()
-        return RecomputeError(_DIFFERS.format(label=self._label, where=where, **listed))
+        text = _DIFFERS.format(label=self._label, where=user_line(), **listed)
+        return RecomputeError(text + decided(then[: first + 1]))
 
 
 def _name_of(node: type) -> str:
@@ -875,3 +874,4 @@ _CHANGED = (
 )
 # Its sizes are asked for by operations, in some runs and not in others.
 _NESTED = "an input is a nested tensor"
+_WRITES = "it writes to a large tensor in place"

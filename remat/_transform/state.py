@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
-from remat._ambient.ambient import Ambient, put_back, streams_now
+from remat._ambient.ambient import Ambient, put_back
 from remat._ambient.modes import ModesAround
 from remat._base.absent import Absent
 from remat._base.program import (
@@ -116,22 +117,16 @@ class CallState(NamedTuple):
         if changed:
             refuse_needed(snapshot, changed, changed)
 
-    @contextmanager
     def restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
-    ) -> Iterator[None]:
-        """Restore it for the body, in which changed inputs are not read."""
-        streams = streams_now(snapshot.streams)
+    ) -> AbstractContextManager[None]:
+        """Return a context in which it is restored, and changed inputs are not read."""
+        streams = self.ambient.streams_now(snapshot.streams)
         self._check_moved(snapshot, inputs)
-        try:
-            with self._restored(snapshot, inputs, mode):
-                if self.attributes or self.leaf_changes.marks:
-                    with self._marked(inputs):
-                        yield
-                else:
-                    yield
-        finally:
-            put_back(streams)
+        marked = None
+        if self.attributes or self.leaf_changes.marks:
+            marked = self._marked(inputs)
+        return _Restored(self._restored(snapshot, inputs, mode), streams, marked)
 
     def _check_moved(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
         """Warn of leaves that were given other memory since; refuse constants."""
@@ -190,7 +185,33 @@ class CallState(NamedTuple):
         return [*map(in_class, inputs, self.classes)]
 
 
-SMALL = 2**14  # elements of an input of which the bytes are noted
+class _Restored(AbstractContextManager[None]):
+    """A context in which streams are drawn from, and then are where they were."""
+
+    __slots__ = "_around", "_marked", "_streams"
+
+    def __init__(
+        self,
+        around: AbstractContextManager[Any],
+        streams: Any,
+        marked: AbstractContextManager[Any] | None,
+    ) -> None:
+        self._around, self._streams, self._marked = around, streams, marked
+
+    @override
+    def __enter__(self) -> None:
+        self._around.__enter__()
+        if self._marked is not None:
+            self._marked.__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._marked is not None:
+                self._marked.__exit__(*error)
+            self._around.__exit__(*error)
+        finally:
+            put_back(self._streams)
 
 
 def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from remat._base.calls import CallsOfNodes, in_place
 from remat._base.context import within
 from remat._base.errors import CaptureError
 from remat._base.labels import Label, label_of
@@ -211,7 +212,10 @@ def _run_body_of_node(body: Any, label: Label, options: Options, args: Any) -> A
         behind(args[i], [args[i]]) if i in changed else args[i]
         for i in _tensors_at(args)
     ]
-    out = _call(fn, label, options, tensors, {})
+    policy = options.joined()
+    asks = policy is not None and policy.asks_modules
+    calls = CallsOfNodes(body.graph, label) if asks else None
+    out = _call(fn, label, options, tensors, {}, calls)
     if not changed:
         return out
     out, news = out
@@ -249,7 +253,9 @@ def _of_tensors(body: Opaque, args: Sequence[Any], changed: Sequence[int]) -> Fn
 
 
 @eager_only
-def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any:
+def _call(
+    fn: Fn, label: Label, options: Options, args: Any, kwargs: Any, calls: Any = None
+) -> Any:
     if not is_below_tracer():
         with counted_levels():
             return call_lowered(lowering_of(options), fn, label, args, kwargs, options)
@@ -259,7 +265,8 @@ def _call(fn: Fn, label: Label, options: Options, args: Any, kwargs: Any) -> Any
     policy = options.joined()
     is_jvp = is_under_jvp() or base_dual_level_active()
     followed = None if is_jvp else policy
-    kept = TapedCall(label, followed, refuses_draws=options.rng == "error")
+    refuses = options.rng == "error"
+    kept = TapedCall(label, followed, refuses_draws=refuses, calls=calls)
     taped = _taped(fn, policy, Opaque(kept))
     with counted_levels():
         return call_as_function(
@@ -281,6 +288,9 @@ def _plain(fn: Fn, label: Label, options: Options) -> Fn:
 
 
 def _taped(fn: Fn, policy: Any, kept: Opaque) -> Fn:
+    if kept.value.calls is None:
+        fn = in_place(fn, policy)
+
     def taped(*args: Any, **kwargs: Any) -> Any:
         if not has_proxies():  # AOTAutograd asks for metadata first: nothing is kept
             return fn(*args, **kwargs)

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from remat._base import hints as _hints
+from remat._partial.names import checkpoint_name as _checkpoint_name
 from remat.compat._checkpoint import checkpoint as checkpoint
 from remat.compat._patch import (
     checkpoint_sequential as checkpoint_sequential,
@@ -36,5 +37,8 @@ from remat.compat._patch import (
     uninstall as uninstall,
 )
 
+
+name = _checkpoint_name
+"""`remat.checkpoint_name`, as is proposed for torch: `name(tensor, "n")`."""
 
 _hints.at(__name__)

@@ -31,6 +31,7 @@ from remat._base.observer import Observer
 from remat._base.source import shown, user_line
 from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
+from remat._capture.paths import code_of_arguments
 from remat._partial.options import Options
 from remat._report.bitwise import RunOperation, argument_statics, around, same_statics
 from remat._torch import (
@@ -39,6 +40,7 @@ from remat._torch import (
     eager_only,
     selective_policy,
 )
+from remat._transform.api import PolicyLike
 from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
@@ -62,6 +64,7 @@ class Asked(NamedTuple):
     debug: bool = False
     early_stop: bool = True
     respect_saved_tensors_hooks: bool | None = None
+    policy: Policy | None = None
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -102,6 +105,7 @@ def checkpoint(
     early_stop: bool = True,
     preserve_rng_state: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
+    policy: PolicyLike = None,
     **kwargs: Any,
 ) -> Any:
     """Call a function so that a backward recomputes what its graph would store.
@@ -128,6 +132,9 @@ def checkpoint(
             forward. With others, the gradients would be those of another function.
         respect_saved_tensors_hooks: whether hooks for saved tensors around the call are
             given what a policy saves. Only False keeps it from them.
+        policy: which results to save, as for `remat`: a dict by place, as is proposed
+            for torch's checkpoint, or anything else that is a policy. It is passed on
+            if the function itself has an argument of that name.
         **kwargs: keyword arguments of the function.
 
     Returns:
@@ -135,6 +142,7 @@ def checkpoint(
 
     Raises:
         ValueError: an argument has an unknown value, or two exclude each other.
+        TypeError: `policy` is not a policy.
         RecomputeError: in a backward, if the recompute differs from the forward. It is
             a `CheckpointError`.
 
@@ -150,9 +158,14 @@ def checkpoint(
         >>> ops["sin"], ops["exp"]
         (2, 2)
     """
-    asked = Asked(
-        context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
-    )
+    chosen = None
+    if policy is not None:
+        if _has_argument(function, "policy"):
+            kwargs["policy"] = policy
+        else:
+            chosen = as_policy(policy)
+    hooks = respect_saved_tensors_hooks
+    asked = Asked(context_fn, determinism_check, debug, early_stop, hooks, chosen)
     del preserve_rng_state  # they are always preserved
     if asked != _DEFAULTS:
         _check(asked, use_reentrant)
@@ -171,13 +184,23 @@ _NO_FUNCTION = (
 )
 
 
+def _has_argument(function: Any, name: str) -> bool:
+    # Where torch's checkpoint has no such argument, code may pass it to its function.
+    code, _ = code_of_arguments(function)
+    count = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
+    return count > 0 and name in code.co_varnames[:count]
+
+
 def _check(asked: Asked, use_reentrant: bool | None) -> None:
     """Refuse arguments that torch's checkpoint refuses."""
     check = asked.determinism_check
     if check not in ("default", "none"):
         message = f"remat: determinism_check={check!r}: use 'default' or 'none'"
         raise ValueError(message)
-    is_of_one = asked.context_fn is not noop_context_fn or asked.debug is not False
+    is_of_context = asked.context_fn is not noop_context_fn
+    is_of_one = is_of_context or asked.debug is not False
+    if is_of_context and asked.policy is not None:
+        raise ValueError(_TWO_POLICIES)
     if use_reentrant and (is_of_one or asked.respect_saved_tensors_hooks is not None):
         raise ValueError(_REENTRANT)
 
@@ -186,6 +209,12 @@ _REENTRANT = (
     "remat: context_fn, debug and respect_saved_tensors_hooks need "
     "use_reentrant=False, as in torch. Leave use_reentrant out: remat has one "
     "implementation."
+)
+
+
+_TWO_POLICIES = (
+    "remat: checkpoint takes a policy or a context_fn, and got both. Join what the "
+    "context_fn saves to the policy: policy | [operators]."
 )
 
 
@@ -207,9 +236,11 @@ def _decorated(asked: Asked, function: Fn) -> Fn:
 
 def _traced(fn: Fn, args: Any, kwargs: dict[str, Any], asked: Asked) -> Any:
     """Call a function in a trace of Dynamo, or for an export."""
-    context_fn = asked.context_fn
+    context_fn, options = asked.context_fn, _OPTIONS
+    if asked.policy is not None:
+        options = Options(asked.policy)
     if context_fn is noop_context_fn or torch.compiler.is_exporting():
-        return call_traced(fn, "checkpoint", _COMPILED, _OPTIONS, *args, **kwargs)
+        return call_traced(fn, "checkpoint", _COMPILED, options, *args, **kwargs)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     key = _key_of(context_fn)
@@ -280,7 +311,7 @@ def _label(name: str, file: str, line: int) -> Label:
 
 def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
     """Return the function under the contexts of the call, and the options."""
-    describe = policy = None
+    describe, policy = None, asked.policy
     has_contexts = asked.context_fn is not noop_context_fn
     early_stop, debug = checkpoint_settings()
     if asked.debug if debug is None else debug:
@@ -395,4 +426,4 @@ def policy_of(context: object) -> Policy | None:
         return None
     if isinstance(policy, list):
         return as_policy(policy)
-    return Function(Selective(checked_hash(policy)))
+    return Function(Selective(checked_hash(policy), is_new=True))

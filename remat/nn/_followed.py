@@ -21,8 +21,8 @@ from typing_extensions import override
 from remat._base.context import here
 from remat._partial.decide import warn_once
 from remat._partial.options import Options
-from remat._scope.api import scope
-from remat._scope.following import ByPlace, Course
+from remat._scope.api import awaits_backward, scope
+from remat._scope.following import ByPlace, Course, say_once
 from remat._torch import constant_in_traces, current_layer
 from remat._transform.module import recompute_in_place
 from remat.nn._applied import (
@@ -46,12 +46,15 @@ class FollowedScope:
         why = _why_not(model)
         if why:
             _warn(label, why)
-        self._policy = ByPlace(label, courses)
+        self._label, self._courses = label, courses
+        mode = None if model is None else model.training
+        self._policy = ByPlace(label, courses, is_training=mode)
         self._scope = None if why else scope(self._policy)
         self._model = model
 
     def __enter__(self) -> None:
         if self._scope is not None:
+            self._tell()
             here().step_plans += 1
             self._scope.__enter__()
             self._policy.calls.__enter__()
@@ -63,7 +66,21 @@ class FollowedScope:
             here().step_plans -= 1
             self._policy.calls.__exit__()
             self._scope.__exit__(*raised)
-            self._policy.end()
+            if not any(raised):
+                self._policy.end()
+
+    def _tell(self) -> None:
+        """Tell once what a step has alive that was not planned."""
+        if not torch.is_grad_enabled():
+            return
+        if awaits_backward(ByPlace):
+            say_once(self._courses, _TWO_GRAPHS, self._label)
+        if self._model is None or all(c.counts_gradients for c in self._courses):
+            return
+        learned = (p for p in self._model.parameters() if p.requires_grad)
+        first = next(learned, None)
+        if first is not None and first.grad is not None:
+            say_once(self._courses, _GRADIENTS, self._label)
 
 
 class _Open(threading.local):
@@ -82,9 +99,9 @@ def begin_scope(scope: FollowedScope) -> None:
     _OPEN.scopes.append(scope)
 
 
-def end_scope() -> None:
+def end_scope(*raised: Any) -> None:
     """End what began last in this thread."""
-    _OPEN.scopes.pop().__exit__(None, None, None)
+    _OPEN.scopes.pop().__exit__(*raised)
 
 
 def _why_not(model: Any) -> str:
@@ -138,9 +155,10 @@ class _Entering(Claiming):
 class _Leaving:
     """The hook after a call of a module, also after one that raises an error."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         if not torch.compiler.is_compiling():
-            end_scope()
+            # After an error there is no result.
+            end_scope(Exception if result is None else None, None, None)
 
 
 def follow(
@@ -153,7 +171,7 @@ def follow(
     """Have each call of a module follow a plan."""
     refuse_others(model, "plan.apply")
     inner = _planned_part(model, label, courses)
-    for module in [inner.get_submodule(name) for name in blocks]:
+    for module in [_submodule(inner, name) for name in blocks]:
         recompute_in_place(module, where, Options(unless_followed=True), PLAN)
     refuse_later(model, PLAN, where)
     # Last, so that it runs first: what begins here ends also after an error of a hook.
@@ -178,6 +196,14 @@ def _planned_part(model: nn.Module, label: str, courses: Sequence[Course]) -> nn
     raise ValueError(_OTHER_MODEL.format(label=label, kind=type(model).__name__))
 
 
+def _submodule(inner: nn.Module, name: str) -> nn.Module:
+    """Return the module of a path in a model, or in a wrapper of it."""
+    paths = dict(inner.named_modules())
+    while name not in paths and "." in name:
+        name = name.partition(".")[2]
+    return inner.get_submodule(name)
+
+
 def unfollow(module: nn.Module) -> None:
     """Take out of a module the hooks and the name that are there because of us."""
     for hooks in module._forward_pre_hooks, module._forward_hooks:
@@ -196,6 +222,16 @@ def _warn(label: str, why: str) -> None:
 _OTHER_MODEL = (
     "remat: the plan for {label} was made for other modules than those of this {kind}. "
     "Pass the model that it was made for, a copy of it, or a wrapper around it."
+)
+_TWO_GRAPHS = (
+    "remat: a forward follows the plan for %s while the graph of an earlier one is "
+    "alive. The budget holds for one graph: both take more. Run the backward of one "
+    "before the forward of the next, or plan for a function that runs both."
+)
+_GRADIENTS = (
+    "remat: a step that follows the plan for %s begins with gradients, for which the "
+    "plan was not made. It is over the budget by at most their bytes. Call remat.fit "
+    "with accumulates=True, or set gradients to None before each step."
 )
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "

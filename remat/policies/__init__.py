@@ -42,21 +42,24 @@ from remat.policies._names import (
 from remat.policies._operations import (
     checkpoint_dots as checkpoint_dots,
     checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims,
+    decisions_saveable as decisions_saveable,
     dots_saveable as dots_saveable,
     dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
     offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
+    register_cost as register_cost,
     register_dot as register_dot,
     save_collectives as save_collectives,
+    save_from_both_policies as save_from_both_policies,
     save_larger_than as save_larger_than,
+    save_ops as save_ops,
     save_smaller_than as save_smaller_than,
 )
+from remat.policies._places import every_other as every_other
 from remat.policies._policy import (
     Policy as Policy,
     as_policy as as_policy,
     everything_saveable as everything_saveable,
     nothing_saveable as nothing_saveable,
-    save_from_both_policies as save_from_both_policies,
-    save_ops as save_ops,
 )
 from remat.policies._within import within as within
 

@@ -64,6 +64,17 @@ def family(operator: Any) -> str:
     return name(getattr(operator, "overloadpacket", operator))
 
 
+@cache
+def is_collective(operator: Any) -> bool:
+    """Say whether an operator returns what other processes sent."""
+    space, _, base = family(operator).partition(".")
+    return space in _SPACES and base not in _OTHERS
+
+
+_SPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d"}
+_OTHERS = {"wait_tensor", "_wrap_tensor_autograd", "isend", "send", "barrier"}
+
+
 def checked(operator: object, taker: str) -> Any:
     """Return an operator that was passed to `taker`, or raise a TypeError."""
     if is_operator(operator):
@@ -87,6 +98,7 @@ class Selective:
     """
 
     fn: Callable[..., Answer]
+    is_new: bool = False  # for this call, as contexts are: it may count
 
     def __call__(self, op: Op) -> Answer:
         """Return what the function says."""
@@ -154,11 +166,13 @@ def asked(fn: object) -> Ask:
     if hint or not callable(fn):
         raise TypeError(
             f"remat: not a policy: {fn!r}, a {type(fn).__name__}. {hint}A policy "
-            "is one of remat.policies, None, a list of operators, a function "
+            "is one of remat.policies, None, a list of operators, a dict, a function "
             "(op) -> bool or Decision, or a function of torch's kind, "
             "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
         )
     checked_hash(fn)
+    if _is_of_jax(fn):
+        raise TypeError(_OF_JAX.format(fn=fn))
     if _takes(fn, 1):
         return fn
     if _takes(fn, 3):
@@ -167,6 +181,24 @@ def asked(fn: object) -> Ask:
         f"remat: policy {fn!r} can be called neither as policy(op) nor as "
         "policy(ctx, op, *args, **kwargs), as in torch's selective checkpointing"
     )
+
+
+def _is_of_jax(fn: Callable[..., Any]) -> bool:
+    """Say whether a function is written as `policy(prim, *avals, **params)`."""
+    try:
+        first, *others = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = [p.kind for p in others]
+    return first.name != "op" and kinds == [first.VAR_POSITIONAL, first.VAR_KEYWORD]
+
+
+_OF_JAX = (
+    "remat: policy {fn!r} is written for JAX, as policy(prim, *avals, **params). Here "
+    "it is asked policy(op). op.packet is the operator, to be compared with "
+    "torch.ops.aten.mm, op.inputs and op.outputs have shape and dtype, op.kwargs, "
+    "op.names, op.module and op.nth tell more. Write def policy(op)."
+)
 
 
 def checked_hash(fn: _F) -> _F:
@@ -205,7 +237,7 @@ PUBLIC = (
     *("save_any_names_but_these", "save_anything_except_these_names"),
     *("save_and_offload_only_these_names", "save_from_both_policies"),
     *("save_names_matching", "save_ops", "save_larger_than", "save_smaller_than"),
-    "save_collectives",
+    *("save_collectives", "decisions_saveable", "every_other"),
 )
 _MAKERS = *PUBLIC, "within"
 _CONSTANTS = "nothing_saveable", "everything_saveable"

@@ -30,9 +30,8 @@ class ByName(Policy):
 
     @property
     @override
-    def names(self) -> frozenset[str]:
-        """The names that the policy mentions."""
-        return self.these
+    def keys(self) -> frozenset[tuple[Policy, str]]:
+        return frozenset((self, name) for name in self.these)
 
     def __repr__(self) -> str:
         kind = "save_any_names_but_these" if self.other else "save_only_these_names"

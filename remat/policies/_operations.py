@@ -1,4 +1,4 @@
-"""Policies by the operation: dots, collectives, and the size of a result.
+"""Policies by the operation: operators, dots, collectives, decisions, and sizes.
 
 Invariant: a dot sums over a dimension, and its cost per byte of output grows with that
 dimension. So convolution and attention are dots, and outer products are not. Of a
@@ -9,16 +9,95 @@ to save what `wait_tensor` returns: it returns its argument, and a recompute wou
 the collective to have one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+import torch
 from typing_extensions import override
 
 from remat._base.op import Op
 from remat.policies._decision import check_offload
-from remat.policies._functions import checked, family
-from remat.policies._policy import Policy
+from remat.policies._functions import checked, family, is_collective, name
+from remat.policies._policy import ACCEPTED, Policy, as_policy
+
+
+@dataclass(frozen=True)
+class Operators(Policy):
+    """Saves the results of some operators. It holds them by name."""
+
+    operators: frozenset[str]
+
+    def decide(self, op: Op) -> bool:
+        """Say whether the operation calls one of the operators."""
+        return name(op.func) in self.operators or family(op.func) in self.operators
+
+    def __repr__(self) -> str:
+        return (
+            f"save_ops({', '.join(f'torch.ops.{o}' for o in sorted(self.operators))})"
+        )
+
+
+def save_ops(*operators: Any) -> Policy:
+    """Save the results of these operators.
+
+    Args:
+        *operators: each is an overload (`torch.ops.aten.mm.default`), a packet for all
+            overloads (`torch.ops.aten.mm`), a higher-order operator
+            (`torch.ops.higher_order.flex_attention`) or a function that
+            `torch.library.custom_op` made. Policies see the operators that run below
+            autograd: often `aten.addmm`, and never `aten.linear`.
+
+    Returns:
+        The policy. Without operators it saves nothing.
+
+    Raises:
+        TypeError: an argument is not an operator (such as a string, or `torch.mm`).
+
+    Source: torch's selective checkpointing, which takes a list of overloads.
+
+    Example:
+        >>> import torch
+        >>> policy = save_ops(torch.ops.aten.mm, torch.ops.aten.bmm.default)
+        >>> policy(Op(torch.ops.aten.mm.default))
+        <Decision.SAVE: 3>
+        >>> policy
+        save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
+    """
+    # Dynamo warns of functions that remember results.
+    name_of = name.__wrapped__ if torch.compiler.is_compiling() else name
+    return Operators(frozenset([name_of(checked(o, "save_ops")) for o in operators]))
+
+
+def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:
+    """Save what either policy saves, in the nearer of the two places: `p | q`.
+
+    Args:
+        policy_1: a policy, or anything that `as_policy` accepts.
+        policy_2: another one.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: an argument is not a policy.
+
+    Source: `jax.checkpoint_policies.save_from_both_policies`, which refuses policies
+    that offload.
+
+    Example:
+        >>> from remat.policies import dots_saveable, save_only_these_names
+        >>> save_from_both_policies(dots_saveable, save_only_these_names("a"))
+        (dots_saveable | save_only_these_names('a'))
+    """
+    return as_policy(policy_1) | policy_2
+
+
+ACCEPTED.append(((list, tuple, set, frozenset), lambda several: save_ops(*several)))
+
+
+# --- Dots ---------------------------------------------------------------------------
 
 
 # Whether a dot has batch dimensions: it has or not, or its two operands tell. It has if
@@ -149,6 +228,32 @@ def register_dot(operator: Any, *, batched: bool = False) -> None:
         )
 
 
+def register_cost(operator: Any, flops: Callable[[Op], float]) -> None:
+    """Register what an operator costs, such as a GEMM of your own.
+
+    Budgets, plans and reports count it, instead of torch's formula for FLOPs. A Triton
+    kernel is an operator once `torch.library.triton_op` wraps it.
+
+    Args:
+        operator: the operator, as for `register_dot`.
+        flops: returns the FLOPs of an operation. The last that is registered counts.
+
+    Example:
+        >>> import torch
+        >>> @torch.library.custom_op("remat_doctest::scale", mutates_args=())
+        ... def scale(a: torch.Tensor) -> torch.Tensor:
+        ...     return a * 2
+        >>> register_cost(scale, lambda op: op.outputs[0].nbytes / 4)
+    """
+    checked(operator, "register_cost")
+    if not callable(flops):
+        raise TypeError(f"remat: register_cost takes a function; got {flops!r}")
+    COSTS[family(operator)] = flops
+
+
+COSTS: dict[str, Callable[[Op], float]] = {}
+
+
 # --- Policies -----------------------------------------------------------------------
 
 
@@ -219,28 +324,60 @@ def offload_dot_with_no_batch_dims(
     return dots_with_no_batch_dims_saveable.but_offload(to=offload_dst)
 
 
-_SPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d"})
-# Of these spaces, what returns nothing that another process sent.
-_OTHERS = {"wait_tensor", "_wrap_tensor_autograd", "isend", "send", "barrier"}
+@dataclass(frozen=True)
+class Decisions(Policy):
+    """Saves integers and booleans that are computed of floating numbers."""
+
+    has_decisions = True
+
+    @override
+    def decide(self, op: Op) -> bool:
+        """Say whether the operation decides something."""
+        made = {v.dtype for v in op.outputs}
+        is_of_floats = any(v.dtype.is_floating_point for v in op.inputs)
+        if not is_of_floats or all(t.is_floating_point or t.is_complex for t in made):
+            return False
+        called = family(op.func)
+        return _batched(op.func) is None and not any(w in called for w in _NO_DECISION)
+
+    def __repr__(self) -> str:
+        return "decisions_saveable"
+
+
+# What they return besides is for their own backward.
+_NO_DECISION = "max_pool", "dropout", "batch_norm", "rnn", "lstm", "gru", "_thnn"
+decisions_saveable = Decisions()
+"""Saves what integers and booleans are computed to be of floating numbers.
+
+Those are the results of topk, argmax, sort, multinomial, comparisons and casts, a few
+bytes each. A recompute then takes the branches, and has the shapes, of the forward,
+even where a device computes the floating numbers a little differently each time: a
+router sends each token where it went. If such a call reads them, to choose what runs,
+each one is recorded anew.
+
+Example:
+    >>> import torch
+    >>> from remat.policies import Op, Value
+    >>> x, found = (Value((4,), t, "cpu") for t in (torch.float32, torch.int64))
+    >>> decisions_saveable(Op(torch.ops.aten.argmax.default, (x,), outputs=(found,)))
+    <Decision.SAVE: 3>
+"""
 
 
 @dataclass(frozen=True)
 class Collectives(Policy):
-    """Saves what the operators of some namespaces return."""
-
-    spaces: frozenset[str]
+    """Saves what collectives return."""
 
     @override
     def decide(self, op: Op) -> bool:
         """Say whether the operation is a collective."""
-        space, _, base = family(op.func).partition(".")
-        return space in self.spaces and base not in _OTHERS
+        return is_collective(op.func)
 
     def __repr__(self) -> str:
         return "save_collectives"
 
 
-save_collectives = Collectives(_SPACES)
+save_collectives = Collectives()
 """Saves what collectives return, so that no backward repeats one.
 
 Collectives are the operations of ``torch.distributed``: functional ones, those of a
@@ -262,13 +399,19 @@ Example:
 
 @dataclass(frozen=True)
 class Size(Policy):
-    """Saves results by the total bytes of an operation's outputs."""
+    """Saves results by the total bytes of an operation's outputs.
+
+    Ranks may have other sizes. A collective that one of them left out of its recompute
+    would have the others wait forever, so none is saved for its size.
+    """
 
     larger: bool
     than: float
 
     def decide(self, op: Op) -> bool:
         """Compare the bytes."""
+        if is_collective(op.func):
+            return False
         return op.nbytes > self.than if self.larger else op.nbytes < self.than
 
     def __repr__(self) -> str:

@@ -20,13 +20,15 @@ are the same. And a `~p` that offloads what p offloads. Then `~~p == p` for all 
 
 import weakref
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
+from remat._base.code import mentions
 from remat._base.op import Op
 from remat.policies._decision import (
     DESTINATIONS,
@@ -39,8 +41,6 @@ from remat.policies._functions import (
     Ask,
     Selective,
     asked,
-    checked,
-    family,
     name,
     printed,
 )
@@ -62,6 +62,8 @@ class Policy(ABC):
     # The bytes that are saved of what the next operation reads, in place of results
     # that are not there.
     owed = 0
+    # Whether the last result is a value of its block only until that ends.
+    is_passing = False
 
     @abstractmethod
     def decide(self, op: Op) -> Answer:
@@ -91,10 +93,51 @@ class Policy(ABC):
     """Whether it is a budget, which looks at all operations of a call at once."""
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names in the policy. `checkpoint_name` should give each to a value."""
+    def keys(self) -> "frozenset[tuple[Policy, str]]":
+        """The names and places in the policy, each with the policy that has it.
+
+        Each should match an operation.
+        """
         parts = vars(self).values()
-        return frozenset().union(*(p.names for p in parts if isinstance(p, Policy)))
+        return frozenset().union(*(p.keys for p in parts if isinstance(p, Policy)))
+
+    def matches(self, key: str, op: Op) -> bool:
+        """Say whether a key of this policy matches an operation: by default, a name."""
+        return key in op.names
+
+    @property
+    def asks_modules(self) -> bool:
+        """Whether it asks an operation for its module, or for classes."""
+        return self._any("asks_modules")
+
+    @property
+    def has_decisions(self) -> bool:
+        """Whether it keeps decisions, which its call may make otherwise each time."""
+        return self._any("has_decisions")
+
+    @property
+    def may_count(self) -> bool:
+        """Whether it asks a function that may count, or remember what it was asked."""
+        return self._any("may_count")
+
+    def _any(self, name: str) -> bool:
+        parts = vars(self).values()
+        return any(getattr(p, name) for p in parts if isinstance(p, Policy))
+
+    def below(self, path: str, classes: tuple[str, ...]) -> "Policy":
+        """Return the policy for a call in the module at a path of this one's call."""
+        return SeenAround(self, path, " ".join(classes)) if path or classes else self
+
+    def saves(self, name: str) -> bool:
+        """Say whether a value is kept because `checkpoint_name` gave it this name.
+
+        Example:
+            >>> from remat.policies import dots_saveable, save_only_these_names
+            >>> policy = dots_saveable | save_only_these_names("q")
+            >>> policy.saves("q"), policy.saves("k")
+            (True, False)
+        """
+        return bool(self(Op(torch.ops.remat.named.default, names=frozenset({name}))))
 
     @property
     def is_data(self) -> bool:
@@ -274,6 +317,26 @@ class ButOffload(Policy):
         return f"{policy}.but_offload({which}to={self.to!r})"
 
 
+@dataclass(frozen=True)
+class SeenAround(Policy):
+    """A policy of a call around, asked about a call in its module at a path."""
+
+    policy: Policy
+    path: str
+    classes: str
+    keys = frozenset()  # which the call around looks for
+
+    @override
+    def decide(self, op: Op) -> Decision:
+        """Ask about the operation as the call around sees it."""
+        module = ".".join(filter(None, (self.path, op.module)))
+        classes = *op.classes, *self.classes.split()
+        return self.policy(replace(op, module=module, classes=classes))
+
+    def __repr__(self) -> str:
+        return f"{self.policy}"
+
+
 _OFFLOADS_BUDGET = (
     "remat: {budget} cannot say what to offload: a budget says how much is kept. Pass "
     "a policy that says which results are offloaded."
@@ -298,53 +361,6 @@ def intersection(left: Policy, right: Policy) -> Policy:
 
 
 @dataclass(frozen=True)
-class Operators(Policy):
-    """Saves the results of some operators. It holds them by name."""
-
-    operators: frozenset[str]
-
-    def decide(self, op: Op) -> bool:
-        """Say whether the operation calls one of the operators."""
-        return name(op.func) in self.operators or family(op.func) in self.operators
-
-    def __repr__(self) -> str:
-        return (
-            f"save_ops({', '.join(f'torch.ops.{o}' for o in sorted(self.operators))})"
-        )
-
-
-def save_ops(*operators: Any) -> Policy:
-    """Save the results of these operators.
-
-    Args:
-        *operators: each is an overload (`torch.ops.aten.mm.default`), a packet for all
-            overloads (`torch.ops.aten.mm`), a higher-order operator
-            (`torch.ops.higher_order.flex_attention`) or a function that
-            `torch.library.custom_op` made. Policies see the operators that run below
-            autograd: often `aten.addmm`, and never `aten.linear`.
-
-    Returns:
-        The policy. Without operators it saves nothing.
-
-    Raises:
-        TypeError: an argument is not an operator (such as a string, or `torch.mm`).
-
-    Source: torch's selective checkpointing, which takes a list of overloads.
-
-    Example:
-        >>> import torch
-        >>> policy = save_ops(torch.ops.aten.mm, torch.ops.aten.bmm.default)
-        >>> policy(Op(torch.ops.aten.mm.default))
-        <Decision.SAVE: 3>
-        >>> policy
-        save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
-    """
-    # Dynamo warns of functions that remember results.
-    name_of = name.__wrapped__ if torch.compiler.is_compiling() else name
-    return Operators(frozenset([name_of(checked(o, "save_ops")) for o in operators]))
-
-
-@dataclass(frozen=True)
 class Function(Policy):
     """Asks a user's function about the operation."""
 
@@ -362,6 +378,18 @@ class Function(Policy):
 
     @property
     @override
+    def asks_modules(self) -> bool:
+        """Whether the function reads an operation's module, or its classes."""
+        is_ours = not isinstance(self.fn, Selective)
+        return is_ours and mentions(self.fn, frozenset(("module", "classes")))
+
+    @property
+    @override
+    def may_count(self) -> bool:
+        return not (isinstance(self.fn, Selective) and self.fn.is_new)
+
+    @property
+    @override
     def cache_key(self) -> Any:
         """A reference to the user's function: a call may make the policy anew."""
         fn = self.fn.fn if isinstance(self.fn, Selective) else self.fn
@@ -371,7 +399,9 @@ class Function(Policy):
         return f"as_policy({printed(self.fn)})"
 
 
-_COLLECTIONS: tuple[type, ...] = list, tuple, set, frozenset
+# The types of other values that are policies, and what makes a policy of one. The files
+# above this one add theirs.
+ACCEPTED: list[tuple[Any, Callable[[Any], "Policy"]]] = []
 
 
 def as_policy(obj: object) -> Policy:
@@ -383,12 +413,18 @@ def as_policy(obj: object) -> Policy:
             None, for `nothing_saveable`;
             a `Decision` or a `CheckpointPolicy` of torch, for every operation;
             a list, tuple or set of operators, for `save_ops`;
+            a dict of policies by place: keys are names of values, paths of modules
+            below what is rematerialized (`"layers.*.attn"`), classes of modules or
+            Functions, operators (also as text, `"aten.mm"`), and None for the rest. A
+            name comes first, then the longest path, the class, the operator. Values may
+            be "save", "recompute", "offload", "disk", or the name of a constant policy;
             a function `(op) -> bool | Decision`;
             a policy function of torch's selective checkpointing, `(ctx, op, *args,
             **kwargs) -> bool | CheckpointPolicy`.
             A function that can be called with one argument counts as a function of
             `op`. A function must be hashable. It must give the same answer for equal
-            operations, because remat reuses an answer in later calls.
+            operations, because remat reuses an answer in later calls: one that counts
+            is told so. `op.nth` and `every_other` count.
 
     Returns:
         The policy.
@@ -402,6 +438,8 @@ def as_policy(obj: object) -> Policy:
         save_ops(torch.ops.aten.mm.default)
         >>> as_policy(None)
         nothing_saveable
+        >>> as_policy({"layers.*.attn": "save", torch.ops.aten.mm: "offload"})
+        as_policy({'layers.*.attn': 'save', 'torch.ops.aten.mm': 'offload'})
     """
     if isinstance(obj, Policy):
         return obj
@@ -410,32 +448,9 @@ def as_policy(obj: object) -> Policy:
     decision = None if isinstance(obj, bool) else decision_of(obj)
     if decision is not None:
         return Always(decision)
-    if isinstance(obj, _COLLECTIONS):
-        return save_ops(*obj)
+    for kinds, make in ACCEPTED:
+        if isinstance(obj, kinds):
+            return make(obj)
     # Dynamo cannot trace the check, which `_data` makes up for.
     is_traced = torch.compiler.is_compiling() and isinstance(obj, FunctionType)
     return Function(obj if is_traced else asked(obj))
-
-
-def save_from_both_policies(policy_1: object, policy_2: object) -> Policy:
-    """Save what either policy saves, in the nearer of the two places: `p | q`.
-
-    Args:
-        policy_1: a policy, or anything that `as_policy` accepts.
-        policy_2: another one.
-
-    Returns:
-        The policy.
-
-    Raises:
-        TypeError: an argument is not a policy.
-
-    Source: `jax.checkpoint_policies.save_from_both_policies`, which refuses policies
-    that offload.
-
-    Example:
-        >>> from remat.policies import dots_saveable, save_only_these_names
-        >>> save_from_both_policies(dots_saveable, save_only_these_names("a"))
-        (dots_saveable | save_only_these_names('a'))
-    """
-    return as_policy(policy_1) | policy_2

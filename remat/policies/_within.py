@@ -28,6 +28,7 @@ from remat._base.errors import missing
 from remat._base.op import Op
 from remat._base.sizes import bytes_in
 from remat.policies._decision import Decision
+from remat.policies._functions import is_collective
 from remat.policies._policy import (
     Policy,
     as_policy,
@@ -69,7 +70,9 @@ class Within(Policy):
 
     def decide(self, op: Op) -> Decision:
         """Return where the result goes if the budget keeps it."""
-        return self.may(op) | self.must(op)
+        # Other ranks may keep others, and a collective has to be repeated by all.
+        may = Decision.RECOMPUTE if is_collective(op.func) else self.may(op)
+        return may | self.must(op)
 
     @property
     @override
@@ -78,6 +81,12 @@ class Within(Policy):
         if self.is_data:
             return self
         return Within, self.budget, self.must.cache_key, self.may.cache_key
+
+    @override
+    def below(self, path: str, classes: tuple[str, ...]) -> Policy:
+        """Return the budget, for which the call within asks its parts."""
+        must, may = self.must.below(path, classes), self.may.below(path, classes)
+        return Within(self.budget, must, may)
 
     @override
     def __or__(self, other: object) -> Policy:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.fitted import CASES, bytes_before
 
+from remat._base.calls import OUTSIDE, ModuleCall
 from remat._fit.api import _course
-from remat._fit.choose import SavingProgram, chosen_for, greedy, lowest, solved
+from remat._fit.choose import SavingProgram, chosen_for, greedy, least_for, solved
 from remat._fit.record import record
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
-from remat._scope.calls import OUTSIDE, ModuleCall
 from remat._scope.following import ByPlace, Course, Placed
 from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope
@@ -93,7 +93,7 @@ OTHERS = [(n, s) for n in MODELS for s in (0.4, 0.7, 0.9) if (n, s) not in SHARE
 def test_choices_are_near_the_lower_bound(name, share):
     pytest.importorskip("scipy")
     walker, _ = known(name)
-    low, high = walker(lowest(walker)).peak, walker(walker.choices).peak
+    low, high = walker(least_for(walker, 1)).peak, walker(walker.choices).peak
     budget = int(low + share * (high - low))
     chosen = chosen_for(walker, budget)
     assert walker(chosen).peak <= budget
@@ -101,11 +101,30 @@ def test_choices_are_near_the_lower_bound(name, share):
     assert chosen == chosen_for(walker_of(name)[0], budget)
 
 
+SWEPT = [("mlps", 24), *(pytest.param(n, 48, marks=pytest.mark.slow) for n in MODELS)]
+
+
+@pytest.mark.parametrize(("name", "count"), SWEPT)
+def test_more_bytes_never_cost_more_work(name, count):
+    pytest.importorskip("scipy")
+    walker, _ = known(name)
+    low, high = walker(least_for(walker, 1)).peak, walker(walker.choices).peak
+    assert chosen_for(walker, low - 1) is None
+    work = float("inf")
+    for k in range(count + 1):
+        budget = int(low + (k / count) ** 1.5 * (high - low))
+        chosen = chosen_for(walker, budget)
+        assert walker(chosen).peak <= budget
+        assert walker.seconds(chosen) <= work * (1 + 1e-9), budget
+        work = walker.seconds(chosen)
+    assert work == 0
+
+
 @pytest.mark.parametrize("name", ["lm", pytest.param("unet", marks=pytest.mark.slow)])
 def test_without_a_solver_choices_fit_and_cost_no_less(name):
     pytest.importorskip("scipy")
     walker, _ = known(name)
-    low, high = walker(lowest(walker)).peak, walker(walker.choices).peak
+    low, high = walker(least_for(walker, 1)).peak, walker(walker.choices).peak
     budget = (low + high) // 2
     found = greedy(walker, budget)
     assert walker(found).peak <= budget
@@ -119,7 +138,9 @@ def course(*asked, place=OUTSIDE):
     """Return a course of operations: those in capitals are saved."""
     names = [f"aten.{name.lower()}.default" for name in asked]
     saves = [name.isupper() for name in asked]
-    return Course((Placed(place, tuple(names), tuple(saves), (4,) * len(names)),))
+    passes = (False,) * len(names)
+    sizes = (4,) * len(names)
+    return Course((Placed(place, tuple(names), tuple(saves), passes, sizes),))
 
 
 def asked(policy, names):

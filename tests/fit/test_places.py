@@ -5,14 +5,22 @@ import os
 
 import pytest
 import torch
-from support.allocated import most_allocated
-from support.fitted import IDS, Lm, bytes_before, gradients, mlps, square, words
+from support.fitted import (
+    IDS,
+    Lm,
+    gradients,
+    mlps,
+    peak_and_gradients,
+    planned,
+    square,
+    words,
+)
 from torch import nn
 from torch.nn import functional
 
 import remat
+from remat._base.calls import Calls
 from remat._fit.choose import _without_lines_of_highs
-from remat._scope.calls import Calls
 from remat.testing import assert_same, count_ops
 
 
@@ -26,6 +34,8 @@ class Layer(nn.Module):
         hidden = self.up(x)
         if self.changed == "one more":
             hidden = hidden.clone()
+        if self.changed == "two more":
+            hidden = hidden.clone().sin()
         act = torch.sigmoid if self.changed == "another" else torch.tanh
         hidden = self.down(act(hidden))
         if self.changed == "another last":
@@ -59,6 +69,8 @@ class Whole(Layers):
             hidden = x @ up.weight
             if layer.changed == "one more":
                 hidden = hidden.clone()
+            if layer.changed == "two more":
+                hidden = hidden.clone().sin()
             act = torch.sigmoid if layer.changed == "another" else torch.tanh
             hidden = act(hidden) @ down.weight
             last = torch.lerp(x, hidden, 0.5)
@@ -71,49 +83,27 @@ class Whole(Layers):
 W = torch.randn(512, 64)
 
 
-def planned(model, *args, share=0.35, **options):
-    """Return a plan between the least budget and plain code's peak."""
-    most = remat.fit(model, *args, budget="1GB", **options).peak
-    with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
-        remat.fit(model, *args, budget=1, **options)
-    low = raised.value.least
-    return remat.fit(model, *args, budget=int(low + share * (most - low)), **options)
+CHANGES = "", "one more", "another", "another last", "one fewer", "two more"
+SHARES = [(Layers, 0.0), (Whole, 0.0), (Whole, 0.35), (Layers, 0.6), (Whole, 0.8)]
 
 
-def peak_and_gradients(model, *args, loss=lambda out: out, **kwargs):
-    """Return the peak of a step, with what was there before, and the gradients."""
-
-    def run():
-        out = model(*args, **kwargs)
-        loss(out).backward()
-
-    before = bytes_before(model, *args, *kwargs.values())
-    before += sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    most, _ = most_allocated(run)
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return before + most, found
-
-
-CHANGES = "", "one more", "another", "another last", "one fewer"
-
-
-@pytest.mark.parametrize(
-    ("make", "share"),
-    [(Layers, 0.0), (Whole, 0.35), pytest.param(Layers, 0.35, marks=pytest.mark.slow)],
-)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("make", "share"), SHARES)
 def test_steps_that_differ_stay_in_the_budget(make, share):
     pytest.importorskip("scipy")
     plan = planned(make(), W, share=share)
-    for how in CHANGES:
+    # Nothing holds what one layer more makes, and what is made of it, in the least.
+    for how in CHANGES if share else CHANGES[:-1]:
         model = make()
         model.change(how)
-        plain, expected = peak_and_gradients(copy.deepcopy(model), W)
+        with count_ops() as of_plain:
+            plain, expected = peak_and_gradients(copy.deepcopy(model), W)
         plan.apply(model)
         with count_ops() as ops:
             peak, found = peak_and_gradients(model, W)
         assert_same(found, expected)
         assert peak <= 1.01 * plan.budget < plain, how
-        assert ops["sigmoid"] + ops["tanh"] > 8, how
+        assert ops.total() > of_plain.total(), how
         if not how:
             assert abs(peak - plan.peak) <= 200
 

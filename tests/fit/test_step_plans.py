@@ -133,6 +133,26 @@ def test_no_step_is_over_the_budget(name, share):
     assert_plan_holds(plan, model, args, kwargs, loss)
 
 
+@pytest.mark.parametrize("name", ["mlps", pytest.param("unet", marks=pytest.mark.slow)])
+def test_the_least_budget_is_the_least_that_works(name):
+    pytest.importorskip("scipy")
+    make, args, kwargs, loss = CASES[name]
+    model, options = make(), {"loss": loss, **kwargs}
+    low = least(model, *args, **options)
+    for budget in (low - 1, int(0.99 * low), int(0.97 * low)):
+        with pytest.raises(remat.BudgetError, match=r"The least budget") as raised:
+            remat.fit(model, *args, budget=budget, **options)
+        assert raised.value.least == low > budget
+    plan = remat.fit(model, *args, budget=low, **options)
+    assert plan.peak == low
+    real = plan.apply(copy.deepcopy(model))
+    assert measured_peak(real, args, kwargs, loss) <= low
+    for more in (1.0, 1.005, 1.02, 1.08):
+        larger = remat.fit(model, *args, budget=int(more * low), **options)
+        assert larger.seconds <= plan.seconds
+        plan = larger
+
+
 def test_the_comparison_fails_for_a_plan_that_is_over_its_budget():
     model = mlps()
     plan = remat.fit(model, X, loss=square, budget="1GB")

@@ -123,7 +123,7 @@ def test_functions_that_are_equal_are_equal_policies():
         (True, "remat.policies.everything_saveable"),
         (False, "remat.policies.nothing_saveable"),
         (1, "1, a int. A policy is"),
-        ({"policy": 1}, "a dict. A policy is"),
+        ({"policy": 1}, "1, a int. A policy is"),
         (MM, "Do you mean a list with this operator"),
         (Larger, "It is a class: pass an instance"),
         (save_only_these_names, r"It makes policies: pass save_only_these_names\("),

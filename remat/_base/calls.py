@@ -1,0 +1,399 @@
+"""Which call of which module runs: the places of operations.
+
+A place is the class of the outermost module that is called and which call of one that
+is, the path of the module that is called in it, and which call of that. It is the same
+for a copy of a model, and in a wrapper, so a record and a step share places. What is
+rematerialized has a root (`root_of`), and an operation in it the path from there.
+
+Invariant: hooks on all modules are there only while somebody asks, and do nothing in
+other threads.
+Rejected: hooks on each module. They stay in a model, are copied and pickled with it,
+and compiled code is made again without them.
+Rejected: to look at the stack. Two calls of one module look alike.
+"""
+
+import functools
+import re
+import sys
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from remat._base.code import VIEWED, content_of
+from remat._base.context import here
+from remat._base.types import Fn
+from remat._torch import hook_all_modules, modules_of_node, unhook_all_modules
+
+
+# The outermost class, which call; the path, which call.
+CallPlace: TypeAlias = tuple[str, int, str, int]
+
+# The path of a module, and the full names of classes, from the innermost out.
+Where: TypeAlias = tuple[str, tuple[str, ...]]
+
+OUTSIDE: CallPlace = ("", 0, "", 0)
+
+# Their calls are those of what they wrap.
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule"}
+
+
+class ModuleCall:
+    """A call of a module that runs."""
+
+    __slots__ = ("cursor", "module", "place", "where")
+
+    def __init__(self, place: CallPlace, module: nn.Module | None) -> None:
+        self.place, self.module = place, module
+        self.where: Where | None = None  # once a policy asks
+        self.cursor: Any = None  # of who follows a plan
+
+
+class Calls:
+    """The calls that run in one thread.
+
+    `roots` are the classes of modules that a place begins at, and calls of others are
+    passed over. Without them that is any module, but for wrappers.
+    """
+
+    def __init__(self, roots: Container[str] | None = None) -> None:
+        self._roots = roots
+        self.current = ModuleCall(OUTSIDE, None)
+        self.ended: list[ModuleCall] = []  # since who asks has cleared it
+        self._stack = [self.current]
+        self._turns = Counter[str]()  # calls of outermost modules
+        self._counts = Counter[str]()  # calls within the outermost that runs
+        self._root, self._turn = "", 0
+        self._names = _ModulePaths(None)
+        self._copies: dict[int, str] = {}  # the paths of modules that stand for others
+        self.has_begun = False  # whether what is rematerialized runs
+
+    def enter(self, module: nn.Module) -> None:
+        """Be told that a call begins."""
+        if len(self._stack) == 1 and not self._begin(module):
+            return
+        path = self._copies.get(id(module))
+        if path is None:
+            path = self._names.of(module, self.current.place[2])
+        number = self._counts[path]
+        self._counts[path] = number + 1
+        self.current = ModuleCall((self._root, self._turn, path, number), module)
+        self._stack.append(self.current)
+
+    def _begin(self, module: nn.Module) -> bool:
+        """Begin the call of an outermost module; say whether it is one."""
+        root = self._root_of(type(module))
+        if root is None:
+            return False
+        self._root, self._turn = root, self._turns[root]
+        self._turns[root] += 1
+        self._counts.clear()
+        self._names = _names_in(module)
+        return True
+
+    def _root_of(self, kind: type) -> str | None:
+        if self._roots is None:
+            return None if kind.__name__ in _WRAPPERS else kind.__name__
+        names = (each.__name__ for each in kind.__mro__)
+        return next((name for name in names if name in self._roots), None)
+
+    @property
+    def running(self) -> list[ModuleCall]:
+        """The calls that have not ended, the innermost last."""
+        return [*self._stack]
+
+    def leave(self, module: nn.Module) -> None:
+        """Be told that a call ends."""
+        stack = self._stack
+        if any(call.module is module for call in reversed(stack)):
+            while True:
+                call = stack.pop()
+                self.ended.append(call)
+                if call.module is module:
+                    break
+            self.current = stack[-1]
+
+    @contextmanager
+    def knowing(self, root: nn.Module) -> Iterator[None]:
+        """Know a module that runs, and those in it, if it is a copy of the call's."""
+        before, path = self._copies, self.current.place[2]
+        if len(self._stack) > 1 and not self._names.has(root):
+            inner = root.named_modules(prefix=path)
+            self._copies = before | {id(module): name for name, module in inner}
+        try:
+            yield
+        finally:
+            self._copies = before
+
+    @property
+    def where(self) -> Where:
+        """Which module runs: its path, and the classes of it and of those around."""
+        call = self.current
+        if call.where is None:
+            modules = (each.module for each in reversed(self._stack))
+            names = (class_names(type(m)) for m in modules if m is not None)
+            path = call.place[2].lstrip("/")
+            call.where = path, tuple(dict.fromkeys(chain.from_iterable(names)))
+        return call.where
+
+    def __enter__(self) -> "Calls":
+        _TRACKERS.calls.append(self)
+        _HOOKS.need()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _HOOKS.need_no_more()
+        _TRACKERS.calls.remove(self)
+
+
+# --- What is rematerialized ---
+
+
+def in_place(fn: Fn, policy: Any) -> Fn:
+    """Return a function whose run tells which module runs, if its policy asks.
+
+    It tells `here().calls`.
+    """
+    if policy is None or not policy.asks_modules:
+        return fn
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        context = here()
+        before = calls = context.calls
+        if calls is None or calls.has_begun:  # else it is of a record of this run
+            calls = Calls()
+        calls.has_begun, context.calls = True, calls
+        # Under torch.func the function, and its module, may be others in each run.
+        root = root_of(fn, args)
+        try:
+            with ExitStack() as stack:
+                if root is not None:
+                    for around in _TRACKERS.calls:
+                        stack.enter_context(around.knowing(root))
+                stack.enter_context(calls)
+                if root is not None:
+                    calls.enter(root)
+                return fn(*args, **kwargs)
+        finally:
+            context.calls = before
+
+    vars(run)["__wrapped__"] = fn  # names its arguments
+    return run
+
+
+def root_of(fn: Any, args: tuple[Any, ...] = ()) -> nn.Module | None:
+    """Return the module that paths begin at: that of a method, or one that is passed.
+
+    Of another function it is the module that it calls `self`, or the only one that it
+    refers to. Without any, each module that it calls is a beginning.
+    """
+    while isinstance(fn, functools.partial) and not hasattr(fn, "__self__"):
+        fn, args = fn.func, (*fn.args, *args)
+    for each in (fn, getattr(fn, "__self__", None), *args[:1]):
+        if isinstance(each, nn.Module):
+            return each
+    if not isinstance(fn, types.FunctionType):
+        return None
+    cells = map(content_of, fn.__closure__ or ())
+    held = dict(zip(fn.__code__.co_freevars, cells, strict=True))
+    modules = {k: m for k, m in held.items() if isinstance(m, nn.Module)}
+    only = {*map(id, modules.values())}
+    own = modules.get("self")
+    return next(iter(modules.values())) if own is None and len(only) == 1 else own
+
+
+def module_names(root: nn.Module | None) -> tuple[str, ...]:
+    """Return the paths in a root, which tell modules of one class apart."""
+    return () if root is None else tuple(name for name, _ in root.named_modules())
+
+
+def class_names(kind: type) -> Iterator[str]:
+    """Yield the full name of a class of modules, and of those it is derived from."""
+    for each in kind.__mro__:
+        if each is nn.Module:
+            return
+        if each.__qualname__ != "RematModule":
+            yield f"{each.__module__}.{each.__qualname__}"
+
+
+def function_names() -> Iterator[str]:
+    """Yield the full names of the custom Functions whose forwards run."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _RUNS:
+        code, frame, space = frame.f_code, frame.f_back, frame.f_globals
+        is_called = frame is not None and frame.f_code.co_filename.endswith(_CALLERS)
+        if code.co_name == "forward" and is_called:
+            yield f"{space.get('__name__')}.{code.co_qualname.removesuffix('.forward')}"
+
+
+_CALLERS = "autograd/function.py", "autograd_function.py"
+# What ends the part of the stack that is in what is rematerialized.
+_RUNS = [code for code in in_place.__code__.co_consts if hasattr(code, "co_name")]
+
+
+class Places:
+    """Tells of each operation of a run where it is, and how many like it there were.
+
+    `calls` are of modules, if somebody asks for them.
+    """
+
+    def __init__(self, asks: bool, calls: Any = None) -> None:
+        self.calls: Any = (calls or Calls()) if asks else None
+        self._counts = Counter[Any]()  # of the operations of each operator
+
+    def begin(self) -> None:
+        """Let the run, which follows, tell which module runs."""
+        context = here()
+        self._around = context.calls
+        context.calls = self.calls or context.calls
+
+    def end(self) -> None:
+        """Be told that the run has ended."""
+        here().calls = self._around
+
+    def of(self, func: Any) -> tuple[str, tuple[str, ...], int]:
+        """Return the last fields of an `Op`: its module, the classes, which it is."""
+        packet = getattr(func, "overloadpacket", func)
+        nth = self._counts[packet]
+        self._counts[packet] = nth + 1
+        if self.calls is None:
+            return "", (), nth
+        module, classes = self.calls.where
+        return module, (*function_names(), *classes), nth
+
+
+class CallsOfNodes:
+    """The calls of modules that nodes of Dynamo's graph tell, in one of its bodies.
+
+    What is rematerialized is the module around, or the one in which all nodes are if
+    it is called itself: its name is that of the call.
+    """
+
+    has_begun = True
+
+    def __init__(self, graph: Any, label: str) -> None:
+        around = modules_of_node()
+        stacks = [s for n in graph.nodes if (s := modules_of_node(n)) is not None]
+        self._depth = depth = len(around or ())
+        nexts = {s[depth][0] if len(s) > depth else "" for s in stacks}
+        if len(nexts) == 1 and "" not in nexts and not label.startswith("<lambda>"):
+            self._depth = depth + 1
+            around = stacks[0][: depth + 1]
+        self._root = _path_in_graph(around[-1][0]) if around else ""
+
+    @property
+    def where(self) -> Where:
+        """Which module runs: its path, and the classes of it and of those around."""
+        stack = modules_of_node() or []
+        inner = stack[max(0, self._depth - 1) :]
+        names = (class_names(kind) for _, kind in reversed(inner))
+        path = ""
+        if len(stack) > self._depth:
+            whole = _path_in_graph(stack[-1][0])
+            path = whole.removeprefix(self._root).lstrip(".")
+        return path, tuple(dict.fromkeys(chain.from_iterable(names)))
+
+
+def _path_in_graph(path: str) -> str:
+    """Return the path of a module without the name of the root in Dynamo."""
+    return _ROOT.sub("", path).replace(f"{VIEWED}.", "")
+
+
+_ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
+
+
+# --- Paths ---
+
+
+class _ModulePaths:
+    """The paths of the modules in one."""
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self.root = None if root is None else weakref.ref(root)
+        self._paths: dict[int, str] = {}
+        self._unnamed: set[type] = set()  # the classes of modules that have none
+
+    def has(self, module: nn.Module) -> bool:
+        """Say whether a module, or one whose view it is, is in the root."""
+        shown = vars(module)
+        root = None if self.root is None else self.root()
+        return root is not None and any(vars(m) is shown for m in root.modules())
+
+    def of(self, module: nn.Module, around: str) -> str:
+        """Return the path of a module that is called in the module of another path."""
+        path = self._paths.get(id(module))
+        if path is None and type(module) not in self._unnamed:
+            root = None if self.root is None else self.root()
+            found = () if root is None else root.named_modules()
+            self._paths = {id(each): name for name, each in found}
+            path = self._paths.get(id(module))
+        if path is None:  # made in the forward, as `layers[:3]` is
+            self._unnamed.add(type(module))
+            path = f"{around}/{type(module).__name__}"
+        return path
+
+
+_NAMES: dict[int, _ModulePaths] = {}
+
+
+def _names_in(root: nn.Module) -> _ModulePaths:
+    key = id(root)
+    names = _NAMES.get(key)
+    if names is None or names.root is None or names.root() is not root:
+        _NAMES[key] = names = _ModulePaths(root)
+        weakref.finalize(root, _NAMES.pop, key, None)
+    return names
+
+
+# --- Hooks ---
+
+
+class _Trackers(threading.local):
+    """Who asks in a thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[Calls] = []
+
+
+_TRACKERS = _Trackers()
+
+
+def _entered(module: nn.Module, _: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for calls in _TRACKERS.calls:
+            calls.enter(module)
+
+
+def _left(module: nn.Module, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for calls in _TRACKERS.calls:
+            calls.leave(module)
+
+
+class _HooksOnAll:
+    """The hooks on all modules, while somebody needs them."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+
+    def need(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                hook_all_modules(_entered, _left)
+
+    def need_no_more(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                unhook_all_modules()
+
+
+_HOOKS = _HooksOnAll()

@@ -1,0 +1,264 @@
+"""Policies by place: what a dict means where a policy is accepted.
+
+    a name          that `checkpoint_name` gives                  "logits"
+    a path          of a module, by whole parts, below what       "layers.*.attn"
+                    is rematerialized
+    a class         of modules, or a custom Function              nn.MultiheadAttention
+    an operator     an overload, a packet or its text             "aten.mm"
+    None            all else
+
+The first kind in this order decides; of paths the longest, of classes the innermost.
+
+Invariant: all keys are texts, so that a policy prints, pickles, compares, and is data
+in compiled code. What a text is shows where it matches.
+Rejected: to look up what a text is when the policy is made. Operators are registered
+later, and names are given later. What matches nothing is told after the first call.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from remat._base.calls import class_names
+from remat._base.op import Op
+from remat._torch import is_operator
+from remat.policies import _operations
+from remat.policies._decision import Decision, decision_of
+from remat.policies._functions import advice, family, name
+from remat.policies._policy import (
+    ACCEPTED,
+    Always,
+    Policy,
+    as_policy,
+    everything_saveable,
+    nothing_saveable,
+)
+
+
+@dataclass(frozen=True)
+class ByKey(Policy):
+    """Asks `policy` where `key` is the nearest key that matches, else `others`."""
+
+    key: str
+    policy: Policy
+    others: Policy
+
+    @override
+    def decide(self, op: Op) -> Decision:
+        """Return the decision of the nearest key that matches."""
+        found, nearest, part = Decision.RECOMPUTE, _FAR, self
+        while isinstance(part, ByKey):
+            rank = rank_of(part.key, op)
+            if rank > nearest:
+                found, nearest = part.policy(op), rank
+            elif rank == nearest != _FAR:  # of several names
+                found |= part.policy(op)
+            part = part.others
+        return part(op) if nearest == _FAR else found
+
+    @property
+    @override
+    def keys(self) -> frozenset[tuple[Policy, str]]:
+        return super().keys | {(self, self.key)}
+
+    @override
+    def matches(self, key: str, op: Op) -> bool:
+        return rank_of(key, op) > _FAR
+
+    @property
+    @override
+    def asks_modules(self) -> bool:
+        return not self.key.startswith(_OPERATOR) or super().asks_modules
+
+    def __repr__(self) -> str:
+        shown, part = list[str](), self
+        while isinstance(part, ByKey):
+            shown.append(f"{part.key!r}: {_printed(part.policy)}")
+            part = part.others
+        if part != nothing_saveable:
+            shown.append(f"None: {_printed(part)}")
+        return f"as_policy({{{', '.join(shown)}}})"
+
+
+_OPERATOR = "torch.ops."
+_FAR = 0, 0, 0
+
+
+def rank_of(key: str, op: Op) -> tuple[int, int, int]:
+    """Return how near a key is to an operation; the least where it does not match.
+
+    Example:
+        >>> rank_of("aten.mm", Op(torch.ops.aten.mm.default))
+        (1, 0, 0)
+        >>> rank_of("b.*", Op(torch.ops.aten.mm.default, module="b.0.c"))
+        (3, 2, 2)
+    """
+    if key in op.names:
+        return 4, 0, 0
+    if op.module and _pattern(key).match(op.module):
+        return 3, key.count("."), len(key.replace("*", ""))
+    if key in op.classes:
+        return 2, -op.classes.index(key), 0
+    text = key.removeprefix(_OPERATOR).replace("::", ".")
+    if text == name(op.func):
+        return 1, 1, 0
+    return (1, 0, 0) if text == family(op.func) else _FAR
+
+
+@cache
+def _pattern(key: str) -> re.Pattern[str]:
+    parts = re.escape(key).replace(r"\*", r"[^./]*")
+    return re.compile(rf"{parts}(?:[./]|$)")
+
+
+def _printed(policy: Policy) -> str:
+    words = [word for word, each in _WORDS.items() if each == policy]
+    return repr(words[0]) if words else repr(policy)
+
+
+_WORDS: dict[str, Policy] = {
+    "save": everything_saveable,
+    "recompute": nothing_saveable,
+    "offload": Always(Decision.OFFLOAD),
+    "disk": Always(Decision.OFFLOAD_TO_DISK),
+}
+
+
+@dataclass(frozen=True)
+class EveryOther(Policy):
+    """Keeps what a policy keeps of the first, third, ... operation of an operator."""
+
+    policy: Policy
+
+    @override
+    def decide(self, op: Op) -> Decision:
+        """Ask the policy about every other operation."""
+        return Decision.RECOMPUTE if op.nth % 2 else self.policy(op)
+
+    def __repr__(self) -> str:
+        return f"every_other({self.policy})"
+
+
+def every_other(policy: Any) -> Policy:
+    """Keep what a policy keeps of the first, third, ... operation of each operator.
+
+    Args:
+        policy: a policy, or anything that `as_policy` accepts, but no budget.
+
+    Source: the selective mode of torchtitan and NeMo, which saves half of the matmuls
+    by a counter. A counter of your own counts the operations of the first call alone.
+
+    Example:
+        >>> from remat.policies import dots_saveable
+        >>> [every_other(dots_saveable)(Op(torch.ops.aten.mm.default, nth=i)).name
+        ...  for i in range(3)]
+        ['SAVE', 'RECOMPUTE', 'SAVE']
+    """
+    return EveryOther(_no_budget(as_policy(policy), "every_other"))
+
+
+# --- From a dict ---
+
+
+def by_place(places: Mapping[Any, Any]) -> Policy:
+    """Return the policy that a dict means."""
+    known: dict[str, Policy] = {}
+    default: Policy = nothing_saveable
+    for key, value in places.items():
+        if key is None:
+            default = _value(value)
+        else:
+            known[_text(key)] = _value(value)
+    for key in sorted(known, reverse=True):
+        default = ByKey(key, known[key], default)
+    return default
+
+
+def _text(key: Any) -> str:
+    """Return the text that a key is held as."""
+    if isinstance(key, str) and key:
+        return key
+    if is_operator(key):
+        return _OPERATOR + name(key)
+    if isinstance(key, type) and issubclass(key, nn.Module):
+        return next(iter(class_names(key)))
+    if isinstance(key, type) and issubclass(key, torch.autograd.Function):
+        owner = next(each for each in key.__mro__ if "forward" in vars(each))
+        return f"{owner.__module__}.{owner.__qualname__}"
+    raise TypeError(_KEY.format(key=key, kind=type(key).__name__))
+
+
+def _value(value: Any) -> Policy:
+    if isinstance(value, str):
+        policy = _WORDS.get(value) or getattr(_operations, value, None)
+        if not isinstance(policy, Policy):
+            raise TypeError(_VALUE.format(value=value, advice=advice(value)))
+        return policy
+    if isinstance(value, bool) or (value is not None and decision_of(value) is None):
+        return _no_budget(as_policy(value), "a place")
+    return as_policy(value)
+
+
+def _no_budget(policy: Policy, taker: str) -> Policy:
+    if policy.has_budget:
+        raise TypeError(_BUDGET.format(policy=policy, taker=taker))
+    return policy
+
+
+_KEY = (
+    "remat: {key!r}, a {kind}, is no place. The keys of a policy are names of values, "
+    "paths of modules, classes of modules or Functions, operators, and None for the "
+    "rest."
+)
+_VALUE = (
+    "remat: {value!r} is no policy. {advice}The values of a policy by place are "
+    "policies, Decisions, and 'save', 'recompute', 'offload', 'disk' or the name of a "
+    "constant of remat.policies."
+)
+_BUDGET = (
+    "remat: {taker} cannot have {policy}: a budget is of a whole call. Write "
+    "within(bytes) & as_policy({{...}}) for what it may keep."
+)
+
+
+# --- Keys that match nothing ---
+
+
+def unmatched(policy: Policy, ops: Iterable[Op]) -> dict[tuple[Policy, str], str]:
+    """Return the keys that match no operation, each with the nearest that does."""
+    keys, names, places = {*policy.keys}, dict[str, None](), dict[str, None]()
+    for op in ops if keys else ():
+        keys = {(part, key) for part, key in keys if not part.matches(key, op)}
+        names |= dict.fromkeys(sorted(op.names))
+        places |= dict.fromkeys((*_prefixes(op.module), *op.classes, family(op.func)))
+    every = names | places
+    return {
+        (part, key): _nearest(key, every if isinstance(part, ByKey) else names)
+        for part, key in keys
+    }
+
+
+def _prefixes(path: str) -> Iterable[str]:
+    parts = path.split(".") if path else []
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """Return what a key may mean; "" if nothing is like it."""
+    text = key.removeprefix(_OPERATOR).replace("::", ".")
+    ends = [each for each in known if each.endswith(f".{text}")]
+    near = ends or get_close_matches(text, known, 1, _LIKE)
+    return near[0] if near else ""
+
+
+_LIKE = 0.8  # of the letters
+
+
+ACCEPTED.append((Mapping, by_place))

@@ -1,0 +1,531 @@
+"""What issue 43 left: large constants that are written, and what is seen late."""
+
+import sys
+import types
+from pathlib import Path
+
+import torch
+from support.adversarial.program import (
+    State,
+    back,
+    family,
+    leaf,
+    loop,
+    observed,
+    program,
+    reversed_loop,
+    work,
+)
+from torch import nn
+from torch._higher_order_ops.map import map as map_of_torch
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+
+ROWS = 2000  # of 16 numbers: more elements than what is copied in each call
+
+
+def large():
+    return torch.zeros(ROWS, 16, dtype=torch.double)
+
+
+# --- Large constants that are written ---
+
+
+def attended(x, cache, i):
+    """Write a row of a cache, and attend over all of it, with later rows masked."""
+    cache.index_copy_(0, torch.tensor([i]), work(x).detach()[None])
+    cache = cache.clone()  # as one repeated for each group of heads
+    scores = (cache @ x).masked_fill(torch.arange(ROWS) > i, -torch.inf)
+    return work(scores.softmax(0) @ cache)
+
+
+@program
+def a_static_cache_read_as_a_whole_by_several_calls():
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        at.i += 1
+        return attended(x, cache, at.i)
+
+    return reversed_loop(fn, state=lambda: (cache, at.i))
+
+
+@program
+def a_static_cache_written_and_read_in_order():
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        at.i += 1
+        return attended(x, cache, at.i)
+
+    def step(wrap):
+        run, xs = wrap(fn), [leaf(seed=i) for i in range(3)]
+        out = sum(run(x) for x in xs)
+        out.sum().backward()
+        return observed((out, [x.grad for x in xs], cache))
+
+    return step
+
+
+@program
+def a_static_cache_of_two_layers():
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        at.i += 1
+        return attended(x, cache, at.i)
+
+    def step(wrap):
+        run = wrap(fn)
+        return loop(lambda x: run(run(x).tanh()), state=lambda: (cache, at.i))(
+            lambda f: f
+        )
+
+    return step
+
+
+@program
+def a_static_cache_passed_as_an_argument():
+    cache = large()
+    fn = lambda x, cache, i: attended(x, cache, i)
+
+    def step(wrap):
+        run, xs = wrap(fn), [leaf(seed=i) for i in range(3)]
+        outs = [run(x, cache, i) for i, x in enumerate(xs)]
+        torch.stack(outs).sin().sum().backward()
+        return observed((outs, [x.grad for x in xs], cache))
+
+    return step
+
+
+def on_cpu():
+    return save_on_cpu()
+
+
+def of_the_user():
+    return saved_tensors_hooks(lambda t: t.numpy(force=True), torch.from_numpy)
+
+
+@family(**{"on cpu": on_cpu, "of the user": of_the_user})
+def a_large_constant_written_under_hooks(hooks):
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        cache[at.i] = work(x).detach()
+        at.i += 1
+        return work(x * cache[: at.i].mean(0))
+
+    def step(wrap):
+        run = wrap(fn)
+
+        def around(x):
+            with hooks():
+                return run(x)
+
+        return loop(around, state=lambda: (cache, at.i))(lambda f: f)
+
+    return step
+
+
+@family(attended=True, rows=False)
+def a_large_constant_written_in_a_call_within(whole):
+    cache, at = large(), State(i=0)
+
+    def inner(x):
+        at.i += 1
+        if whole:
+            return attended(x, cache, at.i)
+        cache[at.i] = work(x).detach()
+        return work(x * cache[1 : at.i + 1].mean(0))
+
+    def step(wrap):
+        run = wrap(inner)
+        fn = wrap(lambda x: run(x.sin()).tanh() * x)
+        return reversed_loop(fn, state=lambda: (cache, at.i))(lambda f: f)
+
+    return step
+
+
+@program
+def a_workspace_made_in_a_call_around():
+    def inner(x, space):
+        space.copy_(work(x).detach().expand(ROWS, 16))
+        return work(x * space[3].clone())
+
+    def step(wrap):
+        run = wrap(inner)
+
+        def outer(x):
+            space = large()
+            return run(run(x, space).tanh(), space) * x
+
+        return loop(wrap(outer))(lambda f: f)
+
+    return step
+
+
+def by_mask(buf, row):
+    buf[torch.arange(ROWS) < 5] = row
+    return buf[:5].mean(0)
+
+
+def by_scatter(buf, row):
+    buf.scatter_(0, torch.zeros(1, 16, dtype=torch.long), row[None])
+    return buf[0].clone()
+
+
+def by_scatter_of_a_number(buf, row):
+    buf.scatter_(0, torch.zeros(1, 16, dtype=torch.long), 2.0)
+    return buf[0] * row
+
+
+def by_index_copy(buf, row):
+    buf.index_copy_(0, torch.tensor([3, 4]), row.expand(2, 16))
+    return buf[3:5].mean(0)
+
+
+def by_index_fill(buf, row):
+    buf.index_fill_(0, torch.tensor([3, 4]), 0.5)
+    return buf[3:5].mean(0) * row
+
+
+def by_foreach_zero(buf, row):
+    torch._foreach_zero_([buf])
+    buf[2] = row
+    return buf[1:3].sum(0)
+
+
+def by_foreach_copy(buf, row):
+    torch._foreach_copy_([buf], [row.expand(ROWS, 16)])
+    return buf[1:3].sum(0)
+
+
+def by_masked_fill(buf, row):
+    buf[:9].masked_fill_(torch.ones(9, 1, dtype=torch.bool), 2.0)
+    return buf[1:3].sum(0) * row
+
+
+def by_masked_scatter(buf, row):
+    buf[:9].masked_scatter_(torch.ones(9, 16, dtype=torch.bool), row.expand(9, 16))
+    return buf[1:3].sum(0)
+
+
+def by_put(buf, row):
+    buf.put_(torch.arange(16), row)
+    return buf[0].clone()
+
+
+def by_slices_of_a_mask(buf, row):
+    buf[5:9][:, torch.arange(16) < 8] = 1.0
+    return torch.cat([buf[6, :8], row[8:]])
+
+
+def by_out(buf, row):
+    torch.mul(row, 2, out=buf[4])
+    return buf[4] + 1
+
+
+def by_noise_like_it(buf, row):
+    buf.copy_(torch.rand_like(buf))
+    return buf[4] * row
+
+
+def by_triangle(buf, row):
+    return buf.copy_(row.expand(ROWS, 16)).tril_()[5].clone()
+
+
+def by_eye(buf, row):
+    buf[:16].zero_().fill_diagonal_(2.0)
+    return (buf[:16] @ row).clone()
+
+
+def by_numbers_of_rows(buf, row):
+    for k in range(4):
+        buf[k] = row * k
+    return buf[:4].sum(0)
+
+
+def by_adding_to_its_own(buf, row):
+    buf.zero_()
+    buf[:4] += row
+    return buf[:4].sum(0)
+
+
+def by_index_add(buf, row):
+    buf.zero_()
+    buf.index_add_(0, torch.tensor([1, 1, 2]), row.expand(3, 16))
+    return buf[:4].sum(0)
+
+
+def by_scatter_add(buf, row):
+    buf[:4] = 0
+    buf[:4].scatter_add_(0, torch.zeros(1, 16, dtype=torch.long), row[None])
+    return buf[:4].sum(0)
+
+
+def by_scatter_reduce(buf, row):
+    buf[:4] = 0
+    index = torch.zeros(1, 16, dtype=torch.long)
+    buf[:4].scatter_reduce_(0, index, row[None], "amax", include_self=False)
+    return buf[:4].sum(0)
+
+
+def by_set_item_of_two_lists(buf, row):
+    buf[[1, 2], [3, 4]] = 2.5
+    return row * buf[1, 3] + buf[2, 4]
+
+
+def by_a_trainable_row(buf, row):
+    buf[:] = 1
+    return buf[torch.tensor([3])].squeeze(0) * row
+
+
+WRITES = {
+    name.removeprefix("by_"): write
+    for name, write in [*globals().items()]
+    if name.startswith("by_")
+}
+
+
+@family(**WRITES)
+def a_large_buffer_written_and_read(write):
+    buf = large()
+
+    def fn(x):
+        return work(x * write(buf, work(x).detach()))
+
+    return loop(fn, state=lambda: buf)
+
+
+@family(**WRITES)
+def a_large_buffer_shared_by_calls(write):
+    buf = large()
+
+    def fn(x):
+        return work(x * write(buf, work(x).detach()))
+
+    return reversed_loop(fn, state=lambda: buf)
+
+
+@program
+def a_large_buffer_counted_up():
+    """Not even its first call has a copy: it reads what it adds to."""
+    buf = large()
+
+    def fn(x):
+        buf.add_(1)
+        return work(x * buf[3].clone())
+
+    return reversed_loop(fn, state=lambda: buf)
+
+
+@program
+def a_large_buffer_added_to_by_a_list():
+    """Under a mode torch does not count these writes."""
+    buf = large()
+
+    def fn(x):
+        torch._foreach_add_([buf], 1)
+        return work(x * buf[3].clone())
+
+    return loop(fn, state=lambda: buf)
+
+
+# --- Code of packages ---
+
+
+PACKAGE = """
+def boxed(box):
+    class Boxed(nn.Module):
+        def forward(self, x):
+            return work(x, box[0])
+
+    return Boxed()
+
+
+def counted(counts):
+    class Counted:
+        def __call__(self, x):
+            counts["calls"] += 1
+            return work(x, counts["calls"])
+
+    return Counted()
+"""
+
+
+def package():
+    """A module that is where torch is, so that its code is a package's."""
+    module = types.ModuleType("package_of_leftovers")
+    module.__file__ = str(Path(torch.__file__).parent / "package_of_leftovers.py")
+    sys.modules[module.__name__] = module
+    vars(module).update(work=work, nn=nn)
+    exec(compile(PACKAGE, module.__file__, "exec"), vars(module))
+    return module
+
+
+@program
+def a_list_that_a_method_of_a_package_closes_over():
+    box = [1.0]
+    module = package().boxed(box)
+
+    def change():
+        box[0] += 1
+
+    return loop(module, between=change, state=lambda: box)
+
+
+@program
+def a_dict_that_a_method_of_a_package_counts_in():
+    counts = {"calls": 0}
+    return reversed_loop(package().counted(counts), state=lambda: counts)
+
+
+# --- Higher-order operators ---
+
+
+def branched(y, other):
+    return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
+
+
+def mapped(y, other):
+    return map_of_torch(
+        lambda row, s: row.sin() * s, y.reshape(4, 4), y.sum()
+    ).flatten()
+
+
+def scanned(y, other):
+    carry, rows = scan(lambda c, r: (c + r, (c * r).sin()), y[:4] * 0, y.reshape(4, 4))
+    return rows.flatten() + carry.sum()
+
+
+def looped(y, other):
+    one = torch.zeros((), dtype=torch.int)
+    step = lambda i, a: (i + 1, a.cos())
+    return y * while_loop(lambda i, a: i < 3, step, (one, y.detach()))[1]
+
+
+def branched_on_it(y, other):
+    return y * torch.cond(y.sum() > 0, torch.sin, torch.cos, (other,))
+
+
+def branched_around_it(y, other):
+    flag, two = y.sum() > 0, torch.full((), 2.0, dtype=torch.double)
+    return y * torch.cond(flag, lambda k: k * other, lambda k: k + other, (two,))
+
+
+def looped_with_it(y, other):
+    one = torch.zeros((), dtype=torch.int)
+    step = lambda i, a: (i + 1, a.cos())
+    return y * while_loop(lambda i, a: i < 3, step, (one, other))[1]
+
+
+@family(
+    branched=branched,
+    mapped=mapped,
+    scanned=scanned,
+    looped=looped,
+    branched_on_it=branched_on_it,
+    branched_around_it=branched_around_it,
+    looped_with_it=looped_with_it,
+)
+def a_higher_order_operator_where_an_input_changes(operator):
+    """Some of these read that input, as it is by then: this is an error."""
+    other = torch.full((16,), 1.5, dtype=torch.double)
+
+    def fn(x):
+        return operator(work(x), other).exp() + other
+
+    return loop(fn, between=lambda: other.add_(1), state=lambda: other, count=1)
+
+
+@program
+def a_higher_order_operator_on_a_row_of_a_cache():
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        at.i += 1
+        cache[at.i] = work(x).detach()
+        row = cache[at.i].clone()
+        return work(torch.cond(row.sum() > 0, torch.sin, torch.cos, (x * row,)))
+
+    return loop(fn, state=lambda: cache, count=2)
+
+
+@program
+def a_higher_order_operator_that_reads_a_cache():
+    cache, at = large(), State(i=0)
+
+    def fn(x):
+        at.i += 1
+        cache[at.i] = work(x).detach()
+        row = torch.cond(x.sum() > 0, torch.sin, torch.cos, (cache[at.i],))
+        return work(x * row)
+
+    return loop(fn, state=lambda: cache, count=2)
+
+
+# --- Casts ---
+
+
+def in_regions(fn_of, *, steps, casts):
+    """A forward in one region of autocast, and its backward in another one."""
+
+    def step(wrap):
+        w = leaf(4, 4).detach().float().requires_grad_()
+        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
+        run, seen = wrap(fn_of(w)), []
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        if steps:
+            with torch.no_grad():
+                w.add_(0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            if casts:
+                seen.append(x @ w)
+            back(out)
+            seen.append(x @ w)
+            back(seen[-1])
+        return observed((out, seen, w.grad, x.grad))
+
+    return step
+
+
+def with_a_region_inside(w):
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            return work((x @ w).sin() @ w)
+
+    return fn
+
+
+def with_a_part_in_a_region(w):
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            y = (x @ w).sin()
+        return work(y @ w)
+
+    return fn
+
+
+@family(
+    **{
+        "stepped and cast": {"steps": True, "casts": True},
+        "stepped": {"steps": True, "casts": False},
+        "cast": {"steps": False, "casts": True},
+        "neither": {"steps": False, "casts": False},
+    }
+)
+def a_region_inside_and_a_backward_in_another(how):
+    return in_regions(with_a_region_inside, **how)
+
+
+@family(
+    **{
+        "stepped and cast": {"steps": True, "casts": True},
+        "cast": {"steps": False, "casts": True},
+    }
+)
+def a_part_in_a_region_and_a_backward_in_another(how):
+    return in_regions(with_a_part_in_a_region, **how)
