@@ -48,7 +48,7 @@ from remat._live.making import make
 from remat._live.roots import roots_of
 
 
-class Held(NamedTuple):
+class HolderNow(NamedTuple):
     """What one holder holds at one moment."""
 
     kind: HolderKind
@@ -62,10 +62,10 @@ class Held(NamedTuple):
 
 
 # Given identities of values, yields the holders that hold one of them.
-Holding = Callable[[Container[int]], Iterable[Held]]
+FindHolders = Callable[[Container[int]], Iterable[HolderNow]]
 
 
-def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[Held]:
+def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[HolderNow]:
     """Yield the holders, of what was taken, that hold one of some values."""
     values, keys = len(taken.values), len(taken.keys)
     there = memoryview(taken.marks[0]).cast("Q")[: values + keys]
@@ -87,7 +87,7 @@ def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[Held]:
     ]
     for i in dict.fromkeys(found):
         kind, group, number, start, end, first = spans[i]
-        yield Held(
+        yield HolderNow(
             kind,
             groups[group][1][number],
             taken.keys[first : first + (end - start)] if kind.keyed else (),
@@ -95,14 +95,14 @@ def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[Held]:
         )
 
 
-def held_in(boxes: Iterable[tuple[Any, Any]]) -> Iterator[Held]:
+def held_in(boxes: Iterable[tuple[Any, Any]]) -> Iterator[HolderNow]:
     """Yield what containers that were passed hold: boxes of `Given`, with these."""
     for box, value in boxes:
         for kind in (box.how, *(more.how for more in box.more)):
-            yield Held(kind, value, *kind.held(value))
+            yield HolderNow(kind, value, *kind.held(value))
 
 
-def among(held: Iterable[Held], ids: Any) -> Iterator[Held]:
+def among(held: Iterable[HolderNow], ids: Any) -> Iterator[HolderNow]:
     """Yield those that hold one of some values."""
     for one in held:
         if True in map(ids.__contains__, map(id, one.parts())):
@@ -151,7 +151,7 @@ class Lifted:
 
     def __init__(
         self,
-        holding: Sequence[Holding],
+        holding: Sequence[FindHolders],
         users: Sequence[Any],
         tensors: Sequence[Any],
     ) -> None:
@@ -162,7 +162,7 @@ class Lifted:
         known = {*map(id, users)}
         self._users = {id(t): u for u, t in pairs if id(t) not in known}
         self._written: list[Replaced] = []
-        self._made: dict[int, Held] = {}
+        self._made: dict[int, HolderNow] = {}
 
     def __enter__(self) -> Self:
         if self._stand_ins and self._holding:
@@ -219,7 +219,7 @@ class Lifted:
     # --- The exchange ---
 
     def _exchange(self) -> None:
-        to_write: dict[Any, Held] = {}
+        to_write: dict[Any, HolderNow] = {}
         new: Container[int] = self._stand_ins
         while new:
             found = [held for here in self._holding for held in here(new)]
@@ -238,7 +238,7 @@ class Lifted:
             make(key, lambda k: self._enter(k, entered), self._complete)
         for held in self._made.values():
             for kind in kinds_besides(held.holder, held.kind):
-                self._write_made(Held(kind, held.holder, *kind.held(held.holder)))
+                self._write_made(HolderNow(kind, held.holder, *kind.held(held.holder)))
         for held in to_write.values():
             self._write(held)
 
@@ -261,7 +261,7 @@ class Lifted:
         self._users[id(made)] = held.holder
         return True
 
-    def _write(self, held: Held) -> None:
+    def _write(self, held: HolderNow) -> None:
         kind, holder, of = held.kind, held.holder, self.of
         if of(holder) is not holder:  # it is made again
             return
@@ -272,12 +272,12 @@ class Lifted:
             now_keys, now = written.keys, written.values
             written.write([*map(of, now_keys)], [*map(of, now)], self.own)
 
-    def _write_made(self, held: Held) -> None:
+    def _write_made(self, held: HolderNow) -> None:
         of = self.of
         held.kind.write(of(held.holder), [*map(of, held.keys)], [*map(of, held.values)])
 
 
-def _key_of(held: Held) -> tuple[int, ...]:
+def _key_of(held: HolderNow) -> tuple[int, ...]:
     if held.kind is SCOPES:
         scope, names = held.holder
         return id(scope), id(names)
@@ -302,10 +302,10 @@ class LiftedForward(Lifted):
     ) -> None:
         self._asks = asks  # by what code tells a value from another one like it
         self._roots = [(root, root.taken) for root in roots]
-        here: list[Holding] = [
+        here: list[FindHolders] = [
             partial(holding, root.layout, taken) for root, taken in self._roots
         ]
-        self._boxes: list[Held] = []
+        self._boxes: list[HolderNow] = []
         if boxes:
             passed = [*boxes.values()]
             self._boxes = [*held_in(passed)]
@@ -394,7 +394,7 @@ class Back(Lifted):
         self._exchange()
 
     @override
-    def _write(self, held: Held) -> None:
+    def _write(self, held: HolderNow) -> None:
         self._write_made(held)
 
 

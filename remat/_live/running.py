@@ -25,7 +25,7 @@ from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, set_bytes
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
-from remat._live.lifted import Held, Lifted, among, holding
+from remat._live.lifted import HolderNow, Lifted, among, holding
 from remat._live.roots import Root
 from remat._live.walk import is_hook_of_library
 from remat._torch import MODULE_HOOKS
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 def _among_holders(
     holders: Sequence[tuple[HolderKind, Any]], ids: Any
-) -> Iterator[Held]:
+) -> Iterator[HolderNow]:
     """Yield what those hold now that hold one of some values."""
-    return among((Held(k, holder, *k.held(holder)) for k, holder in holders), ids)
+    return among((HolderNow(k, holder, *k.held(holder)) for k, holder in holders), ids)
 
 
 def is_of_all(hooks: Any) -> bool:

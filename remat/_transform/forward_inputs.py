@@ -18,7 +18,7 @@ from itertools import compress
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.program import InputIndex, PerInput, leaves_for
+from remat._base.program import InputIndex, PerInput, Request, leaves_for
 from remat._torch import is_below_tracer, is_shared, shared_copy
 from remat._transform.leaves import (
     LeafChanges,
@@ -58,13 +58,11 @@ class ForwardInputs:
     def __init__(
         self,
         inputs: Sequence[Tensor],
-        needs: PerInput,
+        request: Request,
         buffers: Mapping[InputIndex, bool],
         passed: Sequence[Tensor],  # in levels; empty at the base
-        *,
-        at_base: bool,
     ) -> None:
-        self.inputs = inputs
+        self.inputs, needs = inputs, request.needs
         own: Sequence[int] = range(len(inputs))
         if passed:
             # The graph of one that is differentiated in a level ends at a new leaf: one
@@ -73,7 +71,7 @@ class ForwardInputs:
             own = [i for i, (t, p) in pairs if t is p]
         self.inner = leaves_for(inputs, needs, own)
         self._own = [*map(operator.is_, self.inner, inputs)]
-        if at_base:
+        if request.at_base:
             for t, leaf in zip(inputs, self.inner, strict=True):
                 if leaf is not t and t.grad_fn is not None:
                     # To retain a gradient is asked of the input. A leaf's does nothing.

@@ -45,7 +45,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._ambient.modes import NO_MODES
 from remat._base.absent import may_be_absent
 from remat._base.context import differentiated, here, within
 from remat._base.labels import Label
@@ -99,7 +98,6 @@ from remat._torch import (
     call_below_vmap,
     counted_levels,
     current_layer,
-    dispatch_mode_count,
     dual_level_active,
     eager_only,
     grad_level,
@@ -118,7 +116,6 @@ from remat._torch import (
     requires_grad_at_any_level,
     saved_tensors,
     set_grad_enabled,
-    torch_functions,
     unwrap_dead,
     unwrap_for_grad,
     without_grad_mode,
@@ -133,7 +130,6 @@ from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
     CallState,
-    buffers_to_run_on,
     call_state,
 )
 
@@ -267,20 +263,8 @@ class Primal(Program):
         evaluation = self.evaluation
         assert state is not None
         assert evaluation is not None
-        modes = state.modes or (NO_MODES if dispatch_mode_count() else None)
-        if modes is not None and not state.values:
-            run = functools.partial(modes.call, run)
-        with state.restored(self.call.snapshot, inputs, mode):
-            around: Any = contextlib.nullcontext()
-            if evaluation.updated:
-                updated, call = evaluation.updated, self.call
-                inputs, around = buffers_to_run_on(call.snapshot, inputs, updated)
-            if state.has_classes():
-                inputs = state.in_classes(inputs)
-                with around, torch_functions():
-                    return self._under(mode, run, inputs), inputs
-            with around:
-                return self._under(mode, run, inputs), inputs
+        run = functools.partial(self._under, mode, state.under_modes(run))
+        return state.run(run, self.call.snapshot, inputs, evaluation.updated, mode)
 
     def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:
         """Run the function under the policy of the call, and a mode if there is one."""
@@ -489,9 +473,8 @@ def _evaluate_below(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
-    snapshot, needs, at_base = call.snapshot, request.needs, request.at_base
-    passed = call.wrapped
-    given = ForwardInputs(inputs, needs, snapshot.buffers, passed, at_base=at_base)
+    snapshot, needs = call.snapshot, request.needs
+    given = ForwardInputs(inputs, request, snapshot.buffers, call.wrapped)
     inner = given.inner
     # In a function of its own: nothing here may hold the graph.
     evaluated = _evaluate(call, program, given, request)
@@ -505,10 +488,7 @@ def _evaluate_below(
 
 
 def _evaluate(
-    call: Call,
-    program: Program,
-    given: ForwardInputs,
-    request: Request,
+    call: Call, program: Program, given: ForwardInputs, request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward."""
     snapshot, needs = call.snapshot, request.needs
@@ -605,8 +585,7 @@ def _run(
     run = program.run if mode is None else functools.partial(program.run, mode=mode)
     if call.wrapped:
         run = functools.partial(call.labelled, run)
-    if state.modes is not None:
-        run = functools.partial(state.modes.run_watched, run)
+    run = state.watched(run)
     tracked = hooks_of_trackers()
     set_grad_enabled(True)
     try:

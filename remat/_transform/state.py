@@ -11,8 +11,9 @@ Rejected: one class with `SavedInputs` of `inputs`, which holds the tensors of a
 Here torch would not see them, and no hook for saved tensors could take them away.
 """
 
+import functools
 import operator
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, put_back
-from remat._ambient.modes import ModesAround
+from remat._ambient.modes import NO_MODES, ModesAround
 from remat._base.absent import Absent
 from remat._base.program import (
     InputIndex,
@@ -39,6 +40,7 @@ from remat._torch import (
     dispatch_mode_count,
     has_proxies,
     is_below_tracer,
+    torch_functions,
 )
 from remat._transform.checks import enter_refusing_reads, refuse_needed
 from remat._transform.leaves import (
@@ -127,6 +129,39 @@ class CallState(NamedTuple):
         if self.attributes or self.leaf_changes.marks:
             marked = self._marked(inputs)
         return _Restored(self._restored(snapshot, inputs, mode), streams, marked)
+
+    def run(
+        self,
+        run: Callable[[Sequence[Tensor]], Any],
+        snapshot: Any,
+        inputs: Sequence[Tensor],
+        updated: Sequence[InputIndex],
+        mode: Any,
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Run something in this state. Also return the inputs it was given."""
+        with self.restored(snapshot, inputs, mode):
+            around: AbstractContextManager[Any] = nullcontext()
+            if updated:
+                inputs, around = buffers_to_run_on(snapshot, inputs, updated)
+            if self.has_classes():
+                inputs = self.in_classes(inputs)
+                with around, torch_functions():
+                    return run(inputs), inputs
+            with around:
+                return run(inputs), inputs
+
+    def under_modes(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs under the user's modes for operations that changed some."""
+        modes = self.modes or (NO_MODES if dispatch_mode_count() else None)
+        if modes is None or self.values:
+            return run
+        return functools.partial(modes.call, run)
+
+    def watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a forward, and notes whether the user's modes change it."""
+        if self.modes is None:
+            return run
+        return functools.partial(self.modes.run_watched, run)
 
     def _check_moved(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
         """Warn of leaves that were given other memory since; refuse constants."""
