@@ -142,6 +142,14 @@ class ModesAround:
         with modes_between(first, self._inside.outside, self._inside):
             yield self
 
+    def run_watched(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call the forward, and note what they change."""
+        modes = _users_modes()
+        if not modes:
+            return fn(*args)
+        with self.watched(modes[0]):
+            return fn(*args)
+
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Call a recompute, under those that change results and no others that do."""
         now, ours = _users_modes(), {id(kept.ref()) for kept in self._kept}
@@ -158,6 +166,11 @@ class ModesAround:
         if around._inside.has_altered and not has_altered:
             raise RecomputeError(_NEW.format(name=type(new[-1]).__qualname__))
         return result
+
+
+def modes_around() -> ModesAround:
+    """Return the user's modes that are entered."""
+    return ModesAround(_users_modes())
 
 
 def watched_modes() -> AbstractContextManager[ModesAround]:

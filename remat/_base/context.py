@@ -48,6 +48,7 @@ class Context:
             "modes",
         ),
         *("nested_choices", "only_our_hooks", "policy", "recomputing", "reporter"),
+        "runs",
         "step_plans",
     )
 
@@ -69,6 +70,8 @@ class Context:
         # The variables of functions that were made for runs whose graphs are being
         # differentiated; None where no graph is.
         self.cells: list[Any] | None = None
+        # Those runs, which end once they are differentiated.
+        self.runs: list[Any] | None = None
         # Whether all hooks for saved tensors here are of calls of remat. Those leave
         # alone what torch.func saves at levels inside the call.
         self.only_our_hooks = False
@@ -182,13 +185,17 @@ class differentiated:  # noqa: N801
     hooks may call them again later, so that their variables stay.
     """
 
-    __slots__ = ("_before", "_context")
+    __slots__ = ("_before", "_context", "_runs")
 
     def __enter__(self) -> None:
         self._context = context = here()
         self._before, context.cells = context.cells, list[Any]()
+        self._runs, context.runs = context.runs, list[Any]()
 
     def __exit__(self, *_: object) -> None:
+        runs, self._context.runs = self._context.runs, self._runs
+        while runs:
+            runs.pop().__exit__()
         cells, self._context.cells = self._context.cells, self._before
         if cells and not torch.is_grad_enabled():
             empty(cells)

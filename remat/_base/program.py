@@ -10,13 +10,18 @@ Rejected: keeping the tensors in it, which would hide them from torch's saved te
 call: nobody could tell which of it was known when.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from remat._base.types import Outputs
-from remat._torch import function_mode_count, set_grad_enabled, without_hooks
+from remat._base.types import TENSORS, Outputs
+from remat._torch import (
+    function_mode_count,
+    is_below_tracer,
+    set_grad_enabled,
+    without_hooks,
+)
 
 
 # What an index counts. The results of an evaluation are, in this order, the outputs of
@@ -101,6 +106,11 @@ class Program:
     once: Mapping[int, Any] = {}
     # What the forward found outside each vmap around the user's call.
     outside: tuple[OutsideVmap, ...] = ()
+
+    @property
+    def own(self) -> Container[InputIndex]:
+        """The inputs of which a run may be given the user's own leaves."""
+        return ()
 
     def may_read_early(self, tensor: Tensor) -> bool:
         """Say whether a recompute in a graph may read an input before cotangents."""
@@ -189,7 +199,8 @@ class Program:
             differentiable = [*map(has_derivatives, outs)]
             return outs, Evaluation(request, used, differentiable, asks_grad_mode=True)
         set_grad_enabled(True)
-        outs = without_hooks(self.run, *fresh_leaves(inputs, request.needs))
+        leaves = leaves_for(inputs, request.needs, self.own)
+        outs = without_hooks(self.run, *leaves)
         set_grad_enabled(False)
         differentiable = [*map(requires_grad, outs)]
         results = [None if o is None else o.detach() for o in outs]
@@ -219,6 +230,34 @@ def replaced_at(
     for i, value in zip(where, by, strict=True):
         replaced[i] = value
     return replaced
+
+
+def leaves_for(
+    inputs: Sequence[Tensor], needs: PerInput, own: Container[InputIndex]
+) -> list[Tensor]:
+    """Return leaves in place of the inputs that `needs` marks, for a run at the base.
+
+    Leaves that require grad and are among the user's `own` stay themselves, unless they
+    have hooks, which would see the gradients of the run. So they are found by identity,
+    and no holder is written for them.
+    """
+    if not own or is_below_tracer() or len({*map(id, inputs)}) < len(inputs):
+        return fresh_leaves(inputs, needs)
+    needs = [
+        need and not (is_own_leaf(t) and i in own)
+        for i, (t, need) in enumerate(zip(inputs, needs, strict=True))
+    ]
+    return fresh_leaves(inputs, needs) if True in needs else [*inputs]
+
+
+def is_own_leaf(tensor: Tensor) -> bool:
+    """Say whether a run at the base may run on a leaf itself."""
+    return (
+        tensor.requires_grad
+        and tensor.grad_fn is None
+        and type(tensor) in TENSORS
+        and not tensor._backward_hooks
+    )
 
 
 def fresh_leaves(inputs: Sequence[Tensor], needs: PerInput) -> list[Tensor]:

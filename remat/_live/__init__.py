@@ -3,7 +3,9 @@
 In: a function and its arguments. Out: a context in which all that they reach holds what
 it held at the call.
 
-    reach       all of this for one call, and the context of one run
+    reach       all of this for one call
+    running     one run of it again
+    lifted      other tensors in place of the user's
     roots       one root of a call
     given       the function and the arguments, put aside and made again
     boxes       what is held of containers that were passed
@@ -14,6 +16,6 @@ it held at the call.
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
 
-Called by `_transform`, for calls under base autograd, and by `chain`, for what steps
-hold. `_report` looks at what a call reaches, and the handles of `_graph` name it.
+Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
+looks at what a call reaches, and the handles of `_graph` name it.
 """

@@ -66,9 +66,7 @@ class Box(HolderParts):
         if how is VARIABLES:  # which does not hold its value: a context does
             self.ref.ref = lambda: value
         if type(value) not in CONTAINERS and how is not SLOTS:
-            self.more = [
-                HolderParts(value, kind) for kind in _kinds_besides(value, how)
-            ]
+            self.more = [HolderParts(value, kind) for kind in kinds_besides(value, how)]
 
     def parts(self) -> "list[Box]":
         """Return the containers that it holds."""
@@ -76,7 +74,8 @@ class Box(HolderParts):
         return [k for k in held if type(k) is Box]
 
 
-def _kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
+def kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
+    """Yield how what an instance of a subclass holds besides is read."""
     kind = type(value)
     if how is PART and not issubclass(kind, partial):
         return

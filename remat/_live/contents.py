@@ -11,6 +11,7 @@ Rejected: strong references to containers. A list may hold what the graph holds.
 """
 
 import itertools
+import operator
 import threading
 import types
 import weakref
@@ -152,13 +153,15 @@ class Contents:
     """
 
     __slots__ = (
-        *("_as_keys", "_as_values", "_marks", "_places", "_sizes", "_spans", "classes"),
+        *("_as_keys", "_as_values", "_but_for_tensors", "_marks", "_places"),
+        *("_sizes", "_spans", "classes"),
         *("keys", "kept", "opaque", "others", "parameters", "refs"),
     )
 
     def __init__(self, taken: Taken) -> None:
         self._marks = taken.marks
         self._places: dict[int, Place] | None = None
+        self._but_for_tensors: Any = None
         self._spans: dict[int, list[Span]] = {}
         self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
         keeper, keys = _Keeper(), taken.keys
@@ -171,6 +174,9 @@ class Contents:
         self._as_values = [p for p, as_key in keeper.places if not as_key]
         self._as_keys = [p for p, as_key in keeper.places if as_key]
         self.classes = [*map(weakref.ref, map(type, taken.owners))]
+        self._note_tensors(taken)
+
+    def _note_tensors(self, taken: Taken) -> None:
         tensors = self.tensors_in(taken)
         are = [kind is nn.Parameter for kind in map(type, tensors)]
         self.others = [i for i, is_parameter in enumerate(are) if not is_parameter]
@@ -183,6 +189,48 @@ class Contents:
     def are_in(self, taken: Taken) -> bool:
         """Say whether the same is held now."""
         return self._marks == taken.marks
+
+    def tensors_instead(self, now: Taken) -> list[tuple[Any, int]] | None:
+        """Return what is where tensors were, with their numbers; None if more differs.
+
+        Where each tensor was, in order.
+        """
+        if self._but_for_tensors is None:
+            are = [type(kept) is At for kept in (*self.kept, *self.keys)]
+            places = [*itertools.compress(itertools.count(), are)]
+            others = bytes(map(operator.not_, are))
+            held = memoryview(self._marks[0]).cast("Q")
+            then = [*itertools.compress(held, others)], held[len(others) :].tolist()
+            numbers = [(*self.kept, *self.keys)[p].number for p in places]
+            self._but_for_tensors = others, then, places, numbers
+        others, then, places, numbers = self._but_for_tensors
+        if now.lengths != self._marks[1]:
+            return None
+        held = memoryview(now.marks[0]).cast("Q")
+        if then[0] != [*itertools.compress(held, others)]:
+            return None
+        if then[1] != held[len(others) :].tolist():
+            return None
+        there = [*now.values, *now.keys]
+        found = [there[p] for p in places]
+        if not all(map(_is_tensor, {*map(type, found)})):
+            return None
+        return [*zip(found, numbers, strict=True)]
+
+    def with_tensors_of(self, now: Taken) -> "Contents | None":
+        """Return what is held now, if only tensors are others; else None."""
+        pairs = self.tensors_instead(now)
+        if not pairs:
+            return None
+        ids = {(id(t), number) for t, number in pairs}
+        if not len(ids) == len({i for i, _ in ids}) == len({n for _, n in ids}):
+            return None  # what was one is two now, or the other way round
+        new = object.__new__(Contents)
+        for name in Contents.__slots__:
+            setattr(new, name, getattr(self, name))
+        new._marks = now.marks
+        new._note_tensors(now)
+        return new
 
     def has_form_of(self, taken: Taken) -> bool:
         """Say whether only numbers and tensors are others now."""
@@ -199,6 +247,11 @@ class Contents:
             found += map(taken.keys.__getitem__, self._as_keys)
         return found
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there are tensors."""
+        return bool(self.refs or self.others)
+
     def parameters_in(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return those of the tensors that are parameters."""
         if not self.others:
@@ -212,7 +265,7 @@ class Contents:
         if self._marks == marks:
             return set()
         keys, keys_now = len(self.kept), len(now.values)
-        pairs = zip(self.spans(), _spans(self._sizes, now.lengths), strict=True)
+        pairs = zip(self.spans(), spans_of(self._sizes, now.lengths), strict=True)
         return {
             (then.group, then.number)
             for then, span in pairs
@@ -278,12 +331,17 @@ class Contents:
 
     def spans(self) -> Iterator[Span]:
         """Yield the holders."""
-        return _spans(self._sizes, self._marks[1])
+        return spans_of(self._sizes, self._marks[1])
 
 
-def _spans(
+def _is_tensor(kind: type) -> bool:
+    return kind in TENSORS or issubclass(kind, Tensor)
+
+
+def spans_of(
     sizes: Sequence[tuple[HolderKind, int]], lengths: Sequence[int]
 ) -> Iterator[Span]:
+    """Yield the holders of some kinds, how many of each, with so many values."""
     start = key = 0
     left = iter(lengths)
     for g, (kind, count) in enumerate(sizes):

@@ -17,7 +17,7 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from remat._base.code import VIEWED
 from remat._base.errors import RecomputeError
@@ -59,6 +59,7 @@ class Exchange:
         self._views: list[Any] = []  # those that were made again
         self._frozen: set[int] = set()  # the identities of values that never change
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
+        self._holders: list[tuple[HolderKind, Any]] = []
         # By identity, what each value is in this run, and which were looked at.
         self._found: dict[int, Any] = {}
         self._entered: set[int] = set()
@@ -89,11 +90,13 @@ class Exchange:
         self._keep_frozen()
         for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
+                self._holders.append((span.kind, holder))
                 continue
             if place is not None and (holder is None or self._frozen):
                 found = self.found(self._contents.at(place))
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
+            self._holders.append((span.kind, holder))
             then, keys = self._then(span, self.found), self._keys(span, self.found)
             is_same = are_same(now, then) and are_same(now_keys, keys)
             # What the forward wrote, the run may write: it is put back in any case.
@@ -143,6 +146,10 @@ class Exchange:
         if key not in self._contents.places(self._layout):
             return None
         return self._found.get(key)
+
+    def holders(self) -> list[tuple[HolderKind, Any]]:
+        """Return the holders that are there, and how each is read."""
+        return [(kind, holder) for kind, holder in self._holders if holder is not None]
 
     def end(self) -> None:
         """Give back what was there just before the run."""
@@ -364,41 +371,48 @@ class Written:
 
     def start(self) -> None:
         """Note that a run writes this holder."""
-        with _LOCK:
-            _RUNNING.setdefault(self.key, []).append(self)
+        with LOCK:
+            RUNNING.setdefault(self.key, []).append(self)
             # Another run may have ended since it was read.
             self.keys, self.values = self.kind.held(self.holder)
 
     def end(self) -> None:
         """Give back what was there, or hand it to a run that began later."""
-        with _LOCK:
-            runs = _RUNNING[self.key]
+        with LOCK:
+            runs = RUNNING[self.key]
             i = runs.index(self)
             del runs[i]
             if i < len(runs):
                 runs[i].keys, runs[i].values = self.keys, self.values
                 return
             if not runs:
-                del _RUNNING[self.key]
+                del RUNNING[self.key]
             keys, values = self.kind.held(self.holder)
             if not (are_same(keys, self.keys) and are_same(values, self.values)):
                 self.kind.put_back(self.holder, self.keys, self.values)
 
 
 # A value that is let go of may run the user's code, which may recompute.
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 # By what is written, the runs that wrote it, in order.
-_RUNNING: dict[Any, list[Written]] = {}
+RUNNING: dict[Any, list[Written]] = {}
+
+
+AnyWritten = TypeVar("AnyWritten", bound=Written)
 
 
 def written_to(
-    kind: HolderKind, holder: Any, keys: list[Any], values: list[Any]
-) -> list[Written]:
+    kind: HolderKind,
+    holder: Any,
+    keys: list[Any],
+    values: list[Any],
+    noted_as: type[AnyWritten] = Written,
+) -> list[AnyWritten]:
     """Return what is to be put back: each global variable by itself."""
     if kind is not SCOPES:
-        return [Written(kind, holder, keys, values, (id(holder), id(kind)))]
+        return [noted_as(kind, holder, keys, values, (id(holder), id(kind)))]
     scope, names = holder
     return [
-        Written(kind, (scope, (name,)), [], [value], (id(scope), name))
+        noted_as(kind, (scope, (name,)), [], [value], (id(scope), name))
         for name, value in zip(names, values, strict=True)
     ]

@@ -74,11 +74,14 @@ class Layout:
         asks: by which of "id" and "hash" code tells an object from another one like it.
         uses_stream_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
+        is_contained: whether there is nothing but functions without variables: then
+            nothing of a graph can be there.
         is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
         remade: what makes a class of remat's again, by the index of an owner of it.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
+        spans: of holders, and where these begin, for the last lengths of all.
         hooks_known: the number of the next hook anywhere, when no module had one that
             the walk did not see. A recompute hides those that were set since its call.
     """
@@ -87,9 +90,17 @@ class Layout:
         *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
         *("_spaces", "_vacant", "_variables", "below", "births", "cells"),
         *("class_names", "classes"),
-        *("compiled", "functions", "is_lazy", "is_module", "last", "linked"),
+        *(
+            "compiled",
+            "functions",
+            "is_contained",
+            "is_lazy",
+            "is_module",
+            "last",
+            "linked",
+        ),
         *("objects", "odd", "owners", "remade", "scripted", "signature"),
-        *("asks", "slotted", "special", "streams", "uses_stream_states"),
+        *("asks", "slotted", "spans", "special", "streams", "uses_stream_states"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -123,6 +134,8 @@ class Layout:
         self.asks = walk.streams.asks
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
         self.is_module = walk.is_module
+        others = len(owners) > len(functions) or walk.kinds or walk.special
+        self.is_contained = not (others or closed or walk.variables)
         self.special: dict[int, str] = {}
         kinds = enumerate(map(type, owners))
         self.remade = {i: recipe_of(kind) for i, kind in kinds if AGAIN in vars(kind)}
@@ -134,6 +147,7 @@ class Layout:
         self.signature = (*held, *map(static_of, walk.builtins))
         self.below: list[HoldersBelow] = []
         self.last: Any = None
+        self.spans: Any = None
 
     def holders(self, owners: list[Any]) -> OwnersHolders:
         """Return the holders that owners are or have."""

@@ -11,28 +11,28 @@ does not reach, such as a hook, holds the originals.
 """
 
 import contextlib
+import types
+import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.errors import RecomputeError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
-from remat._capture.container_kinds import CONTAINERS
-from remat._capture.modules import HOOKS
-from remat._capture.objects import bytes_of, is_spent_by_use, set_bytes
+from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
 from remat._live.contents import At, Ref
-from remat._live.exchange import Exchange, Written
-from remat._live.given import Building, Given, Watched, structure_of
+from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, lease_of
+from remat._live.lifted import LiftedForward
 from remat._live.roots import Root, roots_of
+from remat._live.running import Running
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
     MODULE_HOOKS,
@@ -40,10 +40,6 @@ from remat._torch import (
     function_modes,
     parametrization_cache,
 )
-
-
-if TYPE_CHECKING:
-    from remat._live.layout import Taken
 
 
 _PARAMETERS = frozenset({nn.Parameter})
@@ -63,13 +59,16 @@ class Reach:
         is_lazy: whether some module has no parameters yet.
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
+        is_bare: whether it is a function of tensors and constants alone.
+        is_contained: whether all that it refers to, besides tensors that were passed,
+            are numbers, packages and functions like it.
     """
 
     __slots__ = (
-        *("_buffers", "_cache", "_count", "_modes", "_names", "_refs"),
-        *("_roots", "_running", "_values", "_watched", "buffers", "compiled"),
-        *("first_parameter", "is_lazy", "label", "next_hook", "streams", "tensors"),
-        "uses_stream_states",
+        *("_asks", "_boxes", "_buffers", "_cache", "_count", "_modes", "_names"),
+        *("_refs", "_roots", "_running", "_values", "_watched", "buffers", "compiled"),
+        *("first_parameter", "is_bare", "is_contained", "is_lazy", "label"),
+        *("next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -89,7 +88,7 @@ class Reach:
             self._modes = [*map(given.put_aside, function_modes())]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
-        self._running: Running | None = None
+        self._running: Running | LiftedForward | None = None
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
@@ -98,7 +97,9 @@ class Reach:
                 self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
-        self._watched: Sequence[Watched] = ()
+        self._watched: Sequence[Any] = ()
+        self._asks: frozenset[str] = frozenset()
+        self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes:
             self._lease(given)
             self._watched = given.watched()
@@ -106,6 +107,10 @@ class Reach:
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
+        self.is_contained = not given.boxes and all(
+            root.layout.is_contained and not root.contents.has_tensors
+            for root in self._roots
+        )
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = False
         if given.search is not None or self._roots:
@@ -114,6 +119,7 @@ class Reach:
         for root in self._roots:
             buffers += root.buffers
         self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
+        self.is_bare = not (self._roots or given.boxes or buffers or self._modes)
 
     def _add_hooks_of_all_modules(self, given: Given) -> None:
         hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
@@ -123,10 +129,12 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to passed containers that code may tell from others like them."""
-        asks = None if given.search is None else given.search.asks
+        asks: frozenset[str] = frozenset()
+        if given.search is not None:
+            asks |= given.search.asks
         for root in self._roots:
-            if root.layout.asks:
-                asks = root.layout.asks | (asks or frozenset())
+            asks |= root.layout.asks
+        self._asks = asks
         if not asks:
             return
         end_leases()
@@ -215,8 +223,22 @@ class Reach:
         del self.tensors
         return tensors
 
+    def lifted(self, users: Sequence[Tensor], tensors: Sequence[Any]) -> LiftedForward:
+        """Return a context in which other tensors stand in for the user's."""
+        return LiftedForward(self._roots, self._boxes, users, tensors, self._asks)
+
+    @property
+    def code(self) -> list[Any]:
+        """The code of functions, and the classes of objects."""
+        held = [ref for root in self._roots for ref in root.layout.signature]
+        found = [ref() for ref in held if isinstance(ref, weakref.ref)]
+        found = [c for c in found if getattr(c, "co_name", "") != "__init__"]
+        fn = self._values[-1]
+        return [*found, fn.__code__] if isinstance(fn, types.FunctionType) else found
+
     def forward_done(self) -> None:
         """Note what the forward changed."""
+        self._boxes = {}
         for root in self._roots:
             root.forward_done()
         for holder in self._watched:
@@ -225,11 +247,12 @@ class Reach:
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any]) -> "Running":
+    def restored(self, tensors: Sequence[Any]) -> Running:
         """Return a context in which everything holds what it held at the call."""
-        return Running(self._roots, self._buffers, self.next_hook, tensors)
+        args = self._roots, self._buffers, self.next_hook, tensors
+        return Running(*args, self._alive)
 
-    def call(self, running: "Running", tensors: Sequence[Any]) -> Any:
+    def call(self, running: Running | None, tensors: Sequence[Any]) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
         cache = None if self._cache is None else building.value(self._cache)
@@ -247,6 +270,21 @@ class Reach:
             return call_under(BoundFunction(fn, args, kwargs), modes, cache)
         finally:
             self._running = None
+
+    def call_lifted(self, lifted: LiftedForward, fn: Any) -> Any:
+        """Call the function for the first time, where errors find their names."""
+        self._running = lifted
+        try:
+            return fn()
+        finally:
+            self._running = None
+
+    def beside_arrays(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Return inputs of which arrays of the user's may share the memory."""
+        if not self._buffers:
+            return {}
+        there = self._alive()
+        return {i: t for i in indices if (t := there[i]) is not None}
 
     # --- Names ---
 
@@ -270,13 +308,16 @@ class Reach:
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        running = self._running
+        running, found = self._running, _StillThere
+        if isinstance(running, Running):
+            found = running
         if running is None:
-            tensors = self._alive()
-            building = Building(tensors, _StillThere, in_place=False)
+            # In place of one that is gone is an empty one, so that a path is known.
+            there = self._alive()
+            tensors = [torch.empty(0) if t is None else t for t in there]
         else:
             tensors = running.tensors
-            building = Building(tensors, running, in_place=False)
+        building = Building(tensors, found, in_place=False)
         search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
@@ -286,13 +327,25 @@ class Reach:
         return snapshot.name_of(same.index(True))
 
 
+def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | None:
+    """Return what a call reaches; None, with a warning, where no walk can tell."""
+    try:
+        return Reach(fn, label, args, kwargs)
+    except TypeError as error:
+        if not str(error).startswith("unhashable type"):
+            raise
+        message = _UNHASHABLE.format(label=label, error=error)
+    warnings.warn(message, stacklevel=4)
+    return None
+
+
+_UNHASHABLE = (
+    "remat: {label} reaches an object of an {error}, whose metaclass has no "
+    "`__hash__`. The function is called as it is, and no memory is saved. Give the "
+    "metaclass `__hash__ = type.__hash__`."
+)
 # What knows the inputs of a call by name: at the base, or under torch.func.
 CallOrigin = Reach | Snapshot
-
-
-def is_of_all(hooks: Any) -> bool:
-    """Say whether a dict holds hooks on all modules."""
-    return any(hooks is held for held in MODULE_HOOKS.dicts)
 
 
 class _StillThere:
@@ -304,136 +357,3 @@ class _StillThere:
         return None if kept.ref is None else kept.ref()
 
     container = found
-
-
-# --- One run ---
-
-
-class Running:
-    """A run of a call, as a context."""
-
-    __slots__ = (
-        *("_alive", "_buffers", "_first", "_made", "_next_hook", "_now", "_roots"),
-        *("_undo", "tensors"),
-    )
-
-    def __init__(
-        self,
-        roots: Sequence[Root],
-        buffers: Sequence[tuple[Any, bytes]],
-        next_hook: int,
-        tensors: Sequence[Any],
-    ) -> None:
-        self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
-        self.tensors = tensors
-        self._made: dict[int, Any] = {}
-        self._alive: dict[int, Any] = {}
-        self._now: list[tuple[Root, Taken | Exchange]] = []
-        self._undo: list[Callable[[], object]] = []
-
-    def __enter__(self) -> Self:
-        self._first = RemovableHandle.next_id
-        try:
-            if self._first != self._next_hook:
-                self._hide_hooks()
-            if self._roots:
-                self._exchange()
-            for buffer, then in self._buffers:
-                self._exchange_bytes(buffer, then)
-        except BaseException:
-            self._put_back()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if RemovableHandle.next_id != self._first:
-            # Those that the run set: before the dicts of hooks are written again.
-            for hooks in self._hooks_of_modules():
-                for key in [key for key in hooks if key >= self._first]:
-                    del hooks[key]
-        if self._undo:
-            self._put_back()
-
-    def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def found(self, kept: Ref) -> Any:
-        """Return a value that the call was given: itself, or what was revived."""
-        value = None if kept.ref is None else kept.ref()
-        value = self._made.get(kept.id) if value is None else value
-        if value is None:
-            raise RecomputeError(_GONE)
-        return value
-
-    def container(self, kept: Ref) -> Any:
-        """Return a container that was passed and that an owner leads to, or None."""
-        for root, now in self._now:
-            if isinstance(now, Exchange):
-                value = now.container(kept.id)
-                if value is not None:
-                    return value
-                continue
-            place = root.contents.places(root.layout).get(kept.id)
-            if place is not None:
-                position, as_key = place
-                return (now.keys if as_key else now.values)[position]
-        return None
-
-    def _exchange(self) -> None:
-        started: list[Exchange] = []
-        for root in self._roots:
-            now: Any = root.as_it_was(self.tensors)
-            if now is None:
-                now = root.exchange(self.tensors, self._made, self._alive)
-                # What is gone of any root may be in another: all are made first.
-                now.revive_owners()
-                started.append(now)
-            self._now.append((root, now))
-        for exchange in started:
-            exchange.look()
-        for exchange in started:
-            self._undo.append(exchange.end)
-            exchange.start()
-        for root in self._roots:
-            for large in root.large.values():
-                if large.has_grown():
-                    self.write(large.kind, large.value, large.keys, large.values)
-
-    def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
-        now = bytes_of(buffer)
-        self._undo.append(lambda: bytes_of(buffer) == now or set_bytes(buffer, now))
-        if now != then:
-            set_bytes(buffer, then)
-
-    def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
-        """Have a holder hold this until the run has ended."""
-        now_keys, now = kind.held(holder)
-        written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
-        written.start()
-        self._undo.append(written.end)
-        kind.write(holder, keys, values)
-
-    def _hide_hooks(self) -> None:
-        """Take off the hooks of modules that were set since the call."""
-        for hooks in self._hooks_of_modules():
-            kept = [key for key in hooks if not self._is_hidden(key, hooks)]
-            if len(kept) < len(hooks):
-                how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
-                self.write(how, hooks, kept, [hooks[key] for key in kept])
-
-    def _is_hidden(self, key: int, hooks: Any) -> bool:
-        """Say whether a hook was set since the call, by the user."""
-        is_new = key >= self._next_hook
-        return is_new and not (is_of_all(hooks) and is_hook_of_library(hooks[key]))
-
-    def _hooks_of_modules(self) -> list[Any]:
-        dicts = [held for root in self._roots for held in root.layout.modules()]
-        found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
-        return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
-
-
-_GONE = (
-    "remat: what the function was called with is gone, and cannot be made again for "
-    "the recompute. Keep it alive until the backward."
-)

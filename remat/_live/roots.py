@@ -31,14 +31,14 @@ class Root:
     """What one root reached at a call."""
 
     __slots__ = (
-        *("_effects", "_held", "_iterators", "_namespaces", "_taken", "buffers"),
+        *("_held", "_iterators", "_namespaces", "buffers", "effects", "taken"),
         *("contents", "entries", "first", "large", "layout"),
     )
 
     def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
         self.layout, self.contents = layout, contents
-        self._taken: Taken | None = taken
-        self._effects: set[HolderIndex] | None = None
+        self.taken: Taken | None = taken
+        self.effects: set[HolderIndex] | None = None
         # The numbers in the call of its tensors, or of those that are no parameters,
         # and the number of the first parameter, if those have numbers of their own.
         self.entries: Sequence[int] = ()
@@ -65,8 +65,8 @@ class Root:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the root reaches, each once, before the forward."""
-        assert self._taken is not None
-        return self.contents.tensors_in(self._taken)
+        assert self.taken is not None
+        return self.contents.tensors_in(self.taken)
 
     @property
     def numbers(self) -> list[int]:
@@ -87,27 +87,46 @@ class Root:
 
     def forward_done(self) -> None:
         """Note what the forward changed."""
-        taken, self._taken = self._taken, None
+        taken, self.taken = self.taken, None
         if taken is not None:
             # Unless other threads change it meanwhile: then the effects are not known.
             with contextlib.suppress(MovedError, RuntimeError):
-                self._effects = self.contents.changed_in(taken.again())
+                self.effects = self.contents.changed_in(taken.again())
 
     # --- For a recompute ---
 
     def as_it_was(self, tensors: Sequence[Any]) -> Taken | None:
         """Return what is held now, if a run needs no exchange; else None."""
-        if self._effects is None or self._effects or self._iterators:
+        found = self.but_for_tensors(tensors)
+        return None if found is None or found[1] else found[0]
+
+    def but_for_tensors(
+        self, tensors: Sequence[Any]
+    ) -> tuple[Taken, list[tuple[Any, Any]]] | None:
+        """Return what is held now, if nothing is to be exchanged but tensors.
+
+        With those that are there, and what is to be there; None where more differs.
+        """
+        if self.effects is None or self.effects or self._iterators:
             return None
         try:
             taken = take(self.layout)
         except MovedError:
             return None
-        if not self.contents.are_in(taken):
+        contents = self.contents
+        if contents.are_in(taken):
+            if not contents.has_tensors:
+                return taken, []
+            ours = [*map(tensors.__getitem__, self.numbers)]
+            there = contents.tensors_in(taken)
+            if all(map(operator.is_, there, ours)):
+                return taken, []
+            return taken, [*zip(there, ours, strict=True)]
+        found = contents.tensors_instead(taken)
+        if found is None:
             return None
-        ours = map(tensors.__getitem__, self.numbers)
-        is_same = all(map(operator.is_, self.contents.tensors_in(taken), ours))
-        return taken if is_same else None
+        numbers = self.numbers
+        return taken, [(there, tensors[numbers[n]]) for there, n in found]
 
     def exchange(
         self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
@@ -116,7 +135,7 @@ class Root:
         return Exchange(
             self.layout,
             self.contents,
-            self._effects,
+            self.effects,
             self._namespaces,
             [*map(tensors.__getitem__, self.numbers)],
             {place: it.again() for place, it in self._iterators.items()}
@@ -170,9 +189,12 @@ def _root_with(layout: Layout) -> Root | None:
     taken, last = take(layout), layout.last  # which other threads may replace
     layout.hooks_known = RemovableHandle.next_id
     if not last.are_in(taken):
-        if not last.has_form_of(taken):
-            return None
-        layout.last = last = Contents(taken)
+        new = last.with_tensors_of(taken)
+        if new is None:
+            if not last.has_form_of(taken):
+                return None
+            new = Contents(taken)
+        layout.last = last = new
     return Root(layout, last, taken)
 
 

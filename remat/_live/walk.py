@@ -184,6 +184,10 @@ class Walk:
         elif not is_of_atoms(value):
             self._hold(value, PART)
             self._todo += refers_to(value)
+            held = dict_of(value)
+            if held and not issubclass(type(value), partial):  # as of a property
+                self._hold(value, OWNED)
+                self._todo += held.values()
 
     def _reach_attributes_of_spaces(self) -> None:
         """Walk what code may read of the user's modules, as `settings.scale`."""

@@ -362,12 +362,16 @@ def call_at_jvp(
 
     The arguments with the indices `given` have tangents. What has none has None.
     """
+    is_around = dual_level_active()  # one may have a tangent there
     with (
         eager_transforms.jvp_increment_nesting() as level,
         forward_ad._set_fwd_grad_enabled(True),
-        contextlib.nullcontext() if dual_level_active() else forward_ad.dual_level(),
+        contextlib.nullcontext() if is_around else forward_ad.dual_level(),
     ):
-        duals = [_wrap_for_grad(t, level) for t in primals]
+        duals = [
+            _wrap_for_grad(t, level) if is_around or is_of_torch_func(t) else t
+            for t in primals
+        ]
         for i, t in zip(given, tangents, strict=True):
             duals[i] = forward_ad.make_dual(primals[i], t)
         pairs = [

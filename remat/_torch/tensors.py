@@ -301,7 +301,7 @@ preserved_version = vars(torch.autograd)["_unsafe_preserve_version_counter"]
 # Deleted by: a public copy-on-write clone.
 def shared_copy(tensor: Tensor) -> Tensor | None:
     """Return a copy that shares memory until either is written, or None if none can."""
-    if type(tensor) is not Tensor or has_no_memory(tensor):
+    if type(tensor) is not Tensor or has_no_memory(tensor) or tensor.is_quantized:
         return None
     try:
         return torch._lazy_clone(tensor)

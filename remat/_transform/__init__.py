@@ -24,6 +24,7 @@ Under torch.func: one Function, whose backward is again a program.
                         forward, the node, and the vjp: read it from top to bottom
     levels              a program under vmap and under jvp, as programs
     checks              what a call must not do, and a recompute must do
+    forward_inputs      what a forward runs on, and what it changes of that
     state               what recomputes restore; buffers, which are updated once
     changes             what changes an input in place, for an error
     written             what a recompute reads of large inputs that are written to

@@ -10,6 +10,7 @@ effects on the user's objects stay; those of later runs are dropped.
 Rejected: a program for each module. What a function reaches is one set of inputs.
 """
 
+import functools
 import itertools
 import operator
 import warnings
@@ -26,6 +27,7 @@ from typing_extensions import override
 from remat._ambient.draws import without_draws
 from remat._base.absent import inputs_of
 from remat._base.calls import in_place
+from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
@@ -36,6 +38,7 @@ from remat._capture.runs import ForwardRun, SnapshotRun
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._live.reach import Reach
 from remat._partial.cache import owner_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (
@@ -214,6 +217,114 @@ class Call:
             program.run(*copies)
         finally:
             self.structure = None
+
+
+def users_fn(fn: Fn, label: str, options: Options) -> Fn:
+    """Return what is called: it refuses draws or tells which module runs, if asked."""
+    if options.rng == "error":
+        fn = without_draws(fn, label)
+    return in_place(fn, options.joined())
+
+
+class LiveCall(Call):
+    """A call that runs on the user's own objects."""
+
+    __slots__ = "_options", "_users"
+
+    def __init__(
+        self,
+        reach: Reach,
+        fn: Fn,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options = DEFAULT,
+    ) -> None:
+        self._users_call: Any = fn, args, kwargs
+        self._options = options
+        self.policy, self.prune = options.joined(), options.prune
+        self.structure: Out | None = None
+        self.hidden: Sequence[Hidden] = ()
+        self._emptied: Emptied | None = None
+        self.wrapped: Sequence[Tensor] = ()
+        self.is_differentiated_once = True
+        self.may_read_early: Callable[[Tensor], bool] | None = None
+        self._search = None
+        self.snapshot: Any = reach
+        self._users: Sequence[Tensor] = self.snapshot.take_tensors()
+        self._inputs = self._users
+
+    @override
+    def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
+        if True in map(is_of_torch_func, self._users):
+            # The user's objects may hold a tensor of a level that has ended. If that is
+            # a vmap, no operation takes it, and so none of the recompute's.
+            ended = [is_of_level_above(unwrap_dead(t)) for t in self._users]
+            self._users = self._inputs = [
+                torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
+                for t, is_gone in zip(self._users, ended, strict=True)
+            ]
+        return super().take_inputs()
+
+    @property
+    @override
+    def owner(self) -> Any:
+        return owner_of(*self._users_call[:2])
+
+    @property
+    @override
+    def is_lazy(self) -> bool:
+        return self.snapshot.is_lazy
+
+    @override
+    def run_forward(self, inputs: Sequence[Tensor]) -> Result:
+        reach, users = self.snapshot, self._users
+        if self._users_call is None:  # to show what it changes
+            return self.run_again(inputs)
+        fn, args, kwargs = self._users_call
+        if reach.is_bare:
+            body, lifted = functools.partial(reach.call, None, inputs), None
+        else:
+            lifted = reach.lifted(users, inputs)
+            fn = users_fn(lifted.of(fn), reach.label, self._options)
+            body = functools.partial(lifted.call, fn, args, kwargs)
+        if self.wrapped:
+            body = self._without_outer_levels(body, inputs)
+        if lifted is None:
+            value = body()
+        else:
+            with lifted:
+                value = reach.call_lifted(lifted, body)
+        self.wrapped = ()
+        reach.forward_done()
+        if type(value) is Tensor and (lifted is None or id(value) not in lifted.users):
+            return Result(value)
+        if lifted is None:
+            return Result(value, Own({}, slots_of(users), ()))
+        return Result(value, Own(lifted.users, slots_of(users), lifted.known))
+
+    @override
+    def forward_done(self) -> None:
+        self._users_call, self._users = None, ()
+
+    @override
+    def run_again(self, inputs: Sequence[Tensor]) -> Result:
+        reach = self.snapshot
+        if reach.is_bare:
+            return Result(reach.call(None, inputs))
+        running, runs = reach.restored(inputs), here().runs
+        if runs is None:
+            with running:
+                return Result(reach.call(running, inputs))
+        running.__enter__()
+        try:
+            result = Result(reach.call(running, inputs))
+        except BaseException:
+            running.__exit__()
+            raise
+        # Its graph is differentiated: until then the tensors stay where they are.
+        if running.end_run():
+            runs.append(running)
+        return result
 
 
 # --- Tensors and graphs of outer levels ---

@@ -108,9 +108,13 @@ def changed_inside(
 
 
 def refuse_backward(
-    label: str, inner: Sequence[Tensor], inputs: Sequence[Tensor]
+    program: Any, inner: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:
     """Refuse a function that called backward(), which left gradients on its inputs."""
+    state = getattr(program, "state", None)
+    if state is not None and state.leaf_changes.accumulates:
+        return  # so did the forward, on leaves of the user's: it is done once
+    label = getattr(program, "label", "a vjp")
     for t, original in zip(inner, inputs, strict=True):
         if t is not original and t.requires_grad and t.grad is not None:
             raise CaptureError(_BACKWARD.format(label=label))

@@ -36,7 +36,7 @@ recompute would be another function, and what the outputs depend on could not be
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress, filterfalse
 from types import NoneType
 from typing import Any, TypeAlias
@@ -57,7 +57,7 @@ from remat._base.program import (
     Program,
     Request,
     SavedIndex,
-    fresh_leaves,
+    leaves_for,
     replaced_at,
     requires_grad,
 )
@@ -71,6 +71,7 @@ from remat._graph.edges import (
     root_of,
     sharing_memory,
 )
+from remat._live.reach import reach_of
 from remat._partial.barrier import behind, recomputing_after
 from remat._partial.cache import cache_of
 from remat._partial.decide import (
@@ -115,7 +116,6 @@ from remat._torch import (
     requires_grad_at_any_level,
     saved_tensors,
     set_grad_enabled,
-    torch_functions,
     unwrap_dead,
     unwrap_for_grad,
     without_grad_mode,
@@ -124,17 +124,13 @@ from remat._torch import (
     wrap_for_grad,
 )
 from remat._transform import checks
-from remat._transform.call import Call
+from remat._transform.call import Call, LiveCall, users_fn
 from remat._transform.changes import changes_of
+from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals
 from remat._transform.state import (
     CallState,
     call_state,
-    copies_of_buffers,
-    copy_buffers,
-    inputs_written_to,
-    leaves_to_run_on,
-    update,
 )
 
 
@@ -158,7 +154,10 @@ def call_as_function(
     may_read_early: Callable[[Tensor], bool] | None = None,
 ) -> Any:
     """Call a function as one Function; if nothing is differentiated, call `plain`."""
-    call = Call(fn, label, args, kwargs, options)
+    reach = reach_of(users_fn(fn, label, options), label, args, kwargs)
+    if reach is None:
+        return plain(*args, **kwargs)
+    call = LiveCall(reach, fn, args, kwargs, options)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None
@@ -195,6 +194,11 @@ class Primal(Program):
     @override
     def is_forward(self) -> bool:
         return self.call.structure is None  # the forward sets it at its end
+
+    @property
+    @override
+    def own(self) -> Container[InputIndex]:
+        return () if self.state is None else self.state.own
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:
@@ -259,14 +263,8 @@ class Primal(Program):
         evaluation = self.evaluation
         assert state is not None
         assert evaluation is not None
-        with state.restored(self.call.snapshot, inputs, mode):
-            if evaluation.updated:
-                inputs = copies_of_buffers(inputs, evaluation.updated)
-            if not state.has_classes():
-                return self._under(mode, run, inputs), inputs
-            inputs = state.in_classes(inputs)
-            with torch_functions():
-                return self._under(mode, run, inputs), inputs
+        run = functools.partial(self._under, mode, state.under_modes(run))
+        return state.run(run, self.call.snapshot, inputs, evaluation.updated, mode)
 
     def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:
         """Run the function under the policy of the call, and a mode if there is one."""
@@ -476,44 +474,38 @@ def _evaluate_below(
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
     snapshot, needs = call.snapshot, request.needs
-    inner = leaves_to_run_on(inputs, needs, at_base=request.at_base)
+    given = ForwardInputs(inputs, request, snapshot.buffers, call.wrapped)
+    inner = given.inner
     # In a function of its own: nothing here may hold the graph.
-    evaluated = _evaluate(call, program, inputs, inner, request)
+    evaluated = _evaluate(call, program, given, request)
     # After all runs of the forward, and before leaks are looked for: it holds tensors.
     call.forward_done()
     # The graph is gone by now, unless the function let something of it escape.
-    checks.refuse_backward(snapshot.label, inner, inputs)
+    checks.refuse_backward(program, inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, inner, needs)
-    checks.refuse_leaks(snapshot, inner, call.hidden)
+    checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
     return evaluated
 
 
 def _evaluate(
-    call: Call,
-    program: Program,
-    inputs: Sequence[Tensor],
-    inner: list[Tensor],
-    request: Request,
+    call: Call, program: Program, given: ForwardInputs, request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
-    """Run the forward on `inner`, the fresh leaves for `inputs`."""
+    """Run the forward."""
     snapshot, needs = call.snapshot, request.needs
+    inputs, inner = given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
     state = call_state(snapshot, inputs)
     has_inference = None in state.versions
-    # Before the plan, which is to know what the function runs on.
-    copies = copy_buffers(inner, needs, snapshot.buffers)
     planned = _planned(call, program, inputs, inner, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)
-    # Before inputs are compared: an update of a buffer is no change that is refused.
     again = functools.partial(call.run_on_copies, program)
-    before: dict[int, Tensor] = {}
-    for i in inputs_written_to(inputs, copies, snapshot.buffers):
-        if i not in snapshot.buffers:
-            changes = changes_of(snapshot, inner, again)
-            raise checks.changed_inside(snapshot, i, changes)
-        before[i] = update(inputs[i], copies[i])
-    if before:
-        state = state.updated(before)
+
+    def changed_inside(index: InputIndex | None) -> Exception:
+        changes = changes_of(snapshot, inner, again)
+        return checks.changed_inside(snapshot, index, changes)
+
+    # Before inputs are compared: an update of a buffer is no change that is refused.
+    state, before = given.state_after(state, snapshot.buffers, changed_inside)
     checks.refuse_changed_inputs(
         snapshot, inputs, inner, state.versions, needs, before, again
     )
@@ -543,7 +535,7 @@ def _evaluate(
         updated=[*before],
         residuals=len(residuals or ()),
         planned=None if residuals is None else planned,
-        shared=sharing_memory(outs, inner, copies),
+        shared=sharing_memory(outs, inner, given.copies),
         asks_grad_mode=reached.asks_grad_mode,
         certain=reached.certain,
         has_inference=has_inference,
@@ -593,6 +585,7 @@ def _run(
     run = program.run if mode is None else functools.partial(program.run, mode=mode)
     if call.wrapped:
         run = functools.partial(call.labelled, run)
+    run = state.watched(run)
     tracked = hooks_of_trackers()
     set_grad_enabled(True)
     try:
@@ -741,6 +734,13 @@ class Vjp(Program):
             used = [k for k, i in enumerate(saved) if i in used]
         return (*used, *range(self._arity, count))
 
+    @property
+    @override
+    def own(self) -> Container[InputIndex]:
+        planned = self._evaluation.planned
+        # Where inputs were dropped, others have their numbers.
+        return () if planned is not None and planned.dropped else self._program.own
+
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         self._program.refuse_changed(inputs[: self._arity])
@@ -803,7 +803,7 @@ class Vjp(Program):
         if NoneType in map(type, grads):
             pairs = zip(self._wanted, grads, strict=True)
             program.check_reached(outs, inner, [i for i, g in pairs if g is None])
-        checks.refuse_backward(getattr(program, "label", "a vjp"), inner, primals)
+        checks.refuse_backward(program, inner, primals)
         if program.once:
             self._check_once(grads)
         return grads
@@ -817,7 +817,7 @@ class Vjp(Program):
             # What requires grad here stays itself, for the new graph is to reach it.
             pairs = zip(needs, primals, strict=True)
             needs = [need and not t.requires_grad for need, t in pairs]
-        inner = fresh_leaves(primals, needs)
+        inner = leaves_for(primals, needs, self.own)
         run = self._program.run
         if mode is not None:
             run = functools.partial(run, mode=mode)

@@ -96,6 +96,13 @@ class WatchedLeaves:
             return LeafChanges(accumulates, moves, marks)
         return NO_CHANGES
 
+    def moved(self) -> int | None:
+        """Return a leaf that has other memory now; None if that cannot be asked."""
+        then, now = self._then, addresses_of(self._leaves)
+        if then is None or now is None:
+            return None
+        return next(i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a != b)
+
 
 def _gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     """Return what changes when a gradient is set or added to."""
@@ -364,3 +371,10 @@ def holding_rows(pairs: Sequence[tuple[Tensor, Sequence[Renorm]]]) -> Iterator[N
             with unseen(), torch.no_grad():
                 for t, rows, held in now:
                     t.data[rows] = held
+
+
+MOVED = (
+    "remat: `{name}` of {label} was given other memory between the forward and the "
+    "backward, as by assigning to `.data`. Gradients are right only if it holds the "
+    "same values."
+)

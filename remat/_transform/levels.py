@@ -12,7 +12,7 @@ once more for the tangents, and below it torch turns forward mode off.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,10 @@ from remat._torch import (
     base_tensor,
     batch,
     call_at_jvp,
+    dual_level_active,
     grad_level,
     has_proxies,
+    is_of_torch_func,
     leaf_at,
     lifted,
     requires_grad_at_any_level,
@@ -94,6 +96,11 @@ class Below(Program):
     def uses(self, count: int) -> Sequence[InputIndex]:
         return (*self.program.uses(self.arity), *range(self.arity, count))
 
+    @property
+    @override
+    def own(self) -> Container[InputIndex]:
+        return self.program.own
+
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         self.program.refuse_changed(inputs[: self.arity])
@@ -116,7 +123,10 @@ class Below(Program):
     def _run_marked(self, *inputs: Tensor, mode: Any) -> Outputs:
         with grad_level() as level:
             pairs = zip(inputs, self.needs, strict=True)
-            inner = [leaf_at(level, t, requires_grad=need) for t, need in pairs]
+            inner = [
+                leaf_at(level, t, requires_grad=True) if need else t
+                for t, need in pairs
+            ]
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
@@ -270,8 +280,13 @@ class Duals(NamedTuple):
     @classmethod
     def at_level(cls, layer: Any, inputs: Sequence[Tensor]) -> "Duals":
         """Take the inputs of a program at a jvp level apart."""
-        level = layer.level()
-        pairs = [taken_apart_at_jvp(level, t) for t in lifted(layer, JVP, inputs)]
+        level, are_duals = layer.level(), dual_level_active()
+        pairs = [
+            taken_apart_at_jvp(level, there)
+            if are_duals or is_of_torch_func(t)
+            else (t, None)  # a constant, which stays itself
+            for t, there in zip(inputs, lifted(layer, JVP, inputs), strict=True)
+        ]
         return cls.of_pairs(pairs)
 
     @classmethod

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -45,7 +44,7 @@ from remat._base.tensors import outside_inference_mode, version_of
 from remat._base.tracebacks import note
 from remat._base.types import Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
-from remat._live.reach import Reach, Running
+from remat._live.reach import Reach, Running, reach_of
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
@@ -90,6 +89,7 @@ from remat._transform.changes import changes_of
 from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
+    MOVED,
     NO_CHANGES,
     ONLY_MARKS,
     PreserveGradients,
@@ -126,12 +126,8 @@ def call_saved(
     users_fn = fn  # to ask for its owner: what refuses draws is no method
     if options.rng == "error":
         fn = without_draws(fn, label)
-    try:
-        reach = Reach(fn, label, args, kwargs)
-    except TypeError as error:
-        if not str(error).startswith("unhashable type"):
-            raise
-        warnings.warn(_UNHASHABLE.format(label=label, error=error), stacklevel=3)
+    reach = reach_of(fn, label, args, kwargs)
+    if reach is None:
         return fn(*args, **kwargs)
     # Parameters come last. What comes before may be of a level that has ended.
     inputs = reach.take_tensors()
@@ -697,7 +693,7 @@ def _state_restored(
         if now != call.addresses and now is not None and not may_be_gathered():
             moved = map(operator.ne, now, call.addresses)
             for i in itertools.compress(saved.originals_at, moved):
-                warn_once(_MOVED.format(name=call.name_of(i), label=call.label))
+                warn_once(MOVED.format(name=call.name_of(i), label=call.label))
     gradients = PreserveGradients(originals)
     is_as_it_was = state is NOTHING and leaf_changes is NO_CHANGES
     if is_as_it_was and not (changed or saved.renorms or call.written):
@@ -866,11 +862,6 @@ _DIFFERS = (
     "that state as an argument. remat.testing.check_replay shows where the two part."
 )
 # Libraries move parameters, and their values with them.
-_MOVED = (
-    "remat: `{name}` of {label} was given other memory between the forward and the "
-    "backward, as by assigning to `.data`. Gradients are right only if it holds the "
-    "same values."
-)
 _CHANGED = (
     "remat: a value that {label} computes was changed in place inside it after an "
     "operation saved it, and a backward reads it as it was: change a copy."
@@ -878,8 +869,3 @@ _CHANGED = (
 # Its sizes are asked for by operations, in some runs and not in others.
 _NESTED = "an input is a nested tensor"
 _WRITES = "it writes to a large tensor in place"
-_UNHASHABLE = (
-    "remat: {label} reaches an object of an {error}, whose metaclass has no "
-    "`__hash__`. The function is called as it is, and no memory is saved. Give the "
-    "metaclass `__hash__ = type.__hash__`."
-)

@@ -11,31 +11,49 @@ Rejected: one class with `SavedInputs` of `inputs`, which holds the tensors of a
 Here torch would not see them, and no hook for saved tensors could take them away.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import functools
+import operator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import compress
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, put_back
+from remat._ambient.modes import NO_MODES, ModesAround, modes_around
 from remat._base.absent import Absent
-from remat._base.program import InputIndex, PerInput, fresh_leaves
+from remat._base.program import (
+    InputIndex,
+)
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
 from remat._capture.snapshot import Snapshot
+from remat._partial.decide import warn_once
 from remat._partial.replay import Replay
 from remat._torch import (
     FunctionalValue,
     base_tensor,
     current_layer,
+    dispatch_mode_count,
     has_proxies,
     is_below_tracer,
-    is_shared,
-    shared_copy,
+    torch_functions,
 )
 from remat._transform.checks import enter_refusing_reads, refuse_needed
-from remat._transform.leaves import has_same_bytes, in_class
+from remat._transform.leaves import (
+    MOVED,
+    NO_CHANGES,
+    LeafChanges,
+    addresses_of,
+    attributes_of,
+    holding,
+    in_class,
+    may_be_gathered,
+    preserved_marks,
+)
 
 
 class CallState(NamedTuple):
@@ -46,12 +64,25 @@ class CallState(NamedTuple):
         versions: how often each input had been changed in place.
         classes: of the inputs; empty where all are plain tensors.
         values: of the inputs, where AOTAutograd makes functions of operations in place.
+        own: the inputs that the forward ran on itself, as leaves of the user's.
+        leaf_changes: what the forward changed of the user's own leaves.
+        attributes: what was set on the inputs; None where nothing was.
+        next_hook: the number that the next hook set anywhere was to get.
+        modes: the user's modes for operations around the call; None without any mode.
+        addresses: of the user's own leaves and of small constants, which these are,
+            and where in memory.
     """
 
     ambient: Ambient
     versions: Sequence[int | None]
     classes: Sequence[type]
     values: Sequence[Any] = ()
+    own: Container[InputIndex] = ()
+    leaf_changes: LeafChanges = NO_CHANGES
+    attributes: Sequence[dict[str, Any]] | None = None
+    next_hook: int = 0
+    modes: ModesAround | None = None
+    addresses: tuple[Sequence[InputIndex], Sequence[int] | None] = (), None
 
     def updated(self, before: Mapping[int, Tensor]) -> "CallState":
         """Return it for recomputes on inputs as they were before some were updated."""
@@ -60,15 +91,26 @@ class CallState(NamedTuple):
             versions[i] = value._version
             if values:
                 values[i] = FunctionalValue(value)
-        return self._replace(versions=versions, values=values)
+        new = self._at([i for i in range(len(versions)) if i not in before])
+        return new._replace(versions=versions, values=values)
 
     def of_first(self, count: int) -> "CallState":
         """Return it for the first inputs: those of the call, without their tangents."""
-        return self._replace(
+        attributes = self.attributes
+        return self._at(range(count))._replace(
             versions=self.versions[:count],
             classes=self.classes[:count],
             values=self.values[:count],
+            attributes=attributes and attributes[:count],
         )
+
+    def _at(self, inputs: Collection[InputIndex]) -> "CallState":
+        """Return it with the addresses of some inputs alone."""
+        where, then = self.addresses
+        if then is None:
+            return self
+        pairs = [(i, a) for i, a in zip(where, then, strict=True) if i in inputs]
+        return self._replace(addresses=([i for i, _ in pairs], [a for _, a in pairs]))
 
     def refuse_changed(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since, while a graph is made."""
@@ -82,7 +124,71 @@ class CallState(NamedTuple):
     ) -> AbstractContextManager[None]:
         """Return a context in which it is restored, and changed inputs are not read."""
         streams = self.ambient.streams_now(snapshot.streams)
-        return _Restored(self._restored(snapshot, inputs, mode), streams)
+        self._check_moved(snapshot, inputs)
+        marked = None
+        if self.attributes or self.leaf_changes.marks:
+            marked = self._marked(inputs)
+        return _Restored(self._restored(snapshot, inputs, mode), streams, marked)
+
+    def run(
+        self,
+        run: Callable[[Sequence[Tensor]], Any],
+        snapshot: Any,
+        inputs: Sequence[Tensor],
+        updated: Sequence[InputIndex],
+        mode: Any,
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Run something in this state. Also return the inputs it was given."""
+        with self.restored(snapshot, inputs, mode):
+            around: AbstractContextManager[Any] = nullcontext()
+            if updated:
+                inputs, around = buffers_to_run_on(snapshot, inputs, updated)
+            if self.has_classes():
+                inputs = self.in_classes(inputs)
+                with around, torch_functions():
+                    return run(inputs), inputs
+            with around:
+                return run(inputs), inputs
+
+    def under_modes(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs under the user's modes for operations that changed some."""
+        modes = self.modes or (NO_MODES if dispatch_mode_count() else None)
+        if modes is None or self.values:
+            return run
+        return functools.partial(modes.call, run)
+
+    def watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a forward, and notes whether the user's modes change it."""
+        if self.modes is None:
+            return run
+        return functools.partial(self.modes.run_watched, run)
+
+    def _check_moved(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
+        """Warn of leaves that were given other memory since; refuse constants."""
+        where, then = self.addresses
+        if not then or current_layer() is not None or may_be_gathered():
+            return
+        now = addresses_of([inputs[i] for i in where])
+        if now is None or now == then:
+            return
+        for i in compress(where, map(operator.ne, now, then)):
+            if not inputs[i].requires_grad:
+                refuse_needed(snapshot, [i], [i])
+            name, label = snapshot.name_of(i), snapshot.label
+            warn_once(MOVED.format(name=name, label=label))
+
+    @contextmanager
+    def _marked(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Have tensors hold the attributes that they had, and no new hooks."""
+        attributes = self.attributes
+        leaves = self.own
+        own = [i for i, t in enumerate(inputs) if i in leaves or not t.requires_grad]
+        then = None if attributes is None else [attributes[i] for i in own]
+        for i, t in enumerate(inputs):
+            if attributes and i not in own:
+                vars(t).update(attributes[i])
+        with preserved_marks([inputs[i] for i in own], then, self.next_hook):
+            yield
 
     def _restored(
         self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
@@ -117,33 +223,30 @@ class CallState(NamedTuple):
 class _Restored(AbstractContextManager[None]):
     """A context in which streams are drawn from, and then are where they were."""
 
-    __slots__ = "_around", "_streams"
+    __slots__ = "_around", "_marked", "_streams"
 
-    def __init__(self, around: AbstractContextManager[Any], streams: Any) -> None:
-        self._around, self._streams = around, streams
+    def __init__(
+        self,
+        around: AbstractContextManager[Any],
+        streams: Any,
+        marked: AbstractContextManager[Any] | None,
+    ) -> None:
+        self._around, self._streams, self._marked = around, streams, marked
 
     @override
     def __enter__(self) -> None:
         self._around.__enter__()
+        if self._marked is not None:
+            self._marked.__enter__()
 
     @override
     def __exit__(self, *error: Any) -> None:
         try:
+            if self._marked is not None:
+                self._marked.__exit__(*error)
             self._around.__exit__(*error)
         finally:
             put_back(self._streams)
-
-
-def leaves_to_run_on(
-    inputs: Sequence[Tensor], needs: PerInput, *, at_base: bool
-) -> list[Tensor]:
-    """Return fresh leaves for a forward; to retain a gradient is asked of the input."""
-    leaves = fresh_leaves(inputs, needs)
-    if at_base:
-        for t, leaf in zip(inputs, leaves, strict=True):
-            if leaf is not t and t.grad_fn is not None:
-                vars(leaf)["retain_grad"] = t.retain_grad  # a leaf's does nothing
-    return leaves
 
 
 def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
@@ -152,57 +255,33 @@ def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
     values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()
-    return CallState(ambient, versions_of(inputs), classes, values)
+    return CallState(
+        ambient,
+        versions_of(inputs),
+        classes,
+        values,
+        attributes=attributes_of(inputs),
+        next_hook=RemovableHandle.next_id,
+        modes=modes_around() if dispatch_mode_count() and not values else None,
+    )
 
 
-# --- Buffers that the function updates ---
+def buffers_to_run_on(
+    snapshot: Any, inputs: Sequence[Tensor], updated: Sequence[InputIndex]
+) -> tuple[Sequence[Tensor], AbstractContextManager[Any]]:
+    """Return inputs that a recompute updates again, and a context to run it in.
 
-
-def copy_buffers(
-    inner: list[Tensor], needs: PerInput, buffers: Mapping[InputIndex, bool]
-) -> dict[InputIndex, Tensor]:
-    """Put copies in place of inputs that may be updated; return the copies by index."""
-    copies: dict[int, Tensor] = {}
-    if not buffers and False not in needs:
-        return copies
-    for i, t in enumerate(inner):
-        # Running statistics are vectors, and may be passed as arguments as well.
-        if needs[i] or not (i in buffers or t.dim() == 1):
-            continue
-        copy = shared_copy(t)
-        if copy is not None or buffers.get(i, False):
-            inner[i] = copies[i] = t.clone() if copy is None else copy
-    return copies
-
-
-def inputs_written_to(
-    inputs: Sequence[Tensor], copies: Mapping[int, Tensor], buffers: Mapping[int, bool]
-) -> Iterator[int]:
-    """Yield the inputs whose copies the forward wrote to."""
-    for i, copy in copies.items():
-        if is_shared(copy):
-            continue
-        # Memory of its own and the same value: it was written with that value, or a
-        # kernel that may write only read it.
-        captured = i in buffers and shared_copy(copy) is not None
-        if copy._version or captured or not has_same_bytes(copy, inputs[i]):
-            yield i
-
-
-def update(buffer: Tensor, copy: Tensor) -> Tensor:
-    """Write `copy` to `buffer`; return the value from before."""
-    before = buffer.clone()
-    if not has_same_bytes(copy, buffer):
-        buffer.copy_(copy)
-    return before
-
-
-def copies_of_buffers(
-    inputs: Sequence[Tensor], updated: Sequence[InputIndex]
-) -> Sequence[Tensor]:
-    """Return inputs with copies in place of those that a recompute updates again."""
-    copied = list(inputs)
+    These are copies. Where an array of the user's may share their memory, they are
+    themselves, and in the context hold what they held.
+    """
+    given, at_base = list(inputs), current_layer() is None and not has_proxies()
+    own = snapshot.beside_arrays(updated) if at_base else {}
     for i in updated:
-        if type(copied[i]) is not Absent:
-            copied[i] = copied[i].clone()
-    return copied
+        if i not in own and type(given[i]) is not Absent:
+            given[i] = given[i].clone()
+    if not own:
+        return given, nullcontext()
+    held = [given[i] for i in own]
+    for i, t in own.items():
+        given[i] = t
+    return given, holding([*own.values()], held)

@@ -3,6 +3,7 @@
 import contextvars
 import threading
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 from remat import CaptureError, remat
-from remat.testing import assert_same_gradients, count_ops
+from remat.testing import assert_same, assert_same_gradients, count_ops
 
 
 # --- All the ways to reach a tensor ----------------------------------------------
@@ -113,21 +114,22 @@ def test_the_function_runs_on_the_users_own_objects():
     assert [*seen] == [(id(o), id(module), id(w), id(w))] * 2
 
 
-def test_under_grad_it_runs_on_stand_ins_and_the_originals_stay():
+def test_under_grad_too_with_stand_ins_for_what_was_computed():
     o, seen = Object(leaf(3)), Evaluations()
     module, w = Module(o.value), o.value
+    o.other = computed = w * 2
+    identity = id(computed)
 
     def fn(x):
         same = o.value is module.value
-        seen.note((same, id(o), id(module), id(o.value)))
-        return use(x, o.value) + module(x)
+        ids = id(o), id(module), id(o.value)
+        seen.note((same, *ids, id(o.other) == identity))
+        return use(x, o.value * o.other) + module(x)
 
     derivative(remat(fn))(torch.randn(3))
-    assert len(seen) == 2
-    for same, *ids in seen:
-        assert same
-        assert {id(o), id(module), id(w)}.isdisjoint(ids)
+    assert [*seen] == [(True, id(o), id(module), id(w), False)] * 2
     assert o.value is w
+    assert o.other is computed
     assert module.value is w
 
 
@@ -138,13 +140,18 @@ LOCAL = threading.local()
 
 
 class Attribute:
-    """Classes are not searched."""
+    """A class of the user's."""
 
 
-HIDING_PLACES = {
+TENSOR = torch.zeros(1)
+
+PLACES = {
     "context variable": (lambda w: VARIABLE.set(w), lambda: VARIABLE.get()),
     "thread local": (lambda w: setattr(LOCAL, "w", w), lambda: LOCAL.w),
     "class attribute": (lambda w: setattr(Attribute, "w", w), lambda: Attribute.w),
+}
+HIDING_PLACES = {
+    "attribute of a tensor": (lambda w: setattr(TENSOR, "w", w), lambda: TENSOR.w),
 }
 NAMES = iter(range(10**6))
 
@@ -152,7 +159,17 @@ NAMES = iter(range(10**6))
 @pytest.fixture(params=HIDING_PLACES.values(), ids=HIDING_PLACES.keys())
 def hidden(request):
     """A function to hide a tensor, and a new function that uses the hidden one."""
-    hide, find = request.param
+    return placed(request.param)
+
+
+@pytest.fixture(params=PLACES.values(), ids=PLACES.keys())
+def found(request):
+    """The same, of a place that is searched."""
+    return placed(request.param)
+
+
+def placed(place):
+    hide, find = place
 
     def fn(x):
         return use(x, find()).sum()
@@ -198,6 +215,27 @@ def test_in_one_node_a_tensor_out_of_reach_is_refused_with_shape_and_dtype(
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrap, fn, x: wrap(fn, higher_order=True)(x),
+        lambda wrap, fn, x: grad(wrap(fn))(x.detach()).sum(),
+    ],
+    ids=["higher_order", "grad"],
+)
+@out_of_reach
+def test_in_one_node_a_tensor_of_any_place_gets_its_gradient(found, of, call):
+    (hide, fn), x = found, leaf(3)
+    w = leaf(3)
+    plain = lambda fn, **_: fn
+    hide(of(w))
+    expected = torch.autograd.grad(call(plain, fn, x), w)
+    hide(of(w))
+    with count_ops() as ops:
+        assert_same(torch.autograd.grad(call(remat, fn, x), w), expected)
+    assert ops["sin"] >= 2
+
+
+over_transforms = pytest.mark.parametrize(
     "transform",
     [
         grad,
@@ -207,7 +245,30 @@ def test_in_one_node_a_tensor_out_of_reach_is_refused_with_shape_and_dtype(
     ],
     ids=["grad", "jvp", "grad(grad)", "vmap(grad)"],
 )
-@pytest.mark.parametrize("differentiated", [True, False], ids=["x grad", "x plain"])
+over_x = pytest.mark.parametrize(
+    "differentiated", [True, False], ids=["x grad", "x plain"]
+)
+
+
+@over_transforms
+@over_x
+def test_a_transformed_tensor_of_any_place_is_an_input(
+    found, transform, differentiated
+):
+    (hide, fn), x, w = found, leaf(3), torch.randn(3)
+
+    def outer(wrap, w):
+        hide(w)
+        if differentiated:
+            return grad(wrap(fn))(x.detach())[0]
+        return wrap(fn)(x)
+
+    expected = transform(partial(outer, lambda fn: fn))(w)
+    torch.testing.assert_close(transform(partial(outer, remat))(w), expected)
+
+
+@over_transforms
+@over_x
 def test_a_transformed_tensor_out_of_reach_is_refused(
     hidden, transform, differentiated
 ):
@@ -344,6 +405,7 @@ def by_attribute():
     return fn, lambda: holder.last
 
 
+in_a_node = partial(remat, higher_order=True)
 # Each makes a function, and tells which intermediate value got out of it.
 escaping = pytest.mark.parametrize("make", [by_nonlocal, by_list, by_attribute])
 
@@ -353,7 +415,15 @@ escaping = pytest.mark.parametrize("make", [by_nonlocal, by_list, by_attribute])
 def test_in_one_node_an_intermediate_that_got_out_is_refused(make, call):
     fn, _ = make()
     with pytest.raises(CaptureError, match="left it other than by being returned"):
-        call(fn, leaf(3))
+        call(fn, leaf(3) * 2)
+
+
+@escaping
+@replayed(wrap=in_a_node, reassociated=True, sin=(2, 3))
+def test_in_one_node_an_intermediate_of_a_leaf_may_get_out(wrap, make):
+    (fn, escaped), x = make(), leaf(3)
+    y = wrap(fn)(x)
+    return torch.autograd.grad(y + escaped().cos().sum(), x)
 
 
 # --- TorchScript -------------------------------------------------------------------
@@ -374,6 +444,14 @@ def test_a_scripted_module_gets_its_gradients(scripted):
     assert ops["sin"] == 1 + 2
 
 
-def test_a_scripted_module_is_refused_under_grad(scripted):
+def test_a_scripted_module_under_grad(scripted):
+    loss = lambda fn: lambda x: fn(x).sin().exp().sum()
+    x = torch.randn(2)
+    expected = grad(loss(scripted))(x)
+    assert_same(grad(loss(remat(scripted)))(x), expected)
+
+
+def test_a_scripted_module_with_other_parameters_is_refused_under_grad(scripted):
+    scripted.weight.register_hook(lambda g: g * 2)  # it is not used itself
     with pytest.raises(CaptureError, match="Linear is a TorchScript module"):
         grad(lambda x: remat(scripted)(x).sum())(torch.randn(2))

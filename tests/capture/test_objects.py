@@ -177,9 +177,8 @@ def test_no_constructor_and_no_setter_runs():
 
     loss = lambda x: remat(lambda x: Noting(x.sin().exp()))(x).y.sum()
     assert ops_of(lambda: grad(loss)(X))["sin"] == 2
-    assert ran == ["init", "set", "init", "set", "del", "del"] or sorted(ran) == [
-        *("del", "del", "init", "init", "set", "set")
-    ]
+    # What the recompute notes is dropped, but for what it notes when it has ended.
+    assert sorted(ran) == ["del", "del", "init", "set"]
 
 
 def test_a_cycle_among_tuples_is_kept():

@@ -64,7 +64,7 @@ def test_nothing_is_written_where_nothing_differs(written):
             assert_same(gradient(module, remat), expected)
     assert ops["sin"] == 6
     assert not written
-    assert not _exchange._RUNNING
+    assert not _exchange.RUNNING
 
 
 def test_only_what_differs_is_written(written):
@@ -75,7 +75,7 @@ def test_only_what_differs_is_written(written):
     assert ops["sin"] == 2
     assert written == [module.table["scale"]]
     assert module.table == {"scale": [9.0]}
-    assert not _exchange._RUNNING
+    assert not _exchange.RUNNING
 
 
 def test_an_effect_of_the_forward_is_put_back_where_it_was(written):
@@ -91,7 +91,7 @@ def test_an_error_in_a_recompute_puts_everything_back():
     def fn(x):
         y = (x * state["scale"]).sin()
         state["scale"] += 1
-        if _exchange._RUNNING:
+        if _exchange.RUNNING:
             raise ValueError("in the recompute")
         return y.exp()
 
@@ -102,7 +102,7 @@ def test_an_error_in_a_recompute_puts_everything_back():
     with pytest.raises(ValueError, match="in the recompute"):
         y.backward()
     assert state == {"scale": 3.0}
-    assert not _exchange._RUNNING
+    assert not _exchange.RUNNING
 
 
 # --- Threads ---
@@ -115,7 +115,7 @@ def test_a_recompute_that_waits_for_one_of_another_thread():
 
     def fn(x):
         z = (x * state["scale"]).cos()
-        if _exchange._RUNNING:
+        if _exchange.RUNNING:
             with ThreadPoolExecutor(1) as pool:
                 found.append(pool.submit(torch.autograd.grad, other, w).result(60)[0])
         state["scale"] += 1
@@ -134,7 +134,7 @@ def test_a_recompute_that_waits_for_one_of_another_thread():
     (plain,) = torch.autograd.grad((v * 2.0).cos().exp().sum(), v)
     assert_same(got, plain)
     assert state == {"scale": 3.0}
-    assert not _exchange._RUNNING
+    assert not _exchange.RUNNING
 
 
 def test_backwards_of_many_threads_on_one_module():
@@ -152,7 +152,7 @@ def test_backwards_of_many_threads_on_one_module():
             for got in result.result(60):
                 assert_same(got, expected)
     del ops  # those of other threads are not counted
-    assert not _exchange._RUNNING
+    assert not _exchange.RUNNING
 
 
 def test_the_run_that_ends_first_hands_on_what_was_before():
@@ -170,7 +170,7 @@ def test_the_run_that_ends_first_hands_on_what_was_before():
     assert holder == {"a": 3}
     second.end()
     assert holder == {"a": 1}
-    assert not _exchange._RUNNING
+    assert not _exchange.RUNNING
 
 
 # --- Modules that are gone ---

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.adversarial.configurations import OURS
+from support.adversarial.contexts import CONTEXTS
 from support.adversarial.known import read
 from support.adversarial.serving import Server
 from support.adversarial.themes import load
@@ -38,6 +39,27 @@ def cases():
 def server() -> Iterator[Server]:
     with Server() as serving:
         yield serving
+
+
+def cases_below_transforms():
+    """All pairs. One program in eight is fast under vjp, and one in forty elsewhere."""
+    for k, name in enumerate(PROGRAMS):
+        for j, context in enumerate(CONTEXTS):
+            reason = KNOWN.get((name, context))
+            marks = [] if reason is None else [pytest.mark.xfail(reason=reason)]
+            if (k % 8, j) != (0, 0) and k % 40 != 4 + 8 * j:
+                marks.append(pytest.mark.slow)
+            yield pytest.param(name, context, marks=marks, id=f"{context} {name}")
+
+
+@pytest.mark.parametrize(("name", "context"), [*cases_below_transforms()])
+def test_it_is_right_below_torch_func_or_says_no(server, name, context):
+    outcome = server.outcome_of(name, context)
+    if outcome.kind == "right":
+        assert (outcome.evaluations > 0) == PROGRAMS[name].recomputes
+    elif outcome.kind != "none":  # then plain code raises below this transform
+        assert outcome.kind == "refused", outcome.message
+        assert "remat" in outcome.message
 
 
 @pytest.mark.parametrize(("name", "configuration"), [*cases()])

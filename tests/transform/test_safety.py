@@ -318,10 +318,12 @@ REFUSED = {
         under_grad(keeps_an_intermediate()),
         r"A call under torch\.func and a chain are one node of the graph, so its gradi",
     ),
-    "hidden": (in_one_node(scaled, Settings), "used but is no input of the call"),
-    "backward": (in_one_node(backward_inside, leaf), "calls backward"),
+    "backward": (in_one_node(backward_inside, lambda: leaf() * 2), "calls backward"),
     "data": (in_one_node(Halved(3, 3)), r"`self\.weight` was changed in place inside"),
 }
+
+
+IN_ONE_NODE = partial(remat, higher_order=True)
 
 
 class Accumulates(torch.autograd.Function):
@@ -340,12 +342,26 @@ class Accumulates(torch.autograd.Function):
         return g * w, None
 
 
-def test_a_backward_in_the_backward_of_a_function_is_refused_in_one_node():
-    w = leaf()
+@replayed(wrap=IN_ONE_NODE, exp=(1, 2))
+def test_a_backward_in_the_backward_of_a_function_in_one_node(wrap):
+    x, w = leaf(), leaf()
     fn = lambda x: Accumulates.apply(x, w).exp()
-    y = remat(fn, higher_order=True)(leaf())
-    with pytest.raises(CaptureError, match=r"calls backward\(\), whose gradients"):
-        y.sum().backward()
+    wrap(fn)(x).sum().backward()
+    return x.grad, w.grad
+
+
+@replayed(wrap=IN_ONE_NODE, sin=(3, 3 + 1 + 2))
+def test_in_one_node_a_backward_inside_adds_its_gradients_once(wrap):
+    x, w = leaf(), leaf()
+    wrap(backward_inside)(x, w).sum().backward()
+    return x.grad, w.grad
+
+
+@replayed(wrap=IN_ONE_NODE, sin=(2, 2 + 2))
+def test_in_one_node_a_tensor_that_a_class_holds_gets_its_gradient(wrap):
+    x = leaf()
+    y = wrap(scaled)(x, Settings())
+    return torch.autograd.grad(y.sum(), (x, Settings.weight))
 
 
 @replayed(sin=(1, 2))

@@ -10,7 +10,7 @@ from support.runs import replayed
 from support.tables import rows
 from support.zoo import Evaluations, ops_of
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.utils import _python_dispatch
 
 from remat import remat
@@ -112,25 +112,16 @@ def test_the_same_module_in_several_threads(threads):
     assert len(notes) == threads * ROUNDS * 2
 
 
-def test_the_same_module_in_two_threads_with_parameters_of_their_own():
-    """Under torch.func, which runs on copies of the module.
-
-    Under base autograd the forward runs on the module itself, in which
-    `functional_call` exchanges parameters, as in plain code.
-    """
+@rows("transform", {name: TRANSFORMS[name] for name in ("grad", "vmap(grad)")})
+def test_the_same_module_under_torch_func_in_two_threads(transform):
+    """Its parameters are used themselves: in the module nothing is exchanged."""
     block, xs = Block(), torch.randn(2, 4, 8)
     before = dict(block.named_parameters())
-    values = [p.detach().clone() for p in before.values()]
     done = threading.Event()
-    call = lambda params, x: functional_call(block, params, (x,))
-
-    def step(call, k):
-        params = {n: (k + 1) * p.detach() for n, p in before.items()}
-        return lambda x: grad(lambda params: call(params, x).sum())(params)
 
     def work(k):
         try:
-            return rounds(step(remat(call), k), xs[k])
+            return rounds(transform(remat(block)), xs[k])
         finally:
             done.set()
 
@@ -142,13 +133,12 @@ def test_the_same_module_in_two_threads_with_parameters_of_their_own():
             seen += 1
         return seen
 
-    want = [step(call, k)(xs[k]) for k in range(2)]
+    want = [transform(block)(x) for x in xs]
     *results, seen = in_threads(lambda: work(0), lambda: work(1), read)
     for (got, sines), expected in zip(results, want, strict=True):
         assert_same(got, [expected] * ROUNDS)
         assert sines == 2 * 2
     assert seen > 0
-    assert_same([p.detach() for p in block.parameters()], values)
 
 
 def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():

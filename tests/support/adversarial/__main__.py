@@ -4,13 +4,14 @@ import argparse
 import sys
 from collections import Counter
 
-from support.adversarial.configurations import CONFIGURATIONS, OURS
+from support.adversarial.configurations import CONFIGURATIONS
+from support.adversarial.contexts import CONTEXTS
 from support.adversarial.outcomes import Outcome
 from support.adversarial.serving import Server
 from support.adversarial.themes import load
 
 
-KINDS = ("right", "refused", "raised", "wrong", "crashed")
+KINDS = ("right", "refused", "raised", "wrong", "crashed", "none")
 Outcomes = dict[tuple[str, str], Outcome]
 
 
@@ -20,14 +21,14 @@ def main() -> None:
     parser.add_argument(
         "word", nargs="?", default="", help="run programs with this word"
     )
-    parser.add_argument("--only", choices=["plain", *CONFIGURATIONS], action="append")
+    parser.add_argument("--only", choices=[*CONFIGURATIONS, *CONTEXTS], action="append")
     parser.add_argument(
         "--known", action="store_true", help="print lines for known.txt"
     )
     parser.add_argument("--all", action="store_true", help="list what torch fails, too")
     options = parser.parse_args()
     names = [name for name in load() if options.word in name]
-    configurations = options.only or ["plain", *CONFIGURATIONS]
+    configurations = options.only or [*CONFIGURATIONS, *CONTEXTS]
     with Server() as server:
         outcomes = {
             (n, c): server.outcome_of(n, c) for n in names for c in configurations
@@ -41,8 +42,11 @@ def main() -> None:
 
 def is_worse(outcomes: Outcomes, name: str, configuration: str) -> bool:
     """Say whether a configuration fails what torch's checkpoint gets right."""
-    if outcomes[name, configuration].kind == "right":
+    kind = outcomes[name, configuration].kind
+    if kind in ("right", "none"):
         return False
+    if configuration in CONTEXTS:  # where torch's checkpoint refuses everything
+        return kind != "refused"
     torchs = outcomes.get((name, "torch"))
     if torchs is None or torchs.kind == "right":
         return True
@@ -61,7 +65,8 @@ def _print_known(outcomes: Outcomes) -> None:
     """Write what fails, by the configurations in which it does."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for name, _ in outcomes):
-        worse = [c for c in OURS if is_worse(outcomes, name, c)]
+        ours = [c for n, c in outcomes if n == name and c not in ("plain", "torch")]
+        worse = [c for c in ours if is_worse(outcomes, name, c)]
         if worse:
             found.setdefault(" ".join(worse), []).append(name)
     for configurations, names in found.items():

@@ -29,4 +29,4 @@ OURS = {
     "small": partial(remat, policy=SMALL, prune=False),
     "compat": drop_in,
 }
-CONFIGURATIONS = {"torch": torchs, **OURS}
+CONFIGURATIONS = {"plain": plain, "torch": torchs, **OURS}

@@ -7,6 +7,7 @@ Rejected: patterns. One would go on to excuse a program that does not fail any m
 from pathlib import Path
 
 from support.adversarial.configurations import OURS
+from support.adversarial.contexts import CONTEXTS
 
 
 def read() -> dict[tuple[str, str], str]:
@@ -17,7 +18,7 @@ def read() -> dict[tuple[str, str], str]:
         if line.startswith("["):
             head, _, reason = line[1:].partition("] ")
             configurations = head.split()
-            assert OURS.keys() >= {*configurations}, line
+            assert {*OURS, *CONTEXTS} >= {*configurations}, line
         elif line and not line.startswith("#"):
             found.update(((line, name), reason) for name in configurations)
     return found

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from support.adversarial.configurations import CONFIGURATIONS, plain
+from support.adversarial.contexts import CONTEXTS
 from support.adversarial.program import EVALUATIONS, PROGRAMS, Program
 
 from remat import RematError
@@ -23,7 +24,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         kind: "right", "refused" by an error of remat's own, "raised" by another error,
-            "wrong", or "crashed".
+            "wrong", or "crashed"; "none" if the context does not apply to it.
         message: the error, or the first difference.
         evaluations: of the functions, more than plain's.
     """
@@ -36,10 +37,14 @@ class Outcome(NamedTuple):
 def outcome_of(name: str, configuration: str) -> Outcome:
     """Run a program plain and in a configuration."""
     program = PROGRAMS[name]
-    wrap = plain if configuration == "plain" else CONFIGURATIONS[configuration]
+    context = CONTEXTS.get(configuration, plain)
+    wrap = CONFIGURATIONS["default" if context is not plain else configuration]
     try:
-        expected, fewer = _plain(name)
-        actual, count = _run(program, wrap)
+        expected, fewer = _plain(name, context)
+    except Exception as error:  # noqa: BLE001
+        return Outcome("none", _text(error))
+    try:
+        actual, count = _run(program, lambda fn: context(wrap(fn)))
     except RematError as error:
         return Outcome("refused", _text(error))
     except Exception as error:  # noqa: BLE001
@@ -51,8 +56,8 @@ def outcome_of(name: str, configuration: str) -> Outcome:
 
 
 @functools.cache
-def _plain(name: str) -> tuple[Any, int]:
-    return _run(PROGRAMS[name], plain)
+def _plain(name: str, context: Any) -> tuple[Any, int]:
+    return _run(PROGRAMS[name], context)
 
 
 def _run(program: Program, wrap: Any) -> tuple[Any, int]:

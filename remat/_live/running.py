@@ -1,0 +1,233 @@
+"""One run of a call again, in which everything holds what it held at the call.
+
+Where nothing differs but the tensors that the run is given, these stand in for the
+user's (`lifted`). Else holders that differ are exchanged (`exchange`).
+
+Invariant: after the run everything holds what it held just before, also after an
+error, and no hook that the run set on a module stays. What stays until the context is
+left are tensors that stand in (`Running.end_run`).
+Rejected: to leave all as it is in the run until its graph is differentiated. What hooks
+in that graph change is to stay.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from torch.utils.hooks import RemovableHandle
+
+from remat._base.absent import Absent
+from remat._base.errors import RecomputeError
+from remat._capture.container_kinds import CONTAINERS
+from remat._capture.holders import HolderKind
+from remat._capture.modules import HOOKS
+from remat._capture.objects import bytes_of, set_bytes
+from remat._live.contents import Ref
+from remat._live.exchange import Exchange, Written
+from remat._live.lifted import HolderNow, Lifted, among, holding
+from remat._live.roots import Root
+from remat._live.walk import is_hook_of_library
+from remat._torch import MODULE_HOOKS
+
+
+if TYPE_CHECKING:
+    from remat._live.layout import Taken
+
+
+def _among_holders(
+    holders: Sequence[tuple[HolderKind, Any]], ids: Any
+) -> Iterator[HolderNow]:
+    """Yield what those hold now that hold one of some values."""
+    return among((HolderNow(k, holder, *k.held(holder)) for k, holder in holders), ids)
+
+
+def is_of_all(hooks: Any) -> bool:
+    """Say whether a dict holds hooks on all modules."""
+    return any(hooks is held for held in MODULE_HOOKS.dicts)
+
+
+class Running:
+    """A run of a call, as a context."""
+
+    __slots__ = (
+        *("_alive", "_buffers", "_first", "_lifted", "_made", "_next_hook", "_now"),
+        *("_roots", "_undo", "_users", "tensors"),
+    )
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        buffers: Sequence[tuple[Any, bytes]],
+        next_hook: int,
+        tensors: Sequence[Any],
+        users: Callable[[], Sequence[Any]],
+    ) -> None:
+        self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
+        self.tensors, self._users = tensors, users
+        self._lifted: Lifted | None = None
+        self._made: dict[int, Any] = {}
+        self._alive: dict[int, Any] = {}
+        self._now: list[tuple[Root, Taken | Exchange]] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Self:
+        self._first = RemovableHandle.next_id
+        try:
+            if self._first != self._next_hook:
+                self._hide_hooks()
+            if self._roots:
+                self._exchange()
+            for buffer, then in self._buffers:
+                self._exchange_bytes(buffer, then)
+        except BaseException:
+            self._put_back()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_run()
+        if self._lifted is not None:
+            self._lifted.end()
+
+    def _end_run(self) -> None:
+        if RemovableHandle.next_id > self._first:
+            # Those that the run set: before the dicts of hooks are written again.
+            for hooks in self._hooks_of_modules():
+                for key in [key for key in hooks if key >= self._first]:
+                    del hooks[key]
+        if self._undo:
+            self._put_back()
+
+    def end_run(self) -> bool:
+        """Put back all but the tensors, until the context is left; say if some stay.
+
+        Hooks in the graph of the run may call functions, which are to find those of the
+        run. What these change stays. What was left out of a replay nobody finds.
+        """
+        exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
+        self._end_run()
+        tensors, self.tensors, self._first = self.tensors, (), _NEVER
+        self._now.clear()
+        if exchanges:
+            here = partial(
+                _among_holders, [pair for held in exchanges for pair in held.holders()]
+            )
+            each = zip(self._users(), tensors, strict=True)
+            pairs = [(u, t) for u, t in each if u is not None and type(t) is not Absent]
+            self._lifted = Lifted([here], [u for u, _ in pairs], [t for _, t in pairs])
+            self._lifted.__enter__()
+        elif self._lifted is not None:
+            self._lifted = self._lifted.without(Absent)
+        return self._lifted is not None and self._lifted.is_somewhere
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def found(self, kept: Ref) -> Any:
+        """Return a value that the call was given: itself, or what was revived."""
+        value = None if kept.ref is None else kept.ref()
+        value = self._made.get(kept.id) if value is None else value
+        if value is None:
+            raise RecomputeError(_GONE)
+        return value
+
+    def container(self, kept: Ref) -> Any:
+        """Return a container that was passed and that an owner leads to, or None."""
+        for root, now in self._now:
+            if isinstance(now, Exchange):
+                value = now.container(kept.id)
+                if value is not None:
+                    return value
+                continue
+            place = root.contents.places(root.layout).get(kept.id)
+            if place is not None:
+                position, as_key = place
+                value = (now.keys if as_key else now.values)[position]
+                return value if self._lifted is None else self._lifted.of(value)
+        return None
+
+    def _exchange(self) -> None:
+        if not self._exchange_tensors():
+            self._exchange_all()
+        for root in self._roots:
+            for large in root.large.values():
+                if large.has_grown():
+                    self.write(large.kind, large.value, large.keys, large.values)
+
+    def _exchange_tensors(self) -> bool:
+        """Have other tensors stand in, if nothing else differs; say if that is so."""
+        there: dict[int, tuple[Any, Any]] = {}
+        here: list[Any] = []
+        now: list[tuple[Root, Taken | Exchange]] = []
+        for root in self._roots:
+            found = root.but_for_tensors(self.tensors)
+            if found is None:
+                return False
+            now.append((root, found[0]))
+            here.append(partial(holding, root.layout, found[0]))
+            for is_there, then in found[1]:
+                if there.setdefault(id(is_there), (is_there, then))[1] is not then:
+                    return False  # one that is to be two
+        pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
+        if pairs:
+            lifted = Lifted(here, [u for u, _ in pairs], [t for _, t in pairs])
+            self._lifted = lifted.__enter__()
+        self._now = now
+        return True
+
+    def _exchange_all(self) -> None:
+        started: list[Exchange] = []
+        for root in self._roots:
+            now: Any = root.as_it_was(self.tensors)
+            if now is None:
+                now = root.exchange(self.tensors, self._made, self._alive)
+                # What is gone of any root may be in another: all are made first.
+                now.revive_owners()
+                started.append(now)
+            self._now.append((root, now))
+        for exchange in started:
+            exchange.look()
+        for exchange in started:
+            self._undo.append(exchange.end)
+            exchange.start()
+
+    def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
+        now = bytes_of(buffer)
+        self._undo.append(lambda: bytes_of(buffer) == now or set_bytes(buffer, now))
+        if now != then:
+            set_bytes(buffer, then)
+
+    def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
+        """Have a holder hold this until the run has ended."""
+        now_keys, now = kind.held(holder)
+        written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
+        written.start()
+        self._undo.append(written.end)
+        kind.write(holder, keys, values)
+
+    def _hide_hooks(self) -> None:
+        """Take off the hooks of modules that were set since the call."""
+        for hooks in self._hooks_of_modules():
+            kept = [key for key in hooks if not self._is_hidden(key, hooks)]
+            if len(kept) < len(hooks):
+                how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
+                self.write(how, hooks, kept, [hooks[key] for key in kept])
+
+    def _is_hidden(self, key: int, hooks: Any) -> bool:
+        """Say whether a hook was set since the call, by the user."""
+        is_new = key >= self._next_hook
+        return is_new and not (is_of_all(hooks) and is_hook_of_library(hooks[key]))
+
+    def _hooks_of_modules(self) -> list[Any]:
+        dicts = [held for root in self._roots for held in root.layout.modules()]
+        found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
+        return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
+
+
+_NEVER = 1 << 62  # no hook gets this number
+_GONE = (
+    "remat: what the function was called with is gone, and cannot be made again for "
+    "the recompute. Keep it alive until the backward."
+)
