@@ -25,6 +25,7 @@ from remat._base.observer import Observer
 from remat._base.types import ATOMS
 from remat._torch import (
     call_kernel,
+    dispatch_mode_count,
     dispatch_modes,
     is_composite,
     modes_between,
@@ -109,6 +110,11 @@ def _is_same_constant(a: Any, b: Any) -> bool:
 def _users_modes() -> list[Any]:
     """Return the user's modes that are entered, outermost first."""
     return [mode for mode in dispatch_modes() if _is_users(mode)]
+
+
+def are_users_modes() -> bool:
+    """Say whether modes of the user's are entered."""
+    return dispatch_mode_count() > 0 and bool(_users_modes())
 
 
 def _is_users(mode: Any) -> bool:

@@ -129,7 +129,10 @@ def kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
 class Given:
     """What a call is given."""
 
-    __slots__ = "_todo", "boxes", "buffers", "index", "roots", "search", "tensors"
+    __slots__ = (
+        *("_todo", "boxes", "buffers", "has_iterators", "index", "roots", "search"),
+        "tensors",
+    )
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -138,6 +141,7 @@ class Given:
         self.buffers: list[Any] = []
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
+        self.has_iterators = False
         self.search: StreamSearch | None = None
 
     @property
@@ -209,6 +213,7 @@ class Given:
         if how is not None:
             return self._box(value, how)
         if kind in COPIED_ITERATORS:
+            self.has_iterators = True
             return Copied(value)
         if is_buffer(kind) and not has_objects(value):
             self.buffers.append(value)
