@@ -125,7 +125,7 @@ class Segment(Program):
                     flags.extend(collected.needs)
             return now
 
-        with cutting(inputs[count:], needs[count:]) as cut:
+        with cutting(inputs[count:], needs[count:], self._chain.own) as cut:
             run = functools.partial(call, cut)
             last = without_hooks(self._called, run, cut.inputs, None)
         self._after = last._replace(

@@ -9,7 +9,7 @@ function is given pytrees, and errors name their parts.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat._base import pytree
 from remat._base.errors import MutationError
-from remat._base.program import fresh_leaves
+from remat._base.program import InputIndex, leaves_for
 from remat._base.tensors import describe, versions_of
 from remat._base.types import INERT
 from remat._live.reach import Reach
@@ -231,17 +231,22 @@ class Cut(NamedTuple):
 
 @contextlib.contextmanager
 def cutting(
-    inputs: Sequence[Tensor], needs: Sequence[bool], *, are_leaves: bool = False
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+    own: Container[InputIndex] = (),
+    *,
+    are_leaves: bool = False,
 ) -> Iterator[Cut]:
     """Make graphs that can be cut: below all levels, or in a level of their own.
 
     Below a vmap alone no tensor can be made to require grad. `are_leaves` says that the
-    inputs of the chain are leaves already, which require grad by `needs`.
+    inputs of the chain are leaves already, which require grad by `needs`. Of the user's
+    `own` no others are made.
     """
     if current_layer() is None:
         with grad_mode(True):
             # What requires grad only at a level of torch.func does not show down here.
-            leaves = inputs if are_leaves else fresh_leaves(inputs, needs)
+            leaves = inputs if are_leaves else leaves_for(inputs, needs, own)
             yield Cut(leaves, _leaf, Tensor.detach)
         return
     # No level below records a graph: it is entered without grad mode. To detach the
