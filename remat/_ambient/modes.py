@@ -25,6 +25,7 @@ from remat._base.observer import Observer
 from remat._base.types import ATOMS
 from remat._torch import (
     call_kernel,
+    dispatch_mode_count,
     dispatch_modes,
     is_composite,
     modes_between,
@@ -121,6 +122,11 @@ def _held_by(mode: Any) -> dict[str, Any]:
 def _users_modes() -> list[Any]:
     """Return the user's modes that are entered, outermost first."""
     return [*filter(_is_users, dispatch_modes())]
+
+
+def are_users_modes() -> bool:
+    """Say whether modes of the user's are entered."""
+    return dispatch_mode_count() > 0 and bool(_users_modes())
 
 
 def _is_users(mode: Any) -> bool:

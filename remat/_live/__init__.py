@@ -12,6 +12,7 @@ it held at the call.
     leases      references to what has no weak references
     exchange    has holders hold what they held, in place, and puts them back
     making      makes values again, each after what it holds
+    moment      what all holds at one moment of a forward, compared with another
     contents    what holders held at a call, and what a forward changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated

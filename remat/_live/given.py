@@ -69,7 +69,8 @@ class Given:
     """What a call is given."""
 
     __slots__ = (
-        *("_todo", "are_found", "boxes", "buffers", "index", "roots", "search"),
+        *("_todo", "are_found", "boxes", "buffers", "has_iterators", "index", "roots"),
+        "search",
         "tensors",
     )
 
@@ -82,6 +83,7 @@ class Given:
         self.buffers: list[Any] = []
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
+        self.has_iterators = False
         self.search: StreamSearch | None = None
 
     @property
@@ -153,6 +155,7 @@ class Given:
         if how is not None:
             return self._box(value, how)
         if kind in COPIED_ITERATORS:
+            self.has_iterators = True
             return Copied(value)
         if is_buffer(kind) and not has_objects(value):
             self.buffers.append(value)

@@ -216,6 +216,10 @@ class Lifted:
         of = self.of
         return of(fn)(*map(of, args), **{k: of(v) for k, v in kwargs.items()})
 
+    def call_instead(self, instead: Any, fn: Any, args: Sequence[Any]) -> Any:
+        """Call something with a function of the user's and its arguments."""
+        return instead(self.of(fn), [*map(self.of, args)])
+
     # --- The exchange ---
 
     def _exchange(self) -> None:

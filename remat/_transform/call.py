@@ -230,6 +230,7 @@ class LiveCall(Call):
     """A call that runs on the user's own objects."""
 
     __slots__ = "_options", "_users"
+    instead: Any = None  # is called with the function and its arguments, if not that
 
     def __init__(
         self,
@@ -250,18 +251,19 @@ class LiveCall(Call):
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self._search = None
         self.snapshot: Any = reach
-        self._users: Sequence[Tensor] = self.snapshot.take_tensors()
-        self._inputs = self._users
+        self._inputs = self.snapshot.take_tensors()
+        self._users: Sequence[Tensor] | None = self._inputs
 
     @override
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
-        if True in map(is_of_torch_func, self._users):
+        users = self._inputs
+        if True in map(is_of_torch_func, users):
             # The user's objects may hold a tensor of a level that has ended. If that is
             # a vmap, no operation takes it, and so none of the recompute's.
-            ended = [is_of_level_above(unwrap_dead(t)) for t in self._users]
+            ended = [is_of_level_above(unwrap_dead(t)) for t in users]
             self._users = self._inputs = [
                 torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
-                for t, is_gone in zip(self._users, ended, strict=True)
+                for t, is_gone in zip(users, ended, strict=True)
             ]
         return super().take_inputs()
 
@@ -277,16 +279,20 @@ class LiveCall(Call):
 
     @override
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
-        reach, users = self.snapshot, self._users
-        if self._users_call is None:  # to show what it changes
+        reach, users, instead = self.snapshot, self._users, self.instead
+        if users is None:  # to show what it changes
             return self.run_again(inputs)
-        fn, args, kwargs = self._users_call
+        self._users = None
+        lifted = None
         if reach.is_bare:
-            body, lifted = functools.partial(reach.call, None, inputs), None
+            body = functools.partial(reach.call, None, inputs, instead)
         else:
+            fn, args, kwargs = self._users_call
             lifted = reach.lifted(users, inputs)
             fn = users_fn(lifted.of(fn), reach.label, self._options)
             body = functools.partial(lifted.call, fn, args, kwargs)
+            if instead is not None:
+                body = functools.partial(lifted.call_instead, instead, fn, args)
         if self.wrapped:
             body = self._without_outer_levels(body, inputs)
         if lifted is None:
@@ -304,27 +310,11 @@ class LiveCall(Call):
 
     @override
     def forward_done(self) -> None:
-        self._users_call, self._users = None, ()
+        self._users_call = self._users = None
 
     @override
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
-        reach = self.snapshot
-        if reach.is_bare:
-            return Result(reach.call(None, inputs))
-        running, runs = reach.restored(inputs), here().runs
-        if runs is None:
-            with running:
-                return Result(reach.call(running, inputs))
-        running.__enter__()
-        try:
-            result = Result(reach.call(running, inputs))
-        except BaseException:
-            running.__exit__()
-            raise
-        # Its graph is differentiated: until then the tensors stay where they are.
-        if running.end_run():
-            runs.append(running)
-        return result
+        return Result(self.snapshot.run(inputs, self.instead, here().runs))
 
 
 # --- Tensors and graphs of outer levels ---
