@@ -233,5 +233,6 @@ from remat._torch.tracing import (
     not_scriptable as not_scriptable,
     show_to_traced_modes as show_to_traced_modes,
     size_hint as size_hint,
+    telling_what_is_read as telling_what_is_read,
     uncompiled as uncompiled,
 )

@@ -7,7 +7,6 @@ than an operation.
 
 import functools
 import operator
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
 from typing_extensions import override
 
-from remat._torch.tracing import dynamo
+from remat._torch.tracing import LEFT, dynamo
 
 
 # --- Modes for functions ---
@@ -262,66 +261,23 @@ def compiled_outside_modes(compile_and_call: Callable[..., Any]) -> Callable[...
             return compile_and_call(*args, **kwargs)
         for mode in stack:
             mode.note_unseen()
-        flags, before = _read_flags(_dispatch), _LEFT.modes
+        flags, before = _read_flags(_dispatch), LEFT.modes
         with outside_dispatch_mode(stack[0]):
             _write_flags(stack[0]._before)
-            _LEFT.modes = stack
+            LEFT.modes = stack
             try:
                 return compile_and_call(*args, **kwargs)
             finally:
-                _LEFT.modes = before
+                LEFT.modes = before
                 _write_flags(flags)
 
     return call
-
-
-class _Left(threading.local):
-    """The modes of a thread that were left for what torch compiles by itself."""
-
-    modes: Sequence[Any] = ()
-
-
-_LEFT = _Left()
-
-
-def telling_what_is_read(backend_chosen: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a context whose backend tells the modes that were left what graphs read.
-
-    It takes the place of one that gives the backend for what torch compiles by itself.
-    """
-
-    @contextmanager
-    def chosen() -> Iterator[Any]:
-        with backend_chosen() as backend:
-            yield _telling(backend) if _LEFT.modes else backend
-
-    return chosen
-
-
-# Once for each: Dynamo compiles again for another backend.
-@functools.lru_cache(maxsize=8)
-def _telling(backend: Callable[..., Any]) -> Callable[..., Any]:
-    def compiled(graph: Any, examples: Any, **options: Any) -> Callable[..., Any]:
-        run = backend(graph, examples, **options)
-        held = [*graph.parameters(), *graph.buffers()]
-
-        def call(*args: Any) -> Any:
-            for mode in _LEFT.modes:
-                mode.note_unseen_reads([*args, *held])
-            return run(*args)
-
-        return call
-
-    return compiled
 
 
 _higher_order: Any = torch._higher_order_ops.utils
 if hasattr(_higher_order, "_hop_compile_and_call"):  # else it is of another torch
     _higher_order._hop_compile_and_call = compiled_outside_modes(
         _higher_order._hop_compile_and_call
-    )
-    _higher_order.setup_compilation_env = telling_what_is_read(
-        _higher_order.setup_compilation_env
     )
 
 

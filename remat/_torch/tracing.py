@@ -18,8 +18,11 @@ Invariant: nothing here imports Dynamo, which takes seconds.
 Rejected: `torch.compiler.disable` and the like, which import it.
 """
 
+import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -174,4 +177,55 @@ def is_compiled(attributes: Mapping[str, Any]) -> bool:
     return (
         "_torchdynamo_orig_callable" in attributes
         and "_torchdynamo_disable" not in attributes
+    )
+
+
+# --- What torch compiles by itself ---
+
+
+class _LeftModes(threading.local):
+    """The modes of a thread that were left for what torch compiles by itself."""
+
+    modes: Sequence[Any] = ()
+
+
+LEFT = _LeftModes()
+
+
+# Deleted by: higher-order operators that tell a mode what they read, uncompiled.
+def telling_what_is_read(backend_chosen: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a context whose backend tells the modes that were left what graphs read.
+
+    It takes the place of one that gives the backend for what torch compiles by itself.
+    """
+
+    @contextmanager
+    def chosen() -> Iterator[Any]:
+        with backend_chosen() as backend:
+            yield _telling(backend) if LEFT.modes else backend
+
+    return chosen
+
+
+# Once for each: Dynamo compiles again for another backend.
+@functools.lru_cache(maxsize=8)
+def _telling(backend: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(graph: Any, examples: Any, **options: Any) -> Callable[..., Any]:
+        run = backend(graph, examples, **options)
+        held = [*graph.parameters(), *graph.buffers()]
+
+        def call(*args: Any) -> Any:
+            for mode in LEFT.modes:
+                mode.note_unseen_reads([*args, *held])
+            return run(*args)
+
+        return call
+
+    return compiled
+
+
+_higher_order: Any = torch._higher_order_ops.utils
+if hasattr(_higher_order, "setup_compilation_env"):  # else it is of another torch
+    _higher_order.setup_compilation_env = telling_what_is_read(
+        _higher_order.setup_compilation_env
     )

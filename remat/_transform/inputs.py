@@ -95,16 +95,8 @@ class SavedInputs:
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
         *("_hooks", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
-        *(
-            "_storages",
-            "_sums",
-            "_watched",
-            "may_be_written",
-            "needs",
-            "originals",
-            "originals_at",
-        ),
-        *("renorms", "values", "versions"),
+        *("_storages", "_sums", "_watched", "may_be_written", "needs", "originals"),
+        *("originals_at", "renorms", "values", "versions"),
     )
 
     def __init__(
@@ -118,9 +110,7 @@ class SavedInputs:
     ) -> None:
         first, buffers = reach.first_parameter, reach.buffers
         self.needs, self._hooks, self._first = needs, hooks, first
-        # Torch's checkpoint tells tensors by position. A list may hold more by then.
-        is_torchs = hooks is not None and is_of_checkpoint(hooks[0])
-        self._packed: Container[int] = reach.passed if is_torchs else range(first)
+        self._packed = _packed_outside(reach, hooks)
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
         self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
@@ -139,9 +129,8 @@ class SavedInputs:
         self._sums: dict[int, int] = {}
         self._overlaps: Sequence[Ranges] = ()  # of those that were written to
         # Whether all are saved themselves.
-        self._are_originals = (
-            hooks is None and True not in self._had_node and False not in needs[:first]
-        )
+        are_leaves = True not in self._had_node and False not in needs[:first]
+        self._are_originals = hooks is None and are_leaves
         if self._are_originals:
             self.originals_at: Sequence[int] = range(len(inputs))
             self.originals = self.values = [*inputs]
@@ -447,3 +436,10 @@ class SavedInputs:
             for i, (ours, later) in self.renorms.items()
         ]
         return holding_rows(pairs)
+
+
+def _packed_outside(reach: Reach, hooks: Any) -> Container[int]:
+    """Return which inputs hooks around a call may pack."""
+    # Torch's checkpoint tells tensors by position. A list may hold more by then.
+    is_torchs = hooks is not None and is_of_checkpoint(hooks[0])
+    return reach.passed if is_torchs else range(reach.first_parameter)

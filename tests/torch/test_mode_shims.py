@@ -1,7 +1,7 @@
 """What the shims of `modes` expect of torch."""
 
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from support.shims import expects, leaf, same
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
-from remat._torch import algorithms, autograd, levels, modes, tensors
+from remat._torch import algorithms, autograd, levels, modes, tensors, tracing
 
 
 class _Mode(overrides.TorchFunctionMode):
@@ -126,6 +126,29 @@ def test_what_torch_compiles_is_out_of_sight():
         assert (count(), depth()) == (1, 0)
         assert modes._read_flags(modes._dispatch)[0] is True
     assert count() == 0
+
+
+@expects("telling_what_is_read")
+def test_modes_that_are_left_are_told_what_is_read():
+    told, depth = [], torch._C._len_torch_dispatch_stack
+
+    class Told(_Seen):
+        def note_unseen_reads(self, values):
+            told.append((any(value is x for value in values), depth()))
+
+    x, flag = torch.ones(3), torch.tensor(True)
+    with Told():
+        out = torch.cond(flag, lambda y: y * x, lambda y: y + x, (torch.ones(3),))
+    assert torch.equal(out, x)
+    assert told == [(True, 0)]  # the branches close over it
+    chosen = nullcontext(lambda graph, examples: graph.forward)
+    tracing.LEFT.modes = [Told()]
+    try:
+        with tracing.telling_what_is_read(lambda: chosen)() as backend:
+            backend(torch.nn.Identity(), [x])(x)
+    finally:
+        tracing.LEFT.modes = ()
+    assert told[1:] == [(True, 0)]
 
 
 @expects("call_kernel")
