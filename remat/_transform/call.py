@@ -282,7 +282,7 @@ class LiveCall(Call):
             return self.run_again(inputs)
         fn, args, kwargs = self._users_call
         if reach.is_bare:
-            body, lifted = functools.partial(reach.call, None, inputs), None
+            body, lifted = functools.partial(reach.call_bare, inputs), None
         else:
             lifted = reach.lifted(users, inputs)
             fn = users_fn(lifted.of(fn), reach.label, self._options)
