@@ -341,6 +341,12 @@ class Reach:
         finally:
             self._running = None
 
+    def call_bare(self, tensors: Sequence[Any]) -> Any:
+        """Call a function of tensors and constants alone for the first time."""
+        *args, fn = Building(tensors, None).values(self._values)
+        count = self._count
+        return fn(*args[:count], **dict(zip(self._names, args[count:], strict=True)))
+
     def call_lifted(self, lifted: LiftedForward, fn: Any) -> Any:
         """Call the function for the first time, where errors find their names."""
         self._running = lifted

@@ -285,7 +285,9 @@ class LiveCall(Call):
         self._users = None
         lifted = None
         if reach.is_bare:
-            body = functools.partial(reach.call, None, inputs, instead)
+            body = functools.partial(reach.call_bare, inputs)
+            if instead is not None:
+                body = functools.partial(reach.call, None, inputs, instead)
         else:
             fn, args, kwargs = self._users_call
             lifted = reach.lifted(users, inputs)

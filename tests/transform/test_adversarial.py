@@ -24,7 +24,7 @@ def cases():
     others = [name for name in OURS if name != "default"]
     for k, name in enumerate(PROGRAMS):
         fast = {"default"} if k % 5 else {"default", others[k // 5 % len(others)]}
-        if name.startswith(("held/", "fixed/")):
+        if name.startswith(("held/", "fixed/", "lifted/")):
             fast = {[*OURS][k // 6 % len(OURS)]} if k % 6 == 0 else set()
         for configuration in OURS:
             reason = KNOWN.get((name, configuration))

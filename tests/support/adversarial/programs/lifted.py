@@ -1,0 +1,256 @@
+"""What is differentiated, wherever it is found: below torch.func others stand in."""
+
+import gc
+import weakref
+
+import torch
+from support.adversarial.holders import ANYTHING
+from support.adversarial.observed import observed
+from support.adversarial.program import (
+    State,
+    back,
+    family,
+    leaf,
+    loop,
+    nothing,
+    program,
+    work,
+)
+from torch import nn
+
+
+def computed(seed=4):
+    """A leaf, and a tensor that is none, whose node saves nothing."""
+    w = leaf(seed=seed)
+    return w, -w
+
+
+@family(**ANYTHING)
+def a_computed_tensor(hold):
+    read, write, dump = hold()
+    w, value = computed()
+    write(value)
+    return loop(lambda x: work(x, read()).tanh(), state=lambda: (w.grad, dump()))
+
+
+@family(**ANYTHING)
+def a_computed_tensor_replaced_between(hold):
+    read, write, dump = hold()
+    (w, value), (v, other) = computed(), computed(5)
+    write(value)
+    turns = iter([other, value, other])
+    return loop(
+        lambda x: work(x, read()).tanh(),
+        between=lambda: write(next(turns)),
+        state=lambda: (w.grad, v.grad, dump()),
+    )
+
+
+@family(**ANYTHING)
+def a_computed_tensor_exchanged_by_the_function(hold):
+    read, write, dump = hold()
+    (w, value), (v, other) = computed(), computed(5)
+    write(value)
+
+    def fn(x):
+        y = work(x, read())
+        write(other if read() is value else value)
+        return y.tanh()
+
+    return loop(fn, state=lambda: (w.grad, v.grad, dump()))
+
+
+@family(**ANYTHING)
+def an_input_that_is_left(hold):
+    """It is the user's own there, and what was beside it is as it was."""
+    read, write, _ = hold()
+    write(torch.ones(16, dtype=torch.double))
+
+    def fn(x):
+        y = work(x, read().detach())
+        write(x)
+        return y.tanh()
+
+    return loop(fn, state=lambda: observed(read().detach()))
+
+
+@family(
+    list=lambda a, b: [a, [b]],
+    tuple=lambda a, b: (a, (b, 1)),
+    dict=lambda a, b: {"a": a, "more": {"b": b}},
+    object=lambda a, b: State(a=a, b=(b,)),
+    function=lambda a, b: lambda: a + b,
+)
+def an_input_in_something_new_that_is_left(make):
+    """A list, say, that the function makes around an input."""
+    kept, w = State(last=None), leaf(seed=4)
+
+    def fn(x):
+        kept.last = make(x, w)
+        return work(x * w).tanh()
+
+    def step(wrap):
+        run, x = wrap(fn), leaf()
+        out = run(x)
+        back(out)
+        found = kept.last
+        if callable(found):
+            return observed((out, x.grad, found().detach()))
+        held = vars(found) if isinstance(found, State) else found
+        inside = [*held.values()] if isinstance(held, dict) else [*held]
+        return observed((out, x.grad, inside[0].detach())), any(v is w for v in inside)
+
+    return step
+
+
+class Meta(type):
+    scale = None
+
+
+class OfMeta(metaclass=Meta):
+    k = 1.0
+
+
+@program
+def a_class_attribute_that_is_counted():
+    OfMeta.k = 1.0
+
+    def fn(x):
+        OfMeta.k += 1
+        return work(x, OfMeta.k).tanh()
+
+    return loop(fn, state=lambda: OfMeta.k)
+
+
+@program
+def a_tensor_of_a_metaclass():
+    w, Meta.scale = computed()
+    return loop(lambda x: work(x, OfMeta.scale).tanh(), state=lambda: w.grad)
+
+
+@program
+def a_weak_reference_to_a_tensor():
+    w, value = computed()
+    ref = weakref.ref(value)
+    held = State(value=value)  # which the function does not reach
+    fn = lambda x: work(x, ref()).tanh()
+    return loop(fn, state=lambda: (w.grad, held.value is ref()))
+
+
+@program
+def a_set_of_two_tensors():
+    (w, a), (v, b) = computed(), computed(5)
+    both = {a, b}
+    fn = lambda x: work(x, sum(t.sum() for t in both)).tanh()
+    return loop(fn, state=lambda: (w.grad, v.grad, both == {a, b}))
+
+
+# --- Hooks in the graph, which run after the run has ended ---
+
+
+@program
+def a_hook_that_multiplies_by_a_computed_tensor():
+    _, value = computed()
+
+    def fn(x):
+        y = work(x)
+        if y.requires_grad:
+            y.register_hook(lambda g: g * value.detach())
+        return y.tanh()
+
+    return loop(fn)
+
+
+@program
+def a_hook_that_counts():
+    log = []
+
+    def fn(x):
+        y = work(x)
+        if y.requires_grad:
+            y.register_hook(lambda g: log.append(1))
+        return y.tanh()
+
+    return loop(fn, state=lambda: len(log) > 0)
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward reads what the user's object holds then."""
+
+    held = State(k=2.0)
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * Scaled.held.k
+
+
+@program
+def a_backward_of_the_users_that_reads_state():
+    def fn(x):
+        return Scaled.apply(work(x)).tanh()
+
+    def between():
+        Scaled.held.k += 1
+
+    Scaled.held.k = 2.0
+    return loop(fn, between=between)
+
+
+# --- Hooks of modules ---
+
+
+def hooked(how, hook):
+    layer = nn.Tanh()
+    getattr(layer, how)(hook)
+    return layer
+
+
+@family(before="register_forward_pre_hook", after="register_forward_hook")
+def a_computed_tensor_of_a_hook(how):
+    w, value = computed()
+    held = State(value=value)
+
+    def hook(module, args, out=None):
+        y = args[0] if out is None else out
+        return y * held.value
+
+    layer = hooked(how, hook)
+    return loop(lambda x: work(layer(x)), state=lambda: w.grad)
+
+
+@family(before="register_forward_pre_hook", after="register_forward_hook")
+def a_count_of_a_hook(how):
+    held = State(n=1)
+
+    def hook(*_):
+        held.n += 1
+        return nothing()
+
+    layer = hooked(how, hook)
+    return loop(lambda x: work(layer(x), held.n), state=lambda: held.n)
+
+
+# --- Memory ---
+
+
+@program
+def nothing_stays_alive():
+    refs = []
+
+    def fn(x):
+        y = work(x)
+        refs.append(weakref.ref(y))
+        return y.tanh()
+
+    def after():
+        gc.collect()
+
+    return loop(fn, after=after, state=lambda: [ref() is None for ref in refs[-1:]])
