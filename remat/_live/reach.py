@@ -292,6 +292,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
         runs: list[Any] | None = None,
         users: Callable[[], Sequence[Any]] | None = None,
+        take: Callable[[Any], Any] = lambda value: value,
     ) -> Any:
         """Call the function again, in `restored`.
 
@@ -300,13 +301,14 @@ class Reach:
             body: what is called with the function and its arguments, if not that.
             runs: where the run is noted whose graph is going to be differentiated.
             users: as for `restored`.
+            take: takes the result apart, while all holds what the run left there.
         """
         if self.is_bare:
-            return self.call(None, tensors, body)
+            return take(self.call(None, tensors, body))
         running = self.restored(tensors, users)
         with contextlib.ExitStack() as around:
             around.enter_context(running)
-            found = self.call(running, tensors, body)
+            found = take(self.call(running, tensors, body))
             if runs is not None:
                 around.pop_all()
                 # Until then the tensors stay where they are.

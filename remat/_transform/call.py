@@ -316,7 +316,8 @@ class LiveCall(Call):
 
     @override
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
-        return Result(self.snapshot.run(inputs, self.instead, here().runs))
+        runs = here().runs
+        return self.snapshot.run(inputs, self.instead, runs, take=Result)
 
 
 # --- Tensors and graphs of outer levels ---
