@@ -43,7 +43,7 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	chain/test_long_loops.py chain/test_budgets.py \
 	chain/test_schedules.py chain/test_rotor.py compat/%_compiled.py \
 	compat/test_compat_patch.py fit/test_fake_replays.py fit/test_fit.py fit/test_kernels.py \
-	fit/test_simulated.py fit/test_step_plans.py fit/test_places.py \
+	fit/test_simulated.py fit/test_step_plans.py fit/test_places.py fit/test_loops.py \
 	fit/test_hidden_storages.py \
 	fit/test_choices.py offload/test_offload_files.py \
 	parity/test_opinfo.py parity/test_nestings.py parity/test_opinfo_forward.py \

@@ -111,14 +111,14 @@ class Calls:
 
     def leave(self, module: nn.Module) -> None:
         """Be told that a call ends."""
-        stack = self._stack
-        if any(call.module is module for call in reversed(stack)):
-            while True:
-                call = stack.pop()
-                self.ended.append(call)
-                if call.module is module:
-                    break
-            self.current = stack[-1]
+        stack, ended = self._stack, self.ended
+        if self.current.module is not module:  # a hook raised, or it was passed over
+            if all(call.module is not module for call in stack):
+                return
+            while stack[-1].module is not module:
+                ended.append(stack.pop())
+        ended.append(stack.pop())
+        self.current = stack[-1]
 
     @contextmanager
     def knowing(self, root: nn.Module) -> Iterator[None]:

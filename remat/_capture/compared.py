@@ -139,6 +139,10 @@ class Large:
     def _versions_now(self) -> list[int | None]:
         return versions_of([v for v in self.values if isinstance(v, Tensor)])
 
+    def now(self) -> tuple[str, list[Any], list[Any]]:
+        """Return its name, its keys and its values."""
+        return f"`{self._name}`", *self.kind.held(self.value)
+
     def as_it_was(self) -> Any:
         """Return the container, or a copy without what was added to its end since."""
         if not self.has_grown():

@@ -272,7 +272,63 @@ def _unfolded(x: Tensor, *sizes: Sequence[int]) -> int:
     return x.nbytes + per_place * places * x.element_size()
 
 
+def _cast(a: Any, b: Any, *_: Any) -> int:
+    """Return what arguments of another type than the result are cast to."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype == b.dtype:
+        return 0
+    kind = torch.result_type(a, b)
+    casts = sum(t.numel() for t in (a, b) if t.ndim and t.dtype != kind)
+    return (math.prod(torch.broadcast_shapes(a.shape, b.shape)) + casts) * kind.itemsize
+
+
+def _sum(x: Tensor, *_: Any) -> int:
+    """Return what a sum of integers or of a mask casts, to large integers."""
+    is_cast = not x.dtype.is_floating_point and x.element_size() < _LONG
+    return _LONG * (x.numel() + 1) if is_cast else 0
+
+
+_LONG = 8  # bytes of an index
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> int:
+    count = math.prod(torch.broadcast_shapes(x.shape, mask.shape))
+    return 2 * _LONG * count  # where each value goes, and sums up to there
+
+
+def _kth_value(x: Tensor, *_: Any) -> int:
+    return x.nbytes + _LONG * x.numel()
+
+
+def _bag_backward(g: Tensor, indices: Tensor, *rest: Any) -> int:
+    largest, rows, mode = rest[3:5] + rest[6:7]
+    made = rows * g.shape[1] * g.element_size()
+    if mode == _MAX:
+        return made + largest.nbytes + g.nbytes
+    # Indices and places, sorted; for a sum the bag of each index, too.
+    return made + (4 if mode == _SUM else 3) * _LONG * indices.numel()
+
+
+_SUM, _MAX = 0, 2  # modes of a bag
+
+
+def _ctc_backward(g: Tensor, x: Tensor, *rest: Any) -> int:
+    del g
+    alpha = rest[4]
+    return x.nbytes + alpha.nbytes
+
+
+def _margin_backward(g: Tensor, x: Tensor, *_: Any) -> int:
+    del g
+    return 3 * x.nbytes
+
+
 # --- Results ---
+
+
+def _folded(x: Tensor, shape: Sequence[int], kernel: Sequence[int], *_: Any) -> Any:
+    """Return that the image lies in the memory of its patches, if that is larger."""
+    size = x.numel() // x.shape[-1] // math.prod(kernel) * math.prod(shape)
+    return 0, max(x.numel() - size, 0) * x.element_size()
 
 
 def _loss(x: Tensor, target: Tensor, *rest: Any) -> tuple[int, int]:
@@ -344,6 +400,7 @@ _HIDDEN: dict[Any, Callable[..., tuple[int, int]]] = {
     _aten.soft_margin_loss: _loss,
     _aten.binary_cross_entropy: _weighted_loss,
     _aten.mkldnn_rnn_layer: _rnn_layer,
+    _aten.col2im: _folded,
 }
 _BATCHED = {_aten.bmm, _aten.baddbmm}
 _MAKE_DENSE = _BATCHED | {
@@ -370,4 +427,11 @@ _KNOWN: dict[Any, Callable[..., int]] = {
     _aten.mkldnn_rnn_layer: _rnn_held,
     _aten.mkldnn_rnn_layer_backward: _rnn_backward_held,
     _aten.im2col: _unfolded,
+    **dict.fromkeys((_aten.add, _aten.sub, _aten.mul, _aten.div), _cast),
+    _aten.sum: _sum,
+    _aten.masked_select: _masked_select,
+    _aten.kthvalue: _kth_value,
+    _aten._embedding_bag_backward: _bag_backward,
+    _aten._ctc_loss_backward: _ctc_backward,
+    _aten.soft_margin_loss_backward: _margin_backward,
 }

@@ -8,9 +8,11 @@ it held at the call.
     lifted      other tensors in place of the user's
     roots       one root of a call
     given       the function and the arguments, put aside and made again
+    boxes       what is held of containers that were passed
     leases      references to what has no weak references
     exchange    has holders hold what they held, in place, and puts them back
     making      makes values again, each after what it holds
+    moment      what all holds at one moment of a forward, compared with another
     contents    what holders held at a call, and what a forward changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated

@@ -261,16 +261,9 @@ class Contents:
 
     def changed_in(self, now: Taken) -> set[HolderIndex]:
         """Return the holders that hold something else now."""
-        ids, marks = self._marks[0], now.marks
-        if self._marks == marks:
-            return set()
-        keys, keys_now = len(self.kept), len(now.values)
-        pairs = zip(self.spans(), spans_of(self._sizes, now.lengths), strict=True)
-        return {
-            (then.group, then.number)
-            for then, span in pairs
-            if _slices(ids, then, keys) != _slices(marks[0], span, keys_now)
-        }
+        then = self._marks, len(self.kept)
+        pairs = differing(self._sizes, then, marks_of(now))
+        return {(span.group, span.number) for span, _ in pairs}
 
     # --- One by one ---
 
@@ -349,6 +342,30 @@ def spans_of(
             length = kind.fixed or next(left)
             yield Span(kind, g, i, start, start + length, key)
             start, key = start + length, key + length * kind.keyed
+
+
+# What a `Taken` or contents say of what they hold: `marks`, and how many values.
+Marks = tuple[tuple[bytes, list[int]], int]
+
+
+def marks_of(taken: Taken) -> Marks:
+    """Return what is compared of what was taken."""
+    return taken.marks, len(taken.values)
+
+
+def differing(
+    sizes: Sequence[tuple[HolderKind, int]], then: Marks, now: Marks
+) -> list[tuple[Span, Span]]:
+    """Return the holders that hold something else at one moment than at another."""
+    ((ids, lengths), keys), ((ids_now, lengths_now), keys_now) = then, now
+    if ids == ids_now and lengths == lengths_now:
+        return []
+    spans = spans_of(sizes, lengths), spans_of(sizes, lengths_now)
+    return [
+        (a, b)
+        for a, b in zip(*spans, strict=True)
+        if _slices(ids, a, keys) != _slices(ids_now, b, keys_now)
+    ]
 
 
 def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:

@@ -346,7 +346,7 @@ class Exchange:
 
 
 def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Say whether two lists hold the same values."""
+    """Say whether two sequences hold the same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 

@@ -6,7 +6,7 @@ recompute gets the container itself, with what it held, if one of these finds it
 
     a holder that a root leads to, also as a key there
     a weak reference, as to a deque, a partial or an instance of a subclass
-    a value that never changes, holds it and is found, as a partial around a list
+    a container that is found and holds it still, as a partial around a list
     a lease, where code asks for identities (`leases`)
 
 Else it is made again from the copy. Then nobody can tell it from the one of the call,
@@ -21,10 +21,9 @@ import copy
 import operator
 import types
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,8 +31,6 @@ from torch import Tensor, nn
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import (
-    CONTAINERS,
-    FACTORIES,
     OWNED,
     container_kind,
 )
@@ -53,7 +50,9 @@ from remat._capture.stream_search import (
     has_user_code,
     is_stream,
 )
+from remat._live.boxes import Box, Copied, HolderParts, Watched
 from remat._live.contents import FIRST, At, Ref, at
+from remat._live.exchange import are_same
 from remat._live.making import make
 from remat._live.walk import (
     has_objects,
@@ -63,81 +62,28 @@ from remat._live.walk import (
 )
 
 
-class Copied:
-    """In place of an iterator that was passed: a copy of it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = copy.copy(value)
-
-
-class HolderParts:
-    """What one holder holds: how it is read and written, its keys, and its items.
-
-    `items` is a range of numbers if it is tensors that nothing else is.
-    """
-
-    __slots__ = ("how", "items", "keys")
-
-    def __init__(self, value: Any, how: HolderKind) -> None:
-        self.how = how
-        self.keys: list[Any]
-        self.items: Any
-        self.keys, self.items = how.held(value)
-
-
-class Box(HolderParts):
-    """In place of a container that was passed, or of a method: what it holds.
-
-    Attributes:
-        ref: in place of the container itself.
-        more: what an instance of a subclass holds besides.
-        is_flat: whether all that it holds is tensors and constants.
-    """
-
-    __slots__ = ("is_flat", "more", "ref")
-
-    def __init__(self, value: Any, how: HolderKind) -> None:
-        self.ref, self.how, self.is_flat = Ref(value), how, False
-        self.keys, self.items = how.held(value)
-        self.more: Sequence[HolderParts] = ()
-        if how is VARIABLES:  # which does not hold its value: a context does
-            self.ref.ref = lambda: value
-        if type(value) not in CONTAINERS and how is not SLOTS:
-            self.more = [HolderParts(value, kind) for kind in kinds_besides(value, how)]
-
-    def parts(self) -> "list[Box]":
-        """Return the containers that it holds."""
-        held = [k for h in (self, *self.more) for k in (*h.items, *h.keys)]
-        return [k for k in held if type(k) is Box]
-
-
-def kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
-    """Yield how what an instance of a subclass holds besides is read."""
-    kind = type(value)
-    if how is PART and not issubclass(kind, partial):
-        return
-    if how not in (OWNED, PART) and dict_of(value) is not None:
-        yield OWNED
-    if slots_of(kind):
-        yield SLOTS
-    if issubclass(kind, defaultdict):
-        yield FACTORIES
+_FLAT = ATOMS | TENSORS  # all that leads nowhere
 
 
 class Given:
     """What a call is given."""
 
-    __slots__ = "_todo", "boxes", "buffers", "index", "roots", "search", "tensors"
+    __slots__ = (
+        *("_todo", "are_found", "boxes", "buffers", "has_iterators", "index", "roots"),
+        "search",
+        "tensors",
+    )
 
     def __init__(self) -> None:
+        # Whether a recompute may find some of what was passed.
+        self.are_found = False
         self.tensors: list[Tensor] = []
         self.roots: dict[int, Any] = {}
         self.index: dict[int, int] = {}
         self.buffers: list[Any] = []
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
+        self.has_iterators = False
         self.search: StreamSearch | None = None
 
     @property
@@ -181,7 +127,7 @@ class Given:
             held.items = [*map(self._kept, held.items)]
         if not keys_are_plain:
             held.keys = [*map(self._kept, held.keys)]
-        return keys_are_plain and (kinds <= ATOMS or kinds <= TENSORS)
+        return keys_are_plain and kinds <= _FLAT
 
     def _kept(self, value: Any) -> Any:
         kind = type(value)
@@ -209,6 +155,7 @@ class Given:
         if how is not None:
             return self._box(value, how)
         if kind in COPIED_ITERATORS:
+            self.has_iterators = True
             return Copied(value)
         if is_buffer(kind) and not has_objects(value):
             self.buffers.append(value)
@@ -232,6 +179,7 @@ class Given:
         if how is not PART and has_user_code(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = Box(value, how)
+        self.are_found = self.are_found or box.ref.ref is not None
         self.boxes[id(value)] = box, value
         self._todo.append(box)
         return box
@@ -245,6 +193,15 @@ class Given:
             return value
         self.roots[id(value)] = value
         return Ref(value)
+
+    def watched(self) -> "list[Watched]":
+        """Return what a recompute may find again and write, before the forward."""
+        if not self.are_found:
+            return []
+        each = (
+            (b, value) for box, value in self.boxes.values() for b in (box, *box.more)
+        )
+        return [Watched(parts, value) for parts, value in each if not parts.how.frozen]
 
     # --- Tensors ---
 
@@ -296,10 +253,6 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
                     todo += held.items
                 todo += held.keys
     return found
-
-
-# What may be a key by its identity and has no weak references.
-_KEYS = SLOTS, OWNED
 
 
 class Building:
@@ -362,13 +315,13 @@ class Building:
                 self._made[key] = made
         self._new.update(new)
         for box in new.values():
-            make(box, self._enter, self._complete)
+            if box.is_flat:
+                self._complete(box)
+            else:
+                make(box, self._enter, self._complete)
 
     def _look_for(self, boxes: Sequence[Box]) -> dict[int, Box]:
-        """Return the containers that are to be made or written, by their identities.
-
-        What a value that never changes leads to is there as long as that value is.
-        """
+        """Return the containers that are to be made or written, by their identities."""
         new: dict[int, Box] = {}
         todo, there, container = [*boxes], self._there, self._run.container
         while todo:
@@ -392,15 +345,17 @@ class Building:
         return new
 
     def _note_held(self, box: Box, new: dict[int, Box]) -> None:
-        """Note what a value that never changes holds, which is there as it is."""
-        there = self._there
-        if not (box.how.frozen and box.ref.id in there):
+        """Note what a container that is there still holds."""
+        there, value = self._there, self._there.get(box.ref.id)
+        if value is None:
             return
-        pairs = zip(box.items, box.how.values([there[box.ref.id]]), strict=True)
-        for kept, value in pairs:
-            if type(kept) is Box and kept.ref.id not in there:
-                there[kept.ref.id] = value
-                new.pop(kept.ref.id, None)  # to look at what it leads to
+        pairs = [parts.how.held(value) for parts in (box, *box.more)]
+        held = {id(v): v for keys, values in pairs for v in (*keys, *values)}
+        for part in box.parts():
+            key, found = part.ref.id, held.get(part.ref.id)
+            if key not in there and type(found) is part.ref.kind():
+                there[key] = found
+                new.pop(key, None)  # to look at what it leads to
 
     def _enter(self, box: Box) -> Sequence[Box] | None:
         """Return what a container holds that is to be made or written."""
@@ -416,7 +371,7 @@ class Building:
         if key not in self._new:
             return True
         for held in (box, *box.more):
-            if self._are_missing(held.items) or self._are_missing(held.keys):
+            if not box.is_flat and self._are_missing(held):
                 return False
             if held.how.frozen:
                 if key not in made:
@@ -429,13 +384,18 @@ class Building:
     def _write(self, key: int, parts: HolderParts) -> None:
         made, how = self._made[key], parts.how
         keys, items = parts.keys and self.values(parts.keys), self.values(parts.items)
-        if key in self._there:
-            self._run.write(how, made, keys, items)
-        else:
+        if key not in self._there:
             how.write(made, keys, items)
+            return
+        now_keys, now = how.held(made)
+        is_same = are_same(now_keys, keys) and are_same(now, items)
+        # What the forward wrote, the run may write.
+        if parts.is_changed or not is_same:
+            self._run.write(how, made, keys, items)
 
-    def _are_missing(self, held: Iterable[Any]) -> bool:
-        return any(type(k) is Box and k.ref.id not in self._made for k in held)
+    def _are_missing(self, parts: HolderParts) -> bool:
+        held, made = (*parts.items, *parts.keys), self._made
+        return any(type(k) is Box and k.ref.id not in made for k in held)
 
     def _frozen(self, box: Box) -> Any:
         """Find or make a value that never changes."""

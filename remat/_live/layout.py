@@ -303,7 +303,7 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
     while True:
         for p, value in enumerate(taken.values[first:], first):
             if id(value) in walk.special:
-                layout.special[p] = _written(layout, taken, p)
+                layout.special[p] = written(layout, taken, p)
         values, keys = taken.values[first:], taken.keys[first_key:]
         below = [
             *_found(walk, values, first, done, as_keys=False),
@@ -335,7 +335,7 @@ def _found(
     return [(kind, found, as_keys) for kind, found in places.items()]
 
 
-def _written(layout: Layout, taken: Taken, p: int) -> str:
+def written(layout: Layout, taken: Taken, p: int) -> str:
     """Return how the function's author would write what is at a position."""
     start = key = 0
     lengths = iter(taken.lengths)
@@ -356,7 +356,7 @@ def _written(layout: Layout, taken: Taken, p: int) -> str:
                 if g < first:
                     return str(name)
                 above = layout.below[g - first][1][n]
-                return f"{_written(layout, taken, above)}[{name!r}]"
+                return f"{written(layout, taken, above)}[{name!r}]"
             start, key = start + length, key + length * kind.keyed
     return ""
 

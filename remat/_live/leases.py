@@ -17,6 +17,7 @@ garbage collector knows: it takes tens of milliseconds.
 import gc
 import sys
 import weakref
+from collections.abc import Container
 from typing import Any
 
 
@@ -50,6 +51,11 @@ def lease_of(value: Any) -> Lease:
     if lease is None or lease() is not value:
         lease = _LEASES[id(value)] = Lease(value)
     return lease
+
+
+def is_told(value: Any, asks: Container[str]) -> bool:
+    """Say whether code that asks by these may tell a value from another like it."""
+    return "id" in asks or type(value).__hash__ is object.__hash__
 
 
 def end_leases(*_: object) -> None:

@@ -40,9 +40,9 @@ from typing_extensions import override
 from remat._base.errors import CaptureError
 from remat._base.types import ATOMS
 from remat._capture.holders import SCOPES, SCRIPTED, HolderKind
+from remat._live.boxes import kinds_besides
 from remat._live.contents import spans_of
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
-from remat._live.given import kinds_besides
 from remat._live.layout import Layout, Taken
 from remat._live.making import make
 from remat._live.roots import roots_of
@@ -215,6 +215,10 @@ class Lifted:
         """Call a function of the user's on what stands in for its arguments."""
         of = self.of
         return of(fn)(*map(of, args), **{k: of(v) for k, v in kwargs.items()})
+
+    def call_instead(self, instead: Any, fn: Any, args: Sequence[Any]) -> Any:
+        """Call something with a function of the user's and its arguments."""
+        return instead(self.of(fn), [*map(self.of, args)])
 
     # --- The exchange ---
 

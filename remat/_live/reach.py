@@ -14,7 +14,7 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._capture.search import CallSearch
 from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
-from remat._live.contents import Ref
+from remat._live.contents import At, Ref
 from remat._live.given import Building, Given, structure_of
-from remat._live.leases import end_leases, lease_of
+from remat._live.leases import end_leases, is_told, lease_of
 from remat._live.lifted import LiftedForward
+from remat._live.moment import Moment
 from remat._live.roots import Root, roots_of
 from remat._live.running import Running
 from remat._live.walk import is_hook_of_library
@@ -65,19 +66,10 @@ class Reach:
     """
 
     __slots__ = (
-        *(
-            "_asks",
-            "_boxes",
-            "_buffers",
-            "_cache",
-            "_count",
-            "_modes",
-            "_names",
-            "_refs",
-        ),
-        *("_roots", "_running", "_values", "buffers", "compiled", "first_parameter"),
-        *("is_bare", "is_contained", "is_lazy", "label", "next_hook", "streams"),
-        *("tensors", "uses_stream_states"),
+        *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
+        *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
+        *("buffers", "compiled", "first_parameter", "is_bare", "is_contained"),
+        *("is_lazy", "label", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -97,6 +89,7 @@ class Reach:
             self._modes = [*map(given.put_aside, function_modes())]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
+        self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
@@ -106,10 +99,12 @@ class Reach:
                 self._add_hooks_of_all_modules(given)
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
+        self._watched: Sequence[Any] = ()
         self._asks: frozenset[str] = frozenset()
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
+        self._lease(given)
         if given.boxes:
-            self._lease(given)
+            self._watched = given.watched()
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
@@ -135,7 +130,7 @@ class Reach:
             given.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
 
     def _lease(self, given: Given) -> None:
-        """Refer to passed containers that code may tell from others like them."""
+        """Refer to containers that code may tell from others like them."""
         asks: frozenset[str] = frozenset()
         if given.search is not None:
             asks |= given.search.asks
@@ -145,9 +140,12 @@ class Reach:
         if not asks:
             return
         end_leases()
+        for root in self._roots:
+            root.lease(asks)
         for box, value in given.boxes.values():
-            if "id" in asks or type(value).__hash__ is object.__hash__:
+            if is_told(value, asks):
                 box.ref.ref = box.ref.ref or lease_of(value)
+                given.are_found = True
 
     def _number_all(self, given: Given) -> list[Tensor]:
         """Give each tensor that the roots reach a number; return the parameters.
@@ -218,6 +216,11 @@ class Reach:
         roots = [root.signature for root in self._roots]
         return self._count, *self._names, *values, *roots
 
+    @property
+    def passed(self) -> set[int]:
+        """The numbers of tensors that are arguments, and in no container."""
+        return {value.number for value in self._values if type(value) is At}
+
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
         tensors = self.tensors
@@ -242,15 +245,81 @@ class Reach:
         self._boxes = {}
         for root in self._roots:
             root.forward_done()
+        for holder in self._watched:
+            holder.forward_done()
+        self._watched = ()
+
+    # --- Between the steps of a chain ---
+
+    def moment(self, tensors: Sequence[Tensor]) -> Moment:
+        """Note what all holds now, while the forward runs on some tensors."""
+        return Moment(self._roots, self._boxes, self._buffers, tensors)
+
+    @property
+    def has_iterators(self) -> bool:
+        """Whether it reaches iterators: they don't tell how far they were read."""
+        return self._has_iterators or any(root.has_iterators for root in self._roots)
+
+    def not_as_a_whole(self) -> None:
+        """Let go of what only a forward needs. What runs again may be parts of it.
+
+        So each run may change something else, and all is put back after it.
+        """
+        self._boxes = {}
+        self._watched = ()
+        for root in self._roots:
+            root.taken = root.effects = None
 
     # --- A recompute ---
 
-    def restored(self, tensors: Sequence[Any]) -> Running:
-        """Return a context in which everything holds what it held at the call."""
-        args = self._roots, self._buffers, self.next_hook, tensors
-        return Running(*args, self._alive)
+    def restored(
+        self,
+        tensors: Sequence[Any],
+        users: Callable[[], Sequence[Any]] | None = None,
+    ) -> Running:
+        """Return a context in which everything holds what it held at the call.
 
-    def call(self, running: Running | None, tensors: Sequence[Any]) -> Any:
+        Args:
+            tensors: to run on.
+            users: returns those of the user's that these stand for.
+        """
+        args = self._roots, self._buffers, self.next_hook, tensors
+        return Running(*args, users or self.alive)
+
+    def run(
+        self,
+        tensors: Sequence[Any],
+        body: Callable[..., Any] | None = None,
+        runs: list[Any] | None = None,
+        users: Callable[[], Sequence[Any]] | None = None,
+    ) -> Any:
+        """Call the function again, in `restored`.
+
+        Args:
+            tensors: to run on.
+            body: what is called with the function and its arguments, if not that.
+            runs: where the run is noted whose graph is going to be differentiated.
+            users: as for `restored`.
+        """
+        if self.is_bare:
+            return self.call(None, tensors, body)
+        running = self.restored(tensors, users)
+        with contextlib.ExitStack() as around:
+            around.enter_context(running)
+            found = self.call(running, tensors, body)
+            if runs is not None:
+                around.pop_all()
+                # Until then the tensors stay where they are.
+                if running.end_run():
+                    runs.append(running)
+            return found
+
+    def call(
+        self,
+        running: Running | None,
+        tensors: Sequence[Any],
+        body: Callable[..., Any] | None = None,
+    ) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
         cache = None if self._cache is None else building.value(self._cache)
@@ -260,19 +329,24 @@ class Reach:
         if self._names:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
+        bound = BoundFunction(fn, args, kwargs)
+        if body is not None:
+            bound = BoundFunction(body, [fn, args], {})
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
             if is_plain and not (modes or function_mode_count()):
-                return fn(*args, **kwargs)
-            return call_under(BoundFunction(fn, args, kwargs), modes, cache)
+                return bound()
+            return call_under(bound, modes, cache)
         finally:
             self._running = None
 
-    def call_bare(self, tensors: Sequence[Any]) -> Any:
+    def call_bare(self, tensors: Sequence[Any], instead: Any = None) -> Any:
         """Call a function of tensors and constants alone for the first time."""
         *args, fn = Building(tensors, None).values(self._values)
         count = self._count
+        if instead is not None:
+            return instead(fn, args[:count])
         return fn(*args[:count], **dict(zip(self._names, args[count:], strict=True)))
 
     def call_lifted(self, lifted: LiftedForward, fn: Any) -> Any:
@@ -287,7 +361,7 @@ class Reach:
         """Return inputs of which arrays of the user's may share the memory."""
         if not self._buffers:
             return {}
-        there = self._alive()
+        there = self.alive()
         return {i: t for i in indices if (t := there[i]) is not None}
 
     # --- Names ---
@@ -296,15 +370,15 @@ class Reach:
         """Write where an input comes from, as the function's author would."""
         with contextlib.suppress(Exception):  # what held it is gone
             return self._name_of(index)
-        tensor = self._alive()[index]
+        tensor = self.alive()[index]
         return "an input" if tensor is None else describe(tensor)
 
     def name_of_tensor(self, tensor: Tensor) -> str | None:
         """Write where a tensor comes from; None if it is no input."""
-        same = [t is tensor for t in self._alive()]
+        same = [t is tensor for t in self.alive()]
         return self.name_of(same.index(True)) if True in same else None
 
-    def _alive(self) -> list[Tensor | None]:
+    def alive(self) -> list[Tensor | None]:
         """Return the tensors of the call that are still there."""
         roots = [root for root in self._roots if root.first is not None]
         refs = (*self._refs, *(ref for root in roots for ref in root.contents.refs))
@@ -317,7 +391,7 @@ class Reach:
             found = running
         if running is None:
             # In place of one that is gone is an empty one, so that a path is known.
-            there = self._alive()
+            there = self.alive()
             tensors = [torch.empty(0) if t is None else t for t in there]
         else:
             tensors = running.tensors

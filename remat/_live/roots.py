@@ -12,7 +12,7 @@ Rejected: to compare along the paths again. A path may lead elsewhere by then.
 import contextlib
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from remat._capture.objects import is_buffer
 from remat._live.contents import Contents, HolderIndex
 from remat._live.exchange import Exchange
 from remat._live.layout import Layout, Taken, lay_out, take
+from remat._live.leases import Lease, is_told, lease_of
 
 
 class Root:
@@ -32,7 +33,7 @@ class Root:
 
     __slots__ = (
         *("_held", "_iterators", "_namespaces", "buffers", "effects", "taken"),
-        *("contents", "entries", "first", "large", "layout"),
+        *("contents", "entries", "first", "large", "layout", "leases"),
     )
 
     def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
@@ -46,6 +47,7 @@ class Root:
         owners = taken.owners
         # Held for functions that have to be made again.
         self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
+        self.leases: Sequence[Lease] = ()
         self._iterators: dict[int, Iterated] = {}
         self.buffers: list[Any] = []
         self.large: dict[int, Large] = {}
@@ -84,6 +86,21 @@ class Root:
         """What is the same in each call of the same code, before the forward."""
         modes = [held.get("training") for held in self.layout.modules()]
         return (*self.numbers, *modes, *self.layout.signature)
+
+    def lease(self, asks: Container[str]) -> None:
+        """Refer to containers below that code may tell from others like them."""
+        assert self.taken is not None
+        self.leases = [
+            lease_of(value)
+            for _, holders in self.taken.below
+            for value in holders
+            if not type(value).__weakrefoffset__ and is_told(value, asks)
+        ]
+
+    @property
+    def has_iterators(self) -> bool:
+        """Whether it reaches iterators."""
+        return bool(self._iterators)
 
     def forward_done(self) -> None:
         """Note what the forward changed."""

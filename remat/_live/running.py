@@ -187,6 +187,8 @@ class Running:
                 now.revive_owners()
                 started.append(now)
             self._now.append((root, now))
+        leased = (lease() for root in self._roots for lease in root.leases)
+        self._alive.update((id(v), v) for v in leased if v is not None)
         for exchange in started:
             exchange.look()
         for exchange in started:

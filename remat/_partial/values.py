@@ -86,6 +86,14 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
 
 
+def storage_if_any(tensor: Tensor) -> Any:
+    """Return the storage of a tensor; None if it has none, as one of a vmap's end."""
+    try:
+        return storage_of(tensor)
+    except RuntimeError:  # also NotImplementedError
+        return None
+
+
 def is_strided(tensor: Tensor) -> bool:
     """Say whether a tensor is a strided view of one storage, and nothing more."""
     if sees_operations(tensor) or tensor.layout is not torch.strided:

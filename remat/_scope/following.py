@@ -53,6 +53,7 @@ class Course:
     # What was said about steps that differ.
     told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
+    _paths: frozenset[str] = field(init=False, compare=False, repr=False)
     # How many calls there are of an outermost module, and of each path in each of them.
     _turns: dict[str, int] = field(init=False, compare=False, repr=False)
     _numbers: dict[tuple[str, int, str], int] = field(
@@ -69,6 +70,7 @@ class Course:
             "nbytes": sum(sum(each.sizes) for each in self.placed),
             "roots": frozenset(turns),
             "_by_place": {each.place: each for each in self.placed},
+            "_paths": frozenset(each.place[2] for each in self.placed),
             "_turns": turns,
             "_numbers": numbers,
         }
@@ -77,6 +79,9 @@ class Course:
 
     def at(self, place: CallPlace) -> Placed:
         """Return what is planned for a place. More calls than planned begin again."""
+        found = self._by_place.get(place)
+        if found is not None or place[2] not in self._paths:
+            return found or _NOTHING
         root, turn, path, number = place
         turn %= self._turns.get(root, 1)
         number %= self._numbers.get((root, turn, path), 1)
@@ -157,8 +162,7 @@ class ByPlace(Policy):
         self._visited = set[CallPlace]()
         # The bytes that were planned and did not run, or run and were not planned.
         self._off = 0
-        # Of results that are saved, or are the first of a call: their bytes as planned,
-        # and by how many they differ.
+        # Of the first results of calls: their bytes as planned, and those that differ.
         self._sized = self._resized = 0
         self._first = ""  # difference
 
@@ -174,44 +178,50 @@ class ByPlace(Policy):
         if op.names:
             return Decision.RECOMPUTE
         calls, name = self.calls, str(op.func)
-        if calls.ended:
+        if calls.ended and self._courses:
             self._leave(calls.ended)
         call = calls.current
         cursor: _Cursor | None = call.cursor
         if cursor is None:
             call.cursor = cursor = self._begun(self._course, call.place)
-        at, names = cursor.at, cursor.placed.names
-        if cursor.costs is None and at < len(names) and names[at] == name:
+            self._compare(op, name, cursor.placed)
+        at, placed = cursor.at, cursor.placed
+        names = placed.names
+        if at < len(names) and names[at] == name and cursor.costs is None:
             cursor.at = at + 1
         else:
-            at, cursor = self._found(op, name, call)
-        self.is_passing = at >= 0 and cursor.placed.passes[at]
-        saves = at >= 0 and cursor.placed.saves[at]
-        if saves or at == 0:
-            self._compare(op, name, cursor.placed.sizes[at])
-        return Decision.SAVE if saves else Decision.RECOMPUTE
+            at, placed = self._found(op, name, call)
+            if at < 0:
+                self.is_passing = False
+                return Decision.RECOMPUTE
+        if placed.saves[at]:
+            return Decision.SAVE
+        self.is_passing = placed.passes[at]
+        return Decision.RECOMPUTE
 
     def _begun(self, course: int, place: CallPlace) -> _Cursor:
         found = self._courses[course].at(place) if self._courses else _NOTHING
         self._visited.add(found.place)
         return _Cursor(course, found)
 
-    def _compare(self, op: Op, name: str, size: int) -> None:
-        """Note whether a result has other bytes than planned."""
-        self._sized += size
-        if op.nbytes != size:
-            self._resized += abs(op.nbytes - size)
-            made = f"{name} makes {op.nbytes:,} bytes at {op.source}"
-            self._first = self._first or f"{size:,} bytes were planned, and {made}"
+    def _compare(self, op: Op, name: str, placed: Placed) -> None:
+        """Note whether the first result of a call has other bytes than planned."""
+        if placed.names[:1] == (name,):
+            size, nbytes = placed.sizes[0], op.nbytes
+            self._sized += size
+            self._resized += abs(nbytes - size)
+            if nbytes != size and not self._first:
+                made = f"{name} makes {nbytes:,} bytes at {op.source}"
+                self._first = f"{size:,} bytes were planned, and {made}"
 
-    def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, _Cursor]:
-        """Return where an operation is that is not the next, or -1; the cursor."""
+    def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, Placed]:
+        """Return where an operation is that is not the next, or -1, and in what."""
         cursor: _Cursor = call.cursor
         if cursor.costs is None:
             other = self._other(cursor, name, call.place)
             if other is not None:
                 call.cursor, self._course = other, other.course
-                return other.at - 1, other
+                return other.at - 1, other.placed
         before, names = cursor.at, cursor.placed.names
         if not self._first:
             expected = names[before] if before < len(names) else "nothing more"
@@ -221,7 +231,7 @@ class ByPlace(Policy):
             self._off += op.nbytes
         else:
             self._pass_over(cursor.placed, before, at)
-        return at, cursor
+        return at, cursor.placed
 
     def _pass_over(self, placed: Placed, first: int, end: int) -> None:
         """Note that operations do not run."""
@@ -236,9 +246,14 @@ class ByPlace(Policy):
     def _leave(self, ended: list[ModuleCall]) -> None:
         """Note which operations calls have left out that are over."""
         for call in ended:
-            cursor = call.cursor or self._begun(self._course, call.place)
-            if cursor.at < len(cursor.placed.names):
-                self._pass_over(cursor.placed, cursor.at, len(cursor.placed.names))
+            cursor: _Cursor | None = call.cursor
+            if cursor is None:
+                placed, at = self._courses[self._course].at(call.place), 0
+                self._visited.add(placed.place)
+            else:
+                placed, at = cursor.placed, cursor.at
+            if at < len(placed.names):
+                self._pass_over(placed, at, len(placed.names))
         ended.clear()
 
     def _other(self, cursor: _Cursor, name: str, place: CallPlace) -> _Cursor | None:

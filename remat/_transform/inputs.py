@@ -23,7 +23,7 @@ hold none, since the node does. The two take copies in other ways and at other t
 import contextlib
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from ctypes import string_at
 from typing import Any
@@ -35,12 +35,14 @@ from remat._base.absent import Absent
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside
-from remat._partial.values import storage_of
+from remat._live.reach import Reach
+from remat._partial.values import storage_if_any
 from remat._torch import (
     Renorm,
     Renorms,
     dispatch_mode_count,
     has_no_memory,
+    is_of_checkpoint,
     later_renorms,
     storage_id,
     unseen,
@@ -92,8 +94,16 @@ class SavedInputs:
 
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
-        *("_hooks", "_memory", "_outside", "_overlaps", "_refs", "_storages", "_sums"),
-        *("_watched", "may_be_written", "needs", "originals", "originals_at"),
+        *("_hooks", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
+        *(
+            "_storages",
+            "_sums",
+            "_watched",
+            "may_be_written",
+            "needs",
+            "originals",
+            "originals_at",
+        ),
         *("renorms", "values", "versions"),
     )
 
@@ -101,13 +111,16 @@ class SavedInputs:
         self,
         inputs: Sequence[Tensor],
         needs: list[bool],
-        first: int,  # from here on all are parameters
-        buffers: Mapping[int, bool],  # may be updated; whether registered
+        reach: Reach,
         hooks: Any,
         *,
         nested: bool,
     ) -> None:
+        first, buffers = reach.first_parameter, reach.buffers
         self.needs, self._hooks, self._first = needs, hooks, first
+        # Torch's checkpoint tells tensors by position. A list may hold more by then.
+        is_torchs = hooks is not None and is_of_checkpoint(hooks[0])
+        self._packed: Container[int] = reach.passed if is_torchs else range(first)
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
         self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
@@ -214,9 +227,9 @@ class SavedInputs:
             return self._value_of(i, t)
 
     def _value_of(self, i: int, t: Tensor) -> Any:
-        if self._hooks is None:
+        if self._hooks is None or i not in self._packed:
             return t.detach()
-        storage = _storage_of(t)
+        storage = storage_if_any(t)
         if storage is not None:
             self._storages[i] = weakref.ref(storage)
         return PackedOutside(t, self._hooks)
@@ -387,7 +400,7 @@ class SavedInputs:
         if type(value) is PackedOutside:  # of which nothing else checks the version
             version, storage = self.versions[i], self._storages.get(i)
             is_same = version is not None and t._version == version
-            is_same = is_same and storage is not None and storage() is _storage_of(t)
+            is_same = is_same and storage is not None and storage() is storage_if_any(t)
             return t if is_same else None
         if type(t) is not Tensor:
             return t
@@ -434,11 +447,3 @@ class SavedInputs:
             for i, (ours, later) in self.renorms.items()
         ]
         return holding_rows(pairs)
-
-
-def _storage_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor; None if it has none, as one of a vmap's end."""
-    try:
-        return storage_of(tensor)
-    except RuntimeError:  # also NotImplementedError
-        return None

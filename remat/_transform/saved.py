@@ -35,7 +35,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
-from remat._ambient.modes import NO_MODES, ModesAround
+from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
 from remat._base.calls import in_place
 from remat._base.context import Context, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
@@ -143,8 +143,7 @@ def call_saved(
         call.plan(owner_of(users_fn, args), inputs)
         fn = in_place(fn, call.policy)
     if dispatch_mode_count():
-        call.modes = ModesAround()
-        with call.modes.watched():
+        with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
     return call.forward(fn, args, kwargs, inputs)
 
@@ -199,14 +198,8 @@ class Saved:
         is_nested = hooks is not None and hooks[1] is unpack
         self.is_nested = is_nested and hooks[0] is not context.block_pack
         self.policy = options.policy if context.policy is None else options.joined()
-        self.inputs = SavedInputs(
-            inputs,
-            needs,
-            reach.first_parameter,
-            reach.buffers,
-            hooks,
-            nested=self.is_nested,
-        )
+        nested = self.is_nested
+        self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=nested)
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True
         )
@@ -384,8 +377,8 @@ class Saved:
         planned = self.planned
         if planned is not None:
             why = planned.gives_up(accumulates=self.leaf_changes.accumulates)
-            if not why and is_written(inputs, self.inputs):
-                why = _WRITES
+            if self.is_nested and not why and is_written(inputs, self.inputs):
+                why = _WRITES  # now, as what is packed outside is counted
             if why:  # all is recomputed, with a warning if that is not what was asked
                 self.planned = planned = None
                 policy, prune = self.policy, self.options.prune
@@ -407,6 +400,7 @@ class Saved:
             raise changed_inside(self.reach, changed, changes, works_again=again)
         if written:
             self.written = note_written(inputs, self.inputs, written)
+            self.planned = None
         elif planned is not None:
             # After their changes were noted: what is absent has none.
             self.inputs.let_go(planned.dropped)

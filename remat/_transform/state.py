@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, put_back
-from remat._ambient.modes import NO_MODES, ModesAround
+from remat._ambient.modes import NO_MODES, ModesAround, modes_around
 from remat._base.absent import Absent
 from remat._base.program import (
     InputIndex,
@@ -91,20 +91,20 @@ class CallState(NamedTuple):
             versions[i] = value._version
             if values:
                 values[i] = FunctionalValue(value)
-        new = self._at([i for i in range(len(versions)) if i not in before])
+        new = self.located([i for i in range(len(versions)) if i not in before])
         return new._replace(versions=versions, values=values)
 
     def of_first(self, count: int) -> "CallState":
         """Return it for the first inputs: those of the call, without their tangents."""
         attributes = self.attributes
-        return self._at(range(count))._replace(
+        return self.located(range(count))._replace(
             versions=self.versions[:count],
             classes=self.classes[:count],
             values=self.values[:count],
             attributes=attributes and attributes[:count],
         )
 
-    def _at(self, inputs: Collection[InputIndex]) -> "CallState":
+    def located(self, inputs: Collection[InputIndex]) -> "CallState":
         """Return it with the addresses of some inputs alone."""
         where, then = self.addresses
         if then is None:
@@ -262,7 +262,7 @@ def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
         values,
         attributes=attributes_of(inputs),
         next_hook=RemovableHandle.next_id,
-        modes=ModesAround() if dispatch_mode_count() and not values else None,
+        modes=modes_around() if dispatch_mode_count() and not values else None,
     )
 
 

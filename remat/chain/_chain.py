@@ -56,6 +56,9 @@ class Chain(ChainProgram):
             name = call.snapshot.name_of(evaluation.updated[0])
             raise CaptureError(CHANGED.format(label=self.label, what=f"`{name}`"))
         assert self.state is not None
+        if call.scanned:  # steps are given slices, which are elsewhere
+            whole = {*range(len(inputs))}.difference(call.scanned)
+            self.state = self.state.located(whole)
         if not self.state.ambient.moved:
             call.forget_streams()
         return results, evaluation

@@ -7,7 +7,6 @@ Rejected: a graph of all steps. Which inputs the result depends on would be know
 certain, for the memory that a chain is there to save.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -16,23 +15,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, noted
+from remat._ambient.modes import are_users_modes, modes_around
+from remat._base import pytree
 from remat._base.errors import CaptureError
-from remat._base.types import Fn
-from remat._capture.between import (
-    NOTHING,
-    Between,
-    Nodes,
-    RecomputedObjects,
-    Unnoted,
-    changed_in_forward,
-)
-from remat._capture.runs import ForwardRun, SnapshotRun, named_change
-from remat._capture.snapshot import BoundFunction
+from remat._base.types import INERT, Fn
 from remat._graph.edges import reached_inputs
+from remat._live.moment import ATTRIBUTE, Moment
+from remat._live.reach import Reach
 from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
+from remat._transform.leaves import attributes_of
 from remat.chain._actions import (
     Action,
     Advance,
@@ -44,7 +38,10 @@ from remat.chain._actions import (
 )
 from remat.chain._binomial import Online
 from remat.chain._steps import (
+    TENSOR,
+    Between,
     Cut,
+    Frame,
     Live,
     Steps,
     refuse_opaque,
@@ -78,21 +75,12 @@ class ChainCall(Call):
         needs: which inputs some level differentiates.
         stores: whether the forward stores checkpoints.
         cut: how graphs end between two steps, while the forward runs.
+        changes: whether steps change what others may read; known after the forward.
     """
 
     __slots__ = (
-        *("_changing", "_form", "_others", "_progress", "_results", "_stored", "cut"),
-        *(
-            "_is_noted",
-            "initial",
-            "length",
-            "needs",
-            "outs",
-            "scanned",
-            "schedule",
-            "steps",
-        ),
-        "stores",
+        *("_form", "_progress", "_results", "_stored", "changes", "cut", "initial"),
+        *("length", "needs", "outs", "scanned", "schedule", "steps", "stores"),
     )
 
     def __init__(
@@ -103,29 +91,28 @@ class ChainCall(Call):
         schedule: Schedule,
         progress: Progress,
     ) -> None:
-        super().__init__(fn, steps.label, args, {})
+        carry, self._form = tensors_and_frame(args[0])
+        if steps.is_repeated:
+            refuse_opaque(self._form, steps.label)
+        # Steps read the live carry, and not the container of the initial one.
+        named = dict(zip(_names(self._form), carry, strict=True))
+        args = None, *args[1:]
+        super().__init__(Reach(fn, steps.label, args, named), fn, args, named)
         self.steps, self.schedule, self._progress = steps, schedule, progress
         self.length = steps.length or 0
         index = {id(t): i for i, t in enumerate(self._inputs)}
-        tensors, self._form = tensors_and_frame(args[0])
-        if steps.is_repeated:
-            refuse_opaque(self._form, steps.label)
-        self.initial = [index[id(t)] for t in tensors]
+        self.initial = [index[id(t)] for t in carry]
         scanned = (
             () if steps.scanned is None else tensors_and_frame(args[steps.scanned])[0]
         )
         self.scanned = [index[id(t)] for t in scanned]
         self.outs = Outs((), ())
         self.needs: Sequence[bool] = ()
-        self.stores = False
+        self.stores = self.changes = False
         self.cut: Cut | None = None
         # The last carry, and what was collected, until their places are known.
         self._results: Sequence[Live] = ()
-        self._is_noted = False
         self._stored: Stored | None = None
-        # The objects that change, by their nodes, and those nodes that do not change.
-        self._changing: Nodes = {}
-        self._others: Nodes = {}
 
     def first(self, inputs: Sequence[Tensor]) -> Live:
         """Return the initial carry."""
@@ -142,53 +129,45 @@ class ChainCall(Call):
         return cut
 
     @override
-    def body(self, fn: BoundFunction, run: ForwardRun) -> Fn:
-        assert self._search is not None
-        run.watch(self._search.walked())
-        return functools.partial(self._run_all, run, fn.fn, fn.args)
-
-    def _run_all(self, run: ForwardRun, fn: Any, args: Sequence[Any]) -> Any:
-        sweep = _Sweep(self, run, fn, args)  # local: it leads to the call
+    def instead(self, fn: Any, args: Sequence[Any]) -> Any:
+        """Run all steps, with the function and the arguments of the forward."""
+        sweep = _Sweep(self, fn, args)  # local: it leads to the call
         carry, collected = self._results = sweep.run_all()
         self.length, self._stored = sweep.count, sweep.stored
-        self._changing, self._is_noted = sweep.changing, sweep.is_noting
+        self.changes = sweep.is_noting
+        late = "" if self.changes else sweep.change()
+        if late:
+            self.changes = True
+            self._stored = None  # of its carries nobody knows what objects held
+            self.noted(fn, args)
+            if self.steps.goes_on is not None:
+                raise CaptureError(_LATE.format(label=self.steps.label, what=late))
         return carry.tree, collected.tree
 
-    @override
-    def hand_on(self, run: ForwardRun) -> None:
-        """Note which objects changed, and have the user's hold it."""
-        self.note_changes(run)
-        super().hand_on(run)
+    def noted(
+        self, fn: Any, args: Sequence[Any], inputs: Sequence[Tensor] | None = None
+    ) -> Between | None:
+        """Note what all that the steps reach holds now, as at a call from here on.
 
-    def note_changes(self, run: ForwardRun) -> None:
-        """Note which objects changed: a recompute of later steps puts them back."""
-        changed = self.changed(run)
-        if changed:
-            # Those that changed and changed back are in checkpoints alone.
-            self._changing |= dict.fromkeys(changed)
-            if not self._is_noted:
-                self._stored = None  # of its carries nobody knows what objects held
-                if self.steps.goes_on is not None:
-                    what = named_change(*next(run.changes())[1:])
-                    raise CaptureError(_LATE.format(label=self.steps.label, what=what))
-        if self._changing:
-            self._others = dict.fromkeys(node for node, _ in run.given())
-
-    def changed(self, run: ForwardRun) -> Between:
-        """Return what objects hold that differ from the call."""
-        try:
-            return changed_in_forward(run)
-        except Unnoted as error:
-            if not self.steps.is_repeated:
-                return NOTHING
-            label = self.steps.label
-            raise CaptureError(CHANGED.format(label=label, what=error)) from None
-
-    def recomputing(self, run: SnapshotRun) -> RecomputedObjects | None:
-        """Return what notes and puts back the objects that change, if some do."""
-        if not self._changing:
+        Args:
+            fn: the function of the steps, as they are given it.
+            args: their arguments.
+            inputs: those of the chain that the steps run on; of the forward if None.
+        """
+        if inputs is None:
+            assert self.cut is not None
+            inputs = self.cut.inputs
+        reach = Reach(fn, self.steps.label, args, {})
+        index = {id(t): i for i, t in enumerate(inputs)}
+        numbers = [index.get(id(t)) for t in reach.take_tensors()]
+        reach.not_as_a_whole()
+        known = [i for i in numbers if i is not None]
+        if len(known) == len(numbers):
+            return Between(reach, known, _state_of(inputs))
+        if not self.steps.is_repeated:
             return None
-        return RecomputedObjects(run, self._changing, self._others)
+        what = f"`{reach.name_of(numbers.index(None))}`"
+        raise CaptureError(CHANGED.format(label=self.steps.label, what=what))
 
     def forget_streams(self) -> None:
         """Forget where random streams were, from which no step drew."""
@@ -213,6 +192,8 @@ class ChainCall(Call):
     def forward_done(self) -> None:
         super().forward_done()
         self._progress = self.cut = None
+        if self.changes:
+            self.snapshot.not_as_a_whole()
 
 
 class ChainProgram(Primal):
@@ -222,26 +203,66 @@ class ChainProgram(Primal):
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
 
+def _state_of(inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Return what tensors and the user's modes hold, that may change between steps."""
+    state: dict[str, Any] = {}
+    if are_users_modes():
+        state["modes"] = modes_around()
+    held = attributes_of(inputs)
+    if held is not None:
+        for entries in held:
+            entries.pop("retain_grad", None)  # remat's own, of stand-ins
+        if all(INERT.issuperset(map(type, entries.values())) for entries in held):
+            state["attributes"] = held
+    return state
+
+
+def _names(form: Frame) -> list[str]:
+    """Return what errors call the tensors of the initial carry."""
+    paths = pytree.paths(form.treedef)
+    pairs = zip(paths, form.leaves, strict=True)
+    return [f"carry{path}" for path, leaf in pairs if leaf is TENSOR]
+
+
 class _Sweep:
-    """The forward of a chain, while it runs."""
+    """The forward of a chain, while it runs.
+
+    Attributes:
+        is_noting: whether the steps change what is noted with each checkpoint.
+        count: how many steps have run.
+        stored: the checkpoints, if there are to be some.
+    """
 
     def __init__(
-        self, call: ChainCall, run: ForwardRun, fn: Any, args: Sequence[Any]
+        self,
+        call: ChainCall,
+        fn: Any,
+        args: Sequence[Any],
     ) -> None:
         assert call.cut is not None
-        self._call, self._run, self._fn, self._args = call, run, fn, args
+        self._call, self._fn, self._args = call, fn, args
         self._cut = cut = call.cut
+        self._before = self._moment()
         # Of what every step may change, the first one tells: to look takes time.
-        self.is_noting = False
-        self.changing: Nodes = {}
-        tensors, frame = tensors_and_frame(args[0])
-        needs = [t.requires_grad for t in tensors]
-        self._live = self._first = Live([*map(cut.value, tensors)], frame, needs)
+        # Iterators do not tell how far they were read. Modes may count what runs.
+        self.is_noting = call.snapshot.has_iterators or are_users_modes()
+        first = call.first(cut.inputs)
+        self._live = self._first = first._replace(
+            tensors=[*map(cut.value, first.tensors)]
+        )
         self.count = 0
         self.stored = Stored() if call.stores else None
         self._columns = Columns(call.steps)
         self._ambient: Ambient | None = None
         self._progress = call._progress
+
+    def _moment(self) -> Moment:
+        return self._call.snapshot.moment(self._cut.inputs)
+
+    def change(self, since: Moment | None = None, named: str = "") -> str:
+        """Return what changed since a moment, or since the call; "" if nothing did."""
+        found = self._moment().changes_since(since or self._before)
+        return next((name for name in found if named in name), "")
 
     def run_all(self) -> tuple[Live, Live]:
         """Run all steps; return the last carry and what was collected."""
@@ -271,11 +292,11 @@ class _Sweep:
     def _goes_on(self, asked: Callable[[Any, Any], bool]) -> bool:
         """Ask whether there is another step."""
         looks = not self.count or self.is_noting
-        before = self._run.noted_now() if looks else ()
+        before = self._moment() if looks else None
         goes_on = asked(self._fn, self._live.tree)
-        changed = next(self._run.changes(before), None)
-        if changed is not None:
-            label, what = self._call.steps.label, named_change(*changed[1:])
+        what = "" if before is None else self.change(before)
+        if what:
+            label = self._call.steps.label
             raise CaptureError(_ASKED.format(label=label, what=what))
         return goes_on
 
@@ -290,19 +311,29 @@ class _Sweep:
                 refuse_other_form(live, self._first, k, steps.label)
             refuse_leaks(snapshot, leaves, ())
             del leaves
-            if not self.count:
-                self.is_noting = bool(self._call.changed(self._run))
+            if not self.count and self.change():
+                self._begin_noting()
             self._live, self.count = live, k + 1
             self._columns.add(row)
             if self._progress is not None:
                 self._progress(k + 1)
 
+    def _begin_noting(self) -> None:
+        """Note what changes from here on; refuse what cannot be noted."""
+        self.is_noting = True
+        between = self._call.noted(self._fn, self._args)
+        is_told = between is None or "attributes" in between.state
+        if not is_told and self.change(named=ATTRIBUTE):
+            label = self._call.steps.label
+            raise CaptureError(CHANGED.format(label=label, what=ATTRIBUTE))
+
     def _store(self, step: int, storage: Storage) -> None:
         """Store the live carry, with what objects hold and where streams are."""
         assert self.stored is not None
         self._ambient = noted(self._call.snapshot.streams, self._ambient)
-        objects = self._call.changed(self._run) if self.is_noting else NOTHING
-        self.changing |= dict.fromkeys(objects)
+        objects = None
+        if self.is_noting and step:
+            objects = self._call.noted(self._fn, self._args)
         ambient = self._ambient if step else None
         live = self._live._replace(ambient=ambient, objects=objects)
         self.stored.save(step, live, storage)
@@ -318,10 +349,9 @@ class _Sweep:
 
 
 CHANGED = (
-    "remat: the steps of {label} changed {what}. A recompute of a later step would "
-    "find it as it was before the first one. Only attributes, containers and variables "
-    "of outer functions are put back, and only if they hold numbers, words and "
-    "containers of these. Make it a part of the carry, or return it for each step."
+    "remat: the steps of {label} changed {what}, to a tensor that was computed in "
+    "them. A recompute of a later step would not find it. Make it a part of the carry, "
+    "or return it for each step."
 )
 _ASKED = (
     "remat: the condition of {label} changed {what}. A recompute does not ask the "

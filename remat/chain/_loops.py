@@ -30,7 +30,7 @@ from remat.chain._call import (
 )
 from remat.chain._forward import Progress
 from remat.chain._segments import EveryStep, Sqrt
-from remat.chain._steps import FunctionList, Steps
+from remat.chain._steps import Steps
 
 
 C = TypeVar("C")
@@ -256,7 +256,7 @@ def while_loop(
     schedule = schedule or _online(checkpoints)
     label = label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on)
-    both = FunctionList((cond, policed(body, policy)))
+    both = cond, policed(body, policy)
     return call_chain(both, (init,), steps, schedule, progress)[0]
 
 
@@ -282,14 +282,14 @@ def _counted_step(
 
 
 def _while_step(
-    both: FunctionList, args: Sequence[Any], k: int, carry: Any, place: int
+    both: tuple[Any, Any], args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, None]:
     del args, k, place
-    return both.fns[1](carry), None
+    return both[1](carry), None
 
 
-def _goes_on(both: FunctionList, carry: Any) -> bool:
-    return bool(both.fns[0](carry))
+def _goes_on(both: tuple[Any, Any], carry: Any) -> bool:
+    return bool(both[0](carry))
 
 
 # --- Arguments ---

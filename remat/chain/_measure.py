@@ -15,15 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from remat._base.context import differentiated
 from remat._base.program import Request, replaced_at
 from remat._base.types import TENSORS
-from remat._capture.runs import ForwardRun
 from remat._fit.meter import Meter, MissingValueError, has_storage
 from remat._fit.simulate import isolated
-from remat._live.reach import Reach
 from remat._partial.cache import CACHES
 from remat._torch import (
     base_tensor,
@@ -42,7 +39,7 @@ from remat.chain._reversal import Reversing
 from remat.chain._rotor import StageCosts, Stages
 from remat.chain._segment import segment_from
 from remat.chain._segments import Uniform
-from remat.chain._steps import FunctionList, Live, Steps, tensors_and_frame
+from remat.chain._steps import Live, Steps, tensors_and_frame
 
 
 def measured(
@@ -120,8 +117,7 @@ def _set_back(trial: "Trial") -> Iterator[None]:
     states = [stream.read() for stream in streams]
     try:
         # It is as for a recompute, which leaves everything as it was before.
-        tensors = trial.reach.take_tensors()
-        with trial.reach.restored(tensors):
+        with trial.snapshot.restored(trial.snapshot.alive()):
             yield
     finally:
         for stream, state in zip(streams, states, strict=True):
@@ -214,7 +210,7 @@ def _stage(
 
 
 class Trial(ChainCall):
-    """A call of some steps of a chain, of which nothing stays: `reach` is put back."""
+    """A call of some steps of a chain, of which nothing stays: all is put back."""
 
     __slots__ = ("reach",)
 
@@ -225,12 +221,6 @@ class Trial(ChainCall):
         count = min(steps.length, count) if steps.is_repeated else steps.length
         super().__init__(fn, args, steps, Uniform(1), None)
         self.length = count  # what is scanned is as long as all steps
-        fns = fn.fns if isinstance(fn, FunctionList) else (fn,)
-        self.reach = Reach(fns[0], steps.label, (*fns, *args), {})
-
-    @override
-    def hand_on(self, run: ForwardRun) -> None:
-        self.note_changes(run)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ The gradient of a slice would be as large as the whole, in each step.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,15 +15,26 @@ from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, noted
 from remat._base.context import here
-from remat._base.program import Evaluation, Program, Request, has_derivatives
+from remat._base.program import (
+    Evaluation,
+    InputIndex,
+    Program,
+    Request,
+    has_derivatives,
+)
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
-from remat._capture.between import NOTHING
-from remat._capture.runs import SnapshotRun
-from remat._capture.snapshot import call_under
 from remat._torch import without_hooks
 from remat.chain._forward import ChainProgram
-from remat.chain._steps import Cut, Live, cutting, run_step, tensors_and_frame, through
+from remat.chain._steps import (
+    Between,
+    Cut,
+    Live,
+    cutting,
+    run_step,
+    tensors_and_frame,
+    through,
+)
 
 
 class Segment(Program):
@@ -45,8 +56,16 @@ class Segment(Program):
         self._numbers = range(start, stop)
         self._offset = chain.call.steps.slices(start, stop)[0]
         self._ambient: Ambient | None = None
-        self._objects = NOTHING
+        self._objects: Between | None = None
         self._after: Live | None = None
+
+    @property
+    @override
+    def own(self) -> Container[InputIndex]:
+        """The chain's, but for what is scanned, which is cut."""
+        own, count = self._chain.own, len(self._live.needs)
+        known = enumerate(self._call.needs)
+        return {count + i for i, _ in known if i in own} if own else ()
 
     def carry_of(self, outs: Sequence[Tensor]) -> Live:
         """Return the carry after the steps, of the outputs of the last run."""
@@ -63,7 +82,7 @@ class Segment(Program):
             steps = self._call.steps
             return through(steps, fn, args, live.tree, self._numbers, self._offset)
 
-        carry, ys = self._called(call, inputs[count:], mode)
+        carry, ys = self._called(call, inputs[count:], mode, here().runs)
         tensors, frame = tensors_and_frame(carry)
         # Who differentiates it is outside, and does not show in the tensors.
         needs = [*map(has_derivatives, tensors)]
@@ -106,7 +125,7 @@ class Segment(Program):
                     flags.extend(collected.needs)
             return now
 
-        with cutting(inputs[count:], needs[count:]) as cut:
+        with cutting(inputs[count:], needs[count:], self._chain.own) as cut:
             run = functools.partial(call, cut)
             last = without_hooks(self._called, run, cut.inputs, None)
         self._after = last._replace(
@@ -119,26 +138,43 @@ class Segment(Program):
         call: Callable[[Any, Sequence[Any]], Any],
         inputs: Sequence[Tensor],
         mode: Any,
+        runs: list[Any] | None = None,
     ) -> Any:
-        """Call something with the function and the arguments of the chain, rebuilt."""
-        chain, context = self._chain, here()
-        snapshot, state = self._call.snapshot, chain.state
+        """Call something with the function and the arguments of the chain.
+
+        Args:
+            call: is given them, as they were at the first step.
+            inputs: of the chain.
+            mode: to run under.
+            runs: where the run is noted, if its graph is to be differentiated.
+        """
+        chain, context, all_steps = self._chain, here(), self._call
+        snapshot, state = all_steps.snapshot, chain.state
         assert state is not None
         if self._live.ambient is not None:
             state = state._replace(ambient=self._live.ambient)
+        if self._live.objects is not None:
+            state = state._replace(**self._live.objects.state)
 
         def run(inputs: Sequence[Tensor]) -> Any:
-            with SnapshotRun(inputs) as run:
-                fn, *around = snapshot.built(run)
-                recomputing = self._call.recomputing(run)
-                if recomputing is not None:
-                    recomputing.put_back(self._live.objects)
-                found = call_under(functools.partial(call, fn.fn, fn.args), *around)
-                if recomputing is not None:
-                    self._objects = recomputing.noted()
+            def body(fn: Any, args: Sequence[Any]) -> Any:
+                found = call(fn, args)
+                if all_steps.changes:
+                    self._objects = all_steps.noted(fn, args, inputs)
                 if state.ambient.moved:
                     self._ambient = noted(snapshot.streams, self._live.ambient)
                 return found
+
+            between = self._live.objects
+            if between is None:
+                return snapshot.run(inputs, body, runs)
+            reach, numbers, _ = between
+
+            def users() -> list[Any]:
+                return [*map(snapshot.alive().__getitem__, numbers)]
+
+            tensors = [*map(inputs.__getitem__, numbers)]
+            return reach.run(tensors, body, runs, users)
 
         context.recomputing = (*context.recomputing, chain)
         try:

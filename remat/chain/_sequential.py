@@ -23,7 +23,7 @@ from remat.chain._call import (
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
 from remat.chain._segments import Uniform
-from remat.chain._steps import FunctionList, Steps
+from remat.chain._steps import Steps
 
 
 def sequential(
@@ -98,7 +98,7 @@ def sequential(
     label = label_for(f"sequential of {len(layers)} {name}")
     steps = Steps(_apply_layer, label, len(layers), is_repeated=False)
     called = tuple(policed(fn, policy) for fn in layers)
-    return call_chain(FunctionList(called), (x, args), steps, schedule, progress)[0]
+    return call_chain(called, (x, args), steps, schedule, progress)[0]
 
 
 def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
@@ -110,10 +110,10 @@ def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
 
 
 def _apply_layer(
-    layers: FunctionList, args: Sequence[Any], k: int, carry: Any, place: int
+    layers: Sequence[Any], args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, None]:
     del place
-    return layers.fns[k](carry, *args[1]), None
+    return layers[k](carry, *args[1]), None
 
 
 _BOTH = (

@@ -9,7 +9,7 @@ function is given pytrees, and errors name their parts.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from remat._base import pytree
 from remat._base.errors import MutationError
-from remat._base.program import fresh_leaves
+from remat._base.program import InputIndex, leaves_for
 from remat._base.tensors import describe, versions_of
 from remat._base.types import INERT
-from remat._capture.between import NOTHING, Between
+from remat._live.reach import Reach
 from remat._torch import current_layer, grad_level, grad_mode, leaf_at, unwrap_for_grad
 
 
@@ -48,6 +48,20 @@ def tensors_and_frame(tree: Any) -> tuple[list[Tensor], Frame]:
     return tensors, Frame(treedef, rest)
 
 
+class Between(NamedTuple):
+    """What all that the steps reach held between two of them.
+
+    Attributes:
+        reach: notes it.
+        numbers: of its tensors, among the inputs of the chain.
+        state: what tensors and the user's modes held, by names of `CallState`.
+    """
+
+    reach: Reach
+    numbers: Sequence[int]
+    state: dict[str, Any]
+
+
 class Live(NamedTuple):
     """A carry between two steps, or what one step collects, without graphs.
 
@@ -57,14 +71,14 @@ class Live(NamedTuple):
         needs: which of the tensors require grad.
         ambient: the state of random streams at this step; None if it is that of the
             call.
-        objects: what objects held at this step that differ from the call.
+        objects: what objects held at this step; None if it is as at the call.
     """
 
     tensors: Sequence[Tensor]
     frame: Frame
     needs: Sequence[bool]
     ambient: Any = None
-    objects: Between = NOTHING
+    objects: Between | None = None
 
     @property
     def tree(self) -> Any:
@@ -122,17 +136,6 @@ class Steps:
             return k
         assert self.length is not None
         return self.length - 1 - k
-
-
-class FunctionList:
-    """Several functions, as one that a search can walk."""
-
-    def __init__(self, fns: Sequence[Any]) -> None:
-        self.fns = fns
-
-    def __call__(self) -> Any:
-        """Not called: its parts are."""
-        raise NotImplementedError
 
 
 def through(
@@ -228,17 +231,22 @@ class Cut(NamedTuple):
 
 @contextlib.contextmanager
 def cutting(
-    inputs: Sequence[Tensor], needs: Sequence[bool], *, are_leaves: bool = False
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+    own: Container[InputIndex] = (),
+    *,
+    are_leaves: bool = False,
 ) -> Iterator[Cut]:
     """Make graphs that can be cut: below all levels, or in a level of their own.
 
     Below a vmap alone no tensor can be made to require grad. `are_leaves` says that the
-    inputs of the chain are leaves already, which require grad by `needs`.
+    inputs of the chain are leaves already, which require grad by `needs`. Of the user's
+    `own` no others are made.
     """
     if current_layer() is None:
         with grad_mode(True):
             # What requires grad only at a level of torch.func does not show down here.
-            leaves = inputs if are_leaves else fresh_leaves(inputs, needs)
+            leaves = inputs if are_leaves else leaves_for(inputs, needs, own)
             yield Cut(leaves, _leaf, Tensor.detach)
         return
     # No level below records a graph: it is entered without grad mode. To detach the

@@ -124,9 +124,10 @@ def has_sharded_parts(model: nn.Module) -> bool:
     sharded = _classes("torch.distributed.tensor", "DTensor")
     fsdp = "FSDPModule", "FullyShardedDataParallel"
     wrapped = _classes("torch.distributed.fsdp", *fsdp)
-    if any(isinstance(module, wrapped) for module in model.modules()):
+    if wrapped and any(isinstance(module, wrapped) for module in model.modules()):
         return True
-    return any(isinstance(parameter, sharded) for parameter in model.parameters())
+    learned = model.parameters() if sharded else ()
+    return any(isinstance(parameter, sharded) for parameter in learned)
 
 
 def _classes(module: str, *names: str) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.func import grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from remat import remat
-from remat.testing import count_ops, live_bytes
+from remat.testing import assert_same, count_ops, live_bytes
 
 
 in_each_state = pytest.mark.parametrize(
@@ -224,6 +224,44 @@ def test_autocast_under_grad(wrap):
             return wrap(cast)(x, w).float().sum()
 
     return grad(loss)(w)
+
+
+def casts_of_steps_in_one_region(wrap):
+    """Return how often two steps in one region cast, and the gradients."""
+    torch.manual_seed(0)
+    x, w = leaf(8, 8), leaf(8, 8)
+    call = wrap(cast)
+    with autocast(), count_ops() as ops:
+        for _ in range(2):
+            call(x, w).float().sum().backward()
+        casts = ops["_to_copy"], ops["sin"]
+        call(x, w)
+    return casts, ops["_to_copy"] - casts[0], x.grad, w.grad
+
+
+def test_a_recompute_leaves_the_casts_of_the_user_s_region():
+    (plain, sines), plain_later, *expected = casts_of_steps_in_one_region(lambda f: f)
+    (casts, again), later, *found = casts_of_steps_in_one_region(remat)
+    assert again == 2 * sines, "both steps ran again"
+    # Neither the recomputes nor the calls after them cast x and w once more.
+    assert (casts, later) == (plain, plain_later)
+    assert later == 0
+    assert_same(found, expected)
+
+
+def test_a_recompute_after_the_casts_are_gone_leaves_none_in_the_region():
+    x, w = leaf(8, 8), leaf(8, 8)
+    with autocast():
+        y = remat(cast)(x, w).float().sum()
+    with autocast(), count_ops() as ops:
+        y.backward()
+        during = ops["_to_copy"]
+        with torch.no_grad():
+            w.mul_(2)
+        cast(x, w)
+    assert ops["sin"] == 2
+    # The call after it casts both: the weight has changed since the recompute.
+    assert ops["_to_copy"] - during == 2
 
 
 def test_what_was_cast_is_freed_when_autocast_ends():

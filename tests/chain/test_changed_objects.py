@@ -4,9 +4,13 @@ Some steps only write, as one that counts; others read what steps before them le
 recompute begins in the middle of a chain, where both find what the forward left there.
 """
 
+import itertools
 from collections import deque
+from contextvars import ContextVar
 from types import FunctionType
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 from support.tables import rows
@@ -23,7 +27,12 @@ from remat.testing import count_ops
 STEPS = 7
 
 
+COUNT = 0
+
+
 class Counter:
+    total = 0
+
     def __init__(self):
         self.count, self.log, self.new = 0, [], None
 
@@ -49,7 +58,15 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
     counter, slotted, layer = Counter(), Slotted(), Layer()
     losses, table, seen, count = [], {}, set(), 0
     pair = [torch.full((4,), 0.5).double(), 0]
-    slotted.count = 0
+    slotted.count = Counter.total = 0
+    numbers, ages = np.zeros(2), WeakKeyDictionary()
+    counted, read, variable = itertools.count(1), deque(), ContextVar("variable")
+    variable.set(0)
+    globals()["COUNT"] = 0
+
+    def defaulting(i, x, held=[0]):  # noqa: B006
+        held[0] += 1
+        return (x * held[0]).sin()
 
     def counting(i, x):
         counter.count += 1
@@ -106,6 +123,44 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
             counter.count = i
         return (x * (2 + hasattr(counter, "count"))).sin()
 
+    def reading_a_global(i, x):
+        global COUNT
+        COUNT += 1
+        return (x * COUNT).sin()
+
+    def reading_an_attribute_of_a_class(i, x):
+        Counter.total += 1
+        return (x * counter.total).sin()
+
+    def reading_a_new_object(i, x):
+        last, counter.new = counter.new, Counter()
+        counter.new.count = 1 + (last.count if last else 0)
+        return (x * counter.new.count).sin()
+
+    def reading_a_weak_table(i, x):
+        ages[counter] = 1 + ages.get(counter, 0)
+        return (x * ages[counter]).sin()
+
+    def reading_an_array(i, x):
+        numbers[0] += 1
+        return (x * numbers[0]).sin()
+
+    def reading_an_iterator(i, x):
+        return (x * next(counted)).sin()
+
+    def reading_a_context_variable(i, x):
+        variable.set(variable.get() + 1)
+        return (x * variable.get()).sin()
+
+    def with_a_default(i, x):
+        return defaulting(i, x)
+
+    def reading_where_it_pops(i, x):
+        read.append(i)
+        if i % 3 == 2:
+            read.popleft()
+        return (x * len(read)).sin()
+
     def beginning_late(i, x):
         if i % 4 == 3:
             losses.append(i)
@@ -117,9 +172,14 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
     def changed():
         modules = layer.calls, [*layer.last]
         values = losses, table, seen, count, slotted.count, pair[1]
-        return repr((vars(counter), *modules, *values))
+        count_of_counter = getattr(counter, "count", None)
+        more = counter.log, count_of_counter, COUNT, Counter.total, [*numbers]
+        others = [*ages.values()], counted, variable.get(), [*read]
+        made = counter.new.count if isinstance(counter.new, Counter) else counter.new
+        return repr((made, *modules, *values, *more, *others, defaulting.__defaults__))
 
     found = {k: v for k, v in locals().items() if isinstance(v, FunctionType)}
+    del found["defaulting"]
     return found, found.pop("changed"), layer.weight
 
 
@@ -181,11 +241,13 @@ WAYS = {
 @rows("way", WAYS, fast=("vmap of grad",))
 @pytest.mark.parametrize("name", NAMES)
 def test_under_transforms(name, way):
-    (steps, changed, _), (plain_steps, plainly, _) = bodies(), bodies()
+    steps, changed, _ = bodies()
     found, ran = counted(way, lambda x: chain.fori_loop(0, STEPS, steps[name], x))
-    expected, plain = counted(way, lambda x: in_a_loop(plain_steps[name], x))
+    after = changed()
+    steps, changed, _ = bodies()
+    expected, plain = counted(way, lambda x: in_a_loop(steps[name], x))
     assert_close(found, expected)
-    assert changed() == plainly()
+    assert after == changed()
     # Forward mode alone runs nothing again.
     assert ran == plain if way is WAYS["jvp"] else ran > plain
 
@@ -321,7 +383,7 @@ def test_a_change_of_a_while_loop_that_begins_late_is_refused():
         log.extend([1] if c[1] == 2 else [])
         return c[0].sin(), c[1] + 1
 
-    with pytest.raises(CaptureError, match="changed a list, and did not in the first"):
+    with pytest.raises(CaptureError, match="changed `log`, and did not in the first"):
         chain.while_loop(
             lambda c: c[1] < 4, body, (V.clone().requires_grad_(), 0), checkpoints=2
         )

@@ -89,7 +89,9 @@ class Op(nn.Module):
 
 
 IMAGE, WIDE = torch.randn(4, 16, 16, 16), torch.randn(128, 64)
-Q = torch.randn(2, 4, 64, 16)
+Q, PATCHES = torch.randn(2, 4, 64, 16), torch.randn(4, 16 * 9, 256)
+BAGS, SIGNS = torch.arange(64 * 64).view(64, 64) % 128, torch.ones(128, 64).long()
+HALF = torch.randn(128, 64).bfloat16()
 OPS = {
     "conv": (nn.Conv2d(16, 16, 3, padding=1), IMAGE),
     "conv with strides": (nn.Conv2d(16, 32, 3, 2, 1), IMAGE),
@@ -127,6 +129,31 @@ OPS = {
     "cross entropy": (functional.cross_entropy, WIDE, torch.arange(128) % 64),
     "indices": (lambda a, i: a[i].sin(), WIDE, torch.arange(128) % 64),
     "einsum": (lambda a, b: torch.einsum("ik,jk->ij", a, b), WIDE, WIDE + 1),
+    "fold": (lambda a: functional.fold(a, (16, 16), 3, padding=1), PATCHES),
+    "bag": (lambda a, i: functional.embedding_bag(i, a, mode="sum"), WIDE, BAGS),
+    "bag of means": (lambda a, i: functional.embedding_bag(i, a), WIDE, BAGS),
+    "bag of most": (
+        lambda a, i: functional.embedding_bag(i, a, mode="max"),
+        WIDE,
+        BAGS,
+    ),
+    "soft margin": (
+        lambda a, i: functional.soft_margin_loss(a, 1.0 * i[:, :64]),
+        *(WIDE, SIGNS),
+    ),
+    "multilabel margin": (
+        lambda a, i: functional.multilabel_margin_loss(a, i[:, :64]),
+        *(WIDE, SIGNS),
+    ),
+    "multilabel soft margin": (
+        lambda a, i: functional.multilabel_soft_margin_loss(a, i[:, :64]),
+        *(WIDE, SIGNS),
+    ),
+    "k-th value": (lambda a: a.kthvalue(5, 1)[0], WIDE),
+    "most of a row": (lambda a: a.amax(1), WIDE),
+    "a mask in a product": (lambda a: a * (WIDE > 0), WIDE),
+    "a product of two types": (lambda a: a * HALF, WIDE),
+    "spectrum": (lambda a: torch.fft.fft2(a).abs(), WIDE),
     "checkpoint": (
         lambda x: checkpoint(torch.tanh, x, use_reentrant=False).exp(),
         torch.randn(1024, 64),

@@ -2,10 +2,13 @@
 
 import contextlib
 import gc
+import signal
 import threading
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 
 import pytest
 import torch
@@ -385,3 +388,63 @@ def test_what_a_hook_keeps_lives_as_long_as_in_plain_code(kind):
         gc.enable()
     assert [ref() is not None for ref in alive] == [False, False, False, True]
     assert ops["tanh"] == 8
+
+
+# --- Containers that were passed ---
+
+
+PASSED = {
+    "an ordered dict": lambda: OrderedDict(scale=2.0),
+    "a dict of a class": lambda: Settings(scale=2.0),
+    "a dict in a partial": lambda: partial(dict, held={"scale": 2.0}),
+}
+
+
+class Settings(dict):
+    """A dict with weak references."""
+
+
+def dict_in(passed):
+    return passed.keywords["held"] if isinstance(passed, partial) else passed
+
+
+@rows("make", PASSED)
+def test_what_a_signal_handler_puts_into_a_passed_container_stays(make, written):
+    passed, x = make(), leaf()
+    late = []
+
+    def handler(*_):
+        if late:
+            dict_in(passed)["late"] = True
+
+    def run(x, passed):
+        signal.raise_signal(signal.SIGUSR1)
+        return (x * dict_in(passed)["scale"]).sin().exp()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        y = remat(run)(x, passed)
+        late.append(1)
+        with count_ops() as ops:
+            y.sum().backward()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ops["sin"] == 1, "it ran again"
+    assert dict_in(passed) == {"scale": 2.0, "late": True}
+    assert not written
+
+
+@rows("make", PASSED)
+def test_what_a_recompute_puts_into_a_passed_container_does_not_stay(make, written):
+    def run(x, passed):
+        held = dict_in(passed)
+        held["calls"] = held.get("calls", 0) + 1
+        return (x * held["scale"] * held["calls"]).sin().exp()
+
+    passed, x = make(), leaf()
+    y = remat(run)(x, passed)
+    del dict_in(passed)["calls"]  # it holds what it held at the call
+    y.sum().backward()
+    assert dict_in(passed) == {"scale": 2.0}
+    assert len(written) == 1
+    assert_same(x.grad, torch.autograd.grad(run(x, make()).sum(), x)[0])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from remat import MutationError, policies, remat
+from remat._transform import written
 from remat.testing import count_ops
 
 
@@ -543,3 +544,27 @@ def test_a_large_constant_that_is_shown_many_times_is_written_and_put_back():
         assert torch.equal(base, torch.arange(float(count)))
     assert ops["sin"] == 2
     assert torch.equal(*grads)
+
+
+def test_a_large_constant_is_copied_once_somebody_needs_what_it_held():
+    """Not where a backward follows each call: nobody asks for the values then."""
+    cache, x = torch.zeros(2000, 16), torch.rand(16).requires_grad_()
+
+    def fn(x, i):
+        cache[i] = x.detach() * 2
+        return (x * cache.clone()[:3].sum(0)).sin().exp()
+
+    run = remat(fn)
+    for _ in range(3):
+        run(x, 1).sum().backward()
+    assert not written.ENDED
+    x.grad = None
+    outs = [run(x, i) for i in range(3)]
+    held = sorted(ref().held is None for ref in written.ENDED)
+    assert held == [False, False, True]
+    torch.stack(outs).sum().backward()
+    del outs
+    assert not written.ENDED
+    cache.zero_()[1] = x.detach() * 2
+    grads = [torch.autograd.grad(fn(x, i).sum(), x)[0] for i in range(3)]
+    torch.testing.assert_close(x.grad, sum(grads))

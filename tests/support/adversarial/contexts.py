@@ -16,6 +16,8 @@ import torch
 from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from remat import chain
+
 
 class Bridge(torch.autograd.Function):
     """Outputs that were computed below a transform, and how they are pulled back."""
@@ -126,10 +128,40 @@ def by_jvp_of_grad(fn, primals):
     return outs, lambda _: tuple(g + p for g, p in zip(grads, products, strict=True))
 
 
+# --- Steps of a chain ---
+
+
+def in_a_chain(fn):
+    """Return what calls a function in two steps: of a chain if it is rematerialized."""
+    is_plain = not hasattr(type(fn), "__remat_options__")
+    fn = fn if is_plain else fn.__wrapped__
+
+    def call(x, *args, **kwargs):
+        def step(h, _):
+            leaves = tree_flatten(fn(h, *args, **kwargs))[0]
+            outs = [v for v in leaves if isinstance(v, torch.Tensor)]
+            return h.cos() + next(filter(_is_real, outs)).sum() / 8, tuple(outs)
+
+        if is_plain:
+            h, *rows = x, *[None] * STEPS
+            for k in range(STEPS):
+                h, rows[k] = step(h, None)
+            ys = tuple(map(torch.stack, zip(*rows, strict=True)))
+        else:
+            h, ys = chain.scan(step, x, length=STEPS, checkpoints="all")
+        outs = [y.sum(0) for y in ys]
+        outs[0] = outs[0] + h.sum()
+        return outs[0] if len(outs) == 1 else outs
+
+    return call
+
+
+STEPS = 2  # gradients of what both use are added up in either order
 CONTEXTS = {
     "vjp": below(by_vjp),
     "grad": below(by_grad),
     "vmap(grad)": below(by_vmap_of_grad),
     "jacrev": below(by_jacrev),
     "jvp(grad)": below(by_jvp_of_grad),
+    "chain.scan": in_a_chain,
 }

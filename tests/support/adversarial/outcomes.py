@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from support.adversarial.configurations import CONFIGURATIONS, plain
-from support.adversarial.contexts import CONTEXTS
+from support.adversarial.contexts import CONTEXTS, in_a_chain
 from support.adversarial.program import EVALUATIONS, PROGRAMS, Program
 
 from remat import RematError
@@ -49,7 +49,7 @@ def outcome_of(name: str, configuration: str) -> Outcome:
         return Outcome("refused", _text(error))
     except Exception as error:  # noqa: BLE001
         return Outcome("raised", _text(error))
-    difference = _difference(actual, expected)
+    difference = _difference(actual, expected, is_close=context is in_a_chain)
     if difference is not None:
         return Outcome("wrong", difference, count - fewer)
     return Outcome("right", "", count - fewer)
@@ -88,19 +88,28 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__} at {where}: {error}"
 
 
-def _difference(actual: Any, expected: Any, path: str = "") -> str | None:
-    """Say where two observations differ."""
-    if type(actual) is not type(expected):
-        return f"{path}: {actual!r:.80} for {expected!r:.80}"
-    if isinstance(actual, (tuple, list)) and len(actual) == len(expected):
+def _difference(
+    actual: Any, expected: Any, path: str = "", *, is_close: bool
+) -> str | None:
+    """Say where two observations differ; numbers may be close if `is_close`."""
+    same_type = type(actual) is type(expected)
+    if same_type and isinstance(actual, (tuple, list)) and len(actual) == len(expected):
         for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            difference = _difference(a, e, f"{path}[{i}]")
+            difference = _difference(a, e, f"{path}[{i}]", is_close=is_close)
             if difference is not None:
                 return difference
         return None
-    return (
-        None if actual == expected else f"{path}: {actual!r:.80} for {expected!r:.80}"
-    )
+    if actual == expected or (is_close and same_type and _are_close(actual, expected)):
+        return None
+    return f"{path}: {actual!r:.80} for {expected!r:.80}"
+
+
+def _are_close(actual: Any, expected: Any) -> bool:
+    """Say whether texts of numbers are those of numbers that are close."""
+    try:
+        return np.allclose(np.array(eval(actual)), np.array(eval(expected)))
+    except Exception:  # noqa: BLE001 -- they are of something else
+        return False
 
 
 def is_clean() -> bool:

@@ -1,4 +1,4 @@
-"""Budgets hold in loops of others: transformers' Trainer, accelerate, peft, autocast.
+"""Budgets hold in loops of others: Trainer, accelerate, Lightning, peft, autocast.
 
 The bytes of each step are counted by the profiler. Gradients of the Trainer's steps are
 those of plain code, for its parameters are.
@@ -11,11 +11,13 @@ import torch
 from support.allocated import most_allocated
 from support.decoders import hf
 from support.fitted import bytes_before
+from torch.utils.data import DataLoader
 
 import remat
 from remat.testing import assert_same
 
 
+lightning = pytest.importorskip("lightning", reason="needs the extra `clients`")
 accelerate = pytest.importorskip("accelerate", reason="needs the extra `clients`")
 peft = pytest.importorskip("peft", reason="needs the extra `clients`")
 pytestmark = [
@@ -24,6 +26,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore:::lightning"),
+    # By blocks, then.
+    pytest.mark.filterwarnings("ignore:.*cannot be followed in compiled code"),
 ]
 SIZES = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
@@ -56,29 +61,33 @@ def built(name):
     return MODELS[name]()
 
 
-def texts(name, mask, count=32):
+def texts(name, mask, count=32, length=32):
     generator = torch.Generator().manual_seed(5)
     if name == "vit":
         images = torch.randn(count, 3, 32, 32, generator=generator)
         return [{"pixel_values": x, "labels": torch.tensor(1)} for x in images]
-    ids = torch.randint(3, 128, (count, 32), generator=generator)
+    ids = torch.randint(3, 128, (count, length), generator=generator)
     found = [{"input_ids": row, "labels": row} for row in ids]
     for k, row in enumerate(found if mask else ()):
-        row["attention_mask"] = torch.ones(32, dtype=torch.long)
-        row["attention_mask"][32 - 8 * (k % 2) * (mask == "padded") :] = 0
+        row["attention_mask"] = torch.ones(length, dtype=torch.long)
+        row["attention_mask"][length - 8 * (k % 2) * (mask == "padded") :] = 0
     return found
 
 
-def planned(model, batch, share=0.6):
-    """Plan as the Trainer calls: without a cache, with gradients that are there."""
-    options = {**batch, "accumulates": True}
+def stacked(rows):
+    return {key: torch.stack([row[key] for row in rows[:4]]) for key in rows[0]}
+
+
+def planned(model, batch, share=0.8, **options):
+    """Plan as the Trainer calls, with gradients that are there, for a share of plain's.
+
+    That is without a cache.
+    """
+    options = {**batch, "accumulates": True, **options}
     if isinstance(model, (hf.LlamaForCausalLM, hf.GPT2LMHeadModel)):
-        options["use_cache"] = False
-    high = remat.fit(model, budget="1GB", **options).peak
-    with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
-        remat.fit(model, budget=1, **options)
-    low = raised.value.least
-    return remat.fit(model, budget=int(low + share * (high - low)), **options)
+        options.setdefault("use_cache", False)
+    most = remat.fit(model, budget="1GB", **options).plain_peak
+    return remat.fit(model, budget=int(share * most), **options)
 
 
 def trained(model, rows, folder, **options):
@@ -113,12 +122,13 @@ def trained(model, rows, folder, **options):
 ROWS = [(name, mask, {}) for name in MODELS for mask in ("", "padded") if name != "vit"]
 ROWS += [("vit", "", {}), ("llama", "full", {})]
 ROWS += [(name, "", {"bf16": True}) for name in MODELS]
+ROWS += [("llama", "", {"torch_compile": True, "torch_compile_backend": "aot_eager"})]
 
 
 @pytest.mark.parametrize(("name", "mask", "options"), ROWS)
 def test_the_trainer_stays_in_the_budget(name, mask, options, tmp_path):
     rows, model = texts(name, mask), built(name)
-    batch = {key: torch.stack([row[key] for row in rows[:4]]) for key in rows[0]}
+    batch = stacked(rows)
     plan = planned(model, batch)
     plain, ours = copy.deepcopy(model), plan.apply(copy.deepcopy(model))
     before = bytes_before(model, *batch.values())
@@ -127,6 +137,85 @@ def test_the_trainer_stays_in_the_budget(name, mask, options, tmp_path):
     assert_same([*ours.parameters()], [*plain.parameters()])
     assert peak <= 1.01 * plan.budget
     assert peak < of_plain
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_other_lengths_than_planned_stay_in_the_budget(name, tmp_path):
+    longest, model = stacked(texts(name, "padded")), built(name)
+    plan = planned(model, longest)
+    rows = [r for n in (32, 24) for r in texts(name, "padded", 4, n)]
+    plain, ours = copy.deepcopy(model), plan.apply(copy.deepcopy(model))
+    before = bytes_before(model, *longest.values())
+    trained(plain, rows, tmp_path / "plain", **IN_ORDER)
+    peak = before + trained(ours, rows, tmp_path / "ours", **IN_ORDER)
+    assert_same([*ours.parameters()], [*plain.parameters()])
+    assert peak <= 1.01 * plan.budget
+
+
+IN_ORDER = {"train_sampling_strategy": "sequential"}
+
+
+def test_a_cache_that_was_planned_and_is_not_there_stays_in_the_budget(caplog):
+    """Nothing is said of what runs as planned, and once of what does not."""
+    batch, model = stacked(texts("gpt2", "")), built("gpt2")
+    plan = planned(model, batch, use_cache=True, accumulates=False)
+    for options, said in ({}, 0), ({"use_cache": False}, 1):
+        plain, ours = copy.deepcopy(model), plan.apply(copy.deepcopy(model))
+        with caplog.at_level("INFO", "remat"):
+            _, expected = steps(plain, {**batch, **options}, torch.enable_grad)
+            peak, found = steps(ours, {**batch, **options}, torch.enable_grad)
+        assert_same(found, expected)
+        assert peak <= plan.budget
+        assert len(caplog.messages) == said
+
+
+class Task(lightning.LightningModule):
+    """A step of Lightning that is measured."""
+
+    automatic_optimization = False
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.peaks = model, []
+
+    def training_step(self, batch, index):
+        def run():
+            self.manual_backward(self.model(**batch).loss)
+
+        before = [p.grad.nbytes for p in self.parameters() if p.grad is not None]
+        before.append(bytes_before(self.model, *batch.values()))
+        self.peaks.append(sum(before) + most_allocated(run)[0])
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning_stays_in_the_budget(precision, tmp_path):
+    rows, model = texts("llama", "padded", 16), built("llama")
+    plan = planned(model, stacked(rows), use_cache=True, accumulates=False)
+    tasks = []
+    for each in copy.deepcopy(model), plan.apply(copy.deepcopy(model)):
+        torch.manual_seed(0)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_steps=4,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+            precision=precision,
+        )
+        tasks.append(Task(each.train()))
+        trainer.fit(tasks[-1], DataLoader(rows, batch_size=4))
+    plain, ours = tasks
+    assert_same([*ours.parameters()], [*plain.parameters()])
+    assert len(ours.peaks) == 4
+    assert max(ours.peaks) <= 1.01 * plan.budget
+    assert max(ours.peaks) < max(plain.peaks)
 
 
 def steps(model, batch, around):
@@ -154,8 +243,7 @@ def test_other_loops_stay_in_the_budget(by):
     model = built("llama")
     if by == "peft":
         model = peft.get_peft_model(model, peft.LoraConfig(r=4))
-    rows = texts("llama", "")
-    batch = {key: torch.stack([row[key] for row in rows[:4]]) for key in rows[0]}
+    batch = stacked(texts("llama", ""))
     plan = planned(model, batch)
     plain, ours = copy.deepcopy(model), plan.apply(copy.deepcopy(model))
     around = autocast if by == "autocast" else torch.enable_grad

@@ -808,3 +808,88 @@ def what_ran_counts_once():
         return work(x).tanh()
 
     return loop(fn)
+
+
+# --- In torch's checkpoint ---
+
+
+def keeps_its_input(kept, x):
+    kept.append(x)
+    return work(x)
+
+
+def keeps_a_detached_one(kept, x):
+    y = work(x)
+    kept.append(y.detach())
+    return y.tanh()
+
+
+def keeps_what_it_computes(kept, x):
+    y = work(x)
+    kept.append(y)
+    return y.tanh()
+
+
+def replaces_what_it_keeps(kept, x):
+    y = work(x)
+    kept[:] = [y.detach(), *kept[:1]]
+    return y.tanh()
+
+
+@family(
+    input=keeps_its_input,
+    detached=keeps_a_detached_one,
+    computed=keeps_what_it_computes,
+    replaced=replaces_what_it_keeps,
+)
+def a_list_that_grows_in_a_call_in_torchs_checkpoint(keep):
+    """Torch's checkpoint runs the call again, with more in the list."""
+    kept = []
+
+    def step(wrap):
+        run = wrap(lambda x: keep(kept, x))
+
+        def outer(x):
+            inner = lambda x: run(x.sin()).tanh()
+            return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+
+        return loop(outer)(lambda f: f)
+
+    return step
+
+
+@family(
+    input=keeps_its_input,
+    detached=keeps_a_detached_one,
+    replaced=replaces_what_it_keeps,
+)
+def a_list_that_is_passed_in_torchs_checkpoint(keep):
+    kept = []
+
+    def step(wrap):
+        run = wrap(lambda x, kept: keep(kept, x))
+
+        def outer(x):
+            inner = lambda x: run(x.sin(), kept).tanh()
+            return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+
+        return loop(outer)(lambda f: f)
+
+    return step
+
+
+@program
+def a_log_of_hooks_in_torchs_checkpoint():
+    block, log = Block(), []
+    block.a.register_forward_hook(lambda m, args, out: log.append(out.detach()))
+
+    def step(wrap):
+        run = wrap(block)
+
+        def outer(x):
+            inner = lambda x: run(x.view(4, 4).sin()).tanh()
+            return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+
+        return loop(outer)(lambda f: f)
+
+    return step

@@ -1,0 +1,91 @@
+"""What all that a call reaches holds at one moment of its forward.
+
+A chain looks after its first step whether steps change anything, and may look later. No
+walk is needed for that: the holders that were found at the call are read again.
+
+Invariant: no tensor stays here longer than the forward, which holds it as well.
+Rejected: to note the changes themselves. Where there are some, a checkpoint notes all
+that is reached from there, as a call does.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat._capture.objects import bytes_of
+from remat._live.contents import differing, marks_of
+from remat._live.exchange import are_same
+from remat._live.layout import Taken, written
+from remat._live.lifted import held_in
+from remat._live.roots import Root
+
+
+class Moment:
+    """What holders hold at one moment."""
+
+    __slots__ = "_attributes", "_bytes", "_held", "_roots", "_taken"
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        boxes: Mapping[int, tuple[Any, Any]],
+        buffers: Sequence[tuple[Any, bytes]],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self._attributes = [held.copy() for held in map(vars, tensors) if held]
+        self._roots = [(root, root.taken) for root in roots if root.taken is not None]
+        self._taken = [taken.again() for _, taken in self._roots]
+        self._bytes = [bytes_of(buffer) for buffer, _ in buffers]
+        large = [one.now() for root in roots for one in root.large.values()]
+        passed = [
+            (f"a {type(held.holder).__name__}", held.keys, held.values)
+            for held in held_in(boxes.values())
+        ]
+        self._held = [*large, *passed]
+
+    def changes_since(self, before: "Moment") -> Iterator[str]:
+        """Yield what changed since, as its author would write it."""
+        pairs = zip(self._roots, before._taken, self._taken, strict=True)
+        for (root, at_call), then, now in pairs:
+            if then.marks != now.marks:
+                yield _name(root, at_call, then, now)
+        for (name, *then), (_, *now) in zip(before._held, self._held, strict=True):
+            if not all(map(are_same, then, now)):
+                yield name
+        if self._bytes != before._bytes:
+            yield "an array"
+        if not _are_same_dicts(before._attributes, self._attributes):
+            yield ATTRIBUTE
+
+
+ATTRIBUTE = "an attribute of a tensor"
+
+
+def _are_same_dicts(
+    then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
+) -> bool:
+    if [*map(list, then)] != [*map(list, now)]:
+        return False
+    pairs = zip(then, now, strict=True)
+    return all(are_same([*a.values()], [*b.values()]) for a, b in pairs)
+
+
+def _name(root: Root, at_call: Taken, then: Taken, now: Taken) -> str:
+    """Name the first holder that holds something else, or what of it."""
+    groups = now.groups()
+    first = len(groups) - len(now.below)
+    sizes = [(kind, len(holders)) for kind, holders in groups]
+    for was, span in differing(sizes, marks_of(then), marks_of(now)):
+        if span.group >= first:
+            place = root.layout.below[span.group - first][1][span.number]
+            name = written(root.layout, at_call, place)
+        else:
+            values = then.values[was.start : was.end]
+            found = now.values[span.start : span.end]
+            same = [a is b for a, b in zip(values, found, strict=False)]
+            i = same.index(False) if False in same else len(same)
+            taken, start = (now, span.start) if i < len(found) else (then, was.start)
+            name = written(root.layout, taken, start + i)
+        return f"`{name}`"
+    return "the class of an object"

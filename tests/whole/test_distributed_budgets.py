@@ -1,0 +1,90 @@
+"""Budgets hold for replicas: DistributedDataParallel, in one process and in two."""
+
+import copy
+
+import pytest
+import torch
+from support.allocated import most_allocated
+from support.fitted import Mlp, bytes_before, square
+from support.processes import in_processes, needs_gloo
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import remat
+from remat.testing import assert_same
+
+
+pytestmark = [needs_gloo, pytest.mark.slow]
+
+
+def built():
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Mlp(32) for _ in range(5)))
+    return nn.Sequential(nn.Linear(8, 32), blocks, nn.Linear(32, 4))
+
+
+def replicated(model):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def plan_for(model, **options):
+    """Plan for gradients that are there, as the buckets of replicas are."""
+    options = {"loss": square, "accumulates": True, **options}
+    x = torch.randn(256, 8)
+    most = remat.fit(model, x, budget="1GB", **options).plain_peak
+    return remat.fit(model, x, budget=int(0.75 * most), **options)
+
+
+def first_applied(plan):
+    return plan, plan.apply(built()), replicated
+
+
+def then_applied(plan):
+    return plan, built(), lambda model: plan.apply(replicated(model))
+
+
+def planned_as_replica(plan):
+    return then_applied(plan_for(replicated(built())))
+
+
+def by_blocks(_):
+    return then_applied(plan_for(replicated(built()), over="blocks"))
+
+
+WAYS = first_applied, then_applied, planned_as_replica, by_blocks
+
+
+def steps(model, change, rank):
+    """Run four steps; return their peak, with buckets, and gradients.
+
+    They are made while bytes are counted, for the second step makes others.
+    """
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(rank))
+    before = bytes_before(model, x)
+
+    def run():
+        replica = change(model)
+        for _ in range(4):
+            replica.zero_grad()
+            square(replica(x)).backward()
+
+    return before + most_allocated(run)[0], [p.grad for p in model.parameters()]
+
+
+def in_each_way(plan, rank):
+    of_plain, want = steps(built(), replicated, rank)
+    found = {}
+    for way in WAYS:
+        planned, model, change = way(copy.deepcopy(plan))
+        peak, got = steps(model, change, rank)
+        assert_same(got, want)
+        found[way.__name__] = planned.budget, peak, of_plain
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_replicas_stay_in_the_budget(count, tmp_path):
+    plan = plan_for(built())
+    for found in in_processes(count, tmp_path, in_each_way, plan):
+        for way, (budget, peak, of_plain) in found.items():
+            assert peak <= 1.01 * budget < of_plain, way
