@@ -5,10 +5,9 @@ Rejected: to look at the stack. It does not tell which call a frame belongs to.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 
@@ -67,10 +66,7 @@ class Context:
         # While a graph is made: the cotangents that a recompute is to read first.
         self.after: tuple[Any, ...] = ()
         self.listeners: list[Any] = []  # told of the names that `checkpoint_name` gives
-        # The variables of functions that were made for runs whose graphs are being
-        # differentiated; None where no graph is.
-        self.cells: list[Any] | None = None
-        # Those runs, which end once they are differentiated.
+        # Runs whose graphs are being differentiated; None where no graph is.
         self.runs: list[Any] | None = None
         # Whether all hooks for saved tensors here are of calls of remat. Those leave
         # alone what torch.func saves at levels inside the call.
@@ -169,33 +165,19 @@ class within:  # noqa: N801
         self._context.modes -= self._under_mode
 
 
-def empty(cells: Iterable[Any]) -> None:
-    """Empty the variables of functions that are not called any more.
-
-    Else one that refers to itself would wait for the garbage collector.
-    """
-    for cell in cells:
-        del cell.cell_contents
-
-
 class differentiated:  # noqa: N801
-    """A context in which the graphs of runs are differentiated.
+    """A context in which the graphs of runs are differentiated; then the runs end.
 
-    Hooks in them call functions of those runs. If a graph of the gradients is recorded,
-    hooks may call them again later, so that their variables stay.
+    Hooks in these graphs call functions of the user's, which find what those runs found.
     """
 
-    __slots__ = ("_before", "_context", "_runs")
+    __slots__ = ("_before", "_context")
 
     def __enter__(self) -> None:
         self._context = context = here()
-        self._before, context.cells = context.cells, list[Any]()
-        self._runs, context.runs = context.runs, list[Any]()
+        self._before, context.runs = context.runs, list[Any]()
 
     def __exit__(self, *_: object) -> None:
-        runs, self._context.runs = self._context.runs, self._runs
+        runs, self._context.runs = self._context.runs, self._before
         while runs:
             runs.pop().__exit__()
-        cells, self._context.cells = self._context.cells, self._before
-        if cells and not torch.is_grad_enabled():
-            empty(cells)

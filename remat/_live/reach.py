@@ -343,10 +343,12 @@ class Reach:
         finally:
             self._running = None
 
-    def call_bare(self, tensors: Sequence[Any]) -> Any:
+    def call_bare(self, tensors: Sequence[Any], instead: Any = None) -> Any:
         """Call a function of tensors and constants alone for the first time."""
         *args, fn = Building(tensors, None).values(self._values)
         count = self._count
+        if instead is not None:
+            return instead(fn, args[:count])
         return fn(*args[:count], **dict(zip(self._names, args[count:], strict=True)))
 
     def call_lifted(self, lifted: LiftedForward, fn: Any) -> Any:

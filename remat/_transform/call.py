@@ -1,4 +1,4 @@
-"""A user's call, taken apart: its tensors, and the rest as a snapshot.
+"""A user's call, taken apart: its tensors, and what it reaches besides.
 
 Under torch.func a function runs below the levels that it was called in. A tensor of
 such a level cannot be used there. And where one input was computed from another, code
@@ -34,9 +34,6 @@ from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._capture.result_walk import Hidden, Own
 from remat._capture.results import Emptied, Out, Result, slots_of
-from remat._capture.runs import ForwardRun, SnapshotRun
-from remat._capture.search import CallSearch
-from remat._capture.snapshot import BoundFunction, Snapshot, call_under
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
 from remat._live.reach import Reach
 from remat._partial.cache import owner_of
@@ -59,7 +56,7 @@ class Call:
     Attributes:
         policy: of the call, joined with those of the calls around.
         prune: as passed to `remat`.
-        snapshot: what it refers to, without the tensors.
+        snapshot: what it reaches, without the tensors.
         wrapped: the inputs as they were passed, where the function runs below levels
             that they are of; empty at the base, and once the forward has run.
         is_differentiated_once: whether one level at most differentiates each input.
@@ -71,48 +68,54 @@ class Call:
     """
 
     __slots__ = (
-        *("_emptied", "_inputs", "_search", "_users_call", "hidden", "policy", "prune"),
-        *("is_differentiated_once", "may_read_early", "snapshot", "structure"),
-        "wrapped",
+        *("_emptied", "_inputs", "_options", "_users", "_users_call", "hidden"),
+        *("is_differentiated_once", "may_read_early", "policy", "prune", "snapshot"),
+        *("structure", "wrapped"),
     )
+    instead: Any = None  # is called with the function and its arguments, if not that
 
     def __init__(
         self,
+        reach: Reach,
         fn: Fn,
-        label: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options = DEFAULT,
     ) -> None:
-        # First, to ask for the owner: what refuses draws is no method.
-        self._users_call: Any = fn, args
-        if options.rng == "error":
-            fn = without_draws(fn, label)
+        self._users_call: Any = fn, args, kwargs
+        self._options = options
         self.policy, self.prune = options.joined(), options.prune
-        fn = in_place(fn, self.policy)
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
         self.may_read_early: Callable[[Tensor], bool] | None = None
-        self._search: CallSearch | None = CallSearch()
-        self.snapshot = Snapshot(fn, label, args, kwargs, self._search)
-        self._inputs = self._search.found.tensors
+        self.snapshot: Any = reach
+        self._inputs = self.snapshot.take_tensors()
+        self._users: Sequence[Tensor] | None = self._inputs
 
     @property
     def owner(self) -> Any:
         """The object that the function is a method of, or the function."""
-        return owner_of(*self._users_call)
+        return owner_of(*self._users_call[:2])
 
     @property
     def is_lazy(self) -> bool:
         """Whether some module that it reaches has no parameters yet."""
-        return self._search is not None and self._search.found.is_lazy
+        return self.snapshot.is_lazy
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level."""
         passed = self._inputs
+        if True in map(is_of_torch_func, passed):
+            # The user's objects may hold a tensor of a level that has ended. If that is
+            # a vmap, no operation takes it, and so none of the recompute's.
+            ended = [is_of_level_above(unwrap_dead(t)) for t in passed]
+            self._users = passed = [
+                torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
+                for t, is_gone in zip(passed, ended, strict=True)
+            ]
         # A node will hold them. The call would hide them from hooks for saved tensors.
         self._inputs: list[Tensor] = []
         inputs = [*map(unwrap_dead, passed)]
@@ -130,36 +133,34 @@ class Call:
 
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
-        search = self._search
-        assert search is not None
-        if search.found.scripted:
-            raise CaptureError(_SCRIPTED.format(name=search.found.scripted))
-        run = ForwardRun(inputs, search.found.tensors, search.originals())
-        with run:
-            fn, *around = self.snapshot.built(run)
-            # Once all is built, and before the function changes something.
-            run.note()
-            body = self.body(fn, run)
-            if self.wrapped:
-                body = self._without_outer_levels(body, inputs)
-            value = call_under(body, *around)
-            self.wrapped = ()
-            # The run holds replicas. What changed goes to the user's own objects, and
-            # so does what the result holds, before the run ends.
-            self.hand_on(run)
-            if type(value) is Tensor:
-                return Result(value)
-            tensors = slots_of(search.found.tensors)
-            return Result(value, Own(run.owners(), tensors, search.known()))
-
-    def body(self, fn: BoundFunction, run: ForwardRun) -> Fn:
-        """Return what the forward calls: a chain calls the function repeatedly."""
-        del run
-        return fn
-
-    def hand_on(self, run: ForwardRun) -> None:
-        """Let the user's objects hold what the function changed in the forward."""
-        run.hand_on()
+        reach, users, instead = self.snapshot, self._users, self.instead
+        if users is None:  # to show what it changes
+            return self.run_again(inputs)
+        self._users = None
+        lifted = None
+        if reach.is_bare:
+            body = functools.partial(reach.call_bare, inputs, instead)
+        else:
+            fn, args, kwargs = self._users_call
+            lifted = reach.lifted(users, inputs)
+            fn = users_fn(lifted.of(fn), reach.label, self._options)
+            body = functools.partial(lifted.call, fn, args, kwargs)
+            if instead is not None:
+                body = functools.partial(lifted.call_instead, instead, fn, args)
+        if self.wrapped:
+            body = self._without_outer_levels(body, inputs)
+        if lifted is None:
+            value = body()
+        else:
+            with lifted:
+                value = reach.call_lifted(lifted, body)
+        self.wrapped = ()
+        reach.forward_done()
+        if type(value) is Tensor and (lifted is None or id(value) not in lifted.users):
+            return Result(value)
+        if lifted is None:
+            return Result(value, Own({}, slots_of(users), ()))
+        return Result(value, Own(lifted.users, slots_of(users), lifted.known))
 
     def _without_outer_levels(self, body: Fn, inputs: Sequence[Tensor]) -> Fn:
         refused = RefuseOuterLevels(self.wrapped, inputs, self.snapshot.name_of)
@@ -183,8 +184,7 @@ class Call:
 
     def forward_done(self) -> None:
         """Let go of what only the forward needs."""
-        self._users_call: Any = None
-        self._search = None
+        self._users_call = self._users = None
 
     def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
         """Return the value that the function returned, around tensors of its level."""
@@ -195,8 +195,8 @@ class Call:
 
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
-        with SnapshotRun(inputs) as run:
-            return Result(self.snapshot.call(run))
+        runs = here().runs
+        return self.snapshot.run(inputs, self.instead, runs, take=Result)
 
     def labelled(self, fn: Fn, *args: Any) -> Any:
         """Call something, whose errors are to name the call."""
@@ -224,100 +224,6 @@ def users_fn(fn: Fn, label: str, options: Options) -> Fn:
     if options.rng == "error":
         fn = without_draws(fn, label)
     return in_place(fn, options.joined())
-
-
-class LiveCall(Call):
-    """A call that runs on the user's own objects."""
-
-    __slots__ = "_options", "_users"
-    instead: Any = None  # is called with the function and its arguments, if not that
-
-    def __init__(
-        self,
-        reach: Reach,
-        fn: Fn,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: Options = DEFAULT,
-    ) -> None:
-        self._users_call: Any = fn, args, kwargs
-        self._options = options
-        self.policy, self.prune = options.joined(), options.prune
-        self.structure: Out | None = None
-        self.hidden: Sequence[Hidden] = ()
-        self._emptied: Emptied | None = None
-        self.wrapped: Sequence[Tensor] = ()
-        self.is_differentiated_once = True
-        self.may_read_early: Callable[[Tensor], bool] | None = None
-        self._search = None
-        self.snapshot: Any = reach
-        self._inputs = self.snapshot.take_tensors()
-        self._users: Sequence[Tensor] | None = self._inputs
-
-    @override
-    def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
-        users = self._inputs
-        if True in map(is_of_torch_func, users):
-            # The user's objects may hold a tensor of a level that has ended. If that is
-            # a vmap, no operation takes it, and so none of the recompute's.
-            ended = [is_of_level_above(unwrap_dead(t)) for t in users]
-            self._users = self._inputs = [
-                torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
-                for t, is_gone in zip(users, ended, strict=True)
-            ]
-        return super().take_inputs()
-
-    @property
-    @override
-    def owner(self) -> Any:
-        return owner_of(*self._users_call[:2])
-
-    @property
-    @override
-    def is_lazy(self) -> bool:
-        return self.snapshot.is_lazy
-
-    @override
-    def run_forward(self, inputs: Sequence[Tensor]) -> Result:
-        reach, users, instead = self.snapshot, self._users, self.instead
-        if users is None:  # to show what it changes
-            return self.run_again(inputs)
-        self._users = None
-        lifted = None
-        if reach.is_bare:
-            body = functools.partial(reach.call_bare, inputs)
-            if instead is not None:
-                body = functools.partial(reach.call, None, inputs, instead)
-        else:
-            fn, args, kwargs = self._users_call
-            lifted = reach.lifted(users, inputs)
-            fn = users_fn(lifted.of(fn), reach.label, self._options)
-            body = functools.partial(lifted.call, fn, args, kwargs)
-            if instead is not None:
-                body = functools.partial(lifted.call_instead, instead, fn, args)
-        if self.wrapped:
-            body = self._without_outer_levels(body, inputs)
-        if lifted is None:
-            value = body()
-        else:
-            with lifted:
-                value = reach.call_lifted(lifted, body)
-        self.wrapped = ()
-        reach.forward_done()
-        if type(value) is Tensor and (lifted is None or id(value) not in lifted.users):
-            return Result(value)
-        if lifted is None:
-            return Result(value, Own({}, slots_of(users), ()))
-        return Result(value, Own(lifted.users, slots_of(users), lifted.known))
-
-    @override
-    def forward_done(self) -> None:
-        self._users_call = self._users = None
-
-    @override
-    def run_again(self, inputs: Sequence[Tensor]) -> Result:
-        runs = here().runs
-        return self.snapshot.run(inputs, self.instead, runs, take=Result)
 
 
 # --- Tensors and graphs of outer levels ---
@@ -385,10 +291,6 @@ _PULLBACK = (
     "remat: {label} holds a pullback of torch.func.vjp. Its graph, recorded outside, "
     "can't be computed again: the function is called as it is, and no memory is saved. "
     "Call torch.func.vjp inside it."
-)
-_SCRIPTED = (
-    "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
-    "Pass the eager module instead."
 )
 _OPAQUE = "remat: {label} returned a {kind} (`result{where}`) that {why}."
 _COMPUTED = (

@@ -124,7 +124,7 @@ from remat._torch import (
     wrap_for_grad,
 )
 from remat._transform import checks
-from remat._transform.call import Call, LiveCall, users_fn
+from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of
 from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals
@@ -157,7 +157,7 @@ def call_as_function(
     reach = reach_of(users_fn(fn, label, options), label, args, kwargs)
     if reach is None:
         return plain(*args, **kwargs)
-    call = LiveCall(reach, fn, args, kwargs, options)
+    call = Call(reach, fn, args, kwargs, options)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None

@@ -52,7 +52,7 @@ from remat.chain._actions import Schedule
 from remat.chain._binomial import Online
 from remat.chain._budget import TOGETHER, LoopBudget, Staged, StepBytes, chosen
 from remat.chain._chain import Chain
-from remat.chain._forward import ChainCall, Progress
+from remat.chain._forward import ChainCall, Progress, call_of
 from remat.chain._measure import measured
 from remat.chain._segments import Segments, Sqrt, ranges_of
 from remat.chain._steps import (
@@ -80,7 +80,9 @@ def call_chain(
             return _inlined(fn, args, steps, asked, progress)
     elif torch.is_grad_enabled():
         try:
-            call = ChainCall(fn, args, steps, schedule, progress)
+            call = call_of(fn, args, steps, schedule, progress)
+            if call is None:
+                return _plain(fn, args, steps, progress)
             inputs, needs = call.take_inputs()
             if not call.is_lazy:
                 warning = ""

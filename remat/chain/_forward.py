@@ -21,9 +21,9 @@ from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
 from remat._graph.edges import reached_inputs
 from remat._live.moment import ATTRIBUTE, Moment
-from remat._live.reach import Reach
+from remat._live.reach import Reach, reach_of
 from remat._torch import current_layer
-from remat._transform.call import LiveCall
+from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
 from remat._transform.leaves import attributes_of
@@ -62,7 +62,7 @@ class Outs(NamedTuple):
     of_collected: Sequence[int]
 
 
-class ChainCall(LiveCall):
+class ChainCall(Call):
     """A call of a chain, taken apart. Its function is that of one step.
 
     Attributes:
@@ -85,6 +85,7 @@ class ChainCall(LiveCall):
 
     def __init__(
         self,
+        reach: Reach,
         fn: Fn,
         args: tuple[Any, ...],
         steps: Steps,
@@ -92,12 +93,8 @@ class ChainCall(LiveCall):
         progress: Progress,
     ) -> None:
         carry, self._form = tensors_and_frame(args[0])
-        if steps.is_repeated:
-            refuse_opaque(self._form, steps.label)
         # Steps read the live carry, and not the container of the initial one.
-        named = dict(zip(_names(self._form), carry, strict=True))
-        args = None, *args[1:]
-        super().__init__(Reach(fn, steps.label, args, named), fn, args, named)
+        super().__init__(reach, fn, (None, *args[1:]), {})
         self.steps, self.schedule, self._progress = steps, schedule, progress
         self.length = steps.length or 0
         index = {id(t): i for i, t in enumerate(self._inputs)}
@@ -194,6 +191,24 @@ class ChainCall(LiveCall):
         self._progress = self.cut = None
         if self.changes:
             self.snapshot.not_as_a_whole()
+
+
+def call_of(
+    fn: Fn,
+    args: tuple[Any, ...],
+    steps: Steps,
+    schedule: Schedule,
+    progress: Progress = None,
+) -> ChainCall | None:
+    """Return a call of a chain; None, with a warning, where no walk can tell."""
+    carry, form = tensors_and_frame(args[0])
+    if steps.is_repeated:
+        refuse_opaque(form, steps.label)
+    named = dict(zip(_names(form), carry, strict=True))
+    reach = reach_of(fn, steps.label, (None, *args[1:]), named)
+    if reach is None:
+        return None
+    return ChainCall(reach, fn, args, steps, schedule, progress)
 
 
 class ChainProgram(Primal):

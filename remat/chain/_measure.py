@@ -34,7 +34,7 @@ from remat._torch import (
 from remat.chain._actions import Action, Backward, RecordStep, Reverse
 from remat.chain._budget import Staged, StepBytes, counts_together
 from remat.chain._chain import Chain
-from remat.chain._forward import ChainCall
+from remat.chain._forward import ChainCall, call_of
 from remat.chain._reversal import Reversing
 from remat.chain._rotor import StageCosts, Stages
 from remat.chain._segment import segment_from
@@ -71,13 +71,13 @@ def _measured(
     """Try with two steps; with more if carries after these are unlike others."""
     with _ALONE:
         try:
-            return _tried(Trial(fn, args, steps, 2), nbytes, is_real=is_real)
+            return _tried(_trial(fn, args, steps, 2), nbytes, is_real=is_real)
         except Unsettled as unsettled:
             count = unsettled.steps
-        return _tried(Trial(fn, args, steps, count), nbytes, is_real=is_real)
+        return _tried(_trial(fn, args, steps, count), nbytes, is_real=is_real)
 
 
-def _tried(trial: "Trial", nbytes: int, *, is_real: bool) -> StepBytes | Staged:
+def _tried(trial: ChainCall, nbytes: int, *, is_real: bool) -> StepBytes | Staged:
     passed, needs = trial.take_inputs()
     trial.wrapped = ()  # it runs below all levels
     if not (is_real or TENSORS.issuperset(map(type, map(base_tensor, passed)))):
@@ -103,7 +103,7 @@ def _tried(trial: "Trial", nbytes: int, *, is_real: bool) -> StepBytes | Staged:
         return below_all_levels(run)
 
 
-def _copies(trial: "Trial", passed: Sequence[Tensor]) -> list[Tensor]:
+def _copies(trial: ChainCall, passed: Sequence[Tensor]) -> list[Tensor]:
     """Return the values of the inputs; of buffers, copies."""
     updated = {*trial.snapshot.buffers}
     values = [base_tensor(t).detach() for t in passed]
@@ -111,7 +111,7 @@ def _copies(trial: "Trial", passed: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def _set_back(trial: "Trial") -> Iterator[None]:
+def _set_back(trial: ChainCall) -> Iterator[None]:
     """Put all that the steps reach back, and random streams."""
     streams = trial.snapshot.streams
     states = [stream.read() for stream in streams]
@@ -209,18 +209,13 @@ def _stage(
     )
 
 
-class Trial(ChainCall):
-    """A call of some steps of a chain, of which nothing stays: all is put back."""
-
-    __slots__ = ("reach",)
-
-    def __init__(
-        self, fn: Any, args: tuple[Any, ...], steps: Steps, count: int
-    ) -> None:
-        assert steps.length is not None
-        count = min(steps.length, count) if steps.is_repeated else steps.length
-        super().__init__(fn, args, steps, Uniform(1), None)
-        self.length = count  # what is scanned is as long as all steps
+def _trial(fn: Any, args: tuple[Any, ...], steps: Steps, count: int) -> ChainCall:
+    """Return a call of some steps of a chain, of which nothing is to stay."""
+    assert steps.length is not None
+    trial = call_of(fn, args, steps, Uniform(1))
+    assert trial is not None
+    trial.length = min(steps.length, count) if steps.is_repeated else steps.length
+    return trial  # what is scanned is as long as all steps
 
 
 @dataclass(slots=True)
