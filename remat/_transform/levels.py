@@ -123,8 +123,11 @@ class Below(Program):
     def _run_marked(self, *inputs: Tensor, mode: Any) -> Outputs:
         with grad_level() as level:
             pairs = zip(inputs, self.needs, strict=True)
+            # A constant stays itself. A level refuses writes to what is not of it.
             inner = [
-                leaf_at(level, t, requires_grad=True) if need else t
+                leaf_at(level, t, requires_grad=need)
+                if need or is_of_torch_func(t)
+                else t
                 for t, need in pairs
             ]
             outs = self.program.run(*inner, mode=mode)
