@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import functools
+import gc
 import pickle
 import warnings
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -599,3 +601,24 @@ def test_a_policy_that_asks_for_no_module_costs_nothing():
         eagerly(remat.remat(Asking(), policy={"layers": "save"}))
     assert 1 in seen
     assert not hooks
+
+
+@pytest.mark.parametrize("way", ["remat", "func", "scope"])
+def test_no_module_is_held(way):
+    found = model()
+    gone = weakref.ref(found)
+    places = {"layers.1.attn": "save"}
+    gc.disable()
+    try:
+        if way == "scope":
+            with remat.scope(places):
+                out = found(inputs())
+            out.sum().backward()
+            del out
+        else:
+            run = eagerly if way == "remat" else under_func
+            run(remat.remat(found, policy=places))
+        del found
+        assert gone() is None
+    finally:
+        gc.enable()
