@@ -98,7 +98,7 @@ def rank_of(key: str, op: Op) -> tuple[int, int, int]:
         >>> rank_of("aten.mm", Op(torch.ops.aten.mm.default))
         (1, 0, 0)
         >>> rank_of("b.*", Op(torch.ops.aten.mm.default, module="b.0.c"))
-        (3, 2, 2)
+        (3, 1, 2)
     """
     if key in op.names:
         return 4, 0, 0
