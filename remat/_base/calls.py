@@ -136,6 +136,7 @@ class Calls:
     def where(self) -> Where:
         """Which module runs: its path, and the classes of it and of those around."""
         call = self.current
+        self.ended.clear()  # nobody asks for those here
         if call.where is None:
             modules = (each.module for each in reversed(self._stack))
             names = (class_names(type(m)) for m in modules if m is not None)

@@ -17,5 +17,6 @@ user's objects, and a `SnapshotRun`, which makes them again around other tensors
     result_walk, results    a result taken apart, and put together around others
     between                 what objects hold between two steps of a chain
 
-Called by `_transform`, `_live` and `chain` for each call, by `_report` and by `_graph`.
+Called by `_transform`, `_live` and `chain` for each call, by `_report`, `_graph` and
+`compat`.
 """

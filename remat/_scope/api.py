@@ -166,6 +166,7 @@ class _Blocks(threading.local):
             recording.end()
             if recording.places.calls is not None:
                 recording.places.calls.__exit__()
+                recording.places = Places(asks=False)
         hooks.open -= 1
         self._table.forget_running(block)
         self._table.forget_used_up()

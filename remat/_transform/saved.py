@@ -141,7 +141,7 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner_of(users_fn, args), inputs)
-        fn = in_place(fn, call.policy)
+        fn = in_place(fn, None if reach.compiled else call.policy)
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)

@@ -29,7 +29,7 @@ from typing_extensions import override
 from remat._base.calls import class_names
 from remat._base.op import Op
 from remat._torch import is_operator
-from remat.policies import _operations
+from remat.policies import _dots, _operations
 from remat.policies._decision import Decision, decision_of
 from remat.policies._functions import advice, family, name
 from remat.policies._policy import (
@@ -98,7 +98,7 @@ def rank_of(key: str, op: Op) -> tuple[int, int, int]:
         >>> rank_of("aten.mm", Op(torch.ops.aten.mm.default))
         (1, 0, 0)
         >>> rank_of("b.*", Op(torch.ops.aten.mm.default, module="b.0.c"))
-        (3, 2, 2)
+        (3, 1, 2)
     """
     if key in op.names:
         return 4, 0, 0
@@ -197,7 +197,7 @@ def _text(key: Any) -> str:
 
 def _value(value: Any) -> Policy:
     if isinstance(value, str):
-        policy = _WORDS.get(value) or getattr(_operations, value, None)
+        policy = _WORDS.get(value) or _CONSTANTS.get(value)
         if not isinstance(policy, Policy):
             raise TypeError(_VALUE.format(value=value, advice=advice(value)))
         return policy
@@ -212,6 +212,7 @@ def _no_budget(policy: Policy, taker: str) -> Policy:
     return policy
 
 
+_CONSTANTS = {**vars(_dots), **vars(_operations)}
 _KEY = (
     "remat: {key!r}, a {kind}, is no place. The keys of a policy are names of values, "
     "paths of modules, classes of modules or Functions, operators, and None for the "

@@ -94,12 +94,8 @@ class Policy(ABC):
 
     @property
     def keys(self) -> "frozenset[tuple[Policy, str]]":
-        """The names and places in the policy, each with the policy that has it.
-
-        Each should match an operation.
-        """
-        parts = vars(self).values()
-        return frozenset().union(*(p.keys for p in parts if isinstance(p, Policy)))
+        """The names and places in it, each with the policy that has it."""
+        return frozenset().union(*(p.keys for p in self._parts()))
 
     def matches(self, key: str, op: Op) -> bool:
         """Say whether a key of this policy matches an operation: by default, a name."""
@@ -108,21 +104,20 @@ class Policy(ABC):
     @property
     def asks_modules(self) -> bool:
         """Whether it asks an operation for its module, or for classes."""
-        return self._any("asks_modules")
+        return any(p.asks_modules for p in self._parts())
 
     @property
     def has_decisions(self) -> bool:
         """Whether it keeps decisions, which its call may make otherwise each time."""
-        return self._any("has_decisions")
+        return any(p.has_decisions for p in self._parts())
 
     @property
     def may_count(self) -> bool:
         """Whether it asks a function that may count, or remember what it was asked."""
-        return self._any("may_count")
+        return any(p.may_count for p in self._parts())
 
-    def _any(self, name: str) -> bool:
-        parts = vars(self).values()
-        return any(getattr(p, name) for p in parts if isinstance(p, Policy))
+    def _parts(self) -> "list[Policy]":
+        return [p for p in vars(self).values() if isinstance(p, Policy)]
 
     def below(self, path: str, classes: tuple[str, ...]) -> "Policy":
         """Return the policy for a call in the module at a path of this one's call."""
@@ -142,10 +137,7 @@ class Policy(ABC):
     @property
     def is_data(self) -> bool:
         """Whether the policy holds no function of the user, which may hold anything."""
-        for part in vars(self).values():
-            if isinstance(part, Policy) and not part.is_data:
-                return False
-        return True
+        return False not in [p.is_data for p in self._parts()]
 
     @property
     def cache_key(self) -> Any:
@@ -319,7 +311,7 @@ class ButOffload(Policy):
 
 @dataclass(frozen=True)
 class SeenAround(Policy):
-    """A policy of a call around, asked about a call in its module at a path."""
+    """A policy of a call around, which knows the module of this one by a path."""
 
     policy: Policy
     path: str

@@ -39,6 +39,8 @@ POLICIES = {
     "no policy": (None, []),
     "nothing_saveable": (policies.nothing_saveable, []),
     "save_collectives": (policies.save_collectives, []),
+    "decisions_saveable": (policies.decisions_saveable, []),
+    "every_other": (policies.every_other(policies.save_collectives), []),
     "everything_saveable": (policies.everything_saveable, LARGE + SMALL),
     "dots_saveable": (policies.dots_saveable, DOTS),
     "checkpoint_dots": (policies.checkpoint_dots, DOTS),

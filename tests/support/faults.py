@@ -175,7 +175,7 @@ FAULTS = [
     ),
     Fault(
         "matmuls are no dots",
-        "remat/policies/_operations.py",
+        "remat/policies/_dots.py",
         "mm addmm _addmm_activation",
         "addmm _addmm_activation",
         ("tests/policies/test_policies_dots.py", "tests/parity/test_golden.py"),

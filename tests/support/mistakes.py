@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from remat._partial import decide
+from remat._partial import decide, names
 from remat._partial.cache import CACHES
 
 
@@ -55,6 +55,7 @@ def outcome(program: str) -> str:
     torch.manual_seed(0)
     CACHES.clear()
     decide._WARNED.clear()
+    names._FOUND.clear()
     source = f"{BEFORE}{program}\n"
     linecache.cache[NAME] = len(source), None, source.splitlines(keepends=True), NAME
     space = {"__name__": "mistake"}

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn import functional as of_nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from remat import policies, remat
+from remat import checkpoint_name, policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -325,6 +325,63 @@ def turn(rank):
 @pytest.mark.slow
 def test_a_call_that_does_not_fit_its_record_repeats_collectives(tmp_path):
     assert in_two_processes(tmp_path, turn) == [[1, 1, 2]] * 2
+
+
+# --- Which policies are the same on all ranks ---
+
+
+SYMMETRIC = {
+    "everything": policies.everything_saveable,
+    "a name": {"reduced": "save"},
+    "a path": {"inner": "save"},
+    "an operator": {"_c10d_functional.all_reduce": "save"},
+    "collectives": policies.save_collectives,
+}
+# They look at sizes, which ranks may have others of.
+NOT_SYMMETRIC = {
+    "large": policies.save_larger_than(1),
+    "small": policies.save_smaller_than(2**20),
+    "a budget": policies.within(2**20),
+}
+
+
+class Reduces(torch.nn.Module):
+    """A block with a collective, on as many rows as the rank has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Reducing()
+
+    def forward(self, x):
+        return self.inner(x.sin()).sin() * x.cos()
+
+
+class Reducing(torch.nn.Module):
+    def forward(self, x):
+        total = functional.all_reduce(x.sum(0), "sum", GROUP)
+        return x * checkpoint_name(functional.wait_tensor(total), "reduced").sin()
+
+
+def reduce_unevenly(rank):
+    """How many collectives a backward runs again, under each policy."""
+    found = {}
+    for name, policy in (SYMMETRIC | NOT_SYMMETRIC | {"none": None}).items():
+        fn = remat(Reduces(), policy=policy)
+        for _ in range(2):
+            x = torch.ones(3 + 40 * rank, 2, requires_grad=True)
+            out = fn(x).sum()
+            with count_ops() as ops:
+                out.backward()
+        found[name] = collectives(ops)
+    return found
+
+
+@pytest.mark.slow
+def test_a_collective_is_saved_on_all_ranks_or_on_none(tmp_path):
+    """Else the others would wait for it in their recompute (as xtuner says, 1980)."""
+    # The derivative of an all_reduce is another one.
+    repeated = dict.fromkeys(SYMMETRIC, 1) | dict.fromkeys([*NOT_SYMMETRIC, "none"], 2)
+    assert in_two_processes(tmp_path, reduce_unevenly) == [repeated] * 2
 
 
 # --- Memory ---
