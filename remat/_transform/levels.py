@@ -37,9 +37,9 @@ from remat._base.types import Outputs
 from remat._graph.edges import reached_inputs
 from remat._torch import (
     JVP,
+    base_dual_level_active,
     base_tensor,
     batch,
-    base_dual_level_active,
     call_at_jvp,
     grad_level,
     has_proxies,

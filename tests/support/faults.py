@@ -115,7 +115,7 @@ FAULTS = [
         "remat/_live/lifted.py",
         "self._written.pop().end()",
         "self._written.pop()",
-        ("tests/capture/test_state.py",),
+        ("tests/capture/test_capture.py", "tests/capture/test_objects.py"),
     ),
     Fault(
         "what changed since a call is taken for the same",
