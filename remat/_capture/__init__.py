@@ -16,5 +16,5 @@ taken apart, and put together again around other tensors.
     snapshot                a call as it is, for the names of its tensors
     result_walk, results    a result taken apart, and put together around others
 
-Called by `_transform`, `_live` and `chain` for each call, by `_report` and by `_graph`.
+Called by `_transform` and `_live` for each call, by `_report`, `_graph` and `compat`.
 """
