@@ -40,7 +40,6 @@ class Context:
             "after",
             "block_pack",
             "calls",
-            "cells",
             "functions",
             "inside",
             "listeners",
@@ -168,7 +167,7 @@ class within:  # noqa: N801
 class differentiated:  # noqa: N801
     """A context in which the graphs of runs are differentiated; then the runs end.
 
-    Hooks in these graphs call functions of the user's, which find what those runs found.
+    Hooks in these graphs call functions, which find what those runs found.
     """
 
     __slots__ = ("_before", "_context")

@@ -1,7 +1,7 @@
 """How a call is run again: what it refers to, as it was.
 
-In: a function and its arguments. Out: a `Snapshot`, which holds nodes in place of the
-user's objects, and a `SnapshotRun`, which makes them again around other tensors.
+Values of the user's by their kinds: how each is found, read and written. Results are
+taken apart, and put together again around other tensors.
 
     search                  finds what a call refers to: what is done at which kind
     walk                    a walk over values, each once; the tensors and code found
@@ -13,10 +13,8 @@ user's objects, and a `SnapshotRun`, which makes them again around other tensors
     container_kinds         how lists, dicts and sets are
     compared                iterators and large containers, which are not copied
     stream_search           random streams in what is not made again
-    snapshot, runs          a call as it was, the run that puts it back, the forward
+    snapshot                a call as it is, for the names of its tensors
     result_walk, results    a result taken apart, and put together around others
-    between                 what objects hold between two steps of a chain
 
-Called by `_transform`, `_live` and `chain` for each call, by `_report`, `_graph` and
-`compat`.
+Called by `_transform` and `_live` for each call, by `_report`, `_graph` and `compat`.
 """

@@ -11,6 +11,7 @@ Rejected: a search in each call. What a call reaches is mostly what it does not 
 """
 
 import contextlib
+import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,7 @@ from remat._capture.holders import (
     flatten,
     names_of,
 )
+from remat._capture.objects import is_rematerialized
 from remat._live.walk import Walk, can_be_revived
 
 
@@ -144,7 +146,8 @@ class Layout:
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
-        self.signature = (*held, *map(static_of, walk.builtins))
+        marks = [mark for o in walk.objects for mark in _marks_of(o)]
+        self.signature = (*held, *marks, *map(static_of, walk.builtins))
         self.below: list[HoldersBelow] = []
         self.last: Any = None
         self.spans: Any = None
@@ -185,6 +188,15 @@ class Layout:
             held = vars(owners[i])
             if any(held[name] for name in names):
                 raise MovedError
+
+
+def _marks_of(value: Any) -> Sequence[Any]:
+    """Return what tells an object from others of its class, in a signature."""
+    if isinstance(value, enum.Enum):
+        return [value.name]
+    if is_rematerialized(type(value)):
+        return [value.__remat_options__[-1].key]
+    return ()
 
 
 def _reference(value: Any) -> Callable[[], Any]:

@@ -45,6 +45,7 @@ from torch.autograd import forward_ad, function
 
 from remat._torch.autograd import (
     MaybeTensors,
+    base_dual_level_active,
     dual_level_active,
     is_forward_ad_enabled,
     set_forward_ad,
@@ -362,14 +363,15 @@ def call_at_jvp(
 
     The arguments with the indices `given` have tangents. What has none has None.
     """
-    is_around = dual_level_active()  # one may have a tangent there
+    is_around = dual_level_active()
+    may_be_dual = base_dual_level_active()  # one may have a tangent there
     with (
         eager_transforms.jvp_increment_nesting() as level,
         forward_ad._set_fwd_grad_enabled(True),
         contextlib.nullcontext() if is_around else forward_ad.dual_level(),
     ):
         duals = [
-            _wrap_for_grad(t, level) if is_around or is_of_torch_func(t) else t
+            _wrap_for_grad(t, level) if may_be_dual or is_of_torch_func(t) else t
             for t in primals
         ]
         for i, t in zip(given, tangents, strict=True):

@@ -18,6 +18,7 @@ from itertools import compress
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.errors import CaptureError
 from remat._base.program import InputIndex, PerInput, Request, leaves_for
 from remat._torch import is_below_tracer, is_shared, shared_copy
 from remat._transform.leaves import (
@@ -69,7 +70,12 @@ class ForwardInputs:
             # that is held afterwards would have no path in that level.
             pairs = enumerate(zip(inputs, passed, strict=False))
             own = [i for i, (t, p) in pairs if t is p]
-        self.inner = leaves_for(inputs, needs, own)
+        try:
+            self.inner = leaves_for(inputs, needs, own)
+        except RuntimeError as error:
+            if "escaped from inside a function being vmapped" not in str(error):
+                raise
+            raise CaptureError(_ENDED) from None
         self._own = [*map(operator.is_, self.inner, inputs)]
         if request.at_base:
             for t, leaf in zip(inputs, self.inner, strict=True):
@@ -177,3 +183,9 @@ class ForwardInputs:
         found = addresses_of([self.inputs[i] for i in self._memory])
         there = None if found is None else [*leaves, *found]
         return [*self._leaves_at, *self._memory], there
+
+
+_ENDED = (
+    "remat: what the function reaches holds a tensor of a torch.func.vmap that has "
+    "ended, which no operation takes. Remove it before the call."
+)

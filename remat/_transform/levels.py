@@ -37,10 +37,10 @@ from remat._base.types import Outputs
 from remat._graph.edges import reached_inputs
 from remat._torch import (
     JVP,
+    base_dual_level_active,
     base_tensor,
     batch,
     call_at_jvp,
-    dual_level_active,
     grad_level,
     has_proxies,
     is_of_torch_func,
@@ -283,7 +283,7 @@ class Duals(NamedTuple):
     @classmethod
     def at_level(cls, layer: Any, inputs: Sequence[Tensor]) -> "Duals":
         """Take the inputs of a program at a jvp level apart."""
-        level, are_duals = layer.level(), dual_level_active()
+        level, are_duals = layer.level(), base_dual_level_active()
         pairs = [
             taken_apart_at_jvp(level, there)
             if are_duals or is_of_torch_func(t)

@@ -13,7 +13,7 @@ from support.tables import rows
 from torch import nn
 
 from remat import remat
-from remat._transform.call import Call
+from remat._live.reach import Reach
 
 
 class Layers(nn.Module):
@@ -28,7 +28,7 @@ class Layers(nn.Module):
 
 
 def call_of(fn, *args, **kwargs):
-    return Call(fn, "f", args, kwargs).snapshot
+    return Reach(fn, "f", args, kwargs)
 
 
 def signature_of(fn, *args, **kwargs):
@@ -65,9 +65,9 @@ SAME_CODE = {
     "closure": (lambda: closes_over(X + 1), X, X),
     "module": (lambda: of_width(4), X, X),
     "constants": (lambda: sine, CONSTANTS, CONSTANTS),
-    "tree": (lambda: of_width(2), (X, {"a": [X, 2.0]}), (X, {"a": [X + 1, 2.0]})),
+    "tree": (lambda: of_width(2), (X, {"a": [X + 2, 2.0]}), (X, {"a": [X + 1, 2.0]})),
     "object": (lambda: Object(X + 1), X, X),
-    "passed": (lambda: sine, (X, Object(X)), (X, Object(X + 1))),
+    "passed": (lambda: sine, (X, Object(X + 2)), (X, Object(X + 1))),
     "generator": (lambda: sine, (X, torch.Generator()), (X, torch.Generator())),
 }
 
