@@ -153,7 +153,7 @@ class Contents:
     """
 
     __slots__ = (
-        *("_as_keys", "_as_values", "_but_for_tensors", "_marks", "_places"),
+        *("_as_keys", "_as_values", "_but_for_tensors", "_held", "_marks", "_places"),
         *("_sizes", "_spans", "classes"),
         *("keys", "kept", "opaque", "others", "parameters", "refs"),
     )
@@ -161,6 +161,7 @@ class Contents:
     def __init__(self, taken: Taken) -> None:
         self._marks = taken.marks
         self._places: dict[int, Place] | None = None
+        self._held: Sequence[tuple[Span, Place | None]] | None = None
         self._but_for_tensors: Any = None
         self._spans: dict[int, list[Span]] = {}
         self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
@@ -282,8 +283,13 @@ class Contents:
         count = (span.end - span.start) * span.kind.keyed
         return self.keys[span.first_key : span.first_key + count]
 
-    def holders(self, layout: Layout) -> Iterator[tuple[Span, Place | None]]:
-        """Yield the holders, and where each one is that is no owner."""
+    def holders(self, layout: Layout) -> Sequence[tuple[Span, Place | None]]:
+        """Return the holders, and where each one is that is no owner."""
+        if self._held is None:
+            self._held = [*self._find_holders(layout)]
+        return self._held
+
+    def _find_holders(self, layout: Layout) -> Iterator[tuple[Span, Place | None]]:
         first = len(self._sizes) - len(layout.below)
         for span in self.spans():
             if span.group < first:

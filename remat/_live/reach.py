@@ -306,15 +306,17 @@ class Reach:
         if self.is_bare:
             return take(self.call(None, tensors, body))
         running = self.restored(tensors, users)
-        with contextlib.ExitStack() as around:
-            around.enter_context(running)
+        running.__enter__()
+        try:
             found = take(self.call(running, tensors, body))
-            if runs is not None:
-                around.pop_all()
-                # Until then the tensors stay where they are.
-                if running.end_run():
-                    runs.append(running)
-            return found
+        except BaseException:
+            running.__exit__()
+            raise
+        if runs is None:
+            running.__exit__()
+        elif running.end_run():  # until then the tensors stay where they are
+            runs.append(running)
+        return found
 
     def call(
         self,
