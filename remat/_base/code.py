@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from remat._base.installed import is_installed
+from remat._base.installed import is_installed, is_standard
 from remat._base.interpreter import (
     NamesUsed,
     is_made_by_statement,
@@ -81,6 +81,8 @@ def _find_known(fn: types.FunctionType) -> KnownCode:
     asks = _IDENTITY.intersection(names.loaded)
     if fn.__name__ == "__hash__":  # which mostly hashes what an object holds
         asks -= {"hash"}
+    if is_standard(code.co_filename):  # as the `__repr__` of every dataclass
+        asks = frozenset()
     touches = opened or names.stored or states or fn.__name__ in STATES or asks
     return KnownCode(code, names, opened, settled, states, asks, not touches)
 
