@@ -260,7 +260,8 @@ def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
         versions_of(inputs),
         classes,
         values,
-        attributes=attributes_of(inputs),
+        # In those of subclasses are the tensors that they wrap.
+        attributes=attributes_of(inputs) if is_plain else None,
         next_hook=RemovableHandle.next_id,
         modes=modes_around() if dispatch_mode_count() and not values else None,
     )
