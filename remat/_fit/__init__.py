@@ -3,7 +3,9 @@
 In: a model or a function, its arguments, a budget. Out: a plan, which a model follows.
 
     api         `fit`, which makes a plan for a whole step
-    blocks      a plan by blocks
+    blocks      a plan by blocks, for modules around blocks too
+    unit_plan   the same from one record, for blocks alone: tried first
+    units       blocks as units of the walk, and the policy that a block follows
     step_plan   the first as a value, and how a model follows it
     block_plan  the second
     choose      which results of a step are saved: least work whose peak fits
