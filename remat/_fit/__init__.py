@@ -14,6 +14,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     simulate    a step as data, and what a copy of it does
     distribute  distributes memory over blocks: rotor's recursion, on numbers
     meter       the observer that counts bytes and work while a step runs
+    quiet       leaves out of stdout what a solver writes
     workspace   bytes that operations hold while they run
 
 Called by users. `chain` uses the meter.

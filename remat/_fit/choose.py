@@ -12,18 +12,14 @@ solved in a quarter of a second: only the limits that a walk found exceeded are 
 Rejected: a time limit. Two processes would choose differently.
 """
 
-import ctypes
 import importlib
 import importlib.util
 import itertools
 import math
-import os
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
+from remat._fit.quiet import without_lines_of_highs
 from remat._fit.walk import Walked, Walker
 
 
@@ -263,7 +259,7 @@ class SavingProgram:
             lowest[self._needed[n]] = 1
         whole = len(self._saved)  # those columns come first
         constraints = optimize.LinearConstraint(*self._constraints())
-        with _without_lines_of_highs():
+        with without_lines_of_highs():
             found: Any = optimize.milp(
                 costs,
                 integrality=[1] * whole + [0] * (self._count - whole),
@@ -305,33 +301,6 @@ class SavingProgram:
 
 
 _UNIT = 1e4  # bytes, so that numbers are of one order
-
-
-@contextmanager
-def _without_lines_of_highs() -> Iterator[None]:
-    """Leave out of stdout what HiGHS writes there in C, whatever its options are.
-
-    What others write meanwhile comes a little later.
-    """
-    if os.name != "posix":
-        yield
-        return
-    flush = ctypes.CDLL(None).fflush
-    sys.stdout.flush()
-    flush(None)
-    with tempfile.TemporaryFile() as written:
-        stdout = os.dup(1)
-        os.dup2(written.fileno(), 1)
-        try:
-            yield
-        finally:
-            flush(None)
-            os.dup2(stdout, 1)
-            written.seek(0)
-            for line in written.readlines():
-                if not line.startswith(b"HighsMipSolver"):
-                    os.write(1, line)
-            os.close(stdout)
 
 
 # --- Without a solver ---

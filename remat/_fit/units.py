@@ -60,7 +60,7 @@ class OfBlock(Policy):
         return f"{count} of {len(self.placed.saves)} results"
 
 
-class _At(threading.local):
+class _InBlocks(threading.local):
     """Where the call is that asked last in a thread."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _At(threading.local):
         return self._cursor
 
 
-_AT = _At()
+_AT = _InBlocks()
 
 
 class UnitWalker(Walker):

@@ -92,8 +92,7 @@ class Policy(ABC):
     has_budget: ClassVar[bool] = False
     """Whether it is a budget, which looks at all operations of a call at once."""
 
-    is_in_order: ClassVar[bool] = False
-    """Whether an answer depends on those before: it is asked once about each result."""
+    is_in_order: ClassVar[bool] = False  # asked once about each result
 
     @property
     def keys(self) -> "frozenset[tuple[Policy, str]]":
