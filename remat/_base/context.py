@@ -99,7 +99,7 @@ class NestedChoices:
     They do the same when the call around is recomputed (`again`).
     """
 
-    __slots__ = ("_made", "_next", "again")
+    __slots__ = ("__weakref__", "_made", "_next", "again")
 
     def __init__(self, made: list[Any], *, again: bool = False) -> None:
         self._made, self._next, self.again = made, 0, again

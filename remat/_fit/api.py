@@ -16,8 +16,7 @@ Rejected: to apply the plan at once. It is made for models that do not exist yet
 Rejected: to trust the walk. A user's code may hold what no operation made.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -36,22 +35,19 @@ from remat._fit.choose import (
     least_for,
     quickly_for,
 )
-from remat._fit.record import ASKED, StepRecord, record
+from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.simulate import (
     TrainingStep,
-    copied,
     gradients_of,
     isolated,
     refuse_arguments,
     resident,
     simulate,
-    without_values_if_possible,
 )
 from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
 from remat._fit.walk import Walker
 from remat._report.labels import label_of_function, refuse_transforms
 from remat._scope.following import Course, Placed
-from remat._torch import fake_mode
 from remat.nn._followed import FollowedScope, can_follow, follow, has_sharded_parts
 
 
@@ -206,7 +202,7 @@ class _Planning:
         is_model = model is not None and model is step.fn
         self.label = type(model).__name__ if is_model else label_of_function(step.fn)
         self._blocks = tuple(remat_nn.blocks(model)) if model is not None else ()
-        found, self._is_real = _recorded(step, device)
+        found, self._is_real = recorded(step, device)
         assert found is not None
         self.record = found
         # With the model in evaluation mode if it trains, or the other way round; None
@@ -318,7 +314,7 @@ class _Planning:
         try:
             known = [op.name for op in self.record.operations[: self.record.turn]]
             step = self._step, self._device
-            return _recorded(*step, known, in_other_mode=True)[0]
+            return recorded(*step, known, in_other_mode=True)[0]
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
 
@@ -342,26 +338,6 @@ class _Planning:
 
     def _plain_peak(self) -> int:
         return Walker(self.record, (0, 0))(()).peak
-
-
-def _recorded(
-    step: TrainingStep,
-    device: torch.device,
-    unless: Sequence[str] | None = None,
-    *,
-    in_other_mode: bool = False,
-) -> tuple[StepRecord | None, bool]:
-    """Return the record of a step, and whether it was made with real tensors."""
-
-    def recorded(is_real: bool) -> StepRecord | None:
-        mode = contextlib.nullcontext() if is_real else fake_mode()
-        made = copied(step, mode, device)
-        model = made.model()
-        if in_other_mode and model is not None:
-            model.train(not model.training)
-        return record(made, mode, unless=unless)
-
-    return without_values_if_possible(step, recorded)
 
 
 def _course(walker: Walker, chosen: Chosen) -> Course:

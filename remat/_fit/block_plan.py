@@ -69,8 +69,8 @@ class FitPlan(_render.Shown):
         seconds: what is recomputed, at nominal rates of FLOPs and bytes.
         peak_at: where the peak is: "mm in the backward of layers.3".
         blocks: what is done with each block, in the order of `named_modules()`.
-        lacks_budgets: whether `policies.within` was left out: it needs scipy, which was
-            not installed.
+        lacks_budgets: whether the plan was chosen without scipy, which was not
+            installed. It may recompute more than necessary then.
 
     Example:
         >>> import torch
@@ -177,4 +177,4 @@ _NO_MODEL = (
     "remat: this plan is for the blocks of {label}: pass the model; got an object of "
     "type {kind}."
 )
-_NO_BUDGETS = f"without policies.within: {missing('scipy')}"
+_NO_BUDGETS = f"without a solver: {missing('scipy')}"

@@ -35,6 +35,7 @@ from remat._fit.simulate import (
     without_values_if_possible,
 )
 from remat._fit.step_plan import too_small
+from remat._fit.unit_plan import by_units
 from remat._transform.refused import has_forward
 from remat.nn._applied import refuse_others
 from remat.nn._apply import as_selectors, selected
@@ -64,6 +65,10 @@ def fitted(
         raise ValueError(_NO_MODEL)
     refuse_others(model, "remat.fit")
     blocks = _blocks(model, select)
+    with isolated():
+        found = by_units(step, device, blocks, budget)
+    if found is not None:
+        return found
     depths = _around(model, blocks)
     trials = _Trials(
         step, device, blocks, [name for names in depths for name in names], budget

@@ -12,18 +12,14 @@ solved in a quarter of a second: only the limits that a walk found exceeded are 
 Rejected: a time limit. Two processes would choose differently.
 """
 
-import ctypes
 import importlib
 import importlib.util
 import itertools
 import math
-import os
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
+from remat._fit.quiet import without_lines_of_highs
 from remat._fit.walk import Walked, Walker
 
 
@@ -219,7 +215,9 @@ class SavingProgram:
         self._needed = {n: next(columns) for n in sorted(walker.makers)}
         self._again = {i: next(columns) for i in runs}
         self._kept = {
-            n: next(columns) for ns in several for n in ns if n not in walker.targets
+            n: next(columns)
+            for n in dict.fromkeys(n for ns in several for n in ns)
+            if n not in walker.targets or len(walker.saved_by[n]) > 1
         }
         self._count = next(columns)
         self._rows = [*self._closure()]
@@ -228,18 +226,18 @@ class SavingProgram:
         """Yield rows, and the least value that each may have."""
         walker = self.walker
         for n, makers in walker.makers.items():
-            born = walker.record.born[n]
-            saved = (
-                [(self._saved[born], 1.0)] if n in walker.choices.get(born, ()) else []
-            )
+            if n in walker.always:
+                continue
+            saved = [(self._saved[i], 1.0) for i in walker.saved_by.get(n, ())]
             for i in makers:  # what is needed is saved, or made again
                 yield 0, [(self._again[i], 1.0), *saved, (self._needed[n], -1.0)]
         for i, again in self._again.items():
             for n in walker.touched[i]:
                 yield 0, [(self._needed[n], 1.0), (again, -1.0)]
         for n, kept in self._kept.items():
-            saved_at = self._saved[walker.record.born[n]]
-            yield -1, [(kept, 1.0), (saved_at, -1.0), (self._needed[n], -1.0)]
+            for i in walker.saved_by[n]:
+                row = (kept, 1.0), (self._saved[i], -1.0), (self._needed[n], -1.0)
+                yield -1, [*row]
 
     def solve(self, nodes: int = 200, gap: float = 1e-3) -> Chosen | None:
         """Return what is saved at least work; None if there is nothing.
@@ -261,7 +259,7 @@ class SavingProgram:
             lowest[self._needed[n]] = 1
         whole = len(self._saved)  # those columns come first
         constraints = optimize.LinearConstraint(*self._constraints())
-        with _without_lines_of_highs():
+        with without_lines_of_highs():
             found: Any = optimize.milp(
                 costs,
                 integrality=[1] * whole + [0] * (self._count - whole),
@@ -285,11 +283,15 @@ class SavingProgram:
         for at, limit in self.limits.items():
             rows.append([])
             least.append(-limit / _UNIT)
+            seen = set[int]()
             for i, column in self._saved.items():
                 for n in walker.choices[i]:
-                    if walker.is_idle(n, at):
-                        size = -walker.record.sizes[n] / _UNIT
-                        rows[-1].append((self._kept.get(n, column), size))
+                    size = -walker.record.sizes[n] / _UNIT
+                    kept = self._kept.get(n)
+                    if not walker.is_idle(n, at) or kept in seen:
+                        continue
+                    seen |= set() if kept is None else {kept}
+                    rows[-1].append((column if kept is None else kept, size))
         shape = len(rows), self._count
         entries = [(r, k, x) for r, row in enumerate(rows) for k, x in row]
         if not entries:  # nothing may be saved
@@ -299,33 +301,6 @@ class SavingProgram:
 
 
 _UNIT = 1e4  # bytes, so that numbers are of one order
-
-
-@contextmanager
-def _without_lines_of_highs() -> Iterator[None]:
-    """Leave out of stdout what HiGHS writes there in C, whatever its options are.
-
-    What others write meanwhile comes a little later.
-    """
-    if os.name != "posix":
-        yield
-        return
-    flush = ctypes.CDLL(None).fflush
-    sys.stdout.flush()
-    flush(None)
-    with tempfile.TemporaryFile() as written:
-        stdout = os.dup(1)
-        os.dup2(written.fileno(), 1)
-        try:
-            yield
-        finally:
-            flush(None)
-            os.dup2(stdout, 1)
-            written.seek(0)
-            for line in written.readlines():
-                if not line.startswith(b"HighsMipSolver"):
-                    os.write(1, line)
-            os.close(stdout)
 
 
 # --- Without a solver ---
@@ -393,7 +368,7 @@ def _correct(
     program: SavingProgram, chosen: Chosen, walked: Walked, budget: int
 ) -> None:
     walker, sizes = program.walker, program.walker.record.sizes
-    kept = walker.storages(chosen) & walked.needed
+    kept = (walker.storages(chosen) - walker.always) & walked.needed
     for t in itertools.islice(_apart(walker, walked.bytes, budget), _AT_ONCE):
         held = walked.bytes[t] - sum(sizes[n] for n in kept if walker.is_idle(n, t))
         limit = budget - held

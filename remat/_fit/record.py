@@ -10,8 +10,8 @@ Rejected: a graph of `make_fx`. It says nothing of lifetimes, of what kernels ho
 of the order in which a real backward runs.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,11 @@ from remat._fit.simulate import (
     RefusedStepError,
     TrainingStep,
     backward,
+    copied,
     gradients_of,
     put_back,
     resident,
+    without_values_if_possible,
 )
 from remat._partial.effects import declared_writes, traits_of
 from remat._scope.recording import Recording
@@ -40,6 +42,7 @@ from remat._torch import (
     AddressAnswers,
     OpOverload,
     current_task,
+    fake_mode,
     hooks_here,
     is_of_checkpoint,
     is_view_op,
@@ -87,6 +90,8 @@ class StepRecord:
     left: tuple[int, ...]
     dies: tuple[int, ...]
     resident: int  # the bytes that were there before
+    # The calls of blocks: names, the first operation, and the one after the last.
+    calls: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def flops(self) -> int:
@@ -94,12 +99,38 @@ class StepRecord:
         return sum(op.flops for op in self.operations)
 
 
+def recorded(
+    step: TrainingStep,
+    device: torch.device,
+    unless: Sequence[str] | None = None,
+    *,
+    in_other_mode: bool = False,
+    blocks: Iterable[str] = (),
+) -> tuple[StepRecord | None, bool]:
+    """Return the record of a copy of a step, and whether its tensors were real."""
+
+    def run(is_real: bool) -> StepRecord | None:
+        mode = nullcontext() if is_real else fake_mode()
+        made = copied(step, mode, device)
+        model = made.model()
+        if in_other_mode and model is not None:
+            model.train(not model.training)
+        return record(made, mode, unless=unless, blocks=blocks)
+
+    return without_values_if_possible(step, run)
+
+
 def record(
-    step: TrainingStep, mode: Any, *, unless: Sequence[str] | None = None
+    step: TrainingStep,
+    mode: Any,
+    *,
+    unless: Sequence[str] | None = None,
+    blocks: Iterable[str] = (),
 ) -> StepRecord | None:
     """Run a step twice; return what it did, or None if they are those of `unless`."""
     grads = gradients_of(step)
-    alone, whole = StepRecorder(costs=False), StepRecorder(costs=True)
+    alone = StepRecorder(costs=False)
+    whole = StepRecorder(costs=True, blocks=blocks)
     with mode, AddressAnswers():
         with (
             alone.watching(step) as watched,
@@ -137,8 +168,10 @@ def _refuse_backward(_: Any) -> Any:
 class StepRecorder(Meter):
     """Notes the operations of a step, and when storages are made and freed."""
 
-    def __init__(self, *, costs: bool) -> None:
+    def __init__(self, *, costs: bool, blocks: Iterable[str] = ()) -> None:
         super().__init__()
+        self._blocks = [*blocks]
+        self._calls_of_blocks: list[tuple[str, int, int]] = []
         self._costs = costs
         self.operations: list[StepOp] = []
         self.turn = 0  # how many there were before the backward
@@ -167,6 +200,9 @@ class StepRecorder(Meter):
                 self._names = {id(m): name for name, m in model.named_modules()}
                 for handle in self._hook(model):
                     stack.callback(handle.remove)
+                for name in self._blocks:
+                    for handle in self._hook_block(model.get_submodule(name), name):
+                        stack.callback(handle.remove)
             stack.enter_context(self._calls)
             yield step._replace(around_call=lambda: self._note_call(step))
             self._is_over = True
@@ -191,6 +227,21 @@ class StepRecorder(Meter):
         return (
             model.register_forward_pre_hook(enter, prepend=True),
             model.register_forward_hook(leave, always_call=True),
+        )
+
+    def _hook_block(self, block: nn.Module, name: str) -> Sequence[Any]:
+        """Note which operations are those of calls of a block."""
+        begun: list[int] = []
+
+        def enter(*_: Any) -> None:
+            begun.append(len(self.operations))
+
+        def leave(*_: Any) -> None:
+            self._calls_of_blocks.append((name, begun.pop(), len(self.operations)))
+
+        return (
+            block.register_forward_pre_hook(enter, prepend=True),
+            block.register_forward_hook(leave, always_call=True),
         )
 
     @override
@@ -258,6 +309,7 @@ class StepRecorder(Meter):
             ),
             tuple(self._dies.get(n, end) for n in range(count)),
             self._resident,
+            tuple(self._calls_of_blocks),
         )
 
 

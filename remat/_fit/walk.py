@@ -32,6 +32,7 @@ class Walker:
     def __init__(self, record: StepRecord, span: tuple[int, int] | None = None) -> None:
         self.record, self.span = record, span or (0, record.turn)
         self._end, self._turn = len(record.operations), record.turn
+        self.always = set[int]()  # the storages that are saved in any case
         before, again = record.operations[: self.span[1]], self._recomputable()
         # The operations that make or write each storage that may be recomputed.
         self.makers: dict[int, list[int]] = {n: [] for n in again}
@@ -41,10 +42,12 @@ class Walker:
                     self.makers[n].append(i)
         # The operations whose results may be saved, and these storages. A policy is
         # asked once about all results of an operation.
-        self.choices: dict[int, list[int]] = {}
-        for n in sorted(again):
-            if before[record.born[n]].fate == ASKED and record.sizes[n]:
-                self.choices.setdefault(record.born[n], []).append(n)
+        self.choices = self._choices(again)
+        # The choices that save each storage.
+        self.saved_by: dict[int, list[int]] = {}
+        for i, each in self.choices.items():
+            for n in each:
+                self.saved_by.setdefault(n, []).append(i)
         # What the backward reads, and may be recomputed.
         self.targets = {n for n in again if record.dies[n] > self._turn}
         self.touched = [
@@ -53,7 +56,7 @@ class Walker:
         ]
         self._fixed = self._fixed_bytes(again)
         self._triggers = self._first_reads()
-        first = {n: t for t, each in self._triggers.items() for n in each}
+        first = self._due({n: t for t, each in self._triggers.items() for n in each})
         # From when to when a step has no use for each storage, if it is saved: from its
         # last use before the backward to the first in it, at least.
         self.idle = {n: (record.left[n], t) for n, t in self._first_uses(first)}
@@ -74,6 +77,14 @@ class Walker:
             for n in op.makes
             if self.record.left[n] <= self._turn and n not in late
         }
+
+    def _choices(self, again: set[int]) -> dict[int, list[int]]:
+        """Return what may be saved, by the operation whose results these are."""
+        record, choices = self.record, dict[int, list[int]]()
+        for n in sorted(again):
+            if record.operations[record.born[n]].fate == ASKED and record.sizes[n]:
+                choices.setdefault(record.born[n], []).append(n)
+        return choices
 
     def _fixed_bytes(self, again: set[int]) -> list[int]:
         """Return the bytes at each operation if nothing were saved or recomputed."""
@@ -100,6 +111,10 @@ class Walker:
             found.setdefault(t, []).append(n)
         return found
 
+    def _due(self, first: dict[int, int]) -> dict[int, int]:
+        """Return when targets are there at the latest, by when they are first read."""
+        return first
+
     def _first_uses(self, first: dict[int, int]) -> Iterable[tuple[int, int]]:
         """Yield when a backward first uses a storage, by what is recomputed too."""
         used = {n: first.get(n, self._end) for n in self.makers}
@@ -114,7 +129,9 @@ class Walker:
     def _base_bytes(self, first: dict[int, int]) -> list[int]:
         change = [0] * (self._end + 2)
         for n, t in first.items():
-            change[t] += self.record.sizes[n]
+            born, left = self.record.born[n], self.record.left[n]
+            since = max(left, born + 1) if n in self.always else t
+            change[since] += self.record.sizes[n]
             dies = min(max(self.record.dies[n], t + 1), self._end)
             change[dies] -= self.record.sizes[n]
         read = _summed(0, change)
@@ -123,7 +140,7 @@ class Walker:
 
     def storages(self, chosen: Iterable[int]) -> set[int]:
         """Return the storages that are saved if a policy saves some operations."""
-        return {n for i in chosen for n in self.choices[i]}
+        return self.always.union(n for i in chosen for n in self.choices[i])
 
     # --- What runs again ---
 
@@ -175,19 +192,25 @@ class Walker:
         record, operations = self.record, self.record.operations
         fixed = self._with_saved(saved & needed, needed, runs)
         found = [b + op.inside for b, op in zip(fixed, operations, strict=True)]
-        recomputing = _Recomputing(self, saved, runs)
+        recomputing, filled = Recomputing(self, saved, runs), set[int]()
         for t in range(self._turn, self._end):
             recomputing.free_before(t)
             before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
-            highest = 0
-            for n in self._triggers.get(t, ()):
-                highest = max(highest, recomputing.compute(n))
+            highest = self._fill(t, saved, recomputing, filled)
             found[t] += recomputing.live
             if highest:
                 found[t] = max(found[t], before + highest)
         at = max(range(self._end), key=found.__getitem__)
         spent = sum(operations[i].seconds for i in runs)
         return Walked(found[at], at, found, frozenset(runs), frozenset(needed), spent)
+
+    def _fill(
+        self, t: int, saved: set[int], recomputing: "Recomputing", filled: set[int]
+    ) -> int:
+        """Recompute what is first read at an operation; return the most bytes in it."""
+        del saved, filled
+        each = map(recomputing.compute, self._triggers.get(t, ()))
+        return max(each, default=0)
 
     def _with_saved(
         self, saved: set[int], needed: set[int], runs: set[int]
@@ -224,7 +247,7 @@ class Walker:
         return first <= at < last
 
 
-class _Recomputing:
+class Recomputing:
     """What is recomputed in the backward of one walk."""
 
     def __init__(self, walker: Walker, saved: set[int], runs: set[int]) -> None:

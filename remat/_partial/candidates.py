@@ -105,7 +105,8 @@ class Candidates:
                     message = _COUNTS.format(policy=self._policy, op=op.func)
                     warnings.warn(message, stacklevel=3)
                     break
-        found = [self._policy(s.op) if s.op.names else d for s, d in pairs]
+        again = not self._policy.is_in_order
+        found = [self._policy(s.op) if s.op.names and again else d for s, d in pairs]
         return _final(record, found, exposed)
 
     def residual(self, value: Value, number: int) -> Tensor:

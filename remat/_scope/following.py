@@ -88,7 +88,7 @@ class Course:
         return self._by_place.get((root, turn, path, number), _NOTHING)
 
 
-class _Cursor:
+class Cursor:
     """How far one call has come in the operations that are planned for it."""
 
     __slots__ = ("agreed", "at", "costs", "course", "placed")
@@ -181,7 +181,7 @@ class ByPlace(Policy):
         if calls.ended and self._courses:
             self._leave(calls.ended)
         call = calls.current
-        cursor: _Cursor | None = call.cursor
+        cursor: Cursor | None = call.cursor
         if cursor is None:
             call.cursor = cursor = self._begun(self._course, call.place)
             self._compare(op, name, cursor.placed)
@@ -199,10 +199,10 @@ class ByPlace(Policy):
         self.is_passing = placed.passes[at]
         return Decision.RECOMPUTE
 
-    def _begun(self, course: int, place: CallPlace) -> _Cursor:
+    def _begun(self, course: int, place: CallPlace) -> Cursor:
         found = self._courses[course].at(place) if self._courses else _NOTHING
         self._visited.add(found.place)
-        return _Cursor(course, found)
+        return Cursor(course, found)
 
     def _compare(self, op: Op, name: str, placed: Placed) -> None:
         """Note whether the first result of a call has other bytes than planned."""
@@ -216,7 +216,7 @@ class ByPlace(Policy):
 
     def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, Placed]:
         """Return where an operation is that is not the next, or -1, and in what."""
-        cursor: _Cursor = call.cursor
+        cursor: Cursor = call.cursor
         if cursor.costs is None:
             other = self._other(cursor, name, call.place)
             if other is not None:
@@ -246,7 +246,7 @@ class ByPlace(Policy):
     def _leave(self, ended: list[ModuleCall]) -> None:
         """Note which operations calls have left out that are over."""
         for call in ended:
-            cursor: _Cursor | None = call.cursor
+            cursor: Cursor | None = call.cursor
             if cursor is None:
                 placed, at = self._courses[self._course].at(call.place), 0
                 self._visited.add(placed.place)
@@ -256,7 +256,7 @@ class ByPlace(Policy):
                 self._pass_over(placed, at, len(placed.names))
         ended.clear()
 
-    def _other(self, cursor: _Cursor, name: str, place: CallPlace) -> _Cursor | None:
+    def _other(self, cursor: Cursor, name: str, place: CallPlace) -> Cursor | None:
         """Return a beginning, or that of another course, which an operation fits."""
         at, names = cursor.at, cursor.placed.names
         # A `with` may hold several forwards.

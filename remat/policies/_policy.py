@@ -92,6 +92,8 @@ class Policy(ABC):
     has_budget: ClassVar[bool] = False
     """Whether it is a budget, which looks at all operations of a call at once."""
 
+    is_in_order: ClassVar[bool] = False  # asked once about each result
+
     @property
     def keys(self) -> "frozenset[tuple[Policy, str]]":
         """The names and places in it, each with the policy that has it."""

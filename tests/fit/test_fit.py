@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.allocated import most_allocated
 from support.fitted import (
     CASES,
     IDS,
@@ -36,6 +37,7 @@ from torch import nn
 
 import remat
 from remat._fit.simulate import TrainingStep, isolated, simulate
+from remat._fit.units import OfBlock
 from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops, memory_timeline
 
@@ -374,13 +376,13 @@ def test_a_plan_draws_itself(over):
 @pytest.mark.slow
 def test_a_plan_by_blocks_says_what_it_was_made_without(monkeypatch):
     budget = tight("blocks").budget
-    assert "policies.within" not in str(tight("blocks"))
+    assert "without a solver" not in str(tight("blocks"))
     monkeypatch.setitem(sys.modules, "scipy", None)
     plan = remat.fit(mlps(), X, budget=budget, loss=square, over="blocks")
     assert plan.lacks_budgets
-    note = "without policies.within: scipy is not installed (pip install scipy)"
+    note = "without a solver: scipy is not installed (pip install scipy)"
     assert note in str(plan)
-    assert "without policies.within" in plan._repr_html_()
+    assert "without a solver" in plan._repr_html_()
 
 
 # --- Over blocks ---
@@ -445,6 +447,7 @@ def test_budgets_hold_and_no_uniform_choice_costs_less(name):
     low = least(model, *args, over="blocks", loss=loss, **kwargs)
     high = simulated(model, args, kwargs, loss).peak
     for share in (0.2, 0.4, 0.7) if name in SLOW else (0.4,):
+        model.zero_grad()  # gradients that are there count
         budget = int(low + share * (high - low))
         plan = fit(model, *args, budget=budget, loss=loss, **kwargs)
         assert plan.peak <= budget < plan.plain_peak == high
@@ -454,6 +457,31 @@ def test_budgets_hold_and_no_uniform_choice_costs_less(name):
     worse = dataclasses.replace(plan, budget=plan.plain_peak, seconds=1.0)
     with pytest.raises(AssertionError, match=r"saveable|every|others"):
         assert_no_choice_costs_less(worse, choices)
+
+
+def test_the_first_step_by_blocks_is_as_predicted():
+    pytest.importorskip("scipy")
+    model, ids = Lm(6, 64, dropout=0.0), torch.arange(4 * 64).view(4, 64) % 100
+
+    def loss(out):
+        return nn.functional.cross_entropy(out.flatten(0, -2), ids.flatten())
+
+    high = fit(model, ids, budget="1GB", loss=loss)
+    budget = int(high.resident + 0.6 * (high.peak - high.resident))
+    plan = fit(model, ids, budget=budget, loss=loss)
+    assert plan.seconds > 0
+    assert all(isinstance(b.policy, OfBlock) for b in plan.blocks if b.recomputes)
+    real = plan.apply(copy.deepcopy(model))
+    for _ in range(3):
+        before = bytes_before(real, ids)
+        most, _ = most_allocated(step, real, (ids,), {}, loss)
+        assert abs(before + most - plan.peak) <= 200
+        assert before + most <= budget
+        real.zero_grad()
+    found, expected = (
+        gradients(m, lambda m=m: step(m, (ids,), {}, loss)) for m in (real, model)
+    )
+    assert_same(found, expected)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import remat
 from remat._base.calls import Calls
-from remat._fit.choose import _without_lines_of_highs
+from remat._fit.quiet import without_lines_of_highs
 from remat.testing import assert_same, count_ops
 
 
@@ -268,7 +268,7 @@ def test_an_lstm_stays_in_its_budget():
 
 
 def test_what_highs_writes_is_left_out_of_stdout(capfd):
-    with _without_lines_of_highs():
+    with without_lines_of_highs():
         os.write(1, b"HighsMipSolverData::transform\nof another thread\n")
     assert capfd.readouterr().out == "of another thread\n"
 

@@ -1,0 +1,224 @@
+"""Plans by blocks from the walk and the program of plans for a step.
+
+In: a record with the calls of blocks. Out: for each block whether it is recomputed, and
+which of its results are saved then.
+
+A *unit* is a call of a block: a span of the record. It differs from a scope in two
+rules. Its recompute fills all its residuals at once, when the first one is read. And
+what leaves a unit, or is there before it, is always saved, as a call keeps its inputs.
+
+Invariant: all calls of a block have the same decisions, as they share what they follow.
+Rejected: to simulate each block under several policies, and to distribute memory by
+what that measures. It took sixty times as long, and found nothing better.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from remat._base.context import here
+from remat._base.op import Op
+from remat._fit.record import STORED, StepRecord
+from remat._fit.walk import Recomputing, Walker
+from remat._scope.following import Cursor, Placed
+from remat._torch import is_view_op
+from remat.policies import Decision, Policy
+
+
+@dataclass(frozen=True, repr=False)
+class OfBlock(Policy):
+    """Answers as a plan says, operation by operation of a call.
+
+    Operations are aligned with the plan, with as few as possible more or fewer.
+    """
+
+    placed: Placed
+
+    is_in_order = True
+
+    @override
+    def decide(self, op: Op) -> Decision:
+        """Return what the plan says about the next operation of the call that runs."""
+        if is_view_op(op.func):
+            return Decision.RECOMPUTE
+        cursor, name = _AT.cursor(self), str(op.func)
+        names, at = cursor.placed.names, cursor.at
+        if cursor.costs is None and at < len(names) and names[at] == name:
+            cursor.at = at + 1
+        else:
+            at = cursor.align(name)
+        is_saved = at >= 0 and cursor.placed.saves[at]
+        return Decision.SAVE if is_saved else Decision.RECOMPUTE
+
+    @override
+    def __repr__(self) -> str:
+        count = sum(self.placed.saves)
+        return f"{count} of {len(self.placed.saves)} results"
+
+
+class _InBlocks(threading.local):
+    """Where the call is that asked last in a thread."""
+
+    def __init__(self) -> None:
+        self._call: Any = None
+        self._of: OfBlock | None = None
+        self._cursor: Cursor | None = None
+
+    def cursor(self, policy: OfBlock) -> Cursor:
+        call = here().nested_choices
+        before = None if self._call is None else self._call()
+        if self._cursor is None or self._of is not policy or call is not before:
+            self._call = None if call is None else weakref.ref(call)
+            self._of, self._cursor = policy, Cursor(0, policy.placed)
+        elif call is None and self._cursor.at == len(policy.placed.names):
+            self._cursor = Cursor(0, policy.placed)
+        return self._cursor
+
+
+_AT = _InBlocks()
+
+
+class UnitWalker(Walker):
+    """Walks over one record, in which blocks are recomputed as units.
+
+    The choices are, by the first operation that makes them, results of a block in all
+    of its calls; and, by a number below zero, a block that is no call: it saves all.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        self._calls = _outermost(record.calls)
+        self._unit_of = {
+            i: u for u, (_, a, b) in enumerate(self._calls) for i in range(a, b)
+        }
+        super().__init__(record)
+
+    @property
+    def blocks(self) -> dict[str, list[tuple[int, int]]]:
+        """The calls of each block."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for name, first, end in self._calls:
+            found.setdefault(name, []).append((first, end))
+        return found
+
+    # --- What may be recomputed ---
+
+    @override
+    def _recomputable(self) -> set[int]:
+        found, record = set[int](), self.record
+        used: dict[int, set[int | None]] = {}
+        for i, op in enumerate(record.operations[: self._turn]):
+            for n in (*op.reads, *op.makes, *op.writes):
+                used.setdefault(n, set()).add(self._unit_of.get(i))
+        for n, units in used.items():
+            unit = self._unit_of.get(record.born[n])
+            if record.born[n] < 0 or units == {None} or record.left[n] > self._turn:
+                continue
+            found.add(n)
+            is_inside = unit is not None and units == {unit}
+            if not is_inside or record.left[n] > self._calls[unit][2]:
+                self.always.add(n)
+        return found
+
+    @override
+    def _choices(self, again: set[int]) -> dict[int, list[int]]:
+        choices: dict[int, list[int]] = {}
+        for k, calls in enumerate(self.blocks.values()):
+            rows = [self._makers_in(call, again) for call in calls]
+            is_same = all(
+                [n for n, _ in row] == [n for n, _ in rows[0]] for row in rows
+            )
+            whole = [n for row in rows for _, (_, made) in row for n in made]
+            choices[-1 - k] = sorted({*whole, *self._written_in(calls, again)})
+            for each in zip(*rows, strict=True) if is_same else ():
+                made = [n for _, (_, ns) in each for n in ns if self.record.sizes[n]]
+                if made:
+                    choices[each[0][1][0]] = made
+        return {i: made for i, made in choices.items() if made}
+
+    def _makers_in(
+        self, call: tuple[int, int], again: set[int]
+    ) -> list[tuple[str, tuple[int, list[int]]]]:
+        """Return operations a policy is asked about, with what they make inside."""
+        found: list[tuple[str, tuple[int, list[int]]]] = []
+        for i in range(*call):
+            op = self.record.operations[i]
+            if is_asked(op):
+                made = [n for n in op.makes if n in again and n not in self.always]
+                found.append((op.name, (i, made)))
+        return found
+
+    def _written_in(self, calls: Any, again: set[int]) -> Iterable[int]:
+        for call in calls:
+            for op in self.record.operations[slice(*call)]:
+                yield from (n for n in op.makes if n in again and n not in self.always)
+
+    # --- The walk ---
+
+    @override
+    def _fill(
+        self, t: int, saved: set[int], recomputing: Recomputing, filled: set[int]
+    ) -> int:
+        highest = 0
+        for n in self._triggers.get(t, ()):
+            if n in saved or (unit := self._unit_of[self.record.born[n]]) in filled:
+                continue
+            filled.add(unit)
+            for m in self._groups[unit]:
+                if m not in saved:
+                    highest = max(highest, recomputing.compute(m))
+        return highest
+
+    @override
+    def _due(self, first: dict[int, int]) -> dict[int, int]:
+        """Return when a unit is filled: when the first of its residuals is read."""
+        # The residuals of each unit, in the order in which they are made.
+        self._groups: dict[int, list[int]] = {}
+        for n in sorted(self.targets - self.always, key=self.record.born.__getitem__):
+            self._groups.setdefault(self._unit_of[self.record.born[n]], []).append(n)
+        groups = self._groups.values()
+        due = {n: min(first[m] for m in group) for group in groups for n in group}
+        return first | due
+
+    # --- What blocks do ---
+
+    def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock]:
+        """Return the policies of the blocks in which something runs again."""
+        saved = self.storages(chosen)
+        needed, runs = self.closure(saved)
+        found: dict[str, OfBlock] = {}
+        for name, calls in self.blocks.items():
+            if not any(i in runs for call in calls for i in range(*call)):
+                continue
+            names: list[str] = []
+            saves: list[bool] = []
+            for i in range(*calls[0]):
+                op = self.record.operations[i]
+                if is_asked(op):
+                    names.append(op.name)
+                    made = (saved & needed).intersection(op.makes)
+                    saves.append(bool(made - self.always or made & self.targets))
+            none = len(names)
+            placed = Placed(
+                ("", 0, name, 0), (*names,), (*saves,), (False,) * none, (0,) * none
+            )
+            found[name] = OfBlock(placed)
+        return found
+
+
+def is_asked(op: Any) -> bool:
+    """Say whether a call asks its policy about an operation."""
+    return bool(op.reads and op.makes and not op.writes and op.fate != STORED)
+
+
+def _outermost(
+    calls: Sequence[tuple[str, int, int]],
+) -> list[tuple[str, int, int]]:
+    found: list[tuple[str, int, int]] = []
+    for name, first, end in sorted(calls, key=lambda call: (call[1], -call[2])):
+        if first < end and (not found or first >= found[-1][2]):
+            found.append((name, first, end))
+    return found
