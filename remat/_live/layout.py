@@ -192,7 +192,7 @@ class Layout:
 
 def _marks_of(value: Any) -> Sequence[Any]:
     """Return what tells an object from others of its class, in a signature."""
-    if isinstance(value, enum.Enum):
+    if issubclass(type(value), enum.Enum):
         return [value.name]
     if is_rematerialized(type(value)):
         return [value.__remat_options__[-1].key]

@@ -181,8 +181,11 @@ class CallState(NamedTuple):
     def _marked(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Have tensors hold the attributes that they had, and no new hooks."""
         attributes = self.attributes
-        leaves = self.own
-        own = [i for i, t in enumerate(inputs) if i in leaves or not t.requires_grad]
+        own = [
+            i
+            for i, t in enumerate(inputs)
+            if (i in self.own or not t.requires_grad) and type(t) in TENSORS
+        ]
         then = None if attributes is None else [attributes[i] for i in own]
         for i, t in enumerate(inputs):
             if attributes and i not in own:
