@@ -112,6 +112,11 @@ class Program:
         """The inputs of which a run may be given the user's own leaves."""
         return ()
 
+    def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
+        """Say whether a run may write to an input that is not differentiated."""
+        del i, tensor
+        return False
+
     def may_read_early(self, tensor: Tensor) -> bool:
         """Say whether a recompute in a graph may read an input before cotangents."""
         del tensor

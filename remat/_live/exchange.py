@@ -16,7 +16,7 @@ import operator
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from remat._base.code import VIEWED
@@ -28,6 +28,7 @@ from remat._capture.holders import (
     SCOPES,
     SLOTS,
     HolderKind,
+    dict_of,
     without_contents,
 )
 from remat._capture.objects import check_class, is_view
@@ -150,6 +151,13 @@ class Exchange:
     def holders(self) -> list[tuple[HolderKind, Any]]:
         """Return the holders that are there, and how each is read."""
         return [(kind, holder) for kind, holder in self._holders if holder is not None]
+
+    def set_aside(self, made: Collection[Any]) -> "list[Written]":
+        """Return what was written of values that the run has made, which stays."""
+        own = {id(part) for value in made for part in (value, dict_of(value))}
+        kept = [written for written in self._written if id(written.holder) in own]
+        self._written = [one for one in self._written if id(one.holder) not in own]
+        return kept
 
     def end(self) -> None:
         """Give back what was there just before the run."""

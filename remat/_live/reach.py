@@ -61,6 +61,7 @@ class Reach:
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
         is_bare: whether it is a function of tensors and constants alone.
+        passed_count: how many of these were passed; they come first.
         is_contained: whether all that it refers to, besides tensors that were passed,
             are numbers, packages and functions like it.
     """
@@ -69,7 +70,8 @@ class Reach:
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
         *("buffers", "compiled", "first_parameter", "is_bare", "is_contained"),
-        *("is_lazy", "label", "next_hook", "streams", "tensors", "uses_stream_states"),
+        *("is_lazy", "label", "next_hook", "passed_count", "streams", "tensors"),
+        "uses_stream_states",
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -94,6 +96,7 @@ class Reach:
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
+        passed = len(given.tensors)
         if given.roots:
             if any(MODULE_HOOKS.dicts):
                 self._add_hooks_of_all_modules(given)
@@ -101,6 +104,7 @@ class Reach:
             parameters = self._number_all(given)
         self._watched: Sequence[Any] = ()
         self._asks: frozenset[str] = frozenset()
+        self.passed_count = passed
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         self._lease(given)
         if given.boxes:
@@ -220,6 +224,11 @@ class Reach:
     def passed(self) -> set[int]:
         """The numbers of tensors that are arguments, and in no container."""
         return {value.number for value in self._values if type(value) is At}
+
+    def may_write(self, index: int, tensor: Tensor) -> bool:
+        """Say so of buffers, and of vectors that were passed, as their values are."""
+        was_passed = index < self.passed_count
+        return index in self.buffers or (was_passed and tensor.dim() < 2)
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""

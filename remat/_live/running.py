@@ -81,14 +81,16 @@ class Running:
             for buffer, then in self._buffers:
                 self._exchange_bytes(buffer, then)
         except BaseException:
-            self._put_back()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_run()
-        if self._lifted is not None:
-            self._lifted.end()
+        try:
+            self._end_run()
+        finally:
+            if self._lifted is not None:
+                self._lifted.end()
 
     def _end_run(self) -> None:
         if RemovableHandle.next_id > self._first:
@@ -106,7 +108,10 @@ class Running:
         run. What these change stays. What was left out of a replay nobody finds.
         """
         exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
+        # Nobody but this run has what it made, and hooks in its graph may read it.
+        made = [w for held in exchanges for w in held.set_aside(self._made.values())]
         self._end_run()
+        self._undo += [written.end for written in made]
         tensors, self.tensors, self._first = self.tensors, (), _NEVER
         self._now.clear()
         if exchanges:
@@ -119,11 +124,16 @@ class Running:
             self._lifted.__enter__()
         elif self._lifted is not None:
             self._lifted = self._lifted.without(Absent)
-        return self._lifted is not None and self._lifted.is_somewhere
+        stay = self._lifted is not None and self._lifted.is_somewhere
+        return stay or bool(made)
 
     def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            if self._undo:  # one of them raised: the others still do
+                self._put_back()
 
     def found(self, kept: Ref) -> Any:
         """Return a value that the call was given: itself, or what was revived."""

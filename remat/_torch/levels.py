@@ -358,10 +358,12 @@ def call_at_jvp(
     primals: Sequence[Tensor],
     given: Sequence[int],
     tangents: Sequence[Tensor],
+    written: Sequence[int] = (),
 ) -> tuple[list[Any], list[Any]]:
     """Call `fn` on dual numbers of a new jvp level; return its results, taken apart.
 
-    The arguments with the indices `given` have tangents. What has none has None.
+    The arguments with the indices `given` have tangents. What has none has None. A
+    level refuses writes to what is not of it: `written` may be written to.
     """
     is_around = dual_level_active()
     may_be_dual = base_dual_level_active()  # one may have a tangent there
@@ -371,8 +373,10 @@ def call_at_jvp(
         contextlib.nullcontext() if is_around else forward_ad.dual_level(),
     ):
         duals = [
-            _wrap_for_grad(t, level) if may_be_dual or is_of_torch_func(t) else t
-            for t in primals
+            _wrap_for_grad(t, level)
+            if may_be_dual or is_of_torch_func(t) or i in written
+            else t
+            for i, t in enumerate(primals)
         ]
         for i, t in zip(given, tangents, strict=True):
             duals[i] = forward_ad.make_dual(primals[i], t)

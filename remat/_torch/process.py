@@ -357,9 +357,9 @@ def hook_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -> 
 
 def unhook_all_modules() -> None:
     """Undo `hook_all_modules`."""
-    del _modules._global_forward_pre_hooks[_KEY]
-    del _modules._global_forward_hooks[_KEY]
-    del _modules._global_forward_hooks_always_called[_KEY]
+    _modules._global_forward_pre_hooks.pop(_KEY, None)
+    _modules._global_forward_hooks.pop(_KEY, None)
+    _modules._global_forward_hooks_always_called.pop(_KEY, None)
 
 
 _KEY = -1  # no hook that torch registers has it

@@ -11,6 +11,7 @@ Rejected: fresh leaves for all. In a module that several threads use, each would
 the leaves of the others.
 """
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
@@ -20,7 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.errors import CaptureError
 from remat._base.program import InputIndex, PerInput, Request, leaves_for
-from remat._torch import is_below_tracer, is_shared, shared_copy
+from remat._torch import (
+    base_tensor,
+    is_below_tracer,
+    is_shared,
+    shared_copy,
+    storage_id,
+)
 from remat._transform.leaves import (
     LeafChanges,
     Memory,
@@ -138,6 +145,14 @@ class ForwardInputs:
             buffer.copy_(copy)
         return before
 
+    def _shares_memory(self, i: InputIndex) -> bool:
+        """Say whether another input is in the memory of one that was written to."""
+        with contextlib.suppress(RuntimeError):  # sparse tensors have none
+            written = storage_id(base_tensor(self.inputs[i]))
+            others = (t for j, t in enumerate(self.inputs) if j != i)
+            return any(storage_id(base_tensor(t)) == written for t in others)
+        return False
+
     def fresh(self) -> list[Tensor]:
         """Return those that are nobody else's. A graph that leads to one is a leak."""
         return [*compress(self.inner, map(operator.not_, self._own))]
@@ -155,6 +170,8 @@ class ForwardInputs:
         before: dict[InputIndex, Tensor] = {}
         for i in self._written(buffers):
             if i not in buffers:
+                raise changed_inside(i)
+            if self._shares_memory(i):  # of each there would be a copy
                 raise changed_inside(i)
             before[i] = self._value_before(i)
         if self._watched is None:

@@ -134,13 +134,9 @@ from remat._transform.state import (
 )
 
 
-# Cheaper than comprehensions, on a path taken on every call.
 _requires_grad = operator.attrgetter("requires_grad")
 
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
-
-
-# --- The call ---
 
 
 def call_as_function(
@@ -201,8 +197,11 @@ class Primal(Program):
         return () if self.state is None else self.state.own
 
     @override
+    def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
+        return self.call.snapshot.may_write(i, tensor)
+
+    @override
     def may_read_early(self, tensor: Tensor) -> bool:
-        """Ask who traces the call."""
         says = self.call.may_read_early
         return says is not None and says(tensor)
 
@@ -210,9 +209,8 @@ class Primal(Program):
     def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> Evaluated:
-        results, evaluation, state = _evaluate_below(
-            self.call, program, inputs, request
-        )
+        found = _evaluate_below(self.call, program, inputs, request)
+        results, evaluation, state = found
         self.evaluation, self.state = evaluation, state
         if request.is_jvp:  # recomputes are given no tangents beside primals
             arity, count = self._counts  # which `run` has set by now

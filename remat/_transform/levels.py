@@ -102,6 +102,10 @@ class Below(Program):
         return self.program.own
 
     @override
+    def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
+        return i < self.arity and self.program.may_write(i, tensor)
+
+    @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         self.program.refuse_changed(inputs[: self.arity])
 
@@ -122,13 +126,13 @@ class Below(Program):
 
     def _run_marked(self, *inputs: Tensor, mode: Any) -> Outputs:
         with grad_level() as level:
-            pairs = zip(inputs, self.needs, strict=True)
-            # A constant stays itself. A level refuses writes to what is not of it.
+            pairs = enumerate(zip(inputs, self.needs, strict=True))
+            # A level refuses writes to what is not of it. Other constants stay.
             inner = [
                 leaf_at(level, t, requires_grad=need)
-                if need or is_of_torch_func(t)
+                if need or is_of_torch_func(t) or self.may_write(i, t)
                 else t
-                for t, need in pairs
+                for i, (t, need) in pairs
             ]
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
@@ -240,7 +244,9 @@ class Dual(Below):
             elif changed_since(tensors, self._versions, (Absent,)):
                 raise MutationError(_CHANGED)
         function = self._function(mode, is_marked=self._marked)
-        outs, found = call_at_jvp(function, primals, self._with_tangents, tangents)
+        written = [i for i, t in enumerate(primals) if self.program.may_write(i, t)]
+        given = self._with_tangents, tangents
+        outs, found = call_at_jvp(function, primals, *given, written)
         self.count = len(outs)
         if self.positions is None:
             self.positions = [j for j, t in enumerate(found) if t is not None]

@@ -313,8 +313,8 @@ FAULTS = [
     Fault(
         "a plan saves what it recomputes",
         "remat/_scope/following.py",
-        "if at < 0 or not cursor.placed.saves[at]:",
-        "if at < 0 or cursor.placed.saves[at]:",
+        "        if placed.saves[at]:",
+        "        if not placed.saves[at]:",
         ("tests/fit/test_step_plans.py",),
     ),
 ]

@@ -496,7 +496,10 @@ SETTINGS = {
 }
 
 
-@family(**SETTINGS)
+NO_GRAD = {"no grad", "inference"}
+
+
+@family(**{k: v for k, v in SETTINGS.items() if k not in NO_GRAD})
 def a_setting_of_the_forward_alone(setting):
     def fn(x):
         y = torch.ones(16, dtype=torch.double)
