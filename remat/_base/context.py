@@ -129,6 +129,7 @@ def is_recomputing() -> bool:
         True in a recompute; False in a forward and outside of all calls.
 
     Example:
+        >>> import torch
         >>> from remat import is_recomputing, remat
         >>> @remat
         ... def layer(x):

@@ -42,7 +42,7 @@ class FitBlock:
         >>> model, x = nn.Sequential(*layers), torch.ones(256, 8)
         >>> plan = remat.fit(model, x, budget="80kB", over="blocks")
         >>> [(block.name, block.recomputes) for block in plan.blocks]
-        [('0', False), ('1', True), ('2', True), ('3', False)]
+        [('0', True), ('1', True), ('2', False), ('3', False)]
     """
 
     name: str

@@ -259,6 +259,9 @@ class SavingProgram:
             lowest[self._needed[n]] = 1
         whole = len(self._saved)  # those columns come first
         constraints = optimize.LinearConstraint(*self._constraints())
+        if not costs:  # there is nothing to choose
+            self.bound = 0.0
+            return frozenset()
         with without_lines_of_highs():
             found: Any = optimize.milp(
                 costs,

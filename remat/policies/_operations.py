@@ -154,7 +154,7 @@ each one is recorded anew.
 
 Example:
     >>> import torch
-    >>> from remat.policies import Op, Value
+    >>> from remat.policies import Op, Value, decisions_saveable
     >>> x, found = (Value((4,), t, "cpu") for t in (torch.float32, torch.int64))
     >>> decisions_saveable(Op(torch.ops.aten.argmax.default, (x,), outputs=(found,)))
     <Decision.SAVE: 3>

@@ -331,7 +331,7 @@ def test_a_policy_is_asked_once_about_each_operation():
 
 
 def test_a_policy_is_asked_once_about_what_it_saves_too():
-    """And again about what has got a name since."""
+    """Once more if it is the user's code, which may count; and about a new name."""
     policy = Asked(True)
 
     def plain(x):
@@ -341,7 +341,9 @@ def test_a_policy_is_asked_once_about_what_it_saves_too():
     fn = remat(plain, policy=policy)
     run(fn, MATRIX)
     asked = [(op.packet.__name__, *op.names) for op in policy.ops]
-    assert asked == [("mm",), ("sin",), ("exp",), ("exp", "name")]
+    once = [("mm",), ("sin",), ("exp",)]
+    assert asked[:3] == once
+    assert {*asked} == {*once, ("exp", "name")}
     policy.take()
     run(fn, MATRIX)
     assert policy.take() == []
@@ -356,8 +358,8 @@ def test_a_policy_may_count():
         return func is aten.mm.default and len(count) % 2 == 1
 
     fn = remat(dot_sin, policy=every_second, prune=True)
-    assert_runs(fn, dot_sin, MATRIX, dot=6 + 1, sin=2)
-    assert len(count) == 3
+    with pytest.warns(UserWarning, match="it counts, or remembers"):
+        assert_runs(fn, dot_sin, MATRIX, dot=6 + 1, sin=2)
 
 
 def test_a_policy_is_told_what_there_is_to_know():
@@ -423,7 +425,7 @@ def test_what_is_no_policy_is_refused_when_it_is_given(policy):
 def test_a_name_that_nothing_has_is_a_warning_once():
     policy = save_only_these_names("nobody is called so", "nor so")
     fn = remat(chain_of_three, policy=policy)
-    with pytest.warns(UserWarning, match="the policy names 'nobody is .*', 'nor so'"):
+    with pytest.warns(UserWarning, match="has the key '(nobody is called|nor) so'"):
         run(fn, MATRIX)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

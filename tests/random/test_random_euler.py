@@ -296,10 +296,10 @@ REPLAYED_BY_TORCH = {n: s for n, s in UNBOUND.items() if n in KEYED | GLOBAL}
 def test_every_source_is_replayed_inside_torchs_checkpoint(path, source):
     with count_ops() as alone:  # with whichever masks
         [*path(source(checkpointed))]
-    # Of what is made inside, which is gone by then, torch's checkpoint runs as well.
+    # Torch's checkpoint runs until it has what is made inside, which is gone by then.
     inside = lambda f: lambda x, *rest: remat(f)(x * 1, *rest)
     both = evaluations(path, source(lambda f: checkpointed(inside(f))))
-    assert both > alone["relu"]
+    assert both >= alone["relu"]
 
 
 @rows("path, source", cross(TAPE, REPLAYED_BY_TORCH))

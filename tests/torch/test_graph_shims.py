@@ -90,6 +90,17 @@ def test_bodies_are_run():
     assert nodes._RUNS.keys() - known == {"invoke_subgraph", "register_hook"}
 
 
+@expects("modules_of_node")
+def test_nodes_tell_the_modules_that_they_are_called_in():
+    graph, stack = fx.Graph(), {"key": ("L['self'].inner", nn.Linear)}
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.sin, (x,))
+    node.meta["nn_module_stack"] = stack
+    assert nodes.modules_of_node(x) is None
+    assert nodes.modules_of_node(node) == [("L['self'].inner", nn.Linear)]
+    assert nodes.modules_of_node() == []
+
+
 class _Run:
     def __init__(self, body):
         self._body = body
