@@ -86,7 +86,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:remat. the policy names 'out'")
+@pytest.mark.filterwarnings("ignore:remat. the policy has the key 'out'")
 @pytest.mark.parametrize("inner", [square, Squared()], ids=["function", "object"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_decides_what_is_recomputed(policy, inner):
