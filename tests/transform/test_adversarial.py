@@ -46,7 +46,10 @@ def cases_below_transforms():
     for k, name in enumerate(PROGRAMS):
         for j, context in enumerate(CONTEXTS):
             reason = KNOWN.get((name, context))
-            marks = [] if reason is None else [pytest.mark.xfail(reason=reason)]
+            # Which kernel torch chooses depends on the machine.
+            strict = "last bits" not in (reason or "")
+            known = pytest.mark.xfail(reason=reason, strict=strict)
+            marks = [] if reason is None else [known]
             if (k % 8, j) != (0, 0) and k % 40 != 4 + 8 * j:
                 marks.append(pytest.mark.slow)
             yield pytest.param(name, context, marks=marks, id=f"{context} {name}")
