@@ -226,9 +226,9 @@ class Reach:
         return {value.number for value in self._values if type(value) is At}
 
     def may_write(self, index: int, tensor: Tensor) -> bool:
-        """Say so of buffers of modules, and of vectors that were passed: as theirs."""
-        was_passed = index < self.passed_count and tensor.dim() < 2
-        return was_passed or self.buffers.get(index, False)
+        """Say so of what may be a buffer, and of vectors that were passed."""
+        was_passed = index < self.passed_count
+        return index in self.buffers or (was_passed and tensor.dim() < 2)
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""

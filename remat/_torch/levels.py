@@ -378,6 +378,8 @@ def call_at_jvp(
             else t
             for i, t in enumerate(primals)
         ]
+        for i in written:  # a constant may have attributes
+            vars(duals[i]).update(vars(primals[i]))
         for i, t in zip(given, tangents, strict=True):
             duals[i] = forward_ad.make_dual(primals[i], t)
         pairs = [

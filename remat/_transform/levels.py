@@ -134,6 +134,9 @@ class Below(Program):
                 else t
                 for i, (t, need) in pairs
             ]
+            for t, there in zip(inputs, inner, strict=True):
+                if there is not t and not is_of_torch_func(t):
+                    vars(there).update(vars(t))  # a constant may have attributes
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
