@@ -379,7 +379,7 @@ def call_at_jvp(
             for i, t in enumerate(primals)
         ]
         for i in written:  # a constant may have attributes
-            vars(duals[i]).update(vars(primals[i]))
+            duals[i].__dict__ = primals[i].__dict__
         for i, t in zip(given, tangents, strict=True):
             duals[i] = forward_ad.make_dual(primals[i], t)
         pairs = [

@@ -136,7 +136,7 @@ class Below(Program):
             ]
             for t, there in zip(inputs, inner, strict=True):
                 if there is not t and not is_of_torch_func(t):
-                    vars(there).update(vars(t))  # a constant may have attributes
+                    there.__dict__ = t.__dict__  # a constant may have attributes
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
