@@ -106,17 +106,17 @@ class Reach:
         self._asks: frozenset[str] = frozenset()
         self.passed_count = passed
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
-        self._lease(given)
-        if given.boxes:
+        if given.boxes or self._roots:
+            self._lease(given)
             self._watched = given.watched()
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
-        self.is_contained = not given.boxes and all(
+        self.is_contained = not given.boxes and False not in [
             root.layout.is_contained and not root.contents.has_tensors
             for root in self._roots
-        )
+        ]
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = False
         if given.search is not None or self._roots:

@@ -104,10 +104,13 @@ class WatchedLeaves:
         return next(i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a != b)
 
 
+_NO_GRADIENT = frozenset({type(None)})
+
+
 def _gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
     """Return what changes when a gradient is set or added to."""
     grads: list[Any] = [*map(grad_of, leaves)]
-    if [g for g in grads if g is not None]:
+    if not _NO_GRADIENT.issuperset(map(type, grads)):
         return [g if g is None else (id(g), version_of(g)) for g in grads]
     return grads
 

@@ -360,6 +360,7 @@ def test_a_policy_may_count():
     fn = remat(dot_sin, policy=every_second, prune=True)
     with pytest.warns(UserWarning, match="it counts, or remembers"):
         assert_runs(fn, dot_sin, MATRIX, dot=6 + 1, sin=2)
+    assert len(count) == 3 + 1  # one is asked about again, which tells that it counts
 
 
 def test_a_policy_is_told_what_there_is_to_know():
