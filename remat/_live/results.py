@@ -18,8 +18,6 @@ from torch import Tensor
 
 from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
-from remat._capture.container_kinds import refill
-from remat._capture.holders import HolderKind
 from remat._capture.paths import Path, written
 from remat._live.contents import At, at
 from remat._live.making import make
@@ -104,7 +102,7 @@ class EmptiedPart:
             return False
         if self.frozen:
             how, _, items = self._held[0]
-            self.made = _new(how, self._kind, [*map(find, items)])
+            self.made = how.new(self._kind, [*map(find, items)], None)
         self._write(find)
         return True
 
@@ -112,14 +110,7 @@ class EmptiedPart:
         for how, keys, items in self._held:
             if not how.frozen:
                 # Past methods of the user's, which may do more than set an item.
-                refill(how, self.made, [*map(find, keys)], [*map(find, items)])
-
-
-def _new(how: HolderKind, kind: Any, items: Sequence[Any]) -> Any:
-    """Make a value again; a frozenset in any order, for it has one tensor at most."""
-    if issubclass(kind, frozenset):
-        return frozenset.__new__(kind, items)
-    return how.new(kind, items, None)
+                how.write(self.made, [*map(find, keys)], [*map(find, items)])
 
 
 class Emptied:
