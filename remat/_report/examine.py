@@ -1,7 +1,8 @@
-"""Runs a call once for a report: its operations, the calls in it, and what reads what.
+"""The record of a call: its operations, the calls in it, and what reads what.
 
-It is the forward of a `remat` call, recorded whatever its options are; nothing is
-saved, and nothing is recomputed.
+The call runs once, as the forward of a `remat` call that is recorded whatever its
+options are; nothing is saved, and nothing is recomputed. `explain` and `compare` show
+it under this policy or that.
 
 Invariant: a call with the same arguments does what was found, but for what calls in it
 are asked to do (`ask`). Graphs, streams, gradients and buffers are as they were after.
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from remat._base.absent import Absent
 from remat._base.calls import in_place
-from remat._base.context import here
+from remat._base.context import Observe, here
 from remat._base.labels import name_in
 from remat._base.parts import parts
 from remat._base.types import Fn
@@ -38,7 +39,6 @@ from remat._partial.values import Storages
 from remat._report.inputs import is_parameter, tensors_in, undoing
 from remat._report.labels import reader_of, stream_name
 from remat._torch import base_tensor, current_task
-from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved
 
 
@@ -55,174 +55,6 @@ class CallWithin:
     inputs: frozenset[int]
     holds: frozenset[int]
     away: frozenset[int]
-
-
-class _Sizes(Storages):
-    """Numbers storages, and notes the bytes of each."""
-
-    __slots__ = ("sizes",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-
-    @override
-    def number(self, tensor: Tensor) -> int:
-        number = super().number(tensor)
-        if number not in self.sizes:
-            storages = [part.untyped_storage() for part in parts(tensor)]
-            self.sizes[number] = sum(s.nbytes() for s in storages)
-        return number
-
-
-class _Asks:
-    """Any policy may be asked about the record."""
-
-    asks_modules = True
-
-
-class CallNotes(Recorder):
-    """Records, and notes the readers of storages, and nested calls."""
-
-    tells_modules = True  # to policies that are asked about the record
-
-    def __init__(self, leaves: Sequence[Tensor], ask: AskOptions | None) -> None:
-        self._ask = ask
-        self.storages = _Sizes()
-        # What reads each storage in the backward, and which ones the graph saves
-        # itself, without a handle.
-        self.readers: dict[int, dict[str, None]] = {}
-        self.itself: set[int] = set()
-        self.differentiates = False  # whether a backward runs in the run
-        # For each operation, the calls that it runs in, the outermost first.
-        self._inside: list[tuple[Saved, ...]] = []
-        # For each call: for each handle its storage, and how many operations ran
-        # before it.
-        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
-        # For each call, the one that it runs in.
-        self._around: dict[int, Saved | None] = {}
-        super().__init__(leaves, None, self.storages)
-
-    @override
-    def note(self, func: Any, arguments: Any, results: Any, *, draws: bool) -> None:
-        super().note(func, arguments, results, draws=draws)
-        self._inside.append(here().inside[1:])
-        self.differentiates |= current_task() >= 0
-
-    def observe(
-        self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
-    ) -> Callable[[int, Tensor | None], None]:
-        """Return a function that is called with each tensor that a call saves."""
-        packed: dict[int, tuple[int, int]] = {}
-        is_first = not self._packed
-        self._packed[id(call)] = call, packed
-        around = here().inside
-        self._around[id(call)] = around[-1] if around else None
-
-        def both(position: int, tensor: Tensor | None) -> None:
-            if is_first:
-                self.saved_storages.pack(tensor)
-            if tensor is not None:
-                number = self.storages.number(base_tensor(tensor))
-                packed[position] = number, len(self.steps)
-            if observe is not None:
-                observe(position, tensor)
-
-        return both
-
-    def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
-        """Be told of the forward of a call under torch.func, which saves no handles."""
-
-    def asked(
-        self, block: Any, lowering: Lowering, args: tuple[Any, ...]
-    ) -> tuple[Lowering, Options]:
-        """Return how a rematerialized function in the function is called."""
-        if self._ask is None:
-            return lowering, block._options
-        return self._ask(block, lowering, args)
-
-    def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
-        """Note which nodes of the graph read each storage."""
-        numbers: dict[int, int] = {}
-        for call, packed in self._packed.values():
-            for position, (number, _) in packed.items():
-                handle = call.handle_at(position)
-                if handle is not None:
-                    numbers[id(handle)] = number
-        for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
-            reader = reader_of(node)
-            found = [self.storages.number(base_tensor(t)) for t in tensors]
-            self.itself.update(found)
-            found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
-            for number in found:
-                self.readers.setdefault(number, {})[reader] = None
-
-    def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
-        """Yield how often nested calls recompute each operation, and the innermost."""
-        times = [0] * len(self.steps)
-        for call, packed in self._packed.values():
-            if call is outermost:
-                continue
-            where = self._steps_of(call)
-            last = max((packed[h.position][1] for h in call.alive()), default=0)
-            for i, fate in zip(where, _fates(call, len(where)), strict=True):
-                times[i] += fate.is_run and i < last
-        for count, inside in zip(times, self._inside, strict=True):
-            yield count, name_in(inside[-1].label) if inside else ""
-
-    def _steps_of(self, call: Saved) -> list[int]:
-        """Return the operations that ran in a call, by index."""
-        return [i for i, inside in enumerate(self._inside) if call in inside]
-
-    def calls(self, outermost: Saved) -> Iterator[CallWithin]:
-        """Yield the calls within, those around before those inside."""
-        index = {id(outermost): -1}
-        for call, packed in self._packed.values():
-            if call is outermost:
-                continue
-            index[id(call)] = len(index) - 1
-            waiting = call.alive()
-            yield CallWithin(
-                around=index[id(self._around[id(call)])],
-                inputs=frozenset(self._inputs_of(call) if waiting else ()),
-                holds=frozenset(packed[handle.position][0] for handle in waiting),
-                away=frozenset(self._away(call)),
-            )
-
-    def _inputs_of(self, call: Saved) -> Iterator[int]:
-        """Yield the storages of the inputs that a call keeps."""
-        for value in call.inputs.values:
-            kept = stored_by(value) if type(value) is PackedOutside else [value]
-            for t in kept:
-                if type(t) is not Absent:
-                    yield self.storages.number(base_tensor(t))
-
-    def _away(self, call: Saved) -> Iterator[int]:
-        """Yield the storages of what a call offloads."""
-        made = _plans_of(call)
-        steps = self._steps_of(call)
-        if made is None or len(steps) != len(made.record.steps):
-            return
-        for (i, k), decision in zip(
-            made.full.plan.residuals, made.destinations, strict=True
-        ):
-            step = self.steps[steps[i]]
-            if moves(decision, step.op.outputs):
-                yield step.makes[k]
-
-
-def _plans_of(call: Saved) -> Any:
-    """Return the plans that a call follows; None if it follows none."""
-    planned = call.planned
-    choice = None if planned is None else planned.choice
-    return choice[1] if choice else None
-
-
-def _fates(call: Saved, count: int) -> Sequence[Fate]:
-    """Return what a call's recompute does with its `count` operations."""
-    made = _plans_of(call)
-    fates = made.full.plan.fates if made else ()
-    return fates if len(fates) == count else [Fate.RECOMPUTED] * count
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +76,7 @@ class Examined:
     """What one call did; storages are by number."""
 
     record: Record
-    readers: Mapping[int, tuple[str, ...]]  # what reads each storage in the backward
+    readers: Mapping[int, Iterable[str]]  # what reads each storage in the backward
     sizes: Mapping[int, int]  # the bytes of each storage
     leaves: tuple[InputLeaf, ...]
     itself: frozenset[int]  # what the graph saves itself, without a handle
@@ -260,6 +92,29 @@ class Examined:
     owner: Any  # the module whose calls share it, once modules of the kind differ
     streams: tuple[str, ...]
 
+    def nbytes(self, storages: Iterable[int]) -> int:
+        """Return the bytes of some storages."""
+        return sum(self.sizes[s] for s in storages)
+
+    def saved_by_plain(self) -> frozenset[int]:
+        """Return the storages that stay alive for the backward without remat."""
+        return self.itself.union(self.readers, *self.record.roots)
+
+    def bytes_recomputed(self, kept: frozenset[int], own: frozenset[int]) -> int:
+        """Return the bytes that the largest recompute holds besides what was `kept`.
+
+        Blocks are alike in most models, so the first that a backward recomputes is at
+        the peak. `own` is what a recompute of the whole call holds.
+        """
+        # The recompute of a call within holds those of the calls around it, too.
+        held = {-1: own - kept}
+        for i, call in enumerate(self.calls):
+            held[i] = held[call.around] | (call.holds - kept)
+        return max(map(self.nbytes, held.values()))
+
+
+# --- The run ---
+
 
 def examine(
     fn: Fn,
@@ -269,61 +124,61 @@ def examine(
     options: Options,
     ask: AskOptions | None = None,
 ) -> Examined | None:
-    """Run a call, and put everything back; None if no tensor requires grad."""
-    with undoing(fn, args, kwargs) as (inputs, ledger), ledger:
-        reach = Reach(fn, label, inputs.args, inputs.kwargs)
-        leaves = reach.take_tensors()
-        needs = [t.requires_grad for t in leaves]
-        if True not in needs:
-            fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
-            return None
-        call = _Examining(reach, options, leaves, needs, ask)
-        result = call.forward(in_place(fn, _Asks), inputs.args, inputs.kwargs, leaves)
-        return call.found(leaves, result, owner_of(fn, args))
+    """Run a call, and put everything back; None if no tensor requires grad.
+
+    If no result requires grad, it runs again, and all arguments are differentiated.
+    """
+    first: Examined | None = None
+    for every in (False, True):
+        with undoing(fn, args, kwargs, every=every) as (inputs, ledger), ledger:
+            reach = Reach(fn, label, inputs.args, inputs.kwargs)
+            leaves = reach.take_tensors()
+            needs = [t.requires_grad for t in leaves]
+            if True not in needs:
+                fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
+                return None
+            call = _Examining(reach, options, leaves, needs)
+            run = in_place(fn, _Asks), inputs.args, inputs.kwargs, leaves
+            found = call.examined(ask, owner_of(fn, args), *run)
+            if found.differentiable or not (first or inputs.has_others):
+                return found
+            first = first or found
+    return first
+
+
+class _Asks:
+    """Any policy may be asked about the record."""
+
+    asks_modules = True
 
 
 class _Examining(Saved):
     """A call that is recorded whatever its options are."""
 
-    __slots__ = ("_noting", "_situation")
+    __slots__ = ()
 
-    def __init__(
-        self,
-        reach: Reach,
-        options: Options,
-        inputs: Sequence[Tensor],
-        needs: list[bool],
-        ask: AskOptions | None,
-    ) -> None:
-        super().__init__(reach, options, inputs, needs)
-        self._situation, self._noting = self.situation(inputs), CallNotes(inputs, ask)
-
-    @override
-    def forward(
-        self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
-    ) -> Any:
+    def examined(
+        self, ask: AskOptions | None, owner: Any, fn: Fn, *run: Any
+    ) -> Examined:
+        """Run the call, and return what was found."""
+        leaves: Sequence[Tensor] = run[-1]
+        situation, noting = self.situation(leaves), CallNotes(leaves, ask)
         context = here()
-        before, context.reporter = context.reporter, self._noting
+        before, context.reporter = context.reporter, noting
         try:
-            with self._noting:
-                return super().forward(fn, args, kwargs, inputs)
+            with noting:
+                result = self.forward(fn, *run)
         finally:
             context.reporter = before
-
-    def found(self, leaves: Sequence[Tensor], result: Any, owner: Any) -> Examined:
-        """Return what was found."""
         outs = tensors_in(result)
-        noting = self._noting
         alive = {handle.position for handle in self.alive()}
-        gone = {*range(len(self.handles))} - alive
-        record = noting.record(outs, gone)
+        record = noting.record(outs, {*range(len(self.handles))} - alive)
         noting.note_readers(outs, leaves)
-        situation = self._situation
         if self.leaf_changes.accumulates:
             situation = dataclasses.replace(situation, given_up=ACCUMULATES)
         return Examined(
             record=record,
-            readers={s: tuple(names) for s, names in noting.readers.items()},
+            readers=noting.readers,
             sizes=noting.storages.sizes,
             leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
             itself=frozenset(noting.itself),
@@ -331,8 +186,8 @@ class _Examining(Saved):
             differentiable=any(t.requires_grad for t in outs),
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             differentiates=noting.differentiates,
-            inner=tuple(noting.inner(self)),
-            calls=tuple(noting.calls(self)),
+            inner=tuple(noting.inner()),
+            calls=tuple(noting.calls()),
             exposed=frozenset(noting.exposed),
             kind=self.kind(leaves),
             owner=owner,
@@ -357,7 +212,153 @@ def _as_real(tensor: Tensor) -> Tensor:
     """Return a real tensor like a fake one, but without data."""
     if not hasattr(tensor, "fake_mode") or isinstance(tensor, nn.Parameter):
         return tensor
-    real = torch.empty(0, dtype=tensor.dtype)
-    if tensor.requires_grad:
-        real.requires_grad_()
+    real = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
     return real if tensor.is_leaf else real.view(0)
+
+
+# --- What is noted ---
+
+
+class _Sizes(Storages):
+    """Numbers storages, and notes the bytes of each."""
+
+    __slots__ = ("sizes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+
+    @override
+    def number(self, tensor: Tensor) -> int:
+        number = super().number(tensor)
+        if number not in self.sizes:
+            storages = [part.untyped_storage() for part in parts(tensor)]
+            self.sizes[number] = sum(s.nbytes() for s in storages)
+        return number
+
+
+@dataclass(slots=True)
+class _Noted:
+    """What was noted of a call, the one that is examined first."""
+
+    call: Saved
+    around: int  # the index of the call that it runs in
+    # For each handle its storage, and how many operations ran before it.
+    packed: dict[int, tuple[int, int]]
+    steps: list[int]  # the operations that ran in it, by index
+
+
+class CallNotes(Recorder):
+    """Records, and notes the readers of storages, and nested calls."""
+
+    tells_modules = True  # to policies that are asked about the record
+
+    def __init__(self, leaves: Sequence[Tensor], ask: AskOptions | None) -> None:
+        self._ask = ask
+        self.storages = _Sizes()
+        # What reads each storage in the backward, and which ones the graph saves
+        # itself, without a handle.
+        self.readers: dict[int, dict[str, None]] = {}
+        self.itself: set[int] = set()
+        self.differentiates = False  # whether a backward runs in the run
+        self._noted: dict[int, _Noted] = {}  # by the id of the call
+        self._innermost: list[str] = []  # of each operation, the call that it runs in
+        super().__init__(leaves, None, self.storages)
+
+    @override
+    def note(self, func: Any, arguments: Any, results: Any, *, draws: bool) -> None:
+        i, inside = len(self.steps), here().inside[1:]
+        super().note(func, arguments, results, draws=draws)
+        for call in inside:
+            self._noted[id(call)].steps.append(i)
+        self._innermost.append(name_in(inside[-1].label) if inside else "")
+        self.differentiates |= current_task() >= 0
+
+    def observe(self, call: Saved, observe: Observe | None) -> Observe:
+        """Return a function that is called with each tensor that a call saves."""
+        packed: dict[int, tuple[int, int]] = {}
+        is_first, inside = not self._noted, here().inside
+        around = [*self._noted].index(id(inside[-1])) if inside else 0
+        self._noted[id(call)] = _Noted(call, around, packed, [])
+
+        def both(position: int, tensor: Tensor | None) -> None:
+            if is_first:
+                self.saved_storages.pack(tensor)
+            if tensor is not None:
+                number = self.storages.number(base_tensor(tensor))
+                packed[position] = number, len(self.steps)
+            if observe is not None:
+                observe(position, tensor)
+
+        return both
+
+    def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
+        """Be told of the forward of a call under torch.func, which saves no handles."""
+
+    def asked(self, block: Any, lowering: Any, args: tuple[Any, ...]) -> Any:
+        """Return how a rematerialized function in the function is called."""
+        ask = self._ask
+        return (lowering, block._options) if ask is None else ask(block, lowering, args)
+
+    def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
+        """Note which nodes of the graph read each storage."""
+        numbers = {
+            id(noted.call.handle_at(position)): number
+            for noted in self._noted.values()
+            for position, (number, _) in noted.packed.items()
+        }
+        for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
+            found = [self.storages.number(base_tensor(t)) for t in tensors]
+            self.itself.update(found)
+            found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
+            for number in found:
+                self.readers.setdefault(number, {})[reader_of(node)] = None
+
+    def inner(self) -> Iterator[tuple[int, str]]:
+        """Yield how often nested calls recompute each operation, and the innermost."""
+        times = [0] * len(self.steps)
+        for noted in [*self._noted.values()][1:]:
+            waiting = noted.call.alive()
+            last = max((noted.packed[h.position][1] for h in waiting), default=0)
+            plans, fates = _plans_of(noted), [Fate.RECOMPUTED] * len(noted.steps)
+            for i, fate in zip(
+                noted.steps, plans.full.plan.fates if plans else fates, strict=True
+            ):
+                times[i] += fate.is_run and i < last
+        yield from zip(times, self._innermost, strict=True)
+
+    def calls(self) -> Iterator[CallWithin]:
+        """Yield the calls within, those around before those inside."""
+        for noted in [*self._noted.values()][1:]:
+            call, waiting = noted.call, noted.call.alive()
+            yield CallWithin(
+                around=noted.around - 1,
+                inputs=frozenset(self._inputs_of(call) if waiting else ()),
+                holds=frozenset(noted.packed[h.position][0] for h in waiting),
+                away=frozenset(self._away(noted)),
+            )
+
+    def _inputs_of(self, call: Saved) -> Iterator[int]:
+        """Yield the storages of the inputs that a call keeps."""
+        for value in call.inputs.values:
+            for t in stored_by(value) if type(value) is PackedOutside else [value]:
+                if type(t) is not Absent:
+                    yield self.storages.number(base_tensor(t))
+
+    def _away(self, noted: _Noted) -> Iterator[int]:
+        """Yield the storages of what a call offloads."""
+        made = _plans_of(noted)
+        residuals = made.full.plan.residuals if made else ()
+        for (i, k), decision in zip(
+            residuals, made.destinations if made else (), strict=True
+        ):
+            step = self.steps[noted.steps[i]]
+            if moves(decision, step.op.outputs):
+                yield step.makes[k]
+
+
+def _plans_of(noted: _Noted) -> Any:
+    """Return the plans that a call follows; None if it follows none, or others fit."""
+    planned = noted.call.planned
+    made = planned.choice[1] if planned is not None and planned.choice else None
+    return made if made and len(made.record.steps) == len(noted.steps) else None
