@@ -554,9 +554,9 @@ def test_the_state_of_the_user_is_as_it_was():
     assert report.peak.nbytes > 0
     assert fired == []
     assert torch.equal(torch.get_rng_state(), state)
-    for p, grad in zip(model.parameters(), grads, strict=True):
-        assert p.grad is grad
-        assert torch.equal(grad, torch.ones_like(p))
+    for p, then in zip(model.parameters(), grads, strict=True):
+        assert p.grad is then
+        assert torch.equal(then, torch.ones_like(p))
     for name, t in model.state_dict().items():
         assert torch.equal(t, before[name])
 
