@@ -19,6 +19,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     MappingView,
+    Sequence,
 )
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from remat._capture.paths import Path, written
 from remat._capture.search import CallSearch, visit_container, visit_registered
 from remat._capture.stream_search import is_stream
 from remat._capture.walk import Visit
+from remat._torch import is_of_torch_func
 
 
 class Own(NamedTuple):
@@ -96,7 +98,7 @@ class OwnNode(Node):
 class ResultWalk(CallSearch):
     """A walk over one result."""
 
-    __slots__ = ("_later", "_own", "hidden", "places", "tensors")
+    __slots__ = ("_in_holders", "_later", "_own", "hidden", "left", "places", "tensors")
 
     def __init__(self, own: Own) -> None:
         super().__init__()
@@ -104,6 +106,19 @@ class ResultWalk(CallSearch):
         self.places: dict[Path, int] = {}
         self.hidden: list[Hidden] = []
         self._later: list[tuple[Any, Path]] = []
+        self._in_holders = False
+        self.left: set[Path] = set()  # places of what was left in holders
+
+    def visit_left(self, values: Sequence[Any], number: int) -> dict[int, Node]:
+        """Walk what was left in a holder; return the nodes of what leads to tensors."""
+        self._in_holders = True
+        found: dict[int, Node] = {}
+        for n, value in enumerate(values):
+            before = len(self.left)
+            node = self.visit(value, ((_IN_HOLDERS, number, None), n, None))
+            if node is not None and len(self.left) > before:
+                found[n] = node
+        return found
 
     def look_into_functions(self) -> None:
         """Note functions and modules that hold tensors, once the rest is walked."""
@@ -114,13 +129,15 @@ class ResultWalk(CallSearch):
     @override
     def visit(self, value: Any, path: Path) -> Node | None:
         kind = type(value)
-        if kind in INERT:
+        if kind in INERT or (self._in_holders and self._is_others(value)):
             return None
         if issubclass(kind, Tensor):
             index = self.found.index_of(value, path)
             while path in self.places:  # two keys of a dict may be alike
                 path = path, "'"
             self.places[path] = index
+            if self._in_holders:
+                self.left.add(path)
             return None if id(value) in self._own.tensors else TensorNode.of(index)
         original = self._own.originals.get(id(value))
         if original is not None:
@@ -146,14 +163,24 @@ class ResultWalk(CallSearch):
         visit = CallSearch.visit_of(kind)
         return visit_instance if visit.__name__ == "visit_object" else visit
 
+    def _is_others(self, value: Any) -> bool:
+        """Say whether a value in a holder is no part of the result, nor leads there."""
+        if not issubclass(type(value), Tensor):
+            return id(value) in self._own.known  # it is a holder itself
+        if id(value) in self._own.tensors:
+            return True
+        return not (value.requires_grad or is_of_torch_func(value))
+
     def later(self, value: Any, path: Path) -> None:
         """Look at a value once the rest of the result is known."""
+        if self._in_holders:
+            return  # a leak is found by its graph
         if id(value) not in self._own.known and not _is_of_module(value):
             self._later.append((value, path))
 
     def hide(self, value: Any, path: Path, why: str = "") -> None:
         """Note a value in which it cannot see."""
-        if id(value) in self._own.known:
+        if self._in_holders or id(value) in self._own.known:
             why = ""
         self.hidden.append(Hidden(type(value), written(path)[1], why))
 
@@ -289,6 +316,7 @@ def _tensors_behind(value: Any, seen: Any) -> bool:
 
 
 _AS_THEY_ARE = (types.ModuleType, type, enum.Enum, weakref.ref)
+_IN_HOLDERS = (None, " left in a holder")
 _MANY = 10_000  # objects: what leads to more is taken to lead to a tensor
 _TYPES = (type, types.ModuleType)
 _CHANGED = (list, dict, set, deque)

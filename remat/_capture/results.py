@@ -11,8 +11,8 @@ Rejected: copies of objects. Weak references, tables by identity, and whatever e
 holds the object would know another one.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -27,22 +27,53 @@ from remat._capture.result_walk import NOTHING, Hidden, Own, ResultWalk, is_chan
 from remat._torch import are_sizes_equal, is_below_tracer
 
 
+class LeftInHolder(Protocol):
+    """What a function left in one holder, which is a part of its result."""
+
+    def values(self) -> Sequence[Any]:
+        """Return the values."""
+
+    def take_out(self, numbers: Sequence[int]) -> None:
+        """Take some of them out of the holder."""
+
+    def put(self, new: Mapping[int, Any]) -> None:
+        """Put others in their places."""
+
+
 class Result:
-    """A result, taken apart."""
+    """A result, taken apart, with what the function left in holders."""
 
-    __slots__ = ("_node", "_value", "_walk", "own", "places", "tensors")
+    __slots__ = ("_left", "_node", "_value", "_walk", "own", "places", "tensors")
 
-    def __init__(self, value: Any, own: Own = NOTHING) -> None:
+    def __init__(
+        self, value: Any, own: Own = NOTHING, left: Sequence[LeftInHolder] = ()
+    ) -> None:
         self._value, self.own = value, own
         self.places: dict[Path, int] = {}
-        if type(value) is Tensor:  # to walk it would cost as much as a small call
+        self._left: list[tuple[LeftInHolder, dict[int, Node]]] = []
+        # To walk a tensor would cost as much as a small call.
+        if type(value) is Tensor and not left:
             self._walk, self._node = None, TensorNode.of(0)
             self.tensors = [value]
             self.places[None] = 0
             return
         self._walk = walk = ResultWalk(own)
         self._node = walk.visit(value, None)
+        for number, held in enumerate(left):
+            nodes = walk.visit_left(held.values(), number)
+            if nodes:
+                self._left.append((held, nodes))
         self.places, self.tensors = walk.places, walk.tensors
+
+    @property
+    def is_left(self) -> bool:
+        """Whether some of it is in holders."""
+        return bool(self._left)
+
+    def places_like(self, slots: Mapping[Path, int]) -> Collection[Path]:
+        """Return its places, but for others than those of a forward in holders."""
+        left: Container[Path] = () if self._walk is None else self._walk.left
+        return {p for p in self.places if p in slots or p not in left}
 
     def hidden(self) -> Sequence[Hidden]:
         """Return the values in which a tensor may be hidden."""
@@ -54,7 +85,7 @@ class Result:
     def without_tensors(self) -> "Emptied":
         """Take the tensors out of what holds them."""
         if self._walk is None:
-            return Emptied(None, self._node, {})
+            return Emptied(None, self._node, {}, ())
         pairs = [(n, v) for v, n in self._walk.walked() if n is not None]
         # What is made again is not held: it has its tensors still.
         pairs = [(n, v) for n, v in pairs if is_changed(n, v) or not n.live]
@@ -66,27 +97,42 @@ class Result:
         for node, value in pairs:
             if node.live:
                 _change(node, value, leave_empty)
+        for held, nodes in self._left:
+            held.take_out([*nodes])
         value = self._value if self._node is None else None
-        return Emptied(value, self._node, values)
+        return Emptied(value, self._node, values, self._left)
 
 
 class Emptied:
     """A result without its tensors."""
 
-    __slots__ = ("_node", "_value", "_values")
+    __slots__ = ("_left", "_node", "_value", "_values")
 
-    def __init__(self, value: Any, node: Node | None, values: dict[int, Any]) -> None:
+    def __init__(
+        self,
+        value: Any,
+        node: Node | None,
+        values: dict[int, Any],
+        left: Sequence[tuple[LeftInHolder, dict[int, Node]]],
+    ) -> None:
         self._value, self._node, self._values = value, node, values
+        self._left = left
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """Put tensors in, and return the result."""
-        if self._node is None:
+        """Put tensors in, also in holders, and return the result."""
+        if self._node is None and not self._left:
             return self._value
-        if type(self._node) is TensorNode:
+        if type(self._node) is TensorNode and not self._left:
             return tensors[self._node.index]
         filling = _PuttingIn(tensors, self._values)
-        value = self._node.build(filling)
+        value = self._value if self._node is None else self._node.build(filling)
+        left = [
+            (held, {n: node.build(filling) for n, node in nodes.items()})
+            for held, nodes in self._left
+        ]
         filling.end()
+        for held, new in left:
+            held.put(new)
         return value
 
 
@@ -198,8 +244,9 @@ class Out:
 
     def split_again(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
         """Take the result of a recompute apart, which must be built like this."""
-        if result.places.keys() != self.slots.keys():
-            now, then = [*map(_shown, result.places)], [*map(_shown, self.slots)]
+        places = result.places_like(self.slots)
+        if places != self.slots.keys():
+            now, then = [*map(_shown, places)], [*map(_shown, self.slots)]
             raise RecomputeError(_DIFFERENT.format(now=now, then=then))
         # By place: a dict may have been filled in another order. Tensors that were one
         # may be two now, for under vmap an operation does not return what it is given.

@@ -135,7 +135,7 @@ class Call:
         """Call the function on other tensors; what it does to objects stays."""
         reach, users, instead = self.snapshot, self._users, self.instead
         if users is None:  # to show what it changes
-            return self.run_again(inputs)
+            return reach.run(inputs, instead, take=Result)
         self._users = None
         lifted = None
         if reach.is_bare:
@@ -156,11 +156,17 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if type(value) is Tensor and (lifted is None or id(value) not in lifted.users):
-            return Result(value)
+        if lifted is None or not lifted.left:
+            if type(value) is Tensor and not (lifted and id(value) in lifted.users):
+                return Result(value)
+        own = Own({}, slots_of(users), ())
         if lifted is None:
-            return Result(value, Own({}, slots_of(users), ()))
-        return Result(value, Own(lifted.users, slots_of(users), lifted.known))
+            return Result(value, own)
+        own = own._replace(originals=lifted.users, known=lifted.known)
+        result = Result(value, own, [left for _, left in lifted.left])
+        if result.is_left:
+            reach.left = [at for at, _ in lifted.left]
+        return result
 
     def _without_outer_levels(self, body: Fn, inputs: Sequence[Tensor]) -> Fn:
         refused = RefuseOuterLevels(self.wrapped, inputs, self.snapshot.name_of)
