@@ -106,6 +106,9 @@ class Program:
     once: Mapping[int, Any] = {}
     # What the forward found outside each vmap around the user's call.
     outside: tuple[OutsideVmap, ...] = ()
+    # The leaves of its forward in levels that show nowhere else. What leads to one
+    # afterwards is a leak.
+    marked: Sequence[Tensor] = ()
 
     @property
     def own(self) -> Container[InputIndex]:

@@ -481,7 +481,7 @@ def _evaluate_below(
     # The graph is gone by now, unless the function let something of it escape.
     checks.refuse_backward(program, inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, inner, needs)
-    checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
+    checks.refuse_leaks(snapshot, [*given.fresh(), *program.marked], call.hidden)
     return evaluated
 
 

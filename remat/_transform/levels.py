@@ -13,6 +13,7 @@ once more for the tangents, and below it torch turns forward mode off.
 
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +62,11 @@ class Below(Program):
         needs: which of its inputs some level differentiates that does not show below.
     """
 
-    __slots__ = ("needs", "program")
+    __slots__ = ("_leaves", "needs", "program")
 
     def __init__(self, program: Program, needs: PerInput) -> None:
         self.program, self.needs = program, needs
+        self._leaves: Sequence[Tensor] = ()
 
     @property
     def arity(self) -> int:
@@ -80,6 +82,12 @@ class Below(Program):
     @override
     def outside(self) -> tuple[OutsideVmap, ...]:  # pyrefly: ignore[bad-override]
         return self.program.outside
+
+    @property
+    @override
+    def marked(self) -> Sequence[Tensor]:  # pyrefly: ignore[bad-override]
+        leaves, self._leaves = self._leaves, ()
+        return [*self.program.marked, *leaves]
 
     @property
     @override
@@ -140,6 +148,7 @@ class Below(Program):
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
+            self._leaves = [*compress(inner, self.needs)]
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
 
     def _note_marked(
