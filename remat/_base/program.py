@@ -106,9 +106,6 @@ class Program:
     once: Mapping[int, Any] = {}
     # What the forward found outside each vmap around the user's call.
     outside: tuple[OutsideVmap, ...] = ()
-    # The leaves of its forward in levels that show nowhere else. What leads to one
-    # afterwards is a leak.
-    marked: Sequence[Tensor] = ()
 
     @property
     def own(self) -> Container[InputIndex]:
@@ -175,6 +172,9 @@ class Program:
         """
         del outs
         return False
+
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse a forward after which something leads to its leaves in a level."""
 
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         """Before a barrier, refuse inputs that changed since the forward."""

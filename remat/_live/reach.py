@@ -72,7 +72,15 @@ class Reach:
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
         *("buffers", "compiled", "first_parameter", "is_bare", "is_contained"),
-        *("is_lazy", "label", "left", "next_hook", "passed_count", "streams", "tensors"),
+        *(
+            "is_lazy",
+            "label",
+            "left",
+            "next_hook",
+            "passed_count",
+            "streams",
+            "tensors",
+        ),
         "uses_stream_states",
     )
 
@@ -322,7 +330,9 @@ class Reach:
         running.__enter__()
         try:
             value = self.call(running, tensors, body)
-            found = take(value, left=running.left(self.left)) if self.left else take(value)
+            found = (
+                take(value, left=running.left(self.left)) if self.left else take(value)
+            )
         except BaseException:
             running.__exit__()
             raise

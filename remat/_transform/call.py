@@ -40,10 +40,12 @@ from remat._partial.cache import owner_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (
     current_layer,
+    is_of_ended_vmap,
     is_of_level_above,
     is_of_torch_func,
     levels_requiring_grad,
     unwrap_dead,
+    without_dead_levels,
 )
 
 
@@ -107,18 +109,19 @@ class Call:
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level."""
-        passed = self._inputs
+        passed, unwrap = self._inputs, unwrap_dead
         if True in map(is_of_torch_func, passed):
+            unwrap = without_dead_levels
             # The user's objects may hold a tensor of a level that has ended. If that is
             # a vmap, no operation takes it, and so none of the recompute's.
-            ended = [is_of_level_above(unwrap_dead(t)) for t in passed]
+            ended = [is_of_ended_vmap(unwrap(t)) for t in passed]
             self._users = passed = [
                 torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
                 for t, is_gone in zip(passed, ended, strict=True)
             ]
         # A node will hold them. The call would hide them from hooks for saved tensors.
         self._inputs: list[Tensor] = []
-        inputs = [*map(unwrap_dead, passed)]
+        inputs = [*map(unwrap, passed)]
         is_any_dead = True in map(operator.is_not, inputs, passed)
         if is_any_dead and holds_graph(passed, inputs):
             message = _PULLBACK.format(label=self.snapshot.label)

@@ -277,6 +277,10 @@ class Primal(Program):
         return result
 
     @override
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        checks.refuse_leaks(self.call.snapshot, leaves, self.call.hidden)
+
+    @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         assert self.state is not None
         self.state.refuse_changed(self.call.snapshot, inputs)
@@ -481,7 +485,7 @@ def _evaluate_below(
     # The graph is gone by now, unless the function let something of it escape.
     checks.refuse_backward(program, inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, inner, needs)
-    checks.refuse_leaks(snapshot, [*given.fresh(), *program.marked], call.hidden)
+    program.refuse_leaks(given.fresh())
     return evaluated
 
 

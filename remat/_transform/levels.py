@@ -62,11 +62,10 @@ class Below(Program):
         needs: which of its inputs some level differentiates that does not show below.
     """
 
-    __slots__ = ("_leaves", "needs", "program")
+    __slots__ = ("needs", "program")
 
     def __init__(self, program: Program, needs: PerInput) -> None:
         self.program, self.needs = program, needs
-        self._leaves: Sequence[Tensor] = ()
 
     @property
     def arity(self) -> int:
@@ -82,12 +81,6 @@ class Below(Program):
     @override
     def outside(self) -> tuple[OutsideVmap, ...]:  # pyrefly: ignore[bad-override]
         return self.program.outside
-
-    @property
-    @override
-    def marked(self) -> Sequence[Tensor]:  # pyrefly: ignore[bad-override]
-        leaves, self._leaves = self._leaves, ()
-        return [*self.program.marked, *leaves]
 
     @property
     @override
@@ -116,6 +109,10 @@ class Below(Program):
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         self.program.refuse_changed(inputs[: self.arity])
+
+    @override
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        self.program.refuse_leaks(leaves)
 
     @override
     def check_reached(
@@ -148,8 +145,11 @@ class Below(Program):
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
-            self._leaves = [*compress(inner, self.needs)]
-            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+            found = tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+            del outs
+            if mode is None:  # which holds them
+                self.refuse_leaks([*compress(inner, self.needs)])
+            return found
 
     def _note_marked(
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
