@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from remat._capture.holders import HolderKind
+from remat._live.exchange import LOCK
 
 
 # The number of a root and the index of a holder of it; or, of what was passed, None and
@@ -49,21 +50,19 @@ class Left:
     def take_out(self, numbers: Sequence[int]) -> None:
         """Have the holder hold what is pending in place of some of them."""
         self._pending = {n: Pending() for n in numbers}
-        at, kind = self._at.at, self._at.kind
-        keys, values = kind.held(self._holder)
-        held = [*values, *keys]
-        for n, pending in self._pending.items():
-            held[at[n]] = pending
-        kind.write(self._holder, held[len(values) :], held[: len(values)])
+        held = self.values()
+        self._write({id(held[n]): pending for n, pending in self._pending.items()})
 
     def put(self, new: Mapping[int, Any]) -> None:
         """Have it hold these, where what was pending still is."""
-        instead = {id(self._pending[n]): value for n, value in new.items()}
-        keys, values = self._at.kind.held(self._holder)
-        keys, values = (
-            [instead.get(id(v), v) for v in held] for held in (keys, values)
-        )
-        self._at.kind.write(self._holder, keys, values)
+        self._write({id(self._pending[n]): value for n, value in new.items()})
+
+    def _write(self, instead: Mapping[int, Any]) -> None:
+        """Write some values in place of others, by the identities of these."""
+        with LOCK:  # what another thread put there may be taken away meanwhile
+            held = self._at.kind.held(self._holder)
+            keys, values = ([instead.get(id(v), v) for v in each] for each in held)
+            self._at.kind.write(self._holder, keys, values)
 
 
 class Pending:

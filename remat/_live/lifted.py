@@ -42,6 +42,7 @@ from remat._base.types import ATOMS
 from remat._capture.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind
 from remat._live.boxes import kinds_besides
 from remat._live.contents import spans_of
+from remat._live.copies import without_copies
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._live.layout import Layout, Taken
 from remat._live.left import Left, LeftAt, Where
@@ -147,7 +148,7 @@ class Lifted:
     """A context in which other tensors stand in for the user's."""
 
     __slots__ = (
-        *("_holding", "_kept", "_made", "_stand_ins", "_users", "_written"),
+        *("_holding", "_kept", "_made", "_own", "_stand_ins", "_users", "_written"),
         "tensors",
     )
 
@@ -162,6 +163,10 @@ class Lifted:
         pairs = [(u, t) for u, t in zip(users, tensors, strict=True) if u is not t]
         self._stand_ins = {id(u): t for u, t in pairs}
         known = {*map(id, users)}
+        self._own = own = without_copies(users)
+        if own is not users:  # another thread may put what is the user's back there
+            pairs = [(o, t) for o, t in zip(own, tensors, strict=True) if o is not t]
+            self._stand_ins.update((id(o), t) for o, t in pairs)
         self._users = {id(t): u for u, t in pairs if id(t) not in known}
         self._written: list[Replaced] = []
         self._made: dict[int, HolderNow] = {}
@@ -273,10 +278,11 @@ class Lifted:
             return
         keys, values = [*held.keys], [*held.values]
         for written in written_to(kind, holder, keys, values, Replaced):
-            self._written.append(written)
-            written.start()
-            now_keys, now = written.keys, written.values
-            written.write([*map(of, now_keys)], [*map(of, now)], self.own)
+            with LOCK:  # what another thread put there may be taken away meanwhile
+                written.start()
+                self._written.append(written)
+                now_keys, now = written.keys, without_copies(written.values)
+                written.write([*map(of, now_keys)], [*map(of, now)], self.own)
 
     def _write_made(self, held: HolderNow) -> None:
         of = self.of
@@ -352,12 +358,13 @@ class LiftedForward(Lifted):
         """Have a holder that the function wrote hold what is the user's."""
         if kind.frozen:
             return
-        keys, values = kind.held(holder)
-        if self._stand_ins:
-            own_keys, own = self._owned(keys), self._owned(values)
-            if not (are_same(own_keys, keys) and are_same(own, values)):
-                kind.write(holder, own_keys, own)
-                keys, values = own_keys, own
+        with LOCK:  # of another thread there may be a copy, which is not to be left
+            keys, values = kind.held(holder)
+            if self._stand_ins:
+                own_keys, own = self._owned(keys), self._owned(values)
+                if not (are_same(own_keys, keys) and are_same(own, values)):
+                    kind.write(holder, own_keys, own)
+                    keys, values = own_keys, own
         if kind is not FUNCTIONS and not isinstance(holder, set):
             held = [*values, *keys]
             at = [i for i, value in enumerate(held) if self._may_be_left(value)]
@@ -378,7 +385,7 @@ class LiftedForward(Lifted):
         return False
 
     def _is_users(self, tensor: Tensor) -> bool:
-        return any(tensor is t for t in self._kept)
+        return any(tensor is t for t in (*self._kept, *self._own))
 
     def _owned(self, values: Sequence[Any]) -> list[Any]:
         """Return what is the user's of values, and in those that the function made."""

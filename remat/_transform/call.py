@@ -35,6 +35,7 @@ from remat._base.types import Fn, Outputs
 from remat._capture.result_walk import Hidden, Own
 from remat._capture.results import Emptied, Out, Result, slots_of
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._live.copies import without_copies
 from remat._live.reach import Reach
 from remat._partial.cache import owner_of
 from remat._partial.options import DEFAULT, Options
@@ -109,16 +110,19 @@ class Call:
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level."""
-        passed, unwrap = self._inputs, unwrap_dead
+        passed, unwrap = without_copies(self._inputs), unwrap_dead
         if True in map(is_of_torch_func, passed):
             unwrap = without_dead_levels
             # The user's objects may hold a tensor of a level that has ended. If that is
             # a vmap, no operation takes it, and so none of the recompute's.
             ended = [is_of_ended_vmap(unwrap(t)) for t in passed]
-            self._users = passed = [
+            instead = [
                 torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
                 for t, is_gone in zip(passed, ended, strict=True)
             ]
+            if passed is self._inputs:
+                self._users = instead
+            passed = instead
         # A node will hold them. The call would hide them from hooks for saved tensors.
         self._inputs: list[Tensor] = []
         inputs = [*map(unwrap, passed)]
