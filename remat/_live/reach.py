@@ -350,7 +350,7 @@ class Reach:
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
-        if running is not None:
+        if running is not None and self.left:  # until the run has ended
             running.passed = building.made
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)

@@ -95,6 +95,7 @@ class Running:
                 self._lifted.end()
 
     def _end_run(self) -> None:
+        self.passed = _nothing
         if RemovableHandle.next_id > self._first:
             # Those that the run set: before the dicts of hooks are written again.
             for hooks in self._hooks_of_modules():
