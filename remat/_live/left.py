@@ -1,7 +1,7 @@
 """What a function under torch.func leaves in holders: tensors that it computed.
 
 In come the holders that a forward changed. Out come their new values, which are a part
-of the result (`_capture/results.py`): each level wraps their tensors, and the node of
+of the result (`results`): each level wraps their tensors, and the node of
 the call has them among its outputs. Until the levels are done, the holders hold what
 is `Pending`. A recompute finds the same values in the same places.
 
@@ -53,9 +53,9 @@ class Left:
         held = self.values()
         self._write({id(held[n]): pending for n, pending in self._pending.items()})
 
-    def put(self, new: Mapping[int, Any]) -> None:
+    def put(self, new: Sequence[Any]) -> None:
         """Have it hold these, where what was pending still is."""
-        self._write({id(self._pending[n]): value for n, value in new.items()})
+        self._write({id(p): new[n] for n, p in self._pending.items()})
 
     def _write(self, instead: Mapping[int, Any]) -> None:
         """Write some values in place of others, by the identities of these."""
