@@ -141,6 +141,7 @@ class ResultWalk:
         for number, values in enumerate(left):
             for n, held in enumerate(values):
                 self._walk(held, ((_IN_HOLDERS, number, None), n, None))
+        self._in_holders = False
 
     def _walk(self, value: Any, path: Path) -> None:
         todo: list[tuple[Any, Path]] = [(value, path)]

@@ -163,9 +163,9 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if lifted is None or not lifted.left:
-            if type(value) is Tensor and not (lifted and id(value) in lifted.users):
-                return Result(value)
+        is_plain = lifted is None or not (lifted.left or id(value) in lifted.users)
+        if is_plain and type(value) is Tensor:
+            return Result(value)
         own = Own({}, slots_of(users), ())
         if lifted is None:
             return Result(value, own)
