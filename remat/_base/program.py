@@ -108,6 +108,11 @@ class Program:
     outside: tuple[OutsideVmap, ...] = ()
 
     @property
+    def passed(self) -> Sequence[Tensor]:
+        """The inputs of a forward as they were passed, in levels; else empty."""
+        return ()
+
+    @property
     def own(self) -> Container[InputIndex]:
         """The inputs of which a run may be given the user's own leaves."""
         return ()

@@ -105,6 +105,7 @@ from remat._torch.levels import (
     leaf_at as leaf_at,
     levels_requiring_grad as levels_requiring_grad,
     lifted as lifted,
+    requires_grad_above as requires_grad_above,
     requires_grad_at_any_level as requires_grad_at_any_level,
     taken_apart_at_jvp as taken_apart_at_jvp,
     transforms as transforms,

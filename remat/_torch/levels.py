@@ -145,6 +145,16 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
     return True
 
 
+def requires_grad_above(tensor: Tensor, level: int) -> bool:
+    """Say whether a level above another one differentiates a tensor."""
+    tensor = unwrap_if_dead(tensor)
+    while is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > level:
+        if tensor.requires_grad:
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
+
+
 def levels_requiring_grad(tensor: Tensor) -> int:
     """Return how many levels, the base included, differentiate a tensor backward."""
     count = int(tensor.requires_grad)

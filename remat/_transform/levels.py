@@ -87,6 +87,11 @@ class Below(Program):
     def is_forward(self) -> bool:
         return self.program.is_forward
 
+    @property
+    @override
+    def passed(self) -> Sequence[Tensor]:
+        return self.program.passed
+
     @override
     def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
