@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.errors import CaptureError
 from remat._base.program import InputIndex, PerInput, Request, leaves_for
+from remat._live.copies import note_copy, value_at_copy
 from remat._torch import (
     base_tensor,
     is_below_tracer,
@@ -121,7 +122,9 @@ class ForwardInputs:
             t = self.inner[i]
             copy = shared_copy(t)
             if copy is not None or buffers.get(i, False):
-                self.inner[i] = self.copies[i] = t.clone() if copy is None else copy
+                copy = t.clone() if copy is None else copy
+                self.inner[i] = self.copies[i] = copy
+                note_copy(copy, t)
 
     def _written(self, buffers: Mapping[InputIndex, bool]) -> Iterator[int]:
         """Yield the inputs that the forward wrote to."""
@@ -143,7 +146,8 @@ class ForwardInputs:
         buffer = self.inputs[i]
         if i in self._memory:
             return with_bytes(buffer, self._memory[i][1])
-        before, copy = buffer.clone(), self.copies[i]
+        copy = self.copies[i]
+        before = value_at_copy(copy, buffer)
         if not has_same_bytes(copy, buffer):
             buffer.copy_(copy)
         return before
