@@ -88,8 +88,8 @@ def _described(
     alive = {n for n in range(len(record.sizes)) if record.dies[n] > record.turn}
     alive = {n for n in alive if n not in walker.makers} | (saved & needed)
     again = kept = 0
-    for first, end in walker.blocks.get(name, ()):
-        for i in range(first, end):
+    for call in walker.blocks.get(name, ()):
+        for i in call.operations:
             op = record.operations[i]
             again += op.flops if i in runs else 0
             kept += sum(record.sizes[n] for n in op.makes if n in alive)

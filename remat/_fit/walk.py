@@ -11,7 +11,7 @@ Rejected: to run the step for each set. A walk takes a thousandth of the time.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from remat._fit.record import AGAIN, ASKED, StepRecord
+from remat._fit.record import AGAIN, ASKED, StepOp, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ class Walker:
         # What the backward reads, and may be recomputed.
         self.targets = {n for n in again if record.dies[n] > self._turn}
         self.touched = [
-            tuple(n for n in {*op.reads, *op.makes, *op.writes} if n in again)
-            for op in before
+            tuple(n for n in self._touched_by(op) if n in again) for op in before
         ]
         self._fixed = self._fixed_bytes(again)
         self._triggers = self._first_reads()
@@ -85,6 +84,10 @@ class Walker:
             if record.operations[record.born[n]].fate == ASKED and record.sizes[n]:
                 choices.setdefault(record.born[n], []).append(n)
         return choices
+
+    def _touched_by(self, op: StepOp) -> set[int]:
+        """Return the storages whose values an operation reads or changes."""
+        return {*op.reads, *op.makes, *op.writes}
 
     def _fixed_bytes(self, again: set[int]) -> list[int]:
         """Return the bytes at each operation if nothing were saved or recomputed."""
@@ -156,10 +159,16 @@ class Walker:
             if n in saved:
                 continue
             for i in self.makers[n]:
-                if i not in runs:
-                    runs.add(i)
-                    todo += self.touched[i]
+                for k in (i, *self.runs_with(i)):
+                    if k not in runs:
+                        runs.add(k)
+                        todo += self.touched[k]
         return needed, runs
+
+    def runs_with(self, i: int) -> Iterable[int]:
+        """Return the operations that also run again if one does."""
+        del i
+        return ()
 
     def seconds(self, chosen: Iterable[int]) -> float:
         """Return the seconds of what runs again if some operations are saved."""
