@@ -261,6 +261,10 @@ class UnitWalker(Walker):
         """Return the policies of the blocks in which something runs again."""
         saved = self.storages(chosen)
         needed, runs = self.closure(saved)
+        # What Python holds is saved, too: it is there anyway.
+        kept = (saved & needed) - (self.always - self.targets)
+        alive = {n for n, dies in enumerate(self.record.dies) if dies > self._turn}
+        kept |= alive - self.makers.keys()
         found: dict[str, OfBlock] = {}
         for name, calls in self.blocks.items():
             if not any(i in runs for call in calls for i in call.operations):
@@ -271,8 +275,7 @@ class UnitWalker(Walker):
                 op = self.record.operations[i]
                 if is_asked(op):
                     names.append(op.name)
-                    made = (saved & needed).intersection(op.makes)
-                    saves.append(bool(made - self.always or made & self.targets))
+                    saves.append(any(map(kept.__contains__, op.makes)))
             none = len(names)
             placed = Placed(
                 ("", 0, name, 0), (*names,), (*saves,), (False,) * none, (0,) * none
