@@ -15,7 +15,7 @@ what that measures. It took sixty times as long, and found nothing better.
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
@@ -95,6 +95,7 @@ class UnitWalker(Walker):
         self._unit_of = {
             i: u for u, call in enumerate(self._calls) for i in call.operations
         }
+        record, self._twins = with_twins(record, self._calls)
         self._always: dict[int, list[int]] = {}  # operations of a unit that run again
         for i, u in self._unit_of.items():
             if record.operations[i].always:
@@ -126,6 +127,15 @@ class UnitWalker(Walker):
             is_inside = unit is not None and units == {unit}
             if not is_inside or record.left[n] > self._calls[unit].end:
                 self.always.add(n)
+        self.always -= self._twins
+        return found | self._twins
+
+    @override
+    def _fixed_bytes(self, again: set[int]) -> list[int]:
+        found, record = super()._fixed_bytes(again), self.record
+        for n in self._twins:  # they are no memory of their own until then
+            for t in range(record.born[n] + 1, min(record.left[n], self._end)):
+                found[t] -= record.sizes[n]
         return found
 
     @override
@@ -287,6 +297,64 @@ class UnitWalker(Walker):
 def is_asked(op: Any) -> bool:
     """Say whether a call asks its policy about an operation."""
     return bool(op.reads and op.makes and not op.writes and op.fate != STORED)
+
+
+def with_twins(
+    record: StepRecord, calls: Sequence[BlockCall]
+) -> tuple[StepRecord, set[int]]:
+    """Return a record in which what a call returns and makes again are two storages.
+
+    A call cannot save what it changes in place. If its own backward reads such a
+    result, it makes another one. Those are returned, too. Where the block is no call,
+    they are the time that its graph holds the result longer than others do.
+    """
+    operations = [*record.operations]
+    sizes, born, left, dies = map(
+        list, (record.sizes, record.born, record.left, record.dies)
+    )
+    twins = set[int]()
+    for n in range(len(record.sizes)):
+        call = next((c for c in calls if record.born[n] in c.operations), None)
+        if call is None or not _needs_twin(record, n, call):
+            continue
+        twin = len(sizes)
+        twins.add(twin)
+        others, inside = 0, range(call.first, call.end)
+        for i, op in enumerate(operations):
+            if i in inside or op.node in call.nodes:
+                reads = tuple(twin if m == n else m for m in op.reads)
+                writes = tuple(twin if m == n else m for m in op.writes)
+                operations[i] = replace(op, reads=reads, writes=writes)
+            elif n in op.reads:
+                others = i + 1
+        first = operations[born[n]]
+        operations[born[n]] = replace(
+            first, makes=(*first.makes, twin), inside=first.inside - sizes[n]
+        )
+        sizes.append(sizes[n])
+        born.append(born[n])
+        dies.append(dies[n])
+        dies[n] = max(left[n], others)
+        left.append(min(dies[n], dies[twin]))
+    numbers = {"sizes": sizes, "born": born, "left": left, "dies": dies}
+    lists = {name: tuple(each) for name, each in numbers.items()}
+    return replace(record, operations=tuple(operations), **lists), twins
+
+
+def _needs_twin(record: StepRecord, n: int, call: BlockCall) -> bool:
+    operations = record.operations
+    makers = [
+        op for op in operations[call.first : call.end] if n in (*op.makes, *op.writes)
+    ]
+    is_whole = len(makers) == 1 and is_asked(makers[0]) and not makers[0].always
+    return (
+        not is_whole
+        and record.left[n] > call.end
+        and any(
+            n in op.reads and op.node in call.nodes
+            for op in operations[record.turn :]
+        )
+    )
 
 
 def _outermost(calls: Sequence[BlockCall]) -> list[BlockCall]:
