@@ -93,6 +93,10 @@ class BlockCall(NamedTuple):
         """The numbers of its operations."""
         return range(self.first, self.end)
 
+    def moved(self, count: int) -> "BlockCall":
+        """Return the call, some operations later."""
+        return self._replace(first=self.first + count, end=self.end + count)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -114,6 +118,18 @@ class StepRecord:
     resident: int  # the bytes that were there before
     calls: tuple["BlockCall", ...] = ()  # of blocks, and of modules around them
     viewed: frozenset[int] = frozenset()  # storages that views were made of
+    # Operations of the forward that run again as a whole, within the backward.
+    copied: tuple[range, ...] = ()
+
+    @property
+    def forwards(self) -> Sequence[int]:
+        """The operations of the forward, also of those that run again as a whole."""
+        return [*range(self.turn), *sorted(i for each in self.copied for i in each)]
+
+    def turn_of(self, number: int) -> int:
+        """Return the operation at which the forward is over that made a storage."""
+        born = self.born[number]
+        return next((each.stop for each in self.copied if born in each), self.turn)
 
     @property
     def flops(self) -> int:
@@ -300,7 +316,8 @@ class StepRecorder(Meter):
                 *(str(func), module, call.place),
                 *(reads, tuple(found.makes), tuple(writes)),
                 *(found.seconds, found.flops, found.inside, STORED),
-                traits.is_read_by_python or DrawDetector(func, args, kwargs).has_drawn(),
+                traits.is_read_by_python
+                or DrawDetector(func, args, kwargs).has_drawn(),
                 -1 if node is None else sequence_number(node),
                 any(map(self._is_view_from_before, inputs_of(args, kwargs))),
             )
@@ -356,9 +373,8 @@ def _refuse_recomputed(name: str) -> None:
 
 
 _RECOMPUTED = (
-    "remat.fit: {name} is recomputed already, by {by}. A plan for a whole step says "
-    "what is recomputed: undo that first (remat.nn.remove(model), or the switch of the "
-    "model), or pass over='blocks'."
+    "remat.fit: {name} is recomputed already, by {by}. A plan says what is "
+    "recomputed: undo that first (remat.nn.remove(model), or the switch of the model)."
 )
 
 

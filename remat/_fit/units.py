@@ -14,8 +14,8 @@ what that measures. It took sixty times as long, and found nothing better.
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
@@ -23,7 +23,8 @@ from typing_extensions import override
 from remat._base.absent import LIKE
 from remat._base.context import here
 from remat._base.op import Op
-from remat._fit.record import STORED, BlockCall, StepOp, StepRecord
+from remat._fit.record import BlockCall, StepOp, StepRecord
+from remat._fit.rewritten import is_asked, outermost, with_twins
 from remat._fit.walk import Recomputing, Walker
 from remat._scope.following import Cursor, Placed
 from remat._torch import is_view_op
@@ -90,8 +91,14 @@ class UnitWalker(Walker):
     of its calls; and, by a number below zero, a block that is no call: it saves all.
     """
 
-    def __init__(self, record: StepRecord) -> None:
-        self._calls = _outermost(record.calls)
+    def __init__(
+        self,
+        record: StepRecord,
+        blocks: Collection[str],
+        around: Collection[str] = (),
+    ) -> None:
+        self._around = around  # modules that run again as a whole
+        self._calls = outermost(call for call in record.calls if call.name in blocks)
         self._unit_of = {
             i: u for u, call in enumerate(self._calls) for i in call.operations
         }
@@ -116,12 +123,17 @@ class UnitWalker(Walker):
     def _recomputable(self) -> set[int]:
         found, record = set[int](), self.record
         used: dict[int, set[int | None]] = {}
-        for i, op in enumerate(record.operations[: self._turn]):
+        for i in record.forwards:
+            op = record.operations[i]
             for n in (*op.reads, *op.makes, *op.writes):
                 used.setdefault(n, set()).add(self._unit_of.get(i))
         for n, units in used.items():
             unit = self._unit_of.get(record.born[n])
-            if record.born[n] < 0 or units == {None} or record.left[n] > self._turn:
+            if (
+                record.born[n] < 0
+                or units == {None}
+                or record.left[n] > record.turn_of(n)
+            ):
                 continue
             found.add(n)
             is_inside = unit is not None and units == {unit}
@@ -212,6 +224,13 @@ class UnitWalker(Walker):
                 ends[n] = max(ends[n], done[u])
         return ends
 
+    @override
+    def again(self, chosen: Iterable[int]) -> tuple[int, float]:
+        record, (nbytes, seconds) = self.record, super().again(chosen)
+        copied = [record.operations[i] for each in record.copied for i in each]
+        nbytes += sum(record.sizes[n] for op in copied for n in op.makes)
+        return nbytes, seconds + sum(op.seconds for op in copied)
+
     # --- The walk ---
 
     @override
@@ -256,7 +275,9 @@ class UnitWalker(Walker):
         found: dict[int, list[tuple[int, set[int]]]] = {}
         for t, each in self._triggers.items():
             for n in set(each) - self.always:
-                found.setdefault(t, []).append((self._unit_of[self.record.born[n]], {n}))
+                found.setdefault(t, []).append(
+                    (self._unit_of[self.record.born[n]], {n})
+                )
         nodes = {k: u for u, call in enumerate(self._calls) for k in call.nodes}
         for t in range(self._turn, self._end):
             op = self.record.operations[t]
@@ -267,15 +288,16 @@ class UnitWalker(Walker):
 
     # --- What blocks do ---
 
-    def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock]:
+    def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock | None]:
         """Return the policies of the blocks in which something runs again."""
         saved = self.storages(chosen)
         needed, runs = self.closure(saved)
         # What Python holds is saved, too: it is there anyway.
         kept = (saved & needed) - (self.always - self.targets)
-        alive = {n for n, dies in enumerate(self.record.dies) if dies > self._turn}
+        record = self.record
+        alive = {n for n, dies in enumerate(record.dies) if dies > record.turn_of(n)}
         kept |= alive - self.makers.keys()
-        found: dict[str, OfBlock] = {}
+        found: dict[str, OfBlock | None] = dict.fromkeys(self._around)
         for name, calls in self.blocks.items():
             if not any(i in runs for call in calls for i in call.operations):
                 continue
@@ -292,74 +314,3 @@ class UnitWalker(Walker):
             )
             found[name] = OfBlock(placed)
         return found
-
-
-def is_asked(op: Any) -> bool:
-    """Say whether a call asks its policy about an operation."""
-    return bool(op.reads and op.makes and not op.writes and op.fate != STORED)
-
-
-def with_twins(
-    record: StepRecord, calls: Sequence[BlockCall]
-) -> tuple[StepRecord, set[int]]:
-    """Return a record in which what a call returns and makes again are two storages.
-
-    A call cannot save what it changes in place. If its own backward reads such a
-    result, it makes another one. Those are returned, too. Where the block is no call,
-    they are the time that its graph holds the result longer than others do.
-    """
-    operations = [*record.operations]
-    sizes, born, left, dies = map(
-        list, (record.sizes, record.born, record.left, record.dies)
-    )
-    twins = set[int]()
-    for n in range(len(record.sizes)):
-        call = next((c for c in calls if record.born[n] in c.operations), None)
-        if call is None or not _needs_twin(record, n, call):
-            continue
-        twin = len(sizes)
-        twins.add(twin)
-        others, inside = 0, range(call.first, call.end)
-        for i, op in enumerate(operations):
-            if i in inside or op.node in call.nodes:
-                reads = tuple(twin if m == n else m for m in op.reads)
-                writes = tuple(twin if m == n else m for m in op.writes)
-                operations[i] = replace(op, reads=reads, writes=writes)
-            elif n in op.reads:
-                others = i + 1
-        first = operations[born[n]]
-        operations[born[n]] = replace(
-            first, makes=(*first.makes, twin), inside=first.inside - sizes[n]
-        )
-        sizes.append(sizes[n])
-        born.append(born[n])
-        dies.append(dies[n])
-        dies[n] = max(left[n], others)
-        left.append(min(dies[n], dies[twin]))
-    numbers = {"sizes": sizes, "born": born, "left": left, "dies": dies}
-    lists = {name: tuple(each) for name, each in numbers.items()}
-    return replace(record, operations=tuple(operations), **lists), twins
-
-
-def _needs_twin(record: StepRecord, n: int, call: BlockCall) -> bool:
-    operations = record.operations
-    makers = [
-        op for op in operations[call.first : call.end] if n in (*op.makes, *op.writes)
-    ]
-    is_whole = len(makers) == 1 and is_asked(makers[0]) and not makers[0].always
-    return (
-        not is_whole
-        and record.left[n] > call.end
-        and any(
-            n in op.reads and op.node in call.nodes
-            for op in operations[record.turn :]
-        )
-    )
-
-
-def _outermost(calls: Sequence[BlockCall]) -> list[BlockCall]:
-    found: list[BlockCall] = []
-    for call in sorted(calls, key=lambda call: (call.first, -call.end)):
-        if call.operations and (not found or call.first >= found[-1].end):
-            found.append(call)
-    return found
