@@ -23,8 +23,7 @@ FUNCTIONS = {
     *("saved_residuals", "print_saved_residuals", "SavedResidual"),
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
-    *("Peak", "Holder", "HeldValues", "fit", "FitPlan"),
-    *("FitBlock", "StepPlan", "FitSegment", "Followed"),
+    *("Peak", "Holder", "HeldValues", "fit", "Plan", "FitSegment", "Followed"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
