@@ -30,6 +30,7 @@ from remat._live.bound import BoundFunction, call_under
 from remat._live.contents import At, Ref
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
+from remat._live.left import LeftAt
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
 from remat._live.names import CallNames
@@ -54,6 +55,7 @@ class Reach:
         label: what messages call it.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether a module holds it.
+        left: where the forward left tensors in holders.
         next_hook: the number that the next hook set anywhere was to get.
         streams: the random streams found.
         uses_stream_states: whether code reads or sets the state of a stream itself.
@@ -71,7 +73,15 @@ class Reach:
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
         *("buffers", "compiled", "first_parameter", "is_bare", "is_contained"),
-        *("is_lazy", "label", "next_hook", "passed_count", "streams", "tensors"),
+        *(
+            "is_lazy",
+            "label",
+            "left",
+            "next_hook",
+            "passed_count",
+            "streams",
+            "tensors",
+        ),
         "uses_stream_states",
     )
 
@@ -94,6 +104,7 @@ class Reach:
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
+        self.left: Sequence[LeftAt] = ()
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
@@ -302,7 +313,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
         runs: list[Any] | None = None,
         users: Callable[[], Sequence[Any]] | None = None,
-        take: Callable[[Any], Any] = lambda value: value,
+        take: Callable[..., Any] = lambda value: value,
     ) -> Any:
         """Call the function again, in `restored`.
 
@@ -311,14 +322,18 @@ class Reach:
             body: what is called with the function and its arguments, if not that.
             runs: where the run is noted whose graph is going to be differentiated.
             users: as for `restored`.
-            take: takes the result apart, while all holds what the run left there.
+            take: takes the result apart, while all holds what the run left there. It
+                is given what was left where the forward left tensors, if it did.
         """
         if self.is_bare:
             return take(self.call(None, tensors, body))
         running = self.restored(tensors, users)
         running.__enter__()
         try:
-            found = take(self.call(running, tensors, body))
+            value = self.call(running, tensors, body)
+            found = (
+                take(value, left=running.left(self.left)) if self.left else take(value)
+            )
         except BaseException:
             running.__exit__()
             raise
@@ -336,6 +351,8 @@ class Reach:
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
+        if running is not None and self.left:  # until the run has ended
+            running.passed = building.made
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []

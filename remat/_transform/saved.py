@@ -539,6 +539,8 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
+    elif in_backward and call.planned is not None:
+        call.planned.let_go()
     return value
 
 
