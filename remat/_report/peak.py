@@ -194,8 +194,8 @@ _TEXTS: dict[PeakHolder, str] = {
     "recompute": "the {name} is the largest: {share:.0%}, mainly {most}. Split that "
     "block into smaller ones, or use a policy so that it recomputes less.",
     "saved inputs": "the inputs that calls save hold {share:.0%}, mainly {most}. Put "
-    "remat around several blocks at once, or around groups of them besides, or offload.",
-    "policy": "the results that policies save hold {share:.0%}, mainly {most}. Choose a "
+    "remat around several blocks at once, or groups of them besides, or offload.",
+    "policy": "the results that policies save hold {share:.0%}, mainly {most}. Use a "
     "policy that saves less, or offload what it saves.",
     "residuals": "operations outside of remat calls hold {share:.0%}, mainly {most}. "
     f"Put remat around those blocks, too. {_LOGITS}.",
@@ -207,8 +207,8 @@ _TEXTS: dict[PeakHolder, str] = {
     "cotangents": "the gradients that pass through calls hold {share:.0%}, mainly "
     "{most}. One operation of the backward needs them, and remat does not change that. "
     "Use a smaller batch, or split the operation.",
-    "gradients": f"the gradients of the parameters hold {{share:.0%}}: {_ANYWAY}. Shard "
-    "them, or free each one as soon as the optimizer has used it.",
+    "gradients": f"the gradients of the parameters hold {{share:.0%}}: {_ANYWAY}. "
+    "Shard them, or free each one as soon as the optimizer has used it.",
     "parameters": f"the parameters hold {{share:.0%}}: {_ANYWAY}. Shard them, or use a "
     "smaller dtype.",
     "inputs": f"the inputs of the step and its buffers hold {{share:.0%}}: {_ANYWAY}. "

@@ -44,7 +44,7 @@ class ExplainedInput:
     is_parameter: bool = False
 
     def _row(self) -> tuple[tuple[str, ...], str]:
-        what = _render.short_array(self.dtype, self.shape)
+        what = _render.short_array(self.dtype, self.shape) if self.dtype else ""
         fate = "saved" if self.kept else "dropped"
         row = (self.name, "input", what, f"{self.nbytes:,}", "", fate, self.why)
         return row, "saved" if self.kept else "dead"
@@ -222,18 +222,24 @@ class Explanation(_render.Shown):
         if not (self.inputs or self.ops):  # nothing requires grad
             notes = tuple(f"advice: {line}" for line in self.advice)
             return _render.Table(f"remat of {self._name}: {self.reason}", notes=notes)
-        rows = [row._row() for row in (*self.inputs, *self._shown_ops)]
-        sizes = [leaf.nbytes for leaf in self.inputs if leaf.is_parameter]
-        plural = "" if len(sizes) == 1 else "s"
+        rows = [row._row() for row in (*self._shown_inputs, *self._shown_ops)]
         return _render.Table(
             title=f"remat of {self._name}",
             columns=("operation", "line", "output", "#bytes", "#FLOPs", "fate", "why"),
             rows=tuple(row for row, _ in rows),
             kinds=tuple(kind for _, kind in rows),
             notes=tuple(self._notes()),
-            folded=tuple(i for i, x in enumerate(self.inputs) if x.is_parameter),
-            summary=f"{len(sizes)} parameter{plural}, {_render.size(sum(sizes))}",
         )
+
+    @property
+    def _shown_inputs(self) -> list[ExplainedInput]:
+        """The inputs, with many parameters as one."""
+        sizes = [leaf.nbytes for leaf in self.inputs if leaf.is_parameter]
+        if len(sizes) <= _FEW:
+            return [*self.inputs]
+        meta = f"{len(sizes)} parameters", None, (), sum(sizes)
+        others = [leaf for leaf in self.inputs if not leaf.is_parameter]
+        return [ExplainedInput(*meta, True, "they are alive anyway"), *others]
 
     @override
     def __repr__(self) -> str:
@@ -350,3 +356,4 @@ class Comparison(_render.Shown):
 
 
 _PEAK = "peak without gradients"
+_FEW = 4  # parameters, which have a line each
