@@ -20,7 +20,8 @@ from remat._partial.budget import problem_of, solution_of
 from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
-from remat._report.explain import examined_again, explained, unwrapped
+from remat._report.explain import examined_again, unwrapped
+from remat._report.fates import Fates
 from remat._report.labels import one_by_one, refuse_transforms
 from remat._report.reports import ComparedPolicy, Comparison
 from remat._transform.api import options_of
@@ -56,14 +57,12 @@ def compare(
     it is called once for each row. These are the rows:
 
     - "as written": the function with its blocks as they are. Only if it has blocks.
-    - "plain": code without remat, also without that of the blocks. This is what
-      autograd saves, and nothing is recomputed.
+    - "plain": code without remat, also without that of the blocks.
     - "nothing_saveable": remat around the whole function, without a policy.
     - One row for each of `policies`.
     - Some rows for `policies.within`, with budgets from nothing to everything, as far
       as they are unlike the rows above. They are left out if the function has blocks,
-      and if scipy is not installed. A budget spares work, which is time at nominal
-      rates; the table shows FLOPs.
+      and if scipy is not installed.
 
     The peak without gradients is what is saved, and what the recompute of the largest
     call holds. A step needs more: gradients, and what single operations take.
@@ -71,15 +70,14 @@ def compare(
     Args:
         fn: the function, rematerialized or not. Its own policy gets no row.
         *args: its arguments. Meta and fake tensors are accepted.
-        policies: the policies, each of which is anything that `remat` accepts as a
-            policy; or one policy. The default is a selection of JAX's policies. A
-            mapping gives each row a name. There, a value may also be a mapping from
-            blocks to policies. Such a row is the function as written, except that these
-            blocks have these policies. A block is given by its name, which may have
-            wildcards ("Block*"), or as an object: the function or the module that is
+        policies: what `remat` accepts as a policy, once or several times. A mapping
+            gives each row a name. There, a value may also be a mapping from blocks to
+            policies: such a row is the function as written, except that these blocks
+            have these policies. A block is given by its name, which may have wildcards
+            ("Block*"), or as an object: the function or the module that is
             rematerialized, or what `remat` returned. The first key that fits a block
             counts.
-        prune: as for `explain`. CalledBlocks keep theirs.
+        prune: as for `explain`. Blocks keep theirs.
         **kwargs: its keyword arguments. They cannot be named `policies` or `prune`:
             bind such an argument with `functools.partial`.
 
@@ -99,17 +97,11 @@ def compare(
         >>> from remat.policies import dots_saveable
         >>> def f(w, x):
         ...     return (w @ (w @ x).tanh()).tanh()
-        >>> w, x = torch.ones(4, 4), torch.ones(4, 4)
-        >>> found = compare(f, w, x, policies=[dots_saveable], prune=True)
-        >>> for row in found.rows:
-        ...     print(row.name, row.saved_bytes, row.peak_bytes, row.recomputed_flops)
-        plain 256 256 0
-        nothing_saveable 128 256 256
-        dots_saveable 256 384 0
         >>> def model(w, x):
         ...     for _ in range(4):
         ...         x = remat(f)(w, x)
         ...     return x
+        >>> w, x = torch.ones(4, 4), torch.ones(4, 4)
         >>> dots = {"all blocks: dots": {"*": dots_saveable}}
         >>> for row in compare(model, w, x, policies=dots).rows:
         ...     print(row.name, row.saved_bytes, row.peak_bytes, row.recomputed_flops)
@@ -250,7 +242,7 @@ def _examined(call: Any, options: Options, blocks: CalledBlocks) -> Examined:
 def _row(name: str, call: Any, options: Options, plainly: Examined) -> ComparedPolicy:
     """Return the row of a policy for the whole function."""
     found = examined_again(*call, options, plainly)
-    report = explained(call[1], options, found, plainly)
+    report = Fates(found, options).explained(call[1], plainly)
     return ComparedPolicy(
         name or str(report.policy or nothing_saveable),
         report.saved_bytes,
@@ -264,8 +256,7 @@ def _row(name: str, call: Any, options: Options, plainly: Examined) -> ComparedP
 def _row_of_blocks(name: str, found: Examined) -> ComparedPolicy:
     """Return the row of a run as it was, without `remat` around the function."""
     costs = [*map(flops, found.record.steps)]
-    pairs = zip(costs, found.inner, strict=True)
-    again = sum(cost * times for cost, (times, _) in pairs)
+    again = sum(costs[i] for call in found.calls for i in call.again)
     kept = found.itself.union(*found.record.roots, *(c.inputs for c in found.calls))
     away = kept & frozenset[int]().union(*(call.away for call in found.calls))
     saved = found.nbytes(kept - away)

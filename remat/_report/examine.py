@@ -11,8 +11,10 @@ user's code may look at values.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class CallWithin:
     inputs: frozenset[int]
     holds: frozenset[int]
     away: frozenset[int]
+    again: tuple[int, ...]  # the operations that its recompute runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,18 @@ class Examined:
     differentiable: bool  # whether an output requires grad
     scalar: bool  # whether those outputs have one element each
     differentiates: bool  # whether it runs a backward itself
-    # How often nested calls recompute each operation, and the innermost such call.
-    inner: tuple[tuple[int, str], ...]
+    inside: tuple[str, ...]  # of each operation, the innermost call; "" if in none
     calls: tuple[CallWithin, ...]  # the ones around before the ones inside
     exposed: frozenset[int]  # the storages whose memory Python reads or writes
     kind: CallKind  # what calls that share its record have in common
     owner: Any  # the module whose calls share it, once modules of the kind differ
     streams: tuple[str, ...]
+
+    @property
+    def times(self) -> list[int]:
+        """How often calls within recompute each operation."""
+        counts = Counter(i for call in self.calls for i in call.again)
+        return [counts[i] for i in range(len(self.record.steps))]
 
     def nbytes(self, storages: Iterable[int]) -> int:
         """Return the bytes of some storages."""
@@ -186,7 +194,7 @@ class _Examining(Saved):
             differentiable=any(t.requires_grad for t in outs),
             scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
             differentiates=noting.differentiates,
-            inner=tuple(noting.inner()),
+            inside=tuple(noting.inside),
             calls=tuple(noting.calls()),
             exposed=frozenset(noting.exposed),
             kind=self.kind(leaves),
@@ -262,7 +270,7 @@ class CallNotes(Recorder):
         self.itself: set[int] = set()
         self.differentiates = False  # whether a backward runs in the run
         self._noted: dict[int, _Noted] = {}  # by the id of the call
-        self._innermost: list[str] = []  # of each operation, the call that it runs in
+        self.inside: list[str] = []  # of each operation, the innermost call
         super().__init__(leaves, None, self.storages)
 
     @override
@@ -271,7 +279,7 @@ class CallNotes(Recorder):
         super().note(func, arguments, results, draws=draws)
         for call in inside:
             self._noted[id(call)].steps.append(i)
-        self._innermost.append(name_in(inside[-1].label) if inside else "")
+        self.inside.append(name_in(inside[-1].label) if inside else "")
         self.differentiates |= current_task() >= 0
 
     def observe(self, call: Saved, observe: Observe | None) -> Observe:
@@ -314,29 +322,34 @@ class CallNotes(Recorder):
             for number in found:
                 self.readers.setdefault(number, {})[reader_of(node)] = None
 
-    def inner(self) -> Iterator[tuple[int, str]]:
-        """Yield how often nested calls recompute each operation, and the innermost."""
-        times = [0] * len(self.steps)
-        for noted in [*self._noted.values()][1:]:
-            waiting = noted.call.alive()
-            last = max((noted.packed[h.position][1] for h in waiting), default=0)
-            plans, fates = _plans_of(noted), [Fate.RECOMPUTED] * len(noted.steps)
-            for i, fate in zip(
-                noted.steps, plans.full.plan.fates if plans else fates, strict=True
-            ):
-                times[i] += fate.is_run and i < last
-        yield from zip(times, self._innermost, strict=True)
-
     def calls(self) -> Iterator[CallWithin]:
         """Yield the calls within, those around before those inside."""
         for noted in [*self._noted.values()][1:]:
             call, waiting = noted.call, noted.call.alive()
+            made = (
+                call.planned.choice[1] if call.planned and call.planned.choice else None
+            )
+            if made and len(made.record.steps) != len(noted.steps):
+                made = None  # it is of another call
+            fates = made.full.plan.fates if made else repeat(Fate.RECOMPUTED)
+            runs = zip(noted.steps, fates, strict=False)
+            last = max((noted.packed[h.position][1] for h in waiting), default=0)
+            away = self._away(noted.steps, made) if made else ()
             yield CallWithin(
                 around=noted.around - 1,
                 inputs=frozenset(self._inputs_of(call) if waiting else ()),
                 holds=frozenset(noted.packed[h.position][0] for h in waiting),
-                away=frozenset(self._away(noted)),
+                away=frozenset(away),
+                again=tuple(i for i, f in runs if f.is_run and i < last),
             )
+
+    def _away(self, steps: Sequence[int], made: Any) -> Iterator[int]:
+        """Yield the storages of what a call offloads."""
+        pairs = zip(made.full.plan.residuals, made.destinations, strict=True)
+        for (i, k), decision in pairs:
+            step = self.steps[steps[i]]
+            if moves(decision, step.op.outputs):
+                yield step.makes[k]
 
     def _inputs_of(self, call: Saved) -> Iterator[int]:
         """Yield the storages of the inputs that a call keeps."""
@@ -344,21 +357,3 @@ class CallNotes(Recorder):
             for t in stored_by(value) if type(value) is PackedOutside else [value]:
                 if type(t) is not Absent:
                     yield self.storages.number(base_tensor(t))
-
-    def _away(self, noted: _Noted) -> Iterator[int]:
-        """Yield the storages of what a call offloads."""
-        made = _plans_of(noted)
-        residuals = made.full.plan.residuals if made else ()
-        for (i, k), decision in zip(
-            residuals, made.destinations if made else (), strict=True
-        ):
-            step = self.steps[noted.steps[i]]
-            if moves(decision, step.op.outputs):
-                yield step.makes[k]
-
-
-def _plans_of(noted: _Noted) -> Any:
-    """Return the plans that a call follows; None if it follows none, or others fit."""
-    planned = noted.call.planned
-    made = planned.choice[1] if planned is not None and planned.choice else None
-    return made if made and len(made.record.steps) == len(noted.steps) else None

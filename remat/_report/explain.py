@@ -15,21 +15,12 @@ from typing import Any, Literal
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
-from remat._partial.budget import Spent, cost_of
-from remat._partial.cost import flops
 from remat._partial.names import told_of_key
 from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate
-from remat._report.examine import Examined, InputLeaf, examine
-from remat._report.fates import Outcome, Reasons, name, outcome_of
+from remat._report.examine import Examined, examine
+from remat._report.fates import Fates
 from remat._report.labels import label_of_function, one_by_one, refuse_transforms
-from remat._report.reports import (
-    ExplainedBudget,
-    ExplainedInput,
-    ExplainedOp,
-    Explanation,
-    FateName,
-)
+from remat._report.reports import Explanation
 from remat._report.step import peak_of
 from remat._transform.api import options_of
 from remat._transform.module import recomputed_by
@@ -99,7 +90,7 @@ def explain(
         why = {"reason": _NO_GRAD, "advice": (_NO_GRAD_ADVICE,)}
         return Explanation(label, options.policy, **why)
     found = examined_again(inner, label, args, kwargs, options, plainly)
-    report, peak = explained(label, options, found, plainly), None
+    report, peak = Fates(found, options).explained(label, plainly), None
     if found.scalar or found.differentiates:
         is_own = policy == "own" and prune == "own"
         step = fn if is_own else Rematerialized(inner, "", options, name_in(label))
@@ -128,8 +119,9 @@ def examined_again(
     fn: Fn, label: str, args: Any, kwargs: Any, options: Options, plainly: Examined
 ) -> Examined:
     """Return what a call does under its policy, given what it does without one."""
-    nested = any(inside for _, inside in plainly.inner)
-    if options.policy is None or not nested:  # nested calls save more under the policy
+    if options.policy is None or not any(
+        plainly.inside
+    ):  # calls within save more under the policy
         return plainly
     return examine(fn, label, args, kwargs, options) or plainly
 
@@ -139,102 +131,6 @@ _NO_GRAD_ADVICE = (
     "No floating tensor is passed, and none that the function refers to requires grad: "
     "there is no backward to recompute for. Pass what is to be differentiated."
 )
-
-
-# --- What becomes of it ---
-
-
-def explained(
-    label: str, options: Options, found: Examined, plainly: Examined
-) -> Explanation:
-    """Return the report of a call under its options, without advice and a peak."""
-    outcome = outcome_of(found, options)
-    reasons = Reasons(found, outcome)
-    counted: set[int] = set()
-    inputs = [*_inputs(found, outcome, reasons, options, counted)]
-    indices = range(len(outcome.plan.fates))
-    ops = [_operation(i, found, outcome, reasons, counted) for i in indices]
-    # The one node of such a call holds its inputs and residuals, and nothing else.
-    held = frozenset[int]() if options.higher_order else found.itself - counted
-    roots = frozenset[int]().union(*found.record.roots)
-    return Explanation(
-        label=label,
-        policy=options.policy,
-        inputs=tuple(inputs),
-        ops=tuple(ops),
-        pruned=not outcome.unpruned,
-        reason=outcome.unpruned,
-        plain_bytes=plainly.nbytes(plainly.saved_by_plain()),
-        held_bytes=found.nbytes(held),
-        recomputed_bytes=found.bytes_recomputed(held | counted, roots),
-        streams=found.streams,
-        budget=_budget(outcome.spent, found) if outcome.spent else None,
-    )
-
-
-def _budget(spent: Spent, found: Examined) -> ExplainedBudget:
-    kept, whole = spent.solution, sum(map(cost_of(spent.budget), found.record.steps))
-    sizes = spent.budget.nbytes, kept.nbytes, kept.work, whole, kept.gap
-    return ExplainedBudget(*sizes, bool(spent.overdrawn))
-
-
-def _inputs(
-    found: Examined,
-    outcome: Outcome,
-    reasons: Reasons,
-    options: Options,
-    counted: set[int],
-) -> Iterator[ExplainedInput]:
-    """Yield what becomes of the inputs; count the storages that they keep alive."""
-    for i, (leaf, s) in enumerate(zip(found.leaves, found.record.inputs, strict=True)):
-        kept = i not in outcome.dropped
-        nbytes = 0 if s in counted else found.sizes[s]
-        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.unread else 0
-        is_source = i in outcome.plan.residual_sources and leaf.needs
-        is_linked = options.higher_order and is_source
-        why = reasons.of_input(s) or _why(leaf, kept, is_linked, outcome.unpruned)
-        meta = leaf.name, leaf.dtype, leaf.shape
-        yield ExplainedInput(*meta, nbytes, kept, why, leaf.is_parameter)
-        counted |= {s} if kept else set()
-
-
-def _why(leaf: InputLeaf, kept: bool, is_linked: bool, unpruned: str) -> str:
-    """Say why an input that nothing reads is kept, or is not."""
-    if not kept:
-        return "nothing that is recomputed reads it"
-    if unpruned:
-        return f"nothing is left out: {unpruned}"
-    if is_linked:
-        return "a saved value was computed from it, for higher derivatives"
-    return leaf.stays or "too small to be worth dropping"
-
-
-def _operation(
-    i: int, found: Examined, outcome: Outcome, reasons: Reasons, counted: set[int]
-) -> ExplainedOp:
-    """Return what becomes of an operation; count the storages of its residuals."""
-    step, fate = found.record.steps[i], outcome.plan.fates[i]
-    within, inside = found.inner[i]
-    saved = {step.makes[k] for j, k in outcome.plan.residuals if j == i} - counted
-    counted |= saved
-    op, why = step.op, reasons.of_operation(i)
-    if within and fate is Fate.DEAD:
-        why = f"in the backward of remat({inside}), within this"
-    word: FateName = "recomputed" if within or fate.is_run else "dead"
-    if fate is Fate.SAVED:
-        word = "offloaded" if i in outcome.offloaded else "saved"
-    return ExplainedOp(
-        name=name(op),
-        source=op.source,
-        outputs=op.outputs,
-        nbytes=0 if step.is_view else op.nbytes,
-        flops=flops(step),
-        fate=word,
-        times=within + fate.is_run,
-        kept=found.nbytes(saved),
-        why=why,
-        is_view=step.is_view,
-    )
 
 
 # --- Advice ---

@@ -14,13 +14,21 @@ from itertools import chain
 
 from remat._base.op import Op
 from remat._base.source import short
-from remat._partial.budget import Spent
+from remat._partial.budget import Spent, cost_of
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
+from remat._partial.cost import flops
 from remat._partial.decide import inputs_to_drop, verdict_of, why_no_record
 from remat._partial.options import Options, Prune
 from remat._partial.plan import Fate, Plan, Step, plan
 from remat._report.examine import Examined
+from remat._report.reports import (
+    ExplainedBudget,
+    ExplainedInput,
+    ExplainedOp,
+    Explanation,
+    FateName,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +105,23 @@ def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outco
     )
 
 
-# --- Why ---
+# --- What becomes of it, and why ---
 
 
 _SHOWN = 2  # at most so many readers are named
 _UNTOLD = "perhaps read by the backward of a change to a view, or of a function in C++"
 
 
-def name(op: Op) -> str:
-    """Return the name of an operation: `mm`."""
-    return getattr(op.packet, "__name__", str(op.packet))
+class Fates:
+    """What becomes of the operations and inputs of a call under its options."""
 
-
-class Reasons:
-    """The reasons for what one outcome does."""
-
-    def __init__(self, found: Examined, outcome: Outcome) -> None:
-        self._found, self._record, self._plan = found, found.record, outcome.plan
-        self._unpruned = outcome.unpruned
+    def __init__(self, found: Examined, options: Options) -> None:
+        self._found, self._record, self._options = found, found.record, options
+        self.outcome = outcome_of(found, options)
+        self._fates = self.outcome.plan.fates
         self._roots = found.itself.union(*found.record.roots)
+        # The storages that inputs and residuals keep alive, each counted once.
+        self._counted: set[int] = set()
         # For each storage, the operations that read values in it, and not metadata.
         self._users: dict[int, list[int]] = {}
         for i, step in enumerate(found.record.steps):
@@ -123,9 +129,86 @@ class Reasons:
                 for s in {*step.reads}:
                     self._users.setdefault(s, []).append(i)
 
-    def of_operation(self, i: int) -> str:
+    def explained(self, label: str, plainly: Examined) -> Explanation:
+        """Return the report, without advice and a peak."""
+        found, outcome, is_one_node = (
+            self._found,
+            self.outcome,
+            self._options.higher_order,
+        )
+        inputs = tuple(map(self._input, range(len(found.leaves))))
+        ops = tuple(map(self._operation, range(len(self._fates)), found.times))
+        # The one node of such a call holds its inputs and residuals, and nothing else.
+        held = frozenset[int]() if is_one_node else found.itself - self._counted
+        kept, roots = held | self._counted, frozenset[int]().union(*found.record.roots)
+        return Explanation(
+            label=label,
+            policy=self._options.policy,
+            inputs=inputs,
+            ops=ops,
+            pruned=not outcome.unpruned,
+            reason=outcome.unpruned,
+            plain_bytes=plainly.nbytes(plainly.saved_by_plain()),
+            held_bytes=found.nbytes(held),
+            recomputed_bytes=found.bytes_recomputed(kept, roots),
+            streams=found.streams,
+            budget=self._budget(outcome.spent) if outcome.spent else None,
+        )
+
+    def _budget(self, spent: Spent) -> ExplainedBudget:
+        kept, cost = spent.solution, cost_of(spent.budget)
+        whole = sum(map(cost, self._record.steps))
+        sizes = spent.budget.nbytes, kept.nbytes, kept.work, whole, kept.gap
+        return ExplainedBudget(*sizes, bool(spent.overdrawn))
+
+    def _input(self, i: int) -> ExplainedInput:
+        leaf, s, outcome = self._found.leaves[i], self._record.inputs[i], self.outcome
+        kept, unpruned = i not in outcome.dropped, outcome.unpruned
+        nbytes = 0 if s in self._counted else self._found.sizes[s]
+        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.unread else 0
+        is_source = i in outcome.plan.residual_sources and leaf.needs
+        why = self._use({s}, -1)
+        if not (why or kept):
+            why = "nothing that is recomputed reads it"
+        elif not why and unpruned:
+            why = f"nothing is left out: {unpruned}"
+        elif not why and is_source and self._options.higher_order:
+            why = "a saved value was computed from it, for higher derivatives"
+        why = why or leaf.stays or "too small to be worth dropping"
+        self._counted |= {s} if kept else set()
+        meta = leaf.name, leaf.dtype, leaf.shape, nbytes
+        return ExplainedInput(*meta, kept, why, leaf.is_parameter)
+
+    def _operation(self, i: int, within: int) -> ExplainedOp:
+        step, fate, plan = self._record.steps[i], self._fates[i], self.outcome.plan
+        saved = {step.makes[k] for j, k in plan.residuals if j == i} - self._counted
+        self._counted |= saved
+        why = self._why(i)
+        if within and fate is Fate.DEAD:
+            why = f"in the backward of remat({self._found.inside[i]}), within this"
+        word: FateName = "recomputed" if within or fate.is_run else "dead"
+        if fate is Fate.SAVED:
+            word = "offloaded" if i in self.outcome.offloaded else "saved"
+        return ExplainedOp(
+            name=_name(step.op),
+            source=step.op.source,
+            outputs=step.op.outputs,
+            nbytes=0 if step.is_view else step.op.nbytes,
+            flops=flops(step),
+            fate=word,
+            times=within + fate.is_run,
+            kept=self._found.nbytes(saved),
+            why=why,
+            is_view=step.is_view,
+        )
+
+    def _why(self, i: int) -> str:
         """Say why an operation is saved, recomputed or left out."""
-        step, fate = self._record.steps[i], self._plan.fates[i]
+        step, fate, unpruned = (
+            self._record.steps[i],
+            self._fates[i],
+            self.outcome.unpruned,
+        )
         touched = {*step.makes, *step.writes}
         if fate is Fate.DEAD:
             users = self._users_of(touched, i)
@@ -134,13 +217,9 @@ class Reasons:
         use = self._use(touched, i)
         if fate is Fate.SAVED:
             return f"the policy saves it, {use}"
-        if use or (self._unpruned and not step.always_runs):
-            return use or f"nothing is left out: {self._unpruned}"
+        if use or (unpruned and not step.always_runs):
+            return use or f"nothing is left out: {unpruned}"
         return _forced(step)
-
-    def of_input(self, s: int) -> str:
-        """Say why an input of that storage is needed; "" if it is not."""
-        return self._use({s}, -1)
 
     def _use(self, touched: set[int], after: int) -> str:
         """Say what reads any of the storages; "" if nothing does."""
@@ -150,7 +229,7 @@ class Reasons:
             return f"read by the backward of {_listed(names)}" if names else _UNTOLD
         if not touched.isdisjoint(self._found.exposed):
             return "its value is read outside of operations"
-        users = self._users_of(touched, after, self._plan.fates)
+        users = self._users_of(touched, after, self._fates)
         return f"read by {_listed(users)}" if users else ""
 
     def _users_of(
@@ -160,8 +239,12 @@ class Reasons:
         found = {i for s in storages for i in self._users.get(s, ()) if i > after}
         run = [i for i in sorted(found) if fates is None or fates[i].is_run]
         ops = [self._record.steps[i].op for i in run]
-        lines = (f"{name(op)} ({short(op.source, with_module=False)})" for op in ops)
+        lines = (f"{_name(op)} ({short(op.source, with_module=False)})" for op in ops)
         return dict.fromkeys(lines)
+
+
+def _name(op: Op) -> str:
+    return getattr(op.packet, "__name__", str(op.packet))
 
 
 def _listed(names: Iterable[str]) -> str:
