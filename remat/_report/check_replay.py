@@ -25,13 +25,11 @@ from remat._base.types import Fn
 from remat._live.reach import Reach, Running
 from remat._live.results import Out, Result
 from remat._partial.cache import CACHES
-from remat._partial.options import DEFAULT
 from remat._report.bitwise import RunValues, has_values
 from remat._report.inputs import Inputs
-from remat._report.labels import label_of_function, one_by_one, refuse_transforms
+from remat._report.labels import one_by_one, refuse_transforms, unwrapped
 from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.leaves import ONLY_MARKS
-from remat._transform.module import recomputed_by
 from remat._transform.saved import Filling, Saved, recompute
 
 
@@ -91,11 +89,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     """
     instead = "the transformed function: check_replay(torch.func.grad(f), x)"
     refuse_transforms("check_replay", instead)
-    options, label = DEFAULT, label_of_function(fn)
-    found = recomputed_by(fn)
-    if found is not None:
-        (fn, call) = found
-        options, label = call._options, call.__remat_label__
+    fn, label, options = unwrapped(fn)
     if options.rng == "error":
         fn = without_draws(fn, label)
     inputs = Inputs(fn, args, kwargs)

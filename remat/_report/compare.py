@@ -20,7 +20,7 @@ from remat._partial.budget import problem_of, solution_of
 from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
-from remat._report.explain import examined_again, unwrapped
+from remat._report.explain import chosen, examined_again
 from remat._report.fates import Fates
 from remat._report.labels import one_by_one, refuse_transforms
 from remat._report.reports import ComparedPolicy, Comparison
@@ -111,7 +111,7 @@ def compare(
         all blocks: dots 832 960 0
     """
     refuse_transforms("compare", "the function")
-    inner, label, options = unwrapped(fn, None, prune)
+    inner, label, options = chosen(fn, None, prune)
     call, blocks = (inner, label, args, kwargs), CalledBlocks()
     with one_by_one("compare", args):
         plainly = _examined(call, options, blocks)
@@ -127,12 +127,12 @@ def compare(
             blocks_of_row.refuse_unused(label)
             rows.append(_row_of_blocks(name, found))
         else:
-            rows.append(_row(name, call, unwrapped(fn, policy, prune)[2], plainly))
+            rows.append(_row(name, call, chosen(fn, policy, prune)[2], plainly))
     if blocks.names:
         return Comparison(label, tuple(rows))
     try:
         front = [
-            _row(name, call, unwrapped(fn, policy, prune)[2], plainly)
+            _row(name, call, chosen(fn, policy, prune)[2], plainly)
             for name, policy in _budgets(plainly)
         ]
     except ImportError as error:

@@ -145,9 +145,9 @@ def examine(
             if True not in needs:
                 fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
                 return None
-            call = _Examining(reach, options, leaves, needs)
+            call = Saved(reach, options, leaves, needs)
             run = in_place(fn, _Asks), inputs.args, inputs.kwargs, leaves
-            found = call.examined(ask, owner_of(fn, args), *run)
+            found = _examined(call, CallNotes(leaves, ask), owner_of(fn, args), *run)
             if found.differentiable or not (first or inputs.has_others):
                 return found
             first = first or found
@@ -160,57 +160,51 @@ class _Asks:
     asks_modules = True
 
 
-class _Examining(Saved):
-    """A call that is recorded whatever its options are."""
+def _examined(
+    call: Saved, noting: "CallNotes", owner: Any, fn: Fn, *run: Any
+) -> Examined:
+    """Run a call, and return what was found."""
+    leaves: Sequence[Tensor] = run[-1]
+    situation, context = call.situation(leaves), here()
+    before, context.reporter = context.reporter, noting
+    try:
+        with noting:
+            result = call.forward(fn, *run)
+    finally:
+        context.reporter = before
+    outs = tensors_in(result)
+    alive = {handle.position for handle in call.alive()}
+    record = noting.record(outs, {*range(len(call.handles))} - alive)
+    noting.note_readers(outs, leaves)
+    if call.leaf_changes.accumulates:
+        situation = dataclasses.replace(situation, given_up=ACCUMULATES)
+    return Examined(
+        record=record,
+        readers=noting.readers,
+        sizes=noting.storages.sizes,
+        leaves=tuple(_leaf(call, i, t) for i, t in enumerate(leaves)),
+        itself=frozenset(noting.itself),
+        situation=situation,
+        differentiable=any(t.requires_grad for t in outs),
+        scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
+        differentiates=noting.differentiates,
+        inside=tuple(noting.inside),
+        calls=tuple(noting.calls()),
+        exposed=frozenset(noting.exposed),
+        kind=call.kind(leaves),
+        owner=owner,
+        streams=tuple(stream_name(stream) for stream, _ in call.ambient.moved),
+    )
 
-    __slots__ = ()
 
-    def examined(
-        self, ask: AskOptions | None, owner: Any, fn: Fn, *run: Any
-    ) -> Examined:
-        """Run the call, and return what was found."""
-        leaves: Sequence[Tensor] = run[-1]
-        situation, noting = self.situation(leaves), CallNotes(leaves, ask)
-        context = here()
-        before, context.reporter = context.reporter, noting
-        try:
-            with noting:
-                result = self.forward(fn, *run)
-        finally:
-            context.reporter = before
-        outs = tensors_in(result)
-        alive = {handle.position for handle in self.alive()}
-        record = noting.record(outs, {*range(len(self.handles))} - alive)
-        noting.note_readers(outs, leaves)
-        if self.leaf_changes.accumulates:
-            situation = dataclasses.replace(situation, given_up=ACCUMULATES)
-        return Examined(
-            record=record,
-            readers=noting.readers,
-            sizes=noting.storages.sizes,
-            leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
-            itself=frozenset(noting.itself),
-            situation=situation,
-            differentiable=any(t.requires_grad for t in outs),
-            scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
-            differentiates=noting.differentiates,
-            inside=tuple(noting.inside),
-            calls=tuple(noting.calls()),
-            exposed=frozenset(noting.exposed),
-            kind=self.kind(leaves),
-            owner=owner,
-            streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
-        )
-
-    def _leaf(self, i: int, tensor: Tensor) -> InputLeaf:
-        nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
-        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.inputs.needs[i]
-        stays = ""
-        if not is_droppable(real := _as_real(tensor)):
-            is_alive = is_parameter(real)
-            stays = _ALIVE if is_alive else "its kind of tensor is not dropped"
-        is_copied = i in self.inputs.may_be_written
-        return InputLeaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
+def _leaf(call: Saved, i: int, tensor: Tensor) -> InputLeaf:
+    nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
+    meta = tensor.dtype, tuple(tensor.shape), nbytes, call.inputs.needs[i]
+    real, stays = _as_real(tensor), ""
+    if not is_droppable(real):
+        stays = _ALIVE if is_parameter(real) else "its kind of tensor is not dropped"
+    is_copied = i in call.inputs.may_be_written
+    return InputLeaf(call.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
 
 
 _ALIVE = "a leaf, which is alive anyway"

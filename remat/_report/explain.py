@@ -19,11 +19,10 @@ from remat._partial.names import told_of_key
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
 from remat._report.fates import Fates
-from remat._report.labels import label_of_function, one_by_one, refuse_transforms
+from remat._report.labels import one_by_one, refuse_transforms, unwrapped
 from remat._report.reports import Explanation
 from remat._report.step import peak_of
 from remat._transform.api import options_of
-from remat._transform.module import recomputed_by
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.saved import DIFFERENTIATED_AGAIN
@@ -54,10 +53,8 @@ def explain(
         fn: the function, rematerialized or not.
         *args: its arguments. Meta and fake tensors are accepted, so the model can be
             larger than memory.
-        policy: as for `remat`. "own" means the policy of a rematerialized `fn`, and
-            None for another `fn`.
-        prune: as for `remat`. "own" means the option of a rematerialized `fn`, and
-            "auto" for another `fn`.
+        policy: as for `remat`. "own" means that of a rematerialized `fn`, else None.
+        prune: as for `remat`. "own" means that of a rematerialized `fn`, else "auto".
         **kwargs: its keyword arguments. They cannot be named `policy` or `prune`: bind
             such an argument with `functools.partial`.
 
@@ -82,7 +79,7 @@ def explain(
         (12, 24)
     """
     refuse_transforms("explain", "the function")
-    inner, label, options = unwrapped(fn, policy, prune)
+    inner, label, options = chosen(fn, policy, prune)
     none = dataclasses.replace(options, policy=None)
     with one_by_one("explain", args):
         plainly = examine(inner, label, args, kwargs, none)
@@ -100,19 +97,15 @@ def explain(
     return dataclasses.replace(report, advice=tuple(advice))
 
 
-def unwrapped(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
+def chosen(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
     """Return the function that is recomputed, its label, and the options."""
-    found = recomputed_by(fn)
-    own, inner, label = Options(), fn, ""
-    if found is not None:
-        (inner, call) = found
-        own, label = call._options, call.__remat_label__
+    inner, label, own = unwrapped(fn)
     refuse_function(inner)
     is_own = isinstance(policy, str) and policy == "own"
-    chosen = own.policy if is_own else policy
-    made = options_of(chosen, own.prune if prune == "own" else prune)
+    pruned = own.prune if prune == "own" else prune
+    made = options_of(own.policy if is_own else policy, pruned)
     made = dataclasses.replace(made, rng=own.rng, higher_order=own.higher_order)
-    return inner, label or label_of_function(fn), made
+    return inner, label, made
 
 
 def examined_again(

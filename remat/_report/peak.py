@@ -38,13 +38,11 @@ class HeldValues:
     """Values that are alive at the peak and were made alike.
 
     Attributes:
-        op: the operation that made them; of a gradient, the operation that it is in
-            the backward of; "" if they are older than the step.
-        dtype: the dtype; None for what an operation uses only while it runs.
-        shape: the shape.
-        source: the user's line that ran the operation.
-        count: how many there are.
-        nbytes: the bytes of all of them.
+        op, source: the operation that made them, and the user's line that ran it; of a
+            gradient, the operation that it is in the backward of; "" if they are older
+            than the step.
+        dtype, shape: of each; no dtype for what an operation uses only while it runs.
+        count, nbytes: how many there are, and the bytes of all of them.
         is_gradient: whether the backward of the operation made them.
     """
 
@@ -77,8 +75,7 @@ class Holder:
             activations, on their way through calls. "gradients": of the parameters.
             "parameters" and "inputs": alive before the step.
         name: the holder in words: "recompute of `Block` (call 3 of 12)".
-        nbytes: the bytes that it holds.
-        share: of all bytes that are alive at the peak.
+        nbytes, share: what it holds, in bytes and of all that is alive at the peak.
         values: what it consists of, the largest first.
     """
 

@@ -27,11 +27,9 @@ class ExplainedInput:
 
     Attributes:
         name: the input as the author of the function would write it: "params['w']".
-        dtype: its dtype.
-        shape: its shape.
+        dtype, shape: those of the input.
         nbytes: the bytes of its storage, or 0 if an earlier input has the same storage.
-        kept: whether it is saved for the backward.
-        why: the reason.
+        kept, why: whether it is saved for the backward, and the reason.
         is_parameter: whether it is a leaf that requires grad, which is alive anyway.
     """
 
@@ -56,16 +54,13 @@ class ExplainedOp:
 
     Attributes:
         name: the name of the operation: "mm".
-        source: the user's line: "file.py:12, in block", or in a notebook
-            "Cell In[9]:10".
+        source: the user's line: "file.py:12, in block", in a notebook "Cell In[9]:10".
         outputs: the values that it returned.
         nbytes: the bytes of its outputs, or 0 for a view.
         flops: its floating-point operations, as torch's `FlopCounterMode` counts them.
-        fate: "saved", "offloaded", "recomputed", or "dead" if it is neither saved nor
-            recomputed.
+        fate, why: "saved", "offloaded", "recomputed", or "dead" if it is none of these.
         times: how often the backward recomputes it: more than once with nested calls.
         kept: the bytes of its outputs that are saved or offloaded.
-        why: the reason for its fate.
         is_view: whether its outputs are views of its inputs.
     """
 
@@ -93,10 +88,8 @@ class ExplainedBudget:
     """What a budget keeps: of `policies.within`.
 
     Attributes:
-        limit: the bytes of the budget.
-        nbytes: the bytes that it keeps.
-        work: what is recomputed, in seconds at nominal rates, or as measured.
-        whole_work: that of the whole forward.
+        limit, nbytes: the bytes of the budget, and those that it keeps.
+        work, whole_work: of the recompute, and of the whole forward, in seconds.
         gap: how much less work another choice could cost, as a fraction of `work`. 0 if
             the solver has proven that none costs less.
         overdrawn: whether what must be kept takes more than the limit.
@@ -122,12 +115,10 @@ class Explanation(_render.Shown):
     """The report of `explain`. It prints as a table.
 
     Attributes:
-        label: the name of the function.
-        policy: the policy of the call, or None.
-        inputs: the inputs of the call.
-        ops: the operations of the call, in order.
-        pruned: whether a recompute skips operations that the backward does not need.
-        reason: why a recompute skips nothing, or "" if it does skip.
+        label, policy: the name of the function, and the policy of the call, or None.
+        inputs, ops: what the call is given, and what it does, in order.
+        pruned, reason: whether a recompute skips operations that the backward does not
+            need; if not, why.
         plain_bytes: the bytes that stay alive for the backward without remat. This is
             an upper bound: in-place operations on views do not tell what they save.
         held_bytes: the part of the saved bytes that the graph holds without remat too:
@@ -279,11 +270,10 @@ class ComparedPolicy:
             "plain" for code without remat, and "as written" for the function with the
             blocks that it calls.
         saved_bytes: the bytes that stay alive for the backward and are not offloaded.
-        peak_bytes: an estimate of the peak: the saved bytes, and what the recompute of
-            the largest call holds.
+        peak_bytes: the saved bytes, and what the recompute of the largest call holds.
         offloaded_bytes: the bytes that are offloaded.
-        recomputed_flops: the FLOPs that the backward recomputes.
-        recomputed_share: the recomputed FLOPs, divided by the FLOPs of the forward.
+        recomputed_flops, recomputed_share: the FLOPs that the backward recomputes, and
+            their share of the FLOPs of the forward.
     """
 
     name: str
@@ -305,8 +295,8 @@ class Comparison(_render.Shown):
 
     Attributes:
         label: the name of the function.
-        rows: one row each for the function as written, if it calls rematerialized
-            functions; for plain code; for remat without a policy; and for each policy.
+        rows: of the function as written, if it calls rematerialized functions; of plain
+            code; of remat without a policy; and of each policy.
         front: what `policies.within` reaches, with budgets from nothing to everything.
             Empty if the function calls rematerialized functions.
         no_front: why there is no front; "" if there is one.

@@ -68,22 +68,18 @@ class SavedResidual:
     """One storage that stays alive for the backward.
 
     Attributes:
-        dtype: the dtype of the tensor, or None for the state of a random stream.
-        shape: the shape of the tensor that the storage was made for, or that was
-            passed.
-        device: the device of the storage.
-        nbytes: the bytes of the whole storage, even if only a view of it was saved.
+        dtype, shape: of the tensor that the storage was made for, or that was passed;
+            no dtype for the state of a random stream.
+        device, nbytes: of the whole storage, even if only a view of it was saved.
         origin: where the storage comes from: "from the argument x['w'][0]", "from the
             captured `self.up.weight`", "output of sin", "named 'y'" if
             `checkpoint_name` gave that name, or "from a constant" if the origin is
             unknown.
-        source: the user's line that made or named it ("file.py:12, in block", or in a
-            notebook "Cell In[9]:10"), or "".
+        source: the user's line that made or named it: "file.py:12, in block", or "".
         readers: the operations whose backward reads it, in the order of the forward.
             Empty if torch does not tell, as for a Function written in C++.
         place: "pinned host" or "disk" if it was offloaded there, else "".
-        is_parameter: whether it is of a parameter: a leaf that requires grad, which is
-            alive without the graph too.
+        is_parameter: whether it is of a leaf that requires grad, which is alive anyway.
     """
 
     dtype: torch.dtype | None
@@ -108,12 +104,10 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
     """List what stays alive for the backward after the forward of a function.
 
     The function is called once on the given tensors. It may be rematerialized or not.
-    If no tensor that is passed or referred to requires grad, every floating argument is
-    treated as if it did, as in JAX; so it is, in a second call, if no output requires
-    grad. Afterwards the report restores random streams, the `.grad` of inputs, and
-    tensors that the function wrote to in place (such as the running statistics of batch
-    norm). Changes to Python objects stay. A write by an operator whose schema does not
-    declare it stays too.
+    If no output requires grad, it is called again, and every floating argument is
+    differentiated; so it is at once, as in JAX, if no tensor requires grad. Afterwards
+    the report restores random streams, the `.grad` of inputs, and tensors that the
+    function wrote to in place. Changes to Python objects stay.
 
     Each storage is listed once, in this order: constants, arguments, captured tensors,
     then the others in the order in which they were made. Their bytes add up to what the
@@ -184,8 +178,8 @@ def _residuals(
 def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
     """Print the list of `saved_residuals`, one residual per line, and the totals.
 
-    The last lines count the activations, the parameters and all residuals. Parameters
-    are leaves that require grad, which are alive without the graph too.
+    The totals are of activations, of parameters, and of all. Parameters are leaves that
+    require grad, which are alive without the graph too.
 
     Args:
         fn: the function.
@@ -202,17 +196,17 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
         total: 12 bytes in 1 residual
     """
     found = saved_residuals(fn, *args, **kwargs)
-    lines = [*map(str, found)]
-    lines.append(_total("activations", [r for r in found if not r.is_parameter]))
-    lines.append(_total("parameters", [r for r in found if r.is_parameter]))
-    lines.append(_total("total", found))
+    parameters = [r for r in found if r.is_parameter]
+    others = [r for r in found if not r.is_parameter]
+    totals = {"activations": others, "parameters": parameters, "total": found}
+    lines = *map(str, found), *(_total(*each) for each in totals.items())
     sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _total(what: str, found: Sequence[SavedResidual]) -> str:
-    plural = "" if len(found) == 1 else "s"
     size = sum(r.nbytes for r in found)
     away = sum(r.nbytes for r in found if r.place)
+    plural = "" if len(found) == 1 else "s"
     line = f"{what}: {size:,} bytes in {len(found)} residual{plural}"
     return f"{line}, {away:,} of them offloaded" if away else line
 

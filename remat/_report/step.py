@@ -12,13 +12,14 @@ memory that they do not return.
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, autograd, is_grad_enabled
 from typing_extensions import override
@@ -27,7 +28,8 @@ from remat._base.context import Observe, here
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._graph.handles import Handle, PackedOutside, stored_by
+from remat._graph.graph import handles_at, nodes_of
+from remat._graph.handles import PackedOutside, stored_by
 from remat._report.bitwise import has_values
 from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in, undoing
 from remat._report.peak import (
@@ -174,8 +176,6 @@ class StepWatch(Ledger):
         self.outermost, self.last = 0, -1
         self.differentiates = False  # whether a backward is (`create_graph=True`)
         self.packing: dict[str, None] = {}  # the labels of calls under base autograd
-        self._calls: list[weakref.ref[Any]] = []
-        self._handles: dict[int, Sequence[weakref.ref[Handle] | None]] = {}
         self._named: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     @override
@@ -194,7 +194,7 @@ class StepWatch(Ledger):
         if node is not None and is_grad_enabled() and not context.recomputing:
             self.differentiates = True
         if node is not None and not self.ran_backward():
-            self.saved.update(self._saved_by_policies())
+            self.saved.update(_saved_by_policies(node))
         again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
         called = self._name_of(context.inside[-1]) if context.inside else ""
         called = called or ("a call" if context.functions else "")
@@ -236,19 +236,11 @@ class StepWatch(Ledger):
 
     def observe(self, call: Any, observe: Observe | None) -> Observe:
         """Note a call under base autograd, and what it saves of its inputs."""
-        self._calls.append(weakref.ref(call))
         self.packing[call.label] = None
         values = call.inputs.values
         stored = (stored_by(v) if type(v) is PackedOutside else [v] for v in values)
         self._note(call, [t for each in stored for t in each])
-
-        def both(position: int, tensor: Tensor | None) -> None:
-            # Handles of what a policy saves outlive their call.
-            self._handles[id(call.handles)] = call.handles
-            if observe is not None:
-                observe(position, tensor)
-
-        return both
+        return observe or (lambda _position, _tensor: None)
 
     def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
         """Note a call under torch.func, and its inputs."""
@@ -266,16 +258,6 @@ class StepWatch(Ledger):
     def _name_of(self, call: Any) -> str:
         return self._named.get(call, call.label)
 
-    def _saved_by_policies(self) -> Iterator[int]:
-        refs = chain.from_iterable(self._handles.values())
-        handles = [ref() for ref in refs if ref is not None]
-        found = [h.residual for h in handles if h is not None and h.residual]
-        calls = [call for ref in self._calls if (call := ref()) is not None]
-        for call in calls:
-            found += call.planned.residuals_held() if call.planned is not None else []
-        for residual in found:
-            yield from map(storage_id, _parts_in(residual.stored()))
-
     def words_of(self, called: str) -> str:
         """Return the name of a call, with its number if others have the same label."""
         label, _, number = called.partition("\0")
@@ -285,6 +267,22 @@ class StepWatch(Ledger):
 
 def _parts_in(tree: Any) -> list[Tensor]:
     return [part for t in tensors_in(tree) for part in parts(base_tensor(t))]
+
+
+def _saved_by_policies(root: Any) -> Iterator[int]:
+    """Yield the storages that policies save of a graph whose backward starts."""
+    out = SimpleNamespace(grad_fn=root, requires_grad=True)
+    calls: dict[int, Any] = {}
+    found: list[Any] = []
+    for handle in (h for node, _ in nodes_of([out]) for h in handles_at(node)):
+        if handle.residual is not None:
+            found.append(handle.residual)
+        elif handle.call.planned is not None:
+            calls[id(handle.call)] = handle.call.planned
+    for planned in calls.values():
+        found += planned.residuals_held()
+    for residual in found:
+        yield from map(storage_id, _parts_in(residual.stored()))
 
 
 # --- The peak ---
@@ -321,25 +319,23 @@ def _holders(
         alive.pop(change.place, None)
         if change.nbytes > 0:
             alive[change.place] = change, last
-    found: dict[tuple[PeakHolder, str], dict[HeldValues, list[int]]]
-    found = defaultdict(lambda: defaultdict(list))
     is_early = bool(watch.ops) and watch.ops[last].node < 0  # before the backward
-    for change, i in alive.values():
-        kind, name, key = _sorted(watch, change, i, is_early=is_early)
-        found[kind, name or NAMES[kind]][key].append(change.nbytes)
-    for kind, key, nbytes in _before(inputs):
-        found[kind, NAMES[kind]][key].append(nbytes)
-    total = sum(sum(n) for values in found.values() for n in values.values())
-    holders: list[Holder] = []
-    for (kind, name), values in found.items():
-        held = [
-            replace(like, count=len(sizes), nbytes=sum(sizes))
-            for like, sizes in values.items()
-        ]
-        held.sort(key=lambda v: -v.nbytes)
-        if nbytes := sum(v.nbytes for v in held):
-            holders.append(Holder(kind, name, nbytes, nbytes / total, tuple(held)))
-    return sorted(holders, key=lambda holder: -holder.nbytes)
+    known = [
+        (_sorted(watch, change, i, is_early=is_early), change.nbytes)
+        for change, i in alive.values()
+    ]
+    known += _before(inputs)
+    sizes, counts = Counter[Any](), Counter(key for key, _ in known)
+    for key, nbytes in known:
+        sizes[key] += nbytes
+    held: dict[tuple[PeakHolder, str], list[HeldValues]] = defaultdict(list)
+    for (kind, name, like), nbytes in sizes.most_common():
+        value = replace(like, count=counts[kind, name, like], nbytes=nbytes)
+        held[kind, name or NAMES[kind]].append(value)
+    found = [(sum(v.nbytes for v in values), key) for key, values in held.items()]
+    found.sort(key=lambda each: -each[0])
+    total = sizes.total()
+    return [Holder(*k, n, n / total, tuple(held[k])) for n, k in found if n]
 
 
 def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
@@ -354,7 +350,10 @@ def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
             yield change
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[PeakHolder, HeldValues, int]]:
+_Key: TypeAlias = tuple[PeakHolder, str, HeldValues]  # without counts and bytes
+
+
+def _before(inputs: Inputs) -> Iterator[tuple[_Key, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
@@ -363,12 +362,10 @@ def _before(inputs: Inputs) -> Iterator[tuple[PeakHolder, HeldValues, int]]:
             if storage_id(part) not in seen:
                 seen.add(storage_id(part))
                 like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
-                yield kind, like, part.untyped_storage().nbytes()
+                yield (kind, "", like), part.untyped_storage().nbytes()
 
 
-def _sorted(
-    watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool
-) -> tuple[PeakHolder, str, HeldValues]:
+def _sorted(watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool) -> _Key:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
     storage, dtype, shape = made or MadeStorage(-1, None, ())
