@@ -43,6 +43,7 @@ class RunOperation:
 
 
 _NO_OPERATION = RunOperation(None, ((), {}), "")
+_NOTHING: tuple[str, list[Tensor]] = "nothing", []
 
 
 class RunValues(Observer):
@@ -99,7 +100,7 @@ class RunValues(Observer):
         if self._then is None:
             step.values.append((what, bits))
         elif self.difference is None:
-            was, before = next(self._left, ("nothing", []))
+            was, before = next(self._left, _NOTHING)
             if was != what:
                 self.difference = f"has {what}, where the forward had {was}."
             elif found := _differences(bits, before):

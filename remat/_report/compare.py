@@ -12,7 +12,7 @@ import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
@@ -230,8 +230,10 @@ _NO_BLOCK = (
 
 # --- Rows ---
 
+_Call: TypeAlias = tuple[Fn, str, tuple[Any, ...], dict[str, Any]]
 
-def _examined(call: Any, options: Options, blocks: CalledBlocks) -> Examined:
+
+def _examined(call: _Call, options: Options, blocks: CalledBlocks) -> Examined:
     """Run the call once."""
     found = examine(*call, options, blocks.ask)
     if found is None:
@@ -239,7 +241,7 @@ def _examined(call: Any, options: Options, blocks: CalledBlocks) -> Examined:
     return found
 
 
-def _row(name: str, call: Any, options: Options, plainly: Examined) -> ComparedPolicy:
+def _row(name: str, call: _Call, options: Options, plainly: Examined) -> ComparedPolicy:
     """Return the row of a policy for the whole function."""
     found = examined_again(*call, options, plainly)
     report = Fates(found, options).explained(call[1], plainly)

@@ -40,6 +40,7 @@ from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
 from remat._report.inputs import is_parameter, tensors_in, undoing
 from remat._report.labels import reader_of, stream_name
+from remat._report.reports import ExplainedInput
 from remat._torch import base_tensor, current_task
 from remat._transform.saved import Saved
 
@@ -61,27 +62,17 @@ class CallWithin:
 
 
 @dataclass(frozen=True, slots=True)
-class InputLeaf:
-    """An input of a call."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int  # of whatever storage it is a view of
-    needs: bool  # whether it is differentiated
-    stays: str  # why it is kept even if no recompute reads it; "" if it is not
-    is_copied: bool  # whether the forward writes to it, so that the call keeps a copy
-    is_parameter: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Examined:
     """What one call did; storages are by number."""
 
     record: Record
     readers: Mapping[int, Iterable[str]]  # what reads each storage in the backward
     sizes: Mapping[int, int]  # the bytes of each storage
-    leaves: tuple[InputLeaf, ...]
+    # The inputs, each with why it is kept even if no recompute reads it; and by index,
+    # those that are differentiated, and those that a call keeps a copy of.
+    leaves: tuple[ExplainedInput, ...]
+    needs: frozenset[int]
+    copied: frozenset[int]
     itself: frozenset[int]  # what the graph saves itself, without a handle
     situation: Situation
     differentiable: bool  # whether an output requires grad
@@ -182,7 +173,9 @@ def _examined(
         record=record,
         readers=noting.readers,
         sizes=noting.storages.sizes,
-        leaves=tuple(_leaf(call, i, t) for i, t in enumerate(leaves)),
+        leaves=tuple(_leaf(call.name_of(i), t) for i, t in enumerate(leaves)),
+        needs=frozenset(i for i, needed in enumerate(call.inputs.needs) if needed),
+        copied=frozenset(call.inputs.may_be_written),
         itself=frozenset(noting.itself),
         situation=situation,
         differentiable=any(t.requires_grad for t in outs),
@@ -197,14 +190,13 @@ def _examined(
     )
 
 
-def _leaf(call: Saved, i: int, tensor: Tensor) -> InputLeaf:
+def _leaf(name: str, tensor: Tensor) -> ExplainedInput:
     nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
-    meta = tensor.dtype, tuple(tensor.shape), nbytes, call.inputs.needs[i]
     real, stays = _as_real(tensor), ""
     if not is_droppable(real):
         stays = _ALIVE if is_parameter(real) else "its kind of tensor is not dropped"
-    is_copied = i in call.inputs.may_be_written
-    return InputLeaf(call.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
+    meta = name, tensor.dtype, tuple(tensor.shape), nbytes
+    return ExplainedInput(*meta, bool(stays), stays, is_parameter(tensor))
 
 
 _ALIVE = "a leaf, which is alive anyway"

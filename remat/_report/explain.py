@@ -134,9 +134,9 @@ def _advice(
 ) -> Iterator[str]:
     """Yield what to change; of a step, what `report.peak` does not say."""
     pairs = zip(report.inputs, found.leaves, strict=True)
-    alive = sum(row.nbytes for row, leaf in pairs if row.kept and leaf.stays)
+    alive = sum(row.nbytes for row, leaf in pairs if row.kept and leaf.kept)
     leaves = zip(plainly.leaves, plainly.record.inputs, strict=True)
-    anyway = {s for leaf, s in leaves if leaf.stays}
+    anyway = {s for leaf, s in leaves if leaf.kept}
     ours = report.saved_bytes - alive
     plain = plainly.nbytes(plainly.saved_by_plain() - anyway)
     if report.peak is None:

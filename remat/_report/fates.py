@@ -73,10 +73,9 @@ def _dropped(
     found: Examined, made: Plan, prune: Prune, *, is_saved: bool
 ) -> frozenset[int]:
     """Return the leaves that a call under a plan does not keep."""
-    leaves = found.leaves
-    rest = [i for i, t in enumerate(leaves) if i not in made.needed and not t.stays]
-    needs = None if is_saved else lambda i: leaves[i].needs
-    size = lambda i: leaves[i].nbytes
+    leaves, needs = found.leaves, None if is_saved else found.needs.__contains__
+    rest = [i for i, t in enumerate(leaves) if i not in made.needed and not t.kept]
+    size = [leaf.nbytes for leaf in leaves].__getitem__
     return frozenset(inputs_to_drop(made, prune, rest, size, is_differentiated=needs))
 
 
@@ -163,21 +162,20 @@ class Fates:
 
     def _input(self, i: int) -> ExplainedInput:
         leaf, s, outcome = self._found.leaves[i], self._record.inputs[i], self.outcome
-        kept, unpruned = i not in outcome.dropped, outcome.unpruned
+        kept, is_one_node = i not in outcome.dropped, self._options.higher_order
         nbytes = 0 if s in self._counted else self._found.sizes[s]
-        nbytes += leaf.nbytes if leaf.is_copied and i not in outcome.unread else 0
-        is_source = i in outcome.plan.residual_sources and leaf.needs
+        if i in self._found.copied and i not in outcome.unread:
+            nbytes += leaf.nbytes
         why = self._use({s}, -1)
         if not (why or kept):
             why = "nothing that is recomputed reads it"
-        elif not why and unpruned:
-            why = f"nothing is left out: {unpruned}"
-        elif not why and is_source and self._options.higher_order:
+        elif not why and outcome.unpruned:
+            why = f"nothing is left out: {outcome.unpruned}"
+        elif not why and is_one_node and i in outcome.plan.residual_sources:
             why = "a saved value was computed from it, for higher derivatives"
-        why = why or leaf.stays or "too small to be worth dropping"
+        why = why or leaf.why or "too small to be worth dropping"
         self._counted |= {s} if kept else set()
-        meta = leaf.name, leaf.dtype, leaf.shape, nbytes
-        return ExplainedInput(*meta, kept, why, leaf.is_parameter)
+        return dataclasses.replace(leaf, nbytes=nbytes, kept=kept, why=why)
 
     def _operation(self, i: int, within: int) -> ExplainedOp:
         step, fate, plan = self._record.steps[i], self._fates[i], self.outcome.plan

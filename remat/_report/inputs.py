@@ -261,7 +261,8 @@ def streams_kept(others: Iterable[Any] = ()) -> Iterator[None]:
 
 def _stand_ins(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Return tensors that require grad and are no leaves, which may be changed."""
-    anchor, found = torch.zeros((), requires_grad=True), {}
+    anchor = torch.zeros((), requires_grad=True)
+    found: dict[int, Tensor] = {}
     for t in tensors:
         with preserved_version(t):
             found[id(t)] = _NonLeaf.apply(t.detach(), anchor)

@@ -16,10 +16,10 @@ from remat._base.tensors import describe_meta
 from remat._report import render as _render
 
 
-PeakHolder: TypeAlias = Literal[
-    *("recompute", "saved inputs", "policy", "residuals", "loss", "forward"),
-    *("cotangents", "gradients", "parameters", "inputs"),
-]
+PeakHolder: TypeAlias = (
+    Literal["recompute", "saved inputs", "policy", "residuals", "loss", "forward"]
+    | Literal["cotangents", "gradients", "parameters", "inputs"]
+)
 # Of those that are of no single call.
 NAMES: dict[PeakHolder, str] = {
     "gradients": "the gradients of the parameters",

@@ -305,7 +305,7 @@ class _Notes:
         """Note what a policy saves."""
         origin = origin_text(op.func, sorted(op.names))
         for t in stored:
-            known = {"place": _PLACES.get(decision, "")}
+            known: dict[str, Any] = {"place": _PLACES.get(decision, "")}
             if any(storage_id(part) not in self._ledger.entries for part in parts(t)):
                 known |= {"rank": MADE, "origin": origin, "source": op.source}
             elif has_values(t) or _is_on_host(t, decision):

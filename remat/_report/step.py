@@ -184,8 +184,8 @@ class StepWatch(Ledger):
         return super().__enter__()
 
     @override
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         here().reporter = self._reporter
 
     @override
