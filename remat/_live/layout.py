@@ -40,6 +40,7 @@ from remat._capture.holders import (
     names_of,
 )
 from remat._capture.objects import is_rematerialized
+from remat._live.classes import leads_nowhere
 from remat._live.walk import Walk, can_be_revived
 
 
@@ -65,6 +66,7 @@ class Layout:
             `classes`, `slotted` and `scripted`.
         births: the identities of the owners.
         class_names: of the user's classes, for errors.
+        codes: classes that are code and nothing else, held: some go with the objects.
         cells: the identities of the variables of each function.
         below: kinds of holders that are no owners, with the positions of these among
             the values, or among the keys: depth by depth.
@@ -81,6 +83,7 @@ class Layout:
         is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
         remade: what makes a class of remat's again, by the index of an owner of it.
+        variables: context variables.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
         spans: of holders, and where these begin, for the last lengths of all.
@@ -90,7 +93,7 @@ class Layout:
 
     __slots__ = (
         *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
-        *("_spaces", "_vacant", "_variables", "below", "births", "cells"),
+        *("_spaces", "_vacant", "below", "births", "cells", "codes"),
         *("class_names", "classes"),
         *(
             "compiled",
@@ -102,7 +105,7 @@ class Layout:
             "linked",
         ),
         *("objects", "odd", "owners", "remade", "scripted", "signature"),
-        *("asks", "slotted", "spans", "special", "streams", "uses_stream_states"),
+        *("asks", "slotted", "variables", "spans", "special", "streams", "uses_stream_states"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -121,7 +124,7 @@ class Layout:
         names = [tuple(names) for _, names in walk.spaces]
         self._spaces = [*zip(range(ends[3], ends[4]), names, strict=True)]
         self.scripted, self._dicted = sections[5], self.functions.stop
-        self._variables = walk.variables
+        self.variables = walk.variables
         self._has_others = bool(walk.slotted or walk.scripted or walk.variables)
         first = self.functions.start
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
@@ -144,7 +147,8 @@ class Layout:
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
         code = [fn.__code__ for fn in walk.functions]
-        types_of = map(type, (*walk.objects, *walk.slotted))
+        types_of = [*map(type, (*walk.objects, *walk.slotted))]
+        self.codes = [*filter(leads_nowhere, dict.fromkeys((*walk.classes, *types_of)))]
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         marks = [mark for o in walk.objects for mark in _marks_of(o)]
         self.signature = (*held, *marks, *map(static_of, walk.builtins))
@@ -173,7 +177,7 @@ class Layout:
             others = (
                 (SLOTS, slotted),
                 (SCRIPTED, scripted),
-                (VARIABLES, self._variables),
+                (VARIABLES, self.variables),
             )
         return tables, cells, scopes, functions, classes, others
 
