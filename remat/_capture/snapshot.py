@@ -22,7 +22,7 @@ from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
 from remat._capture.nodes import Node, Rebuilding, TensorNode
 from remat._capture.objects import is_spent_by_use
-from remat._capture.paths import argument_name, code_of_arguments, texts_of, written
+from remat._capture.paths import argument_name, code_of_arguments, texts_of
 from remat._capture.search import CallSearch
 from remat._torch import (
     function_mode_count,
@@ -145,8 +145,7 @@ class Snapshot:
 
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
-        root, text = written(self.origins[index])
-        return text.lstrip(".") if root is None else self._argument(root) + text
+        return self.origin_of(index)[0]
 
     def origin_of(self, index: int) -> tuple[str, bool]:
         """Return the name of an input, and whether it was passed.
@@ -154,10 +153,10 @@ class Snapshot:
         What a function refers to is written like what an object holds.
         """
         root, parts = texts_of(self.origins[index])
+        text = "".join(p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
         if root is None:
-            texts = (p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
-            return "".join(texts).lstrip("."), False
-        return self._argument(root) + "".join(parts), True
+            return text.lstrip("."), False
+        return self._argument(root) + text, True
 
     def _argument(self, k: int) -> str:
         return argument_name(self._target, self._names, k, self._count)
