@@ -21,7 +21,12 @@ from remat._base.code import class_without_us, is_library
 from remat._base.errors import RecomputeError
 from remat._base.types import ATOMS
 from remat._capture.holders import CELLS, GONE, HolderKind, dict_of, refers_to
-from remat._capture.objects import by_class, can_be_made_anew, slots_of
+from remat._capture.objects import (
+    by_class,
+    can_be_made_anew,
+    is_left_alone,
+    is_stateless,
+)
 from remat._capture.stream_search import user_bases
 
 
@@ -36,12 +41,7 @@ class ClassOf(HolderKind):
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        (kind,) = values
-        try:
-            object.__setattr__(holder, "__class__", kind)
-        except TypeError:
-            names = {"then": kind.__qualname__, "now": type(holder).__qualname__}
-            raise RecomputeError(_CLASS.format(**names)) from None
+        object.__setattr__(holder, "__class__", values[0])
 
 
 CLASS_OF = ClassOf()
@@ -100,7 +100,8 @@ def _parts_of(value: Any) -> Iterable[Any] | None:
 def _is_empty(value: Any) -> bool:
     """Say whether a value is an object without attributes, as a sentinel."""
     kind = type(value)
-    return can_be_made_anew(kind) and not (dict_of(value) or slots_of(kind))
+    is_sentinel = is_left_alone(kind) and can_be_made_anew(kind) and not dict_of(value)
+    return is_stateless(kind) or is_sentinel
 
 
 def _is_users(value: Any) -> bool:
@@ -116,7 +117,3 @@ MAKING = {
 }
 _PLAIN = ATOMS | {types.ModuleType, type(vars(namedtuple("_", "a"))["a"])}
 _AROUND = {property, staticmethod, classmethod}
-_CLASS = (
-    "remat: an object that was a {then} at the call is a {now} now, and cannot be "
-    "made a {then} again for the recompute. Change its class after the backward."
-)

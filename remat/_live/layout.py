@@ -66,14 +66,13 @@ class Layout:
             `classes`, `slotted` and `scripted`.
         births: the identities of the owners.
         class_names: of the user's classes, for errors.
-        codes: classes that are code and nothing else, held: some go with the objects.
         cells: the identities of the variables of each function.
         below: kinds of holders that are no owners, with the positions of these among
             the values, or among the keys: depth by depth.
         linked: weak references to modules reached, which have layouts of their own.
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
-        odd: which objects cannot be made again, by index.
+        odd: which objects and classes cannot be made again and may be held, by index.
         streams: return the random streams, or None.
         asks: by which of "id" and "hash" code tells an object from another one like it.
         uses_stream_states: whether code reads or sets the state of a stream.
@@ -93,19 +92,11 @@ class Layout:
 
     __slots__ = (
         *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
-        *("_spaces", "_vacant", "below", "births", "cells", "codes"),
-        *("class_names", "classes"),
-        *(
-            "compiled",
-            "functions",
-            "is_contained",
-            "is_lazy",
-            "is_module",
-            "last",
-            "linked",
-        ),
-        *("objects", "odd", "owners", "remade", "scripted", "signature"),
-        *("asks", "slotted", "variables", "spans", "special", "streams", "uses_stream_states"),
+        *("_spaces", "_vacant", "below", "births", "cells"),
+        *("class_names", "classes", "compiled", "functions", "is_contained"),
+        *("is_lazy", "is_module", "last", "linked", "objects", "odd", "owners"),
+        *("remade", "scripted", "signature", "asks", "slotted", "spans", "special"),
+        *("streams", "uses_stream_states", "variables"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -146,9 +137,11 @@ class Layout:
         self.remade = {i: recipe_of(kind) for i, kind in kinds if AGAIN in vars(kind)}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
+        local = enumerate(walk.classes, self.classes.start)
+        local = ((i, c) for i, c in local if "<locals>" in c.__qualname__)
+        self.odd += [i for i, kind in local if leads_nowhere(kind)]
         code = [fn.__code__ for fn in walk.functions]
-        types_of = [*map(type, (*walk.objects, *walk.slotted))]
-        self.codes = [*filter(leads_nowhere, dict.fromkeys((*walk.classes, *types_of)))]
+        types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
         marks = [mark for o in walk.objects for mark in _marks_of(o)]
         self.signature = (*held, *marks, *map(static_of, walk.builtins))

@@ -15,9 +15,7 @@ import torch
 from support.adversarial.program import (
     State,
     family,
-    leaf,
     loop,
-    program,
     reversed_loop,
     work,
 )
@@ -165,7 +163,11 @@ def by_inspect(x, seen):
 
 def by_subclass_hooks(x, seen):
     z = x.sin()
-    return z * (2.0 if type(z).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl else 3.0)
+    return z * (
+        2.0
+        if type(z).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        else 3.0
+    )
 
 
 def by_its_type(x, seen):

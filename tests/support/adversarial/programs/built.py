@@ -5,11 +5,10 @@ import functools
 import types
 
 import torch
-import torch.nn.functional as F
-from support.adversarial.program import State, family, leaf, observed, ran, work
+from support.adversarial.program import State, family, leaf, observed, ran
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
-from torch.nn.utils import parametrize, parametrizations, prune, skip_init, stateless
+from torch.nn.utils import parametrizations, parametrize, prune, skip_init, stateless
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 
@@ -108,7 +107,9 @@ def pruned():
 
 
 def dropout():
-    return nn.Sequential(nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout())
+    return nn.Sequential(
+        nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout()
+    )
 
 
 def dropout_in_place():
@@ -202,7 +203,7 @@ def tied():
     layer = linear()
 
     def forward(m, x):
-        return F.linear(m.layer(x), m.other.weight)
+        return nn.functional.linear(m.layer(x), m.other.weight)
 
     made = Of(forward, layer=layer, other=nn.Linear(8, 8))
     made.other.weight = layer.weight
@@ -353,13 +354,15 @@ def frozen_inside():
 
 def forward_of_an_instance():
     layer = linear()
-    layer.forward = types.MethodType(lambda m, x: F.linear(x, m.weight).sin(), layer)
+    layer.forward = types.MethodType(
+        lambda m, x: nn.functional.linear(x, m.weight).sin(), layer
+    )
     return layer
 
 
 def forward_by_a_partial():
     layer = linear()
-    layer.forward = functools.partial(F.linear, weight=layer.weight)
+    layer.forward = functools.partial(nn.functional.linear, weight=layer.weight)
     return layer
 
 
@@ -410,7 +413,9 @@ def routed():
         for k, expert in enumerate(m.experts):
             rows, at = (top.indices == k).nonzero(as_tuple=True)
             if rows.numel():
-                out = out.index_add(0, rows, expert(x[rows]) * top.values[rows, at, None])
+                out = out.index_add(
+                    0, rows, expert(x[rows]) * top.values[rows, at, None]
+                )
                 m.counts[k] += rows.numel()
         return out
 

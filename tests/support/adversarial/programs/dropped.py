@@ -1,7 +1,6 @@
-"""Values of many classes that only the call holds, and that are gone by the backward."""
+"""Values of many classes that only a call holds, and that are gone by its backward."""
 
 import abc
-import array
 import collections
 import contextlib
 import contextvars
@@ -28,7 +27,13 @@ import weakref
 
 import numpy as np
 import torch
-from support.adversarial.program import State, family, leaf, loop, observed, program, work
+from support.adversarial.program import (
+    State,
+    family,
+    leaf,
+    observed,
+    work,
+)
 from torch import nn
 from torch.nn.utils import prune
 
@@ -486,7 +491,7 @@ def redirected():
 
     def fn(x):
         with contextlib.redirect_stdout(made):
-            print("a")
+            made.write("a")
         return x * 2
 
     return fn
@@ -512,7 +517,7 @@ def cached():
 
 def cached_method():
     class Local:
-        @functools.cache
+        @functools.cache  # noqa: B019 - it is gone with the class
         def k(self, n):
             return n * 2.0
 
@@ -541,7 +546,7 @@ def partial_method():
 
 def compared():
     made = functools.cmp_to_key(lambda a, b: b - a)
-    return lambda x: x * sorted([1.0, 2.0], key=made)[0]
+    return lambda x: x * min([1.0, 2.0], key=made)
 
 
 def getter():
@@ -550,8 +555,7 @@ def getter():
 
 
 def caller():
-    made = operator.methodcaller("mul", torch.full((16,), 2.0, dtype=torch.double))
-    return made
+    return operator.methodcaller("mul", torch.full((16,), 2.0, dtype=torch.double))
 
 
 def method_of_a_tensor():
@@ -613,18 +617,18 @@ def property_of_its_own():
 
 def space():
     made = types.ModuleType("made")
-    exec("def fn(x):\n    return x * k\nk = 2.0", vars(made))  # noqa: S102
+    exec("def fn(x):\n    return x * k\nk = 2.0", vars(made))
     return lambda x: made.fn(x)
 
 
 def code():
     made = compile("x * 2.0", "a", "eval")
-    return lambda x: eval(made, {"x": x})  # noqa: S307
+    return lambda x: eval(made, {"x": x})
 
 
 def evaluated():
     space = {}
-    exec("def fn(x):\n    return x * K\nK = 2.0", space)  # noqa: S102
+    exec("def fn(x):\n    return x * K\nK = 2.0", space)
     return space["fn"]
 
 

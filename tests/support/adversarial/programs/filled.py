@@ -3,7 +3,6 @@
 import types
 
 import torch
-import torch.nn.functional as F
 from support.adversarial.program import State, family, leaf, loop, observed, work
 from torch import nn
 
@@ -167,7 +166,9 @@ def drawn_discretely(space, x, i):
 
 
 def foreach(space, x, i):
-    torch._foreach_copy_([space[:600], space[600:]], [rows(x, i)[:600], rows(x, i)[600:]])
+    torch._foreach_copy_(
+        [space[:600], space[600:]], [rows(x, i)[:600], rows(x, i)[600:]]
+    )
 
 
 def rolled(space, x, i):
@@ -175,7 +176,7 @@ def rolled(space, x, i):
 
 
 def padded(space, x, i):
-    space.copy_(F.pad(rows(x, i)[1:], (0, 0, 1, 0)))
+    space.copy_(nn.functional.pad(rows(x, i)[1:], (0, 0, 1, 0)))
 
 
 def reshaped_in_place(space, x, i):
@@ -215,7 +216,10 @@ def a_workspace(write):
 def a_cache_passed(write):
     def step(wrap):
         space = torch.zeros(ROWS, 16, dtype=torch.double)
-        run, seen = wrap(lambda x, space, i: write(space, x, i) or read(x, space, i)), []
+        run, seen = (
+            wrap(lambda x, space, i: write(space, x, i) or read(x, space, i)),
+            [],
+        )
         for i in range(3):
             x = leaf(seed=i)
             out = run(x, space, i)
@@ -257,6 +261,8 @@ def a_workspace_in_a_call_within(write):
 
     def step(wrap):
         run = wrap(fn)
-        return loop(wrap(lambda x: run(x * 1.5).sin()), state=lambda: space)(lambda f: f)
+        return loop(wrap(lambda x: run(x * 1.5).sin()), state=lambda: space)(
+            lambda f: f
+        )
 
     return step

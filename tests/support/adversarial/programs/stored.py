@@ -14,7 +14,6 @@ import functools
 import heapq
 import itertools
 import operator
-import queue
 import types
 import typing
 import weakref
@@ -28,7 +27,6 @@ from support.adversarial.program import (
     leaf,
     loop,
     observed,
-    program,
     reversed_loop,
     work,
 )
@@ -226,7 +224,7 @@ def attribute_of_a_wrapper():
 
 
 def default_of_a_function():
-    def held(k=[1.0]):
+    def held(k=[1.0]):  # noqa: B006 - as it is written
         return k[-1]
 
     return held, lambda k: setattr(held, "__defaults__", ([k],))
