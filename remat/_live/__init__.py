@@ -18,5 +18,6 @@ it held at the call.
     walk        the walk over what a root reaches: how each value is treated
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
-looks at what a call reaches, and the handles of `_graph` name it.
+looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`
+name it.
 """
