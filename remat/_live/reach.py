@@ -21,17 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
-from remat._capture.search import CallSearch
-from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
+from remat._live.bound import BoundFunction, call_under
 from remat._live.contents import At, Ref
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
+from remat._live.names import CallNames
 from remat._live.roots import Root, roots_of
 from remat._live.running import Running
 from remat._live.walk import is_hook_of_library
@@ -81,9 +82,9 @@ class Reach:
         for k, value in enumerate((*args, *kwargs.values())):
             if type(value) not in TENSORS and is_spent_by_use(type(value)):
                 target = code_of_arguments(fn)
-                raise only_once(
-                    value, argument_name(target, self._names, k, self._count)
-                )
+                name = argument_name(target, self._names, k, self._count)
+                kind = type(value).__name__
+                raise CaptureError(_SPENT.format(name=name, kind=kind))
             self._values.append(given.put_aside(value))
         self._values.append(given.put_aside(fn))  # the last
         self._modes: Sequence[Any] = ()
@@ -409,13 +410,9 @@ class Reach:
         else:
             tensors = running.tensors
         building = Building(tensors, found, in_place=False)
-        search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
-        args = (*values[: self._count],)
-        snapshot = Snapshot(fn, self.label, args, kwargs, search)
-        same = [t is tensors[index] for t in search.found.tensors]
-        return snapshot.name_of(same.index(True))
+        return CallNames(fn, values[: self._count], kwargs).name_of(tensors[index])
 
 
 def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | None:
@@ -430,13 +427,15 @@ def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | 
     return None
 
 
+_SPENT = (
+    "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
+    "recompute reads the arguments again. Pass a list or a tuple."
+)
 _UNHASHABLE = (
     "remat: {label} reaches an object of an {error}, whose metaclass has no "
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "
     "metaclass `__hash__ = type.__hash__`."
 )
-# What knows the inputs of a call by name: at the base, or under torch.func.
-CallOrigin = Reach | Snapshot
 
 
 class _StillThere:

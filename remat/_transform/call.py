@@ -32,10 +32,10 @@ from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
-from remat._capture.result_walk import Hidden, Own
-from remat._capture.results import Emptied, Out, Result, slots_of
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
 from remat._live.reach import Reach
+from remat._live.result_walk import Hidden, Own
+from remat._live.results import Emptied, Out, Result, slots_of
 from remat._partial.cache import owner_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (

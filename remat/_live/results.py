@@ -11,37 +11,32 @@ Rejected: copies of objects. Weak references, tables by identity, and whatever e
 holds the object would know another one.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
-from remat._capture.container_kinds import refill
-from remat._capture.containers import FACTORY
-from remat._capture.nodes import Composite, Node, ObjectNode, TensorNode
-from remat._capture.objects import set_attributes
 from remat._capture.paths import Path, written
-from remat._capture.result_walk import NOTHING, Hidden, Own, ResultWalk, is_changed
+from remat._live.contents import At, at
+from remat._live.making import make
+from remat._live.result_walk import NOTHING, Hidden, Own, Part, ResultWalk
 from remat._torch import are_sizes_equal, is_below_tracer
 
 
 class Result:
     """A result, taken apart."""
 
-    __slots__ = ("_node", "_value", "_walk", "own", "places", "tensors")
+    __slots__ = ("_value", "_walk", "own", "places", "tensors")
 
     def __init__(self, value: Any, own: Own = NOTHING) -> None:
         self._value, self.own = value, own
-        self.places: dict[Path, int] = {}
+        self.places: dict[Path, int] = {None: 0}
         if type(value) is Tensor:  # to walk it would cost as much as a small call
-            self._walk, self._node = None, TensorNode.of(0)
-            self.tensors = [value]
-            self.places[None] = 0
+            self._walk, self.tensors = None, [value]
             return
-        self._walk = walk = ResultWalk(own)
-        self._node = walk.visit(value, None)
+        self._walk = walk = ResultWalk(value, own)
         self.places, self.tensors = walk.places, walk.tensors
 
     def hidden(self) -> Sequence[Hidden]:
@@ -53,103 +48,98 @@ class Result:
 
     def without_tensors(self) -> "Emptied":
         """Take the tensors out of what holds them."""
-        if self._walk is None:
-            return Emptied(None, self._node, {})
-        pairs = [(n, v) for v, n in self._walk.walked() if n is not None]
-        # What is made again is not held: it has its tensors still.
-        pairs = [(n, v) for n, v in pairs if is_changed(n, v) or not n.live]
-        values = {id(node): value for node, value in pairs}
+        walk = self._walk
+        if walk is None:
+            return Emptied(at(0), {})
+        parts = walk.parts
+        live = {key: EmptiedPart(parts[key]) for key in walk.live()}
 
-        def leave_empty(child: Node) -> Any:
-            return values.get(id(child))
+        def put_aside(value: Any) -> Any:
+            index = walk.index_in(value)
+            if index is not None:
+                return at(index)
+            value = walk.original(value)
+            return live.get(id(value), value)
 
-        for node, value in pairs:
-            if node.live:
-                _change(node, value, leave_empty)
-        value = self._value if self._node is None else None
-        return Emptied(value, self._node, values)
+        for part in live.values():
+            part.empty(put_aside)
+        return Emptied(put_aside(self._value), live)
+
+
+class EmptiedPart:
+    """What holds tensors in a result, without them.
+
+    Attributes:
+        value: it itself; None if it is made again, for it still has its tensors.
+        frozen: whether it is made again.
+        made: it itself, or what was made, once that is there.
+    """
+
+    __slots__ = ("_held", "_kind", "frozen", "made", "value")
+
+    def __init__(self, part: Part) -> None:
+        self._held, self._kind = part.held, type(part.value)
+        self.frozen = part.frozen
+        self.value = self.made = None if part.frozen else part.value
+
+    def empty(self, put_aside: Callable[[Any], Any]) -> None:
+        """Put all aside that it holds, and take it out."""
+        self._held = [
+            (how, [*map(put_aside, keys)], [*map(put_aside, items)])
+            for how, keys, items in self._held
+        ]
+        if not self.frozen:
+            self._write(lambda kept: None if type(kept) in (At, EmptiedPart) else kept)
+
+    def parts(self) -> list["EmptiedPart"]:
+        """Return what it holds that is made again, or filled."""
+        held = (part for _, keys, items in self._held for part in (*items, *keys))
+        return [part for part in held if type(part) is EmptiedPart]
+
+    def fill(self, find: Callable[[Any], Any]) -> bool:
+        """Fill it, or make it again; say whether all that it takes is there."""
+        if any(part.made is None for part in self.parts()):
+            return False
+        if self.frozen:
+            how, _, items = self._held[0]
+            self.made = how.new(self._kind, [*map(find, items)], None)
+        self._write(find)
+        return True
+
+    def _write(self, find: Callable[[Any], Any]) -> None:
+        for how, keys, items in self._held:
+            if not how.frozen:
+                # Past methods of the user's, which may do more than set an item.
+                how.write(self.made, [*map(find, keys)], [*map(find, items)])
 
 
 class Emptied:
     """A result without its tensors."""
 
-    __slots__ = ("_node", "_value", "_values")
+    __slots__ = ("_kept", "_parts")
 
-    def __init__(self, value: Any, node: Node | None, values: dict[int, Any]) -> None:
-        self._value, self._node, self._values = value, node, values
+    def __init__(self, kept: Any, parts: Mapping[int, EmptiedPart]) -> None:
+        self._kept, self._parts = kept, parts
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """Put tensors in, and return the result."""
-        if self._node is None:
-            return self._value
-        if type(self._node) is TensorNode:
-            return tensors[self._node.index]
-        filling = _PuttingIn(tensors, self._values)
-        value = self._node.build(filling)
-        filling.end()
-        return value
 
+        def find(kept: Any) -> Any:
+            if type(kept) is At:
+                return tensors[kept.number]
+            return kept.made if type(kept) is EmptiedPart else kept
 
-class _PuttingIn:
-    """Puts tensors in. What it changes it changes last: that may refer to itself."""
+        entered: set[int] = set()
 
-    __slots__ = ("_changed", "_values", "built", "tensors")
+        def enter(part: EmptiedPart) -> Sequence[EmptiedPart] | None:
+            if id(part) in entered:
+                return None
+            entered.add(id(part))
+            return part.parts()
 
-    def __init__(self, tensors: Sequence[Any], values: dict[int, Any]) -> None:
-        self.tensors, self._values = tensors, values
-        self.built: dict[int, Any] = {}
-        self._changed: list[tuple[Composite, Any]] = []
-
-    def make(self, node: Composite) -> Any:
-        """Return the value of a node, which is changed later or made again."""
-        value = self._values.get(id(node), self)
-        if value is self:
-            return node.new(self)
-        self.built[node.identity] = value
-        if node.live:
-            self._changed.append((node, value))
-        return value
-
-    def end(self) -> None:
-        """Change what was met."""
-        for node, value in self._changed:  # which grows
-            _change(node, value, self._build)
-
-    def _build(self, child: Node) -> Any:
-        return child.build(self)
-
-    def make_object(self, node: ObjectNode) -> Any:
-        """Not asked: objects are not made again."""
-        raise NotImplementedError
-
-    def make_view(self, node: Any) -> Any:
-        """Not asked: a view in a result stays as it is."""
-        raise NotImplementedError
-
-
-_Build: TypeAlias = Callable[[Node], Any]
-
-
-def _change(node: Any, value: Any, build: _Build) -> None:
-    """Put what `build` gives for the parts of a value into it."""
-    children = node.children
-    named = {n: build(children[n]) for n in node.entries.keys() & children.keys()}
-    if FACTORY in named and hasattr(value, FACTORY):
-        value.default_factory = named.pop(FACTORY)
-    if named:
-        set_attributes(value, named)
-    if isinstance(node, ObjectNode):
-        return
-    items, keys = node.items.copy(), node.keys.copy()
-    for key, child in children.items():
-        if isinstance(key, int):
-            items[key] = build(child)
-        elif key not in node.entries:
-            keys[int(key)] = build(child)
-    for i, index in node.tensors:
-        items[i] = build(TensorNode.of(index))
-    # Past methods of the user's, which may do more than set an item.
-    refill(node.how, value, keys, items)
+        for part in self._parts.values():
+            make(part, enter, lambda one: one.fill(find))
+        return find(self._kept)
 
 
 # --- Where its tensors are ---

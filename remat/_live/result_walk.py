@@ -13,21 +13,23 @@ import weakref
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
+    Callable,
     Container,
     Coroutine,
     Generator,
     Iterator,
     Mapping,
     MappingView,
+    Sequence,
 )
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from remat._base.pytree import REGISTERED, registration_of
 from remat._base.types import INERT
-from remat._capture.nodes import Node, ObjectNode, TensorNode
+from remat._capture.container_kinds import container_kind
+from remat._capture.holders import MISSING, PARTS, HolderKind
 from remat._capture.objects import (
     by_class,
     can_be_made_anew,
@@ -37,9 +39,14 @@ from remat._capture.objects import (
     is_spent_by_use,
 )
 from remat._capture.paths import Path, written
-from remat._capture.search import CallSearch, visit_container, visit_registered
 from remat._capture.stream_search import is_stream
-from remat._capture.walk import Visit
+from remat._live.names import (
+    NamedSearch,
+    RegisteredKind,
+    held_with_paths,
+    kinds_of,
+    kinds_of_object,
+)
 
 
 class Own(NamedTuple):
@@ -80,71 +87,115 @@ class Hidden(NamedTuple):
         )
 
 
-class OwnNode(Node):
-    """A value of the user's, of which the run had a replica."""
+class Part:
+    """A value of a result that holds others.
 
-    __slots__ = ("_node", "_value")
+    Attributes:
+        value: it itself.
+        frozen: whether it is made again around other tensors, and not changed.
+        held: how each of what it holds is read, the keys, and the values.
+    """
 
-    def __init__(self, value: Any, node: Node | None) -> None:
-        self._value, self._node = value, node
+    __slots__ = ("frozen", "held", "value")
 
-    @override
-    def build(self, run: Any) -> Any:
-        return self._value if self._node is None else self._node.build(run)
+    def __init__(self, value: Any, kinds: Sequence[HolderKind]) -> None:
+        self.value, self.frozen = value, kinds[0].frozen
+        self.held = [(kind, *kind.held(value)) for kind in kinds]
+
+    def parts(self) -> list[Any]:
+        """Return all that it holds."""
+        return [part for _, keys, items in self.held for part in (*items, *keys)]
 
 
-class ResultWalk(CallSearch):
-    """A walk over one result."""
+class ResultWalk:
+    """A walk over one result, in the order in which a reader meets what it holds.
 
-    __slots__ = ("_later", "_own", "hidden", "places", "tensors")
+    Attributes:
+        tensors: each once.
+        places: where each is, with its index: one may be in several places.
+        parts: what holds others, by identity.
+        hidden: values that cannot be seen into.
+    """
 
-    def __init__(self, own: Own) -> None:
-        super().__init__()
-        self.tensors, self._own = self.found.tensors, own
+    __slots__ = ("_index", "_later", "_own", "hidden", "parts", "places", "tensors")
+
+    def __init__(self, value: Any, own: Own) -> None:
+        self._own = own
+        self.tensors: list[Tensor] = []
         self.places: dict[Path, int] = {}
+        self.parts: dict[int, Part] = {}
         self.hidden: list[Hidden] = []
+        self._index: dict[int, int] = {}
         self._later: list[tuple[Any, Path]] = []
+        seen: dict[int, Any] = {}
+        todo: list[tuple[Any, Path]] = [(value, None)]
+        while todo:
+            value, path = todo.pop()
+            if type(value) in INERT or value is MISSING:
+                continue
+            if issubclass(type(value), Tensor):
+                self._note(value, path)
+                continue
+            value = own.originals.get(id(value), value)
+            if id(value) not in seen:
+                seen[id(value)] = value
+                todo += [*self._visited(value, path)][::-1]
+
+    def _note(self, tensor: Tensor, path: Path) -> None:
+        index = self._index.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+        while path in self.places:  # two keys of a dict may be alike
+            path = path, "'"
+        self.places[path] = index
+
+    def _visited(self, value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
+        """Do what is done at a value; yield what it holds, with paths."""
+        kinds = kinds_in_result(type(value))(self, value, path)
+        if not kinds:
+            return
+        part = self.parts[id(value)] = Part(value, kinds)
+        for how, keys, items in part.held:
+            yield from held_with_paths(how, type(value), keys, items, path)
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is one of those found so far."""
+        return id(tensor) in self._index
+
+    def index_in(self, value: Any) -> int | None:
+        """Return the index of a tensor of the run; None of what is the user's."""
+        return None if id(value) in self._own.tensors else self._index.get(id(value))
+
+    def original(self, value: Any) -> Any:
+        """Return what is the user's of a value that stands in for it."""
+        return self._own.originals.get(id(value), value)
+
+    def live(self) -> set[int]:
+        """Return the identities of what leads to what is exchanged."""
+        above: dict[int, list[int]] = {}
+        found: set[int] = set()
+        for key, part in self.parts.items():
+            for held in part.parts():
+                if self.index_in(held) is not None or self.original(held) is not held:
+                    found.add(key)
+                above.setdefault(id(held), []).append(key)
+        todo = [*found]
+        while todo:
+            # Only what is made again is another value to what holds it.
+            key = todo.pop()
+            if self.parts[key].frozen:
+                new = {*above.get(key, ())} - found
+                found |= new
+                todo += new
+        return found
+
+    # --- What it cannot see into ---
 
     def look_into_functions(self) -> None:
         """Note functions and modules that hold tensors, once the rest is walked."""
         for value, path in self._later:
             if self._leads_to_others(value):
                 self.hide(value, path, _CLOSED)
-
-    @override
-    def visit(self, value: Any, path: Path) -> Node | None:
-        kind = type(value)
-        if kind in INERT:
-            return None
-        if issubclass(kind, Tensor):
-            index = self.found.index_of(value, path)
-            while path in self.places:  # two keys of a dict may be alike
-                path = path, "'"
-            self.places[path] = index
-            return None if id(value) in self._own.tensors else TensorNode.of(index)
-        original = self._own.originals.get(id(value))
-        if original is not None:
-            return OwnNode(original, super().visit(original, path))
-        return super().visit(value, path)
-
-    @staticmethod
-    @override
-    @by_class
-    def visit_of(kind: type, /) -> Visit:
-        if kind in (types.FunctionType, types.BuiltinFunctionType):
-            return visit_later
-        if issubclass(kind, nn.Module) or defines(kind, "__remat_options__"):
-            return visit_later
-        if issubclass(kind, (Generator, Coroutine, AsyncGenerator)):
-            return visit_lazy
-        if issubclass(kind, (set, frozenset)):
-            return visit_set
-        if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_buffer(kind):
-            return visit_nothing
-        if _gives_parts(kind):
-            return visit_iterated
-        visit = CallSearch.visit_of(kind)
-        return visit_instance if visit.__name__ == "visit_object" else visit
 
     def later(self, value: Any, path: Path) -> None:
         """Look at a value once the rest of the result is known."""
@@ -161,7 +212,7 @@ class ResultWalk(CallSearch):
         """Say whether an iterator or view leads to a tensor, or to a replica."""
         seen, pending = {id(value): value}, [value]
         while pending:
-            for part in _parts_of(pending.pop()):
+            for part in _referents(pending.pop()):
                 kind = type(part)
                 if issubclass(kind, Tensor) or len(seen) > _MANY:
                     return True
@@ -178,15 +229,14 @@ class ResultWalk(CallSearch):
 
         What the result holds anyway, and stays that very value, is not looked at again.
         """
-        search = CallSearch()
-        for known, node in self.walked():
-            if node is not None and is_changed(node, known):
-                search.remember(known, None)
-        search.visit(value, None)
-        own = self._own
-        if any(id(known) in own.originals for known, _ in search.walked()):
+        search, own = NamedSearch(), self._own
+        for key, part in self.parts.items():
+            if not part.frozen:
+                search.seen[key] = part.value
+        search.walk(value)
+        if not own.originals.keys().isdisjoint(search.seen):
             return True  # to a replica, in place of the user's own object
-        return any(id(t) not in own.tensors for t in search.found.tensors)
+        return any(id(t) not in own.tensors for t in search.tensors)
 
 
 def _is_of_module(value: Any) -> bool:
@@ -197,51 +247,56 @@ def _is_of_module(value: Any) -> bool:
     return module is not None and module.__dict__ is value.__globals__
 
 
-def is_changed(node: Node, value: Any) -> bool:
-    """Say whether a value stays the same value, and its tensors are exchanged."""
-    return isinstance(node, ObjectNode) or issubclass(type(value), _CHANGED)
+# --- What is done at a value: how what it holds is read, if it is walked ---
+
+Visit: TypeAlias = Callable[[ResultWalk, Any, Path], Sequence[HolderKind]]
 
 
-# --- What is done at a value ---
-
-
-def visit_nothing(walk: Any, value: Any, path: Path) -> None:
+def visit_nothing(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Leave a value as it is."""
+    return ()
 
 
-def visit_later(walk: Any, value: Any, path: Path) -> None:
+def visit_later(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Look at a function or a module later."""
-    walk.remember(value, None)
     walk.later(value, path)
+    return ()
 
 
-def visit_lazy(walk: Any, value: Any, path: Path) -> None:
+def visit_lazy(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Refuse what computes when it is read."""
     walk.hide(value, path, _LAZY)
+    return ()
 
 
-def visit_set(walk: Any, value: Any, path: Path) -> Node | None:
+def visit_walked(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
+    """Walk a container, a partial or a method."""
+    return kinds_of(value, type(value))
+
+
+def visit_set(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Walk a set, which must not have several tensors: their order is by chance."""
-    before = len(walk.tensors)
-    node = visit_container(walk, value, path)
-    if len(walk.tensors) > before + 1:
+    search = NamedSearch()
+    for one in value:
+        search.walk(one)
+    if len([t for t in search.tensors if not walk.has_met(t)]) > 1:
         walk.hide(value, path, _SET)
-    return node
+    return kinds_of(value, type(value))
 
 
-def visit_hidden(walk: Any, value: Any, path: Path) -> None:
+def visit_hidden(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Leave what nobody can see into as it is, unless it holds a tensor."""
-    walk.remember(value, None)
     walk.hide(value, path, _HOLDS if _tensors_behind(value, []) else "")
+    return ()
 
 
-def visit_iterated(walk: Any, value: Any, path: Path) -> None:
+def visit_iterated(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Leave an iterator or a view as it is, unless it may give tensors."""
-    walk.remember(value, None)
     walk.hide(value, path, _GIVES if walk.may_give_tensors(value) else "")
+    return ()
 
 
-def visit_instance(walk: Any, value: Any, path: Path) -> Node | None:
+def visit_instance(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Walk what an object holds."""
     kind = type(value)
     if kind not in REGISTERED and is_left_alone(kind):
@@ -249,13 +304,33 @@ def visit_instance(walk: Any, value: Any, path: Path) -> Node | None:
     how = registration_of(kind)
     is_plain = can_be_made_anew(kind)
     if how is not None and (kind in REGISTERED or not is_plain):
-        return visit_registered(walk, value, how, path)
-    node = ObjectNode(value)
-    if not is_plain and _tensors_behind(value, node.entries.values()):
+        return [RegisteredKind(how)]
+    kinds = kinds_of_object(value, kind)
+    entries = [v for how in kinds for v in how.values([value])]
+    if not is_plain and _tensors_behind(value, entries):
         walk.hide(value, path, _HOLDS)
-    elif not (is_plain or node.entries):
+    elif not (is_plain or entries):
         walk.hide(value, path)
-    return walk.walk_parts(value, node, path)
+    return kinds
+
+
+@by_class
+def kinds_in_result(kind: type, /) -> Visit:
+    """Return what to do at the instances of a class."""
+    if kind in (types.FunctionType, types.BuiltinFunctionType):
+        return visit_later
+    if issubclass(kind, nn.Module) or defines(kind, "__remat_options__"):
+        return visit_later
+    if issubclass(kind, (Generator, Coroutine, AsyncGenerator)):
+        return visit_lazy
+    if issubclass(kind, (set, frozenset)):
+        return visit_set
+    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_buffer(kind):
+        return visit_nothing
+    if _gives_parts(kind):
+        return visit_iterated
+    is_walked = container_kind(kind) is not None or issubclass(kind, PARTS)
+    return visit_walked if is_walked and kind not in REGISTERED else visit_instance
 
 
 def _gives_parts(kind: type) -> bool:
@@ -267,7 +342,7 @@ def _gives_parts(kind: type) -> bool:
     return is_spent_by_use(kind) or not can_be_made_anew(kind)
 
 
-def _parts_of(value: Any) -> list[Any]:
+def _referents(value: Any) -> list[Any]:
     """Return what a value refers to, but for the globals of a function."""
     parts = gc.get_referents(value)
     if type(value) is types.FunctionType:
@@ -288,7 +363,7 @@ def _tensors_behind(value: Any, seen: Any) -> bool:
     return any(issubclass(type(r), Tensor) and id(r) not in ids for r in nearest)
 
 
-_AS_THEY_ARE = (types.ModuleType, type, enum.Enum, weakref.ref)
+_AS_THEY_ARE = (types.ModuleType, type, enum.Enum, weakref.ref, *weakref.ProxyTypes)
 _MANY = 10_000  # objects: what leads to more is taken to lead to a tensor
 _TYPES = (type, types.ModuleType)
 _CHANGED = (list, dict, set, deque)
