@@ -7,6 +7,7 @@ Rejected: the depth of the stack. A backward opens levels of its own.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -79,13 +80,25 @@ class BatchVjp(Program):
         del mode
         in_dims, size, randomness = self._of.vmap
         given = [self._of.out_dims[j] for j in self._given]
-        others = [None] * (len(inputs) - len(in_dims) - len(given))
-        dims = (*in_dims, *others, *given)
+        end = len(inputs) - len(given)
+        if self._of.batches_inputs:
+            # All examples have an output in common that is not batched, and the sum of
+            # their gradients is to have its cotangent once.
+            pairs = zip(inputs[end:], given, strict=True)
+            cts = [_of_first(ct, size) if d is None else ct for ct, d in pairs]
+            given = [0 if d is None else d for d in given]
+            inputs = (*inputs[:end], *cts)
+        dims = (*in_dims, *[None] * (end - len(in_dims)), *given)
         grads, found = batch(self._below.run, dims, size, randomness)(*inputs)
         return tuple(
             None if g is None else at_dim(g, dim, in_dims[i], size)
             for g, dim, i in zip(grads, found, self._wanted, strict=True)
         )
+
+
+def _of_first(ct: Tensor, size: int) -> Tensor:
+    """Return a batch of cotangents, all zero but for the first one."""
+    return torch.cat([ct.unsqueeze(0), ct.new_zeros((size - 1, *ct.shape))])
 
 
 def at_dim(ct: Tensor, dim: int | None, to: int | None, size: int) -> Tensor:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from remat._base.context import here
 from remat._base.program import Request
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import shown
 from remat._torch import current_layer, must_inline, requires_grad_at_any_level
 from remat._transform.function import dispatch
-from remat.rules._places import place_of
+from remat.rules._places import is_in_region, place_of
 from remat.rules._ruled import Ruled, RulePlace
 
 
@@ -125,7 +124,7 @@ class custom_vjp:  # noqa: N801
     def label(self) -> str:
         """What messages call the function."""
         code = getattr(inspect.unwrap(self.fn), "__code__", None)
-        name = getattr(self.fn, "__qualname__", repr(self.fn))
+        name = getattr(self.fn, "__name__", repr(self.fn))
         if code is None:
             return f"`{name}`"
         return f"`{name}` ({shown(code.co_filename)}:{code.co_firstlineno})"
@@ -150,10 +149,10 @@ class custom_vjp:  # noqa: N801
         needs = [*map(requires_grad_at_any_level, tensors)]
         is_plain = not torch.is_grad_enabled() or True not in needs
         rules, place, is_again = self._outside or self._inside, None, False
-        if here().regions and self._inside is not None:
+        if self._inside is not None and is_in_region():
             rules = self._inside
             if rules[1] is not None:
-                place, is_again = place_of(RulePlace, self, self.label)
+                place, is_again = place_of(RulePlace, self.label)
                 # A recompute asks for the gradients of fewer.
                 place.is_plain = is_plain = place.is_plain if is_again else is_plain
         if is_plain:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
-from remat._base.context import EnteredAgain, here
+from remat._base.context import EnteredAgain
 from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.unit import as_unit
 from remat._live.moment import WatchedCall
@@ -36,7 +36,7 @@ from remat._torch import (
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
 from remat.rules._kept import KeptCall
-from remat.rules._places import PlaceInCall, alone, outside, place_of
+from remat.rules._places import PlaceInCall, alone, is_in_region, outside, place_of
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,8 +87,8 @@ class KeptPlace(PlaceInCall):
             is, or was called outside of our hooks and modes and is again (`is_unseen`).
     """
 
-    def __init__(self, of: Any, name: str) -> None:
-        super().__init__(of, name)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.how: Callable[..., Any] | None = None
         self.is_unseen = False
 
@@ -116,10 +116,10 @@ class KeptFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.fn
-        if must_inline() or not here().regions:
+        if must_inline() or not is_in_region():
             return fn(*args, **kwargs)
         name = f"`{getattr(fn, '__qualname__', type(fn).__name__)}`"
-        place, is_again = place_of(KeptPlace, self, name)
+        place, is_again = place_of(KeptPlace, name)
         if not is_again:
             return _called(place, fn, args, kwargs)
         if place.how is not None:
@@ -184,14 +184,13 @@ def _in_place(
     kwargs: Any,
 ) -> tuple[Any] | None:
     """Return what the forward returned; None if that was changed in place since."""
-    residuals = place.residuals or ()
-    if not all(each.is_as_it_was for each in residuals):
+    if not all(each.is_as_it_was for each in place.residuals or ()):
         return None
     given = tensors_and_frame((args, kwargs))[0]
-    # What the user's hooks give back may be changed in place in each recompute.
-    values = as_unit(
-        lambda: [r.value() if r.stored() else r.value().clone() for r in residuals], ()
-    )
+    values = as_unit(place.values, ())
+    if len(place.stored()) < len(values):
+        # What hooks gave back may be changed in place in this recompute.
+        values = [v.clone() for v in values]
     if torch.is_grad_enabled() and True in needs:
         values = InPlace.apply((place, needs, values), _TOKEN, *given)
     each = iter(values)

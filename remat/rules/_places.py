@@ -31,6 +31,7 @@ from remat._torch import (
     device_generators,
     dispatch_modes,
     hooks_here,
+    is_of_checkpoint,
     lowered,
     outside_dispatch_mode,
     raised,
@@ -49,15 +50,11 @@ class PlaceInCall:
         residuals: tensors, as they are kept; None once they are not any more.
     """
 
-    def __init__(self, of: Any, name: str) -> None:
-        self._of, self.name, self.source = id(of), name, user_line()
+    def __init__(self, name: str) -> None:
+        self.name, self.source = name, user_line()
         self.is_in_function = False
         self.residuals: Sequence[Residual] | None = None
         self._streams: Sequence[tuple[Any, Any]] = ()
-
-    def is_of(self, kind: Any, of: Any) -> bool:
-        """Say whether it was noted by a call like this."""
-        return type(self) is kind and self._of == id(of)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what recomputes leave out, and note what it draws."""
@@ -82,6 +79,11 @@ class PlaceInCall:
         hooks = next((pair for pair in hooks_here() if pair[1] is not unpack), None)
         op = Op(self.name, source=self.source)
         self.residuals = [Residual(t, op, hooks) for t in tensors]
+
+    def values(self) -> list[Tensor]:
+        """Return the tensors that are kept."""
+        with outside(), alone():  # hooks may run functions of the user
+            return [each.value() for each in self.residuals or ()]
 
     def stored(self) -> list[Tensor]:
         """Return the tensors that are kept; not those that hooks have."""
@@ -170,7 +172,20 @@ def outside() -> Iterator[None]:
         resume_hooks(hooks)
 
 
-def place_of(kind: Any, of: Any, name: str) -> tuple[Any, bool]:
+def is_in_region() -> bool:
+    """Say whether a rematerialized call runs here, and within it no torch's checkpoint.
+
+    That one recomputes what is in it where no call of ours runs.
+    """
+    if not here().regions:
+        return False
+    for pack, other in hooks_here():
+        if other is unpack or is_of_checkpoint(pack):
+            return other is unpack
+    return True
+
+
+def place_of(kind: Any, name: str) -> tuple[Any, bool]:
     """Return the place of a call that starts here, and whether a forward noted it.
 
     To be called within a rematerialized call. `kind` makes the place.
@@ -181,7 +196,7 @@ def place_of(kind: Any, of: Any, name: str) -> tuple[Any, bool]:
         if is_again:
             region[2] = index + 1
             place = places[index] if index < len(places) else None
-            if place is None or not place.is_of(kind, of):
+            if place is None or (type(place), place.name) != (kind, name):
                 then = f"{place.name} at {place.source}" if place else "nothing"
                 now = f"{name} at {user_line()}"
                 raise RecomputeError(_DIFFERS.format(then=then, now=now))
@@ -189,7 +204,7 @@ def place_of(kind: Any, of: Any, name: str) -> tuple[Any, bool]:
         noting.append(places)
         is_in_function |= is_function
     else:
-        place = kind(of, name)
+        place = kind(name)
         place.is_in_function, is_again = is_in_function, False
     for places in noting:
         places.append(place)

@@ -59,8 +59,8 @@ class RulePlace(PlaceInCall):
         below: what the levels below found, for a replay that leaves the call out.
     """
 
-    def __init__(self, of: Any, name: str) -> None:
-        super().__init__(of, name)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.is_plain = False
         self.lowered = self.then = None
         self.result = self.below = None
@@ -73,8 +73,7 @@ class RulePlace(PlaceInCall):
     def raised(self, args: Sequence[Tensor]) -> Any:
         """Return the residuals at the levels here."""
         assert self.lowered is not None
-        assert self.residuals is not None
-        return self.lowered.raised(args, [each.value() for each in self.residuals])
+        return self.lowered.raised(args, self.values())
 
     @override
     def backward_done(self) -> None:

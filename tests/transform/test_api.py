@@ -25,7 +25,7 @@ FUNCTIONS = {
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
     *("Peak", "Holder", "HeldValues", "fit", "FitPlan"),
-    *("FitBlock", "StepPlan", "FitSegment", "Followed"),
+    *("FitBlock", "StepPlan", "FitSegment", "Followed", "custom_vjp", "keep"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
