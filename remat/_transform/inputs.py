@@ -110,7 +110,6 @@ class SavedInputs:
     ) -> None:
         first, buffers = reach.first_parameter, reach.buffers
         self.needs, self._hooks, self._first = needs, hooks, first
-        self._packed = _packed_outside(reach, hooks)
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
         self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
@@ -135,6 +134,7 @@ class SavedInputs:
             self.originals_at: Sequence[int] = range(len(inputs))
             self.originals = self.values = [*inputs]
             return
+        self._packed = _packed_outside(reach, hooks)
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
@@ -340,6 +340,9 @@ class SavedInputs:
         not even the leaves are: they would get them twice.
         """
         on_originals = not changes.accumulates
+        if on_originals and self._are_originals:
+            if [*map(_requires_grad, self.values)] == self.needs:
+                return [*self.values]
         on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
         if self._memory:  # the forward still runs
             for i, (_, held) in self._memory.items():
@@ -351,12 +354,10 @@ class SavedInputs:
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
         tensors: list[Tensor] = []
-        originals_at = (
-            {*self.originals_at} if on_originals and not self._are_originals else ()
-        )
+        originals_at = {*self.originals_at} if on_originals else ()
         for i, value in enumerate(values[:first] if are_ours else values):
             t, need = None, needs[i]
-            if on_originals and (self._are_originals or i in originals_at):
+            if i in originals_at:
                 t = value
             elif on_others and i < first:
                 t = self._itself(i, value)

@@ -107,12 +107,11 @@ class WatchedLeaves:
 _NO_GRADIENT = frozenset({type(None)})
 
 
-def _gradients_of(leaves: Sequence[Tensor]) -> list[Any]:
-    """Return what changes when a gradient is set or added to."""
-    grads: list[Any] = [*map(grad_of, leaves)]
-    if not _NO_GRADIENT.issuperset(map(type, grads)):
-        return [g if g is None else (id(g), version_of(g)) for g in grads]
-    return grads
+def _gradients_of(leaves: Sequence[Tensor]) -> list[Any] | None:
+    """Return what changes when a gradient is set or added to; None without any."""
+    if _NO_GRADIENT.issuperset(map(type, map(grad_of, leaves))):
+        return None
+    return [g if g is None else (id(g), version_of(g)) for g in map(grad_of, leaves)]
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -227,9 +226,9 @@ class PreserveGradients:
     __slots__ = ("_grads", "_leaves")
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
-        grads = [*map(grad_of, leaves)]
-        has_some = [g for g in grads if g is not None]
-        self._leaves, self._grads = (leaves, grads) if has_some else ((), ())
+        if _NO_GRADIENT.issuperset(map(type, map(grad_of, leaves))):
+            leaves = ()
+        self._leaves, self._grads = leaves, [*map(grad_of, leaves)]
 
     def __enter__(self) -> None:
         """Do nothing: what to put back is known."""

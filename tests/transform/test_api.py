@@ -24,6 +24,7 @@ FUNCTIONS = {
     *("checkpoint_name", "explain", "compare", "is_recomputing"),
     *("Explanation", "ExplainedOp", "ExplainedInput", "Comparison", "ComparedPolicy"),
     *("Peak", "Holder", "HeldValues", "fit", "Plan", "FitSegment", "Followed"),
+    *("custom_vjp", "keep"),
 }
 ERRORS = {
     *("RematError", "RecomputeError", "MutationError", "CaptureError"),
