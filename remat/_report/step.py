@@ -95,7 +95,7 @@ def _loss(fn: Fn, _args: Any, _kwargs: Any, inputs: Inputs, watch: "StepWatch") 
     try:
         grads = autograd.grad(outs, wrt, allow_unused=True)
     except RuntimeError:
-        if watch.ran_backward():  # its own, which freed the graph
+        if watch.ran_backward:  # its own, which freed the graph
             return None
         raise
     watch.note_gradients(g for g in grads if g is not None)
@@ -109,7 +109,7 @@ def _own_backward(
     if not inputs.are_made_up:
         args, kwargs = inputs.args, inputs.kwargs
     result = fn(*args, **kwargs)
-    if not watch.ran_backward():
+    if not watch.ran_backward:
         return None
     made = [t for t in tensors_in(result) if t.numel() > 1]
     grads = [t.grad for t in inputs.tensors if t.is_leaf and t.grad is not None]
@@ -174,6 +174,7 @@ class StepWatch(Ledger):
         # other; the index of the last operation of a forward.
         self.names: dict[str, int] = {}
         self.outermost, self.last = 0, -1
+        self.ran_backward = False
         self.differentiates = False  # whether a backward is (`create_graph=True`)
         self.packing: dict[str, None] = {}  # the labels of calls under base autograd
         self._named: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -193,7 +194,8 @@ class StepWatch(Ledger):
         node, i, context = current_node(), len(self.ops), here()
         if node is not None and is_grad_enabled() and not context.recomputing:
             self.differentiates = True
-        if node is not None and not self.ran_backward():
+        if node is not None and not self.ran_backward:
+            self.ran_backward = True
             self.saved.update(_saved_by_policies(node))
         again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
         called = self._name_of(context.inside[-1]) if context.inside else ""
@@ -218,10 +220,6 @@ class StepWatch(Ledger):
     def _preserve(self, tensor: Tensor) -> None:
         with marked(OURS):
             super()._preserve(tensor)
-
-    def ran_backward(self) -> bool:
-        """Say whether an operation ran in a backward."""
-        return any(op.node >= 0 for op in self.ops)
 
     def note_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Note what is a gradient of a parameter."""
