@@ -103,7 +103,7 @@ def lines_of_code_and_comments(text):
 def test_the_core_is_read_in_an_afternoon():
     assert len(AFTERNOON) == 9
     texts = [CODE[ROOT / "remat" / name] for name in AFTERNOON]
-    assert sum(map(lines_of_code_and_comments, texts)) <= 3200
+    assert sum(map(lines_of_code_and_comments, texts)) <= 3300
     for text in texts:
         opening = text.split('"""')[1]
         assert "Invariant:" in opening
