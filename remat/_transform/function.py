@@ -483,7 +483,7 @@ def _evaluate_below(
     # The graph is gone by now, unless something of it escaped.
     checks.refuse_backward(program, given.inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, given.inner, request.needs)
-    program.refuse_leaks(given.fresh())
+    checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
     return evaluated
 
 

@@ -217,6 +217,15 @@ class ChainProgram(Primal):
     __slots__ = ()
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
+    @property
+    @override
+    def passed(self) -> Sequence[Tensor]:
+        return ()  # steps see leaves of their own
+
+    @override
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse nothing: each step was looked at, and checkpoints lead to leaves."""
+
 
 def _state_of(inputs: Sequence[Tensor]) -> dict[str, Any]:
     """Return what tensors and the user's modes hold, that may change between steps."""
