@@ -47,6 +47,7 @@ from remat._torch import (
     is_of_torch_func,
     leaf_at,
     lifted,
+    no_torch_functions,
     requires_grad_above,
     requires_grad_at_any_level,
     taken_apart_at_jvp,
@@ -176,8 +177,10 @@ def needs_above(
     """
     pairs = zip(request.needs, needs, strict=True)
     found = [need and not below for need, below in pairs]
-    for i, t in enumerate(program.passed if True in needs else ()):
-        found[i] = found[i] or requires_grad_above(t, level)
+    if True in needs:
+        with no_torch_functions():  # a mode of ours refuses tensors of levels above
+            for i, t in enumerate(program.passed):
+                found[i] = found[i] or requires_grad_above(t, level)
     return found
 
 

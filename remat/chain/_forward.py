@@ -217,11 +217,6 @@ class ChainProgram(Primal):
     __slots__ = ()
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    @property
-    @override
-    def passed(self) -> Sequence[Tensor]:
-        return ()  # steps see leaves of their own
-
     @override
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
         """Refuse nothing: each step was looked at, and checkpoints lead to leaves."""
