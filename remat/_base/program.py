@@ -160,15 +160,16 @@ class Program:
     def own_vjp(
         self,
         seen_as: "Program",
+        evaluation: Evaluation,
         wanted: Sequence[InputIndex],
         given: Sequence[OutputIndex],
     ) -> "Program | None":
         """Return the vjp of a program that has one of its own, otherwise None.
 
         It gives gradients of the `wanted` inputs for cotangents of the `given` outputs.
-        `seen_as` is what is differentiated: this, or this under a vmap.
+        `seen_as` is what is differentiated: this, or this below levels.
         """
-        del seen_as, wanted, given
+        del seen_as, evaluation, wanted, given
 
     def check_outputs(self, outs: Sequence[Any]) -> bool:
         """Check that outputs of a recompute are differentiable as in the forward.

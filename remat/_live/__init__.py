@@ -24,5 +24,6 @@ it held at the call.
                 a result taken apart, and put together around other tensors
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
-looks at what a call reaches, and the handles of `_graph` name it.
+looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`
+name it.
 """

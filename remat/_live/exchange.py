@@ -31,7 +31,8 @@ from remat._capture.holders import (
     dict_of,
     without_contents,
 )
-from remat._capture.objects import check_class, is_view
+from remat._capture.objects import is_view
+from remat._live.classes import CLASS_OF, is_of_another
 from remat._live.contents import At, Contents, HolderIndex, Place, Ref, Span
 from remat._live.layout import Layout, groups_of
 from remat._live.making import make
@@ -58,6 +59,7 @@ class Exchange:
         self._made, self._alive = made, alive
         self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
         self._views: list[Any] = []  # those that were made again
+        self._others: list[tuple[Any, type]] = []  # of another class, and of which then
         self._frozen: set[int] = set()  # the identities of values that never change
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
         self._holders: dict[Any, tuple[HolderKind, Any]] = {}  # by `HolderIndex`
@@ -71,6 +73,7 @@ class Exchange:
         """Note what is there by now, for all roots first: it may be somewhere else."""
         groups = [held for _, held in groups_of(self._layout.holders(self._owners))]
         alive = self._alive
+        alive.update((id(v), v) for v in self._layout.variables)
         for span, place in self._contents.holders(self._layout):
             if place is None:
                 holder = groups[span.group][span.number]
@@ -88,6 +91,11 @@ class Exchange:
 
     def start(self) -> None:
         """Have all holders hold what they held."""
+        for owner, kind in self._others:
+            (written,) = written_to(CLASS_OF, owner, [], [type(owner)])
+            self._written.append(written)
+            written.start()
+            CLASS_OF.write(owner, [], [kind])
         self._keep_frozen()
         for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
@@ -309,7 +317,10 @@ class Exchange:
         for i in range(len(self._owners))[section]:
             owner, key = self._owners[i], self._layout.births[i]
             if owner is not None:
-                check_class(self._contents.classes[i](), type(owner))
+                if i not in self._layout.remade:
+                    then = self._contents.classes[i]()
+                    if is_of_another(owner, then):
+                        self._others.append((owner, then))
                 continue
             if key in self._made:
                 continue

@@ -301,8 +301,10 @@ class Building:
                 found.append(made[k.ref.id])
             elif kind is Ref:
                 found.append(self._run.found(k))
+            elif kind is Copied:
+                found.append(copy.copy(k.value))
             else:
-                found.append(copy.copy(k.value) if kind is Copied else k)
+                found.append(k)
         return found
 
     def _make(self, boxes: Sequence[Box]) -> None:

@@ -26,6 +26,7 @@ from remat._base.types import TENSORS
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.bound import BoundFunction, call_under
+from remat._live.boxes import Box
 from remat._live.contents import At
 from remat._live.given import Building, Given, StillThere, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
@@ -61,39 +62,27 @@ class Reach:
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
         is_bare: whether it is a function of tensors and constants alone.
-        passed_count: how many of these were passed; they come first.
-        is_contained: whether all that it refers to, besides tensors that were passed,
-            are numbers, packages and functions like it.
     """
 
     __slots__ = (
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
-        *("buffers", "compiled", "first_parameter", "is_bare", "is_contained"),
-        *(
-            "is_lazy",
-            "label",
-            "left",
-            "next_hook",
-            "passed_count",
-            "streams",
-            "tensors",
-        ),
-        "uses_stream_states",
+        *("buffers", "compiled", "first_parameter", "is_bare", "is_lazy", "label"),
+        *("left", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
         self.next_hook, given = RemovableHandle.next_id, Given()
-        self._values: list[Any] = []
-        for k, value in enumerate((*args, *kwargs.values())):
-            if type(value) not in TENSORS and is_spent_by_use(type(value)):
-                target = code_of_arguments(fn)
-                name = argument_name(target, self._names, k, self._count)
-                kind = type(value).__name__
-                raise CaptureError(_SPENT.format(name=name, kind=kind))
-            self._values.append(given.put_aside(value))
-        self._values.append(given.put_aside(fn))  # the last
+        values = *args, *kwargs.values()
+        kinds = {*map(type, values)} - TENSORS
+        if kinds and True in map(is_spent_by_use, kinds):
+            k = [is_spent_by_use(type(v)) for v in values].index(True)
+            target = code_of_arguments(fn)
+            name = argument_name(target, self._names, k, self._count)
+            kind = type(values[k]).__name__
+            raise CaptureError(_SPENT.format(name=name, kind=kind))
+        self._values = [*map(given.put_aside, (*values, fn))]
         self._modes: Sequence[Any] = ()
         if function_mode_count():
             self._modes = [*map(given.put_aside, function_modes())]
@@ -105,7 +94,6 @@ class Reach:
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
-        passed = len(given.tensors)
         if given.roots:
             if any(MODULE_HOOKS.dicts):
                 self._add_hooks_of_all_modules(given)
@@ -113,7 +101,6 @@ class Reach:
             parameters = self._number_all(given)
         self._watched: Sequence[Any] = ()
         self._asks: frozenset[str] = frozenset()
-        self.passed_count = passed
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes or self._roots:
             self._lease(given)
@@ -122,10 +109,6 @@ class Reach:
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
-        self.is_contained = not given.boxes and False not in [
-            root.layout.is_contained and not root.contents.has_tensors
-            for root in self._roots
-        ]
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = False
         if given.search is not None or self._roots:
@@ -235,9 +218,24 @@ class Reach:
         return {value.number for value in self._values if type(value) is At}
 
     def may_write(self, index: int, tensor: Tensor) -> bool:
-        """Say so of what may be a buffer, and of vectors that were passed."""
-        was_passed = index < self.passed_count
-        return index in self.buffers or (was_passed and tensor.dim() < 2)
+        """Say so of what may be a buffer, and of vectors that are no parameters."""
+        is_entry = index < self.first_parameter
+        return index in self.buffers or (is_entry and tensor.dim() < 2)
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether it refers to functions, numbers and packages alone, but for tensors.
+
+        That is to tensors that were passed.
+        """
+        given = (*self._values, *self._modes, self._cache)
+        return self.is_bare or (
+            not any(type(kept) is Box for kept in given)
+            and all(
+                root.layout.is_contained and not root.contents.has_tensors
+                for root in self._roots
+            )
+        )
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
@@ -354,15 +352,14 @@ class Reach:
         if self._names:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
-        bound = BoundFunction(fn, args, kwargs)
         if body is not None:
-            bound = BoundFunction(body, [fn, args], {})
+            fn, args, kwargs = body, [fn, args], {}
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
             if is_plain and not (modes or function_mode_count()):
-                return bound()
-            return call_under(bound, modes, cache)
+                return fn(*args, **kwargs)
+            return call_under(BoundFunction(fn, args, kwargs), modes, cache)
         finally:
             self._running = None
 

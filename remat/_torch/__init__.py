@@ -105,6 +105,8 @@ from remat._torch.levels import (
     leaf_at as leaf_at,
     levels_requiring_grad as levels_requiring_grad,
     lifted as lifted,
+    lowered as lowered,
+    raised as raised,
     requires_grad_above as requires_grad_above,
     requires_grad_at_any_level as requires_grad_at_any_level,
     taken_apart_at_jvp as taken_apart_at_jvp,
@@ -121,6 +123,7 @@ from remat._torch.levels import (
 from remat._torch.modes import (
     LeanDispatchMode as LeanDispatchMode,
     alias as alias,
+    as_one_operation as as_one_operation,
     below_autograd as below_autograd,
     call_kernel as call_kernel,
     compiled_outside_modes as compiled_outside_modes,

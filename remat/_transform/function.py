@@ -15,8 +15,7 @@ A forward begins in `evaluate_differentiably`, which `remat.chain` calls, too.
     dispatch                        at each level, down to the base
     Program.evaluate                at the base
     Primal.evaluate_first           as the first run is the forward
-    _evaluate_below, _evaluate      what is before and after the run
-    _run                            the run, in grad mode
+    _evaluate_below, _run           what is before and after the run; that, in grad mode
     Batch.run, Dual.run             up again through these levels, if there are any
     Primal.run, Primal.run_forward  of the program itself
     Call.run_forward                calls the user's function
@@ -164,11 +163,13 @@ def call_as_function(
 class Primal(Program):
     """A user's call as a program: its first run is the forward, others recompute."""
 
-    __slots__ = ("__weakref__", "_counts", "call", "evaluation", "state")
+    __slots__ = ("__weakref__", "_counts", "call", "evaluation", "kept", "state")
+    saves_kept = True  # in its node, what calls within keep by their own rules
 
     def __init__(self, call: Call) -> None:
         # How many inputs and outputs it has, without tangents; the forward sets it.
         self.call, self._counts = call, (0, 0)
+        self.kept: list[Any] = []  # of calls within, by their own rules
         self.state: CallState | None = None
         self.evaluation: Evaluation | None = None
 
@@ -218,6 +219,8 @@ class Primal(Program):
             differentiable = evaluation.differentiable[:count]
             self.evaluation = evaluation._replace(differentiable=differentiable)
             self.state = state.of_first(arity)
+        if self.kept and self.saves_kept:
+            return self.kept[0].in_node(self.kept, results, evaluation)
         return results, evaluation
 
     @override
@@ -228,25 +231,28 @@ class Primal(Program):
             self._counts = len(inputs), len(outs)
             return outs
         context = here()
-        context.recomputing = (*context.recomputing, self)
+        before = context.recomputing, context.regions
+        context.recomputing = (*before[0], self)
+        context.regions = (*before[1], [self.kept, True, 0, True])
         try:
             return self.recompute(inputs, mode)
         except Exception as error:
             note(error, f"remat: raised while recomputing {self.label}.")
             raise
         finally:
-            context.recomputing = context.recomputing[:-1]
+            context.recomputing, context.regions = before
 
     def run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         """Run the function for the first time; return the tensors of its result."""
         context = here()
         if context.reporter is not None:
             context.reporter.entered(self, inputs)
-        context.functions += 1
+        regions, context.functions = context.regions, context.functions + 1
+        context.regions = (*regions, [self.kept, False, 0, True])
         try:
             result = self._under(mode, self.call.run_forward, inputs)
         finally:
-            context.functions -= 1
+            context.regions, context.functions = regions, context.functions - 1
         return self.call.split(result, inputs)
 
     def recompute(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
@@ -478,7 +484,7 @@ def _evaluate_below(
     snapshot = call.snapshot
     given = ForwardInputs(inputs, request, snapshot.buffers, call.wrapped)
     # In a function of its own: nothing here may hold the graph.
-    evaluated = _evaluate(call, program, given, request)
+    evaluated = evaluate_forward(call, program, given, request)
     call.forward_done()  # before leaks are looked for: it holds tensors
     # The graph is gone by now, unless something of it escaped.
     checks.refuse_backward(program, given.inner, inputs)
@@ -487,7 +493,7 @@ def _evaluate_below(
     return evaluated
 
 
-def _evaluate(
+def evaluate_forward(
     call: Call, program: Program, given: ForwardInputs, request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward."""
@@ -672,7 +678,7 @@ class Remat(SingleLevelFunction):
         if not evaluation.request.at_base:  # their level may be gone
             primals = [*map(unwrap_dead, primals)]
         program, arity = ctx.program, len(primals)
-        rule = program.own_vjp(program, wanted, given)
+        rule = program.own_vjp(program, evaluation, wanted, given)
         rule = rule or Vjp(program, evaluation, arity, wanted, given)
         there: list[Any] = [cotangents[j] for j in given]
         cts = [*map(unwrap_dead, there)]

@@ -131,6 +131,16 @@ class Below(Program):
         missing = [i for i in missing if i < self.arity]
         self.program.check_reached(outs, inputs, missing)
 
+    @override
+    def own_vjp(
+        self,
+        seen_as: Program,
+        evaluation: Evaluation,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
+    ) -> Program | None:
+        return self.program.own_vjp(seen_as, evaluation, wanted, given)
+
     def _function(self, mode: Any, *, is_marked: bool) -> Callable[..., Any]:
         """Return what is run at the level; marked inputs require grad there."""
         run = self._run_marked if is_marked else self.program.run
@@ -190,13 +200,13 @@ class Batch(Below):
     Its `needs` are the inputs that are differentiated only outside the vmap.
     """
 
-    __slots__ = ("_found", "_vmap", "out_dims")
+    __slots__ = ("_found", "out_dims", "vmap")
 
     def __init__(
         self, program: Program, needs: PerInput, vmap: tuple[Any, int, str]
     ) -> None:
         super().__init__(program, needs)
-        self._vmap = vmap
+        self.vmap = vmap
         self._found: tuple[OutsideVmap, ...] = ()
         self.out_dims: tuple[Any, ...] = ()
 
@@ -206,8 +216,22 @@ class Batch(Below):
         # Asked before the run: after it the program is a forward no more.
         is_marked = self.program.is_forward and True in self.needs
         function = self._function(mode, is_marked=is_marked)
-        outs, self.out_dims = batch(function, *self._vmap)(*inputs)
+        outs, self.out_dims = batch(function, *self.vmap)(*inputs)
         return outs
+
+    @property
+    def batches_inputs(self) -> bool:
+        """Whether it batches any input. A vmap over cotangents batches none."""
+        return {*self.vmap[0]} != {None}
+
+    @property
+    def found(self) -> Any:
+        """What a run found of the level, to be set where no run is made."""
+        return self.out_dims
+
+    @found.setter
+    def found(self, found: Any) -> None:
+        self.out_dims = found
 
     @override
     def _note_marked(
@@ -229,20 +253,11 @@ class Batch(Below):
     @property
     @override
     def signature(self) -> tuple[Any, ...]:
-        return (*self.program.signature, *self.needs, *self._vmap)
+        return (*self.program.signature, *self.needs, *self.vmap)
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:
         return self.program.may_read_early(tensor)
-
-    @override
-    def own_vjp(
-        self,
-        seen_as: Program,
-        wanted: Sequence[InputIndex],
-        given: Sequence[OutputIndex],
-    ) -> Program | None:
-        return self.program.own_vjp(seen_as, wanted, given)
 
 
 class Dual(Below):
@@ -291,6 +306,15 @@ class Dual(Below):
             self.positions = [j for j, t in enumerate(found) if t is not None]
         pairs = ((outs[j], found[j]) for j in self.positions)
         return (*outs, *(torch.zeros_like(o) if t is None else t for o, t in pairs))
+
+    @property
+    def found(self) -> Any:
+        """What a run found of the level, to be set where no run is made."""
+        return self.count, self.positions
+
+    @found.setter
+    def found(self, found: Any) -> None:
+        self.count, self.positions = found
 
     @property
     @override
