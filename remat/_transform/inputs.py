@@ -341,16 +341,12 @@ class SavedInputs:
         not even the leaves are: they would get them twice.
         """
         on_originals = not changes.accumulates
-        if on_originals and self._are_originals:
-            if [*map(_requires_grad, self.values)] == self.needs:
-                return [*self.values]
+        are_originals = on_originals and self._are_originals
+        if are_originals and [*map(_requires_grad, self.values)] == self.needs:
+            return [*self.values]
         on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
-        if self._memory:  # the forward still runs
-            for i, (_, held) in self._memory.items():
-                self.values[i] = with_bytes(self.values[i], held)
-            memory = self._memory.items()
-            self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in memory])
-            self._memory = {}
+        if self._memory:
+            self._copy_now()
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
@@ -371,6 +367,13 @@ class SavedInputs:
         for group in self._overlaps:
             together(group, tensors, self._first_there(group, tensors))
         return tensors + parameters if are_ours else tensors
+
+    def _copy_now(self) -> None:
+        """Make copies of the bytes that were noted: the forward still runs."""
+        memory, self._memory = self._memory.items(), {}
+        for i, (_, held) in memory:
+            self.values[i] = with_bytes(self.values[i], held)
+        self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in memory])
 
     def _first_there(self, group: Ranges, tensors: Sequence[Tensor]) -> int | None:
         """Return which of a group is first of those that are the user's own, if any."""
