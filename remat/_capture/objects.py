@@ -1,6 +1,6 @@
 """Reads and sets what objects hold, and tells kinds of values apart.
 
-Called by nodes, by runs that set objects back, and by searches, for each class once.
+Called by walks over what a call reaches or returns, for each class once.
 
 Invariant: no property, setter or constructor of the user's runs, nor a metaclass. What
 is said of a kind depends on the class alone.
@@ -10,9 +10,7 @@ Rejected: `copy.copy` for all objects, which runs `__reduce__` and `__setstate__
 import argparse
 import array
 import contextlib
-import copy
 import functools
-import operator
 import sys
 import types
 import weakref
@@ -111,59 +109,6 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
             members[name].__set__(value, entry)
         else:
             value.__dict__[name] = entry
-
-
-def exchange_attributes(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    """Have an object hold `entries` and nothing else, for a while; return what it held.
-
-    Where its dict can be exchanged, other threads see it hold either of the two.
-    """
-    if not slots_of(type(value)):
-        with contextlib.suppress(Exception):  # it has none, or pretends not to
-            return exchange_dict(value, entries)
-    # Some have a dict that cannot be exchanged, only its contents.
-    return assign_attributes(value, entries)
-
-
-def exchange_dict(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    """Have an object use this very dict for its attributes; return the one it had."""
-    before = object.__getattribute__(value, "__dict__")
-    object.__setattr__(value, "__dict__", entries)
-    return before
-
-
-def assign_attributes(value: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Have an object hold `entries` and nothing else, for good; return what it held.
-
-    It keeps its dict, which a view of a module has, too.
-    """
-    members = {member.__name__: member for member in members_of(type(value))}
-    before = attributes(value)
-    if entries:
-        set_attributes(value, entries)
-    for name in before.keys() - entries.keys():
-        if name in members:
-            members[name].__delete__(value)
-        else:
-            del value.__dict__[name]
-    return before
-
-
-def replica_of(kind: Any, value: Any) -> Any:
-    """Return an instance of a class without attributes, of a value that is there."""
-    try:
-        return object.__new__(kind)
-    except TypeError:  # a subclass of str, say, which holds more than attributes
-        return copy.copy(value)
-
-
-def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `now` that are others than `before`."""
-    same = len(now) == len(before)
-    # Most often nothing changed, which this tells without a loop in Python.
-    if same and all(map(operator.is_, now.values(), before.values())):
-        return {} if [*now] == [*before] else now
-    return {k: v for k, v in now.items() if k not in before or before[k] is not v}
 
 
 # --- Kinds: what is copied, what is walked, what is used as it is ---

@@ -16,7 +16,12 @@ it held at the call.
     contents    what holders held at a call, and what a forward changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
+    bound       a function with its arguments, and what it is called under
+    names       where tensors are, as the author of a function writes it
+    result_walk, results
+                a result taken apart, and put together around other tensors
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
-looks at what a call reaches, and the handles of `_graph` name it.
+looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`
+name it.
 """

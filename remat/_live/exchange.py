@@ -62,7 +62,7 @@ class Exchange:
         self._others: list[tuple[Any, type]] = []  # of another class, and of which then
         self._frozen: set[int] = set()  # the identities of values that never change
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
-        self._holders: list[tuple[HolderKind, Any]] = []
+        self._holders: dict[Any, tuple[HolderKind, Any]] = {}  # by `HolderIndex`
         # By identity, what each value is in this run, and which were looked at.
         self._found: dict[int, Any] = {}
         self._entered: set[int] = set()
@@ -99,13 +99,13 @@ class Exchange:
         self._keep_frozen()
         for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
-                self._holders.append((span.kind, holder))
+                self._holders[span[1:3]] = span.kind, holder
                 continue
             if place is not None and (holder is None or self._frozen):
                 found = self.found(self._contents.at(place))
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
-            self._holders.append((span.kind, holder))
+            self._holders[span[1:3]] = span.kind, holder
             then, keys = self._then(span, self.found), self._keys(span, self.found)
             is_same = are_same(now, then) and are_same(now_keys, keys)
             # What the forward wrote, the run may write: it is put back in any case.
@@ -158,7 +158,12 @@ class Exchange:
 
     def holders(self) -> list[tuple[HolderKind, Any]]:
         """Return the holders that are there, and how each is read."""
-        return [(kind, holder) for kind, holder in self._holders if holder is not None]
+        each = self._holders.values()
+        return [(kind, holder) for kind, holder in each if holder is not None]
+
+    def holder(self, index: HolderIndex) -> Any:
+        """Return a holder, as it is in this run."""
+        return self._holders[index][1]
 
     def set_aside(self, made: Collection[Any]) -> "list[Written]":
         """Return what was written of values that the run has made, which stays."""

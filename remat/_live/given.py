@@ -278,6 +278,10 @@ class Building:
         self._new: dict[int, Box] = {}
         self._entered: set[int] = set()
 
+    def made(self, key: int) -> Any:
+        """Return a container that was passed, by the identity that it had."""
+        return self._made.get(key)
+
     def value(self, kept: Any) -> Any:
         """Return a value from what was held of it."""
         return self.values((kept,))[0]

@@ -21,18 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
-from remat._capture.search import CallSearch
-from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
+from remat._live.bound import BoundFunction, call_under
 from remat._live.boxes import Box
 from remat._live.contents import At, Ref
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
+from remat._live.left import LeftAt
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
+from remat._live.names import CallNames
 from remat._live.roots import Root, roots_of
 from remat._live.running import Running
 from remat._live.walk import is_hook_of_library
@@ -54,6 +56,7 @@ class Reach:
         label: what messages call it.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether a module holds it.
+        left: where the forward left tensors in holders.
         next_hook: the number that the next hook set anywhere was to get.
         streams: the random streams found.
         uses_stream_states: whether code reads or sets the state of a stream itself.
@@ -68,7 +71,7 @@ class Reach:
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
         *("buffers", "compiled", "first_parameter", "is_bare", "is_lazy", "label"),
-        *("next_hook", "streams", "tensors", "uses_stream_states"),
+        *("left", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -80,7 +83,8 @@ class Reach:
             k = [is_spent_by_use(type(v)) for v in values].index(True)
             target = code_of_arguments(fn)
             name = argument_name(target, self._names, k, self._count)
-            raise only_once(values[k], name)
+            kind = type(values[k]).__name__
+            raise CaptureError(_SPENT.format(name=name, kind=kind))
         self._values = [*map(given.put_aside, (*values, fn))]
         self._modes: Sequence[Any] = ()
         if function_mode_count():
@@ -89,6 +93,7 @@ class Reach:
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
+        self.left: Sequence[LeftAt] = ()
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
@@ -306,7 +311,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
         runs: list[Any] | None = None,
         users: Callable[[], Sequence[Any]] | None = None,
-        take: Callable[[Any], Any] = lambda value: value,
+        take: Callable[..., Any] = lambda value: value,
     ) -> Any:
         """Call the function again, in `restored`.
 
@@ -315,14 +320,18 @@ class Reach:
             body: what is called with the function and its arguments, if not that.
             runs: where the run is noted whose graph is going to be differentiated.
             users: as for `restored`.
-            take: takes the result apart, while all holds what the run left there.
+            take: takes the result apart, while all holds what the run left there. It
+                is given what was left where the forward left tensors, if it did.
         """
         if self.is_bare:
             return take(self.call(None, tensors, body))
         running = self.restored(tensors, users)
         running.__enter__()
         try:
-            found = take(self.call(running, tensors, body))
+            value = self.call(running, tensors, body)
+            found = (
+                take(value, left=running.left(self.left)) if self.left else take(value)
+            )
         except BaseException:
             running.__exit__()
             raise
@@ -340,6 +349,8 @@ class Reach:
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
+        if running is not None and self.left:  # until the run has ended
+            running.passed = building.made
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -413,13 +424,9 @@ class Reach:
         else:
             tensors = running.tensors
         building = Building(tensors, found, in_place=False)
-        search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
-        args = (*values[: self._count],)
-        snapshot = Snapshot(fn, self.label, args, kwargs, search)
-        same = [t is tensors[index] for t in search.found.tensors]
-        return snapshot.name_of(same.index(True))
+        return CallNames(fn, values[: self._count], kwargs).name_of(tensors[index])
 
 
 def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | None:
@@ -434,13 +441,15 @@ def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | 
     return None
 
 
+_SPENT = (
+    "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
+    "recompute reads the arguments again. Pass a list or a tuple."
+)
 _UNHASHABLE = (
     "remat: {label} reaches an object of an {error}, whose metaclass has no "
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "
     "metaclass `__hash__ = type.__hash__`."
 )
-# What knows the inputs of a call by name: at the base, or under torch.func.
-CallOrigin = Reach | Snapshot
 
 
 class _StillThere:

@@ -22,8 +22,8 @@ from remat._ambient.draws import without_draws
 from remat._base.context import within
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
-from remat._capture.results import Out, Result
 from remat._live.reach import Reach
+from remat._live.results import Out, Result
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
 from remat._report.bitwise import RunValues, has_values

@@ -26,8 +26,8 @@ from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._capture.search import CallSearch
-from remat._capture.snapshot import Snapshot
+from remat._live.names import CallNames
+from remat._live.reach import Reach
 from remat._partial.effects import written_by
 from remat._report.render import short_array
 from remat._torch import (
@@ -259,11 +259,12 @@ class Inputs:
     """
 
     def __init__(self, fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        search = CallSearch()
-        self._snapshot = Snapshot(_named(fn), "", args, kwargs, search)
-        if search.found.is_lazy:
+        fn = _named(fn)
+        reach = Reach(fn, "", args, kwargs)
+        if reach.is_lazy:
             raise CaptureError(_LAZY)
-        self.tensors = search.found.tensors
+        self._names, self._streams = CallNames(fn, args, kwargs), reach.streams
+        self.tensors = self._names.tensors
         leaves, treedef = pytree.flatten((args, kwargs))
         stand_ins = _stand_ins(leaves, any(t.requires_grad for t in self.tensors))
         self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]
@@ -273,7 +274,7 @@ class Inputs:
 
     def described(self, index: int) -> tuple[int, str]:
         """Return the rank and the origin of a tensor."""
-        name, is_passed = self._snapshot.origin_of(index)
+        name, is_passed = self._names.origin_of(index)
         if is_passed:
             return ARGUMENT, f"from the argument {name}"
         return CAPTURED, f"from the captured `{name}`"
@@ -293,7 +294,7 @@ class Inputs:
         """Leave streams and gradients as they are now."""
         grads = [t.grad if t.is_leaf else None for t in self.tensors]
         try:
-            with streams_kept(self._snapshot.streams):
+            with streams_kept(self._streams):
                 yield
         finally:
             for t, grad in zip(self.tensors, grads, strict=True):

@@ -56,7 +56,7 @@ from remat._transform.leaves import (
     has_same_bytes,
     holding,
     holding_rows,
-    memory_of,
+    memories_of,
     with_bytes,
 )
 from remat._transform.overlaps import Ranges, overlapping, together
@@ -138,13 +138,17 @@ class SavedInputs:
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
+        if self.may_be_written and hooks is None:
+            at = sorted(self.may_be_written)
+            found = zip(at, memories_of([entries[i] for i in at]), strict=True)
+            self._memory = {i: memory for i, memory in found if memory is not None}
         self.values: list[Any] = []
         self.originals_at = []
         for i, t in enumerate(entries):
             if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
                 self.originals_at.append(i)
                 self.values.append(t)
-            elif i in self.may_be_written:
+            elif i in self.may_be_written and i not in self._memory:
                 self.values.append(self._copy(i, t))
             else:
                 try:
@@ -194,14 +198,7 @@ class SavedInputs:
                 self.may_be_written = self.may_be_written.difference(self._sums)
 
     def _copy(self, i: int, t: Tensor) -> Any:
-        """Return the value of an input, or a copy; its bytes are noted if they can be.
-
-        The hooks around the call may take a value away: then it is a copy.
-        """
-        memory = memory_of(t) if self._hooks is None else None
-        if memory is not None:
-            self._memory[i] = memory
-            return t.detach()
+        """Return a copy of an input; its value if torch copies no such tensor."""
         try:
             if type(t) is not Tensor:
                 copy = t.clone()  # a fake one has no memory for a kernel to read
@@ -269,14 +266,16 @@ class SavedInputs:
         """Copy those of which the bytes are known and that hold others by now."""
         befores, written = self._memory, list[tuple[int, int, int]]()
         self._memory = {}
+        left_alone: list[int] = []
         addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
         for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
             is_same = where == address and string_at(address, len(held)) == held
             if is_same and now[i] == self.versions[i]:
-                self.may_be_written -= {i}
+                left_alone.append(i)
             else:
                 self.values[i] = with_bytes(self.values[i], held)
                 written.append((address, address + len(held), i))
+        self.may_be_written = self.may_be_written.difference(left_alone)
         if len(written) > 1:
             self._overlaps = overlapping(written)
 

@@ -215,6 +215,7 @@ class ChainProgram(Primal):
     """A chain as a program. How it is evaluated is said by `_chain`."""
 
     __slots__ = ()
+    saves_kept = False
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
 
