@@ -29,7 +29,7 @@ from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.bound import BoundFunction, call_under
 from remat._live.boxes import Box
 from remat._live.contents import At, Ref
-from remat._live.given import Building, Given, structure_of
+from remat._live.given import Building, Given, StillThere, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
 from remat._live.left import LeftAt
 from remat._live.lifted import LiftedForward
@@ -227,17 +227,11 @@ class Reach:
 
     @property
     def is_contained(self) -> bool:
-        """Whether it refers to functions, numbers and packages alone, but for tensors.
-
-        That is to tensors that were passed.
-        """
+        """Whether it refers to functions, numbers and packages, and tensors passed."""
         given = (*self._values, *self._modes, self._cache)
-        return self.is_bare or (
-            not any(type(kept) is Box for kept in given)
-            and all(
-                root.layout.is_contained and not root.contents.has_tensors
-                for root in self._roots
-            )
+        return self.is_bare or not (
+            any(type(kept) is Box for kept in given)
+            or any(root.refers_to_more for root in self._roots)
         )
 
     def take_tensors(self) -> list[Tensor]:
@@ -359,7 +353,7 @@ class Reach:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
         if body is not None:
-            fn, args, kwargs = body, [fn, args], {}
+            fn, args, kwargs = body, [fn, args], dict[str, Any]()
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
@@ -414,7 +408,7 @@ class Reach:
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        running, found = self._running, _StillThere
+        running, found = self._running, StillThere
         if isinstance(running, Running):
             found = running
         if running is None:
@@ -450,14 +444,3 @@ _UNHASHABLE = (
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "
     "metaclass `__hash__ = type.__hash__`."
 )
-
-
-class _StillThere:
-    """Finds, for names, what is still there."""
-
-    @staticmethod
-    def found(kept: Ref) -> Any:
-        """Return a value that is still there, or None."""
-        return None if kept.ref is None else kept.ref()
-
-    container = found

@@ -369,10 +369,11 @@ class SavedInputs:
 
     def _copy_now(self) -> None:
         """Make copies of the bytes that were noted: the forward still runs."""
-        memory, self._memory = self._memory.items(), {}
-        for i, (_, held) in memory:
+        for i, (_, held) in self._memory.items():
             self.values[i] = with_bytes(self.values[i], held)
+        memory = self._memory.items()
         self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in memory])
+        self._memory = {}
 
     def _first_there(self, group: Ranges, tensors: Sequence[Tensor]) -> int | None:
         """Return which of a group is first of those that are the user's own, if any."""
