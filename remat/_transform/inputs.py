@@ -138,10 +138,6 @@ class SavedInputs:
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
-        if self.may_be_written and hooks is None:
-            at = sorted(self.may_be_written)
-            found = zip(at, memories_of([entries[i] for i in at]), strict=True)
-            self._memory = {i: memory for i, memory in found if memory is not None}
         self.values: list[Any] = []
         self.originals_at = []
         for i, t in enumerate(entries):
@@ -196,6 +192,10 @@ class SavedInputs:
                 known = [i for i in self._watched if id(entries[i]) in STILL]
                 self._sums = {i: sum_of(entries[i]) for i in known}
                 self.may_be_written = self.may_be_written.difference(self._sums)
+        if self.may_be_written and self._hooks is None:
+            at = sorted(self.may_be_written)
+            known = zip(at, memories_of([entries[i] for i in at]), strict=True)
+            self._memory = {i: memory for i, memory in known if memory is not None}
 
     def _copy(self, i: int, t: Tensor) -> Any:
         """Return a copy of an input; its value if torch copies no such tensor."""

@@ -117,7 +117,7 @@ def dropout_in_place():
 
 
 def relu_in_place():
-    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Hardtanh(inplace=True))
+    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Dropout(0.3, inplace=True))
 
 
 def rrelu():
@@ -552,9 +552,14 @@ COUNT = State(n=0)
 
 
 def attributes_of(module):
-    kinds = torch.Tensor, int, float, list, tuple, dict, str
+    kinds = torch.Tensor, int, float, list, tuple, str
     return [
-        {k: v for k, v in vars(m).items() if isinstance(v, kinds) and k[0] != "_"}
+        {
+            # Whether one requires grad is not seen below torch.func.
+            k: v.detach() if isinstance(v, torch.Tensor) else v
+            for k, v in vars(m).items()
+            if isinstance(v, kinds) and k[0] != "_"
+        }
         for m in module.modules()
         if not isinstance(m, torch.jit.ScriptModule)
     ]
@@ -565,7 +570,7 @@ def trained_with(make, call, between):
         COUNT.n = 0
         module = Wrapped(make())
         run, seen = wrap(call(module)), []
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         for i in range(3):
             x = leaf(4, 8, seed=i)
             out = between(module, run, x, i)
@@ -586,13 +591,13 @@ def itself(module):
 def counting(module):
     def fn(x):
         COUNT.n += 1
-        return module(x) * COUNT.n
+        return module(x) * COUNT.n**0.5
 
     return fn
 
 
 def backward(out):
-    out.sin().sum().backward()
+    out.sin().mean().backward()
     return out
 
 
@@ -605,7 +610,7 @@ def as_it_is(make):
 def beside_a_counter_on_an_input_that_is_gone(make):
     def between(module, run, x, i):
         out = run(x * 1.5)
-        COUNT.n += 10
+        COUNT.n += 5
         return backward(out)
 
     return trained_with(make, counting, between)
