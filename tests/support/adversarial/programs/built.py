@@ -117,7 +117,7 @@ def dropout_in_place():
 
 
 def relu_in_place():
-    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Dropout(0.3, inplace=True))
+    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Softsign())
 
 
 def rrelu():
@@ -571,7 +571,7 @@ def trained_with(make, call, between):
         module = Wrapped(make())
         run, seen = wrap(call(module)), []
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        for i in range(3):
+        for i in range(2):
             x = leaf(4, 8, seed=i)
             out = between(module, run, x, i)
             grads = [p.grad for p in module.parameters()]
