@@ -5,7 +5,6 @@ import inspect
 import io
 import math
 import operator
-import types
 import weakref
 from collections import Counter, OrderedDict
 
@@ -16,6 +15,7 @@ from support.adversarial.program import (
     family,
     loop,
     reversed_loop,
+    taking,
     work,
 )
 from torch import nn
@@ -360,13 +360,8 @@ def by_scatter(x, seen):
     return to.scatter_add(0, torch.arange(16) % 4, z)
 
 
-ASKS = {
-    name: ask
-    for name, ask in [*globals().items()]
-    if isinstance(ask, types.FunctionType)
-    and ask.__code__.co_varnames[:2] == ("x", "seen")
-}
-SUMS = {name: ASKS.pop(name) for name in ("by_cumulative", "by_decomposition")}
+ASKS = taking(globals(), "x", "seen")
+SUMS = {name: ASKS.pop(name) for name in ("by cumulative", "by decomposition")}
 
 
 @family(**SUMS, is_close=True)

@@ -5,7 +5,14 @@ import functools
 import types
 
 import torch
-from support.adversarial.program import State, family, leaf, observed, ran
+from support.adversarial.program import (
+    State,
+    family,
+    leaf,
+    observed,
+    ran,
+    taking,
+)
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
 from torch.nn.utils import parametrizations, parametrize, prune, skip_init, stateless
@@ -541,13 +548,7 @@ def compiled_nothing():
     return Of(lambda m, x: torch.compiler.disable(lambda y: y.sin())(x))
 
 
-KINDS = {
-    name.replace("_", " "): make
-    for name, make in [*globals().items()]
-    if isinstance(make, types.FunctionType)
-    and make.__module__ == __name__
-    and make.__code__.co_argcount == 0
-}
+KINDS = taking(globals())
 COUNT = State(n=0)
 
 
