@@ -507,7 +507,7 @@ def test_modules_around_blocks_are_recomputed_where_that_pays():
 def test_blocks_are_selected_as_by_apply():
     model = mlps(4)
     most = fit(model, X, loss=square, budget="1GB").peak
-    plan = fit(model, X, loss=square, budget=int(0.9 * most), select="1.[02]")
+    plan = fit(model, X, loss=square, budget=int(0.8 * most), select="1.[02]")
     assert {*plan.blocks} == {"1.0", "1.2"}
 
 
