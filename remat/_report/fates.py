@@ -19,7 +19,7 @@ from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
 from remat._partial.decide import inputs_to_drop, verdict_of, why_no_record
 from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate, Plan, Step, plan
+from remat._partial.plan import Fate, CallPlan, Step, plan
 from remat._report.examine import Examined
 
 
@@ -27,7 +27,7 @@ from remat._report.examine import Examined
 class Outcome:
     """What a call does under its options."""
 
-    plan: Plan
+    plan: CallPlan
     unread: frozenset[int]  # the leaves that no recompute has to read
     dropped: frozenset[int]  # those that are not kept; the graph may save the others
     offloaded: frozenset[int]  # the operations whose results are offloaded
@@ -69,7 +69,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
 
 
 def _dropped(
-    found: Examined, made: Plan, prune: Prune, *, is_saved: bool
+    found: Examined, made: CallPlan, prune: Prune, *, is_saved: bool
 ) -> frozenset[int]:
     """Return the leaves that a call under a plan does not keep."""
     leaves = found.leaves
