@@ -106,8 +106,8 @@ class Planning:
         found = applied or around
         if found is None:
             raise self._too_small()
-        around = around or found
-        return self._plan("step", found, applied and applied.followed, around.followed)
+        in_call = None if applied is None else applied.followed
+        return self._plan("step", found, in_call, (around or found).followed)
 
     def over_blocks(self) -> Plan:
         """Return a plan for blocks."""
