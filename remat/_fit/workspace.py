@@ -188,8 +188,8 @@ def _trilinear(*args: Any) -> int:
             pair[d] = 1
     result = [n for d, n in enumerate(whole) if d not in sums]
     part = [n for d, n in enumerate(whole) if d not in (*sums, unrolled)]
-    counts = map(math.prod, (pair, result, part))
-    return sum(counts) * tensors[0].element_size()
+    count = math.prod(pair) + math.prod(result) + math.prod(part)
+    return count * tensors[0].element_size()
 
 
 def _matrix_exp(x: Tensor) -> int:

@@ -55,7 +55,7 @@ class Course:
     # What was said about steps that differ.
     told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
-    _paths: frozenset[str] = field(init=False, compare=False, repr=False)
+    paths: frozenset[str] = field(init=False, compare=False, repr=False)
     # How many calls there are of an outermost module, and of each path in each of them.
     _turns: dict[str, int] = field(init=False, compare=False, repr=False)
     _numbers: dict[tuple[str, int, str], int] = field(
@@ -72,7 +72,7 @@ class Course:
             "nbytes": sum(sum(each.sizes) for each in self.placed),
             "roots": frozenset(turns),
             "_by_place": {each.place: each for each in self.placed},
-            "_paths": frozenset(each.place[2] for each in self.placed),
+            "paths": frozenset(each.place[2] for each in self.placed),
             "_turns": turns,
             "_numbers": numbers,
         }
@@ -82,7 +82,7 @@ class Course:
     def at(self, place: CallPlace) -> Placed:
         """Return what is planned for a place. More calls than planned begin again."""
         found = self._by_place.get(place)
-        if found is not None or place[2] not in self._paths:
+        if found is not None or place[2] not in self.paths:
             return found or _NOTHING
         root, turn, path, number = place
         turn %= self._turns.get(root, 1)
@@ -221,11 +221,14 @@ class ByPlace(Policy):
 
     def _compare(self, op: Op, name: str, placed: Placed) -> None:
         """Note whether the first result of a call has other bytes than planned."""
-        if placed.names[:1] == (name,):
+        names = placed.names
+        if names and names[0] == name:
             size, nbytes = placed.sizes[0], op.nbytes
             self._sized += size
+            if nbytes == size:
+                return
             self._resized += abs(nbytes - size)
-            if nbytes != size and not self._first:
+            if not self._first:
                 made = f"{name} makes {nbytes:,} bytes at {op.source}"
                 self._first = f"{size:,} bytes were planned, and {made}"
 
@@ -260,13 +263,16 @@ class ByPlace(Policy):
 
     def _leave(self, ended: list[ModuleCall]) -> None:
         """Note which operations calls have left out that are over."""
+        course = self._courses[self._course]
         for call in ended:
             cursor: Cursor | None = call.cursor
-            if cursor is None:
-                placed, at = self._courses[self._course].at(call.place), 0
+            if cursor is not None:
+                placed, at = cursor.placed, cursor.at
+            elif call.place[2] in course.paths:
+                placed, at = course.at(call.place), 0
                 self._visited.add(placed.place)
             else:
-                placed, at = cursor.placed, cursor.at
+                continue
             if at < len(placed.names):
                 self._pass_over(placed, at, len(placed.names))
         ended.clear()

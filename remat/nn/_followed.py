@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from typing_extensions import override
 
 from remat._base.context import here
@@ -108,6 +108,8 @@ def can_follow(model: nn.Module) -> bool:
 
 def has_sharded_parts(model: nn.Module) -> bool:
     """Say whether a module has DTensors, or FSDP frees its parameters in a step."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
     sharded = _classes("torch.distributed.tensor", "DTensor")
     fsdp = "FSDPModule", "FullyShardedDataParallel"
     wrapped = _classes("torch.distributed.fsdp", *fsdp)

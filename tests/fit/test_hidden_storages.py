@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support.allocated import most_allocated
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -176,8 +176,14 @@ MASK = torch.arange(128 * 64).view(128, 64) % 3 > 0
 ROWS = MASK[:, 1].clone()
 # Larger than those of the database.
 LARGE = {
-    "bilinear": (F.bilinear, (leaf(64, 32), leaf(64, 24), leaf(16, 32, 24), leaf(16))),
-    "a wide bilinear": (F.bilinear, (leaf(16, 32), leaf(16, 32), leaf(32, 32, 32))),
+    "bilinear": (
+        functional.bilinear,
+        (leaf(64, 32), leaf(64, 24), leaf(16, 32, 24), leaf(16)),
+    ),
+    "a wide bilinear": (
+        functional.bilinear,
+        (leaf(16, 32), leaf(16, 32), leaf(32, 32, 32)),
+    ),
     "a mask": (lambda x: x[MASK], (leaf(128, 64),)),
     "rows of a mask": (lambda x: x[ROWS], (leaf(128, 64),)),
     "what a mask fills": (
