@@ -6,7 +6,7 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     examine     the record of a call, which explain and compare show
     fates       what a call does under its options, and why
     explain, compare
-                each operation of a call; what policies save, against what they recompute
+                each operation of a call; what policies save and recompute
     step, peak  the record of a step: what holds its peak, and what to do about it
     residuals   what stays alive for the backward, to the byte
     timeline    the bytes that are alive during a call

@@ -232,7 +232,7 @@ class _Sizes(Storages):
 
 
 @dataclass(slots=True)
-class _Noted:
+class _CallNote:
     """What was noted of a call, the one that is examined first."""
 
     call: Saved
@@ -255,7 +255,7 @@ class CallNotes(Recorder):
         self.readers: dict[int, dict[str, None]] = {}
         self.itself: set[int] = set()
         self.differentiates = False  # whether a backward runs in the run
-        self._noted: dict[int, _Noted] = {}  # by the id of the call
+        self._noted: dict[int, _CallNote] = {}  # by the id of the call
         self.inside: list[str] = []  # of each operation, the innermost call
         super().__init__(leaves, None, self.storages)
 
@@ -274,7 +274,7 @@ class CallNotes(Recorder):
         is_first, inside = not self._noted, here().inside
         index = {key: i for i, key in enumerate(self._noted)}
         around = index.get(id(inside[-1]), 0) if inside else 0
-        noted = self._noted[id(call)] = _Noted(call, around, {}, [])
+        noted = self._noted[id(call)] = _CallNote(call, around, {}, [])
 
         def both(position: int, tensor: Tensor | None) -> None:
             if is_first:

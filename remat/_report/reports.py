@@ -31,6 +31,13 @@ class ExplainedInput:
         nbytes: the bytes of its storage, or 0 if an earlier input has the same storage.
         kept, why: whether it is saved for the backward, and the reason.
         is_parameter: whether it is a leaf that requires grad, which is alive anyway.
+
+    Example:
+        >>> import torch
+        >>> from remat import explain
+        >>> found = explain(lambda w, x: w @ x, torch.ones(4, 4), torch.ones(4))
+        >>> [(leaf.name, leaf.nbytes, leaf.kept) for leaf in found.inputs]
+        [('w', 64, True), ('x', 16, True)]
     """
 
     name: str
@@ -62,6 +69,13 @@ class ExplainedOp:
         times: how often the backward recomputes it: more than once with nested calls.
         kept: the bytes of its outputs that are saved or offloaded.
         is_view: whether its outputs are views of its inputs.
+
+    Example:
+        >>> import torch
+        >>> from remat import explain
+        >>> found = explain(lambda x: x.sin().exp(), torch.ones(4))
+        >>> [(op.name, op.nbytes, op.fate) for op in found.ops]
+        [('sin', 16, 'recomputed'), ('exp', 16, 'recomputed')]
     """
 
     name: str
@@ -136,8 +150,6 @@ class Explanation(_render.Shown):
         >>> found = explain(lambda x: x.sin().exp(), torch.ones(4))
         >>> found.plain_bytes, found.saved_bytes
         (32, 16)
-        >>> [(op.name, op.nbytes, op.fate) for op in found.ops]
-        [('sin', 16, 'recomputed'), ('exp', 16, 'recomputed')]
     """
 
     label: str
@@ -274,6 +286,13 @@ class ComparedPolicy:
         offloaded_bytes: the bytes that are offloaded.
         recomputed_flops, recomputed_share: the FLOPs that the backward recomputes, and
             their share of the FLOPs of the forward.
+
+    Example:
+        >>> import torch
+        >>> from remat import compare
+        >>> found = compare(lambda x: x.sin().exp(), torch.ones(4), policies=[])
+        >>> [(row.name, row.saved_bytes) for row in found.rows]
+        [('plain', 32), ('nothing_saveable', 16)]
     """
 
     name: str

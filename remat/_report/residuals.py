@@ -76,6 +76,11 @@ class SavedResidual:
             Empty if torch does not tell, as for a Function written in C++.
         place: "pinned host" or "disk" if it was offloaded there, else "".
         is_parameter: whether it is of a leaf that requires grad, which is alive anyway.
+
+    Example:
+        >>> (found,) = saved_residuals(lambda x: x.sin(), torch.ones(3))
+        >>> found.origin, found.nbytes, found.readers
+        ('from the argument x', 12, ('sin',))
     """
 
     dtype: torch.dtype | None
