@@ -223,8 +223,8 @@ class Explanation(_render.Shown):
     @override
     def _table(self) -> _render.Table:
         if not (self.inputs or self.ops):  # nothing requires grad
-            notes = tuple(f"advice: {line}" for line in self.advice)
-            return _render.Table(f"remat of {self._name}: {self.reason}", notes=notes)
+            title = f"remat of {self._name}: {self.reason}"
+            return _render.Table(title, notes=tuple(self._told()))
         rows = [row._row() for row in (*self._shown_inputs, *self._shown_ops)]
         return _render.Table(
             title=f"remat of {self._name}",
@@ -269,6 +269,9 @@ class Explanation(_render.Shown):
         yield "pruned: " + ("yes" if self.pruned else f"no, {self.reason}")
         if self.streams:
             yield f"also saved: the state of random streams: {', '.join(self.streams)}"
+        yield from self._told()
+
+    def _told(self) -> Iterator[str]:
         yield from (f"advice: {line}" for line in self.advice)
         yield from self.peak.lines() if self.peak is not None else ()
 
