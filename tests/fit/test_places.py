@@ -40,7 +40,8 @@ class Layer(nn.Module):
         hidden = self.down(act(hidden))
         if self.changed == "another last":
             return torch.lerp(x, hidden, 0.5)
-        return hidden if self.changed == "one fewer" else x + hidden
+        x = hidden if self.changed == "one fewer" else x + hidden
+        return x.clone().sin() if self.changed == "two after" else x
 
 
 class Layers(nn.Module):
@@ -76,7 +77,7 @@ class Whole(Layers):
             last = torch.lerp(x, hidden, 0.5)
             if layer.changed != "another last":
                 last = hidden if layer.changed == "one fewer" else x + hidden
-            x = last
+            x = last.clone().sin() if layer.changed == "two after" else last
         return x.square().mean()
 
 
