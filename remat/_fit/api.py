@@ -36,6 +36,7 @@ from remat._fit.choose import (
     quickly_for,
 )
 from remat._fit.record import ASKED, StepRecord, recorded
+from remat._fit.search import spare
 from remat._fit.simulate import (
     TrainingStep,
     gradients_of,
@@ -272,7 +273,7 @@ class _Planning:
 
     def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
         """Run a step that follows a choice."""
-        courses = self._courses(walker, chosen)
+        courses = (self._first_course(walker, chosen),)
 
         def following() -> FollowedScope:
             return FollowedScope(self.label, courses)
@@ -289,6 +290,8 @@ class _Planning:
         step = self._step, self._device, change, self._blocks
         done = simulate(*step, is_real=self._is_real, times=1)
         work = done.flops - self.record.flops, *walker.again(chosen)
+        if done.peak <= self._budget:
+            courses = self._courses(walker, chosen)
         followed = Followed(done.peak, done.peak_at, *work, courses)
         return _Attempt(followed, chosen, walker)
 
@@ -296,12 +299,15 @@ class _Planning:
         is_around = walker.span == (0, self.record.turn)
         if is_around not in self._other_courses:
             self._other_courses[is_around] = [*self._others(is_around)]
-        first = replace(
+        first = self._first_course(walker, chosen)
+        return first, *self._other_courses[is_around]
+
+    def _first_course(self, walker: Walker, chosen: Chosen) -> Course:
+        return replace(
             _course(walker, chosen),
             counts_gradients=self._counts_gradients,
             is_training=self._is_training,
         )
-        return first, *self._other_courses[is_around]
 
     @property
     def _is_training(self) -> bool:
@@ -358,11 +364,12 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
     needed = walker.closure(saved)[0]
     # What nobody reads again. A value that Python holds is saved.
     unread = walker.makers.keys() - needed
-    within = walker.record.operations[slice(*walker.span)]
+    within = enumerate(walker.record.operations[slice(*walker.span)], walker.span[0])
+    to_spare, spares = spare(walker, chosen), dict[Any, set[int]]()
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
     found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
-    for op in within:
+    for i, op in within:
         root, turn, path, number = op.place
         place = root, turn - first.setdefault(root, turn), path, number
         if op.fate == ASKED:
@@ -371,8 +378,13 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
             saves = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
             found.setdefault(place, []).append((op.name, saves, is_unread, size))
+            if i in to_spare:
+                spares.setdefault(place, set()).add(len(found[place]) - 1)
     return Course(
-        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
+        tuple(
+            Placed(place, *zip(*each, strict=True), frozenset(spares.get(place, ())))
+            for place, each in found.items()
+        )
     )
 
 
