@@ -29,11 +29,10 @@ from remat._transform.api import remat as remat
 if _typing.TYPE_CHECKING:
     from remat import chain as chain, compat as compat, nn as nn
     from remat._fit.api import fit as fit
-    from remat._fit.block_plan import FitBlock as FitBlock, FitPlan as FitPlan
-    from remat._fit.step_plan import (
+    from remat._fit.plan import (
         FitSegment as FitSegment,
         Followed as Followed,
-        StepPlan as StepPlan,
+        Plan as Plan,
     )
     from remat._report.compare import compare as compare
     from remat._report.explain import explain as explain
@@ -55,14 +54,14 @@ if _typing.TYPE_CHECKING:
         saved_residuals as saved_residuals,
     )
     from remat._scope.api import scope as scope
+    from remat.rules import custom_vjp as custom_vjp, keep as keep
 else:
     __getattr__, __dir__ = _later(
         __name__,
         {
             "remat": ("chain", "compat", "nn"),
             "remat._fit.api": ("fit",),
-            "remat._fit.block_plan": ("FitBlock", "FitPlan"),
-            "remat._fit.step_plan": ("FitSegment", "Followed", "StepPlan"),
+            "remat._fit.plan": ("FitSegment", "Followed", "Plan"),
             "remat._report.compare": ("compare",),
             "remat._report.explain": ("explain",),
             "remat._report.peak": ("HeldValues", "Holder", "Peak"),
@@ -74,6 +73,7 @@ else:
                 *("SavedResidual", "print_saved_residuals", "saved_residuals"),
             ),
             "remat._scope.api": ("scope",),
+            "remat.rules": ("custom_vjp", "keep"),
         },
     )
 

@@ -22,7 +22,7 @@ from remat._partial.cost import reason_against
 from remat._partial.effects import traits_of
 from remat._partial.names import PolicyKeys
 from remat._partial.options import Prune
-from remat._partial.plan import Plan, Record
+from remat._partial.plan import CallPlan, Record
 from remat._partial.recorder import Recorder
 from remat._torch import dispatch_mode_count
 from remat.policies import Decision, Policy
@@ -48,7 +48,10 @@ _ASKS = "it asks whether there is a torch function (has_torch_function)"
 # Reasons that are known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
 ASSIGNS = "it assigns to the .data of a tensor"
-UNSEEN = "torch compiles a part of it, such as a branch of torch.cond"
+UNSEEN = (
+    "a part of it is not seen: a branch of torch.cond that torch compiles, or a kept "
+    "call that is entered again"
+)
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
 WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
@@ -115,7 +118,7 @@ def _asks_for_modes(signature: Iterable[Any]) -> bool:
 class Verdict:
     """What the calls after a recorded one do: follow a plan, or not, and why."""
 
-    plan: Plan | None
+    plan: CallPlan | None
     why_none: str
     why_unpruned: str
     spent: Spent | None = None  # what the budget of the policy keeps
@@ -216,7 +219,7 @@ def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:
 
 
 def inputs_to_drop(
-    made: Plan,
+    made: CallPlan,
     prune: Prune,
     droppable: Sequence[int],
     nbytes: Callable[[int], int],
