@@ -291,17 +291,17 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
         if op.fate == ASKED:
             is_again = not (needed - saved).isdisjoint(op.makes)
             is_unread = unread.issuperset(op.makes)
-            saves = not (is_again or is_unread)
+            is_saved = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
-            found.setdefault(place, []).append((op.name, saves, is_unread, size))
+            found.setdefault(place, []).append((op.name, is_saved, is_unread, size))
             if i in to_spare:
                 spares.setdefault(place, set()).add(len(found[place]) - 1)
-    return Course(
-        tuple(
-            Placed(place, *zip(*each, strict=True), frozenset(spares.get(place, ())))
-            for place, each in found.items()
-        )
-    )
+    placed: list[Placed] = []
+    for place, each in found.items():
+        names, saves, passes, sizes = zip(*each, strict=True)
+        spared = frozenset(spares.get(place, ()))
+        placed.append(Placed(place, names, saves, passes, sizes, spared))
+    return Course(tuple(placed))
 
 
 def _segments(

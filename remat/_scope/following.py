@@ -201,8 +201,9 @@ class ByPlace(Policy):
             if at < 0:
                 self.is_passing = False
                 return Decision.RECOMPUTE
-        if placed.saves[at] and not (self._off and self._is_spared(placed, at)):
-            return Decision.SAVE
+        if placed.saves[at]:
+            is_spared = self._off and self._is_spared(placed, at)
+            return Decision.RECOMPUTE if is_spared else Decision.SAVE
         self.is_passing = placed.passes[at]
         return Decision.RECOMPUTE
 
@@ -229,7 +230,9 @@ class ByPlace(Policy):
         """Say whether a saved result makes place for what was not planned."""
         self._most_extra, self._extra = max(self._most_extra, self._extra), 0
         is_spared = at in placed.spares and self._spared < self._most_extra
-        self._spared += placed.sizes[at] if is_spared else 0
+        if is_spared:
+            self._spared += placed.sizes[at]
+            self.is_passing = False
         return is_spared
 
     def _compare(self, op: Op, name: str, placed: Placed) -> None:
