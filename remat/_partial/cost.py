@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat._base.op import Op, Value
-from remat._partial.plan import Fate, CallPlan, Record, Step, filled
+from remat._partial.plan import CallPlan, Fate, Record, Step, filled
 from remat._torch import call_kernel
 from remat.policies._functions import family
 from remat.policies._operations import COSTS

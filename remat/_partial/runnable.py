@@ -27,7 +27,7 @@ from remat._base.absent import (
 )
 from remat._base.op import Op, Value
 from remat._base.source import user_line
-from remat._partial.plan import Fate, CallPlan, Record, Step
+from remat._partial.plan import CallPlan, Fate, Record, Step
 from remat._partial.values import key_of
 from remat._torch import (
     SHARED_COPY,

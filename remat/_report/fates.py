@@ -19,7 +19,7 @@ from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
 from remat._partial.decide import inputs_to_drop, verdict_of, why_no_record
 from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate, CallPlan, Step, plan
+from remat._partial.plan import CallPlan, Fate, Step, plan
 from remat._report.examine import Examined
 
 
