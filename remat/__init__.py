@@ -54,6 +54,7 @@ if _typing.TYPE_CHECKING:
         saved_residuals as saved_residuals,
     )
     from remat._scope.api import scope as scope
+    from remat.rules import custom_vjp as custom_vjp, keep as keep
 else:
     __getattr__, __dir__ = _later(
         __name__,
@@ -72,6 +73,7 @@ else:
                 *("SavedResidual", "print_saved_residuals", "saved_residuals"),
             ),
             "remat._scope.api": ("scope",),
+            "remat.rules": ("custom_vjp", "keep"),
         },
     )
 

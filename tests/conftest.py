@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from remat._offload import offload as _offload
+from remat._partial import decide as _decide
 from remat._partial.cache import CACHES
 
 
@@ -104,8 +105,10 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _first_calls() -> None:
-    # What a call does depends on those of its signature before it.
+    # What a call does depends on those of its signature before it, and what it says on
+    # what was said in this process.
     CACHES.clear()
+    _decide._WARNED.clear()
 
 
 @pytest.fixture(autouse=True)

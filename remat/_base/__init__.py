@@ -17,6 +17,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     operators         the operators that graphs hold: the barrier, and names
     later             names whose modules are imported where they are first used
     observer          the mode by which reports, blocks and budgets see operations
+    unit              several operations as one, for those that record or replay
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, and how often it was changed
     parts             the tensors that a tensor consists of, or wraps

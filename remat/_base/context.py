@@ -45,8 +45,8 @@ class Context:
             "listeners",
             "modes",
         ),
-        *("nested_choices", "only_our_hooks", "policy", "recomputing", "reporter"),
-        "runs",
+        *("nested_choices", "only_our_hooks", "policy", "recomputing", "regions"),
+        *("reporter", "runs"),
         "step_plans",
     )
 
@@ -59,6 +59,10 @@ class Context:
         self.recomputing: tuple[Any, ...] = ()  # calls, from the outermost in
         # Of the calls within the innermost one.
         self.nested_choices: NestedChoices | None = None
+        # Of each call that runs, from the outermost in: what its forward kept of calls
+        # within (`remat.rules`), whether it runs again, how many of these it has met,
+        # and whether the graph of its forward is dropped. A list costs no call.
+        self.regions: tuple[list[Any], ...] = ()
         self.reporter: Reporter | None = None  # follows the run for a report
         # For a report: the calls whose forwards run, from the outermost in.
         self.inside: tuple[Any, ...] = ()
@@ -118,6 +122,10 @@ class NestedChoices:
     def note(self, index: int, choice: Any) -> None:
         """Note what a call within chose."""
         self._made[index] = choice
+
+
+class EnteredAgain(BaseException):
+    """Ends a recompute that differentiates what a call within was kept as."""
 
 
 def is_recomputing() -> bool:

@@ -108,6 +108,11 @@ class Program:
     outside: tuple[OutsideVmap, ...] = ()
 
     @property
+    def passed(self) -> Sequence[Tensor]:
+        """The inputs of a forward as they were passed, in levels; else empty."""
+        return ()
+
+    @property
     def own(self) -> Container[InputIndex]:
         """The inputs of which a run may be given the user's own leaves."""
         return ()
@@ -155,15 +160,16 @@ class Program:
     def own_vjp(
         self,
         seen_as: "Program",
+        evaluation: Evaluation,
         wanted: Sequence[InputIndex],
         given: Sequence[OutputIndex],
     ) -> "Program | None":
         """Return the vjp of a program that has one of its own, otherwise None.
 
         It gives gradients of the `wanted` inputs for cotangents of the `given` outputs.
-        `seen_as` is what is differentiated: this, or this under a vmap.
+        `seen_as` is what is differentiated: this, or this below levels.
         """
-        del seen_as, wanted, given
+        del seen_as, evaluation, wanted, given
 
     def check_outputs(self, outs: Sequence[Any]) -> bool:
         """Check that outputs of a recompute are differentiable as in the forward.
@@ -172,6 +178,9 @@ class Program:
         """
         del outs
         return False
+
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse a forward after which something leads to its leaves in a level."""
 
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         """Before a barrier, refuse inputs that changed since the forward."""

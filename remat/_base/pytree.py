@@ -52,6 +52,16 @@ def unflatten(treedef: Treedef, leaves: Iterable[Leaf]) -> Any:
     return optree.tree_unflatten(treedef, leaves)
 
 
+def parts(treedef: Treedef, tree: Any) -> list[Any]:
+    """Return what a pytree has in the places of leaves; a ValueError if it has others.
+
+    Example:
+        >>> parts(flatten([1, {"a": 2}])[1], [None, {"a": (3, 4)}])
+        [None, (3, 4)]
+    """
+    return treedef.flatten_up_to(tree)
+
+
 def map_leaves(fn: Callable[[Leaf], Leaf], tree: Any) -> Any:
     """Return a pytree with another value in place of each leaf."""
     leaves, treedef = flatten(tree)
@@ -66,6 +76,35 @@ def paths(treedef: Treedef) -> list[str]:
         ["['head'][0]", "['head'][1]['bias']"]
     """
     return [accessor.codify("") for accessor in treedef.accessors()]
+
+
+class Frame(NamedTuple):
+    """A pytree with `TENSOR` in place of its tensors."""
+
+    treedef: Treedef
+    leaves: Sequence[Leaf]
+
+    def filled(self, tensors: Iterable[Any]) -> Any:
+        """Return the pytree around tensors."""
+        each = iter(tensors)
+        leaves = [next(each) if leaf is TENSOR else leaf for leaf in self.leaves]
+        return unflatten(self.treedef, leaves)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all but the tensors never changes."""
+        return all(leaf is TENSOR or type(leaf) in CONSTANTS for leaf in self.leaves)
+
+
+TENSOR = object()
+
+
+def tensors_and_frame(tree: Any) -> tuple[list[Tensor], Frame]:
+    """Return the tensors of a pytree, and the rest."""
+    leaves, treedef = flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    rest = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tensors, Frame(treedef, rest)
 
 
 # A size is one value: torch takes it apart, and makes a tuple of it.

@@ -1,20 +1,12 @@
-"""How a call is run again: what it refers to, as it was.
+"""Kinds of values: how each is told apart, read and written.
 
-Values of the user's by their kinds: how each is found, read and written. Results are
-taken apart, and put together again around other tensors.
+    objects             kinds of objects, and what they hold
+    holders             how cells, globals, classes, slots are read and written
+    container_kinds     how lists, dicts and sets are
+    modules             what a module of torch holds by itself
+    compared            iterators and large containers, which are not copied
+    stream_search       random streams in what is not walked
+    paths               how the author of a function writes where a value is
 
-    search                  finds what a call refers to: what is done at which kind
-    walk                    a walk over values, each once; the tensors and code found
-    paths                   where values are found
-    objects                 kinds of values; what objects hold
-    nodes, containers, modules
-                            each kind of value, and how it is made again
-    holders                 how cells, globals, classes, slots are read and written
-    container_kinds         how lists, dicts and sets are
-    compared                iterators and large containers, which are not copied
-    stream_search           random streams in what is not made again
-    snapshot                a call as it is, for the names of its tensors
-    result_walk, results    a result taken apart, and put together around others
-
-Called by `_transform` and `_live` for each call, by `_report`, `_graph` and `compat`.
+Called by `_live` for each call, and by `_transform` and `compat` for facts of classes.
 """

@@ -1,6 +1,6 @@
 """Reads and sets what objects hold, and tells kinds of values apart.
 
-Called by nodes, by runs that set objects back, and by searches, for each class once.
+Called by walks over what a call reaches or returns, for each class once.
 
 Invariant: no property, setter or constructor of the user's runs, nor a metaclass. What
 is said of a kind depends on the class alone.
@@ -10,8 +10,7 @@ Rejected: `copy.copy` for all objects, which runs `__reduce__` and `__setstate__
 import argparse
 import array
 import contextlib
-import copy
-import operator
+import functools
 import sys
 import types
 import weakref
@@ -19,8 +18,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from remat._base.code import VIEWED, class_without_us
-from remat._base.errors import RecomputeError
+from remat._base.code import VIEWED
 from remat._base.interpreter import is_made_by_statement
 
 
@@ -113,74 +111,6 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
             value.__dict__[name] = entry
 
 
-def exchange_attributes(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    """Have an object hold `entries` and nothing else, for a while; return what it held.
-
-    Where its dict can be exchanged, other threads see it hold either of the two.
-    """
-    if not slots_of(type(value)):
-        with contextlib.suppress(Exception):  # it has none, or pretends not to
-            return exchange_dict(value, entries)
-    # Some have a dict that cannot be exchanged, only its contents.
-    return assign_attributes(value, entries)
-
-
-def exchange_dict(value: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    """Have an object use this very dict for its attributes; return the one it had."""
-    before = object.__getattribute__(value, "__dict__")
-    object.__setattr__(value, "__dict__", entries)
-    return before
-
-
-def assign_attributes(value: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Have an object hold `entries` and nothing else, for good; return what it held.
-
-    It keeps its dict, which a view of a module has, too.
-    """
-    members = {member.__name__: member for member in members_of(type(value))}
-    before = attributes(value)
-    if entries:
-        set_attributes(value, entries)
-    for name in before.keys() - entries.keys():
-        if name in members:
-            members[name].__delete__(value)
-        else:
-            del value.__dict__[name]
-    return before
-
-
-def replica_of(kind: Any, value: Any) -> Any:
-    """Return an instance of a class without attributes, of a value that is there."""
-    try:
-        return object.__new__(kind)
-    except TypeError:  # a subclass of str, say, which holds more than attributes
-        return copy.copy(value)
-
-
-def differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `now` that are others than `before`."""
-    same = len(now) == len(before)
-    # Most often nothing changed, which this tells without a loop in Python.
-    if same and all(map(operator.is_, now.values(), before.values())):
-        return {} if [*now] == [*before] else now
-    return {k: v for k, v in now.items() if k not in before or before[k] is not v}
-
-
-def check_class(then: type | None, now: type) -> None:
-    """Refuse an object whose class was changed, other than by remat."""
-    if then is None or now is then:
-        return
-    if class_without_us(now) is not class_without_us(then):
-        names = {"then": then.__qualname__, "now": now.__qualname__}
-        raise RecomputeError(_CLASS.format(**names))
-
-
-_CLASS = (
-    "remat: an object that was a {then} at the call is a {now} now: a recompute "
-    "would run other code. Change its class after the backward."
-)
-
-
 # --- Kinds: what is copied, what is walked, what is used as it is ---
 
 
@@ -194,8 +124,14 @@ COPIED_ITERATORS = frozenset(
         type(reversed([0])),
     }
 )
-# Classes of the standard library whose instances are searched all the same.
-_OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
+# Classes of the standard library whose instances are searched all the same, and modules
+# of it all of whose classes are.
+_OPEN = (
+    *(argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList),
+    *(contextlib.ExitStack, contextlib.AsyncExitStack, contextlib.nullcontext),
+    type(functools.cache(len)),
+)
+_OPEN_IN = {"configparser", "unittest.mock"}
 # Where classes are whose instances hold no state of a model: operators and their
 # kernels, compiled code, process groups, streams, graphs, optimizers. And remat's own.
 _LEFT_ALONE = (
@@ -212,8 +148,8 @@ def is_left_alone(kind: type) -> bool:
     # A class that is made by code of the library is a user's if it inherits from one.
     roots = {str(cls.__module__).partition(".")[0] for cls in kind.__mro__}
     if roots <= sys.stdlib_module_names:
-        is_mock = any(cls.__module__ == "unittest.mock" for cls in kind.__mro__)
-        return not (is_mock or issubclass(kind, _OPEN))
+        is_open = not _OPEN_IN.isdisjoint(cls.__module__ for cls in kind.__mro__)
+        return not (is_open or issubclass(kind, _OPEN))
     return is_left_alone_in(str(kind.__module__))
 
 

@@ -7,6 +7,6 @@ In: a graph, or a tensor that one saves. Out: its nodes and what they saved; han
     graph       the nodes of a graph, and what they saved
     edges       how one tensor was computed from another; what a call's graph reaches
 
-Called by `_transform` and `_scope`, which make handles, by `_partial`, `_report` and
-`chain`.
+Called by `_transform` and `_scope`, which make handles, by `_partial`, `_report`,
+`chain` and `rules`.
 """

@@ -33,7 +33,7 @@ from remat._base.program import (
     Request,
 )
 from remat._base.tensors import describe
-from remat._capture.snapshot import Snapshot
+from remat._live.reach import Reach
 from remat._torch import (
     NODES_ASKING_GRAD_MODE,
     AccumulateGrad,
@@ -146,7 +146,7 @@ class Reached(NamedTuple):
 
 
 def reached_by(
-    snapshot: Snapshot,
+    snapshot: Reach,
     request: Request,
     outs: Sequence[Any],
     inner: Sequence[Tensor],
@@ -219,7 +219,7 @@ def _has_several_outputs(node: Any) -> bool:
     return isinstance(evaluation, Evaluation) and sum(evaluation.differentiable) > 1
 
 
-def reaches_only_inputs(snapshot: Snapshot, request: Request) -> bool:
+def reaches_only_inputs(snapshot: Reach, request: Request) -> bool:
     """Say whether a call refers to nothing but its inputs that a graph could reach."""
     return snapshot.is_contained and request.at_base
 

@@ -17,7 +17,6 @@ from torch.autograd.function import FunctionCtx
 from remat._base import pytree
 from remat._base.absent import tensors_of
 from remat._base.program import Program
-from remat._capture.search import CallSearch
 from remat._graph.handles import (
     Handle,
     PackedOutside,
@@ -26,6 +25,7 @@ from remat._graph.handles import (
     stored_by,
     unpack,
 )
+from remat._live.names import NamedSearch
 from remat._torch import AccumulateGrad, saved_by, unpack_hooks_of
 
 
@@ -90,7 +90,7 @@ def _flat(tree: Any) -> list[Any]:
 
 def tensors_reached(tree: Any) -> list[Tensor]:
     """Return the tensors of a pytree, and those in objects that are its leaves."""
-    search = CallSearch()
+    search = NamedSearch()
     for leaf in pytree.flatten(tree)[0]:
-        search.visit(leaf, None)
-    return search.found.tensors
+        search.walk(leaf)
+    return search.tensors

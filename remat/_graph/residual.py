@@ -73,11 +73,17 @@ class Residual(ReadOnce):
         if isinstance(self._tensor, Tensor) and self._tensor.grad_fn is not None:
             self._tensor = self._tensor.detach()
 
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether it was not changed in place. What hooks have is as it was."""
+        is_ours = self._unpack is None
+        return not is_ours or base_tensor(self._tensor)._version == self._version
+
     def value(self) -> Tensor:
         """Return the tensor."""
         if self._unpack is not None:
             return self.once(functools.partial(self._unpack, self._tensor))
-        if base_tensor(self._tensor)._version != self._version:
+        if not self.is_as_it_was:
             raise MutationError(_CHANGED.format(op=self.op.func, where=self.op.source))
         return self._tensor
 

@@ -6,17 +6,25 @@ it held at the call.
     reach       all of this for one call
     running     one run of it again
     lifted      other tensors in place of the user's
+    left        what a function leaves in holders besides its result
+    copies      copies of buffers in holders, which other threads may find
     roots       one root of a call
     given       the function and the arguments, put aside and made again
     boxes       what is held of containers that were passed
     leases      references to what has no weak references
     exchange    has holders hold what they held, in place, and puts them back
+    classes     of objects that changed theirs, and which a call may hold
     making      makes values again, each after what it holds
     moment      what all holds at one moment of a forward, compared with another
     contents    what holders held at a call, and what a forward changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
+    bound       a function with its arguments, and what it is called under
+    names       where tensors are, as the author of a function writes it
+    result_walk, results
+                a result taken apart, and put together around other tensors
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
-looks at what a call reaches, and the handles of `_graph` name it.
+looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`
+name it.
 """

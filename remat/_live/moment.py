@@ -11,14 +11,17 @@ that is reached from there, as a call does.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from remat._base.tensors import versions_of
 from remat._capture.objects import bytes_of
 from remat._live.contents import differing, marks_of
 from remat._live.exchange import are_same
 from remat._live.layout import Taken, written
 from remat._live.lifted import held_in
 from remat._live.roots import Root
+from remat._torch import unseen
 
 
 class Moment:
@@ -89,3 +92,33 @@ def _name(root: Root, at_call: Taken, then: Taken, now: Taken) -> str:
             name = written(root.layout, taken, start + i)
         return f"`{name}`"
     return "the class of an object"
+
+
+class WatchedCall:
+    """A call that runs, of which is told what it changes besides its results."""
+
+    __slots__ = ("_before", "_buffers", "_reach", "_tensors", "_versions")
+
+    def __init__(self, reach: Any, tensors: Sequence[Tensor]) -> None:
+        self._reach, self._tensors = reach, tensors
+        self._versions = versions_of(tensors)
+        with unseen():
+            self._buffers = [(i, tensors[i].clone()) for i in reach.buffers]
+        self._before = reach.moment(tensors)
+
+    def changed(self) -> str:
+        """Return the first that it changed, as its author would write it, or ""."""
+        reach, tensors = self._reach, self._tensors
+        pairs = enumerate(zip(self._versions, versions_of(tensors), strict=True))
+        found = [i for i, (then, now) in pairs if then != now]
+        # A batch norm counts no version.
+        with unseen():
+            found += [i for i, t in self._buffers if not torch.equal(t, tensors[i])]
+        if found:
+            return f"`{reach.name_of(found[0])}`"
+        changes = reach.moment(tensors).changes_since(self._before)
+        return next(iter(changes), "")
+
+    def done(self) -> None:
+        """Let go of what only a forward needs."""
+        self._reach.forward_done()

@@ -6,8 +6,7 @@ what that changed. In `restored` everything holds what it held at the call.
 Invariant: no tensor is held here, and no object of the user's that could hold one. If
 nothing differs, a run writes nothing. Afterwards everything holds what it held just
 before, also after an error, and no hook that the run set on a module stays.
-Rejected: to rebuild functions and containers, as under torch.func. Code that the walk
-does not reach, such as a hook, holds the originals.
+Rejected: to rebuild functions and containers. Code that no walk reaches has the user's.
 """
 
 import contextlib
@@ -21,17 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
-from remat._capture.search import CallSearch
-from remat._capture.snapshot import BoundFunction, Snapshot, call_under, only_once
-from remat._live.contents import At, Ref
-from remat._live.given import Building, Given, structure_of
+from remat._live.bound import BoundFunction, call_under
+from remat._live.boxes import Box
+from remat._live.contents import At
+from remat._live.given import Building, Given, StillThere, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
+from remat._live.names import CallNames
 from remat._live.roots import Root, roots_of
 from remat._live.running import Running
 from remat._live.walk import is_hook_of_library
@@ -61,31 +62,27 @@ class Reach:
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
         is_bare: whether it is a function of tensors and constants alone.
-        passed_count: how many of these were passed; they come first.
-        is_contained: whether all that it refers to, besides tensors that were passed,
-            are numbers, packages and functions like it.
     """
 
     __slots__ = (
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
-        *("buffers", "compiled", "first_parameter", "is_bare", "is_contained"),
-        *("is_lazy", "label", "next_hook", "passed_count", "streams", "tensors"),
-        "uses_stream_states",
+        *("buffers", "compiled", "first_parameter", "is_bare", "is_lazy", "label"),
+        *("left", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
         self.next_hook, given = RemovableHandle.next_id, Given()
-        self._values: list[Any] = []
-        for k, value in enumerate((*args, *kwargs.values())):
-            if type(value) not in TENSORS and is_spent_by_use(type(value)):
-                target = code_of_arguments(fn)
-                raise only_once(
-                    value, argument_name(target, self._names, k, self._count)
-                )
-            self._values.append(given.put_aside(value))
-        self._values.append(given.put_aside(fn))  # the last
+        values = *args, *kwargs.values()
+        kinds = {*map(type, values)} - TENSORS
+        if kinds and True in map(is_spent_by_use, kinds):
+            k = [is_spent_by_use(type(v)) for v in values].index(True)
+            target = code_of_arguments(fn)
+            name = argument_name(target, self._names, k, self._count)
+            kind = type(values[k]).__name__
+            raise CaptureError(_SPENT.format(name=name, kind=kind))
+        self._values = [*map(given.put_aside, (*values, fn))]
         self._modes: Sequence[Any] = ()
         if function_mode_count():
             self._modes = [*map(given.put_aside, function_modes())]
@@ -93,10 +90,10 @@ class Reach:
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
+        self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
-        passed = len(given.tensors)
         if given.roots:
             if any(MODULE_HOOKS.dicts):
                 self._add_hooks_of_all_modules(given)
@@ -104,7 +101,6 @@ class Reach:
             parameters = self._number_all(given)
         self._watched: Sequence[Any] = ()
         self._asks: frozenset[str] = frozenset()
-        self.passed_count = passed
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes or self._roots:
             self._lease(given)
@@ -113,10 +109,6 @@ class Reach:
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
-        self.is_contained = not given.boxes and False not in [
-            root.layout.is_contained and not root.contents.has_tensors
-            for root in self._roots
-        ]
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = False
         if given.search is not None or self._roots:
@@ -226,9 +218,18 @@ class Reach:
         return {value.number for value in self._values if type(value) is At}
 
     def may_write(self, index: int, tensor: Tensor) -> bool:
-        """Say so of what may be a buffer, and of vectors that were passed."""
-        was_passed = index < self.passed_count
-        return index in self.buffers or (was_passed and tensor.dim() < 2)
+        """Say so of what may be a buffer, and of vectors that are no parameters."""
+        is_entry = index < self.first_parameter
+        return index in self.buffers or (is_entry and tensor.dim() < 2)
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether it refers to functions, numbers and packages, and tensors passed."""
+        given = (*self._values, *self._modes, self._cache)
+        return self.is_bare or not (
+            any(type(kept) is Box for kept in given)
+            or any(root.refers_to_more for root in self._roots)
+        )
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
@@ -288,9 +289,7 @@ class Reach:
     ) -> Running:
         """Return a context in which everything holds what it held at the call.
 
-        Args:
-            tensors: to run on.
-            users: returns those of the user's that these stand for.
+        The tensors to run on stand for those of the user's that `users` returns.
         """
         args = self._roots, self._buffers, self.next_hook, tensors
         return Running(*args, users or self.alive)
@@ -301,7 +300,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
         runs: list[Any] | None = None,
         users: Callable[[], Sequence[Any]] | None = None,
-        take: Callable[[Any], Any] = lambda value: value,
+        take: Callable[..., Any] | None = None,
     ) -> Any:
         """Call the function again, in `restored`.
 
@@ -310,14 +309,17 @@ class Reach:
             body: what is called with the function and its arguments, if not that.
             runs: where the run is noted whose graph is going to be differentiated.
             users: as for `restored`.
-            take: takes the result apart, while all holds what the run left there.
+            take: takes the result apart, with what is left where the forward left it.
         """
         if self.is_bare:
-            return take(self.call(None, tensors, body))
+            found = self.call(None, tensors, body)
+            return found if take is None else take(found)
         running = self.restored(tensors, users)
         running.__enter__()
         try:
-            found = take(self.call(running, tensors, body))
+            found = self.call(running, tensors, body)
+            if take is not None:
+                found = take(found, left=running.left(self.left) if self.left else ())
         except BaseException:
             running.__exit__()
             raise
@@ -335,6 +337,8 @@ class Reach:
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
+        if running is not None and self.left:
+            running.passed = building.made  # until the run has ended
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -342,15 +346,14 @@ class Reach:
         if self._names:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
-        bound = BoundFunction(fn, args, kwargs)
         if body is not None:
-            bound = BoundFunction(body, [fn, args], {})
+            fn, args, kwargs = body, [fn, args], dict[str, Any]()
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
             if is_plain and not (modes or function_mode_count()):
-                return bound()
-            return call_under(bound, modes, cache)
+                return fn(*args, **kwargs)
+            return call_under(BoundFunction(fn, args, kwargs), modes, cache)
         finally:
             self._running = None
 
@@ -399,7 +402,7 @@ class Reach:
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        running, found = self._running, _StillThere
+        running, found = self._running, StillThere
         if isinstance(running, Running):
             found = running
         if running is None:
@@ -409,13 +412,9 @@ class Reach:
         else:
             tensors = running.tensors
         building = Building(tensors, found, in_place=False)
-        search = CallSearch()
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
-        args = (*values[: self._count],)
-        snapshot = Snapshot(fn, self.label, args, kwargs, search)
-        same = [t is tensors[index] for t in search.found.tensors]
-        return snapshot.name_of(same.index(True))
+        return CallNames(fn, values[: self._count], kwargs).name_of(tensors[index])
 
 
 def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | None:
@@ -430,21 +429,12 @@ def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | 
     return None
 
 
+_SPENT = (
+    "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
+    "recompute reads the arguments again. Pass a list or a tuple."
+)
 _UNHASHABLE = (
     "remat: {label} reaches an object of an {error}, whose metaclass has no "
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "
     "metaclass `__hash__ = type.__hash__`."
 )
-# What knows the inputs of a call by name: at the base, or under torch.func.
-CallOrigin = Reach | Snapshot
-
-
-class _StillThere:
-    """Finds, for names, what is still there."""
-
-    @staticmethod
-    def found(kept: Ref) -> Any:
-        """Return a value that is still there, or None."""
-        return None if kept.ref is None else kept.ref()
-
-    container = found

@@ -16,6 +16,6 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     tape, barrier          in a graph: what is kept, and read after the cotangents
 
 Called by users to name values, by `_transform` if there is a policy or pruning, by
-`_scope` and `_report`, and for options, costs or caches by `_fit`, `chain`, `nn` and
-`compat`.
+`_scope` and `_report`, and for options, costs, caches or records by `_fit`, `chain`,
+`nn`, `compat` and `rules`.
 """

@@ -48,7 +48,10 @@ _ASKS = "it asks whether there is a torch function (has_torch_function)"
 # Reasons that are known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
 ASSIGNS = "it assigns to the .data of a tensor"
-UNSEEN = "torch compiles a part of it, such as a branch of torch.cond"
+UNSEEN = (
+    "a part of it is not seen: a branch of torch.cond that torch compiles, or a kept "
+    "call that is entered again"
+)
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
 WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads

@@ -205,6 +205,33 @@ def under_dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
             _write_flags(flags)
 
 
+# Deleted by: an operator whose kernel runs as its caller would.
+def as_one_operation(
+    call: Callable[[Callable[..., Any]], Any], run: Callable[..., Any]
+) -> Any:
+    """Return `call(inside)`, under remat's modes alone; `inside` is under the others.
+
+    There it runs as here, and not as a kernel does: under the modes of the user, and
+    with autograd and transforms.
+    """
+    stack = dispatch_modes()
+    ours = [mode for mode in stack if isinstance(mode, LeanDispatchMode)]
+    with outside_all_dispatch_modes():
+        keys = _included(), _excluded()
+
+    def inside(*args: Any) -> Any:
+        others = [mode for mode in stack if mode not in ours]
+        with torch._C._ForceDispatchKeyGuard(*keys), under_dispatch_modes(others):
+            return run(*args)
+
+    with outside_all_dispatch_modes(), under_dispatch_modes(ours):
+        return call(inside)
+
+
+_included = torch._C._dispatch_tls_local_include_set
+_excluded = torch._C._dispatch_tls_local_exclude_set
+
+
 # Deleted by: a dispatch mode that can be left by those inside of it.
 def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
     """Return a context without a dispatch mode, if it is the innermost."""

@@ -22,7 +22,7 @@ Under torch.func: one Function, whose backward is again a program.
     call                a user's call, taken apart
     function            the call as a program, how it is evaluated at each level, the
                         forward, the node, and the vjp: read it from top to bottom
-    levels              a program under vmap and under jvp, as programs
+    levels, below       a program under vmap and under jvp, as programs
     checks              what a call must not do, and a recompute must do
     forward_inputs      what a forward runs on, and what it changes of that
     state               what recomputes restore; buffers, which are updated once
@@ -30,5 +30,5 @@ Under torch.func: one Function, whose backward is again a program.
     written             what a recompute reads of large inputs that are written to
 
 Called by users, by `_report`, which runs calls to look at them, and by rooms that make
-calls: `chain`, `nn`, `compat`, `_fit` and `testing`.
+calls: `chain`, `nn`, `compat`, `_fit` and `rules`.
 """

@@ -21,7 +21,7 @@ from remat._base.observer import Observer
 from remat._base.parts import taken_apart
 from remat._base.source import user_line
 from remat._base.types import TENSORS
-from remat._live.reach import CallOrigin
+from remat._live.reach import Reach
 from remat._partial.effects import written_by
 from remat._torch import (
     base_tensor,
@@ -33,7 +33,7 @@ from remat._torch import (
 
 
 def changes_of(
-    origin: CallOrigin,
+    origin: Reach,
     inputs: Sequence[Tensor],
     run: Callable[[Sequence[Tensor]], object],
 ) -> dict[int, str]:

@@ -44,10 +44,9 @@ from remat._base.source import shown
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._capture.holders import dict_of
-from remat._capture.result_walk import Hidden
-from remat._capture.snapshot import Snapshot
 from remat._graph.edges import Edge, edge_of, leads_to, reached_inputs
-from remat._live.reach import CallOrigin
+from remat._live.reach import Reach
+from remat._live.result_walk import Hidden
 from remat._torch import (
     base_tensor,
     call_kernel,
@@ -68,7 +67,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def refuse_changed_inputs(
-    origin: CallOrigin,
+    origin: Reach,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     versions: Sequence[int | None],
@@ -89,7 +88,7 @@ def refuse_changed_inputs(
 
 
 def changed_inside(
-    origin: CallOrigin,
+    origin: Reach,
     index: InputIndex | None,
     changes: Mapping[InputIndex, str] | None = None,
     *,
@@ -121,7 +120,7 @@ def refuse_backward(
 
 
 def refuse_assigned_data(
-    origin: CallOrigin,
+    origin: Reach,
     inputs: Sequence[Tensor],
     inner: Sequence[Tensor],
     needs: PerInput,
@@ -139,7 +138,7 @@ def refuse_assigned_data(
 
 
 def refuse_leaks(
-    snapshot: Snapshot, inner: Sequence[Tensor], hidden: Sequence[Hidden]
+    snapshot: Reach, inner: Sequence[Tensor], hidden: Sequence[Hidden]
 ) -> None:
     """Refuse a function if something holds its graph, which should be gone by now."""
     # A mode around this holds results for its call, which looks itself.
@@ -158,9 +157,7 @@ def refuse_leaks(
 # --- What a recompute must do ---
 
 
-def check_differentiable(
-    origin: CallOrigin, outs: Sequence[Any], then: PerResult
-) -> None:
+def check_differentiable(origin: Reach, outs: Sequence[Any], then: PerResult) -> None:
     """Check that outputs require grad where those of the forward did."""
     now = [*map(_requires_grad, outs)]
     if now != then and now != then[: len(now)]:
@@ -169,7 +166,7 @@ def check_differentiable(
 
 
 def check_reached(
-    origin: CallOrigin,
+    origin: Reach,
     outs: Sequence[Any],
     inputs: Sequence[Tensor],
     missing: Sequence[InputIndex],
@@ -183,7 +180,7 @@ def check_reached(
 
 
 def refuse_needed(
-    origin: CallOrigin,
+    origin: Reach,
     needed: Collection[InputIndex],
     changed: Sequence[InputIndex],
 ) -> None:
@@ -195,7 +192,7 @@ def refuse_needed(
 
 
 def enter_refusing_reads(
-    origin: CallOrigin,
+    origin: Reach,
     inputs: Sequence[Tensor],
     changed: Sequence[InputIndex],
     state: AbstractContextManager[Any],

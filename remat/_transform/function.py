@@ -15,8 +15,7 @@ A forward begins in `evaluate_differentiably`, which `remat.chain` calls, too.
     dispatch                        at each level, down to the base
     Program.evaluate                at the base
     Primal.evaluate_first           as the first run is the forward
-    _evaluate_below, _evaluate      what is before and after the run
-    _run                            the run, in grad mode
+    _evaluate_below, _run           what is before and after the run; that, in grad mode
     Batch.run, Dual.run             up again through these levels, if there are any
     Primal.run, Primal.run_forward  of the program itself
     Call.run_forward                calls the user's function
@@ -127,15 +126,11 @@ from remat._transform import checks
 from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of
 from remat._transform.forward_inputs import ForwardInputs
-from remat._transform.levels import Batch, Dual, Duals
-from remat._transform.state import (
-    CallState,
-    call_state,
-)
+from remat._transform.levels import Batch, Dual, Duals, needs_above
+from remat._transform.state import CallState, call_state
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
 
 
@@ -168,11 +163,13 @@ def call_as_function(
 class Primal(Program):
     """A user's call as a program: its first run is the forward, others recompute."""
 
-    __slots__ = ("__weakref__", "_counts", "call", "evaluation", "state")
+    __slots__ = ("__weakref__", "_counts", "call", "evaluation", "kept", "state")
+    saves_kept = True  # in its node, what calls within keep by their own rules
 
     def __init__(self, call: Call) -> None:
         # How many inputs and outputs it has, without tangents; the forward sets it.
         self.call, self._counts = call, (0, 0)
+        self.kept: list[Any] = []  # of calls within, by their own rules
         self.state: CallState | None = None
         self.evaluation: Evaluation | None = None
 
@@ -190,6 +187,11 @@ class Primal(Program):
     @override
     def is_forward(self) -> bool:
         return self.call.structure is None  # the forward sets it at its end
+
+    @property
+    @override
+    def passed(self) -> Sequence[Tensor]:
+        return self.call.wrapped
 
     @property
     @override
@@ -217,6 +219,8 @@ class Primal(Program):
             differentiable = evaluation.differentiable[:count]
             self.evaluation = evaluation._replace(differentiable=differentiable)
             self.state = state.of_first(arity)
+        if self.kept and self.saves_kept:
+            return self.kept[0].in_node(self.kept, results, evaluation)
         return results, evaluation
 
     @override
@@ -227,25 +231,28 @@ class Primal(Program):
             self._counts = len(inputs), len(outs)
             return outs
         context = here()
-        context.recomputing = (*context.recomputing, self)
+        before = context.recomputing, context.regions
+        context.recomputing = (*before[0], self)
+        context.regions = (*before[1], [self.kept, True, 0, True])
         try:
             return self.recompute(inputs, mode)
         except Exception as error:
             note(error, f"remat: raised while recomputing {self.label}.")
             raise
         finally:
-            context.recomputing = context.recomputing[:-1]
+            context.recomputing, context.regions = before
 
     def run_forward(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
         """Run the function for the first time; return the tensors of its result."""
         context = here()
         if context.reporter is not None:
             context.reporter.entered(self, inputs)
-        context.functions += 1
+        regions, context.functions = context.regions, context.functions + 1
+        context.regions = (*regions, [self.kept, False, 0, True])
         try:
             result = self._under(mode, self.call.run_forward, inputs)
         finally:
-            context.functions -= 1
+            context.regions, context.functions = regions, context.functions - 1
         return self.call.split(result, inputs)
 
     def recompute(self, inputs: Sequence[Tensor], mode: Any) -> Outputs:
@@ -275,6 +282,10 @@ class Primal(Program):
         if mode is not None:
             mode.end()
         return result
+
+    @override
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        checks.refuse_leaks(self.call.snapshot, leaves, self.call.hidden)
 
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
@@ -356,8 +367,8 @@ def dispatch(
     layer = current_layer()
     kind: Any = None if layer is None else kind_of(layer)
     if kind == VMAP:
-        below_vmap = functools.partial(_dispatch_below_vmap, program, request)
-        return batched(inputs, below_vmap)
+        args = program, request, layer.level()
+        return batched(inputs, functools.partial(_dispatch_below_vmap, *args))
     if kind == JVP:
         return _dispatch_at_jvp(layer, program, inputs, request)
     if layer is None or dual_level_active():
@@ -402,6 +413,7 @@ def _ends(evaluation: Evaluation, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
 def _dispatch_below_vmap(
     program: Program,
     request: Request,
+    level: int,
     inputs: tuple[Any, ...],
     in_dims: tuple[Any, ...],
     size: int,
@@ -409,8 +421,7 @@ def _dispatch_below_vmap(
 ) -> tuple[Any, Any, Evaluation]:
     """Evaluate all examples at once, below the vmap."""
     needs = [*map(requires_grad_at_any_level, inputs)]
-    pairs = zip(request.needs, needs, strict=True)
-    needs_outside = [need and not below for need, below in pairs]
+    needs_outside = needs_above(program, request, needs, level)
     request = request._replace(needs=needs, is_batched=True)
     batch = Batch(program, needs_outside, (in_dims, size, randomness))
     outs, evaluation = dispatch(batch, inputs, request)
@@ -428,9 +439,8 @@ def _dispatch_at_jvp(
         below = duals.primals
         results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
         return _wrapped(results, level), evaluation
-    needs_below = map(requires_grad_at_any_level, duals.primals)
-    pairs = zip(request.needs, needs_below, strict=True)
-    needs = [need and not below for need, below in pairs]
+    below = [*map(requires_grad_at_any_level, duals.primals)]
+    needs = needs_above(program, request, below, level)
     dual = Dual(program, needs, duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
@@ -471,21 +481,19 @@ def _evaluate_below(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
-    snapshot, needs = call.snapshot, request.needs
+    snapshot = call.snapshot
     given = ForwardInputs(inputs, request, snapshot.buffers, call.wrapped)
-    inner = given.inner
     # In a function of its own: nothing here may hold the graph.
-    evaluated = _evaluate(call, program, given, request)
-    # After all runs of the forward, and before leaks are looked for: it holds tensors.
-    call.forward_done()
-    # The graph is gone by now, unless the function let something of it escape.
-    checks.refuse_backward(program, inner, inputs)
-    checks.refuse_assigned_data(snapshot, inputs, inner, needs)
+    evaluated = evaluate_forward(call, program, given, request)
+    call.forward_done()  # before leaks are looked for: it holds tensors
+    # The graph is gone by now, unless something of it escaped.
+    checks.refuse_backward(program, given.inner, inputs)
+    checks.refuse_assigned_data(snapshot, inputs, given.inner, request.needs)
     checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
     return evaluated
 
 
-def _evaluate(
+def evaluate_forward(
     call: Call, program: Program, given: ForwardInputs, request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward."""
@@ -670,7 +678,7 @@ class Remat(SingleLevelFunction):
         if not evaluation.request.at_base:  # their level may be gone
             primals = [*map(unwrap_dead, primals)]
         program, arity = ctx.program, len(primals)
-        rule = program.own_vjp(program, wanted, given)
+        rule = program.own_vjp(program, evaluation, wanted, given)
         rule = rule or Vjp(program, evaluation, arity, wanted, given)
         there: list[Any] = [cotangents[j] for j in given]
         cts = [*map(unwrap_dead, there)]

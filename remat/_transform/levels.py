@@ -13,6 +13,7 @@ once more for the tangents, and below it torch turns forward mode off.
 
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ from remat._torch import (
     is_of_torch_func,
     leaf_at,
     lifted,
+    no_torch_functions,
+    requires_grad_above,
     requires_grad_at_any_level,
     taken_apart_at_jvp,
     unpack_dual,
@@ -86,6 +89,11 @@ class Below(Program):
     def is_forward(self) -> bool:
         return self.program.is_forward
 
+    @property
+    @override
+    def passed(self) -> Sequence[Tensor]:
+        return self.program.passed
+
     @override
     def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
@@ -110,6 +118,10 @@ class Below(Program):
         self.program.refuse_changed(inputs[: self.arity])
 
     @override
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        self.program.refuse_leaks(leaves)
+
+    @override
     def check_reached(
         self,
         outs: Sequence[Any],
@@ -118,6 +130,16 @@ class Below(Program):
     ) -> None:
         missing = [i for i in missing if i < self.arity]
         self.program.check_reached(outs, inputs, missing)
+
+    @override
+    def own_vjp(
+        self,
+        seen_as: Program,
+        evaluation: Evaluation,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
+    ) -> Program | None:
+        return self.program.own_vjp(seen_as, evaluation, wanted, given)
 
     def _function(self, mode: Any, *, is_marked: bool) -> Callable[..., Any]:
         """Return what is run at the level; marked inputs require grad there."""
@@ -140,12 +162,36 @@ class Below(Program):
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
-            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+            found = tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+            del outs
+            if mode is None:  # which holds them
+                self.refuse_leaks([*compress(inner, self.needs)])
+            return found
 
     def _note_marked(
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
     ) -> None:
         """Note what the graph of a marked run is, before it is dropped."""
+
+
+def needs_above(
+    program: Program, request: Request, needs: PerInput, level: int
+) -> list[bool]:
+    """Return which inputs are differentiated where that does not show below a level.
+
+    Args:
+        program: whose inputs they are.
+        request: what is asked of it.
+        needs: which are differentiated below.
+        level: of a vmap or a jvp.
+    """
+    pairs = zip(request.needs, needs, strict=True)
+    found = [need and not below for need, below in pairs]
+    if True in needs:
+        with no_torch_functions():  # a mode of ours refuses tensors of levels above
+            for i, t in enumerate(program.passed):
+                found[i] = found[i] or requires_grad_above(t, level)
+    return found
 
 
 class Batch(Below):
@@ -154,13 +200,13 @@ class Batch(Below):
     Its `needs` are the inputs that are differentiated only outside the vmap.
     """
 
-    __slots__ = ("_found", "_vmap", "out_dims")
+    __slots__ = ("_found", "out_dims", "vmap")
 
     def __init__(
         self, program: Program, needs: PerInput, vmap: tuple[Any, int, str]
     ) -> None:
         super().__init__(program, needs)
-        self._vmap = vmap
+        self.vmap = vmap
         self._found: tuple[OutsideVmap, ...] = ()
         self.out_dims: tuple[Any, ...] = ()
 
@@ -170,8 +216,22 @@ class Batch(Below):
         # Asked before the run: after it the program is a forward no more.
         is_marked = self.program.is_forward and True in self.needs
         function = self._function(mode, is_marked=is_marked)
-        outs, self.out_dims = batch(function, *self._vmap)(*inputs)
+        outs, self.out_dims = batch(function, *self.vmap)(*inputs)
         return outs
+
+    @property
+    def batches_inputs(self) -> bool:
+        """Whether it batches any input. A vmap over cotangents batches none."""
+        return {*self.vmap[0]} != {None}
+
+    @property
+    def found(self) -> Any:
+        """What a run found of the level, to be set where no run is made."""
+        return self.out_dims
+
+    @found.setter
+    def found(self, found: Any) -> None:
+        self.out_dims = found
 
     @override
     def _note_marked(
@@ -193,20 +253,11 @@ class Batch(Below):
     @property
     @override
     def signature(self) -> tuple[Any, ...]:
-        return (*self.program.signature, *self.needs, *self._vmap)
+        return (*self.program.signature, *self.needs, *self.vmap)
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:
         return self.program.may_read_early(tensor)
-
-    @override
-    def own_vjp(
-        self,
-        seen_as: Program,
-        wanted: Sequence[InputIndex],
-        given: Sequence[OutputIndex],
-    ) -> Program | None:
-        return self.program.own_vjp(seen_as, wanted, given)
 
 
 class Dual(Below):
@@ -255,6 +306,15 @@ class Dual(Below):
             self.positions = [j for j, t in enumerate(found) if t is not None]
         pairs = ((outs[j], found[j]) for j in self.positions)
         return (*outs, *(torch.zeros_like(o) if t is None else t for o, t in pairs))
+
+    @property
+    def found(self) -> Any:
+        """What a run found of the level, to be set where no run is made."""
+        return self.count, self.positions
+
+    @found.setter
+    def found(self, found: Any) -> None:
+        self.count, self.positions = found
 
     @property
     @override

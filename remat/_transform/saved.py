@@ -37,14 +37,14 @@ from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
 from remat._base.calls import in_place
-from remat._base.context import Context, NestedChoices, here, within
+from remat._base.context import Context, EnteredAgain, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
 from remat._base.tensors import outside_inference_mode, version_of
 from remat._base.tracebacks import note
-from remat._base.types import Fn
+from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
-from remat._live.reach import Reach, Running, reach_of
+from remat._live.reach import Reach, reach_of
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
@@ -171,6 +171,7 @@ class Saved:
         is_done: whether the forward has ended.
         planned: what it does with a record, or with its plans; None if nothing.
         inner: what the calls within chose, in order.
+        kept: what is kept of calls within by their own rules, in order.
         written: the inputs without a copy that the forward wrote to.
         seeds: those that the forward took from the machine.
         index: of the call among those within the call around; None outside of one.
@@ -179,7 +180,8 @@ class Saved:
     __slots__ = (
         *("__weakref__", "addresses", "ambient", "handles", "hooks", "index", "inner"),
         "inputs",
-        *("is_done", "is_nested", "label", "leaf_changes", "metas", "modes", "options"),
+        *("is_done", "is_nested", "kept", "label", "leaf_changes", "metas", "modes"),
+        "options",
         *("planned", "policy", "reach", "seeds", "vmaps", "written"),
     )
 
@@ -209,6 +211,7 @@ class Saved:
         self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
+        self.kept: list[Any] = []
         self.written: dict[int, HeldAtEnd] = {}
         self.seeds: Sequence[int] = ()
         self.index: int | None = None
@@ -277,9 +280,9 @@ class Saved:
         """Write where an input comes from, as the function's author would."""
         return self.reach.name_of(index)
 
-    def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
+    def run_again(self, tensors: Sequence[Tensor]) -> None:
         """Call the function as it was called."""
-        self.reach.call(running, tensors)
+        self.reach.run(tensors)
 
     def value_of(self, handle: Handle) -> Tensor:
         """Return the value of a handle, by a recompute."""
@@ -321,7 +324,7 @@ class Saved:
         noted = Noted()
         self.seeds = noted.seeds
         before = context.only_our_hooks, context.policy, context.nested_choices
-        inside = context.inside
+        inside, regions = context.inside, context.regions
         hooks = self.hooks
         context.only_our_hooks = (
             hooks is None
@@ -329,6 +332,7 @@ class Saved:
             or (context.only_our_hooks and self.is_nested)
         )
         context.policy, context.nested_choices = self.policy, NestedChoices(self.inner)
+        context.regions = (*regions, [self.kept, False, 0, False])
         if context.reporter is not None:
             context.inside = (*inside, self)
         noted.start()
@@ -349,7 +353,7 @@ class Saved:
         finally:
             pop_hooks()
             context.only_our_hooks, context.policy, context.nested_choices = before
-            context.inside = inside
+            context.inside, context.regions = inside, regions
             noted.end()
             # Also after an error, and in any order: the graph refers to the hook, and
             # the roots of the reach to the holders.
@@ -448,7 +452,7 @@ class _Packing:
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
-        if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
+        if type(t) not in TENSORS and _is_of_trace(t, self._is_traced):
             return t
         handles, version = self.handles, None
         i = self._index.get(id(t))
@@ -509,7 +513,7 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
     if in_backward and torch.is_grad_enabled() and call.is_done:
         DIFFERENTIATED_AGAIN.add(call.label)
     handles = call.alive() if in_backward else [asked]
-    if len(handles) > 1:
+    if len(handles) > 1 or call.kept:
         # Before the run, which may fail: values that nobody reads are dropped at the
         # end of the backward, or of its group.
         forget, group = functools.partial(_forget, weakref.ref(call)), execution_group()
@@ -518,6 +522,7 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         else:
             weakref.finalize(group, forget)
     fill = _fill_fully if call.planned is None else _fill_planned
+    fill = functools.partial(_fill_repeatedly, fill) if call.kept else fill
     modes = call.modes or (NO_MODES if dispatch_mode_count() else None)
     fill = fill if modes is None else functools.partial(modes.call, fill)
     try:
@@ -556,8 +561,21 @@ def _value_alone(call: Saved, asked: Handle) -> Tensor:
 
 def _forget(ref: weakref.ref[Saved]) -> None:
     call = ref()
-    for handle in () if call is None else call.alive():
+    if call is None:
+        return
+    for handle in call.alive():
         handle.value = None
+    for kept in call.kept:
+        kept.backward_done()
+
+
+def _fill_repeatedly(fill: Any, call: Saved, handles: Sequence[Handle]) -> None:
+    """Fill; begin again where a call that is kept has to be entered after all."""
+    while True:
+        try:
+            return fill(call, handles)
+        except EnteredAgain:
+            continue
 
 
 def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
@@ -618,21 +636,20 @@ def recompute(
     context = here()
     before = context.only_our_hooks, context.policy, context.nested_choices
     inside, recomputing = context.inside, context.recomputing
+    regions = context.regions
     context.only_our_hooks, context.policy = True, call.policy
     context.nested_choices = NestedChoices(call.inner, again=True)
+    context.regions = (*regions, [call.kept, True, 0, False])
     context.recomputing = (*recomputing, call)
     if context.reporter is not None:
         context.inside = (*inside, call)
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
-    run = (
-        _run_batched_on_buffers
-        if call.vmaps or call.inputs.may_be_written
-        else _run_on_objects
-    )
-    copied = (*call.inputs.may_be_written, *call.written)
-    if copied:
-        filling.put_back = {storage_id(tensors[i]) for i in copied}
+    run, copied = _run_on_objects, call.inputs.may_be_written
+    if copied or call.vmaps:
+        run = _run_batched_on_buffers
+    if copied or call.written:
+        filling.put_back = {storage_id(tensors[i]) for i in (*copied, *call.written)}
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
     streams = call.ambient.streams_now(call.reach.streams)
@@ -658,6 +675,7 @@ def recompute(
         put_back(streams)
         context.only_our_hooks, context.policy, context.nested_choices = before
         context.inside, context.recomputing = inside, recomputing
+        context.regions = regions
         set_grad_enabled(grad_mode)
         if suspended:
             resume_hooks(suspended)
@@ -675,12 +693,11 @@ def _run_batched_on_buffers(call: Saved, *tensors: Tensor) -> None:
 def _run_on_objects(call: Saved, *tensors: Tensor) -> tuple[()]:
     """Call the function again on tensors, with its objects as they were."""
     noted = Noted(call.seeds)
-    with call.reach.restored(tensors) as running:
-        noted.start()
-        try:
-            call.run_again(running, tensors)
-        finally:
-            noted.end()
+    noted.start()
+    try:
+        call.run_again(tensors)
+    finally:
+        noted.end()
     return ()
 
 
@@ -770,7 +787,7 @@ class Filling:
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
-        if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
+        if type(t) not in TENSORS and _is_of_trace(t, self._is_traced):
             return t
         if not self.left and self._stops:  # again, as somebody caught the first one
             raise Stop

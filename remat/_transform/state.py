@@ -30,7 +30,7 @@ from remat._base.program import (
 )
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
-from remat._capture.snapshot import Snapshot
+from remat._live.reach import Reach
 from remat._partial.decide import warn_once
 from remat._partial.replay import Replay
 from remat._torch import (
@@ -112,7 +112,7 @@ class CallState(NamedTuple):
         pairs = [(i, a) for i, a in zip(where, then, strict=True) if i in inputs]
         return self._replace(addresses=([i for i, _ in pairs], [a for _, a in pairs]))
 
-    def refuse_changed(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
+    def refuse_changed(self, snapshot: Reach, inputs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since, while a graph is made."""
         changed = changed_since(map(base_tensor, inputs), self.versions, (Absent,))
         changed += [i for i, value in enumerate(self.values) if value.has_changed()]
@@ -120,7 +120,7 @@ class CallState(NamedTuple):
             refuse_needed(snapshot, changed, changed)
 
     def restored(
-        self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
+        self, snapshot: Reach, inputs: Sequence[Tensor], mode: Any
     ) -> AbstractContextManager[None]:
         """Return a context in which it is restored, and changed inputs are not read."""
         streams = self.ambient.streams_now(snapshot.streams)
@@ -163,7 +163,7 @@ class CallState(NamedTuple):
             return run
         return functools.partial(self.modes.run_watched, run)
 
-    def _check_moved(self, snapshot: Snapshot, inputs: Sequence[Tensor]) -> None:
+    def _check_moved(self, snapshot: Reach, inputs: Sequence[Tensor]) -> None:
         """Warn of leaves that were given other memory since; refuse constants."""
         where, then = self.addresses
         if not then or current_layer() is not None or may_be_gathered():
@@ -194,7 +194,7 @@ class CallState(NamedTuple):
             yield
 
     def _restored(
-        self, snapshot: Snapshot, inputs: Sequence[Tensor], mode: Any
+        self, snapshot: Reach, inputs: Sequence[Tensor], mode: Any
     ) -> AbstractContextManager[Any]:
         ambient = self.ambient.restored()
         if current_layer() is not None:
@@ -252,7 +252,7 @@ class _Restored(AbstractContextManager[None]):
             put_back(self._streams)
 
 
-def call_state(snapshot: Snapshot, inputs: Sequence[Tensor]) -> CallState:
+def call_state(snapshot: Reach, inputs: Sequence[Tensor]) -> CallState:
     """Return what a call runs in, here and now."""
     ambient = Ambient(snapshot.streams, snapshot.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))

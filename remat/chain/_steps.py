@@ -9,7 +9,7 @@ function is given pytrees, and errors name their parts.
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,34 +18,11 @@ from torch import Tensor
 from remat._base import pytree
 from remat._base.errors import MutationError
 from remat._base.program import InputIndex, leaves_for
+from remat._base.pytree import TENSOR, Frame, tensors_and_frame
 from remat._base.tensors import describe, versions_of
 from remat._base.types import INERT
 from remat._live.reach import Reach
 from remat._torch import current_layer, grad_level, grad_mode, leaf_at, unwrap_for_grad
-
-
-class Frame(NamedTuple):
-    """A pytree with `TENSOR` in place of its tensors."""
-
-    treedef: pytree.Treedef
-    leaves: Sequence[Any]
-
-    def filled(self, tensors: Iterable[Tensor]) -> Any:
-        """Return the pytree around tensors."""
-        each = iter(tensors)
-        leaves = [next(each) if leaf is TENSOR else leaf for leaf in self.leaves]
-        return pytree.unflatten(self.treedef, leaves)
-
-
-TENSOR = object()
-
-
-def tensors_and_frame(tree: Any) -> tuple[list[Tensor], Frame]:
-    """Return the tensors of a pytree, and the rest."""
-    leaves, treedef = pytree.flatten(tree)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    rest = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tensors, Frame(treedef, rest)
 
 
 class Between(NamedTuple):

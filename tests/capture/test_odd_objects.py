@@ -11,8 +11,8 @@ from support.zoo import ops_of
 from torch import nn
 
 from remat import RecomputeError, remat
-from remat._capture.search import CallSearch
 from remat._live import walk as _walk
+from remat._live.names import NamedSearch
 from remat.testing import count_ops
 
 
@@ -106,13 +106,13 @@ def test_a_long_list_of_words_is_not_walked_one_by_one(words, monkeypatch):
     assert len(visited) < 10
 
 
-def test_hooks_are_not_walked():
+def test_names_are_not_looked_for_in_hooks():
     """The hook leads to fifty layers, and the call is about one."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))).double()
     model[0].register_forward_hook(lambda *_: model and None)
-    search = CallSearch()
-    search.visit(model[0], None)
-    assert len(search.found.tensors) == 2
+    search = NamedSearch()
+    search.walk(model[0])
+    assert len(search.tensors) == 2
     with count_ops() as ops:
         remat(model[0])(torch.randn(3, 4).double()).tanh().sum().backward()
     assert ops["addmm"] == 1  # its graph saves inputs only

@@ -12,7 +12,6 @@ from torch.func import grad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import chain
-from remat._partial import decide
 from remat.chain import schedules
 from remat.testing import assert_same, count_ops
 
@@ -45,11 +44,6 @@ def test_loops_of_known_length_are_compiled(program):
 
 
 # --- Schedules and progress ----------------------------------------------------------
-
-
-@pytest.fixture
-def _nothing_said(monkeypatch):
-    monkeypatch.setattr(decide, "_WARNED", set())
 
 
 def of_tanh(x, length=12, **options):
@@ -114,7 +108,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.usefixtures("_nothing_said")
 @pytest.mark.parametrize(
     ("runs", "name"),
     [*((traced_runs, name) for name in OTHERS), (compiled_runs, "Binomial")],
@@ -136,7 +129,6 @@ def test_without_gradients_a_graph_needs_no_schedule():
         assert_same(compiled(X), of_tanh(X))
 
 
-@pytest.mark.usefixtures("_nothing_said")
 @pytest.mark.parametrize(
     "runs", [traced_runs, pytest.param(compiled_runs, marks=pytest.mark.slow)]
 )

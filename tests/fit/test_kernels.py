@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.fitted import least, square
 from support.kernels import (
-    EXTENSION,
     KERNELS,
     X,
     blocks,
+    build,
     gradients_and_launches,
     launches,
 )
@@ -156,14 +156,7 @@ def test_a_function_without_choices_has_a_least_budget():
 
 @pytest.fixture(scope="module")
 def extension(tmp_path_factory):
-    cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
-    if not cpp_extension.is_ninja_available():
-        pytest.skip("ninja is not installed")
-    folder = str(tmp_path_factory.mktemp("extension"))
-    options = {"no_implicit_headers": True, "extra_cflags": ["-O0"]}
-    return cpp_extension.load_inline(
-        "remat_kernels", EXTENSION, build_directory=folder, **options
-    )
+    return build(tmp_path_factory.mktemp("extension"))
 
 
 @pytest.mark.slow

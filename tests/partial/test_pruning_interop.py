@@ -30,7 +30,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import RecomputeError, explain, remat
-from remat._partial import decide as _decide
 from remat.testing import assert_same
 
 
@@ -248,8 +247,7 @@ def test_an_operator_of_the_users(case, policy):
 
 
 @nothing_or_everything
-def test_a_backward_inside_is_repeated(policy, monkeypatch):
-    monkeypatch.setattr(_decide, "_WARNED", set())
+def test_a_backward_inside_is_repeated(policy):
     torch.manual_seed(0)
     layer = nn.Linear(4, 4).double()
 
@@ -311,8 +309,7 @@ def test_explain_tells_of_a_backward_inside(policy):
 @nothing_or_everything
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_tensors_are_recomputed(policy, layout, monkeypatch):
-    monkeypatch.setattr(_decide, "_WARNED", set())
+def test_nested_tensors_are_recomputed(policy, layout):
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
     x = torch.nested.nested_tensor(
@@ -343,9 +340,8 @@ def compiled(backend):
 
 
 @pytest.fixture
-def told(monkeypatch):
+def told():
     """A context in which a call says that it is not recorded."""
-    monkeypatch.setattr(_decide, "_WARNED", set())
     return pytest.warns(UserWarning, match="not followed.* it calls compiled code")
 
 

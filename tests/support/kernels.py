@@ -8,6 +8,7 @@ import ctypes
 import math
 
 import numpy as np
+import pytest
 import torch
 from support.fitted import square
 from torch import nn
@@ -153,6 +154,17 @@ def gradients_and_launches(model):
     model.zero_grad()
     count = launches(lambda: square(model(X)).backward())
     return [p.grad for p in model.parameters()], count
+
+
+def build(folder):
+    """Build the extension in a folder; skip the test if nothing can."""
+    cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
+    if not cpp_extension.is_ninja_available():
+        pytest.skip("ninja is not installed")
+    options = {"no_implicit_headers": True, "extra_cflags": ["-O0"]}
+    return cpp_extension.load_inline(
+        "remat_kernels", EXTENSION, build_directory=str(folder), **options
+    )
 
 
 # Of an extension: typed, untyped and accessed pointers, and a launch by address.

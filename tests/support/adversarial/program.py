@@ -5,6 +5,7 @@ Rejected: a number in a closure. A recompute would undo what it counts.
 """
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -26,11 +27,14 @@ class Program:
         name: its theme and what is hard about it.
         build: makes fresh state, and returns what runs the program.
         recomputes: whether there is something to recompute.
+        is_close: whether torch has other kernels for what a level of torch.func
+            differentiates, so that the last bits may differ there.
     """
 
     name: str
     build: Callable[[], Step]
     recomputes: bool = True
+    is_close: bool = False
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -46,22 +50,35 @@ def program(build=None, *, recomputes=True):
     return build
 
 
-def add(name, build, *, recomputes=True):
+def add(name, build, **attributes):
     assert name not in PROGRAMS, f"two programs are named {name}"
-    PROGRAMS[name] = Program(name, build, recomputes)
+    PROGRAMS[name] = Program(name, build, **attributes)
 
 
-def family(**cases):
+def family(*, is_close=False, **cases):
     """Add a program for each case: what builds it is given the case."""
 
     def adding(build):
         theme = build.__module__.rpartition(".")[2]
         for name, case in cases.items():
             words = f"{theme}/{build.__name__}: {name}".replace("_", " ")
-            add(words, functools.partial(build, case))
+            add(words, functools.partial(build, case), is_close=is_close)
         return build
 
     return adding
+
+
+def taking(space, *parameters):
+    """Return the functions that a module defines, by name, that begin so."""
+    count = len(parameters)
+    return {
+        name.replace("_", " "): fn
+        for name, fn in space.items()
+        if isinstance(fn, types.FunctionType)
+        and fn.__module__ == space["__name__"]
+        and fn.__code__.co_varnames[:count] == parameters
+        and (count or not fn.__code__.co_argcount)
+    }
 
 
 # --- What programs do ---

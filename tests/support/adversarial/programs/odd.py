@@ -117,29 +117,6 @@ def keys_that_compare_with_their_kind_alone():
     return loop(lambda x: work(x, sum(held.values())), between=change)
 
 
-class OfOneHash:
-    """A set has them in the order in which they were added."""
-
-    def __init__(self, k):
-        self.k = k
-
-    def __hash__(self):
-        return 1
-
-
-@program
-def a_set_that_is_turned_round_between():
-    held = {OfOneHash(2), OfOneHash(3)}
-
-    def change():
-        found = [*held][::-1]
-        held.clear()
-        held.update(found)
-
-    fn = lambda x: work(x, next(iter(held)).k)
-    return loop(fn, between=change, state=lambda: [one.k for one in held])
-
-
 @program
 def an_iterator_that_is_not_read():
     unread = itertools.cycle([2.0])

@@ -1,0 +1,20 @@
+"""Rules of rematerialization: calls that say themselves what a recompute is given.
+
+In: a function of the user's, perhaps with rules for its derivative and its recompute.
+Out: a function that is called by them within rematerialized calls.
+
+    _custom_vjp   `custom_vjp`: a function, its rules, and what is wrong with them
+    _ruled        a call by rules, as a program with a vjp of its own
+    _keep         `keep`: a call that no recompute enters again
+    _kept         such a call under torch.func, as a program whose graph stays
+    _places       what a forward keeps of such a call, and where a recompute finds it
+
+Called by users.
+"""
+
+from remat._base import hints as _hints
+from remat.rules._custom_vjp import custom_vjp as custom_vjp
+from remat.rules._keep import keep as keep
+
+
+_hints.at(__name__)

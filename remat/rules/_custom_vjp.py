@@ -1,0 +1,186 @@
+"""`custom_vjp`: a function whose derivative, and whose recompute, its author writes.
+
+Invariant: a rule that is wrong in structure, shape, dtype or number is an error that
+names the function and where it is written.
+Rejected: an `autograd.Function` of the user's. Its residuals are saved tensors, which a
+recompute computes by running all of it again.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat._base.program import Request
+from remat._base.pytree import tensors_and_frame
+from remat._base.source import shown
+from remat._torch import current_layer, must_inline, requires_grad_at_any_level
+from remat._transform.function import dispatch
+from remat.rules._places import is_in_region, place_of
+from remat.rules._ruled import Ruled, RulePlace
+
+
+class custom_vjp:  # noqa: N801
+    """A function with rules for its derivative, and for its recompute.
+
+    ``f = custom_vjp(fn)`` is called as `fn` is, with positional arguments or keywords.
+    Arguments and results are pytrees of tensors and other values. Rules are given by
+    `f.defvjp` or `f.defremat`, or both. They are for authors of kernels that know best
+    what to keep: attention its log-sum-exp, a quantized product its scales.
+
+    Outside of rematerialized calls the rules of `defvjp` hold, or else those of
+    `defremat`, where `rem` runs right after `fwd`. Within one the rules of `defremat`
+    hold: the forward runs `fwd` and keeps its residuals, whatever the policy says, and
+    the recompute runs `rem` on them. With `defvjp` alone `fwd` is run again, as any
+    code is, and what it names by `checkpoint_name` may be saved.
+
+    `fn` runs where nothing is differentiated in reverse. Forward mode differentiates
+    `fn` there, and `fwd` (or `rem` after it) where reverse mode takes part, too. So do
+    second derivatives: these rules are then differentiated as any code is. All that is
+    differentiated must be passed as an argument. Rules are pure: they change nothing,
+    and their results are not changed in place.
+
+    Args:
+        fn: the function.
+        nondiff_argnums: the positions of arguments that are not differentiated. `bwd`
+            is passed them first, and gives no cotangents for them.
+
+    Source: `jax.custom_vjp`, with `defremat` since JAX 0.12.
+
+    Example:
+        >>> from remat import custom_vjp, remat
+        >>> from remat.testing import count_ops
+        >>> sin = custom_vjp(torch.sin)
+        >>> sin.defremat(
+        ...     fwd=lambda x: (x.sin(), x.cos()),
+        ...     rem=lambda cos, x: (x.sin(), cos),
+        ...     bwd=lambda cos, ct: (ct * cos,),
+        ... )
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = remat(lambda x: sin(x).exp())(x)
+        >>> with count_ops() as ops:
+        ...     y.sum().backward()
+        >>> ops["sin"], ops["cos"]
+        (1, 0)
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], nondiff_argnums: Sequence[int] = ()
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"remat: custom_vjp takes a function, and not {fn!r}")
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.nondiff_argnums = tuple(nondiff_argnums)
+        self._outside: Any = None  # fwd, None, bwd
+        self._inside: Any = None  # fwd, rem, bwd
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Give the rules of the derivative.
+
+        Args:
+            fwd: `fwd(*args) -> (out, res)`. The residuals are any pytree.
+            bwd: `bwd(res, cotangents) -> cotangents of the arguments`, a tuple; None
+                for an argument whose cotangent is zero, or that has none.
+        """
+        _refuse_others(fwd, bwd)
+        self._outside = fwd, None, bwd
+
+    def defremat(
+        self,
+        fwd: Callable[..., Any],
+        rem: Callable[..., Any] | None,
+        bwd: Callable[..., Any],
+    ) -> None:
+        """Give the rules that hold within rematerialized calls.
+
+        Args:
+            fwd: `fwd(*args) -> (out, res)`. All of `res` is kept for the recompute.
+            rem: `rem(res, *args) -> (out, res2)`, called in the recompute. `out` is
+                what `fwd` returned; it is not read if nothing reads it. None: `fwd`
+                runs again, and nothing is kept.
+            bwd: `bwd(res2, cotangents) -> cotangents of the arguments`.
+        """
+        _refuse_others(fwd, bwd, *filter(None, [rem]))
+        self._inside = fwd, rem, bwd
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __reduce__(self) -> Any:
+        name: str = vars(self).get("__qualname__", "")
+        found: Any = sys.modules.get(self.__module__)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else super().__reduce__()
+
+    def __repr__(self) -> str:
+        return f"custom_vjp({self.fn!r})"
+
+    @property
+    def label(self) -> str:
+        """What messages call the function."""
+        code = getattr(inspect.unwrap(self.fn), "__code__", None)
+        name = getattr(self.fn, "__name__", repr(self.fn))
+        if code is None:
+            return f"`{name}`"
+        return f"`{name}` ({shown(code.co_filename)}:{code.co_firstlineno})"
+
+    def name_of(self, index: int, path: str = "") -> str:
+        """Write an argument as the function's author would."""
+        try:
+            names = (*inspect.signature(self.fn).parameters,)
+        except (TypeError, ValueError):
+            names = ()
+        name = names[index] if index < len(names) else f"argument {index}"
+        return f"`{name}{path}`"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._outside is None and self._inside is None:
+            raise AttributeError(_NO_RULE.format(label=self.label))
+        if kwargs:
+            args = self._positional(args, kwargs)
+        if must_inline():
+            return self.fn(*args)
+        tensors, frame = tensors_and_frame(args)
+        needs = [*map(requires_grad_at_any_level, tensors)]
+        is_plain = not torch.is_grad_enabled() or True not in needs
+        rules, place, is_again = self._outside or self._inside, None, False
+        if self._inside is not None and is_in_region():
+            rules = self._inside
+            if rules[1] is not None:
+                place, is_again = place_of(RulePlace, self.label)
+                # A recompute asks for the gradients of fewer.
+                place.is_plain = is_plain = place.is_plain if is_again else is_plain
+        if is_plain:
+            return self.fn(*args)
+        program = Ruled(self, rules, frame, len(tensors), place, is_again=is_again)
+        request = Request(needs, current_layer() is None)
+        return program.joined(dispatch(program, tensors, request)[0])
+
+    def _positional(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        bound = inspect.signature(self.fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.kwargs:
+            names = ", ".join(map(repr, bound.kwargs))
+            raise TypeError(_KEYWORDS.format(label=self.label, names=names))
+        return bound.args
+
+
+def _refuse_others(*rules: Any) -> None:
+    for rule in rules:
+        if not callable(rule):
+            raise TypeError(f"remat: a rule of a custom_vjp is no function: {rule!r}")
+
+
+_NO_RULE = (
+    "remat: custom_vjp {label} has no rules. Give them by its defvjp(fwd, bwd) or "
+    "defremat(fwd, rem, bwd)."
+)
+_KEYWORDS = (
+    "remat: custom_vjp {label} has keyword-only parameters ({names}), and rules take "
+    "positional arguments. Let it take them by position; callers may use keywords."
+)

@@ -1,0 +1,279 @@
+"""`keep`: a call that no recompute enters again.
+
+    under base autograd   it runs outside of our hooks and modes, so its nodes are those
+                          of plain code and save what they save. A recompute puts its
+                          results in place, behind a node that only the function itself
+                          may differentiate.
+    under torch.func      its graph stays, and ends at leaves of its own (`_kept`).
+
+Invariant: whatever the call changes besides its results is there in the recompute, or
+the call is entered again, with a warning that names it.
+Rejected: to save what it saves among the residuals of the call around. A node that is
+not ours cannot be made again around saved tensors.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from typing_extensions import override
+
+from remat._base.context import EnteredAgain
+from remat._base.pytree import Frame, tensors_and_frame
+from remat._base.unit import as_unit
+from remat._live.moment import WatchedCall
+from remat._live.reach import Reach, reach_of
+from remat._partial.decide import warn_once
+from remat._partial.recorder import Recorder
+from remat._torch import (
+    base_dual_level_active,
+    current_layer,
+    dispatch_modes,
+    must_inline,
+)
+from remat._transform.call import Call
+from remat._transform.function import evaluate_differentiably
+from remat.rules._kept import KeptCall
+from remat.rules._places import PlaceInCall, alone, is_in_region, outside, place_of
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def keep(fn: F) -> F:
+    """Return `fn`, which recomputes do not enter again.
+
+    Within a rematerialized call, what `fn` saved for its backward stays, and so do its
+    results. It is for what cannot or should not run twice: a kernel that torch's
+    dispatcher does not see, an `autograd.Function`, a collective, a call to another
+    process. Elsewhere, and in compiled code, the result just calls `fn`.
+
+    `fn` tells by its results what it did: pytrees of tensors and constants. If it
+    changes something else that it reaches, an attribute or a list, or an argument in
+    place, or if its result is changed in place later on, it is entered again, as other
+    code is, and a warning says so. Under torch.func it is entered again for second
+    derivatives, and for examples that share what is differentiated in them.
+
+    Args:
+        fn: the function, `Attention.apply` or a module, say. A module that is kept is
+            no module: write `keep(self.attention)(x)` where it is called.
+
+    Raises:
+        TypeError: `fn` is not callable.
+
+    Example:
+        >>> from remat import keep, remat
+        >>> @keep
+        ... def kernel(x):
+        ...     print("runs")
+        ...     return x.sin()
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> remat(lambda x: kernel(x.exp()).cos())(x).sum().backward()
+        runs
+    """
+    if not callable(fn):
+        raise TypeError(f"remat: keep takes a function, and not {fn!r}")
+    kept: Any = functools.wraps(fn, updated=())(KeptFunction(fn))
+    return kept
+
+
+class KeptPlace(PlaceInCall):
+    """What is kept of a call, besides its results.
+
+    Attributes:
+        how: puts its results in place, in a recompute; None where it is called as it
+            is, or was called outside of our hooks and modes and is again (`is_unseen`).
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.how: Callable[..., Any] | None = None
+        self.is_unseen = False
+
+    def entered_again(self, why: str) -> None:
+        """Note that recomputes enter the call, and why."""
+        self.how = self.residuals = None
+        for mode in dispatch_modes():
+            if isinstance(mode, Recorder):
+                mode.note_unseen()
+        if why:
+            warn_once(_AGAIN.format(name=self.name, source=self.source, why=why))
+
+
+class KeptFunction:
+    """A callable whose calls are kept."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"keep({self.fn!r})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fn = self.fn
+        if must_inline() or not is_in_region():
+            return fn(*args, **kwargs)
+        name = f"`{getattr(fn, '__qualname__', type(fn).__name__)}`"
+        place, is_again = place_of(KeptPlace, name)
+        if not is_again:
+            return _called(place, fn, args, kwargs)
+        if place.how is not None:
+            found = place.how(fn, args, kwargs)
+            if found is not None:
+                place.skip()
+                return found[0]
+            place.entered_again(_RESULT)
+        with outside() if place.is_unseen else nullcontext(), alone():
+            return fn(*args, **kwargs)
+
+
+def _called(place: KeptPlace, fn: Any, args: Any, kwargs: Any) -> Any:
+    """Call the function for the first time, and keep what may be kept."""
+    reach = reach_of(fn, place.name, args, kwargs)
+    if reach is None or base_dual_level_active():
+        with alone():
+            return fn(*args, **kwargs)
+    tensors = reach.take_tensors()
+    watched = WatchedCall(reach, tensors)
+    try:
+        needs = True in [t.requires_grad for t in tensors]
+        if current_layer() is not None or (place.is_in_function and needs):
+            result, place.how = _with_graph(place, fn, args, kwargs)
+        else:
+            place.is_unseen = True
+            with outside():
+                result = place.run(fn, *args, **kwargs)
+            place.how = _put_in_place(place, args, kwargs, result)
+        why = watched.changed()
+    finally:
+        watched.done()
+    if why or (place.is_unseen and place.how is None):
+        place.entered_again(why or _OPAQUE)
+    return result
+
+
+# --- Under base autograd ---
+
+
+def _put_in_place(place: KeptPlace, args: Any, kwargs: Any, result: Any) -> Any:
+    """Keep the results; return what puts them in place, None if nothing can."""
+    given = {id(t): k for k, t in enumerate(tensors_and_frame((args, kwargs))[0])}
+    outs, frame = tensors_and_frame(result)
+    if not frame.is_constant:
+        return None
+    found = [given.get(id(t)) for t in outs]  # an argument is that argument again
+    new = [t for t, k in zip(outs, found, strict=True) if k is None]
+    needs = [t.requires_grad for t in new]
+    place.keep([t.detach() for t in new])
+    as_unit(lambda: [t.detach() for t in new], ())
+    return functools.partial(_in_place, place, frame, found, needs)
+
+
+def _in_place(
+    place: KeptPlace,
+    frame: Frame,
+    found: Sequence[int | None],
+    needs: Sequence[bool],
+    _: Any,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any] | None:
+    """Return what the forward returned; None if that was changed in place since."""
+    if not all(each.is_as_it_was for each in place.residuals or ()):
+        return None
+    given = tensors_and_frame((args, kwargs))[0]
+    values = as_unit(place.values, ())
+    if len(place.stored()) < len(values):
+        # What hooks gave back may be changed in place in this recompute.
+        values = [v.clone() for v in values]
+    if torch.is_grad_enabled() and True in needs:
+        values = InPlace.apply((place, needs, values), _TOKEN, *given)
+    each = iter(values)
+    return (frame.filled([next(each) if k is None else given[k] for k in found]),)
+
+
+# So that there is a node, also if only what the call closed over requires grad.
+_TOKEN = torch.empty(0, requires_grad=True)
+
+
+class InPlace(torch.autograd.Function):
+    """The node of a kept call in a recompute. Only the function itself may reach it."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, kept: Any, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
+        ctx.place, needs, values = kept
+        outs = tuple(v.detach() for v in values)
+        others = [o for o, need in zip(outs, needs, strict=True) if not need]
+        ctx.mark_non_differentiable(*others)
+        return outs
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *_: Any) -> Any:
+        ctx.place.entered_again("")
+        raise EnteredAgain
+
+
+# --- Under torch.func ---
+
+
+def _with_graph(
+    place: KeptPlace, fn: Any, args: Any, kwargs: Any
+) -> tuple[Any, Callable[..., Any] | None]:
+    """Call the function as a program whose graph stays; also return what reads it."""
+    with alone():
+        call = Call(_reach(place, fn, args, kwargs), fn, args, kwargs)
+    inputs, needs = call.take_inputs()
+    program = KeptCall(call)
+    outs = place.run(evaluate_differentiably, program, inputs, needs)
+    if outs is None:
+        with alone():
+            return fn(*args, **kwargs), None
+    result = call.join(outs, inputs)
+    tensors, frame = tensors_and_frame(result)
+    if not frame.is_constant:
+        place.entered_again(_OPAQUE)
+        return result, None
+    index = {id(t): k for k, t in enumerate([*inputs, *outs])}
+    return result, functools.partial(
+        _by_graph, place, program, frame, [index[id(t)] for t in tensors]
+    )
+
+
+def _reach(place: KeptPlace, fn: Any, args: Any, kwargs: Any) -> Reach:
+    return Reach(fn, place.name, args, kwargs)
+
+
+def _by_graph(
+    place: KeptPlace,
+    program: KeptCall,
+    frame: Frame,
+    index: Sequence[int],
+    fn: Any,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any] | None:
+    """Return what the forward returned, behind a node that leads to its graph."""
+    reach = _reach(place, fn, args, kwargs)
+    inputs, needs = Call(reach, fn, args, kwargs).take_inputs()
+    with alone():
+        outs = evaluate_differentiably(program, inputs, needs)
+    reach.forward_done()
+    if outs is None:
+        return None
+    each = [*inputs, *outs]
+    return (frame.filled([each[k] for k in index]),)
+
+
+_AGAIN = (
+    "remat: keep({name}), called at {source}, is entered again in recomputes: it "
+    "changes {why}. Return it instead."
+)
+_OPAQUE = "an object that it returns, which is no tensor, constant or pytree of these"
+_RESULT = "its result, or that is changed in place later on"

@@ -1,0 +1,384 @@
+"""A call by rules, as a program with a vjp of its own.
+
+    outside of a region, or with `defvjp` alone
+        the node saves the residuals
+    with `defremat` in a region
+        one operation for modes: `fwd` in the forward, whose residuals stay at the place
+        of the call, and `rem` in the recompute, which leaves its own there for the vjp.
+        The node saves the arguments alone. A vjp that finds none calls `rem`.
+
+Invariant: residuals have no graph. Where the vjp is differentiated once more, they are
+computed again from the arguments, by the rules as plain code.
+Rejected: a Function of its own. It would repeat what `dispatch` does for each level.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from remat._base import pytree
+from remat._base.errors import CaptureError
+from remat._base.program import (
+    Evaluation,
+    InputIndex,
+    OutputIndex,
+    Program,
+    Request,
+    has_derivatives,
+    requires_grad,
+)
+from remat._base.pytree import Frame, tensors_and_frame
+from remat._base.tensors import describe_meta
+from remat._base.types import Outputs
+from remat._base.unit import as_unit
+from remat._torch import (
+    JVP,
+    base_dual_level_active,
+    current_task,
+    keeps_graph,
+    requires_grad_at_any_level,
+    set_grad_enabled,
+    transforms,
+)
+from remat._transform.below import BatchVjp, levels_below, note_levels
+from remat._transform.levels import Batch
+from remat.rules._places import Lowered, PlaceInCall, alone
+
+
+class RulePlace(PlaceInCall):
+    """What is kept of a call by rules: the residuals of `fwd`.
+
+    Attributes:
+        is_plain: whether nothing was differentiated.
+        lowered: the residuals without their tensors; None if they cannot be kept.
+        then: what a recompute left for the vjp.
+        result: its structure, and what its tensors are.
+        below: what the levels below found, for a replay that leaves the call out.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.is_plain = False
+        self.lowered = self.then = None
+        self.result = self.below = None
+
+    lowered: Lowered | None
+    then: Lowered | None
+    result: tuple[Frame, Sequence[Any]] | None
+    below: Sequence[Any] | None
+
+    def raised(self, args: Sequence[Tensor]) -> Any:
+        """Return the residuals at the levels here."""
+        assert self.lowered is not None
+        return self.lowered.raised(args, self.values())
+
+    @override
+    def backward_done(self) -> None:
+        self.then = None
+
+
+class Ruled(Program):
+    """A call of a function with rules, as a program."""
+
+    __slots__ = (
+        *("_args", "_is_again", "_is_first", "_res", "_result", "_rule", "_rules"),
+        *("arity", "place"),
+    )
+
+    def __init__(
+        self,
+        rule: Any,
+        rules: tuple[Any, Any, Any],
+        args: Frame,
+        arity: int,
+        place: RulePlace | None,
+        *,
+        is_again: bool,
+    ) -> None:
+        self._rule, self._rules, self._args, self.arity = rule, rules, args, arity
+        self.place, self._is_again, self._is_first = place, is_again, True
+        self._res: Lowered | None = None
+        # A replay may leave the run out.
+        self._result = place.result if place is not None else None
+
+    @property
+    @override
+    def signature(self) -> tuple[Any, ...]:
+        return ("rule", id(self._rule))
+
+    @property
+    @override
+    def is_forward(self) -> bool:
+        return self._is_first
+
+    @property
+    def metas(self) -> Sequence[Any]:
+        """What the tensors of the result are."""
+        assert self._result is not None
+        return self._result[1]
+
+    def joined(self, outs: Sequence[Any]) -> Any:
+        """Return the result, with these tensors in it."""
+        assert self._result is not None
+        return self._result[0].filled(outs)
+
+    # --- The run ---
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Run the rules; in the graph of a derivative, as plain code."""
+        del mode
+        args, place, is_jvp = self._args.filled(inputs), self.place, _has_jvp()
+        if place is None:
+            out, res = self._pair("fwd", *args)
+            if self._rules[1] is not None:
+                res = self._pair("rem", res, *args)[1]
+            self._res = None if is_jvp else Lowered(res, inputs)
+        elif not self._is_again:
+            out, res = place.run(self._pair, "fwd", *args)
+            if not is_jvp:
+                self._keep(Lowered(res, inputs))
+        elif place.residuals is None or is_jvp:
+            with alone():
+                out = self._pair("fwd", *args)[0]
+        else:
+            place.skip()
+            with alone():
+                out, res = self._pair("rem", place.raised(inputs), *args)
+            place.then = Lowered(res, inputs)
+        return self._flat(out)
+
+    def _keep(self, lowered: Lowered) -> None:
+        place = self.place
+        if place is not None and lowered.tensors is not None:
+            place.keep(lowered.take())
+            place.lowered = lowered
+
+    def _pair(self, which: str, *args: Any) -> Any:
+        """Call a rule that returns a pair."""
+        result = self._rules[which == "rem"](*args)
+        if type(result) in (tuple, list) and len(result) == 2:
+            return result
+        kind, label = type(result).__name__, self._rule.label
+        raise TypeError(_PAIR.format(which=which, label=label, kind=kind))
+
+    def _flat(self, out: Any) -> Outputs:
+        outs, frame = tensors_and_frame(out)
+        now = frame, [(t.shape, t.dtype, t.device) for t in outs]
+        place, then = self.place, None if self.place is None else self.place.result
+        if then is not None and (then[0].treedef, then[1]) != (frame.treedef, now[1]):
+            shown = [f"{f.treedef} of {_listed(metas)}" for f, metas in (then, now)]
+            label = self._rule.label
+            raise TypeError(_RESULT.format(label=label, then=shown[0], now=shown[1]))
+        self._result = now
+        if place is not None:
+            place.result = now
+        return (*outs,)
+
+    @override
+    def evaluate_first(
+        self, program: Program, inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        """Evaluate at the base. A graph there would be of what is no argument."""
+        self._is_first = False
+        given = [t.detach() if t.requires_grad else t for t in inputs]
+        set_grad_enabled(True)
+        outs = self._run(program, given)
+        set_grad_enabled(False)
+        if True in map(requires_grad, outs):
+            raise CaptureError(_REACHED.format(label=self._rule.label))
+        res, self._res = self._res, None
+        kept = list[Tensor]()
+        if res is not None and res.tensors is not None:
+            self._res, kept = res, res.take()
+        return [*(o if o is None else o.detach() for o in outs), *kept], Evaluation(
+            request,
+            used=[i for i, t in enumerate(inputs) if has_derivatives(t)],
+            differentiable=[*map(has_derivatives, outs), *[False] * len(kept)],
+            asks_grad_mode=True,
+            residuals=len(kept),
+            planned=_SAVES_ALL if kept else None,
+        )
+
+    def _run(self, program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        """Run the program, as one operation where a replay may leave it out."""
+        place = self.place
+        if place is None:
+            return program.run(*inputs)
+        below = levels_below(program)
+        if place.below is not None and len(place.below) == len(below):
+            note_levels(program, place.below, len(self.metas))
+        outs = as_unit(program.run, inputs)
+        if place.below is None:
+            place.below = [level.found for level in below]
+        return outs
+
+    # --- The vjp ---
+
+    @override
+    def own_vjp(
+        self,
+        seen_as: Program,
+        evaluation: Evaluation,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
+    ) -> Program | None:
+        if seen_as is self:
+            return RuledVjp(self, wanted, given)
+        if not isinstance(seen_as, Batch):
+            return None
+        below = self.own_vjp(seen_as.program, evaluation, wanted, given)
+        return None if below is None else BatchVjp(below, seen_as, wanted, given)
+
+    def gradients(
+        self, primals: Sequence[Tensor], kept: Sequence[Tensor], cts: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return the gradients of all arguments that are tensors."""
+        args, rule = self._args.filled(primals), self._rule
+        with alone():
+            res = self._residuals(primals, kept, args)
+            static = [args[i] for i in rule.nondiff_argnums]
+            found = self._rules[2](*static, res, self.joined(cts))
+        return self._checked(found, args)
+
+    def _residuals(
+        self, primals: Sequence[Tensor], kept: Sequence[Tensor], args: Any
+    ) -> Any:
+        """Return what `bwd` is given."""
+        place = self.place
+        # A tensor of a vmap does not say that it requires grad below.
+        is_differentiated = torch.is_grad_enabled() and any(
+            map(requires_grad_at_any_level, primals)
+        )
+        if not (is_differentiated or _has_jvp()):
+            if self._res is not None:
+                return self._res.raised(primals, kept)
+            if place is not None and place.then is not None:
+                then, place.then = place.then, None
+                if then.tensors is not None:
+                    return then.raised(primals, then.take())
+            if place is not None and place.residuals is not None:
+                return self._pair("rem", place.raised(primals), *args)[1]
+        res = self._pair("fwd", *args)[1]
+        return res if self._rules[1] is None else self._pair("rem", res, *args)[1]
+
+    def _checked(self, found: Any, args: Sequence[Any]) -> list[Any]:
+        """Return the cotangents of all tensors, as they are in the arguments."""
+        rule, count = self._rule, len(args)
+        static = {i % count for i in rule.nondiff_argnums}
+        numbers = [k for k in range(count) if k not in static]
+        if type(found) not in (tuple, list) or len(found) != len(numbers):
+            given = f"{len(found)} cotangents" if type(found) in (tuple, list) else ""
+            given = given or f"a {type(found).__name__}"
+            names = {"label": rule.label, "given": given, "count": len(numbers)}
+            raise TypeError(_NUMBER.format(**names))
+        cotangents, flat = dict(zip(numbers, found, strict=True)), list[Any]()
+        for k, arg in enumerate(args):
+            flat += _matched(rule, k, arg, cotangents.get(k))
+        return flat
+
+
+def _matched(rule: Any, index: int, arg: Any, ct: Any) -> list[Any]:
+    """Return the cotangents of the tensors in one argument."""
+    leaves, treedef = pytree.flatten(arg)
+    try:
+        each = [None] * len(leaves) if ct is None else pytree.parts(treedef, ct)
+    except ValueError as error:
+        text = _STRUCTURE.format(
+            error=error, label=rule.label, name=rule.name_of(index)
+        )
+        raise TypeError(text) from None
+    flat = list[Any]()
+    for k, (leaf, g) in enumerate(zip(leaves, each, strict=True)):
+        if not isinstance(leaf, Tensor):
+            continue
+        is_tensor = isinstance(g, Tensor)
+        if g is not None and not (
+            is_tensor and (g.shape, g.dtype) == (leaf.shape, leaf.dtype)
+        ):
+            given = describe_meta(g.dtype, g.shape) if is_tensor else type(g).__name__
+            name = rule.name_of(index, pytree.paths(treedef)[k])
+            is_of = {"given": given, "arg": describe_meta(leaf.dtype, leaf.shape)}
+            raise TypeError(_COTANGENT.format(label=rule.label, name=name, **is_of))
+        flat.append(g if has_derivatives(leaf) else None)
+    return flat
+
+
+class RuledVjp(Program):
+    """`(*arguments, *residuals, *cotangents) -> gradients`, by the rule."""
+
+    __slots__ = ("_given", "_of", "_wanted")
+
+    def __init__(
+        self, of: Ruled, wanted: Sequence[InputIndex], given: Sequence[OutputIndex]
+    ) -> None:
+        self._of, self._wanted, self._given = of, wanted, given
+
+    @override
+    def uses(self, count: int) -> Sequence[InputIndex]:
+        return (*range(self._of.arity), *range(count - len(self._given), count))
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Compute the gradients."""
+        del mode
+        of, given, place = self._of, self._given, self._of.place
+        end = len(inputs) - len(given)
+        there = dict(zip(given, inputs[end:], strict=True))
+        cts = [
+            there[j] if j in there else torch.zeros(m[0], dtype=m[1], device=m[2])
+            for j, m in enumerate(of.metas)
+        ]
+        grads = of.gradients(inputs[: of.arity], inputs[of.arity : end], cts)
+        is_held = place is None or place.is_in_function or keeps_graph()
+        if place is not None and current_task() >= 0 and not is_held:
+            place.residuals = None  # as a node lets go of what it saved
+        return tuple(grads[i] for i in self._wanted)
+
+
+class _SavesAll:
+    """What the node of a call by rules saves: all its inputs, and then residuals."""
+
+    plans, dropped = None, ()
+
+    def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return all."""
+        return inputs
+
+
+_SAVES_ALL: Any = _SavesAll()
+
+
+def _has_jvp() -> bool:
+    """Say whether a level of forward mode is open here."""
+    return JVP in transforms() or base_dual_level_active()
+
+
+def _listed(metas: Sequence[Any]) -> str:
+    return ", ".join(describe_meta(dtype, shape) for shape, dtype, _ in metas)
+
+
+_PAIR = "remat: {which} of {label} returned a {kind}, and no pair of (out, residuals)."
+_RESULT = (
+    "remat: rem of {label} returned {now}, where fwd returned {then}. Both must return "
+    "the same `out`."
+)
+_NUMBER = (
+    "remat: bwd of {label} returned {given}, and not a tuple of {count}: a cotangent "
+    "for each argument that is differentiated, None where it is zero."
+)
+_STRUCTURE = (
+    "remat: bwd of {label} returned a cotangent of another structure than {name} has: "
+    "{error}"
+)
+_COTANGENT = (
+    "remat: bwd of {label} returned a cotangent of {given} for {name}, which is {arg}. "
+    "It must have the same shape and dtype."
+)
+_REACHED = (
+    "remat: fwd of {label} computes with a tensor that requires grad and is no "
+    "argument, so its gradient would be lost. Pass it as an argument."
+)

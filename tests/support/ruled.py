@@ -1,0 +1,98 @@
+"""Functions with rules, and kept ones; how often each part of them has run."""
+
+import ctypes
+
+import torch
+from support.zoo import make
+from torch import nn
+
+from remat import custom_vjp, keep
+
+
+PARTS = ("fn", "fwd", "rem", "bwd")
+# In memory that no recompute puts back, as it does with what Python holds.
+_RUNS = (ctypes.c_int * len(PARTS))()
+
+
+def ran(part):
+    _RUNS[PARTS.index(part)] += 1
+
+
+def runs():
+    """How often each part has run since this was asked."""
+    found = dict(zip(PARTS, _RUNS, strict=True))
+    for k in range(len(PARTS)):
+        _RUNS[k] = 0
+    return {part: count for part, count in found.items() if count}
+
+
+def pair(w, x):
+    """A function of two matrices, with two results."""
+    return torch.tanh(x @ w) * x.sin(), w.cos()
+
+
+def fwd(w, x):
+    ran("fwd")
+    h = torch.tanh(x @ w)
+    return (h * x.sin(), w.cos()), {"h": h, "args": (w, x)}
+
+
+def rem(res, w, x):
+    ran("rem")
+    return (res["h"] * x.sin(), w.cos()), {"h": res["h"], "args": (w, x)}
+
+
+def bwd(res, cotangents):
+    ran("bwd")
+    (h, (w, x)), (first, second) = (res["h"], res["args"]), cotangents
+    inner = first * x.sin() * (1 - h * h)
+    return x.mT @ inner - second * w.sin(), inner @ w.mT + first * h * x.cos()
+
+
+def ruled(*, vjp=None, remat=None):
+    """`pair` with rules."""
+    fn = custom_vjp(pair)
+    if vjp is not None:
+        fn.defvjp(*vjp)
+    if remat is not None:
+        fn.defremat(*remat)
+    return fn
+
+
+def counted_pair(w, x):
+    ran("fn")
+    return pair(w, x)
+
+
+class Scaled(nn.Module):
+    """A module with a parameter, to be kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(make(4, 4, seed=7))
+
+    def forward(self, w, x):
+        ran("fn")
+        return torch.tanh(x @ w) * self.weight.sin(), x.cos()
+
+
+SCALED = Scaled()
+# Each with the function that it is to be equal to.
+FUNCTIONS = {
+    "defremat": (ruled(remat=(fwd, rem, bwd)), pair),
+    "defvjp": (ruled(vjp=(fwd, bwd)), pair),
+    "both": (ruled(vjp=(fwd, bwd), remat=(fwd, rem, bwd)), pair),
+    "without rem": (ruled(remat=(fwd, None, bwd)), pair),
+    "kept": (keep(counted_pair), pair),
+    "kept module": (keep(SCALED), SCALED),
+}
+
+
+def body_of(fn):
+    """A function that computes what `fn` is given, and reads all that it returns."""
+
+    def body(w, x):
+        first, second = fn(w * 1.5, x)
+        return (first * x).exp() + second.sin()
+
+    return body
