@@ -6,6 +6,8 @@ it held at the call.
     reach       all of this for one call
     running     one run of it again
     lifted      other tensors in place of the user's
+    left        what a function leaves in holders besides its result
+    copies      copies of buffers in holders, which other threads may find
     roots       one root of a call
     given       the function and the arguments, put aside and made again
     boxes       what is held of containers that were passed
