@@ -173,7 +173,7 @@ def _text(kind: PeakHolder, built: Built) -> str:
     return _TEXTS[kind]
 
 
-_WHOLE = 0.8  # of the operations: then the call is the whole model
+_WHOLE = 0.7  # of the operations: then the call is the whole model
 _LOGITS = "If these are the logits, compute the loss in chunks"
 _ANYWAY = "the peak is not in activations, so remat cannot lower it much"
 _AGAIN = (
