@@ -495,6 +495,7 @@ def test_a_loss_of_a_gradient_by_torch_func_is_differentiated_itself(captured):
     inputs = [*ws, x.clone().requires_grad_()]
     peak = measured(lambda *ws: slopes(ws[:-1], ws[-1]), *inputs, wrt=inputs)
     assert during(report) == peak > 6 * BLOCKS * ACTIVATION
+    assert "cotangents" not in holds(report)  # there are no calls
     assert report.plain_bytes > 6 * BLOCKS * ACTIVATION
 
 
