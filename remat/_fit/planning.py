@@ -39,6 +39,7 @@ from remat._report.labels import label_of_function
 from remat._scope.following import Course, Placed
 from remat._transform.refused import has_forward
 from remat.nn._followed import FollowedScope, follow
+from remat.policies import Policy
 
 
 def _around(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:
@@ -108,7 +109,14 @@ class Planning:
         if found is None:
             raise self._too_small()
         in_call = None if applied is None else applied.followed
+        if in_call is not None and self._blocks:
+            in_call = replace(in_call, units=self._units())
         return self._plan("step", found, in_call, (around or found).followed)
+
+    def _units(self) -> tuple[tuple[str, Policy | None], ...]:
+        """Return what blocks do where no scope can act, in the same budget."""
+        walker = UnitWalker(self.record, self._blocks)
+        return tuple(walker.policies(quickly_for(walker, self._budget)).items())
 
     def over_blocks(self) -> Plan:
         """Return a plan for blocks."""
