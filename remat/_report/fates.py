@@ -20,7 +20,7 @@ from remat._partial.candidates import decisions_of, moves
 from remat._partial.cost import flops
 from remat._partial.decide import inputs_to_drop, verdict_of, why_no_record
 from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate, Plan, Step, plan
+from remat._partial.plan import CallPlan, Fate, Step, plan
 from remat._report.examine import Examined
 from remat._report.reports import (
     ExplainedBudget,
@@ -35,7 +35,7 @@ from remat._report.reports import (
 class Outcome:
     """What a call does under its options."""
 
-    plan: Plan
+    plan: CallPlan
     unpruned: str  # why nothing is left out; "" if it may be
     unread: frozenset[int] = frozenset()  # the leaves that no recompute has to read
     dropped: frozenset[int] = frozenset()  # not kept; the graph may save the others
@@ -70,7 +70,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
 
 
 def _dropped(
-    found: Examined, made: Plan, prune: Prune, *, is_saved: bool
+    found: Examined, made: CallPlan, prune: Prune, *, is_saved: bool
 ) -> frozenset[int]:
     """Return the leaves that a call under a plan does not keep."""
     leaves, needs = found.leaves, None if is_saved else found.needs.__contains__
