@@ -319,6 +319,8 @@ class Contents:
 
     def changed_in(self, now: Taken) -> set[HolderIndex]:
         """Return the holders that hold something else now."""
+        if self.are_in(now):
+            return set()
         then = self._marks, len(self.kept)
         pairs = differing(self._sizes, then, marks_of(now))
         return {(span.group, span.number) for span, _ in pairs}
