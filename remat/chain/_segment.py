@@ -176,14 +176,18 @@ class Segment(Program):
             tensors = [*map(inputs.__getitem__, numbers)]
             return reach.run(tensors, body, runs, users)
 
-        context.recomputing = (*context.recomputing, chain)
+        before = context.recomputing, context.regions
+        context.recomputing = (*before[0], chain)
+        if chain.kept:
+            first = all_steps.kept_from[self._numbers.start]
+            context.regions = (*before[1], [chain.kept, True, first, True])
         try:
             return chain.again(run, inputs, mode, state)[0]
         except Exception as error:
             note(error, f"remat: raised while recomputing {chain.label}.")
             raise
         finally:
-            context.recomputing = context.recomputing[:-1]
+            context.recomputing, context.regions = before
 
 
 def segment_from(
