@@ -303,7 +303,7 @@ def measured(
     return Row(name, system, choice, peak, 0, work[0] - plain[0], work[1] - plain[1])
 
 
-def fit(case: Case, budget: int, **options: Any) -> remat.StepPlan | remat.FitPlan:
+def fit(case: Case, budget: int, **options: Any) -> remat.Plan:
     """Fit a model into a budget."""
     model, args, kwargs, loss = case
     return remat.fit(model, *args, budget=budget, loss=loss, **kwargs, **options)

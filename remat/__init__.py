@@ -29,11 +29,10 @@ from remat._transform.api import remat as remat
 if _typing.TYPE_CHECKING:
     from remat import chain as chain, compat as compat, nn as nn
     from remat._fit.api import fit as fit
-    from remat._fit.block_plan import FitBlock as FitBlock, FitPlan as FitPlan
-    from remat._fit.step_plan import (
+    from remat._fit.plan import (
         FitSegment as FitSegment,
         Followed as Followed,
-        StepPlan as StepPlan,
+        Plan as Plan,
     )
     from remat._report.compare import compare as compare
     from remat._report.explain import explain as explain
@@ -62,8 +61,7 @@ else:
         {
             "remat": ("chain", "compat", "nn"),
             "remat._fit.api": ("fit",),
-            "remat._fit.block_plan": ("FitBlock", "FitPlan"),
-            "remat._fit.step_plan": ("FitSegment", "Followed", "StepPlan"),
+            "remat._fit.plan": ("FitSegment", "Followed", "Plan"),
             "remat._report.compare": ("compare",),
             "remat._report.explain": ("explain",),
             "remat._report.peak": ("HeldValues", "Holder", "Peak"),

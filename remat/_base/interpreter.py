@@ -146,9 +146,10 @@ identities = reader_of_identities()
 
 
 def mapping_of(proxy: Any) -> Any:
-    """Return what a read-only view is of; `None` for the attributes of a class."""
+    """Return what a read-only view is of: a mapping, or a class; `None` if unknown."""
     if "__module__" in proxy:
-        return None
+        own = proxy.get("__dict__", proxy.get("__weakref__"))
+        return getattr(own, "__objclass__", None)
     return next(iter(gc.get_referents(proxy)), None)
 
 

@@ -108,6 +108,11 @@ class Program:
     outside: tuple[OutsideVmap, ...] = ()
 
     @property
+    def passed(self) -> Sequence[Tensor]:
+        """The inputs of a forward as they were passed, in levels; else empty."""
+        return ()
+
+    @property
     def own(self) -> Container[InputIndex]:
         """The inputs of which a run may be given the user's own leaves."""
         return ()
@@ -173,6 +178,9 @@ class Program:
         """
         del outs
         return False
+
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse a forward after which something leads to its leaves in a level."""
 
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         """Before a barrier, refuse inputs that changed since the forward."""

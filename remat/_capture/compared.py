@@ -101,6 +101,9 @@ class _UsedUp:
     def __iter__(self) -> Any:
         return self
 
+    def __copy__(self) -> Any:
+        return self
+
     def __next__(self) -> Any:
         raise RecomputeError(_SPENT.format(name=self._name))
 

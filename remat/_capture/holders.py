@@ -392,6 +392,8 @@ def made_of(kind: Any, values: Sequence[Any]) -> Any:
     if is_proxy or (issubclass(kind, weakref.ref) and values[0] is None):
         there = type("Gone", (), {})() if values[0] is None else values[0]
         return (weakref.proxy if is_proxy else weakref.ref)(there)
+    if issubclass(kind, types.MappingProxyType) and isinstance(values[0], type):
+        return vars(values[0])
     if issubclass(kind, weakref.WeakMethod):
         owner, fn = values
         return kind(types.MethodType(fn, owner))

@@ -10,6 +10,7 @@ Rejected: `copy.copy` for all objects, which runs `__reduce__` and `__setstate__
 import argparse
 import array
 import contextlib
+import functools
 import sys
 import types
 import weakref
@@ -17,8 +18,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from remat._base.code import VIEWED, class_without_us
-from remat._base.errors import RecomputeError
+from remat._base.code import VIEWED
 from remat._base.interpreter import is_made_by_statement
 
 
@@ -111,21 +111,6 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
             value.__dict__[name] = entry
 
 
-def check_class(then: type | None, now: type) -> None:
-    """Refuse an object whose class was changed, other than by remat."""
-    if then is None or now is then:
-        return
-    if class_without_us(now) is not class_without_us(then):
-        names = {"then": then.__qualname__, "now": now.__qualname__}
-        raise RecomputeError(_CLASS.format(**names))
-
-
-_CLASS = (
-    "remat: an object that was a {then} at the call is a {now} now: a recompute "
-    "would run other code. Change its class after the backward."
-)
-
-
 # --- Kinds: what is copied, what is walked, what is used as it is ---
 
 
@@ -139,8 +124,14 @@ COPIED_ITERATORS = frozenset(
         type(reversed([0])),
     }
 )
-# Classes of the standard library whose instances are searched all the same.
-_OPEN = (argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList)
+# Classes of the standard library whose instances are searched all the same, and modules
+# of it all of whose classes are.
+_OPEN = (
+    *(argparse.Namespace, types.SimpleNamespace, ChainMap, UserDict, UserList),
+    *(contextlib.ExitStack, contextlib.AsyncExitStack, contextlib.nullcontext),
+    type(functools.cache(len)),
+)
+_OPEN_IN = {"configparser", "unittest.mock"}
 # Where classes are whose instances hold no state of a model: operators and their
 # kernels, compiled code, process groups, streams, graphs, optimizers. And remat's own.
 _LEFT_ALONE = (
@@ -157,8 +148,8 @@ def is_left_alone(kind: type) -> bool:
     # A class that is made by code of the library is a user's if it inherits from one.
     roots = {str(cls.__module__).partition(".")[0] for cls in kind.__mro__}
     if roots <= sys.stdlib_module_names:
-        is_mock = any(cls.__module__ == "unittest.mock" for cls in kind.__mro__)
-        return not (is_mock or issubclass(kind, _OPEN))
+        is_open = not _OPEN_IN.isdisjoint(cls.__module__ for cls in kind.__mro__)
+        return not (is_open or issubclass(kind, _OPEN))
     return is_left_alone_in(str(kind.__module__))
 
 
@@ -177,6 +168,12 @@ def can_be_made_anew(kind: type) -> bool:
     except TypeError:  # a subclass of str, say
         return False
     return True
+
+
+@by_class
+def is_stateless(kind: type) -> bool:
+    """Say whether instances of a class have no attributes: a new one is another one."""
+    return can_be_made_anew(kind) and not (kind.__dictoffset__ or slots_of(kind))
 
 
 @by_class

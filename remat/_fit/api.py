@@ -1,54 +1,27 @@
 """`fit`: what a step saves, so that it stays under a budget.
 
-It makes data of the step (`simulate`). A plan by blocks is made by `blocks`; a plan for
-the whole step, here:
-
-    1. The step is recorded on a copy, on fake tensors; on real ones if the model asks
-       for values.
-    2. `choose` finds which results are saved, once for a scope around the call of the
-       model, and once for one around the call and the loss.
-    3. The copy runs the step as planned, and `Meter` counts. Where it is over the
-       budget, the excess is subtracted, and the choice is made again.
+It makes data of the step (`simulate`), and `planning` a plan for it.
 
 Invariant: the model, its gradients, its buffers and random streams stay as they are.
-What is returned was run as a whole, and stays under the budget.
 Rejected: to apply the plan at once. It is made for models that do not exist yet.
-Rejected: to trust the walk. A user's code may hold what no operation made.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from remat import nn as remat_nn
-from remat._base.errors import BudgetError
 from remat._base.sizes import bytes_in
 from remat._base.types import Fn
-from remat._fit.block_plan import FitPlan
-from remat._fit.blocks import fitted
-from remat._fit.choose import (
-    Chosen,
-    chosen_for,
-    has_solver,
-    least_for,
-    quickly_for,
-)
-from remat._fit.record import ASKED, StepRecord, recorded
-from remat._fit.simulate import (
-    TrainingStep,
-    gradients_of,
-    isolated,
-    refuse_arguments,
-    resident,
-    simulate,
-)
-from remat._fit.step_plan import FitSegment, Followed, StepPlan, too_small
-from remat._fit.walk import Walker
-from remat._report.labels import label_of_function, refuse_transforms
-from remat._scope.following import Course, Placed
-from remat.nn._followed import FollowedScope, can_follow, follow, has_sharded_parts
+from remat._fit.plan import Plan
+from remat._fit.planning import Planning
+from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
+from remat._report.labels import refuse_transforms
+from remat.nn._applied import refuse_others
+from remat.nn._apply import as_selectors, selected
+from remat.nn._followed import can_follow, has_sharded_parts
 
 
 def fit(
@@ -62,7 +35,7 @@ def fit(
     device: torch.device | str | None = None,
     accumulates: bool = False,
     **kwargs: Any,
-) -> StepPlan | FitPlan:
+) -> Plan:
     """Choose which results a training step saves, so that its peak stays in a budget.
 
     A step is the forward, the loss and the backward. Its peak is the most bytes that
@@ -98,8 +71,8 @@ def fit(
         **kwargs: its keyword arguments.
 
     Returns:
-        A `StepPlan`, or by blocks a `FitPlan`. `plan.apply(model)` has the model follow
-        it. `print` and notebooks show a table.
+        The plan. `plan.apply(model)` has the model follow it. `print` and notebooks
+        show a table.
 
     Raises:
         BudgetError: no plan stays under the budget. The message, and `error.least`, say
@@ -139,16 +112,43 @@ def fit(
     if over is None and model is not None and not can_follow(model):
         over = "blocks"
     if over == "blocks":
-        return fitted(step, where, select, limit)
-    if select is not None:
+        blocks = _selected(model, select)
+    elif select is not None:
         raise ValueError(_SELECT)
+    else:
+        blocks = () if model is None else tuple(remat_nn.blocks(model))
     with isolated():
-        return _Planning(step, where, limit).plan()
+        planning = Planning(step, where, limit, blocks)
+        return planning.over_blocks() if over == "blocks" else planning.over_step()
+
+
+def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
+    """Return the blocks that a plan covers."""
+    if model is None:
+        raise ValueError(_NO_MODEL)
+    refuse_others(model, "remat.fit")
+    if select is not None:
+        found = selected(model, as_selectors(select))
+        return tuple(name for name, _, _ in found)
+    blocks = remat_nn.blocks(model)
+    if not blocks:
+        raise ValueError(_NO_BLOCKS.format(model=type(model).__name__))
+    return tuple(blocks)
 
 
 _SHARDED = (
     "remat.fit: {label} has sharded parameters, which no copy can be made of. Plan for "
     "the model before it is sharded, shard it, and then call plan.apply(model)."
+)
+_NO_MODEL = (
+    "remat.fit: no model is passed. Pass the model itself, or a function and, among "
+    "its arguments, the model: fit(step, model, batch, budget=...). A function without "
+    "blocks has a plan for its step: leave out over='blocks'."
+)
+_NO_BLOCKS = (
+    "remat.fit: this {model} has no repeated blocks. Say which modules may be "
+    "recomputed: select='layers.*', a class, or a function of a module. Or plan the "
+    "whole step, without over='blocks'."
 )
 _SELECT = (
     "remat.fit: select= says which modules are blocks, and a plan for a whole step "
@@ -176,214 +176,3 @@ _NO_DEVICE = (
     "without memory. Leave out device=, or pass device='cpu': storages are as large "
     "there, but attention and convolutions may take other kernels."
 )
-
-
-# --- A plan for a whole step ---
-
-
-class _Attempt(NamedTuple):
-    """What was chosen, and what a step does that follows it."""
-
-    followed: Followed
-    chosen: Chosen
-    walker: Walker
-
-
-_TIMES = 3  # that a choice is made again
-_LESS = 0.99  # of the work: what is less than that is worth another run
-
-
-class _Planning:
-    """What is known while a plan is made."""
-
-    def __init__(self, step: TrainingStep, device: torch.device, budget: int) -> None:
-        self._step, self._device, self._budget = step, device, budget
-        model = step.model()
-        is_model = model is not None and model is step.fn
-        self.label = type(model).__name__ if is_model else label_of_function(step.fn)
-        self._blocks = tuple(remat_nn.blocks(model)) if model is not None else ()
-        found, self._is_real = recorded(step, device)
-        assert found is not None
-        self.record = found
-        # With the model in evaluation mode if it trains, or the other way round; None
-        # if that runs the same operations.
-        self.other = self._record_of_other_mode()
-        self._courses_of_other: dict[bool, Course] = {}
-        there = (t.grad is not None for t, _ in gradients_of(step))
-        self._counts_gradients = step.accumulates or any(there)
-        self._least: list[Followed] = []
-
-    def plan(self) -> StepPlan:
-        """Return the plan."""
-        record, whole = self.record, (0, self.record.turn)
-        applied = None if record.called is None else self._found(record.called)
-        # A plan for a model has to be one that the model itself can follow.
-        is_needed = record.called is not None and self._step.fn is self._step.model()
-        if is_needed and applied is None:
-            raise self._too_small()
-        around = applied if record.called == whole else self._better(applied)
-        found = applied or around
-        if found is None:
-            raise self._too_small()
-        return StepPlan(
-            self.label,
-            self._budget,
-            record.resident,
-            self._plain_peak(),
-            record.flops,
-            None if applied is None else applied.followed,
-            (around or found).followed,
-            *_segments(found, self._blocks),
-            self._device.type,
-            lacks_solver=not has_solver() and bool(found.followed.seconds),
-        )
-
-    def _better(self, applied: _Attempt | None) -> _Attempt | None:
-        """Choose for a scope around the loss, too, if that spares work."""
-        walker = Walker(self.record)
-        if applied is not None:
-            chosen = chosen_for(walker, self._budget)
-            work = applied.followed.seconds
-            if chosen is None or walker.seconds(chosen) >= work * _LESS:
-                first, last = applied.walker.span
-                outside = {i for i in walker.choices if not first <= i < last}
-                courses = self._courses(walker, applied.chosen | outside)
-                followed = replace(applied.followed, courses=courses)
-                return applied._replace(followed=followed)
-        return self._found((0, self.record.turn))
-
-    def _found(self, span: tuple[int, int]) -> _Attempt | None:
-        """Choose, for a scope around some operations; None if nothing fits."""
-        walker, aim = Walker(self.record, span), self._budget
-        for _ in range(_TIMES):
-            chosen = chosen_for(walker, aim)
-            if chosen is None:
-                break
-            found = self._run(walker, chosen)
-            over = found.followed.peak - self._budget
-            if over <= 0:
-                return found
-            aim -= over
-        found = self._run(walker, least_for(walker, aim))
-        if found.followed.peak <= self._budget:
-            return found
-        self._least.append(found.followed)
-        return None
-
-    def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
-        """Run a step that follows a choice."""
-        courses = self._courses(walker, chosen)
-
-        def following() -> FollowedScope:
-            return FollowedScope(self.label, courses)
-
-        def change(step: TrainingStep) -> TrainingStep:
-            model = step.model()
-            if walker.span == (0, self.record.turn):
-                return step._replace(around=following)
-            if model is None or (step.fn is not model and hasattr(step.fn, "__self__")):
-                return step._replace(around_call=following)
-            follow(model, self.label, courses, (), "")
-            return step
-
-        step = self._step, self._device, change, self._blocks
-        done = simulate(*step, is_real=self._is_real, times=1)
-        work = done.flops - self.record.flops, *walker.again(chosen)
-        followed = Followed(done.peak, done.peak_at, *work, courses)
-        return _Attempt(followed, chosen, walker)
-
-    def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
-        return self._course(walker, chosen), *self._other_course(walker)
-
-    def _course(
-        self, walker: Walker, chosen: Chosen, *, is_other: bool = False
-    ) -> Course:
-        model = self._step.model()
-        is_training = model is None or model.training
-        return replace(
-            _course(walker, chosen),
-            counts_gradients=self._counts_gradients,
-            is_training=is_training != is_other,
-        )
-
-    # --- The other mode ---
-
-    def _record_of_other_mode(self) -> StepRecord | None:
-        if self._step.model() is None:
-            return None
-        try:
-            known = [op.name for op in self.record.operations[: self.record.turn]]
-            step = self._step, self._device
-            return recorded(*step, known, in_other_mode=True)[0]
-        except Exception:  # noqa: BLE001 - the user may never run it
-            return None
-
-    def _other_course(self, walker: Walker) -> Iterator[Course]:
-        if self.other is None:
-            return
-        is_around = walker.span == (0, self.record.turn)
-        if is_around not in self._courses_of_other:
-            other = Walker(self.other, None if is_around else self.other.called)
-            chosen = quickly_for(other, self._budget)
-            course = self._course(other, chosen, is_other=True)
-            self._courses_of_other[is_around] = course
-        yield self._courses_of_other[is_around]
-
-    # --- Errors ---
-
-    def _too_small(self) -> BudgetError:
-        least = min(self._least, key=lambda each: each.peak)
-        where = least.peak, least.peak_at, self.record.resident, self._plain_peak()
-        return BudgetError(too_small(self.label, self._budget, *where), least.peak)
-
-    def _plain_peak(self) -> int:
-        return Walker(self.record, (0, 0))(()).peak
-
-
-def _course(walker: Walker, chosen: Chosen) -> Course:
-    """Return what a policy answers. It saves what a scope cannot run again, too."""
-    saved = walker.storages(chosen)
-    needed = walker.closure(saved)[0]
-    # What nobody reads again. A value that Python holds is saved.
-    unread = walker.makers.keys() - needed
-    within = walker.record.operations[slice(*walker.span)]
-    # Calls are counted from the first one in the span.
-    first: dict[str, int] = {}
-    found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
-    for op in within:
-        root, turn, path, number = op.place
-        place = root, turn - first.setdefault(root, turn), path, number
-        if op.fate == ASKED:
-            is_again = not (needed - saved).isdisjoint(op.makes)
-            is_unread = unread.issuperset(op.makes)
-            saves = not (is_again or is_unread)
-            size = sum(walker.record.sizes[n] for n in op.makes)
-            found.setdefault(place, []).append((op.name, saves, is_unread, size))
-    return Course(
-        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
-    )
-
-
-def _segments(
-    found: _Attempt, blocks: tuple[str, ...]
-) -> tuple[tuple[FitSegment, ...], tuple[str, ...]]:
-    """Return what is done with each block, and in which blocks something runs again."""
-    walker, record = found.walker, found.walker.record
-    needed, runs = walker.closure(walker.storages(found.chosen))
-    kept = walker.storages(found.chosen) & needed
-    rows: dict[str, list[int]] = {}
-    again: set[str] = set()
-    for i, op in enumerate(record.operations[: record.turn]):
-        # The block that the operation is in, or else the outermost module.
-        around = (name for name in blocks if f"{op.module}.".startswith(f"{name}."))
-        name = next(around, op.module.partition(".")[0] or "outside")
-        row = rows.setdefault(name, [0, 0, 0])
-        row[0] += 1
-        for n in op.makes:
-            is_kept = n in kept if n in walker.makers else record.dies[n] > record.turn
-            row[1] += record.sizes[n] if is_kept else 0
-        if i in runs:
-            row[2] += op.flops
-            again.add(name)
-    segments = tuple(FitSegment(name, *row) for name, row in rows.items())
-    return segments, tuple(name for name in blocks if name in again)

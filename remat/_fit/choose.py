@@ -20,10 +20,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from remat._fit.quiet import without_lines_of_highs
+from remat._fit.search import (
+    Chosen,
+    greedy,
+    idle_at,
+    improved,
+    lowered,
+    lowest_by_greed,
+    repaired,
+)
 from remat._fit.walk import Walked, Walker
-
-
-Chosen = frozenset[int]
 
 
 def has_solver() -> bool:
@@ -51,7 +57,7 @@ def least_for(walker: Walker, budget: int) -> Chosen:
         if chosen is not None:
             return chosen
     extremes: list[Chosen] = [frozenset(walker.choices), frozenset()]
-    found = _lowest_by_greed(walker)
+    found = lowest_by_greed(walker)
     return min((found, *extremes), key=lambda chosen: walker(chosen).peak)
 
 
@@ -65,22 +71,6 @@ def quickly_for(walker: Walker, budget: int) -> Chosen:
 
 def _found(walker: Walker, chosen: Chosen | None, budget: int) -> Chosen | None:
     return None if chosen is None else improved(walker, chosen, budget)
-
-
-def _lowest_by_greed(walker: Walker) -> Chosen:
-    best = frozenset(walker.choices)
-    low, high = max(walker.base), walker(best).peak
-    while high - low > high * _CLOSE:
-        middle = (low + high) // 2
-        found = greedy(walker, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, walker(found).peak
-    return best
-
-
-_CLOSE = 2e-3
 
 
 # --- The ladder ---
@@ -129,16 +119,8 @@ class _Ladder:
             if self._bound(nbytes) < math.inf:
                 found = self._solved(nbytes)
                 if found is not None:
-                    return self._lowered(found)
+                    return lowered(self._walker, found)
         return None
-
-    def _lowered(self, chosen: Chosen) -> Chosen:
-        while True:
-            aim = int(self._walker(chosen).peak * _LOWER)
-            found = repaired(self._walker, chosen, aim)
-            if found is None:
-                return chosen
-            chosen = found
 
     def _rung_at(self, budget: int) -> int:
         """Return the first rung that is not below a budget."""
@@ -174,23 +156,12 @@ class _Ladder:
 
 _RUNGS = 64
 _NEAR = 16  # rungs
-_LOWER = 0.997
 _LIMITS = 12
 _GAP = 1.0005
+_LESS = 1 - 1e-9
 
 
 # --- The program ---
-
-
-def idle_at(
-    walker: Walker, chosen: Iterable[int], at: int
-) -> Iterator[tuple[int, int]]:
-    """Yield what is saved and not used at an operation, and its bytes."""
-    sizes = walker.record.sizes
-    for i in chosen:
-        size = sum(sizes[n] for n in walker.choices[i] if walker.is_idle(n, at))
-        if size:
-            yield i, size
 
 
 class SavingProgram:
@@ -306,35 +277,6 @@ class SavingProgram:
 _UNIT = 1e4  # bytes, so that numbers are of one order
 
 
-# --- Without a solver ---
-
-
-def greedy(walker: Walker, budget: int) -> Chosen | None:
-    """Drop what frees most bytes at the peak for its work, until the peak fits."""
-    chosen = {*walker.choices}
-    walked = walker(chosen)
-    while walked.peak > budget:
-        saved = walker.storages(chosen)
-        found = [
-            (walker.more(i, saved, walked) / size, i, size)
-            for i, size in idle_at(walker, chosen, walked.at)
-        ]
-        if not found:
-            return None
-        found.sort()
-        freed = 0
-        for _, i, size in found:
-            chosen.discard(i)
-            freed += size
-            if freed >= walked.peak - budget:
-                break
-        walked = walker(chosen)
-    return frozenset(chosen)
-
-
-# --- With a solver ---
-
-
 def solved(
     walker: Walker, budget: int, program: SavingProgram | None = None
 ) -> Chosen | None:
@@ -388,59 +330,3 @@ def _apart(walker: Walker, nbytes: Sequence[int], least: int = 0) -> Iterator[in
         if kind not in seen:
             seen.add(kind)
             yield t
-
-
-def repaired(walker: Walker, chosen: Chosen, budget: int) -> Chosen | None:
-    """Change single choices while less is over the budget; None if that does not do."""
-    best, over = chosen, _over(walker(chosen), budget)
-    tries = iter(range(_REPAIRS // len(walker.record.operations)))
-    while over:
-        for i in sorted(walker.choices):
-            if next(tries, None) is None:
-                return None
-            less = _over(walker(best ^ {i}), budget)
-            if less < over:
-                best, over = best ^ {i}, less
-                break
-        else:
-            return None
-    return best
-
-
-def _over(walked: Walked, budget: int) -> int:
-    """Return the bytes over a budget, of all operations together."""
-    return sum(nbytes - budget for nbytes in walked.bytes if nbytes > budget)
-
-
-# --- Better ---
-
-
-def improved(walker: Walker, chosen: Chosen, budget: int) -> Chosen:
-    """Save more, and exchange what is saved, while the peak fits and work shrinks."""
-    best, work = chosen, walker.seconds(chosen)
-    tries = iter(range(_STEPS // len(walker.record.operations)))
-    while True:
-        for candidate in _neighbours(walker, best):
-            if next(tries, None) is None:
-                return best
-            seconds = walker.seconds(candidate)
-            if seconds < work * _LESS and walker(candidate).peak <= budget:
-                best, work = candidate, seconds
-                break
-        else:
-            return best
-
-
-_STEPS = 100_000  # operations that are walked over: less than a second
-_REPAIRS = 15_000  # the same, for each search that may fail
-_LESS = 1 - 1e-9
-
-
-def _neighbours(walker: Walker, chosen: Chosen) -> Iterator[Chosen]:
-    """Yield choices that save one operation more, then those that exchange one."""
-    runs = walker.closure(walker.storages(chosen))[1]
-    operations = walker.record.operations
-    others = sorted(runs.intersection(walker.choices))
-    others.sort(key=lambda i: -operations[i].seconds)
-    yield from (chosen | {i} for i in others)
-    yield from ((chosen | {i}) - {k} for i in others for k in sorted(chosen))

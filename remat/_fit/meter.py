@@ -1,8 +1,6 @@
 """Sees the operations of a step: counts the bytes that are alive, and work.
 
-A step is cut into windows: one for each call of a block, and one for what lies between
-two calls. The backward of an operation belongs to the window in which the forward ran
-it.
+The peak is said to be in the block that is called, or whose backward runs.
 
 Invariant: bytes are counted by storage, from the operation that makes one until its
 last reference is gone, as an allocator counts them. Nothing is allocated.
@@ -11,7 +9,6 @@ last reference is gone, as an allocator counts them. Nothing is allocated.
 import bisect
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,37 +39,6 @@ from remat._torch import (
 )
 
 
-@dataclass(slots=True)
-class Window:
-    """A part of the forward, and the backward of its operations."""
-
-    name: str  # of the block that is called; "" between two calls
-    first: int  # the number of the first node that it makes
-    # The bytes alive when it begins, when it ends, and at most, also in its backward.
-    entered: int
-    left: int
-    highest: int
-    # At nominal rates: of its forward; of its backward, with what is recomputed.
-    seconds: float = 0.0
-    again: float = 0.0
-    flops: int = 0  # of both
-
-    @property
-    def work(self) -> float:
-        """The seconds of its forward and its backward."""
-        return self.seconds + self.again
-
-    @property
-    def saves(self) -> int:
-        """The bytes that its forward leaves alive."""
-        return self.left - self.entered
-
-    @property
-    def needs(self) -> int:
-        """The most bytes that are alive in it beside those from before."""
-        return self.highest - self.entered
-
-
 class Measured(NamedTuple):
     """What was measured of an operation."""
 
@@ -91,9 +57,12 @@ class Meter(Observer):
         self.sizes: list[int] = []  # of storages, in the order in which they were made
         self.live = self.peak = 0
         self.peak_at = ""  # "in mm in the backward of layers.3"
-        self.windows: list[Window] = []  # those that have begun
+        self.seconds, self.flops = 0.0, 0  # of its operations, at nominal rates
         self._numbers: dict[int, tuple[int, Any]] = {}
-        self._current: Window | None = None
+        # The blocks that were entered, with the first node that each makes; "" where
+        # one was left. In which of them the operations are that run.
+        self._entered: list[tuple[int, str]] = []
+        self._current = ""
         # What an accumulation of gradients replaced, and the bytes alive beside it.
         self._replaced: tuple[int, int, str] | None = None
         self._costs = False
@@ -101,26 +70,17 @@ class Meter(Observer):
         self._found: set[int] = set()  # nodes that lead to what was passed, by number
 
     def begin(self, *, costs: bool) -> None:
-        """Forget the windows and the peak before."""
+        """Forget the work and the peak before."""
         self.settle()
         self._costs = costs
-        self.peak = self.live
-        self.windows = list[Window]()
-        self.enter("")
+        self.peak, self.seconds, self.flops = self.live, 0.0, 0
+        self._entered, self._current = [(nodes_made(), "")], ""
 
-    def enter(self, name: str) -> int:
-        """Begin a window; return its index."""
-        self.leave()
-        made = Window(name, nodes_made(), self.live, self.live, self.live)
-        self.windows.append(made)
-        self._current = made
-        return len(self.windows) - 1
-
-    def leave(self) -> None:
-        """End the last window, if there is one."""
+    def enter(self, name: str) -> None:
+        """Be told that a block is entered; "" where one is left."""
         self.settle()
-        if self.windows:
-            self.windows[-1].left = self.live
+        self._entered.append((nodes_made(), name))
+        self._current = name
 
     def end(self) -> None:
         """Take the last operation into account."""
@@ -165,7 +125,7 @@ class Meter(Observer):
         self.settle()
         in_backward = current_task() != -1
         if in_backward:
-            self._find_window()
+            self._find_block()
         before = self.live
         self._refuse_others(func, (args, kwargs))
         known = len(self.sizes)
@@ -189,7 +149,7 @@ class Meter(Observer):
             self._replaced = storage_id(args[0]), self.live, operator_name(func)
         else:
             self._note(max(self.live, before + held) + copies, operator_name(func))
-        work = self._work(func, args, kwargs, result, in_backward=in_backward)
+        work = self._work(func, args, kwargs, result)
         makes = [*dict.fromkeys(n for n in found if n >= known)]
         inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
         self.measured(func, args, kwargs, Measured(reads, makes, *work, inside))
@@ -221,38 +181,30 @@ class Meter(Observer):
     def added_in_place(self) -> None:
         """Be told that the last operation adds in place, where no mode sees it."""
 
-    def _find_window(self) -> None:
-        """Note in which window the operations ran whose backward runs now."""
+    def _find_block(self) -> None:
+        """Note in which block the operations ran whose backward runs now."""
         node = current_node()
         number = -1 if node is None else sequence_number(node)
-        # The accumulation of a gradient is of no window.
-        if self.windows and 0 <= number < _NO_NUMBER:
-            k = bisect.bisect_right(self.windows, number, key=lambda w: w.first) - 1
-            self._current = self.windows[max(k, 0)]
+        # The accumulation of a gradient is of no block.
+        if self._entered and 0 <= number < _NO_NUMBER:
+            k = bisect.bisect_right(self._entered, number, key=lambda each: each[0]) - 1
+            self._current = self._entered[max(k, 0)][1]
 
     def _note(self, live: int, name: str) -> None:
-        window = self._current
-        if window is not None:
-            window.highest = max(window.highest, live)
         if live > self.peak:
             self.peak = live
             phase = "forward" if current_task() == -1 else "backward"
-            of = f" of {window.name}" if window is not None and window.name else ""
+            of = f" of {self._current}" if self._current else ""
             self.peak_at = f"in {name} in the {phase}{of}"
 
     def _work(
-        self, func: Any, args: Any, kwargs: Any, result: Any, *, in_backward: bool
+        self, func: Any, args: Any, kwargs: Any, result: Any
     ) -> tuple[float, int]:
         if not self._costs or is_view_op(func):
             return 0.0, 0
         spent, count = work_of(func, args, kwargs, result)
-        window = self._current
-        if window is not None:
-            window.flops += count
-            if in_backward:
-                window.again += spent
-            else:
-                window.seconds += spent
+        self.seconds += spent
+        self.flops += count
         return spent, count
 
     def _refuse_others(self, func: Any, args: Any) -> None:

@@ -13,7 +13,7 @@ of the order in which a real backward runs.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,18 +34,21 @@ from remat._fit.simulate import (
     resident,
     without_values_if_possible,
 )
-from remat._partial.effects import declared_writes, traits_of
+from remat._partial.effects import DrawDetector, declared_writes, traits_of
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block, makes_blank
 from remat._torch import (
     AddressAnswers,
     OpOverload,
+    current_node,
     current_task,
     fake_mode,
     hooks_here,
     is_of_checkpoint,
     is_view_op,
+    nodes_made,
+    sequence_number,
 )
 
 
@@ -66,10 +69,33 @@ class StepOp:
     # zero where the engine adds in place what a mode sees added.
     inside: int
     fate: str  # what a scope does with what it makes
+    # Whether each recompute of a call runs it: it draws, or Python reads its result.
+    always: bool = False
+    node: int = -1  # of the backward that runs it, by its number
+    # Whether it reads a part of what was there before the step, or another view of it.
+    reads_view: bool = False
 
 
 # What a scope does with a result: it asks its policy, recomputes or stores it.
 ASKED, AGAIN, STORED = "asked", "again", "stored"
+
+
+class BlockCall(NamedTuple):
+    """A call of a block."""
+
+    name: str
+    first: int  # its first operation, and the one after its last
+    end: int
+    nodes: range  # the numbers of those that it makes
+
+    @property
+    def operations(self) -> range:
+        """The numbers of its operations."""
+        return range(self.first, self.end)
+
+    def moved(self, count: int) -> "BlockCall":
+        """Return the call, some operations later."""
+        return self._replace(first=self.first + count, end=self.end + count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +116,20 @@ class StepRecord:
     left: tuple[int, ...]
     dies: tuple[int, ...]
     resident: int  # the bytes that were there before
-    # The calls of blocks: names, the first operation, and the one after the last.
-    calls: tuple[tuple[str, int, int], ...] = ()
+    calls: tuple["BlockCall", ...] = ()  # of blocks, and of modules around them
+    viewed: frozenset[int] = frozenset()  # storages that views were made of
+    # Operations of the forward that run again as a whole, within the backward.
+    copied: tuple[range, ...] = ()
+
+    @property
+    def forwards(self) -> Sequence[int]:
+        """The operations of the forward, also of those that run again as a whole."""
+        return [*range(self.turn), *sorted(i for each in self.copied for i in each)]
+
+    def turn_of(self, number: int) -> int:
+        """Return the operation at which the forward is over that made a storage."""
+        born = self.born[number]
+        return next((each.stop for each in self.copied if born in each), self.turn)
 
     @property
     def flops(self) -> int:
@@ -171,7 +209,7 @@ class StepRecorder(Meter):
     def __init__(self, *, costs: bool, blocks: Iterable[str] = ()) -> None:
         super().__init__()
         self._blocks = [*blocks]
-        self._calls_of_blocks: list[tuple[str, int, int]] = []
+        self._calls_of_blocks: list[BlockCall] = []
         self._costs = costs
         self.operations: list[StepOp] = []
         self.turn = 0  # how many there were before the backward
@@ -181,10 +219,11 @@ class StepRecorder(Meter):
         # whose memory Python took. A scope does not recompute them.
         self._blank: set[int] = set()
         self.exposed: set[int] = set()
+        self._viewed: set[int] = set()  # storages
         self._calls = Calls()
         self._names: dict[int, str] = {}  # of modules
         self._begun: list[int] = []  # before which operation calls of the model begin
-        self._resident = 0
+        self._resident = self._count_before = 0
         self._is_over = False
 
     @contextmanager
@@ -194,7 +233,7 @@ class StepRecorder(Meter):
             stack.enter_context(self)
             for tensor in resident(step):
                 self.hold(tensor)
-            self._resident = self.live
+            self._resident, self._count_before = self.live, len(self.sizes)
             model = step.model()
             if model is not None:
                 self._names = {id(m): name for name, m in model.named_modules()}
@@ -231,13 +270,15 @@ class StepRecorder(Meter):
 
     def _hook_block(self, block: nn.Module, name: str) -> Sequence[Any]:
         """Note which operations are those of calls of a block."""
-        begun: list[int] = []
+        begun: list[tuple[int, int]] = []
 
         def enter(*_: Any) -> None:
-            begun.append(len(self.operations))
+            begun.append((len(self.operations), nodes_made()))
 
         def leave(*_: Any) -> None:
-            self._calls_of_blocks.append((name, begun.pop(), len(self.operations)))
+            (first, node), end = begun.pop(), len(self.operations)
+            call = BlockCall(name, first, end, range(node, nodes_made()))
+            self._calls_of_blocks.append(call)
 
         return (
             block.register_forward_pre_hook(enter, prepend=True),
@@ -254,12 +295,15 @@ class StepRecorder(Meter):
     ) -> None:
         # One of NumPy's memory makes a storage.
         if is_view_op(func) and not found.makes:
+            self._viewed.update(found.reads)
             return
+        node = current_node()
         call = self._calls.current
         module = self._names.get(id(call.module), "")
         if current_task() == -1:
             _refuse_recomputed(module or "the function")
-        written = declared_writes(traits_of(func), args, kwargs)
+        traits = traits_of(func)
+        written = declared_writes(traits, args, kwargs)
         writes = dict.fromkeys(n for n in map(self.hold, written) if n >= 0)
         if not (found.makes or writes):
             return
@@ -272,9 +316,16 @@ class StepRecorder(Meter):
                 *(str(func), module, call.place),
                 *(reads, tuple(found.makes), tuple(writes)),
                 *(found.seconds, found.flops, found.inside, STORED),
+                traits.is_read_by_python
+                or DrawDetector(func, args, kwargs).has_drawn(),
+                -1 if node is None else sequence_number(node),
+                any(map(self._is_view_from_before, inputs_of(args, kwargs))),
             )
         )
         self._sum = found.reads[0] if found.reads else -1
+
+    def _is_view_from_before(self, tensor: Tensor) -> bool:
+        return tensor._is_view() and self.hold(tensor) < self._count_before
 
     @override
     def added_in_place(self) -> None:
@@ -310,6 +361,7 @@ class StepRecorder(Meter):
             tuple(self._dies.get(n, end) for n in range(count)),
             self._resident,
             tuple(self._calls_of_blocks),
+            frozenset(self._viewed),
         )
 
 
@@ -321,9 +373,8 @@ def _refuse_recomputed(name: str) -> None:
 
 
 _RECOMPUTED = (
-    "remat.fit: {name} is recomputed already, by {by}. A plan for a whole step says "
-    "what is recomputed: undo that first (remat.nn.remove(model), or the switch of the "
-    "model), or pass over='blocks'."
+    "remat.fit: {name} is recomputed already, by {by}. A plan says what is "
+    "recomputed: undo that first (remat.nn.remove(model), or the switch of the model)."
 )
 
 

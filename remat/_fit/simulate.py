@@ -24,9 +24,8 @@ from torch.nn.parameter import is_lazy
 from remat._base import pytree
 from remat._base.context import is_recomputing
 from remat._base.errors import CaptureError, RematError
-from remat._fit.meter import Meter, MissingValueError, Window
+from remat._fit.meter import Meter, MissingValueError
 from remat._partial.cache import CACHES
-from remat._partial.names import told_of_names
 from remat._report.inputs import streams_kept, tensors_in
 from remat._report.labels import one_by_one
 from remat._report.timeline import without_collections
@@ -193,9 +192,6 @@ def _leaves(step: TrainingStep) -> list[Tensor]:
 # --- What a copy of it does ---
 
 
-Nests = list[tuple[str, int, int]]
-
-
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """What a step does."""
@@ -205,9 +201,6 @@ class Simulation:
     seconds: float  # the time of its operations, at nominal rates
     flops: int
     peak_at: str  # "in mm in the backward of layers.3"
-    steps: tuple[tuple[Window, ...], ...]  # the windows of each run
-    nests: Nests  # modules around several windows, as (name, first, end)
-    names: frozenset[str]  # given to values by `checkpoint_name`
 
 
 @contextmanager
@@ -231,99 +224,56 @@ def simulate(
     device: torch.device,
     change: Callable[[TrainingStep], TrainingStep],
     blocks: Iterable[str] = (),
-    around: Iterable[str] = (),
     *,
     is_real: bool = False,
     times: int = 2,
 ) -> Simulation:
-    """Run a copy of a step, where it is `isolated`."""
+    """Run a copy of a step, where it is `isolated`; return the most of its runs."""
     mode = nullcontext() if is_real else fake_mode()
-    runs: list[_Run] = []
+    peaks: list[tuple[int, str]] = []
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside():
         made = copied(step, mode, device)
         grads = gradients_of(made)
-        made = change(made)  # before the hooks of windows, which are to be outermost
-        meter = Meter()
-        windows = _Windows(meter, made.model(), blocks, around)
-        with mode, AddressAnswers(), meter, told_of_names(windows):
+        made = change(made)  # before the hooks, which are to be outermost
+        meter, model = Meter(), made.model()
+        for name in blocks if model is not None else ():
+            _hook(meter, model.get_submodule(name), name)
+        with mode, AddressAnswers(), meter:
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
             for k in range(times):
-                windows.nests = []
-                runs.append(_run(made, meter, costs=k == times - 1))
+                _run(made, meter, costs=k == times - 1)
+                peaks.append((meter.peak, meter.peak_at))
                 put_back(grads)
-    highest, last = max(runs, key=lambda run: run.peak), runs[-1].windows
-    return Simulation(
-        highest.peak,
-        before,
-        sum(w.work for w in last),
-        sum(w.flops for w in last),
-        highest.peak_at,
-        tuple(run.windows for run in runs),
-        windows.nests,
-        frozenset(windows.names),
-    )
+    peak, at = max(peaks, key=lambda each: each[0])
+    return Simulation(peak, before, meter.seconds, meter.flops, at)
 
 
-class _Run(NamedTuple):
-    """One run of a step."""
-
-    peak: int
-    peak_at: str
-    windows: tuple[Window, ...]
-
-
-def _run(step: TrainingStep, meter: Meter, *, costs: bool) -> _Run:
+def _run(step: TrainingStep, meter: Meter, *, costs: bool) -> None:
     """Run a step under a meter."""
     meter.begin(costs=costs)
     result, outs = step.to_loss()
-    meter.leave()
+    meter.enter("")
     backward(outs)
     del result, outs
     meter.end()
-    return _Run(meter.peak, meter.peak_at, tuple(meter.windows))
 
 
-class _Windows:
-    """Tells a meter when modules are called, outside of what is recomputed."""
+def _hook(meter: Meter, block: nn.Module, name: str) -> None:
+    """Tell a meter of calls of a block, outside of what is recomputed."""
 
-    def __init__(
-        self,
-        meter: Meter,
-        model: nn.Module | None,
-        blocks: Iterable[str],
-        around: Iterable[str],
-    ) -> None:
-        self._meter = meter
-        self._begun: list[int] = []
-        self.nests: Nests = []
-        self.names: set[str] = set()
-        if model is not None:
-            for name in blocks:
-                self._hook(model.get_submodule(name), name, "")
-            for name in around:
-                self._hook(model.get_submodule(name), "", name)
+    def enter(*_: Any) -> None:
+        if not is_recomputing():
+            meter.enter(name)
 
-    def name(self, tensor: Tensor, name: str) -> None:
-        """Note the name of a value."""
-        del tensor
-        self.names.add(name)
+    def leave(*_: Any) -> None:
+        if not is_recomputing():
+            meter.enter("")
 
-    def _hook(self, module: nn.Module, window: str, nest: str) -> None:
-        def enter(*_: Any) -> None:
-            if not is_recomputing():
-                self._begun.append(self._meter.enter(window))
-
-        def leave(*_: Any) -> None:
-            if not is_recomputing():
-                first, end = self._begun.pop(), self._meter.enter("")
-                if not window:
-                    self.nests.append((nest, first, end))
-
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave)
+    block.register_forward_pre_hook(enter, prepend=True)
+    block.register_forward_hook(leave)
 
 
 _NOT_THERE = (

@@ -14,15 +14,17 @@ what that measures. It took sixty times as long, and found nothing better.
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
 
+from remat._base.absent import LIKE
 from remat._base.context import here
 from remat._base.op import Op
-from remat._fit.record import STORED, StepRecord
+from remat._fit.record import BlockCall, StepOp, StepRecord
+from remat._fit.rewritten import is_asked, outermost, with_twins
 from remat._fit.walk import Recomputing, Walker
 from remat._scope.following import Cursor, Placed
 from remat._torch import is_view_op
@@ -89,19 +91,30 @@ class UnitWalker(Walker):
     of its calls; and, by a number below zero, a block that is no call: it saves all.
     """
 
-    def __init__(self, record: StepRecord) -> None:
-        self._calls = _outermost(record.calls)
+    def __init__(
+        self,
+        record: StepRecord,
+        blocks: Collection[str],
+        around: Collection[str] = (),
+    ) -> None:
+        self._around = around  # modules that run again as a whole
+        self._calls = outermost(call for call in record.calls if call.name in blocks)
         self._unit_of = {
-            i: u for u, (_, a, b) in enumerate(self._calls) for i in range(a, b)
+            i: u for u, call in enumerate(self._calls) for i in call.operations
         }
+        record, self._twins = with_twins(record, self._calls)
+        self._always: dict[int, list[int]] = {}  # operations of a unit that run again
+        for i, u in self._unit_of.items():
+            if record.operations[i].always:
+                self._always.setdefault(u, []).append(i)
         super().__init__(record)
 
     @property
-    def blocks(self) -> dict[str, list[tuple[int, int]]]:
+    def blocks(self) -> dict[str, list[BlockCall]]:
         """The calls of each block."""
-        found: dict[str, list[tuple[int, int]]] = {}
-        for name, first, end in self._calls:
-            found.setdefault(name, []).append((first, end))
+        found: dict[str, list[BlockCall]] = {}
+        for call in self._calls:
+            found.setdefault(call.name, []).append(call)
         return found
 
     # --- What may be recomputed ---
@@ -110,17 +123,31 @@ class UnitWalker(Walker):
     def _recomputable(self) -> set[int]:
         found, record = set[int](), self.record
         used: dict[int, set[int | None]] = {}
-        for i, op in enumerate(record.operations[: self._turn]):
+        for i in record.forwards:
+            op = record.operations[i]
             for n in (*op.reads, *op.makes, *op.writes):
                 used.setdefault(n, set()).add(self._unit_of.get(i))
         for n, units in used.items():
             unit = self._unit_of.get(record.born[n])
-            if record.born[n] < 0 or units == {None} or record.left[n] > self._turn:
+            if (
+                record.born[n] < 0
+                or units == {None}
+                or record.left[n] > record.turn_of(n)
+            ):
                 continue
             found.add(n)
             is_inside = unit is not None and units == {unit}
-            if not is_inside or record.left[n] > self._calls[unit][2]:
+            if not is_inside or record.left[n] > self._calls[unit].end:
                 self.always.add(n)
+        self.always -= self._twins
+        return found | self._twins
+
+    @override
+    def _fixed_bytes(self, again: set[int]) -> list[int]:
+        found, record = super()._fixed_bytes(again), self.record
+        for n in self._twins:  # they are no memory of their own until then
+            for t in range(record.born[n] + 1, min(record.left[n], self._end)):
+                found[t] -= record.sizes[n]
         return found
 
     @override
@@ -140,21 +167,69 @@ class UnitWalker(Walker):
         return {i: made for i, made in choices.items() if made}
 
     def _makers_in(
-        self, call: tuple[int, int], again: set[int]
+        self, call: BlockCall, again: set[int]
     ) -> list[tuple[str, tuple[int, list[int]]]]:
         """Return operations a policy is asked about, with what they make inside."""
         found: list[tuple[str, tuple[int, list[int]]]] = []
-        for i in range(*call):
+        for i in call.operations:
             op = self.record.operations[i]
             if is_asked(op):
                 made = [n for n in op.makes if n in again and n not in self.always]
-                found.append((op.name, (i, made)))
+                found.append((op.name, (i, made if self._is_whole(i) else [])))
         return found
+
+    def _is_whole(self, i: int) -> bool:
+        """Say whether a call can save what an operation makes: nothing changes it."""
+        op = self.record.operations[i]
+        return not op.always and all(self.makers.get(n, [i]) == [i] for n in op.makes)
 
     def _written_in(self, calls: Any, again: set[int]) -> Iterable[int]:
         for call in calls:
-            for op in self.record.operations[slice(*call)]:
+            for i in call.operations:
+                op = self.record.operations[i]
                 yield from (n for n in op.makes if n in again and n not in self.always)
+
+    # --- What runs again ---
+
+    @override
+    def _touched_by(self, op: StepOp) -> set[int]:
+        is_like = op.name.split(".")[1] in LIKE
+        return {*op.makes, *op.writes, *(() if is_like else op.reads)}
+
+    @override
+    def runs_with(self, i: int) -> Iterable[int]:
+        return self._always.get(self._unit_of[i], ())
+
+    @override
+    def _ends(
+        self, needed: set[int], saved: set[int], runs: set[int]
+    ) -> dict[int, int]:
+        """Return until when something refers to each storage.
+
+        A call holds what its recompute reads: its inputs until its backward is over,
+        and what it saves itself until the recompute has run.
+        """
+        record = self.record
+        ends = {n: record.dies[n] if n in self.targets else 0 for n in needed}
+        again = {self._unit_of[i] for i in runs}
+        over = {u: max(ends[n] for n in self._groups[u]) for u in again}
+        done = {u: self._done_at(u, saved) for u in again}
+        for i in runs:
+            u = self._unit_of[i]
+            for n in self.touched[i]:
+                is_own = self._unit_of.get(record.born[n]) == u
+                ends[n] = max(ends.get(n, 0), done[u] if is_own else over[u])
+        for u in again:
+            for n in record.viewed.intersection(self._groups[u]):
+                ends[n] = max(ends[n], done[u])
+        return ends
+
+    @override
+    def again(self, chosen: Iterable[int]) -> tuple[int, float]:
+        record, (nbytes, seconds) = self.record, super().again(chosen)
+        copied = [record.operations[i] for each in record.copied for i in each]
+        nbytes += sum(record.sizes[n] for op in copied for n in op.makes)
+        return nbytes, seconds + sum(op.seconds for op in copied)
 
     # --- The walk ---
 
@@ -163,8 +238,8 @@ class UnitWalker(Walker):
         self, t: int, saved: set[int], recomputing: Recomputing, filled: set[int]
     ) -> int:
         highest = 0
-        for n in self._triggers.get(t, ()):
-            if n in saved or (unit := self._unit_of[self.record.born[n]]) in filled:
+        for unit, reads in self._asks.get(t, ()):
+            if unit in filled or reads <= saved:
                 continue
             filled.add(unit)
             for m in self._groups[unit]:
@@ -179,46 +254,63 @@ class UnitWalker(Walker):
         self._groups: dict[int, list[int]] = {}
         for n in sorted(self.targets - self.always, key=self.record.born.__getitem__):
             self._groups.setdefault(self._unit_of[self.record.born[n]], []).append(n)
+        self._asks = self._recomputes_at()
         groups = self._groups.values()
         due = {n: min(first[m] for m in group) for group in groups for n in group}
         return first | due
 
+    def _done_at(self, unit: int, saved: set[int]) -> int:
+        """Return the operation before which a unit has been recomputed."""
+        return 1 + min(
+            t
+            for t, each in self._asks.items()
+            if any(u == unit and not reads <= saved for u, reads in each)
+        )
+
+    def _recomputes_at(self) -> dict[int, list[tuple[int, set[int]]]]:
+        """Return the units that an operation of the backward may have recomputed.
+
+        That is so if not all that it reads is saved. A view of a parameter is not.
+        """
+        found: dict[int, list[tuple[int, set[int]]]] = {}
+        for t, each in self._triggers.items():
+            for n in set(each) - self.always:
+                found.setdefault(t, []).append(
+                    (self._unit_of[self.record.born[n]], {n})
+                )
+        nodes = {k: u for u, call in enumerate(self._calls) for k in call.nodes}
+        for t in range(self._turn, self._end):
+            op = self.record.operations[t]
+            unit = nodes.get(op.node)
+            if op.reads_view and unit in self._groups:
+                found.setdefault(t, []).append((unit, {-1}))
+        return found
+
     # --- What blocks do ---
 
-    def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock]:
+    def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock | None]:
         """Return the policies of the blocks in which something runs again."""
         saved = self.storages(chosen)
         needed, runs = self.closure(saved)
-        found: dict[str, OfBlock] = {}
+        # What Python holds is saved, too: it is there anyway.
+        kept = (saved & needed) - (self.always - self.targets)
+        record = self.record
+        alive = {n for n, dies in enumerate(record.dies) if dies > record.turn_of(n)}
+        kept |= alive - self.makers.keys()
+        found: dict[str, OfBlock | None] = dict.fromkeys(self._around)
         for name, calls in self.blocks.items():
-            if not any(i in runs for call in calls for i in range(*call)):
+            if not any(i in runs for call in calls for i in call.operations):
                 continue
             names: list[str] = []
             saves: list[bool] = []
-            for i in range(*calls[0]):
+            for i in calls[0].operations:
                 op = self.record.operations[i]
                 if is_asked(op):
                     names.append(op.name)
-                    made = (saved & needed).intersection(op.makes)
-                    saves.append(bool(made - self.always or made & self.targets))
+                    saves.append(any(map(kept.__contains__, op.makes)))
             none = len(names)
             placed = Placed(
                 ("", 0, name, 0), (*names,), (*saves,), (False,) * none, (0,) * none
             )
             found[name] = OfBlock(placed)
         return found
-
-
-def is_asked(op: Any) -> bool:
-    """Say whether a call asks its policy about an operation."""
-    return bool(op.reads and op.makes and not op.writes and op.fate != STORED)
-
-
-def _outermost(
-    calls: Sequence[tuple[str, int, int]],
-) -> list[tuple[str, int, int]]:
-    found: list[tuple[str, int, int]] = []
-    for name, first, end in sorted(calls, key=lambda call: (call[1], -call[2])):
-        if first < end and (not found or first >= found[-1][2]):
-            found.append((name, first, end))
-    return found

@@ -11,7 +11,7 @@ Rejected: to run the step for each set. A walk takes a thousandth of the time.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from remat._fit.record import AGAIN, ASKED, StepRecord
+from remat._fit.record import AGAIN, ASKED, StepOp, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,12 @@ class Walker:
         self.record, self.span = record, span or (0, record.turn)
         self._end, self._turn = len(record.operations), record.turn
         self.always = set[int]()  # the storages that are saved in any case
-        before, again = record.operations[: self.span[1]], self._recomputable()
+        again = self._recomputable()
+        before = [i for i in record.forwards if i < self.span[1] or record.copied]
         # The operations that make or write each storage that may be recomputed.
         self.makers: dict[int, list[int]] = {n: [] for n in again}
-        for i, op in enumerate(before):
-            for n in (*op.makes, *op.writes):
+        for i in before:
+            for n in (*record.operations[i].makes, *record.operations[i].writes):
                 if n in again:
                     self.makers[n].append(i)
         # The operations whose results may be saved, and these storages. A policy is
@@ -49,11 +50,11 @@ class Walker:
             for n in each:
                 self.saved_by.setdefault(n, []).append(i)
         # What the backward reads, and may be recomputed.
-        self.targets = {n for n in again if record.dies[n] > self._turn}
-        self.touched = [
-            tuple(n for n in {*op.reads, *op.makes, *op.writes} if n in again)
-            for op in before
-        ]
+        self.targets = {n for n in again if record.dies[n] > record.turn_of(n)}
+        self.touched = {
+            i: tuple(again.intersection(self._touched_by(record.operations[i])))
+            for i in before
+        }
         self._fixed = self._fixed_bytes(again)
         self._triggers = self._first_reads()
         first = self._due({n: t for t, each in self._triggers.items() for n in each})
@@ -86,6 +87,10 @@ class Walker:
                 choices.setdefault(record.born[n], []).append(n)
         return choices
 
+    def _touched_by(self, op: StepOp) -> set[int]:
+        """Return the storages whose values an operation reads or changes."""
+        return {*op.reads, *op.makes, *op.writes}
+
     def _fixed_bytes(self, again: set[int]) -> list[int]:
         """Return the bytes at each operation if nothing were saved or recomputed."""
         record = self.record
@@ -101,8 +106,9 @@ class Walker:
     def _first_reads(self) -> dict[int, list[int]]:
         """Return the targets that are first read at each operation of the backward."""
         first: dict[int, int] = {}
+        copied = {t for each in self.record.copied for t in each}
         for t in range(self._turn, self._end):
-            for n in self.record.operations[t].reads:
+            for n in () if t in copied else self.record.operations[t].reads:
                 if n in self.targets:
                     first.setdefault(n, t)
         found: dict[int, list[int]] = {}
@@ -119,7 +125,7 @@ class Walker:
         """Yield when a backward first uses a storage, by what is recomputed too."""
         used = {n: first.get(n, self._end) for n in self.makers}
         # What the backward does not read itself is used when something made of it is.
-        for touched in reversed(self.touched):
+        for touched in reversed(self.touched.values()):
             made = min((used[n] for n in touched), default=self._end)
             for n in touched:
                 if n not in self.targets:
@@ -156,10 +162,16 @@ class Walker:
             if n in saved:
                 continue
             for i in self.makers[n]:
-                if i not in runs:
-                    runs.add(i)
-                    todo += self.touched[i]
+                for k in (i, *self.runs_with(i)):
+                    if k not in runs:
+                        runs.add(k)
+                        todo += self.touched[k]
         return needed, runs
+
+    def runs_with(self, i: int) -> Iterable[int]:
+        """Return the operations that also run again if one does."""
+        del i
+        return ()
 
     def seconds(self, chosen: Iterable[int]) -> float:
         """Return the seconds of what runs again if some operations are saved."""

@@ -31,7 +31,8 @@ from remat._capture.holders import (
     dict_of,
     without_contents,
 )
-from remat._capture.objects import check_class, is_view
+from remat._capture.objects import is_view
+from remat._live.classes import CLASS_OF, is_of_another
 from remat._live.contents import At, Contents, HolderIndex, Place, Ref, Span
 from remat._live.layout import Layout, groups_of
 from remat._live.making import make
@@ -58,9 +59,10 @@ class Exchange:
         self._made, self._alive = made, alive
         self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
         self._views: list[Any] = []  # those that were made again
+        self._others: list[tuple[Any, type]] = []  # of another class, and of which then
         self._frozen: set[int] = set()  # the identities of values that never change
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
-        self._holders: list[tuple[HolderKind, Any]] = []
+        self._holders: dict[Any, tuple[HolderKind, Any]] = {}  # by `HolderIndex`
         # By identity, what each value is in this run, and which were looked at.
         self._found: dict[int, Any] = {}
         self._entered: set[int] = set()
@@ -71,6 +73,7 @@ class Exchange:
         """Note what is there by now, for all roots first: it may be somewhere else."""
         groups = [held for _, held in groups_of(self._layout.holders(self._owners))]
         alive = self._alive
+        alive.update((id(v), v) for v in self._layout.variables)
         for span, place in self._contents.holders(self._layout):
             if place is None:
                 holder = groups[span.group][span.number]
@@ -88,16 +91,21 @@ class Exchange:
 
     def start(self) -> None:
         """Have all holders hold what they held."""
+        for owner, kind in self._others:
+            (written,) = written_to(CLASS_OF, owner, [], [type(owner)])
+            self._written.append(written)
+            written.start()
+            CLASS_OF.write(owner, [], [kind])
         self._keep_frozen()
         for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
-                self._holders.append((span.kind, holder))
+                self._holders[span[1:3]] = span.kind, holder
                 continue
             if place is not None and (holder is None or self._frozen):
                 found = self.found(self._contents.at(place))
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
-            self._holders.append((span.kind, holder))
+            self._holders[span[1:3]] = span.kind, holder
             then, keys = self._then(span, self.found), self._keys(span, self.found)
             is_same = are_same(now, then) and are_same(now_keys, keys)
             # What the forward wrote, the run may write: it is put back in any case.
@@ -150,7 +158,12 @@ class Exchange:
 
     def holders(self) -> list[tuple[HolderKind, Any]]:
         """Return the holders that are there, and how each is read."""
-        return [(kind, holder) for kind, holder in self._holders if holder is not None]
+        each = self._holders.values()
+        return [(kind, holder) for kind, holder in each if holder is not None]
+
+    def holder(self, index: HolderIndex) -> Any:
+        """Return a holder, as it is in this run."""
+        return self._holders[index][1]
 
     def set_aside(self, made: Collection[Any]) -> "list[Written]":
         """Return what was written of values that the run has made, which stays."""
@@ -304,7 +317,10 @@ class Exchange:
         for i in range(len(self._owners))[section]:
             owner, key = self._owners[i], self._layout.births[i]
             if owner is not None:
-                check_class(self._contents.classes[i](), type(owner))
+                if i not in self._layout.remade:
+                    then = self._contents.classes[i]()
+                    if is_of_another(owner, then):
+                        self._others.append((owner, then))
                 continue
             if key in self._made:
                 continue

@@ -278,6 +278,10 @@ class Building:
         self._new: dict[int, Box] = {}
         self._entered: set[int] = set()
 
+    def made(self, key: int) -> Any:
+        """Return a container that was passed, by the identity that it had."""
+        return self._made.get(key)
+
     def value(self, kept: Any) -> Any:
         """Return a value from what was held of it."""
         return self.values((kept,))[0]
@@ -297,8 +301,10 @@ class Building:
                 found.append(made[k.ref.id])
             elif kind is Ref:
                 found.append(self._run.found(k))
+            elif kind is Copied:
+                found.append(copy.copy(k.value))
             else:
-                found.append(copy.copy(k.value) if kind is Copied else k)
+                found.append(k)
         return found
 
     def _make(self, boxes: Sequence[Box]) -> None:

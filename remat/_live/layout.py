@@ -40,6 +40,7 @@ from remat._capture.holders import (
     names_of,
 )
 from remat._capture.objects import is_rematerialized
+from remat._live.classes import leads_nowhere
 from remat._live.walk import Walk, can_be_revived
 
 
@@ -71,7 +72,7 @@ class Layout:
         linked: weak references to modules reached, which have layouts of their own.
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
-        odd: which objects cannot be made again, by index.
+        odd: which objects and classes cannot be made again and may be held, by index.
         streams: return the random streams, or None.
         asks: by which of "id" and "hash" code tells an object from another one like it.
         uses_stream_states: whether code reads or sets the state of a stream.
@@ -81,6 +82,7 @@ class Layout:
         is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
         remade: what makes a class of remat's again, by the index of an owner of it.
+        variables: context variables.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
         spans: of holders, and where these begin, for the last lengths of all.
@@ -90,19 +92,11 @@ class Layout:
 
     __slots__ = (
         *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
-        *("_spaces", "_vacant", "_variables", "below", "births", "cells"),
-        *("class_names", "classes"),
-        *(
-            "compiled",
-            "functions",
-            "is_contained",
-            "is_lazy",
-            "is_module",
-            "last",
-            "linked",
-        ),
-        *("objects", "odd", "owners", "remade", "scripted", "signature"),
-        *("asks", "slotted", "spans", "special", "streams", "uses_stream_states"),
+        *("_spaces", "_vacant", "below", "births", "cells"),
+        *("class_names", "classes", "compiled", "functions", "is_contained"),
+        *("is_lazy", "is_module", "last", "linked", "objects", "odd", "owners"),
+        *("remade", "scripted", "signature", "asks", "slotted", "spans", "special"),
+        *("streams", "uses_stream_states", "variables"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -121,7 +115,7 @@ class Layout:
         names = [tuple(names) for _, names in walk.spaces]
         self._spaces = [*zip(range(ends[3], ends[4]), names, strict=True)]
         self.scripted, self._dicted = sections[5], self.functions.stop
-        self._variables = walk.variables
+        self.variables = walk.variables
         self._has_others = bool(walk.slotted or walk.scripted or walk.variables)
         first = self.functions.start
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
@@ -143,6 +137,9 @@ class Layout:
         self.remade = {i: recipe_of(kind) for i, kind in kinds if AGAIN in vars(kind)}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
+        local = enumerate(walk.classes, self.classes.start)
+        local = ((i, c) for i, c in local if "<locals>" in c.__qualname__)
+        self.odd += [i for i, kind in local if leads_nowhere(kind)]
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
@@ -173,7 +170,7 @@ class Layout:
             others = (
                 (SLOTS, slotted),
                 (SCRIPTED, scripted),
-                (VARIABLES, self._variables),
+                (VARIABLES, self.variables),
             )
         return tables, cells, scopes, functions, classes, others
 

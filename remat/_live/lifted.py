@@ -39,13 +39,16 @@ from typing_extensions import override
 
 from remat._base.errors import CaptureError
 from remat._base.types import ATOMS
-from remat._capture.holders import SCOPES, SCRIPTED, HolderKind
+from remat._capture.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind
 from remat._live.boxes import kinds_besides
 from remat._live.contents import spans_of
+from remat._live.copies import without_copies
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._live.layout import Layout, Taken
+from remat._live.left import Left, LeftAt, Where
 from remat._live.making import make
 from remat._live.roots import roots_of
+from remat._torch import is_of_level_above, is_of_torch_func
 
 
 class HolderNow(NamedTuple):
@@ -145,7 +148,7 @@ class Lifted:
     """A context in which other tensors stand in for the user's."""
 
     __slots__ = (
-        *("_holding", "_kept", "_made", "_stand_ins", "_users", "_written"),
+        *("_holding", "_kept", "_made", "_own", "_stand_ins", "_users", "_written"),
         "tensors",
     )
 
@@ -160,6 +163,10 @@ class Lifted:
         pairs = [(u, t) for u, t in zip(users, tensors, strict=True) if u is not t]
         self._stand_ins = {id(u): t for u, t in pairs}
         known = {*map(id, users)}
+        self._own = own = without_copies(users)
+        if own is not users:  # another thread may put what is the user's back there
+            pairs = [(o, t) for o, t in zip(own, tensors, strict=True) if o is not t]
+            self._stand_ins.update((id(o), t) for o, t in pairs)
         self._users = {id(t): u for u, t in pairs if id(t) not in known}
         self._written: list[Replaced] = []
         self._made: dict[int, HolderNow] = {}
@@ -271,10 +278,11 @@ class Lifted:
             return
         keys, values = [*held.keys], [*held.values]
         for written in written_to(kind, holder, keys, values, Replaced):
-            self._written.append(written)
-            written.start()
-            now_keys, now = written.keys, written.values
-            written.write([*map(of, now_keys)], [*map(of, now)], self.own)
+            with LOCK:  # what another thread put there may be taken away meanwhile
+                written.start()
+                self._written.append(written)
+                now_keys, now = written.keys, without_copies(written.values)
+                written.write([*map(of, now_keys)], [*map(of, now)], self.own)
 
     def _write_made(self, held: HolderNow) -> None:
         of = self.of
@@ -294,7 +302,7 @@ def _key_of(held: HolderNow) -> tuple[int, ...]:
 class LiftedForward(Lifted):
     """The context of a forward: what it left is mapped back, wherever it is."""
 
-    __slots__ = "_asks", "_boxes", "_known", "_roots"
+    __slots__ = "_asks", "_boxes", "_known", "_roots", "left"
 
     def __init__(
         self,
@@ -315,6 +323,7 @@ class LiftedForward(Lifted):
             self._boxes = [*held_in(passed)]
             here.append(partial(among, self._boxes))
         self._known: Container[int] | None = None
+        self.left: list[tuple[LeftAt, Left]] = []  # after a run
         super().__init__(here, users, tensors)
 
     @override
@@ -329,39 +338,62 @@ class LiftedForward(Lifted):
         return self
 
     @override
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__()
         for held in self._boxes:
             keys, now = held.kind.held(held.holder)
             if not (are_same(keys, held.keys) and are_same(now, held.values)):
-                self._map_back(held.kind, held.holder, keys, now)
-        for root, taken in self._roots:
+                self._map_back((None, id(held.holder)), held.kind, held.holder)
+        for i, (root, taken) in enumerate(self._roots):
             root.forward_done()
             if root.effects:
                 groups = taken.groups()
-                for group, number in root.effects:
+                for group, number in sorted(root.effects):
                     kind, holders = groups[group]
-                    keys, now = kind.held(holders[number])
-                    self._map_back(kind, holders[number], keys, now)
+                    self._map_back((i, (group, number)), kind, holders[number])
+        if error[0] is not None:
+            self.left.clear()
 
-    def _map_back(
-        self, kind: HolderKind, holder: Any, keys: list[Any], values: list[Any]
-    ) -> None:
+    def _map_back(self, where: Where, kind: HolderKind, holder: Any) -> None:
         """Have a holder that the function wrote hold what is the user's."""
-        if kind.frozen or not self._stand_ins:
+        if kind.frozen:
             return
-        own_keys, own = self._owned(keys), self._owned(values)
-        if not (are_same(own_keys, keys) and are_same(own, values)):
-            kind.write(holder, own_keys, own)
+        with LOCK:  # of another thread there may be a copy, which is not to be left
+            keys, values = kind.held(holder)
+            if self._stand_ins:
+                own_keys, own = self._owned(keys), self._owned(values)
+                if not (are_same(own_keys, keys) and are_same(own, values)):
+                    kind.write(holder, own_keys, own)
+                    keys, values = own_keys, own
+        if kind is not FUNCTIONS and not isinstance(holder, set):
+            held = [*values, *keys]
+            at = [i for i, value in enumerate(held) if self._may_be_left(value)]
+            if at:
+                left = LeftAt(where, kind, at)
+                self.left.append((left, Left(left, holder)))
+
+    def _may_be_left(self, value: Any) -> bool:
+        """Say whether a value in a holder leads to tensors that the run computed."""
+        kind = type(value)
+        if kind in ATOMS or id(value) in self.known:
+            return False
+        if not issubclass(kind, Tensor):
+            return True
+        if value.requires_grad or is_of_torch_func(value):
+            # Another thread may be in levels of its own.
+            return not (self._is_users(value) or is_of_level_above(value))
+        return False
+
+    def _is_users(self, tensor: Tensor) -> bool:
+        return any(tensor is t for t in (*self._kept, *self._own))
 
     def _owned(self, values: Sequence[Any]) -> list[Any]:
         """Return what is the user's of values, and in those that the function made."""
-        owned = [*map(self.own, values)]
-        known, new = self.known, list[Any]()
+        owned, new = [*map(self.own, values)], list[Any]()
         for value in owned:
             kind = type(value)
             is_plain = kind in ATOMS or issubclass(kind, Tensor)
-            if not is_plain and id(value) not in known:
+            if not is_plain and id(value) not in self.known:
                 new.append(value)
         if not new:
             return owned

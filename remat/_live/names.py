@@ -99,11 +99,11 @@ class CallNames(NamedSearch):
         What a function refers to is written like what an object holds.
         """
         root, parts = texts_of(self.paths[index])
+        text = "".join(p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
         if root is None:
-            texts = (p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
-            return "".join(texts).lstrip("."), False
+            return text.lstrip("."), False
         name = argument_name(self._target, self._names, root, self._count)
-        return name + "".join(parts), True
+        return name + text, True
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the name of a tensor that is among them."""

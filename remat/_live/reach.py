@@ -27,9 +27,11 @@ from remat._base.types import TENSORS
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.bound import BoundFunction, call_under
+from remat._live.boxes import Box
 from remat._live.contents import At, Ref
 from remat._live.given import Building, Given, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
+from remat._live.left import LeftAt
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
 from remat._live.names import CallNames
@@ -54,6 +56,7 @@ class Reach:
         label: what messages call it.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether a module holds it.
+        left: where the forward left tensors in holders.
         next_hook: the number that the next hook set anywhere was to get.
         streams: the random streams found.
         uses_stream_states: whether code reads or sets the state of a stream itself.
@@ -62,31 +65,27 @@ class Reach:
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
         is_bare: whether it is a function of tensors and constants alone.
-        passed_count: how many of these were passed; they come first.
-        is_contained: whether all that it refers to, besides tensors that were passed,
-            are numbers, packages and functions like it.
     """
 
     __slots__ = (
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
-        *("buffers", "compiled", "first_parameter", "is_bare", "is_contained"),
-        *("is_lazy", "label", "next_hook", "passed_count", "streams", "tensors"),
-        "uses_stream_states",
+        *("buffers", "compiled", "first_parameter", "is_bare", "is_lazy", "label"),
+        *("left", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
         self.next_hook, given = RemovableHandle.next_id, Given()
-        self._values: list[Any] = []
-        for k, value in enumerate((*args, *kwargs.values())):
-            if type(value) not in TENSORS and is_spent_by_use(type(value)):
-                target = code_of_arguments(fn)
-                name = argument_name(target, self._names, k, self._count)
-                kind = type(value).__name__
-                raise CaptureError(_SPENT.format(name=name, kind=kind))
-            self._values.append(given.put_aside(value))
-        self._values.append(given.put_aside(fn))  # the last
+        values = *args, *kwargs.values()
+        kinds = {*map(type, values)} - TENSORS
+        if kinds and True in map(is_spent_by_use, kinds):
+            k = [is_spent_by_use(type(v)) for v in values].index(True)
+            target = code_of_arguments(fn)
+            name = argument_name(target, self._names, k, self._count)
+            kind = type(values[k]).__name__
+            raise CaptureError(_SPENT.format(name=name, kind=kind))
+        self._values = [*map(given.put_aside, (*values, fn))]
         self._modes: Sequence[Any] = ()
         if function_mode_count():
             self._modes = [*map(given.put_aside, function_modes())]
@@ -94,10 +93,10 @@ class Reach:
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
+        self.left: Sequence[LeftAt] = ()
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
-        passed = len(given.tensors)
         if given.roots:
             if any(MODULE_HOOKS.dicts):
                 self._add_hooks_of_all_modules(given)
@@ -105,7 +104,6 @@ class Reach:
             parameters = self._number_all(given)
         self._watched: Sequence[Any] = ()
         self._asks: frozenset[str] = frozenset()
-        self.passed_count = passed
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes or self._roots:
             self._lease(given)
@@ -114,10 +112,6 @@ class Reach:
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
-        self.is_contained = not given.boxes and False not in [
-            root.layout.is_contained and not root.contents.has_tensors
-            for root in self._roots
-        ]
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = False
         if given.search is not None or self._roots:
@@ -227,9 +221,24 @@ class Reach:
         return {value.number for value in self._values if type(value) is At}
 
     def may_write(self, index: int, tensor: Tensor) -> bool:
-        """Say so of what may be a buffer, and of vectors that were passed."""
-        was_passed = index < self.passed_count
-        return index in self.buffers or (was_passed and tensor.dim() < 2)
+        """Say so of what may be a buffer, and of vectors that are no parameters."""
+        is_entry = index < self.first_parameter
+        return index in self.buffers or (is_entry and tensor.dim() < 2)
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether it refers to functions, numbers and packages alone, but for tensors.
+
+        That is to tensors that were passed.
+        """
+        given = (*self._values, *self._modes, self._cache)
+        return self.is_bare or (
+            not any(type(kept) is Box for kept in given)
+            and all(
+                root.layout.is_contained and not root.contents.has_tensors
+                for root in self._roots
+            )
+        )
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
@@ -302,7 +311,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
         runs: list[Any] | None = None,
         users: Callable[[], Sequence[Any]] | None = None,
-        take: Callable[[Any], Any] = lambda value: value,
+        take: Callable[..., Any] = lambda value: value,
     ) -> Any:
         """Call the function again, in `restored`.
 
@@ -311,14 +320,18 @@ class Reach:
             body: what is called with the function and its arguments, if not that.
             runs: where the run is noted whose graph is going to be differentiated.
             users: as for `restored`.
-            take: takes the result apart, while all holds what the run left there.
+            take: takes the result apart, while all holds what the run left there. It
+                is given what was left where the forward left tensors, if it did.
         """
         if self.is_bare:
             return take(self.call(None, tensors, body))
         running = self.restored(tensors, users)
         running.__enter__()
         try:
-            found = take(self.call(running, tensors, body))
+            value = self.call(running, tensors, body)
+            found = (
+                take(value, left=running.left(self.left)) if self.left else take(value)
+            )
         except BaseException:
             running.__exit__()
             raise
@@ -336,6 +349,8 @@ class Reach:
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
+        if running is not None and self.left:  # until the run has ended
+            running.passed = building.made
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -343,15 +358,14 @@ class Reach:
         if self._names:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
-        bound = BoundFunction(fn, args, kwargs)
         if body is not None:
-            bound = BoundFunction(body, [fn, args], {})
+            fn, args, kwargs = body, [fn, args], {}
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
             if is_plain and not (modes or function_mode_count()):
-                return bound()
-            return call_under(bound, modes, cache)
+                return fn(*args, **kwargs)
+            return call_under(BoundFunction(fn, args, kwargs), modes, cache)
         finally:
             self._running = None
 

@@ -47,6 +47,7 @@ from remat._live.names import (
     kinds_of,
     kinds_of_object,
 )
+from remat._torch import is_of_torch_func
 
 
 class Own(NamedTuple):
@@ -115,31 +116,56 @@ class ResultWalk:
         places: where each is, with its index: one may be in several places.
         parts: what holds others, by identity.
         hidden: values that cannot be seen into.
+        left: the places in what was left in holders, which is walked last.
     """
 
-    __slots__ = ("_index", "_later", "_own", "hidden", "parts", "places", "tensors")
+    __slots__ = (
+        *("_in_holders", "_index", "_later", "_own", "_seen", "hidden", "left"),
+        *("parts", "places", "tensors"),
+    )
 
-    def __init__(self, value: Any, own: Own) -> None:
-        self._own = own
+    def __init__(
+        self, value: Any, own: Own, left: Sequence[Sequence[Any]] = ()
+    ) -> None:
+        self._own, self._in_holders = own, False
         self.tensors: list[Tensor] = []
         self.places: dict[Path, int] = {}
         self.parts: dict[int, Part] = {}
         self.hidden: list[Hidden] = []
         self._index: dict[int, int] = {}
         self._later: list[tuple[Any, Path]] = []
-        seen: dict[int, Any] = {}
-        todo: list[tuple[Any, Path]] = [(value, None)]
+        self._seen: dict[int, Any] = {}
+        self.left: set[Path] = set()
+        self._walk(value, None)
+        self._in_holders = True
+        for number, values in enumerate(left):
+            for n, held in enumerate(values):
+                self._walk(held, ((_IN_HOLDERS, number, None), n, None))
+        self._in_holders = False
+
+    def _walk(self, value: Any, path: Path) -> None:
+        todo: list[tuple[Any, Path]] = [(value, path)]
         while todo:
             value, path = todo.pop()
             if type(value) in INERT or value is MISSING:
                 continue
+            if self._in_holders and self._is_others(value):
+                continue
             if issubclass(type(value), Tensor):
                 self._note(value, path)
                 continue
-            value = own.originals.get(id(value), value)
-            if id(value) not in seen:
-                seen[id(value)] = value
+            value = self._own.originals.get(id(value), value)
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
                 todo += [*self._visited(value, path)][::-1]
+
+    def _is_others(self, value: Any) -> bool:
+        """Say whether a value in a holder is no part of the result, nor leads there."""
+        if not issubclass(type(value), Tensor):
+            return id(value) in self._own.known  # it is a holder itself
+        if id(value) in self._own.tensors:
+            return True
+        return not (value.requires_grad or is_of_torch_func(value))
 
     def _note(self, tensor: Tensor, path: Path) -> None:
         index = self._index.setdefault(id(tensor), len(self.tensors))
@@ -148,6 +174,8 @@ class ResultWalk:
         while path in self.places:  # two keys of a dict may be alike
             path = path, "'"
         self.places[path] = index
+        if self._in_holders:
+            self.left.add(path)
 
     def _visited(self, value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
         """Do what is done at a value; yield what it holds, with paths."""
@@ -199,12 +227,14 @@ class ResultWalk:
 
     def later(self, value: Any, path: Path) -> None:
         """Look at a value once the rest of the result is known."""
+        if self._in_holders:
+            return  # a leak is found by its graph
         if id(value) not in self._own.known and not _is_of_module(value):
             self._later.append((value, path))
 
     def hide(self, value: Any, path: Path, why: str = "") -> None:
         """Note a value in which it cannot see."""
-        if id(value) in self._own.known:
+        if self._in_holders or id(value) in self._own.known:
             why = ""
         self.hidden.append(Hidden(type(value), written(path)[1], why))
 
@@ -364,6 +394,7 @@ def _tensors_behind(value: Any, seen: Any) -> bool:
 
 
 _AS_THEY_ARE = (types.ModuleType, type, enum.Enum, weakref.ref, *weakref.ProxyTypes)
+_IN_HOLDERS = (None, " left in a holder")
 _MANY = 10_000  # objects: what leads to more is taken to lead to a tensor
 _TYPES = (type, types.ModuleType)
 _CHANGED = (list, dict, set, deque)

@@ -11,7 +11,7 @@ Rejected: copies of objects. Weak references, tables by identity, and whatever e
 holds the object would know another one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,24 +20,38 @@ from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
 from remat._capture.paths import Path, written
 from remat._live.contents import At, at
+from remat._live.left import Left
 from remat._live.making import make
 from remat._live.result_walk import NOTHING, Hidden, Own, Part, ResultWalk
 from remat._torch import are_sizes_equal, is_below_tracer
 
 
 class Result:
-    """A result, taken apart."""
+    """A result, taken apart, with what the function left in holders."""
 
-    __slots__ = ("_value", "_walk", "own", "places", "tensors")
+    __slots__ = ("_left", "_value", "_walk", "own", "places", "tensors")
 
-    def __init__(self, value: Any, own: Own = NOTHING) -> None:
-        self._value, self.own = value, own
+    def __init__(
+        self, value: Any, own: Own = NOTHING, left: Sequence[Left] = ()
+    ) -> None:
+        self._value, self.own, self._left = value, own, left
         self.places: dict[Path, int] = {None: 0}
-        if type(value) is Tensor:  # to walk it would cost as much as a small call
+        # To walk a tensor would cost as much as a small call.
+        if type(value) is Tensor and not left:
             self._walk, self.tensors = None, [value]
             return
-        self._walk = walk = ResultWalk(value, own)
+        self._walk = walk = ResultWalk(value, own, [held.values() for held in left])
         self.places, self.tensors = walk.places, walk.tensors
+
+    @property
+    def is_left(self) -> bool:
+        """Whether tensors of the run are in holders."""
+        return self._walk is not None and bool(self._walk.left)
+
+    def places_like(self, slots: Mapping[Path, int]) -> Collection[Path]:
+        """Return its places, but for others than those of a forward in holders."""
+        left: Container[Path] = () if self._walk is None else self._walk.left
+        return {p for p in self.places if p in slots or p not in left}
 
     def hidden(self) -> Sequence[Hidden]:
         """Return the values in which a tensor may be hidden."""
@@ -50,7 +64,7 @@ class Result:
         """Take the tensors out of what holds them."""
         walk = self._walk
         if walk is None:
-            return Emptied(at(0), {})
+            return Emptied(at(0), {}, ())
         parts = walk.parts
         live = {key: EmptiedPart(parts[key]) for key in walk.live()}
 
@@ -63,7 +77,15 @@ class Result:
 
         for part in live.values():
             part.empty(put_aside)
-        return Emptied(put_aside(self._value), live)
+        left = [(held, [*map(put_aside, held.values())]) for held in self._left]
+        for held, kept in left:
+            held.take_out([n for n, k in enumerate(kept) if _is_exchanged(k)])
+        return Emptied(put_aside(self._value), live, left)
+
+
+def _is_exchanged(kept: Any) -> bool:
+    """Say whether a value in a holder is a tensor, or is made again around some."""
+    return type(kept) is At or (type(kept) is EmptiedPart and kept.frozen)
 
 
 class EmptiedPart:
@@ -116,13 +138,18 @@ class EmptiedPart:
 class Emptied:
     """A result without its tensors."""
 
-    __slots__ = ("_kept", "_parts")
+    __slots__ = ("_kept", "_left", "_parts")
 
-    def __init__(self, kept: Any, parts: Mapping[int, EmptiedPart]) -> None:
-        self._kept, self._parts = kept, parts
+    def __init__(
+        self,
+        kept: Any,
+        parts: Mapping[int, EmptiedPart],
+        left: Sequence[tuple[Left, Sequence[Any]]],
+    ) -> None:
+        self._kept, self._parts, self._left = kept, parts, left
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """Put tensors in, and return the result."""
+        """Put tensors in, also in holders, and return the result."""
 
         def find(kept: Any) -> Any:
             if type(kept) is At:
@@ -139,6 +166,8 @@ class Emptied:
 
         for part in self._parts.values():
             make(part, enter, lambda one: one.fill(find))
+        for held, kept in self._left:
+            held.put([*map(find, kept)])
         return find(self._kept)
 
 
@@ -188,8 +217,9 @@ class Out:
 
     def split_again(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
         """Take the result of a recompute apart, which must be built like this."""
-        if result.places.keys() != self.slots.keys():
-            now, then = [*map(_shown, result.places)], [*map(_shown, self.slots)]
+        places = result.places_like(self.slots)
+        if places != self.slots.keys():
+            now, then = [*map(_shown, places)], [*map(_shown, self.slots)]
             raise RecomputeError(_DIFFERENT.format(now=now, then=then))
         # By place: a dict may have been filled in another order. Tensors that were one
         # may be two now, for under vmap an operation does not return what it is given.

@@ -25,6 +25,7 @@ from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, set_bytes
 from remat._live.contents import Ref
 from remat._live.exchange import Exchange, Written
+from remat._live.left import Left, LeftAt
 from remat._live.lifted import HolderNow, Lifted, among, holding
 from remat._live.roots import Root
 from remat._live.walk import is_hook_of_library
@@ -52,7 +53,7 @@ class Running:
 
     __slots__ = (
         *("_alive", "_buffers", "_first", "_lifted", "_made", "_next_hook", "_now"),
-        *("_roots", "_undo", "_users", "tensors"),
+        *("_roots", "_undo", "_users", "passed", "tensors"),
     )
 
     def __init__(
@@ -66,6 +67,7 @@ class Running:
         self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
         self.tensors, self._users = tensors, users
         self._lifted: Lifted | None = None
+        self.passed: Callable[[int], Any] = _nothing
         self._made: dict[int, Any] = {}
         self._alive: dict[int, Any] = {}
         self._now: list[tuple[Root, Taken | Exchange]] = []
@@ -93,6 +95,7 @@ class Running:
                 self._lifted.end()
 
     def _end_run(self) -> None:
+        self.passed = _nothing
         if RemovableHandle.next_id > self._first:
             # Those that the run set: before the dicts of hooks are written again.
             for hooks in self._hooks_of_modules():
@@ -157,6 +160,18 @@ class Running:
                 value = (now.keys if as_key else now.values)[position]
                 return value if self._lifted is None else self._lifted.of(value)
         return None
+
+    def left(self, at: Sequence[LeftAt]) -> list[Left]:
+        """Return what the run left in holders, in some of their places."""
+        found: list[Left] = []
+        for one in at:
+            i, key = one.where
+            now = None if i is None else self._now[i][1]
+            if isinstance(now, Exchange):
+                found.append(Left(one, now.holder(key)))
+            elif i is None:
+                found.append(Left(one, self.passed(key)))
+        return found
 
     def _exchange(self) -> None:
         if not self._exchange_tensors():
@@ -236,6 +251,10 @@ class Running:
         dicts = [held for root in self._roots for held in root.layout.modules()]
         found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
         return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
+
+
+def _nothing(_: int) -> None:
+    """Return nothing: no container was passed."""
 
 
 _NEVER = 1 << 62  # no hook gets this number

@@ -53,17 +53,12 @@ from remat._capture.stream_search import (
     methods_with_state,
     user_bases,
 )
+from remat._live.classes import MAKING
 from remat._torch import MODULE_HOOKS, is_compiled
 
 
 _FROZEN = tuple, frozenset
 _LARGE = 1000  # entries or bytes, above which numbers are not copied in each call
-# Attributes of classes that say how these were made.
-_MAKING = {
-    *("__abstractmethods__", "__annotations__", "__dataclass_fields__"),
-    *("__dataclass_params__", "__dict__", "__doc__", "__match_args__", "__module__"),
-    *("__slots__", "__weakref__", "_abc_impl"),
-}
 
 
 class Walk:
@@ -247,7 +242,7 @@ class Walk:
             self.seen[id(base)] = base
             self.classes.append(base)
             held = base.__dict__
-            self._todo += (held[name] for name in held if name not in _MAKING)
+            self._todo += (held[name] for name in held if name not in MAKING)
 
     def _reach_object(self, value: Any, kind: type) -> None:
         self._reach_class(kind)

@@ -41,7 +41,7 @@ class Candidates:
         self.statics.append(statics)
         # `hold_named` asks for them. Of several outputs one may be named and another
         # be needed, which nobody else may hold by then.
-        several = len(outputs) > 1
+        several = len(outputs) > 1 and not (self._policy and self._policy.is_in_order)
         self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
         decision, found, storages = Decision.RECOMPUTE, outputs, step.makes
         if step.is_collective:

@@ -104,6 +104,7 @@ class Record:
     packs: tuple[Pack | None, ...] = ()  # None where the tensor itself is saved
     inside: tuple[tuple[int, int], ...] = ()  # wrappers of one tensor, and its storage
     transforms: tuple[int, ...] = ()  # of torch.func around it, but for `grad`
+    sets_hooks: bool = False  # which may read any input when the backward runs them
 
     @property
     def names(self) -> frozenset[str]:
@@ -188,7 +189,8 @@ def plan(
         if s in walk.live or not prune
     )
     inputs = [*enumerate(record.inputs)]
-    needed = frozenset(i for i, s in inputs if s in walk.live or not prune)
+    keeps_all = record.sets_hooks or not prune
+    needed = frozenset(i for i, s in inputs if s in walk.live or keeps_all)
     sources = walk.sources(i for i, _ in residuals)
     residual_sources = frozenset(i for i, s in inputs if s in sources)
     return Plan(fates, residuals, needed, frozenset(walk.live), residual_sources)

@@ -172,6 +172,7 @@ class SavedInHandles(PlannedCall):
         super().__init__(**call)
         self._hooks, self._nested = hooks, nested
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
+        self._is_replayed = False  # and holds no residual any more
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
 
@@ -301,6 +302,13 @@ class SavedInHandles(PlannedCall):
         """Return the residuals that the call holds for a recompute."""
         return [r for r in self._for_recompute if r is not None]
 
+    def let_go(self) -> None:
+        """Let go of what recomputes read: all handles are filled, and no graph stays.
+
+        Who asks again, in a backward of another part, has all of it run again.
+        """
+        self._is_replayed, self._for_recompute = True, ()
+
     def outside(self) -> AbstractContextManager[Any]:
         """Return a context in which no mode follows the forward."""
         mode = self.mode
@@ -315,7 +323,7 @@ class SavedInHandles(PlannedCall):
     def replay(self, handles: Iterable[Handle]) -> Replay | None:
         """Return a recompute along the plan that fills handles; None without a plan."""
         plans = self.plans
-        if plans is None:
+        if plans is None or self._is_replayed:
             return None
         targets = tuple(sorted(handle.position for handle in handles))
         held = [None if r is None else r.value() for r in self._for_recompute]

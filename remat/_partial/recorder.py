@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from remat._base.calls import Places
@@ -92,6 +93,7 @@ class Recorder(Observer):
     @override
     def __enter__(self) -> Any:
         here().listeners.append(self)
+        self._next_hook = RemovableHandle.next_id
         self._places.begin()
         self._exposures = Exposures(self.expose, self.assign)
         self._exposures.__enter__()
@@ -231,6 +233,7 @@ class Recorder(Observer):
             tuple(self.saved_storages.packs),
             tuple(self._storages.inside.items()),
             self._transforms,
+            RemovableHandle.next_id > self._next_hook,
         )
 
 

@@ -22,7 +22,7 @@ from remat._ambient.draws import without_draws
 from remat._base.context import within
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
-from remat._live.reach import Reach, Running
+from remat._live.reach import Reach
 from remat._live.results import Out, Result
 from remat._partial.cache import CACHES
 from remat._partial.options import DEFAULT
@@ -180,9 +180,11 @@ class _Twice(Saved):
             raise filling.differs()
 
     @override
-    def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
-        result = Result(self.reach.call(running, tensors))
-        outs = self._out.split_again(result, tensors)
+    def run_again(self, tensors: Sequence[Tensor]) -> None:
+        def take(value: Any) -> Any:
+            return self._out.split_again(Result(value), tensors)
+
+        outs = self.reach.run(tensors, take=take)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
         if now != then:
             raise RecomputeError(_GRADLESS.format(label=self.label, now=now, then=then))

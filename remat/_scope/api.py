@@ -219,8 +219,7 @@ def _end(block: Block, *, raises: bool) -> None:
 
 _UNDER_TORCH_FUNC = (
     "remat: `with remat.scope()` at {where} is inside of a transform of torch.func, "
-    "which takes no hooks for saved tensors. (A module with remat.nn.weight_noise has "
-    "such a block.) Put what consumes the results into a function and call "
-    "`remat(fn)`, or use `remat.nn.apply(model)`. These work there, and a block inside "
-    "of them does nothing."
+    "which takes no hooks for saved tensors. Put what consumes the results into a "
+    "function and call `remat(fn)`, or use `remat.nn.apply(model)`. These work there, "
+    "and a block inside of them does nothing."
 )

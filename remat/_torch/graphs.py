@@ -37,10 +37,13 @@ from remat._torch.levels import JVP, base_tensor, kinds_here
 # Deleted by: a public way to ask what traces.
 def is_below_tracer() -> bool:
     """Say whether tensors here are fake, functional, or stand for nodes of a graph."""
-    # On a path taken by each call of torch.func: a loop costs three times as much.
-    return not (_mode(_PROXY) is _mode(_FUNCTIONAL) is _mode(_FAKE) is None)
+    # On a path taken by each call: a loop costs three times as much.
+    return _count() > 0 and not (
+        _mode(_PROXY) is _mode(_FUNCTIONAL) is _mode(_FAKE) is None
+    )
 
 
+_count = torch._C._len_torch_dispatch_stack  # with those of the three kinds
 _mode: Any = torch._C._get_dispatch_mode
 _keys: Any = torch._C._TorchDispatchModeKey
 _FUNCTIONAL, _FAKE, _PROXY = _keys.FUNCTIONAL, _keys.FAKE, _keys.PROXY

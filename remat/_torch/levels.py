@@ -28,6 +28,7 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
+    maybe_get_bdim,
     maybe_get_level,
     peek_interpreter_stack,
     pop_dynamic_layer_stack,
@@ -110,6 +111,31 @@ def is_of_level_above(tensor: Tensor) -> bool:
     return maybe_get_level(tensor) > (layer.level() if layer is not None else 0)
 
 
+def without_dead_levels(tensor: Tensor) -> Tensor:
+    """Return a tensor without its outermost wrappers of levels that have ended."""
+    while (below := unwrap_if_dead(tensor)) is not tensor:
+        tensor = below
+    return tensor
+
+
+# Deleted by: batched tensors of a vmap that has ended saying so.
+def is_of_ended_vmap(tensor: Tensor) -> bool:
+    """Say so of a tensor without dead levels, as far as can be told.
+
+    A vmap may have the number of one that has ended. Then its size may tell.
+    """
+    if is_of_level_above(tensor):
+        return True
+    if not is_batchedtensor(tensor):
+        return False
+    level, dim = maybe_get_level(tensor), maybe_get_bdim(tensor)
+    layers = [ly for ly in get_interpreter_stack() or () if ly.level() == level]
+    if not layers or kind_of(layers[0]) != VMAP:
+        return True
+    size = CVmapInterpreterPtr(layers[0]).batchSize()
+    return get_unwrapped(tensor).shape[dim] != size
+
+
 def requires_grad_at_any_level(tensor: Tensor) -> bool:
     """Say whether some level, torch.func's or the base, differentiates `tensor`."""
     while not tensor.requires_grad:
@@ -117,6 +143,16 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
             return False
         tensor = get_unwrapped(tensor)
     return True
+
+
+def requires_grad_above(tensor: Tensor, level: int) -> bool:
+    """Say whether a level above another one differentiates a tensor."""
+    tensor = unwrap_if_dead(tensor)
+    while is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > level:
+        if tensor.requires_grad:
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
 
 
 def levels_requiring_grad(tensor: Tensor) -> int:
@@ -263,6 +299,8 @@ def batched(
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
     physical, in_dims = unwrap_batched(tuple(leaves), level)
+    if True in map(is_functorch_wrapped_tensor, physical):  # a level may have ended
+        physical = (*map(without_dead_levels, physical),)
     size, randomness = interpreter.batch_size(), interpreter.randomness()
     with interpreter.lower():
         outs, dims, found = lower(physical, in_dims, size, randomness)

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from operator import call
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,15 +32,9 @@ from torch.utils.module_tracker import ModuleTracker
 
 # Deleted by: one public call that returns the settings of the process, and one that
 # sets them.
-_dtype = torch.get_default_dtype
-_autocast_dtype = torch.get_autocast_dtype
 _deterministic = torch._C._get_deterministic_algorithms
 _warn_only = torch._C._get_deterministic_algorithms_warn_only
 _precision = torch._C._get_float32_matmul_precision
-_filled = torch._C._get_deterministic_fill_uninitialized_memory
-_math_attention = torch._C._get_math_sdp_enabled
-_flash_attention = torch._C._get_flash_sdp_enabled
-_mkldnn = torch._C._get_mkldnn_enabled
 _DENORMAL = 5e-324
 _UMATH, _ERRORS = "numpy._core.umath", "_extobj_contextvar"  # of NumPy 2
 # torch imports NumPy if it is installed.
@@ -65,28 +60,25 @@ _MORE: list[tuple[Callable[[], Any], Callable[..., None]]] = [
 ]
 
 
+_GETTERS: tuple[Callable[[], Any], ...] = (
+    *(torch.get_default_dtype, functools.partial(torch.get_autocast_dtype, "cpu")),
+    *(_deterministic, _warn_only),
+    torch._C._get_deterministic_fill_uninitialized_memory,
+    *(torch._C._get_math_sdp_enabled, torch._C._get_flash_sdp_enabled),
+    torch._C._get_mkldnn_enabled,
+    _errors_of_numpy.get,  # what NumPy does upon errors, as `np.errstate` sets it
+    *[get for get, _ in _MORE],
+)
+
+
 def read_settings() -> tuple[Any, ...]:
     """Return the settings that choose dtypes and kernels."""
     try:
         precision: Any = _precision()
     except RuntimeError:  # it was set for each backend, and torch refuses to sum it up
         precision = [torch._C._get_fp32_precision_getter(*p) for p in _PRECISIONS]
-    # One tuple, not two put together: this is read on every call.
-    basic = (
-        _dtype(),
-        _autocast_dtype("cpu"),
-        _deterministic(),
-        _warn_only(),
-        precision,
-        _filled(),
-        _math_attention(),
-        _flash_attention(),
-        _mkldnn(),
-        _DENORMAL * 1.0 == 0.0,  # whether the processor flushes such numbers to zero
-        # What NumPy does upon errors, as `np.errstate` sets it.
-        _errors_of_numpy.get(),
-    )
-    return (*basic, *[get() for get, _ in _MORE]) if _MORE else basic
+    # The second says whether the processor flushes such numbers to zero.
+    return precision, _DENORMAL * 1.0 == 0.0, *map(call, _GETTERS)
 
 
 def _set_errors_of_numpy(value: Any) -> None:
@@ -111,10 +103,11 @@ def _set_warn_only(on: bool) -> None:
 
 _set_autocast_dtype = functools.partial(torch.set_autocast_dtype, "cpu")
 _SETTERS: tuple[Callable[..., object], ...] = (
+    *(_set_precision, torch.set_flush_denormal),
     *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
-    *(_set_precision, torch._C._set_deterministic_fill_uninitialized_memory),
+    torch._C._set_deterministic_fill_uninitialized_memory,
     *(torch._C._set_sdp_use_math, torch._C._set_sdp_use_flash),
-    *(torch._C._set_mkldnn_enabled, torch.set_flush_denormal, _set_errors_of_numpy),
+    *(torch._C._set_mkldnn_enabled, _set_errors_of_numpy),
     *[put for _, put in _MORE],
 )
 

@@ -2,7 +2,7 @@
 
 With a torch that the tests never ran with, a few things that all calls rely on are
 tried at import, in some milliseconds. What fails is one warning. The tests try every
-shim (`tests/torch`), and `python -m remat.testing.selftest` every lowering.
+shim (`tests/torch`).
 
 Invariant: with a torch that was run, nothing is tried at import.
 Rejected: to check a shim where it is first used. That is mostly in a backward, and what
@@ -65,8 +65,7 @@ def examine() -> None:
 
 _DIFFERS = (
     "remat: it was run with torch {1} and never with {0}, which differs in: {2}. "
-    "`python -m remat.testing.selftest` says what does not work. Install one of those "
-    "torches, or another remat."
+    "Install one of those torches, or another remat."
 )
 
 

@@ -30,5 +30,5 @@ Under torch.func: one Function, whose backward is again a program.
     written             what a recompute reads of large inputs that are written to
 
 Called by users, by `_report`, which runs calls to look at them, and by rooms that make
-calls: `chain`, `nn`, `compat`, `_fit`, `rules` and `testing`.
+calls: `chain`, `nn`, `compat`, `_fit` and `rules`.
 """

@@ -33,6 +33,7 @@ from remat._base.program import Program
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._live.copies import without_copies
 from remat._live.reach import Reach
 from remat._live.result_walk import Hidden, Own
 from remat._live.results import Emptied, Out, Result, slots_of
@@ -40,10 +41,12 @@ from remat._partial.cache import owner_of
 from remat._partial.options import DEFAULT, Options
 from remat._torch import (
     current_layer,
+    is_of_ended_vmap,
     is_of_level_above,
     is_of_torch_func,
     levels_requiring_grad,
     unwrap_dead,
+    without_dead_levels,
 )
 
 
@@ -107,18 +110,22 @@ class Call:
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level."""
-        passed = self._inputs
+        passed, unwrap = without_copies(self._inputs), unwrap_dead
         if True in map(is_of_torch_func, passed):
+            unwrap = without_dead_levels
             # The user's objects may hold a tensor of a level that has ended. If that is
             # a vmap, no operation takes it, and so none of the recompute's.
-            ended = [is_of_level_above(unwrap_dead(t)) for t in passed]
-            self._users = passed = [
+            ended = [is_of_ended_vmap(unwrap(t)) for t in passed]
+            instead = [
                 torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
                 for t, is_gone in zip(passed, ended, strict=True)
             ]
+            if passed is self._inputs:
+                self._users = instead
+            passed = instead
         # A node will hold them. The call would hide them from hooks for saved tensors.
         self._inputs: list[Tensor] = []
-        inputs = [*map(unwrap_dead, passed)]
+        inputs = [*map(unwrap, passed)]
         is_any_dead = True in map(operator.is_not, inputs, passed)
         if is_any_dead and holds_graph(passed, inputs):
             message = _PULLBACK.format(label=self.snapshot.label)
@@ -135,7 +142,7 @@ class Call:
         """Call the function on other tensors; what it does to objects stays."""
         reach, users, instead = self.snapshot, self._users, self.instead
         if users is None:  # to show what it changes
-            return self.run_again(inputs)
+            return reach.run(inputs, instead, take=Result)
         self._users = None
         lifted = None
         if reach.is_bare:
@@ -156,11 +163,17 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if type(value) is Tensor and (lifted is None or id(value) not in lifted.users):
+        is_plain = lifted is None or not (lifted.left or id(value) in lifted.users)
+        if is_plain and type(value) is Tensor:
             return Result(value)
+        own = Own({}, slots_of(users), ())
         if lifted is None:
-            return Result(value, Own({}, slots_of(users), ()))
-        return Result(value, Own(lifted.users, slots_of(users), lifted.known))
+            return Result(value, own)
+        own = own._replace(originals=lifted.users, known=lifted.known)
+        result = Result(value, own, [left for _, left in lifted.left])
+        if result.is_left:
+            reach.left = [at for at, _ in lifted.left]
+        return result
 
     def _without_outer_levels(self, body: Fn, inputs: Sequence[Tensor]) -> Fn:
         refused = RefuseOuterLevels(self.wrapped, inputs, self.snapshot.name_of)

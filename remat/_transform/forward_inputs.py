@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.errors import CaptureError
 from remat._base.program import InputIndex, PerInput, Request, leaves_for
+from remat._live.copies import note_copy, value_at_copy
 from remat._torch import (
     base_tensor,
     is_below_tracer,
@@ -34,7 +35,7 @@ from remat._transform.leaves import (
     WatchedLeaves,
     addresses_of,
     has_same_bytes,
-    memory_of,
+    memories_of,
     with_bytes,
 )
 from remat._transform.state import CallState
@@ -107,24 +108,29 @@ class ForwardInputs:
 
         Of large ones a copy shares the memory until it is written.
         """
-        is_traced = is_below_tracer()
-        for i, t in enumerate(self.inner):
-            # Running statistics are vectors, and may be passed as arguments as well.
-            if needs[i] or not (i in buffers or t.dim() == 1):
+        # Running statistics are vectors, and may be passed as arguments as well.
+        each = enumerate(self.inner)
+        may_be = [i for i, t in each if not needs[i] and (i in buffers or t.dim() == 1)]
+        small: list[int] = []
+        if not is_below_tracer():
+            small = [i for i in may_be if self.inner[i].numel() <= SMALL]
+        found = zip(small, memories_of([self.inner[i] for i in small]), strict=True)
+        self._memory = {i: memory for i, memory in found if memory is not None}
+        for i in may_be:
+            if i in self._memory:
                 continue
-            small = not is_traced and t.numel() <= SMALL
-            memory = memory_of(t) if small else None
-            if memory is not None:
-                self._memory[i] = memory
-                continue
+            t = self.inner[i]
             copy = shared_copy(t)
             if copy is not None or buffers.get(i, False):
-                self.inner[i] = self.copies[i] = t.clone() if copy is None else copy
+                copy = t.clone() if copy is None else copy
+                self.inner[i] = self.copies[i] = copy
+                note_copy(copy, t)
 
     def _written(self, buffers: Mapping[InputIndex, bool]) -> Iterator[int]:
         """Yield the inputs that the forward wrote to."""
-        for i, memory in self._memory.items():
-            if memory_of(self.inputs[i]) != memory:
+        now = memories_of([self.inputs[i] for i in self._memory])
+        for (i, memory), there in zip(self._memory.items(), now, strict=True):
+            if there != memory:
                 yield i
         for i, copy in self.copies.items():
             if is_shared(copy):
@@ -140,7 +146,8 @@ class ForwardInputs:
         buffer = self.inputs[i]
         if i in self._memory:
             return with_bytes(buffer, self._memory[i][1])
-        before, copy = buffer.clone(), self.copies[i]
+        copy = self.copies[i]
+        before = value_at_copy(copy, buffer)
         if not has_same_bytes(copy, buffer):
             buffer.copy_(copy)
         return before

@@ -112,6 +112,7 @@ from remat._torch import (
     pull_back,
     pull_in_grad_mode,
     remove_hooks_since,
+    requires_grad_above,
     requires_grad_at_any_level,
     saved_tensors,
     set_grad_enabled,
@@ -188,6 +189,11 @@ class Primal(Program):
     @override
     def is_forward(self) -> bool:
         return self.call.structure is None  # the forward sets it at its end
+
+    @property
+    @override
+    def passed(self) -> Sequence[Tensor]:
+        return self.call.wrapped
 
     @property
     @override
@@ -280,6 +286,10 @@ class Primal(Program):
         return result
 
     @override
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        checks.refuse_leaks(self.call.snapshot, leaves, self.call.hidden)
+
+    @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         assert self.state is not None
         self.state.refuse_changed(self.call.snapshot, inputs)
@@ -360,7 +370,7 @@ def dispatch(
     kind: Any = None if layer is None else kind_of(layer)
     if kind == VMAP:
         below_vmap = functools.partial(_dispatch_below_vmap, program, request)
-        return batched(inputs, below_vmap)
+        return batched(inputs, functools.partial(below_vmap, layer.level()))
     if kind == JVP:
         return _dispatch_at_jvp(layer, program, inputs, request)
     if layer is None or dual_level_active():
@@ -405,6 +415,7 @@ def _ends(evaluation: Evaluation, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
 def _dispatch_below_vmap(
     program: Program,
     request: Request,
+    level: int,
     inputs: tuple[Any, ...],
     in_dims: tuple[Any, ...],
     size: int,
@@ -412,8 +423,7 @@ def _dispatch_below_vmap(
 ) -> tuple[Any, Any, Evaluation]:
     """Evaluate all examples at once, below the vmap."""
     needs = [*map(requires_grad_at_any_level, inputs)]
-    pairs = zip(request.needs, needs, strict=True)
-    needs_outside = [need and not below for need, below in pairs]
+    needs_outside = _needs_above(program, request, needs, level)
     request = request._replace(needs=needs, is_batched=True)
     batch = Batch(program, needs_outside, (in_dims, size, randomness))
     outs, evaluation = dispatch(batch, inputs, request)
@@ -431,14 +441,31 @@ def _dispatch_at_jvp(
         below = duals.primals
         results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
         return _wrapped(results, level), evaluation
-    needs_below = map(requires_grad_at_any_level, duals.primals)
-    pairs = zip(request.needs, needs_below, strict=True)
-    needs = [need and not below for need, below in pairs]
+    needs = [*map(requires_grad_at_any_level, duals.primals)]
+    needs = _needs_above(program, request, needs, level)
     dual = Dual(program, needs, duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
     found = dual.taken_apart(_wrapped(results, level), evaluation)
     return found.joined(found.outs), found.evaluation
+
+
+def _needs_above(
+    program: Program, request: Request, needs: PerInput, level: int
+) -> list[bool]:
+    """Return which inputs are differentiated where that does not show below a level.
+
+    Args:
+        program: whose inputs they are.
+        request: what is asked of it.
+        needs: which are differentiated below.
+        level: of a vmap or a jvp.
+    """
+    pairs = zip(request.needs, needs, strict=True)
+    found = [need and not below for need, below in pairs]
+    for i, t in enumerate(program.passed if True in needs else ()):
+        found[i] = found[i] or requires_grad_above(t, level)
+    return found
 
 
 def _are_dual() -> bool:
@@ -483,7 +510,7 @@ def _evaluate_below(
     # The graph is gone by now, unless the function let something of it escape.
     checks.refuse_backward(program, given.inner, inputs)
     checks.refuse_assigned_data(snapshot, inputs, given.inner, needs)
-    checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
+    program.refuse_leaks(given.fresh())
     return evaluated
 
 

@@ -56,7 +56,7 @@ from remat._transform.leaves import (
     has_same_bytes,
     holding,
     holding_rows,
-    memory_of,
+    memories_of,
     with_bytes,
 )
 from remat._transform.overlaps import Ranges, overlapping, together
@@ -110,7 +110,6 @@ class SavedInputs:
     ) -> None:
         first, buffers = reach.first_parameter, reach.buffers
         self.needs, self._hooks, self._first = needs, hooks, first
-        self._packed = _packed_outside(reach, hooks)
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
         self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
@@ -135,16 +134,21 @@ class SavedInputs:
             self.originals_at: Sequence[int] = range(len(inputs))
             self.originals = self.values = [*inputs]
             return
+        self._packed = _packed_outside(reach, hooks)
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
+        if self.may_be_written and hooks is None:
+            at = sorted(self.may_be_written)
+            found = zip(at, memories_of([entries[i] for i in at]), strict=True)
+            self._memory = {i: memory for i, memory in found if memory is not None}
         self.values: list[Any] = []
         self.originals_at = []
         for i, t in enumerate(entries):
             if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
                 self.originals_at.append(i)
                 self.values.append(t)
-            elif i in self.may_be_written:
+            elif i in self.may_be_written and i not in self._memory:
                 self.values.append(self._copy(i, t))
             else:
                 try:
@@ -194,14 +198,7 @@ class SavedInputs:
                 self.may_be_written = self.may_be_written.difference(self._sums)
 
     def _copy(self, i: int, t: Tensor) -> Any:
-        """Return the value of an input, or a copy; its bytes are noted if they can be.
-
-        The hooks around the call may take a value away: then it is a copy.
-        """
-        memory = memory_of(t) if self._hooks is None else None
-        if memory is not None:
-            self._memory[i] = memory
-            return t.detach()
+        """Return a copy of an input; its value if torch copies no such tensor."""
         try:
             if type(t) is not Tensor:
                 copy = t.clone()  # a fake one has no memory for a kernel to read
@@ -269,14 +266,16 @@ class SavedInputs:
         """Copy those of which the bytes are known and that hold others by now."""
         befores, written = self._memory, list[tuple[int, int, int]]()
         self._memory = {}
+        left_alone: list[int] = []
         addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
         for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
             is_same = where == address and string_at(address, len(held)) == held
             if is_same and now[i] == self.versions[i]:
-                self.may_be_written -= {i}
+                left_alone.append(i)
             else:
                 self.values[i] = with_bytes(self.values[i], held)
                 written.append((address, address + len(held), i))
+        self.may_be_written = self.may_be_written.difference(left_alone)
         if len(written) > 1:
             self._overlaps = overlapping(written)
 
@@ -341,6 +340,9 @@ class SavedInputs:
         not even the leaves are: they would get them twice.
         """
         on_originals = not changes.accumulates
+        if on_originals and self._are_originals:
+            if [*map(_requires_grad, self.values)] == self.needs:
+                return [*self.values]
         on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
         if self._memory:  # the forward still runs
             for i, (_, held) in self._memory.items():
@@ -352,12 +354,10 @@ class SavedInputs:
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
         tensors: list[Tensor] = []
-        originals_at = (
-            {*self.originals_at} if on_originals and not self._are_originals else ()
-        )
+        originals_at = {*self.originals_at} if on_originals else ()
         for i, value in enumerate(values[:first] if are_ours else values):
             t, need = None, needs[i]
-            if on_originals and (self._are_originals or i in originals_at):
+            if i in originals_at:
                 t = value
             elif on_others and i < first:
                 t = self._itself(i, value)

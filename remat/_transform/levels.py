@@ -13,6 +13,7 @@ once more for the tangents, and below it torch turns forward mode off.
 
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,11 @@ class Below(Program):
     def is_forward(self) -> bool:
         return self.program.is_forward
 
+    @property
+    @override
+    def passed(self) -> Sequence[Tensor]:
+        return self.program.passed
+
     @override
     def evaluate_first(
         self, program: Program, inputs: Sequence[Tensor], request: Request
@@ -108,6 +114,10 @@ class Below(Program):
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         self.program.refuse_changed(inputs[: self.arity])
+
+    @override
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        self.program.refuse_leaks(leaves)
 
     @override
     def check_reached(
@@ -150,7 +160,11 @@ class Below(Program):
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
-            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+            found = tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
+            del outs
+            if mode is None:  # which holds them
+                self.refuse_leaks([*compress(inner, self.needs)])
+            return found
 
     def _note_marked(
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any

@@ -42,9 +42,9 @@ from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
 from remat._base.tensors import outside_inference_mode, version_of
 from remat._base.tracebacks import note
-from remat._base.types import Fn
+from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
-from remat._live.reach import Reach, Running, reach_of
+from remat._live.reach import Reach, reach_of
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
@@ -280,9 +280,9 @@ class Saved:
         """Write where an input comes from, as the function's author would."""
         return self.reach.name_of(index)
 
-    def run_again(self, running: Running, tensors: Sequence[Tensor]) -> None:
+    def run_again(self, tensors: Sequence[Tensor]) -> None:
         """Call the function as it was called."""
-        self.reach.call(running, tensors)
+        self.reach.run(tensors)
 
     def value_of(self, handle: Handle) -> Tensor:
         """Return the value of a handle, by a recompute."""
@@ -452,7 +452,7 @@ class _Packing:
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
-        if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
+        if type(t) not in TENSORS and _is_of_trace(t, self._is_traced):
             return t
         handles, version = self.handles, None
         i = self._index.get(id(t))
@@ -544,6 +544,8 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
+    elif in_backward and call.planned is not None:
+        call.planned.let_go()
     return value
 
 
@@ -643,14 +645,11 @@ def recompute(
         context.inside = (*inside, call)
     # The hooks and the grad mode of the backward do not count.
     suspended, grad_mode = suspend_hooks(), torch.is_grad_enabled()
-    run = (
-        _run_batched_on_buffers
-        if call.vmaps or call.inputs.may_be_written
-        else _run_on_objects
-    )
-    copied = (*call.inputs.may_be_written, *call.written)
-    if copied:
-        filling.put_back = {storage_id(tensors[i]) for i in copied}
+    run, copied = _run_on_objects, call.inputs.may_be_written
+    if copied or call.vmaps:
+        run = _run_batched_on_buffers
+    if copied or call.written:
+        filling.put_back = {storage_id(tensors[i]) for i in (*copied, *call.written)}
     set_grad_enabled(True)
     push_hooks(filling.pack, unpack)
     streams = call.ambient.streams_now(call.reach.streams)
@@ -694,12 +693,11 @@ def _run_batched_on_buffers(call: Saved, *tensors: Tensor) -> None:
 def _run_on_objects(call: Saved, *tensors: Tensor) -> tuple[()]:
     """Call the function again on tensors, with its objects as they were."""
     noted = Noted(call.seeds)
-    with call.reach.restored(tensors) as running:
-        noted.start()
-        try:
-            call.run_again(running, tensors)
-        finally:
-            noted.end()
+    noted.start()
+    try:
+        call.run_again(tensors)
+    finally:
+        noted.end()
     return ()
 
 
@@ -789,7 +787,7 @@ class Filling:
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
         """Be the hook that saves a tensor."""
-        if type(t) is not Tensor and _is_of_trace(t, self._is_traced):
+        if type(t) not in TENSORS and _is_of_trace(t, self._is_traced):
             return t
         if not self.left and self._stops:  # again, as somebody caught the first one
             raise Stop

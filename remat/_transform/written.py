@@ -93,6 +93,14 @@ _PARTS: dict[Any, Callable[..., None]] = {
 _ADDS = {_aten.index_put_.default, _aten.put_.default}  # if the fourth argument says so
 
 
+# These change the shape alone, or make the memory of a result as large as it is.
+_SHAPES = {
+    *(_aten.t_.default, _aten.transpose_.default, _aten.unsqueeze_.default),
+    *(_aten.squeeze_.default, _aten.squeeze_.dim, _aten.squeeze_.dims),
+    *(_aten.as_strided_.default, _aten.resize_.default),
+}
+
+
 # What calls wrote to, while somebody may ask for their values.
 ENDED: set["weakref.ref[HeldAtEnd]"] = set()
 
@@ -202,7 +210,7 @@ class ReadsWritten(Observer):
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not is_view_op(func):
+        if not (is_view_op(func) or func in _SHAPES):
             values = tree_leaves((args, kwargs))
             with unseen():
                 for t in values:

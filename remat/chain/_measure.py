@@ -324,7 +324,7 @@ class Rehearsal:
         yield taken
         meter.end()
         taken.peak, taken.left = meter.peak - before, meter.live - before
-        taken.seconds = sum(window.seconds for window in meter.windows)
+        taken.seconds = meter.seconds
 
 
 def _nbytes(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:

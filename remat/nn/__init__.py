@@ -8,7 +8,6 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
     _blocks     the repeated blocks of a model
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
     _followed   modules whose calls follow a plan for a whole step
-    _noise      a parametrization that adds noise to a weight
 
 Called by users, and by `_fit`, whose plans modules follow.
 """
@@ -18,7 +17,6 @@ from remat.nn._applied import Applied as Applied, applied as applied
 from remat.nn._apply import apply as apply, remove as remove
 from remat.nn._blocks import blocks as blocks
 from remat.nn._enable import enable as enable
-from remat.nn._noise import weight_noise as weight_noise
 
 
 _hints.at(__name__)

@@ -2,7 +2,7 @@
 
 # In: a key. Out: numbers, by operators that graphs hold and that draw the same again.
 #
-# Called by users, and by `nn` for noise.
+# Called by users.
 
 import typing as _typing
 

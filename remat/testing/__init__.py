@@ -2,7 +2,6 @@
 
     _equality     `assert_same` and `assert_same_gradients`, bit for bit
     _counts       `count_ops`, `peak_bytes` and `live_bytes`
-    selftest      a command: whether remat works with the torch that is installed
 
 `memory_timeline` and `check_replay` are of `remat._report`. Equality alone proves
 nothing about a transform, which may be the identity. So tests check both.

@@ -266,24 +266,10 @@ def test_recomputed_work_is_counted():
     assert again.seconds > plain.seconds
 
 
-def test_windows_are_calls_of_blocks():
+def test_the_peak_is_in_a_block():
     make, args, kwargs, loss = CASES["mlps"]
-    names = [f"1.{k}" for k in range(6)]
-    found = simulated(make(), args, kwargs, loss, blocks=names, around=["1"])
-    step = found.steps[-1]
-    assert [part.name for part in step if part.name] == names
-    assert [name for name, _, _ in found.nests] == ["1"]
-    ((_, first, end),) = found.nests
-    assert [part.name for part in step[first:end] if part.name] == names
-    # The input of the first product, that of the ReLU's backward, and the result.
-    assert {part.saves for part in step if part.name} == {4 * 256 * (32 + 128)}
-
-
-def test_names_of_values_are_noted():
-    def named(x):
-        return remat.checkpoint_name(x.sin(), "s").cos()
-
-    assert simulated(Op(named), (WIDE,)).names == {"s"}
+    found = simulated(make(), args, kwargs, loss, blocks=["1.4", "1.5"])
+    assert found.peak_at == "in threshold_backward in the backward of 1.5"
 
 
 # --- What is left as it was ---

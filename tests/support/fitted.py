@@ -259,8 +259,7 @@ def _tight(over):
 
 def tight(over="step"):
     """Return the plan of the least budget for `mlps()`, which was not applied yet."""
-    plan = _tight(over)
-    return dataclasses.replace(plan, is_applied=False) if over == "step" else plan
+    return dataclasses.replace(_tight(over), is_applied=False)
 
 
 def applied_mlps(over="step"):

@@ -292,16 +292,6 @@ def test_another_assignment_to_data_is_refused_and_undone(is_frozen):
     assert module.weight.grad is None
 
 
-def keeps_an_intermediate():
-    kept = []
-
-    def fn(x):
-        kept.append(x.sin())
-        return x.cos()
-
-    return lambda x: (remat(fn)(x) + kept[-1]).sum()
-
-
 def in_one_node(fn, *others):
     return lambda: remat(fn, higher_order=True)(leaf(), *[make() for make in others])
 
@@ -314,10 +304,6 @@ def under_grad(fn):
 REFUSED = {
     "a function": (under_grad(remat(later)), r"returned a function \(`result`\)"),
     "a generator": (under_grad(remat(one_by_one)), "computes when it is read"),
-    "kept": (
-        under_grad(keeps_an_intermediate()),
-        r"A call under torch\.func and a chain are one node of the graph, so its gradi",
-    ),
     "backward": (in_one_node(backward_inside, lambda: leaf() * 2), "calls backward"),
     "data": (in_one_node(Halved(3, 3)), r"`self\.weight` was changed in place inside"),
 }

@@ -14,6 +14,7 @@ from torch.func import grad, vmap
 from torch.utils import _python_dispatch
 
 from remat import remat
+from remat._transform import forward_inputs, function
 from remat.testing import assert_same, count_ops
 
 
@@ -199,3 +200,75 @@ def test_a_pool_of_threads_inside_computes_what_it_does_in_plain(wrap, fn):
     x = torch.randn(8, 8)
     w = torch.eye(8).requires_grad_()
     return [torch.autograd.grad(wrap(fn)(w, x).sum(), w) for _ in range(4)]
+
+
+# --- A large buffer, of which a forward under torch.func has a copy in its place ---
+
+
+TODO = queue.SimpleQueue(), queue.SimpleQueue()  # which no recompute puts back
+
+
+class Counting(nn.Module):
+    """Reads a buffer and writes it; between the two it does what is to be done."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(2**15, dtype=torch.double))
+
+    def forward(self, x, number):
+        y = (x * self.table[:4].clone()).sin()
+        self.table.add_(1)
+        if not TODO[number].empty():
+            TODO[number].get()()
+        return (y * self.table[:4].clone()).sum()
+
+
+# For what A waits in its forward and B in its, and B before that begins.
+ORDERS = {
+    "B within A": ("b ended", "a is in it", "a is in it"),
+    "A ends within B": ("b is in it", "a ended", "a is in it"),
+    "A ends before the forward of B": ("b begins", "a ended", "a ended"),
+}
+
+
+@rows("a_waits, b_waits, b_begins", ORDERS)
+def test_a_copy_of_a_large_buffer_is_never_left(
+    a_waits, b_waits, b_begins, monkeypatch
+):
+    names = "a is in it", "a ended", "b begins", "b is in it", "b ended"
+    happened = {name: threading.Event() for name in names}
+
+    def then(happens, waits):
+        happened[happens].set()
+        assert happened[waits].wait(timeout=60)
+
+    class Inputs(forward_inputs.ForwardInputs):
+        def __init__(self, *args):
+            if threading.current_thread().name == "b":
+                then("b begins", b_begins)
+            super().__init__(*args)
+
+    monkeypatch.setattr(function, "ForwardInputs", Inputs)
+    TODO[0].put(lambda: then("a is in it", a_waits))
+    TODO[1].put(lambda: then("b is in it", b_waits))
+    module, x = Counting(), torch.linspace(0.1, 1, 4, dtype=torch.double)
+    own, run = module.table, grad(remat(module))
+
+    def a():
+        found = run(x, 0)
+        happened["a ended"].set()
+        return found
+
+    def b():
+        assert happened["a is in it"].wait(timeout=60)
+        threading.current_thread().name = "b"
+        found = run(x, 1)
+        happened["b ended"].set()
+        return found
+
+    found = in_threads(a, b)
+    assert module.table is own
+    # Of what was there before the call wrote it, which A may have written.
+    expected = [k * (x * k).cos() * (k + 1) for k in (1, 2)]
+    assert torch.equal(found[0], expected[0])
+    assert any(torch.equal(found[1], e) for e in expected)

@@ -20,7 +20,7 @@ from remat import policies
 from remat.testing import assert_same, count_ops
 
 
-SECTIONS = {"From torch.utils.checkpoint": 9, "From JAX": 20, "From RETURNN's scope": 4}
+SECTIONS = {"From torch.utils.checkpoint": 9, "From JAX": 20, "From RETURNN's scope": 3}
 
 TORCH = {
     "checkpoint": checkpoint,

@@ -49,7 +49,8 @@ def outcome_of(name: str, configuration: str) -> Outcome:
         return Outcome("refused", _text(error))
     except Exception as error:  # noqa: BLE001
         return Outcome("raised", _text(error))
-    difference = _difference(actual, expected, is_close=context is in_a_chain)
+    is_close = context is in_a_chain or (context is not plain and program.is_close)
+    difference = _difference(actual, expected, is_close=is_close)
     if difference is not None:
         return Outcome("wrong", difference, count - fewer)
     return Outcome("right", "", count - fewer)

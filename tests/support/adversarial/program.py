@@ -26,11 +26,14 @@ class Program:
         name: its theme and what is hard about it.
         build: makes fresh state, and returns what runs the program.
         recomputes: whether there is something to recompute.
+        is_close: whether torch has other kernels for what a level of torch.func
+            differentiates, so that the last bits may differ there.
     """
 
     name: str
     build: Callable[[], Step]
     recomputes: bool = True
+    is_close: bool = False
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -46,19 +49,19 @@ def program(build=None, *, recomputes=True):
     return build
 
 
-def add(name, build, *, recomputes=True):
+def add(name, build, **attributes):
     assert name not in PROGRAMS, f"two programs are named {name}"
-    PROGRAMS[name] = Program(name, build, recomputes)
+    PROGRAMS[name] = Program(name, build, **attributes)
 
 
-def family(**cases):
+def family(*, is_close=False, **cases):
     """Add a program for each case: what builds it is given the case."""
 
     def adding(build):
         theme = build.__module__.rpartition(".")[2]
         for name, case in cases.items():
             words = f"{theme}/{build.__name__}: {name}".replace("_", " ")
-            add(words, functools.partial(build, case))
+            add(words, functools.partial(build, case), is_close=is_close)
         return build
 
     return adding

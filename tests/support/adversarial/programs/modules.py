@@ -102,12 +102,17 @@ SHAPED = {
         lambda: Calling(nn.LSTM(4, 3, 2, dropout=0.5), lambda f, x: f(x)[0]),
         (5, 2, 4),
     ),
-    "MultiheadAttention": (attention, (2, 3, 4)),
-    "MultiheadAttention, fused": (lambda: attention(need_weights=False), (2, 3, 4)),
     "Embedding": (lambda: Calling(nn.Embedding(5, 4), embedded), (2, 4)),
 }
 
 
+ATTENDING = {
+    "MultiheadAttention": (attention, (2, 3, 4)),
+    "MultiheadAttention, fused": (lambda: attention(need_weights=False), (2, 3, 4)),
+}
+
+
+@family(**ATTENDING, is_close=True)
 @family(**SHAPED)
 def a_layer_of_another_shape(case):
     make, shape = case

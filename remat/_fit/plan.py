@@ -1,4 +1,6 @@
-"""The plan for a whole step: which results are saved, operation by operation.
+"""A plan: which results of a step are saved, and how a model follows it.
+
+It covers a whole step, operation by operation, or blocks, which are recomputed at once.
 
 Invariant: a plan holds names and numbers, neither tensors nor modules. So it pickles,
 compares, and can be made on one machine and followed on another.
@@ -7,7 +9,7 @@ exist yet.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -18,7 +20,10 @@ from remat._base.errors import BudgetError, missing
 from remat._report import plots as _plots, render as _render
 from remat._scope.following import Course
 from remat._transform.api import caller
+from remat.nn._applied import PLAN, REMAT, refuse_others
+from remat.nn._apply import apply_from
 from remat.nn._followed import FollowedScope, begin_scope, end_scope, follow
+from remat.policies import Policy
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,7 +66,9 @@ class Followed:
         recomputed: the FLOPs that run again.
         again: the bytes of the results that are made again.
         seconds: what runs again, at nominal rates of FLOPs and bytes.
-        courses: which results are saved: in training, in evaluation.
+        courses: which results a scope saves: in training, in evaluation.
+        units: the blocks that are recomputed, and which of their results are saved;
+            None where none is.
 
     Example:
         >>> import torch
@@ -78,30 +85,32 @@ class Followed:
     recomputed: int
     again: int
     seconds: float
-    courses: tuple[Course, ...]
+    courses: tuple[Course, ...] = ()
+    units: tuple[tuple[str, Policy | None], ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
-class StepPlan(_render.Shown):
-    """The plan of `remat.fit` for a whole step. It prints as a table of segments.
+class Plan(_render.Shown):
+    """The plan of `remat.fit`. It prints as a table of segments.
 
     `plan.apply(model)` has each forward of the model follow it, whatever the loss is.
-    `with plan:` around forward and loss recomputes in the loss, too. Without grad, both
-    do nothing. Inputs of other sizes follow the plan; the budget holds for those that
-    it was made for.
+    If it covers a whole step, `with plan:` around forward and loss recomputes in the
+    loss, too. Without grad, both do nothing. Inputs of other sizes follow the plan; the
+    budget holds for those that it was made for.
 
     Attributes:
         label: the name of the model or function.
+        over: what it covers: "step", or "blocks".
         budget: the bytes that a step may take.
         resident: the bytes that exist before the step.
         plain_peak: the peak without remat.
         flops: those of a step without remat.
         applied: what a step does after `plan.apply(model)`; None if only `with plan:`
             stays under the budget, or the step calls the model several times.
-        around: what it does in `with plan:`.
+        around: what it does in `with plan:`; None of a plan over blocks.
         segments: what is saved where.
-        blocks: those in which something is recomputed. They are recomputed as a whole
-            where a plan for a whole step cannot be followed: in compiled code, under
+        blocks: those in which something is recomputed. Where a plan for a whole step
+            cannot be followed, they are recomputed as a whole: in compiled code, under
             torch.func and with FSDP.
         device: the kind of device that it was made for.
         lacks_solver: whether the plan was chosen without scipy, which was not
@@ -119,12 +128,13 @@ class StepPlan(_render.Shown):
     """
 
     label: str
+    over: str
     budget: int
     resident: int
     plain_peak: int
     flops: int
     applied: Followed | None
-    around: Followed
+    around: Followed | None
     segments: tuple[FitSegment, ...]
     blocks: tuple[str, ...]
     device: str
@@ -133,7 +143,9 @@ class StepPlan(_render.Shown):
 
     @property
     def _shown(self) -> Followed:
-        return self.applied or self.around
+        found = self.applied or self.around
+        assert found is not None
+        return found
 
     @property
     def peak(self) -> int:
@@ -192,18 +204,29 @@ class StepPlan(_render.Shown):
             True
         """
         result = model
-        if not callable(model):
-            kind = type(model).__name__
-            raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
+        self._refuse_no_model(model)
         if not isinstance(model, nn.Module):
             result = _following(model, self)
         elif self.applied is None:
-            raise BudgetError(_ONLY_AROUND.format(label=self.label), self.around.peak)
+            raise BudgetError(_ONLY_AROUND.format(label=self.label), self.peak)
+        elif self.over == "blocks":
+            self._refuse_another_device(model)
+            refuse_others(model, "plan.apply", (REMAT,))
+            if self.applied.units:
+                apply_from(caller(), model, dict(self.applied.units), by=PLAN)
         else:
             self._refuse_another_device(model)
             follow(model, self.label, self.applied.courses, self.blocks, caller())
         object.__setattr__(self, "is_applied", True)
         return result
+
+    def _refuse_no_model(self, model: Any) -> None:
+        if self.around is None and not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise TypeError(_OF_BLOCKS.format(label=self.label, kind=kind))
+        if not callable(model):
+            kind = type(model).__name__
+            raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
 
     def _refuse_another_device(self, model: nn.Module) -> None:
         kinds = {p.device.type for p in model.parameters() if not p.is_meta}
@@ -214,6 +237,8 @@ class StepPlan(_render.Shown):
             )
 
     def __enter__(self) -> Self:
+        if self.around is None:
+            raise TypeError(_OF_BLOCKS.format(label=self.label, kind="with block"))
         object.__setattr__(self, "is_applied", True)
         begin_scope(FollowedScope(self.label, self.around.courses))
         return self
@@ -235,21 +260,24 @@ class StepPlan(_render.Shown):
         """
         each = {"plan.apply(model)": self.applied, "with plan": self.around}
         found = {k: (f.peak, f.recomputed) for k, f in each.items() if f is not None}
-        return drawn(self, found, ax)
+        found = {"plain": (self.plain_peak, 0), **found}
+        peaks, costs = zip(*found.values(), strict=True)
+        above = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
+        return _plots.points_in(self.budget, [*found], peaks, costs, above, ax)
 
     @override
     def __repr__(self) -> str:
         saved = f"{self.share:.1%} of its FLOPs recomputed"
-        text = f"StepPlan of {self.label}: {saved}, peak {_render.mebibytes(self.peak)}"
+        text = f"Plan of {self.label}: {saved}, peak {_render.mebibytes(self.peak)}"
         return f"<{text}{'' if self.is_applied else ', ' + _NOT_APPLIED}>"
 
     @override
     def _table(self) -> _render.Table:
         return _render.Table(
-            title=title(self),
+            title=f"{self.label} in {_render.mebibytes(self.budget)}",
             columns=("segment", "#operations", "#saved MiB", "#recomputed FLOPs"),
             rows=tuple(
-                (s.name, f"{s.operations}", mib(s.saved), f"{s.recomputed:,}")
+                (s.name, f"{s.operations}", _mib(s.saved), f"{s.recomputed:,}")
                 for s in self.segments
             ),
             kinds=tuple(
@@ -257,13 +285,22 @@ class StepPlan(_render.Shown):
             ),
             notes=(
                 *([] if self.is_applied else [_NOT_APPLIED]),
-                *notes(self),
+                *self._notes(),
                 *([_NO_SOLVER] if self.lacks_solver else []),
             ),
         )
 
+    def _notes(self) -> Iterator[str]:
+        """Yield the lines below the table."""
+        yield f"peak: {_render.mebibytes(self.peak)}, {self.peak_at}"
+        yield f"peak without remat: {_render.mebibytes(self.plain_peak)}"
+        yield f"before the step: {_render.mebibytes(self.resident)}"
+        yield f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step"
+        shown = f"{_render.mebibytes(self.again)} of results, " if self.again else ""
+        yield f"that is {shown}{self.seconds * 1e3:,.3f} ms at nominal rates"
 
-def _following(fn: Callable[..., Any], plan: StepPlan) -> Any:
+
+def _following(fn: Callable[..., Any], plan: Plan) -> Any:
     @functools.wraps(fn)
     def followed(*args: Any, **kwargs: Any) -> Any:
         with plan:
@@ -275,6 +312,10 @@ def _following(fn: Callable[..., Any], plan: StepPlan) -> Any:
 _NO_MODEL = (
     "remat: the plan for {label} is applied to the model or the function of the step; "
     "got an object of type {kind}."
+)
+_OF_BLOCKS = (
+    "remat: the plan for {label} covers its blocks, and is applied to the model: "
+    "plan.apply(model); got a {kind}."
 )
 _NOT_APPLIED = "not applied yet: plan.apply(model)"
 _NO_SOLVER = f"without a solver: {missing('scipy')}"
@@ -290,36 +331,9 @@ _ONLY_AROUND = (
 )
 
 
-# --- What plans by blocks show, too ------------------------------------------------
-
-
-def title(plan: Any) -> str:
-    """Return the title of a plan's table."""
-    return f"{plan.label} in {_render.mebibytes(plan.budget)}"
-
-
-def notes(plan: Any) -> Iterator[str]:
-    """Yield the lines below a plan's table."""
-    yield f"peak: {_render.mebibytes(plan.peak)}, {plan.peak_at}"
-    yield f"peak without remat: {_render.mebibytes(plan.plain_peak)}"
-    yield f"before the step: {_render.mebibytes(plan.resident)}"
-    yield f"recomputed: {plan.recomputed:,} FLOPs, {plan.share:.1%} of a step"
-    again = getattr(plan, "again", 0)  # blocks count none
-    shown = f"{_render.mebibytes(again)} of results, " if again else ""
-    yield f"that is {shown}{plan.seconds * 1e3:,.3f} ms at nominal rates"
-
-
-def mib(nbytes: int) -> str:
+def _mib(nbytes: int) -> str:
     """Write bytes for a column of MiB."""
     return _render.mebibytes(nbytes).removesuffix(" MiB")
-
-
-def drawn(plan: Any, found: Mapping[str, tuple[int, int]], ax: Any) -> Any:
-    """Draw peaks and FLOPs beside those of a step without remat; return the axes."""
-    found = {"plain": (plan.plain_peak, 0), **found}
-    peaks, costs = zip(*found.values(), strict=True)
-    above = f"peak of {plan.label}, budget {_render.mebibytes(plan.budget)}"
-    return _plots.points_in(plan.budget, [*found], peaks, costs, above, ax)
 
 
 def too_small(

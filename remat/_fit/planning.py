@@ -1,0 +1,308 @@
+"""Makes a plan: chooses what a step saves, and runs it as planned.
+
+    1. The step is recorded on a copy, on fake tensors; on real ones if the model asks
+       for values.
+    2. `choose` finds which results are saved: for a scope around the call of the model,
+       and for one around the call and the loss; or for blocks as units.
+    3. The copy runs the step as planned, and `Meter` counts. Where it is over the
+       budget, the excess is subtracted, and the choice is made again.
+
+Invariant: what is returned was run as a whole, and stays under the budget; by blocks in
+the first step, too.
+Rejected: to trust the walk. A user's code may hold what no operation made.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat import nn as remat_nn
+from remat._base.errors import BudgetError
+from remat._fit.choose import (
+    Chosen,
+    chosen_for,
+    has_solver,
+    least_for,
+    quickly_for,
+)
+from remat._fit.plan import FitSegment, Followed, Plan, too_small
+from remat._fit.record import ASKED, StepRecord, recorded
+from remat._fit.rewritten import with_nests
+from remat._fit.simulate import TrainingStep, gradients_of, simulate
+from remat._fit.units import UnitWalker
+from remat._fit.walk import Walker
+from remat._report.labels import label_of_function
+from remat._scope.following import Course, Placed
+from remat._transform.refused import has_forward
+from remat.nn._followed import FollowedScope, follow
+
+
+def _around(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the modules that several blocks are in, by depth, the innermost first."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name, module in model.named_modules():
+        inside = [block for block in blocks if name and block.startswith(f"{name}.")]
+        if len(inside) > 1 and has_forward(module):
+            depth = name.count(".")
+            found[depth] = (*found.get(depth, ()), name)
+    return [names for _, names in sorted(found.items(), reverse=True)]
+
+
+class _Attempt(NamedTuple):
+    """What was chosen, and what a step does that follows it."""
+
+    followed: Followed
+    chosen: Chosen
+    walker: Walker
+
+
+_TIMES = 3  # that a choice is made again
+_LESS = 0.99  # of the work: what is less than that is worth another run
+
+
+class Planning:
+    """What is known while a plan is made."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        device: torch.device,
+        budget: int,
+        blocks: Sequence[str],
+    ) -> None:
+        self._step, self._device, self._budget = step, device, budget
+        model = step.model()
+        is_model = model is not None and model is step.fn
+        self.label = type(model).__name__ if is_model else label_of_function(step.fn)
+        self._blocks = tuple(blocks)
+        self._depths = _around(model, blocks) if model is not None else []
+        around = [name for names in self._depths for name in names]
+        found, self._is_real = recorded(step, device, blocks=(*blocks, *around))
+        assert found is not None
+        self.record = found
+        # With the model in evaluation mode if it trains, or the other way round; None
+        # if that runs the same operations.
+        self.other: StepRecord | None = None
+        self._courses_of_other: dict[bool, Course] = {}
+        there = (t.grad is not None for t, _ in gradients_of(step))
+        self._counts_gradients = step.accumulates or any(there)
+        self._least: list[Followed] = []
+
+    def over_step(self) -> Plan:
+        """Return a plan for the whole step."""
+        self.other = self._record_of_other_mode()
+        record, whole = self.record, (0, self.record.turn)
+        applied = None
+        if record.called is not None:
+            applied = self._found(Walker(record, record.called))
+        # A plan for a model has to be one that the model itself can follow.
+        is_needed = record.called is not None and self._step.fn is self._step.model()
+        if is_needed and applied is None:
+            raise self._too_small()
+        around = applied if record.called == whole else self._better(applied)
+        found = applied or around
+        if found is None:
+            raise self._too_small()
+        around = around or found
+        return self._plan("step", found, applied and applied.followed, around.followed)
+
+    def over_blocks(self) -> Plan:
+        """Return a plan for blocks."""
+        found = self._found(UnitWalker(self.record, self._blocks))
+        for names in self._depths if found is None else ():
+            found = found or self._found_within(names)
+        if found is None:
+            raise self._too_small()
+        return self._plan("blocks", found, found.followed, None)
+
+    def _found_within(self, around: Sequence[str]) -> "_Attempt | None":
+        """Choose for the blocks in modules that run again as a whole."""
+        record = with_nests(self.record, around)
+        inside = {*self._blocks} - {*around}
+        return self._found(UnitWalker(record, inside, around))
+
+    def _plan(
+        self,
+        over: str,
+        found: "_Attempt",
+        applied: Followed | None,
+        around: Followed | None,
+    ) -> Plan:
+        return Plan(
+            self.label,
+            over,
+            self._budget,
+            self.record.resident,
+            self._plain_peak(),
+            self.record.flops,
+            applied,
+            around,
+            *_segments(found, self._blocks),
+            self._device.type,
+            lacks_solver=not has_solver() and bool(found.followed.seconds),
+        )
+
+    def _better(self, applied: _Attempt | None) -> _Attempt | None:
+        """Choose for a scope around the loss, too, if that spares work."""
+        walker = Walker(self.record)
+        if applied is not None:
+            chosen = chosen_for(walker, self._budget)
+            work = applied.followed.seconds
+            if chosen is None or walker.seconds(chosen) >= work * _LESS:
+                first, last = applied.walker.span
+                outside = {i for i in walker.choices if not first <= i < last}
+                courses = self._courses(walker, applied.chosen | outside)
+                followed = replace(applied.followed, courses=courses)
+                return applied._replace(followed=followed)
+        return self._found(walker)
+
+    def _found(self, walker: Walker) -> _Attempt | None:
+        """Choose, for a scope around some operations or units; None if nothing fits."""
+        aim = self._budget
+        for _ in range(_TIMES):
+            chosen = chosen_for(walker, aim)
+            if chosen is None:
+                break
+            found = self._run(walker, chosen)
+            over = found.followed.peak - self._budget
+            if over <= 0:
+                return found
+            aim -= over
+        found = self._run(walker, least_for(walker, aim))
+        if found.followed.peak <= self._budget:
+            return found
+        self._least.append(found.followed)
+        return None
+
+    def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
+        """Run a step that follows a choice."""
+        is_units = isinstance(walker, UnitWalker)
+        courses = () if is_units else self._courses(walker, chosen)
+        units = walker.policies(chosen) if isinstance(walker, UnitWalker) else {}
+
+        def following() -> FollowedScope:
+            return FollowedScope(self.label, courses)
+
+        def change(step: TrainingStep) -> TrainingStep:
+            model = step.model()
+            if is_units:
+                if units and model is not None:
+                    remat_nn.apply(model, units)
+                return step
+            if walker.span == (0, self.record.turn):
+                return step._replace(around=following)
+            if model is None or (step.fn is not model and hasattr(step.fn, "__self__")):
+                return step._replace(around_call=following)
+            follow(model, self.label, courses, (), "")
+            return step
+
+        step = self._step, self._device, change, self._blocks
+        # The first call of a block records, and may hold more than those after it.
+        times = 2 if is_units and not self._is_real else 1
+        done = simulate(*step, is_real=self._is_real, times=times)
+        work = done.flops - self.record.flops, *walker.again(chosen)
+        which = courses, tuple(units.items())
+        followed = Followed(done.peak, done.peak_at, *work, *which)
+        return _Attempt(followed, chosen, walker)
+
+    def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
+        return self._course(walker, chosen), *self._other_course(walker)
+
+    def _course(
+        self, walker: Walker, chosen: Chosen, *, is_other: bool = False
+    ) -> Course:
+        model = self._step.model()
+        is_training = model is None or model.training
+        return replace(
+            _course(walker, chosen),
+            counts_gradients=self._counts_gradients,
+            is_training=is_training != is_other,
+        )
+
+    # --- The other mode ---
+
+    def _record_of_other_mode(self) -> StepRecord | None:
+        if self._step.model() is None:
+            return None
+        try:
+            known = [op.name for op in self.record.operations[: self.record.turn]]
+            step = self._step, self._device
+            return recorded(*step, known, in_other_mode=True)[0]
+        except Exception:  # noqa: BLE001 - the user may never run it
+            return None
+
+    def _other_course(self, walker: Walker) -> Iterator[Course]:
+        if self.other is None:
+            return
+        is_around = walker.span == (0, self.record.turn)
+        if is_around not in self._courses_of_other:
+            other = Walker(self.other, None if is_around else self.other.called)
+            chosen = quickly_for(other, self._budget)
+            course = self._course(other, chosen, is_other=True)
+            self._courses_of_other[is_around] = course
+        yield self._courses_of_other[is_around]
+
+    # --- Errors ---
+
+    def _too_small(self) -> BudgetError:
+        least = min(self._least, key=lambda each: each.peak)
+        where = least.peak, least.peak_at, self.record.resident, self._plain_peak()
+        return BudgetError(too_small(self.label, self._budget, *where), least.peak)
+
+    def _plain_peak(self) -> int:
+        return Walker(self.record, (0, 0))(()).peak
+
+
+def _course(walker: Walker, chosen: Chosen) -> Course:
+    """Return what a policy answers. It saves what a scope cannot run again, too."""
+    saved = walker.storages(chosen)
+    needed = walker.closure(saved)[0]
+    # What nobody reads again. A value that Python holds is saved.
+    unread = walker.makers.keys() - needed
+    within = walker.record.operations[slice(*walker.span)]
+    # Calls are counted from the first one in the span.
+    first: dict[str, int] = {}
+    found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
+    for op in within:
+        root, turn, path, number = op.place
+        place = root, turn - first.setdefault(root, turn), path, number
+        if op.fate == ASKED:
+            is_again = not (needed - saved).isdisjoint(op.makes)
+            is_unread = unread.issuperset(op.makes)
+            saves = not (is_again or is_unread)
+            size = sum(walker.record.sizes[n] for n in op.makes)
+            found.setdefault(place, []).append((op.name, saves, is_unread, size))
+    return Course(
+        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
+    )
+
+
+def _segments(
+    found: _Attempt, blocks: tuple[str, ...]
+) -> tuple[tuple[FitSegment, ...], tuple[str, ...]]:
+    """Return what is done with each block, and in which blocks something runs again."""
+    walker, record = found.walker, found.walker.record
+    needed, runs = walker.closure(walker.storages(found.chosen))
+    kept = walker.storages(found.chosen) & needed
+    rows: dict[str, list[int]] = {}
+    again: set[str] = set()
+    for i in record.forwards:
+        op = record.operations[i]
+        # The block that the operation is in, or else the outermost module.
+        around = (name for name in blocks if f"{op.module}.".startswith(f"{name}."))
+        name = next(around, op.module.partition(".")[0] or "outside")
+        row = rows.setdefault(name, [0, 0, 0])
+        is_copied = i >= record.turn
+        row[0] += not is_copied
+        row[2] += op.flops if is_copied else 0
+        for n in () if is_copied else op.makes:
+            is_kept = n in kept if n in walker.makers else record.dies[n] > record.turn
+            row[1] += record.sizes[n] if is_kept else 0
+        if i in runs:
+            row[2] += op.flops
+            again.add(name)
+    segments = tuple(FitSegment(name, *row) for name, row in rows.items())
+    return segments, tuple(name for name in blocks if name in again)
