@@ -146,7 +146,10 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
 
 
 def requires_grad_above(tensor: Tensor, level: int) -> bool:
-    """Say whether a level above another one differentiates a tensor."""
+    """Say whether a level above another one differentiates a tensor.
+
+    To be called where no TorchFunctionMode sees it.
+    """
     tensor = unwrap_if_dead(tensor)
     while is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > level:
         if tensor.requires_grad:

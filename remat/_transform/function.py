@@ -109,6 +109,7 @@ from remat._torch import (
     kind_of,
     leaf_at,
     lifted,
+    no_torch_functions,
     pull_back,
     pull_in_grad_mode,
     remove_hooks_since,
@@ -463,8 +464,10 @@ def _needs_above(
     """
     pairs = zip(request.needs, needs, strict=True)
     found = [need and not below for need, below in pairs]
-    for i, t in enumerate(program.passed if True in needs else ()):
-        found[i] = found[i] or requires_grad_above(t, level)
+    if True in needs:
+        with no_torch_functions():  # one may refuse tensors of levels above
+            for i, t in enumerate(program.passed):
+                found[i] = found[i] or requires_grad_above(t, level)
     return found
 
 
