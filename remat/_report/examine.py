@@ -157,6 +157,11 @@ class CallNotes(Recorder):
             for number in found:
                 self.readers.setdefault(number, {})[reader] = None
 
+    def note_kept(self, places: Iterable[Any]) -> None:
+        """Note what is kept of calls within by their own rules."""
+        for t in (t for place in places for t in place.stored()):
+            self.itself.add(self.storages.number(base_tensor(t)))
+
     def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
         """Yield how often nested calls recompute each operation, and the innermost."""
         times = [0] * len(self.steps)
@@ -318,6 +323,7 @@ class _Examining(Saved):
         gone = {*range(len(self.handles))} - alive
         record = noting.record(outs, gone)
         noting.note_readers(outs, leaves)
+        noting.note_kept(self.kept)
         situation = self._situation
         if self.leaf_changes.accumulates:
             situation = dataclasses.replace(situation, given_up=ACCUMULATES)

@@ -14,6 +14,7 @@ from itertools import chain
 
 from remat._base.op import Op
 from remat._base.source import short
+from remat._base.unit import unit
 from remat._partial.budget import Spent
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
@@ -120,7 +121,9 @@ _UNTOLD = "perhaps read by the backward of a change to a view, or of a function 
 
 
 def name(op: Op) -> str:
-    """Return the name of an operation: `mm`."""
+    """Return the name of an operation, `mm`, or of a function with rules."""
+    if op.func is unit:
+        return str(op.args[-1]).partition(" (")[0].strip("`")
     return getattr(op.packet, "__name__", str(op.packet))
 
 

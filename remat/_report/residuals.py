@@ -199,11 +199,15 @@ class _Notes:
         """Note for each node since `start` what it saved."""
         nodes = (node for node, _ in nodes_of(outs, _Older(start)))
         for node in sorted(nodes, key=sequence_number):
-            reader, call = reader_of(node), call_behind(getattr(node, "program", None))
+            program = getattr(node, "program", None)
+            reader, call = reader_of(node), call_behind(program)
             if call is not None:
                 self._note_call(node, call, reader)
+                self._note_kept(call.kept, reader, start)
+            place = getattr(program, "place", None)
+            self._note_kept([] if place is None else [place], reader, start)
             for handle in handles_at(node):
-                self._note_handle(handle, reader)
+                self._note_handle(handle, reader, start)
             for t in tensors_at(node):
                 self._note(t, reader, "from a constant")
             # Not all of these are held by the graph: a hook may refer to a global.
@@ -225,13 +229,15 @@ class _Notes:
         if planned is not None:
             leaves = planned.kept(leaves)
         saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
-        if planned is not None:
+        found: list[tuple[Op, Decision]] = []
+        if planned is not None and planned.plans is not None:
             plans = planned.plans
-            assert plans is not None
-            residuals = plans.full.plan.residuals
-            for value, (i, _) in zip(saved[len(leaves) :], residuals, strict=True):
-                op, decision = plans.record.steps[i].op, plans.decisions[i]
-                self._note_saved(tensors_in(value), op, decision, reader)
+            residuals = [i for i, _ in plans.full.plan.residuals]
+            found = [(plans.record.steps[i].op, plans.decisions[i]) for i in residuals]
+        # And what calls within keep by their own rules.
+        found += [(op, Decision.SAVE) for op in getattr(planned, "ops", ())]
+        for value, (op, decision) in zip(saved[len(leaves) :], found, strict=True):
+            self._note_saved(tensors_in(value), op, decision, reader)
         for i, value in zip(leaves, saved, strict=False):
             if i in evaluation.updated:
                 name = call.call.snapshot.name_of(i)
@@ -242,7 +248,16 @@ class _Notes:
         for stream, state in call.state.ambient.moved if call.state else ():
             self._note_state(stream, state, reader)
 
-    def _note_handle(self, handle: Handle, reader: str) -> None:
+    def _note_kept(self, places: Iterable[Any], reader: str, start: int) -> None:
+        """Note what is kept of calls by their own rules."""
+        for place in places:
+            for residual in place.residuals or ():
+                self._note_saved(residual.stored(), residual.op, Decision.SAVE, reader)
+            for t in place.outs:
+                self._note(t, reader, f"kept of {place.name}")
+            self.ask(place.outs, start)
+
+    def _note_handle(self, handle: Handle, reader: str, start: int) -> None:
         """Note the residual of a handle, or what its call keeps to recompute it."""
         found = handle.residual
         if found is not None:
@@ -262,6 +277,7 @@ class _Notes:
         planned = call.planned
         for residual in planned.residuals_held() if planned else ():
             self._note_saved(residual.stored(), residual.op, residual.decision, reader)
+        self._note_kept(call.kept, reader, start)
         for stream, state in call.ambient.moved:
             self._note_state(stream, state, reader)
 
