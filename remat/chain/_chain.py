@@ -84,6 +84,7 @@ class Chain(ChainProgram):
             outs: Any = super().run_forward(cut.inputs, mode)
             needs = call.note_outs(outs)
             outs = [*map(cut.value, outs)]
+        call.cut = None  # which leads to leaves that nothing is to hold
         return _connected(outs, needs, inputs)
 
     @override
