@@ -86,7 +86,7 @@ class Planning:
         # With the model in evaluation mode if it trains, or the other way round; None
         # if that runs the same operations.
         self.other: StepRecord | None = None
-        self._courses_of_other: dict[bool, Course] = {}
+        self._other_courses: dict[bool, list[Course]] = {}
         there = (t.grad is not None for t, _ in gradients_of(step))
         self._counts_gradients = step.accumulates or any(there)
         self._least: list[Followed] = []
@@ -106,8 +106,8 @@ class Planning:
         found = applied or around
         if found is None:
             raise self._too_small()
-        around = around or found
-        return self._plan("step", found, applied and applied.followed, around.followed)
+        in_call = None if applied is None else applied.followed
+        return self._plan("step", found, in_call, (around or found).followed)
 
     def over_blocks(self) -> Plan:
         """Return a plan for blocks."""
@@ -209,20 +209,22 @@ class Planning:
         return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
-        return self._course(walker, chosen), *self._other_course(walker)
-
-    def _course(
-        self, walker: Walker, chosen: Chosen, *, is_other: bool = False
-    ) -> Course:
-        model = self._step.model()
-        is_training = model is None or model.training
-        return replace(
+        is_around = walker.span == (0, self.record.turn)
+        if is_around not in self._other_courses:
+            self._other_courses[is_around] = [*self._others(is_around)]
+        first = replace(
             _course(walker, chosen),
             counts_gradients=self._counts_gradients,
-            is_training=is_training != is_other,
+            is_training=self._is_training,
         )
+        return first, *self._other_courses[is_around]
 
-    # --- The other mode ---
+    @property
+    def _is_training(self) -> bool:
+        model = self._step.model()
+        return model is None or model.training
+
+    # --- Other steps ---
 
     def _record_of_other_mode(self) -> StepRecord | None:
         if self._step.model() is None:
@@ -234,16 +236,26 @@ class Planning:
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
 
-    def _other_course(self, walker: Walker) -> Iterator[Course]:
-        if self.other is None:
-            return
-        is_around = walker.span == (0, self.record.turn)
-        if is_around not in self._courses_of_other:
-            other = Walker(self.other, None if is_around else self.other.called)
-            chosen = quickly_for(other, self._budget)
-            course = self._course(other, chosen, is_other=True)
-            self._courses_of_other[is_around] = course
-        yield self._courses_of_other[is_around]
+    def _others(self, is_around: bool) -> Iterator[Course]:
+        """Yield the courses of steps that begin with gradients, and of the other mode.
+
+        Where these are over the budget, they are near the least that there is.
+        """
+        if not (self._counts_gradients or self._step.model() is None):
+            record, budget = self.record.accumulating(), self._budget
+            walker = Walker(record, None if is_around else record.called)
+            chosen = quickly_for(walker, budget)
+            over = max(walker(chosen).peak - budget, 0)
+            course = replace(_course(walker, chosen), over=over)
+            yield replace(course, is_training=self._is_training)
+        if self.other is not None:
+            walker = Walker(self.other, None if is_around else self.other.called)
+            course = _course(walker, quickly_for(walker, self._budget))
+            yield replace(
+                course,
+                counts_gradients=self._counts_gradients,
+                is_training=not self._is_training,
+            )
 
     # --- Errors ---
 

@@ -6,11 +6,14 @@ it held at the call.
     reach       all of this for one call
     running     one run of it again
     lifted      other tensors in place of the user's
+    left        what a function leaves in holders besides its result
+    copies      copies of buffers in holders, which other threads may find
     roots       one root of a call
     given       the function and the arguments, put aside and made again
     boxes       what is held of containers that were passed
     leases      references to what has no weak references
     exchange    has holders hold what they held, in place, and puts them back
+    classes     of objects that changed theirs, and which a call may hold
     making      makes values again, each after what it holds
     moment      what all holds at one moment of a forward, compared with another
     contents    what holders held at a call, and what a forward changed of it

@@ -49,8 +49,6 @@ CLASS_OF = ClassOf()
 
 def is_of_another(value: Any, then: type | None) -> bool:
     """Say whether the class of an object was changed, other than by remat."""
-    if then is type(value):
-        return False
     if then is None:
         raise RecomputeError(GONE.format(name="The class of an object"))
     return class_without_us(type(value)) is not class_without_us(then)

@@ -16,7 +16,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -138,6 +138,11 @@ class Span(NamedTuple):
     end: int
     first_key: int
 
+    @property
+    def key_count(self) -> int:
+        """How many keys it has."""
+        return (self.end - self.start) * self.kind.keyed
+
 
 class Contents:
     """What the holders of a layout held.
@@ -233,13 +238,65 @@ class Contents:
         new._note_tensors(now)
         return new
 
-    def has_form_of(self, taken: Taken) -> bool:
-        """Say whether only numbers and tensors are others now."""
-        if [ref() for ref in self.classes] != [*map(type, taken.owners)]:
-            return False
-        if self._marks[1] != taken.lengths or not _are_alike(self.keys, taken.keys):
-            return False
-        return all(map(_alike, self.kept, taken.values))
+    def in_form_of(self, now: Taken) -> "Contents | None":
+        """Return what is held now, if only numbers, words and tensors are others."""
+        places = self.others_in(now)
+        if places is None or not all(self._is_alike(p, now) for p in places):
+            return None
+        if any(p < len(self.kept) and type(self.kept[p]) is At for p in places):
+            return Contents(now)
+        new = object.__new__(Contents)
+        for name in Contents.__slots__:
+            setattr(new, name, getattr(self, name))
+        new._marks, new._but_for_tensors = now.marks, None
+        new.kept, new.keys = self.kept.copy(), self.keys.copy()
+        for p in places:
+            if p < len(new.kept):
+                new.kept[p] = now.values[p]
+            else:
+                new.keys[p - len(new.kept)] = now.keys[p - len(new.kept)]
+        return new
+
+    def others_in(self, now: Taken) -> list[int] | None:
+        """Return where something else is held now: at values, keys, and classes.
+
+        None if holders hold more or less than they did.
+        """
+        if now.lengths != self._marks[1]:
+            return None
+        ids = (memoryview(marks).cast("Q") for marks in (self._marks[0], now.marks[0]))
+        return [*itertools.compress(itertools.count(), map(operator.ne, *ids))]
+
+    def is_number(self, p: int, now: Taken) -> bool:
+        """Say whether a value is another number or word now."""
+        return p < len(self.kept) and _are_plain(self.kept[p], now.values[p])
+
+    def spans_among(
+        self, places: Collection[int], indices: Collection[HolderIndex]
+    ) -> Iterator[Span]:
+        """Yield the holders that hold some values, and others, by their indices."""
+        left = sorted(places, reverse=True)
+        for span in self.spans():
+            if not (left or indices):
+                return
+            is_among = (span.group, span.number) in indices
+            while left and left[-1] < span.end:
+                left.pop()
+                is_among = True
+            if is_among:
+                yield span
+
+    def _is_alike(self, p: int, now: Taken) -> bool:
+        """Say whether another value leads to what the one before led to."""
+        count = len(self.kept)
+        if p < count and type(self.kept[p]) is At:
+            return issubclass(type(now.values[p]), Tensor)
+        if p < count:
+            return self.is_number(p, now)
+        if p - count >= len(self.keys):
+            return False  # the class of an owner
+        key = now.keys[p - count]
+        return type(key) in ATOMS and self.keys[p - count] == key
 
     def tensors_in(self, taken: Taken) -> list[Tensor]:
         """Return the tensors, of what is held now."""
@@ -381,24 +438,9 @@ def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:
     return ids[span.start * 8 : span.end * 8], ids[first * 8 : last * 8]
 
 
-def _are_alike(kept: Sequence[Any], keys: Sequence[Any]) -> bool:
-    """Say whether keys are the same; no `__eq__` of the user's runs."""
-    if len(kept) != len(keys):
-        return False
-    pairs = zip(kept, keys, strict=True)
-    return all(
-        a.is_of(b) if type(a) is Ref else a is b or (type(b) in ATOMS and a == b)
-        for a, b in pairs
-    )
-
-
-def _alike(kept: Any, value: Any) -> bool:
-    """Say whether a value leads to what the one before led to."""
-    if type(kept) is Ref:
-        return kept.is_of(value)
-    if type(kept) is At:
-        return issubclass(type(value), Tensor)
-    return kept is value or (_is_plain(kept) and _is_plain(value))
+def _are_plain(kept: Any, value: Any) -> bool:
+    """Say whether neither what was held nor what is leads anywhere."""
+    return _is_plain(kept) and _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:

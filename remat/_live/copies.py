@@ -19,7 +19,7 @@ from torch import Tensor
 from remat._torch import below_all_levels
 
 
-class _Noted:
+class _CopyInPlace:
     """A copy, while it is there: its thread, its buffer, and what that held."""
 
     def __init__(self, copy: Tensor, buffer: Tensor) -> None:
@@ -29,12 +29,12 @@ class _Noted:
         self.then: Tensor | None = None
 
 
-_COPIES: dict[int, _Noted] = {}  # by the identity of the copy
+_COPIES: dict[int, _CopyInPlace] = {}  # by the identity of the copy
 
 
 def note_copy(copy: Tensor, buffer: Tensor) -> None:
     """Note that a forward of this thread has a copy in place of a buffer."""
-    _COPIES[id(copy)] = _Noted(copy, buffer)
+    _COPIES[id(copy)] = _CopyInPlace(copy, buffer)
 
 
 def value_at_copy(copy: Tensor, buffer: Tensor) -> Tensor:

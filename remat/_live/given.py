@@ -412,3 +412,14 @@ class Building:
                 return value
             del self._there[key]
         return box.how.new(box.ref.kind(), items, None)
+
+
+class StillThere:
+    """Finds, for names in errors, what is still there."""
+
+    @staticmethod
+    def found(kept: Ref) -> Any:
+        """Return a value that is still there, or None."""
+        return None if kept.ref is None else kept.ref()
+
+    container = found

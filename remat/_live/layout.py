@@ -258,6 +258,11 @@ class Taken(Holdings):
         """Return all holders by kind, in the order in which they were read."""
         return [*groups_of(self.holders), *self.below]
 
+    def holder(self, index: tuple[int, int]) -> Any:
+        """Return a holder, by its group and its number in that."""
+        group, number = index
+        return self.groups()[group][1][number]
+
     def mark(self) -> None:
         """Note which objects were read, with the classes of the owners."""
         held = *self.values, *self.keys, *map(type, self.owners)

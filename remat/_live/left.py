@@ -20,7 +20,7 @@ from remat._live.exchange import LOCK
 
 # The number of a root and the index of a holder of it; or, of what was passed, None and
 # the identity of the value.
-Where = tuple[int | None, Any]
+LeftPlace = tuple[int | None, Any]
 
 
 class LeftAt:
@@ -28,7 +28,7 @@ class LeftAt:
 
     __slots__ = "at", "kind", "where"
 
-    def __init__(self, where: Where, kind: HolderKind, at: Sequence[int]) -> None:
+    def __init__(self, where: LeftPlace, kind: HolderKind, at: Sequence[int]) -> None:
         self.where, self.kind, self.at = where, kind, at
 
 

@@ -45,7 +45,7 @@ from remat._live.contents import spans_of
 from remat._live.copies import without_copies
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._live.layout import Layout, Taken
-from remat._live.left import Left, LeftAt, Where
+from remat._live.left import Left, LeftAt, LeftPlace
 from remat._live.making import make
 from remat._live.roots import roots_of
 from remat._torch import is_of_level_above, is_of_torch_func
@@ -354,7 +354,7 @@ class LiftedForward(Lifted):
         if error[0] is not None:
             self.left.clear()
 
-    def _map_back(self, where: Where, kind: HolderKind, holder: Any) -> None:
+    def _map_back(self, where: LeftPlace, kind: HolderKind, holder: Any) -> None:
         """Have a holder that the function wrote hold what is the user's."""
         if kind.frozen:
             return

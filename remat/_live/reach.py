@@ -6,8 +6,7 @@ what that changed. In `restored` everything holds what it held at the call.
 Invariant: no tensor is held here, and no object of the user's that could hold one. If
 nothing differs, a run writes nothing. Afterwards everything holds what it held just
 before, also after an error, and no hook that the run set on a module stays.
-Rejected: to rebuild functions and containers, as under torch.func. Code that the walk
-does not reach, such as a hook, holds the originals.
+Rejected: to rebuild functions and containers. Code that no walk reaches has the user's.
 """
 
 import contextlib
@@ -28,10 +27,9 @@ from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.bound import BoundFunction, call_under
 from remat._live.boxes import Box
-from remat._live.contents import At, Ref
-from remat._live.given import Building, Given, structure_of
+from remat._live.contents import At
+from remat._live.given import Building, Given, StillThere, structure_of
 from remat._live.leases import end_leases, is_told, lease_of
-from remat._live.left import LeftAt
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
 from remat._live.names import CallNames
@@ -56,7 +54,6 @@ class Reach:
         label: what messages call it.
         buffers: the tensors that the function may update in place, as it would without
             remat: index, and whether a module holds it.
-        left: where the forward left tensors in holders.
         next_hook: the number that the next hook set anywhere was to get.
         streams: the random streams found.
         uses_stream_states: whether code reads or sets the state of a stream itself.
@@ -93,7 +90,7 @@ class Reach:
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
-        self.left: Sequence[LeftAt] = ()
+        self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
@@ -227,17 +224,11 @@ class Reach:
 
     @property
     def is_contained(self) -> bool:
-        """Whether it refers to functions, numbers and packages alone, but for tensors.
-
-        That is to tensors that were passed.
-        """
+        """Whether it refers to functions, numbers and packages, and tensors passed."""
         given = (*self._values, *self._modes, self._cache)
-        return self.is_bare or (
-            not any(type(kept) is Box for kept in given)
-            and all(
-                root.layout.is_contained and not root.contents.has_tensors
-                for root in self._roots
-            )
+        return self.is_bare or not (
+            any(type(kept) is Box for kept in given)
+            or any(root.refers_to_more for root in self._roots)
         )
 
     def take_tensors(self) -> list[Tensor]:
@@ -298,9 +289,7 @@ class Reach:
     ) -> Running:
         """Return a context in which everything holds what it held at the call.
 
-        Args:
-            tensors: to run on.
-            users: returns those of the user's that these stand for.
+        The tensors to run on stand for those of the user's that `users` returns.
         """
         args = self._roots, self._buffers, self.next_hook, tensors
         return Running(*args, users or self.alive)
@@ -311,7 +300,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
         runs: list[Any] | None = None,
         users: Callable[[], Sequence[Any]] | None = None,
-        take: Callable[..., Any] = lambda value: value,
+        take: Callable[..., Any] | None = None,
     ) -> Any:
         """Call the function again, in `restored`.
 
@@ -320,18 +309,17 @@ class Reach:
             body: what is called with the function and its arguments, if not that.
             runs: where the run is noted whose graph is going to be differentiated.
             users: as for `restored`.
-            take: takes the result apart, while all holds what the run left there. It
-                is given what was left where the forward left tensors, if it did.
+            take: takes the result apart, with what is left where the forward left it.
         """
         if self.is_bare:
-            return take(self.call(None, tensors, body))
+            found = self.call(None, tensors, body)
+            return found if take is None else take(found)
         running = self.restored(tensors, users)
         running.__enter__()
         try:
-            value = self.call(running, tensors, body)
-            found = (
-                take(value, left=running.left(self.left)) if self.left else take(value)
-            )
+            found = self.call(running, tensors, body)
+            if take is not None:
+                found = take(found, left=running.left(self.left) if self.left else ())
         except BaseException:
             running.__exit__()
             raise
@@ -349,8 +337,8 @@ class Reach:
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
         building = Building(tensors, running)
-        if running is not None and self.left:  # until the run has ended
-            running.passed = building.made
+        if running is not None and self.left:
+            running.passed = building.made  # until the run has ended
         cache = None if self._cache is None else building.value(self._cache)
         *args, fn = building.values(self._values)
         modes = building.values(self._modes) if self._modes else []
@@ -359,7 +347,7 @@ class Reach:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
         if body is not None:
-            fn, args, kwargs = body, [fn, args], {}
+            fn, args, kwargs = body, [fn, args], dict[str, Any]()
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
@@ -414,7 +402,7 @@ class Reach:
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        running, found = self._running, _StillThere
+        running, found = self._running, StillThere
         if isinstance(running, Running):
             found = running
         if running is None:
@@ -450,14 +438,3 @@ _UNHASHABLE = (
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "
     "metaclass `__hash__ = type.__hash__`."
 )
-
-
-class _StillThere:
-    """Finds, for names, what is still there."""
-
-    @staticmethod
-    def found(kept: Ref) -> Any:
-        """Return a value that is still there, or None."""
-        return None if kept.ref is None else kept.ref()
-
-    container = found

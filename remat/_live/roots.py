@@ -20,12 +20,16 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
-from remat._capture.holders import MovedError
+from remat._capture.holders import VARIABLES, HolderKind, MovedError
 from remat._capture.objects import is_buffer
 from remat._live.contents import Contents, HolderIndex
 from remat._live.exchange import Exchange
 from remat._live.layout import Layout, Taken, lay_out, take
 from remat._live.leases import Lease, is_told, lease_of
+
+
+# How a holder is read, it itself, its keys, what it holds, and what it is to hold.
+Differing = tuple[HolderKind, Any, list[Any], list[Any], list[Any]]
 
 
 class Root:
@@ -98,6 +102,11 @@ class Root:
         ]
 
     @property
+    def refers_to_more(self) -> bool:
+        """Whether it reaches more than functions without variables."""
+        return not self.layout.is_contained or self.contents.has_tensors
+
+    @property
     def has_iterators(self) -> bool:
         """Whether it reaches iterators."""
         return bool(self._iterators)
@@ -111,11 +120,6 @@ class Root:
                 self.effects = self.contents.changed_in(taken.again())
 
     # --- For a recompute ---
-
-    def as_it_was(self, tensors: Sequence[Any]) -> Taken | None:
-        """Return what is held now, if a run needs no exchange; else None."""
-        found = self.but_for_tensors(tensors)
-        return None if found is None or found[1] else found[0]
 
     def but_for_tensors(
         self, tensors: Sequence[Any]
@@ -144,6 +148,41 @@ class Root:
             return None
         numbers = self.numbers
         return taken, [(there, tensors[numbers[n]]) for there, n in found]
+
+    def but_for_numbers(
+        self, tensors: Sequence[Any]
+    ) -> tuple[Taken, list[Differing]] | None:
+        """Return what is held now, if nothing is to be exchanged but numbers and words.
+
+        With the holders of these and those that the forward wrote, what they hold, and
+        what they are to hold; None where more differs.
+        """
+        if self._iterators:
+            return None
+        try:
+            taken = take(self.layout)
+        except MovedError:
+            return None
+        contents, values = self.contents, taken.values
+        places = contents.others_in(taken)
+        if places is None or not all(contents.is_number(p, taken) for p in places):
+            return None
+        there = contents.tensors_in(taken)
+        if not all(tensors[n] is t for n, t in zip(self.numbers, there, strict=True)):
+            return None
+        others, found, groups = {*places}, list[Differing](), taken.groups()
+        for span in contents.spans_among(places, self.effects or ()):
+            kind, holders = groups[span.group]
+            if kind is VARIABLES:  # which is to be reset
+                return None
+            keys = taken.keys[span.first_key : span.first_key + span.key_count]
+            now = values[span.start : span.end]
+            then = [
+                contents.kept[p] if p in others else value
+                for p, value in enumerate(now, span.start)
+            ]
+            found.append((kind, holders[span.number], keys, now, then))
+        return taken, found
 
     def exchange(
         self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
@@ -206,11 +245,9 @@ def _root_with(layout: Layout) -> Root | None:
     taken, last = take(layout), layout.last  # which other threads may replace
     layout.hooks_known = RemovableHandle.next_id
     if not last.are_in(taken):
-        new = last.with_tensors_of(taken)
+        new = last.with_tensors_of(taken) or last.in_form_of(taken)
         if new is None:
-            if not last.has_form_of(taken):
-                return None
-            new = Contents(taken)
+            return None
         layout.last = last = new
     return Root(layout, last, taken)
 

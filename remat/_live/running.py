@@ -13,7 +13,7 @@ in that graph change is to stay.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
@@ -23,17 +23,14 @@ from remat._capture.container_kinds import CONTAINERS
 from remat._capture.holders import HolderKind
 from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, set_bytes
-from remat._live.contents import Ref
-from remat._live.exchange import Exchange, Written
+from remat._live.contents import Ref, differing, marks_of
+from remat._live.exchange import LOCK, Exchange, Written, are_same, written_to
+from remat._live.layout import Taken
 from remat._live.left import Left, LeftAt
 from remat._live.lifted import HolderNow, Lifted, among, holding
 from remat._live.roots import Root
 from remat._live.walk import is_hook_of_library
 from remat._torch import MODULE_HOOKS
-
-
-if TYPE_CHECKING:
-    from remat._live.layout import Taken
 
 
 def _among_holders(
@@ -166,11 +163,8 @@ class Running:
         found: list[Left] = []
         for one in at:
             i, key = one.where
-            now = None if i is None else self._now[i][1]
-            if isinstance(now, Exchange):
-                found.append(Left(one, now.holder(key)))
-            elif i is None:
-                found.append(Left(one, self.passed(key)))
+            holder = self.passed(key) if i is None else self._now[i][1].holder(key)
+            found.append(Left(one, holder))
         return found
 
     def _exchange(self) -> None:
@@ -205,7 +199,7 @@ class Running:
     def _exchange_all(self) -> None:
         started: list[Exchange] = []
         for root in self._roots:
-            now: Any = root.as_it_was(self.tensors)
+            now: Any = self._with_numbers(root)
             if now is None:
                 now = root.exchange(self.tensors, self._made, self._alive)
                 # What is gone of any root may be in another: all are made first.
@@ -219,6 +213,21 @@ class Running:
         for exchange in started:
             self._undo.append(exchange.end)
             exchange.start()
+
+    def _with_numbers(self, root: Root) -> Taken | None:
+        """Exchange numbers and words, if nothing else differs; else return None."""
+        found = root.but_for_numbers(self.tensors)
+        if found is None:
+            return None
+        if root.effects is None:  # it may write any of them
+            self._undo.append(partial(_put_back_all, found[0]))
+        for kind, holder, keys, now, then in found[1]:
+            for written in written_to(kind, holder, keys, now):
+                written.start()
+                self._undo.append(written.end)
+            if not are_same(now, then):
+                kind.write(holder, keys, then)
+        return found[0]
 
     def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
         now = bytes_of(buffer)
@@ -251,6 +260,17 @@ class Running:
         dicts = [held for root in self._roots for held in root.layout.modules()]
         found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
         return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
+
+
+def _put_back_all(then: Taken) -> None:
+    """Have all holders hold again what they held."""
+    now, groups = then.again(), then.groups()
+    sizes = [(kind, len(holders)) for kind, holders in groups]
+    for span, _ in differing(sizes, marks_of(then), marks_of(now)):
+        kind, holder = span.kind, groups[span.group][1][span.number]
+        keys = then.keys[span.first_key : span.first_key + span.key_count]
+        with LOCK:
+            kind.put_back(holder, keys, then.values[span.start : span.end])
 
 
 def _nothing(_: int) -> None:

@@ -109,11 +109,9 @@ from remat._torch import (
     kind_of,
     leaf_at,
     lifted,
-    no_torch_functions,
     pull_back,
     pull_in_grad_mode,
     remove_hooks_since,
-    requires_grad_above,
     requires_grad_at_any_level,
     saved_tensors,
     set_grad_enabled,
@@ -128,12 +126,11 @@ from remat._transform import checks
 from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of
 from remat._transform.forward_inputs import ForwardInputs
-from remat._transform.levels import Batch, Dual, Duals
+from remat._transform.levels import Batch, Dual, Duals, needs_above
 from remat._transform.state import CallState, call_state
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-
 Evaluated: TypeAlias = tuple[Sequence[Any], Evaluation]
 
 
@@ -360,18 +357,13 @@ def dispatch(
 ) -> Evaluated:
     """Evaluate `program` by the innermost torch.func transform.
 
-    Args:
-        program: to evaluate.
-        inputs: to evaluate it on.
-        request: what is asked.
-        saved: what a node saves in place of the inputs, if these are the user's dual
-            numbers, taken apart.
+    A node saves `saved` in place of inputs that are the user's dual numbers.
     """
     layer = current_layer()
     kind: Any = None if layer is None else kind_of(layer)
     if kind == VMAP:
-        below_vmap = functools.partial(_dispatch_below_vmap, program, request)
-        return batched(inputs, functools.partial(below_vmap, layer.level()))
+        args = program, request, layer.level()
+        return batched(inputs, functools.partial(_dispatch_below_vmap, *args))
     if kind == JVP:
         return _dispatch_at_jvp(layer, program, inputs, request)
     if layer is None or dual_level_active():
@@ -424,7 +416,7 @@ def _dispatch_below_vmap(
 ) -> tuple[Any, Any, Evaluation]:
     """Evaluate all examples at once, below the vmap."""
     needs = [*map(requires_grad_at_any_level, inputs)]
-    needs_outside = _needs_above(program, request, needs, level)
+    needs_outside = needs_above(program, request, needs, level)
     request = request._replace(needs=needs, is_batched=True)
     batch = Batch(program, needs_outside, (in_dims, size, randomness))
     outs, evaluation = dispatch(batch, inputs, request)
@@ -442,33 +434,13 @@ def _dispatch_at_jvp(
         below = duals.primals
         results, evaluation = call_below(layer, JVP, dispatch, program, below, request)
         return _wrapped(results, level), evaluation
-    needs = [*map(requires_grad_at_any_level, duals.primals)]
-    needs = _needs_above(program, request, needs, level)
+    below = [*map(requires_grad_at_any_level, duals.primals)]
+    needs = needs_above(program, request, below, level)
     dual = Dual(program, needs, duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
     found = dual.taken_apart(_wrapped(results, level), evaluation)
     return found.joined(found.outs), found.evaluation
-
-
-def _needs_above(
-    program: Program, request: Request, needs: PerInput, level: int
-) -> list[bool]:
-    """Return which inputs are differentiated where that does not show below a level.
-
-    Args:
-        program: whose inputs they are.
-        request: what is asked of it.
-        needs: which are differentiated below.
-        level: of a vmap or a jvp.
-    """
-    pairs = zip(request.needs, needs, strict=True)
-    found = [need and not below for need, below in pairs]
-    if True in needs:
-        with no_torch_functions():  # one may refuse tensors of levels above
-            for i, t in enumerate(program.passed):
-                found[i] = found[i] or requires_grad_above(t, level)
-    return found
 
 
 def _are_dual() -> bool:
@@ -504,16 +476,15 @@ def _evaluate_below(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
-    snapshot, needs = call.snapshot, request.needs
+    snapshot = call.snapshot
     given = ForwardInputs(inputs, request, snapshot.buffers, call.wrapped)
     # In a function of its own: nothing here may hold the graph.
     evaluated = evaluate_forward(call, program, given, request)
-    # After all runs of the forward, and before leaks are looked for: it holds tensors.
-    call.forward_done()
-    # The graph is gone by now, unless the function let something of it escape.
+    call.forward_done()  # before leaks are looked for: it holds tensors
+    # The graph is gone by now, unless something of it escaped.
     checks.refuse_backward(program, given.inner, inputs)
-    checks.refuse_assigned_data(snapshot, inputs, given.inner, needs)
-    program.refuse_leaks(given.fresh())
+    checks.refuse_assigned_data(snapshot, inputs, given.inner, request.needs)
+    checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
     return evaluated
 
 

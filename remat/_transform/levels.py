@@ -47,6 +47,8 @@ from remat._torch import (
     is_of_torch_func,
     leaf_at,
     lifted,
+    no_torch_functions,
+    requires_grad_above,
     requires_grad_at_any_level,
     taken_apart_at_jvp,
     unpack_dual,
@@ -170,6 +172,26 @@ class Below(Program):
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
     ) -> None:
         """Note what the graph of a marked run is, before it is dropped."""
+
+
+def needs_above(
+    program: Program, request: Request, needs: PerInput, level: int
+) -> list[bool]:
+    """Return which inputs are differentiated where that does not show below a level.
+
+    Args:
+        program: whose inputs they are.
+        request: what is asked of it.
+        needs: which are differentiated below.
+        level: of a vmap or a jvp.
+    """
+    pairs = zip(request.needs, needs, strict=True)
+    found = [need and not below for need, below in pairs]
+    if True in needs:
+        with no_torch_functions():  # a mode of ours refuses tensors of levels above
+            for i, t in enumerate(program.passed):
+                found[i] = found[i] or requires_grad_above(t, level)
+    return found
 
 
 class Batch(Below):

@@ -544,8 +544,6 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
-    elif in_backward and call.planned is not None:
-        call.planned.let_go()
     return value
 
 
@@ -592,6 +590,8 @@ def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
         return
     replaying = planned.replay(handles)
     if replaying is not None and _fill_along_plan(call, handles, replaying):
+        if current_task() >= 0 and not keeps_graph():
+            planned.let_go()
         return
     _fill_fully(call, handles, planned.check())
 

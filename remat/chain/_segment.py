@@ -178,9 +178,7 @@ class Segment(Program):
 
         before = context.recomputing, context.regions
         context.recomputing = (*before[0], chain)
-        if chain.kept:
-            first = all_steps.kept_from[self._numbers.start]
-            context.regions = (*before[1], [chain.kept, True, first, True])
+        context.regions = (*before[1], *self._region())
         try:
             return chain.again(run, inputs, mode, state)[0]
         except Exception as error:
@@ -188,6 +186,13 @@ class Segment(Program):
             raise
         finally:
             context.recomputing, context.regions = before
+
+    def _region(self) -> list[Any]:
+        """Return where the steps find what calls within kept, if anything."""
+        kept = self._chain.kept
+        if not kept:
+            return []
+        return [[kept, True, self._call.kept_from[self._numbers.start], True]]
 
 
 def segment_from(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from typing_extensions import override
 
 from remat._base.context import here
@@ -47,14 +47,14 @@ class FollowedScope:
         if why:
             _warn(label, why)
         self._label, self._courses = label, courses
-        mode = None if model is None else model.training
-        self._policy = ByPlace(label, courses, is_training=mode)
+        self._policy = ByPlace(label, courses)
         self._scope = None if why else scope(self._policy)
         self._model = model
 
     def __enter__(self) -> None:
         if self._scope is not None:
-            self._tell()
+            if torch.is_grad_enabled() and awaits_backward(ByPlace):
+                say_once(self._courses, _TWO_GRAPHS, self._label)
             here().step_plans += 1
             self._scope.__enter__()
             self._policy.calls.__enter__()
@@ -68,19 +68,6 @@ class FollowedScope:
             self._scope.__exit__(*raised)
             if not any(raised):
                 self._policy.end()
-
-    def _tell(self) -> None:
-        """Tell once what a step has alive that was not planned."""
-        if not torch.is_grad_enabled():
-            return
-        if awaits_backward(ByPlace):
-            say_once(self._courses, _TWO_GRAPHS, self._label)
-        if self._model is None or all(c.counts_gradients for c in self._courses):
-            return
-        learned = (p for p in self._model.parameters() if p.requires_grad)
-        first = next(learned, None)
-        if first is not None and first.grad is not None:
-            say_once(self._courses, _GRADIENTS, self._label)
 
 
 class _Open(threading.local):
@@ -121,6 +108,8 @@ def can_follow(model: nn.Module) -> bool:
 
 def has_sharded_parts(model: nn.Module) -> bool:
     """Say whether a module has DTensors, or FSDP frees its parameters in a step."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
     sharded = _classes("torch.distributed.tensor", "DTensor")
     fsdp = "FSDPModule", "FullyShardedDataParallel"
     wrapped = _classes("torch.distributed.fsdp", *fsdp)
@@ -228,11 +217,6 @@ _TWO_GRAPHS = (
     "remat: a forward follows the plan for %s while the graph of an earlier one is "
     "alive. The budget holds for one graph: both take more. Run the backward of one "
     "before the forward of the next, or plan for a function that runs both."
-)
-_GRADIENTS = (
-    "remat: a step that follows the plan for %s begins with gradients, for which the "
-    "plan was not made. It is over the budget by at most their bytes. Call remat.fit "
-    "with accumulates=True, or set gradients to None before each step."
 )
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "

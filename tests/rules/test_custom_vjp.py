@@ -263,7 +263,8 @@ def test_draws_around_and_in_fwd():
         (x,) = leaves_of(X)
         fn(x).sum().backward()
         found.append((x.grad, torch.rand(2)))
-    assert all(torch.equal(a, b) for f in found[1:] for a, b in zip(f, found[0]))
+    pairs = [pair for f in found[1:] for pair in zip(f, found[0], strict=True)]
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 # --- Arguments ---

@@ -108,8 +108,8 @@ def test_what_keeps_a_tensor_of_a_step_is_named(place):
     make, says = KEPT[place]
     if place not in FAST:
         gc.unfreeze()
+    fn = make()
     with pytest.raises(CaptureError, match="left it other than by being ret") as error:
-        fn = make()
         chain.fori_loop(0, 3, lambda i, x: fn(x), X.clone().requires_grad_())
     GLOBAL.clear()
     text = str(error.value)

@@ -26,6 +26,7 @@ from support.adversarial.program import (
     program,
     ran,
     reversed_loop,
+    taking,
     trained,
     work,
 )
@@ -157,11 +158,7 @@ def by_default_factory(table):
     return lambda x: work(x, found[len(found)])
 
 
-HELD = {
-    name.removeprefix("by_"): build
-    for name, build in [*globals().items()]
-    if name.startswith("by_")
-}
+HELD = taking(globals(), "table")
 
 
 @family(**HELD)
@@ -187,7 +184,7 @@ def counted_below_what_never_changes(build):
     return reversed_loop(fn, state=lambda: table)
 
 
-@family(**{name: build for name, build in HELD.items() if name != "weak_keys"})
+@family(**{name: build for name, build in HELD.items() if name != "by weak keys"})
 def below_what_is_gone_by_the_backward(build):
     state = State(fn=build({"k": 1.0}), n=0)
 
@@ -433,12 +430,7 @@ def by_comparing(x, seen):
     return x * (2.0 if torch.equal(y, y.clone()) and bool((y == y).all()) else 3.0)
 
 
-ASKS = {
-    name: asks
-    for name, asks in [*globals().items()]
-    if isinstance(asks, types.FunctionType)
-    and asks.__code__.co_varnames[:2] == ("x", "seen")
-}
+ASKS = taking(globals(), "x", "seen")
 
 
 @family(**ASKS)
