@@ -67,8 +67,8 @@ class Followed:
         again: the bytes of the results that are made again.
         seconds: what runs again, at nominal rates of FLOPs and bytes.
         courses: which results a scope saves: in training, in evaluation.
-        units: the blocks that are recomputed, and which of their results are saved;
-            None where none is.
+        units: the blocks that are recomputed at once, and which of their results are
+            saved, None where none is; of a plan for a step, where no scope can act.
 
     Example:
         >>> import torch
@@ -109,9 +109,7 @@ class Plan(_render.Shown):
             stays under the budget, or the step calls the model several times.
         around: what it does in `with plan:`; None of a plan over blocks.
         segments: what is saved where.
-        blocks: those in which something is recomputed. Where a plan for a whole step
-            cannot be followed, they are recomputed as a whole: in compiled code, under
-            torch.func and with FSDP.
+        blocks: those in which something is recomputed.
         device: the kind of device that it was made for.
         lacks_solver: whether the plan was chosen without scipy, which was not
             installed. It may recompute more than necessary then.
@@ -216,7 +214,8 @@ class Plan(_render.Shown):
                 apply_from(caller(), model, dict(self.applied.units), by=PLAN)
         else:
             self._refuse_another_device(model)
-            follow(model, self.label, self.applied.courses, self.blocks, caller())
+            units = self.applied.units
+            follow(model, self.label, self.applied.courses, units, caller())
         object.__setattr__(self, "is_applied", True)
         return result
 

@@ -31,6 +31,7 @@ from remat._fit.choose import (
 from remat._fit.plan import FitSegment, Followed, Plan, too_small
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
+from remat._fit.search import spare
 from remat._fit.simulate import TrainingStep, gradients_of, simulate
 from remat._fit.units import UnitWalker
 from remat._fit.walk import Walker
@@ -38,6 +39,7 @@ from remat._report.labels import label_of_function
 from remat._scope.following import Course, Placed
 from remat._transform.refused import has_forward
 from remat.nn._followed import FollowedScope, follow
+from remat.policies import Policy
 
 
 def _around(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:
@@ -107,7 +109,14 @@ class Planning:
         if found is None:
             raise self._too_small()
         in_call = None if applied is None else applied.followed
+        if in_call is not None and self._blocks:
+            in_call = replace(in_call, units=self._units())
         return self._plan("step", found, in_call, (around or found).followed)
+
+    def _units(self) -> tuple[tuple[str, Policy | None], ...]:
+        """Return what blocks do where no scope can act, in the same budget."""
+        walker = UnitWalker(self.record, self._blocks)
+        return tuple(walker.policies(quickly_for(walker, self._budget)).items())
 
     def over_blocks(self) -> Plan:
         """Return a plan for blocks."""
@@ -180,7 +189,7 @@ class Planning:
     def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
         """Run a step that follows a choice."""
         is_units = isinstance(walker, UnitWalker)
-        courses = () if is_units else self._courses(walker, chosen)
+        courses = () if is_units else (self._first_course(walker, chosen),)
         units = walker.policies(chosen) if isinstance(walker, UnitWalker) else {}
 
         def following() -> FollowedScope:
@@ -204,6 +213,8 @@ class Planning:
         times = 2 if is_units and not self._is_real else 1
         done = simulate(*step, is_real=self._is_real, times=times)
         work = done.flops - self.record.flops, *walker.again(chosen)
+        if courses and done.peak <= self._budget:
+            courses = self._courses(walker, chosen)
         which = courses, tuple(units.items())
         followed = Followed(done.peak, done.peak_at, *work, *which)
         return _Attempt(followed, chosen, walker)
@@ -212,12 +223,15 @@ class Planning:
         is_around = walker.span == (0, self.record.turn)
         if is_around not in self._other_courses:
             self._other_courses[is_around] = [*self._others(is_around)]
-        first = replace(
+        first = self._first_course(walker, chosen)
+        return first, *self._other_courses[is_around]
+
+    def _first_course(self, walker: Walker, chosen: Chosen) -> Course:
+        return replace(
             _course(walker, chosen),
             counts_gradients=self._counts_gradients,
             is_training=self._is_training,
         )
-        return first, *self._other_courses[is_around]
 
     @property
     def _is_training(self) -> bool:
@@ -274,22 +288,28 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
     needed = walker.closure(saved)[0]
     # What nobody reads again. A value that Python holds is saved.
     unread = walker.makers.keys() - needed
-    within = walker.record.operations[slice(*walker.span)]
+    within = enumerate(walker.record.operations[slice(*walker.span)], walker.span[0])
+    to_spare, spares = spare(walker, chosen), dict[Any, set[int]]()
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
     found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
-    for op in within:
+    for i, op in within:
         root, turn, path, number = op.place
         place = root, turn - first.setdefault(root, turn), path, number
         if op.fate == ASKED:
             is_again = not (needed - saved).isdisjoint(op.makes)
             is_unread = unread.issuperset(op.makes)
-            saves = not (is_again or is_unread)
+            is_saved = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
-            found.setdefault(place, []).append((op.name, saves, is_unread, size))
-    return Course(
-        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
-    )
+            found.setdefault(place, []).append((op.name, is_saved, is_unread, size))
+            if i in to_spare:
+                spares.setdefault(place, set()).add(len(found[place]) - 1)
+    placed: list[Placed] = []
+    for place, each in found.items():
+        names, saves, passes, sizes = zip(*each, strict=True)
+        spared = frozenset(spares.get(place, ()))
+        placed.append(Placed(place, names, saves, passes, sizes, spared))
+    return Course(tuple(placed))
 
 
 def _segments(

@@ -93,10 +93,6 @@ class BlockCall(NamedTuple):
         """The numbers of its operations."""
         return range(self.first, self.end)
 
-    def moved(self, count: int) -> "BlockCall":
-        """Return the call, some operations later."""
-        return self._replace(first=self.first + count, end=self.end + count)
-
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:

@@ -42,6 +42,11 @@ class Agreement:
         values: the number of tensors compared: those that operations made or wrote, and
             those that existed before and were read.
         nbytes: the bytes of the compared tensors.
+
+    Example:
+        >>> import torch
+        >>> check_replay(lambda x: x.sin().exp(), torch.ones(3))
+        Agreement(operations=2, values=3, nbytes=36)
     """
 
     operations: int
@@ -166,8 +171,8 @@ class _Twice(Saved):
 
     @override
     def run_again(self, tensors: Sequence[Tensor]) -> None:
-        def take(value: Any) -> Any:
-            return self._out.split_again(Result(value), tensors)
+        def take(value: Any, **left: Any) -> Any:
+            return self._out.split_again(Result(value, **left), tensors)
 
         outs = self.reach.run(tensors, take=take)
         now, then = [*map(_requires_grad, outs)], self._needs_grad

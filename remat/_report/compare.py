@@ -230,10 +230,10 @@ _NO_BLOCK = (
 
 # --- Rows ---
 
-_Call: TypeAlias = tuple[Fn, str, tuple[Any, ...], dict[str, Any]]
+_Compared: TypeAlias = tuple[Fn, str, tuple[Any, ...], dict[str, Any]]
 
 
-def _examined(call: _Call, options: Options, blocks: CalledBlocks) -> Examined:
+def _examined(call: _Compared, options: Options, blocks: CalledBlocks) -> Examined:
     """Run the call once."""
     found = examine(*call, options, blocks.ask)
     if found is None:
@@ -241,7 +241,9 @@ def _examined(call: _Call, options: Options, blocks: CalledBlocks) -> Examined:
     return found
 
 
-def _row(name: str, call: _Call, options: Options, plainly: Examined) -> ComparedPolicy:
+def _row(
+    name: str, call: _Compared, options: Options, plainly: Examined
+) -> ComparedPolicy:
     """Return the row of a policy for the whole function."""
     found = examined_again(*call, options, plainly)
     report = Fates(found, options).explained(call[1], plainly)

@@ -233,7 +233,7 @@ class _Sizes(Storages):
 
 
 @dataclass(slots=True)
-class _Noted:
+class _CallNote:
     """What was noted of a call, the one that is examined first."""
 
     call: Saved
@@ -256,7 +256,7 @@ class CallNotes(Recorder):
         self.readers: dict[int, dict[str, None]] = {}
         self.itself: set[int] = set()
         self.differentiates = False  # whether a backward runs in the run
-        self._noted: dict[int, _Noted] = {}  # by the id of the call
+        self._noted: dict[int, _CallNote] = {}  # by the id of the call
         self.inside: list[str] = []  # of each operation, the innermost call
         super().__init__(leaves, None, self.storages)
 
@@ -265,23 +265,24 @@ class CallNotes(Recorder):
         i, inside = len(self.steps), here().inside[1:]
         super().note(func, arguments, results, draws=draws)
         for call in inside:
-            self._noted[id(call)].steps.append(i)
+            if id(call) in self._noted:  # not one of an earlier graph, recomputed here
+                self._noted[id(call)].steps.append(i)
         self.inside.append(name_in(inside[-1].label) if inside else "")
         self.differentiates |= current_task() >= 0
 
     def observe(self, call: Saved, observe: Observe | None) -> Observe:
         """Return a function that is called with each tensor that a call saves."""
-        packed: dict[int, tuple[int, int]] = {}
         is_first, inside = not self._noted, here().inside
-        around = [*self._noted].index(id(inside[-1])) if inside else 0
-        self._noted[id(call)] = _Noted(call, around, packed, [])
+        index = {key: i for i, key in enumerate(self._noted)}
+        around = index.get(id(inside[-1]), 0) if inside else 0
+        noted = self._noted[id(call)] = _CallNote(call, around, {}, [])
 
         def both(position: int, tensor: Tensor | None) -> None:
             if is_first:
                 self.saved_storages.pack(tensor)
             if tensor is not None:
                 number = self.storages.number(base_tensor(tensor))
-                packed[position] = number, len(self.steps)
+                noted.packed[position] = number, len(self.steps)
             if observe is not None:
                 observe(position, tensor)
 
@@ -318,9 +319,8 @@ class CallNotes(Recorder):
         """Yield the calls within, those around before those inside."""
         for noted in [*self._noted.values()][1:]:
             call, waiting = noted.call, noted.call.alive()
-            made = (
-                call.planned.choice[1] if call.planned and call.planned.choice else None
-            )
+            choice = call.planned.choice if call.planned else None
+            made: Any = choice[1] if choice else None
             if made and len(made.record.steps) != len(noted.steps):
                 made = None  # it is of another call
             fates = made.full.plan.fates if made else repeat(Fate.RECOMPUTED)

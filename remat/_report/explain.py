@@ -83,15 +83,16 @@ def explain(
     none = dataclasses.replace(options, policy=None)
     with one_by_one("explain", args):
         plainly = examine(inner, label, args, kwargs, none)
-    if plainly is None:
-        why = {"reason": _NO_GRAD, "advice": (_NO_GRAD_ADVICE,)}
-        return Explanation(label, options.policy, **why)
-    found = examined_again(inner, label, args, kwargs, options, plainly)
-    report, peak = Fates(found, options).explained(label, plainly), None
-    if found.scalar or found.differentiates:
-        is_own = policy == "own" and prune == "own"
-        step = fn if is_own else Rematerialized(inner, "", options, name_in(label))
+    is_own = policy == "own" and prune == "own"
+    step = fn if is_own else Rematerialized(inner, "", options, name_in(label))
+    if plainly is None:  # a step may have parameters that calls leave alone, as FSDP's
         peak = peak_of(step, args, kwargs)
+        why = {"reason": _NO_GRAD, "advice": () if peak else (_NO_GRAD_ADVICE,)}
+        return Explanation(label, options.policy, peak=peak, **why)
+    found = examined_again(inner, label, args, kwargs, options, plainly)
+    is_step = found.scalar or found.differentiates
+    peak = peak_of(step, args, kwargs) if is_step else None
+    report = Fates(found, options).explained(label, plainly)
     report = dataclasses.replace(report, peak=peak)
     advice = _advice(report, options, found, plainly)
     return dataclasses.replace(report, advice=tuple(advice))

@@ -31,6 +31,13 @@ class ExplainedInput:
         nbytes: the bytes of its storage, or 0 if an earlier input has the same storage.
         kept, why: whether it is saved for the backward, and the reason.
         is_parameter: whether it is a leaf that requires grad, which is alive anyway.
+
+    Example:
+        >>> import torch
+        >>> from remat import explain
+        >>> found = explain(lambda w, x: w @ x, torch.ones(4, 4), torch.ones(4))
+        >>> [(leaf.name, leaf.nbytes, leaf.kept) for leaf in found.inputs]
+        [('w', 64, True), ('x', 16, True)]
     """
 
     name: str
@@ -62,6 +69,13 @@ class ExplainedOp:
         times: how often the backward recomputes it: more than once with nested calls.
         kept: the bytes of its outputs that are saved or offloaded.
         is_view: whether its outputs are views of its inputs.
+
+    Example:
+        >>> import torch
+        >>> from remat import explain
+        >>> found = explain(lambda x: x.sin().exp(), torch.ones(4))
+        >>> [(op.name, op.nbytes, op.fate) for op in found.ops]
+        [('sin', 16, 'recomputed'), ('exp', 16, 'recomputed')]
     """
 
     name: str
@@ -136,8 +150,6 @@ class Explanation(_render.Shown):
         >>> found = explain(lambda x: x.sin().exp(), torch.ones(4))
         >>> found.plain_bytes, found.saved_bytes
         (32, 16)
-        >>> [(op.name, op.nbytes, op.fate) for op in found.ops]
-        [('sin', 16, 'recomputed'), ('exp', 16, 'recomputed')]
     """
 
     label: str
@@ -211,8 +223,8 @@ class Explanation(_render.Shown):
     @override
     def _table(self) -> _render.Table:
         if not (self.inputs or self.ops):  # nothing requires grad
-            notes = tuple(f"advice: {line}" for line in self.advice)
-            return _render.Table(f"remat of {self._name}: {self.reason}", notes=notes)
+            title = f"remat of {self._name}: {self.reason}"
+            return _render.Table(title, notes=tuple(self._told()))
         rows = [row._row() for row in (*self._shown_inputs, *self._shown_ops)]
         return _render.Table(
             title=f"remat of {self._name}",
@@ -257,6 +269,9 @@ class Explanation(_render.Shown):
         yield "pruned: " + ("yes" if self.pruned else f"no, {self.reason}")
         if self.streams:
             yield f"also saved: the state of random streams: {', '.join(self.streams)}"
+        yield from self._told()
+
+    def _told(self) -> Iterator[str]:
         yield from (f"advice: {line}" for line in self.advice)
         yield from self.peak.lines() if self.peak is not None else ()
 
@@ -274,6 +289,13 @@ class ComparedPolicy:
         offloaded_bytes: the bytes that are offloaded.
         recomputed_flops, recomputed_share: the FLOPs that the backward recomputes, and
             their share of the FLOPs of the forward.
+
+    Example:
+        >>> import torch
+        >>> from remat import compare
+        >>> found = compare(lambda x: x.sin().exp(), torch.ones(4), policies=[])
+        >>> [(row.name, row.saved_bytes) for row in found.rows]
+        [('plain', 32), ('nothing_saveable', 16)]
     """
 
     name: str

@@ -348,10 +348,10 @@ def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
             yield change
 
 
-_Key: TypeAlias = tuple[PeakHolder, str, HeldValues]  # without counts and bytes
+_OfHolder: TypeAlias = tuple[PeakHolder, str, HeldValues]  # without counts and bytes
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[_Key, int]]:
+def _before(inputs: Inputs) -> Iterator[tuple[_OfHolder, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
@@ -363,7 +363,9 @@ def _before(inputs: Inputs) -> Iterator[tuple[_Key, int]]:
                 yield (kind, "", like), part.untyped_storage().nbytes()
 
 
-def _sorted(watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool) -> _Key:
+def _sorted(
+    watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool
+) -> _OfHolder:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
     storage, dtype, shape = made or MadeStorage(-1, None, ())

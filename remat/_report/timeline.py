@@ -34,6 +34,11 @@ class MemoryTimeline(_render.Shown):
         ops: what allocated or freed at each of these points: an operation ("mm"), a
             node of the backward that frees what it saved ("CosBackward0"), or "" if
             Python did, as for `del x`.
+
+    Example:
+        >>> import torch
+        >>> memory_timeline(lambda x: x.sin().cos(), torch.ones(1000))
+        <MemoryTimeline of `<lambda>`: 3 events, peak of 7.8 KiB in cos>
     """
 
     label: str
@@ -120,8 +125,6 @@ def memory_timeline(
         >>> import torch
         >>> x = torch.ones(1000)
         >>> found = memory_timeline(lambda x: x.sin().cos(), x)
-        >>> found
-        <MemoryTimeline of `<lambda>`: 3 events, peak of 7.8 KiB in cos>
         >>> found.bytes, found.ops
         ((4000, 8000, 4000), ('sin', 'cos', ''))
     """

@@ -35,6 +35,9 @@ class Placed(NamedTuple):
     # forward ends they are recomputed, and not held.
     passes: tuple[bool, ...]
     sizes: tuple[int, ...]
+    # The positions of saved results that are recomputed where what was not planned
+    # takes as much.
+    spares: frozenset[int] = frozenset()
 
 
 _NOTHING = Placed(OUTSIDE, (), (), (), ())
@@ -161,6 +164,9 @@ class ByPlace(Policy):
         self._visited = set[CallPlace]()
         # The bytes that were planned and did not run, or run and were not planned.
         self._off = 0
+        # Not planned bytes since something was saved, the most of these, and those of
+        # spare results that are not saved for them.
+        self._extra = self._most_extra = self._spared = 0
         # Of the first results of calls: their bytes as planned, and those that differ.
         self._sized = self._resized = 0
         self._first = ""  # difference
@@ -196,7 +202,8 @@ class ByPlace(Policy):
                 self.is_passing = False
                 return Decision.RECOMPUTE
         if placed.saves[at]:
-            return Decision.SAVE
+            is_spared = self._off and self._is_spared(placed, at)
+            return Decision.RECOMPUTE if is_spared else Decision.SAVE
         self.is_passing = placed.passes[at]
         return Decision.RECOMPUTE
 
@@ -218,6 +225,15 @@ class ByPlace(Policy):
         found = self._courses[course].at(place) if self._courses else _NOTHING
         self._visited.add(found.place)
         return Cursor(course, found)
+
+    def _is_spared(self, placed: Placed, at: int) -> bool:
+        """Say whether a saved result makes place for what was not planned."""
+        self._most_extra, self._extra = max(self._most_extra, self._extra), 0
+        is_spared = at in placed.spares and self._spared < self._most_extra
+        if is_spared:
+            self._spared += placed.sizes[at]
+            self.is_passing = False
+        return is_spared
 
     def _compare(self, op: Op, name: str, placed: Placed) -> None:
         """Note whether the first result of a call has other bytes than planned."""
@@ -247,6 +263,7 @@ class ByPlace(Policy):
         at = cursor.align(name)
         if at < 0:
             self._off += op.nbytes
+            self._extra += op.nbytes
         else:
             self._pass_over(cursor.placed, before, at)
         return at, cursor.placed
@@ -256,6 +273,7 @@ class ByPlace(Policy):
         each = zip(placed.saves[first:end], placed.sizes[first:end], strict=True)
         for saves, size in each:
             self._off += size
+            self._extra -= size
             self.owed += size if saves else 0
         if first < end and not self._first:
             path = placed.place[2] or "the model"

@@ -1,8 +1,8 @@
 """Modules whose calls follow a plan for a whole step.
 
 A `remat.scope` around each call follows the plan. A scope can do nothing under
-torch.func, in compiled code and with FSDP. There, blocks in which the plan recomputes
-are recomputed as a whole: their calls have the option `unless_followed`.
+torch.func, in compiled code and with FSDP. There, blocks follow policies that were
+chosen for the same budget: their calls have the option `unless_followed`.
 
 Invariant: the module stays what it is, with two hooks more.
 Rejected: a class of its own for the module, as its blocks get. Hooks of the module
@@ -35,6 +35,7 @@ from remat.nn._applied import (
     refuse_others,
     unmark,
 )
+from remat.policies import Policy
 
 
 class FollowedScope:
@@ -155,14 +156,15 @@ def follow(
     model: nn.Module,
     label: str,
     courses: Sequence[Course],
-    blocks: Sequence[str],
+    blocks: Sequence[tuple[str, Policy | None]],
     where: str,
 ) -> None:
-    """Have each call of a module follow a plan."""
+    """Have each call of a module follow a plan; blocks do where no scope can act."""
     refuse_others(model, "plan.apply")
     inner = _planned_part(model, label, courses)
-    for module in [_submodule(inner, name) for name in blocks]:
-        recompute_in_place(module, where, Options(unless_followed=True), PLAN)
+    for module, policy in [(_submodule(inner, name), p) for name, p in blocks]:
+        options = Options(policy=policy, unless_followed=True)
+        recompute_in_place(module, where, options, PLAN)
     refuse_later(model, PLAN, where)
     # Last, so that it runs first: what begins here ends also after an error of a hook.
     entering = _Entering(label, courses, where)
@@ -220,6 +222,6 @@ _TWO_GRAPHS = (
 )
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "
-    "Blocks in which it recomputes are recomputed as a whole. For a plan by blocks "
-    "call remat.fit(..., over='blocks')."
+    "Its blocks follow what was planned for them in the same budget, each recomputed "
+    "at once. To plan for that alone, call remat.fit(..., over='blocks')."
 )

@@ -131,6 +131,17 @@ def test_what_gradients_hold_over_the_least_budget_is_told_once(caplog):
     assert f"over it by up to {over:,} bytes" in said
 
 
+def test_what_code_keeps_adds_at_most_its_bytes():
+    plain, ours, plan = applied_mlps()
+    kept = []
+    for model in (plain, ours):
+        model[1][2].register_forward_hook(lambda *args: kept.append(args[-1]))
+    most, want = peak_and_gradients(plain, X, loss=square)
+    peak, found = peak_and_gradients(ours, X, loss=square)
+    assert_same(found, want)
+    assert plan.budget < peak <= plan.budget + kept[-1].nbytes < most
+
+
 def test_a_batch_of_other_bytes_is_told_once_with_its_line(case, caplog):
     _, ours, _ = case
     with caplog.at_level("INFO", "remat"):

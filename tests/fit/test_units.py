@@ -14,11 +14,13 @@ from support.fitted import (
     bytes_before,
     gradients,
     llama,
+    mlps,
     square,
     staged,
     step,
     words,
 )
+from support.traced import compiling
 from torch import nn
 
 import remat
@@ -115,6 +117,26 @@ def test_blocks_follow_decisions_by_place():
     assert isinstance(policy, OfBlock)
     assert 0 < sum(policy.placed.saves) < len(policy.placed.saves)
     assert plan.blocks[0] == name
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_a_plan_for_a_step_holds_in_compiled_code(share):
+    torch.manual_seed(0)
+    model, x = mlps(), torch.randn(256, 8)
+    high = remat.fit(model, x, budget="1GB", loss=square)
+    budget = int(high.resident + share * (high.peak - high.resident))
+    plan = remat.fit(model, x, budget=budget, loss=square)
+    real = plan.apply(copy.deepcopy(model))
+    before = bytes_before(real, x)
+    with compiling():
+        compiled = torch.compile(real, backend="aot_eager", fullgraph=True)
+        with pytest.warns(UserWarning, match=r"cannot be followed in compiled code"):
+            step(compiled, (x,), {}, square)
+        real.zero_grad()
+        used, _ = most_allocated(step, compiled, (x,), {}, square)
+        assert before + used <= 1.005 * budget < high.peak
+        found = gradients(real, lambda: step(compiled, (x,), {}, square))
+    assert_same(found, gradients(model, lambda: step(model, (x,), {}, square)))
 
 
 def test_nested_blocks_are_recomputed_within_the_outer_ones():

@@ -397,6 +397,18 @@ def test_an_argument_with_a_graph_is_left_alone():
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
+def test_a_call_of_an_earlier_graph_may_be_recomputed_inside():
+    (x,) = example((64, 64))
+    earlier = ckpt(lambda x: x.sin().exp())(x).sum()
+
+    def f(z):
+        return z * torch.autograd.grad(earlier, x, retain_graph=True)[0]
+
+    report = explain(f, torch.ones(64, 64))
+    assert [op.name for op in report.ops].count("exp") == 1
+    assert report.peak.nbytes > report.saved_bytes
+
+
 def test_floating_arguments_require_grad_where_nothing_does():
     w, x = (t.detach() for t in example(*SQUARE))
     assert explain(blk, w, x).ops == explain(blk, *example(*SQUARE)).ops

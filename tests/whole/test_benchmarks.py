@@ -47,7 +47,9 @@ def test_each_target_that_is_missed_is_on_the_page(scripts):
             for target in table.of_json(found).targets:
                 place = re.escape(f"| {script}, {key} | {target.target} | ")
                 reached = re.escape(f"{target.row}: {made.in_short(target.reached)}")
-                line = re.search(rf"^{place}(.*; )?{reached}(;.*)? \|$", page, re.M)
+                line = re.search(
+                    rf"^{place}(.*; )?{reached}(;.*)? \|$", page, re.MULTILINE
+                )
                 assert bool(line) == (not target.met), target
 
 

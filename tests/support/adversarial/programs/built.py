@@ -332,13 +332,6 @@ def copied_inside():
     return Of(forward, layer=linear(), norm=nn.LayerNorm(8))
 
 
-def moved_inside():
-    def forward(m, x):
-        return m.layer.double().train()(x)
-
-    return Of(forward, layer=linear())
-
-
 def switched_inside():
     def forward(m, x):
         m.norm.eval()
