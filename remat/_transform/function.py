@@ -212,8 +212,7 @@ class Primal(Program):
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> Evaluated:
         found = _evaluate_below(self.call, program, inputs, request)
-        results, evaluation, state = found
-        self.evaluation, self.state = evaluation, state
+        results, evaluation, state = _, self.evaluation, self.state = found
         if request.is_jvp:  # recomputes are given no tangents beside primals
             arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]

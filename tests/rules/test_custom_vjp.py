@@ -368,7 +368,7 @@ MISTAKES = {
     "no pair of rem": (wrong(rem=lambda _, x: x), "rem of .* a Tensor, and no pair"),
     "another out": (
         wrong(rem=lambda c, x: (x.sum(), c)),
-        r"rem of .* returned .* of float64\[\], where fwd returned .* of float64\[4, 4\]",
+        r"rem of .* of float64\[\], where fwd returned .* of float64\[4, 4\]",
     ),
 }
 
