@@ -181,8 +181,8 @@ class _Twice(Saved):
 
     @override
     def run_again(self, tensors: Sequence[Tensor]) -> None:
-        def take(value: Any) -> Any:
-            return self._out.split_again(Result(value), tensors)
+        def take(value: Any, left: Any = ()) -> Any:
+            return self._out.split_again(Result(value, left=left), tensors)
 
         outs = self.reach.run(tensors, take=take)
         now, then = [*map(_requires_grad, outs)], self._needs_grad
