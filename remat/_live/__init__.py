@@ -7,6 +7,7 @@ it held at the call.
     running     one run of it again
     lifted      other tensors in place of the user's
     left        what a function leaves in holders besides its result
+    identities  identities of tensors that code asks for, which are refused
     copies      copies of buffers in holders, which other threads may find
     roots       one root of a call
     given       the function and the arguments, put aside and made again

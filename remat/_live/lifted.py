@@ -44,6 +44,7 @@ from remat._live.boxes import kinds_besides
 from remat._live.contents import spans_of
 from remat._live.copies import without_copies
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
+from remat._live.identities import refuse_of_container, refuse_of_tensors
 from remat._live.layout import Layout, Taken
 from remat._live.left import Left, LeftAt, LeftPlace
 from remat._live.making import make
@@ -302,7 +303,7 @@ def _key_of(held: HolderNow) -> tuple[int, ...]:
 class LiftedForward(Lifted):
     """The context of a forward: what it left is mapped back, wherever it is."""
 
-    __slots__ = "_asks", "_boxes", "_known", "_roots", "left"
+    __slots__ = "_asks", "_boxes", "_known", "_numbers", "_roots", "left"
 
     def __init__(
         self,
@@ -323,18 +324,24 @@ class LiftedForward(Lifted):
             self._boxes = [*held_in(passed)]
             here.append(partial(among, self._boxes))
         self._known: Container[int] | None = None
-        self.left: list[tuple[LeftAt, Left]] = []  # after a run
+        # After a run:
+        self.left: list[tuple[LeftAt, Left]] = []
+        self._numbers: list[int] = []  # if they may be identities
         super().__init__(here, users, tensors)
 
     @override
     def __enter__(self) -> Self:
+        asks_id = "id" in self._asks
+        if asks_id:
+            held = [part for held in self._boxes for part in held.parts()]
+            held += [v for _, t in self._roots for v in (*t.values, *t.keys)]
+            refuse_of_tensors(held, self._stand_ins)
         super().__enter__()
         passed = {id(held.holder) for held in self._boxes}
-        if "id" in self._asks and not passed.isdisjoint(self._made):
+        if asks_id and not passed.isdisjoint(self._made):
             self.end()
             key = next(key for key in self._made if key in passed)
-            kind = type(self._made[key].holder).__qualname__
-            raise CaptureError(_IDENTITY.format(kind=kind))
+            refuse_of_container(type(self._made[key].holder))
         return self
 
     @override
@@ -365,8 +372,10 @@ class LiftedForward(Lifted):
                 if not (are_same(own_keys, keys) and are_same(own, values)):
                     kind.write(holder, own_keys, own)
                     keys, values = own_keys, own
+        held = [*values, *keys]
+        if "id" in self._asks:
+            self._numbers += [value for value in held if type(value) is int]
         if kind is not FUNCTIONS and not isinstance(holder, set):
-            held = [*values, *keys]
             at = [i for i, value in enumerate(held) if self._may_be_left(value)]
             if at:
                 left = LeftAt(where, kind, at)
@@ -383,6 +392,15 @@ class LiftedForward(Lifted):
             # Another thread may be in levels of its own.
             return not (self._is_users(value) or is_of_level_above(value))
         return False
+
+    def leaves_alone(self, result: Tensor) -> bool:
+        """Say whether a run returned a tensor of its own and left nothing."""
+        return not (self.left or self._numbers or id(result) in self._users)
+
+    def refuse_identities(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse a run that keeps the identities of its tensors."""
+        if self._numbers:
+            refuse_of_tensors(self._numbers, {*self._users, *map(id, tensors)})
 
     def _is_users(self, tensor: Tensor) -> bool:
         return any(tensor is t for t in (*self._kept, *self._own))
@@ -434,12 +452,6 @@ class Back(Lifted):
         self._write_made(held)
 
 
-_IDENTITY = (
-    "remat: a {kind} that was passed holds a tensor that is differentiated. Under "
-    "torch.func the function gets another one around another tensor, and it may ask "
-    "for the identity of that (`id`). Pass the tensors themselves, or look up by "
-    "something else."
-)
 _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
     "Pass the eager module instead."

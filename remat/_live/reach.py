@@ -44,6 +44,7 @@ from remat._torch import (
 )
 
 
+_NONE = frozenset[str]()
 _PARAMETERS = frozenset({nn.Parameter})
 
 
@@ -100,7 +101,7 @@ class Reach:
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
         self._watched: Sequence[Any] = ()
-        self._asks: frozenset[str] = frozenset()
+        self._asks = _NONE
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes or self._roots:
             self._lease(given)
@@ -127,7 +128,7 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks: frozenset[str] = frozenset()
+        asks = _NONE
         if given.search is not None:
             asks |= given.search.asks
         for root in self._roots:

@@ -167,6 +167,7 @@ def _examined(
     alive = {handle.position for handle in call.alive()}
     record = noting.record(outs, {*range(len(call.handles))} - alive)
     noting.note_readers(outs, leaves)
+    noting.note_kept(call.kept)
     if call.leaf_changes.accumulates:
         situation = dataclasses.replace(situation, given_up=ACCUMULATES)
     return Examined(
@@ -308,6 +309,11 @@ class CallNotes(Recorder):
             found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
             for number in found:
                 self.readers.setdefault(number, {})[reader_of(node)] = None
+
+    def note_kept(self, places: Iterable[Any]) -> None:
+        """Note what is kept of calls within by their own rules."""
+        for t in (t for place in places for t in place.stored()):
+            self.itself.add(self.storages.number(base_tensor(t)))
 
     def calls(self) -> Iterator[CallWithin]:
         """Yield the calls within, those around before those inside."""

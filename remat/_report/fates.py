@@ -14,6 +14,7 @@ from itertools import chain
 
 from remat._base.op import Op
 from remat._base.source import short
+from remat._base.unit import unit
 from remat._partial.budget import Spent, cost_of
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
@@ -242,6 +243,8 @@ class Fates:
 
 
 def _name(op: Op) -> str:
+    if op.func is unit:  # of a function with rules
+        return str(op.args[-1]).partition(" (")[0].strip("`")
     return getattr(op.packet, "__name__", str(op.packet))
 
 

@@ -179,6 +179,8 @@ def origin_text(func: Any, names: Sequence[str] = ()) -> str:
     """Return, in JAX's words, the origin of what an operation made."""
     if names:
         return f"named {', '.join(map(repr, names))}"
+    if isinstance(func, str):
+        return f"kept of {func}"
     packet = getattr(func, "overloadpacket", func)
     return f"output of {getattr(packet, '__name__', func)}"
 

@@ -151,26 +151,29 @@ def advice_on(holders: Sequence[Holder], built: Built) -> str:
     main = holders[0]
     values = [v for v in main.values if v.dtype is not None]
     most = str(values[0]) if values else "memory of operations"
-    if main.kind == "loss" and values:  # the logits are known by their maker
+    text, calls = _text(main.kind, built), ", ".join(built.again)
+    if text is _TEXTS["loss"] and values:  # the logits are known by their maker
         like = [v for v in values if math.prod(v.shape) == math.prod(values[0].shape)]
         first = min(like, key=lambda v: v.is_gradient)
         what = describe_meta(first.dtype, first.shape)
         most = f"{what}, made at {short(first.source)}"
-    text, calls = _text(main.kind, built), ", ".join(built.again)
     return text.format(name=main.name, share=main.share, most=most, calls=calls)
 
 
 def _text(kind: PeakHolder, built: Built) -> str:
     if built.again and kind not in ("gradients", "parameters", "inputs"):
         return _AGAIN
-    if kind == "recompute" and built.calls == 1 and built.covered >= _WHOLE:
-        return _GROUP if built.nested else _EVERYTHING
+    is_whole = built.calls == 1 and built.covered >= _WHOLE
+    if is_whole and kind in ("recompute", "cotangents") and not built.nested:
+        return _EVERYTHING
+    if is_whole and kind == "recompute":
+        return _GROUP
     if kind == "residuals" and not built.calls:
         return _NOTHING_TWICE if built.differentiates else _NOTHING
     return _TEXTS[kind]
 
 
-_WHOLE = 0.8  # of the operations: then the call is the whole model
+_WHOLE = 0.7  # of the operations: then the call is the whole model
 _LOGITS = "If these are the logits, compute the loss in chunks"
 _ANYWAY = "the peak is not in activations, so remat cannot lower it much"
 _AGAIN = (
@@ -179,8 +182,8 @@ _AGAIN = (
     "there: then that is recomputed as well. {share:.0%} of the peak is mainly {most}."
 )
 _EVERYTHING = (
-    "there is one remat around everything: its recompute holds what plain code holds "
-    "({share:.0%} of the peak). Put remat around each block of the model instead."
+    "there is one remat around everything: its recompute holds what plain code holds. "
+    "Put remat around each block of the model instead."
 )
 _GROUP = (
     "the {name} is the largest: {share:.0%}, mainly {most}. It holds what the calls "

@@ -238,11 +238,15 @@ class _Notes:
         """Note for each node since `start` what it saved."""
         nodes = (node for node, _ in nodes_of(outs, _Older(start)))
         for node in sorted(nodes, key=sequence_number):
-            reader, call = reader_of(node), call_behind(getattr(node, "program", None))
+            program = getattr(node, "program", None)
+            reader, call = reader_of(node), call_behind(program)
             if call is not None:
                 self._note_call(node, call, reader)
+                self._note_kept(call.kept, reader, start)
+            place = getattr(program, "place", None)
+            self._note_kept([] if place is None else [place], reader, start)
             for handle in handles_at(node):
-                self._note_handle(handle, reader)
+                self._note_handle(handle, reader, start)
             self._note(tensors_at(node), reader)
             # Not all of these are held by the graph: a hook may refer to a global.
             for t in foreign_tensors_at(node):
@@ -269,18 +273,29 @@ class _Notes:
         saved = saved_by(node)
         if len(saved) != len(kept) + evaluation.residuals:
             saved = [*saved[0]]  # an older torch gives all as one tuple
+        found: list[tuple[Op, Decision]] = []
         if planned is not None and (plans := planned.plans) is not None:
-            values = zip(saved[len(kept) :], plans.full.plan.residuals, strict=True)
-            for value, (i, _) in values:
-                op, decision = plans.record.steps[i].op, plans.decisions[i]
-                self._note_saved(tensors_in(value), op, decision, reader)
+            residuals = [i for i, _ in plans.full.plan.residuals]
+            found = [(plans.record.steps[i].op, plans.decisions[i]) for i in residuals]
+        # And what calls within keep by their own rules.
+        found += [(op, Decision.SAVE) for op in getattr(planned, "ops", ())]
+        for value, (op, decision) in zip(saved[len(kept) :], found, strict=True):
+            self._note_saved(tensors_in(value), op, decision, reader)
         for i, value in zip(kept, saved, strict=False):
             if i in evaluation.updated:
                 name = call.call.snapshot.name_of(i)
                 self._note_copies(name, tensors_in(value), reader)
         self._note_states(call.state.ambient.moved if call.state else (), reader)
 
-    def _note_handle(self, handle: Handle, reader: str) -> None:
+    def _note_kept(self, places: Iterable[Any], reader: str, start: int) -> None:
+        """Note what is kept of calls by their own rules."""
+        for place in places:
+            for residual in place.residuals or ():
+                self._note_saved(residual.stored(), residual.op, Decision.SAVE, reader)
+            self._note(place.outs, reader)
+            self.ask(place.outs, start)
+
+    def _note_handle(self, handle: Handle, reader: str, start: int) -> None:
         """Note the residual of a handle, or what its call keeps to recompute it."""
         found = handle.residual
         if found is not None:
@@ -298,6 +313,7 @@ class _Notes:
                 self._note([t], reader)
         for residual in call.planned.residuals_held() if call.planned else ():
             self._note_saved(residual.stored(), residual.op, residual.decision, reader)
+        self._note_kept(call.kept, reader, start)
         self._note_states(call.ambient.moved, reader)
 
     def _note_saved(

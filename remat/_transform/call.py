@@ -163,8 +163,7 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        is_plain = lifted is None or not (lifted.left or id(value) in lifted.users)
-        if is_plain and type(value) is Tensor:
+        if type(value) is Tensor and (lifted is None or lifted.leaves_alone(value)):
             return Result(value)
         own = Own({}, slots_of(users), ())
         if lifted is None:
@@ -173,6 +172,9 @@ class Call:
         result = Result(value, own, [left for _, left in lifted.left])
         if result.is_left:
             reach.left = [at for at, _ in lifted.left]
+        lifted.refuse_identities(
+            [t for t in result.tensors if id(t) not in own.tensors]
+        )
         return result
 
     def _without_outer_levels(self, body: Fn, inputs: Sequence[Tensor]) -> Fn:

@@ -36,6 +36,7 @@ from remat._base.program import (
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import Outputs
 from remat._graph.edges import reached_inputs
+from remat._live.copies import note_copy
 from remat._torch import (
     JVP,
     base_dual_level_active,
@@ -156,9 +157,10 @@ class Below(Program):
                 else t
                 for i, (t, need) in pairs
             ]
-            for t, there in zip(inputs, inner, strict=True):
-                if there is not t and not is_of_torch_func(t):
+            for t, there, need in zip(inputs, inner, self.needs, strict=True):
+                if there is not t and not need:
                     there.__dict__ = t.__dict__  # a constant may have attributes
+                    note_copy(there, base_tensor(t))  # other threads may find it
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)

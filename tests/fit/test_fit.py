@@ -336,6 +336,30 @@ def test_a_plan_is_a_value(over):
     assert f"MiB, {plan.peak_at}" in str(plan)
 
 
+@both
+def test_a_plan_is_a_file(over, tmp_path):
+    plan, path = tight(over), tmp_path / "plan.json"
+    plan.save(path)
+    found = remat.Plan.load(path)
+    assert found == plan
+    assert found.applied.units == plan.applied.units
+    model = found.apply(mlps())
+    with count_ops() as ops:
+        step(model, (X,), {}, square)
+    assert ops["relu"] == 6 + len(plan.blocks)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("[1]", r"holds no plan"), ('{"remat.Plan": 9}', r"of version 9, and this is")],
+)
+def test_a_file_of_something_else_is_refused(text, match, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        remat.Plan.load(path)
+
+
 def test_a_plan_for_a_step_says_that_it_is_not_applied():
     plan = tight()
     note = "not applied yet: plan.apply(model)"

@@ -725,6 +725,73 @@ def a_module_whose_class_is_changed_between():
     return loop(lambda x: module(x), between=change)
 
 
+class Doubled(Block):
+    __slots__ = ()
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Sharded(Block):
+    """As libraries do that give a module another class and change nothing."""
+
+
+class Scaled:
+    __slots__ = "__weakref__", "k"
+
+    def __call__(self, x):
+        return work(x, self.k)
+
+
+class Other(Scaled):
+    __slots__ = ()
+
+    def __call__(self, x):
+        return work(x, 5.0)
+
+
+def of_a_module(kind):
+    block = Block()
+    return block, lambda x: block(x.view(4, 4)), kind
+
+
+def of_a_slotted_object(kind):
+    scaled = Scaled()
+    scaled.k = 2.0
+    return scaled, lambda x: scaled(x), kind
+
+
+@family(
+    doubled=lambda: of_a_module(Doubled),
+    sharded=lambda: of_a_module(Sharded),
+    slots=lambda: of_a_slotted_object(Other),
+)
+def another_class_between(make):
+    value, fn, other = make()
+    first = type(value)
+
+    def change():
+        value.__class__ = first if type(value) is other else other
+
+    return reversed_loop(fn, between=change, state=lambda: type(value).__name__)
+
+
+@family(
+    doubled=lambda: of_a_module(Doubled),
+    slots=lambda: of_a_slotted_object(Other),
+)
+def another_class_by_the_function(make):
+    value, fn, other = make()
+    first = type(value)
+
+    def changing(x):
+        out = fn(x)
+        value.__class__ = first if type(value) is other else other
+        return out.tanh()
+
+    return loop(changing, state=lambda: type(value).__name__)
+
+
 @program
 def parameters_replaced_between():
     block = Block()
