@@ -163,7 +163,8 @@ class Planning:
             if chosen is None or walker.seconds(chosen) >= work * _LESS:
                 first, last = applied.walker.span
                 outside = {i for i in walker.choices if not first <= i < last}
-                courses = self._courses(walker, applied.chosen | outside)
+                peak = applied.followed.peak
+                courses = self._courses(walker, applied.chosen | outside, peak)
                 followed = replace(applied.followed, courses=courses)
                 return applied._replace(followed=followed)
         return self._found(walker)
@@ -189,7 +190,7 @@ class Planning:
     def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
         """Run a step that follows a choice."""
         is_units = isinstance(walker, UnitWalker)
-        courses = () if is_units else (self._first_course(walker, chosen),)
+        courses = () if is_units else (self._first_course(walker, chosen, 0),)
         units = walker.policies(chosen) if isinstance(walker, UnitWalker) else {}
 
         def following() -> FollowedScope:
@@ -214,21 +215,22 @@ class Planning:
         done = simulate(*step, is_real=self._is_real, times=times)
         work = done.flops - self.record.flops, *walker.again(chosen)
         if courses and done.peak <= self._budget:
-            courses = self._courses(walker, chosen)
+            courses = self._courses(walker, chosen, done.peak)
         which = courses, tuple(units.items())
         followed = Followed(done.peak, done.peak_at, *work, *which)
         return _Attempt(followed, chosen, walker)
 
-    def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
+    def _courses(self, walker: Walker, chosen: Chosen, peak: int) -> tuple[Course, ...]:
         is_around = walker.span == (0, self.record.turn)
         if is_around not in self._other_courses:
             self._other_courses[is_around] = [*self._others(is_around)]
-        first = self._first_course(walker, chosen)
+        first = self._first_course(walker, chosen, peak)
         return first, *self._other_courses[is_around]
 
-    def _first_course(self, walker: Walker, chosen: Chosen) -> Course:
+    def _first_course(self, walker: Walker, chosen: Chosen, peak: int) -> Course:
         return replace(
             _course(walker, chosen),
+            over=peak - self._budget,
             counts_gradients=self._counts_gradients,
             is_training=self._is_training,
         )
@@ -259,14 +261,14 @@ class Planning:
             record, budget = self.record.accumulating(), self._budget
             walker = Walker(record, None if is_around else record.called)
             chosen = quickly_for(walker, budget)
-            over = max(walker(chosen).peak - budget, 0)
-            course = replace(_course(walker, chosen), over=over)
-            yield replace(course, is_training=self._is_training)
+            over, course = walker(chosen).peak - budget, _course(walker, chosen)
+            yield replace(course, over=over, is_training=self._is_training)
         if self.other is not None:
             walker = Walker(self.other, None if is_around else self.other.called)
-            course = _course(walker, quickly_for(walker, self._budget))
+            chosen = quickly_for(walker, self._budget)
             yield replace(
-                course,
+                _course(walker, chosen),
+                over=walker(chosen).peak - self._budget,
                 counts_gradients=self._counts_gradients,
                 is_training=not self._is_training,
             )

@@ -48,10 +48,9 @@ class Course:
     """The operations of one kind of forward, by place."""
 
     placed: tuple[Placed, ...]
-    # Whether gradients that are there when a step begins are counted; and by how many
-    # bytes a step is over the budget then, where there is no better plan.
+    # Whether gradients that are there when a step begins are counted.
     counts_gradients: bool = True
-    over: int = 0
+    over: int = 0  # the bytes of a step over its budget; less than 0 for what is left
     is_training: bool = True  # the mode of the model that runs it
     nbytes: int = field(init=False, compare=False, repr=False)
     roots: frozenset[str] = field(init=False, compare=False, repr=False)
@@ -218,7 +217,7 @@ class ByPlace(Policy):
             ),
         )
         course = self._courses[self._course]
-        if has_gradients and course.over:
+        if has_gradients and course.over > 0:
             say_once(self._courses, _GRADIENTS, self._label, f"{course.over:,}")
 
     def _begun(self, course: int, place: CallPlace) -> Cursor:
@@ -229,7 +228,8 @@ class ByPlace(Policy):
     def _is_spared(self, placed: Placed, at: int) -> bool:
         """Say whether a saved result makes place for what was not planned."""
         self._most_extra, self._extra = max(self._most_extra, self._extra), 0
-        is_spared = at in placed.spares and self._spared < self._most_extra
+        missing = self._most_extra + self._courses[self._course].over - self._spared
+        is_spared = missing > 0 and at in placed.spares
         if is_spared:
             self._spared += placed.sizes[at]
             self.is_passing = False
