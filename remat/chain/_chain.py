@@ -29,6 +29,7 @@ from remat._base.types import Outputs
 from remat._torch import current_layer, requires_grad_at_any_level
 from remat._transform.below import total_needs
 from remat._transform.function import evaluate
+from remat._transform.levels import Below
 from remat.chain._forward import CHANGED, ChainProgram
 from remat.chain._reversal import Reversal, is_recorded_at_any_level
 from remat.chain._segment import segment_from
@@ -47,7 +48,10 @@ class Chain(ChainProgram):
     ) -> tuple[Sequence[Any], Evaluation]:
         """Evaluate for the first time, and keep the checkpoints."""
         call = self.call
-        call.needs = total_needs(program, request.needs)
+        needs, seen = total_needs(program, request.needs), program
+        while isinstance(seen, Below):  # which may have tangents beside its inputs
+            needs, seen = needs[: seen.arity], seen.program
+        call.needs = needs
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
         call.stores = program is self and not request.is_jvp
         results, evaluation = super().evaluate_first(program, inputs, request)

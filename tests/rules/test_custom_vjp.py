@@ -92,7 +92,7 @@ def test_second_derivatives_and_mixed_modes():
         assert gradcheck(f, leaves, check_forward_ad=True)
         assert gradgradcheck(f, leaves)
     x = make(3, seed=1)
-    loss = lambda x: remat(SINE)(x).sum()  # noqa: E731
+    loss = lambda x: remat(SINE)(x).sum()
     torch.testing.assert_close(hessian(loss)(x), torch.diag(-x.sin()))
     third = grad(lambda x: grad(lambda x: grad(loss)(x).sum())(x).sum())
     torch.testing.assert_close(third(x), -x.cos())
@@ -236,7 +236,7 @@ def test_two_partial_backwards():
 def test_torchs_checkpoint_inside_and_outside():
     fn, (w, x) = ruled(remat=(fwd, rem, bwd)), leaves_of(W, X)
     want = torch.autograd.grad(sum(o.sum() for o in pair(w, x)), (w, x))
-    both = lambda f: lambda w, x: f(w, x)[0].sum() + f(w, x)[1].sum()  # noqa: E731
+    both = lambda f: lambda w, x: f(w, x)[0].sum() + f(w, x)[1].sum()
     outside = checkpoint(remat(both(fn)), w, x, use_reentrant=False)
     inside = remat(lambda w, x: checkpoint(both(fn), w, x, use_reentrant=False))(w, x)
     for value in (outside, inside):

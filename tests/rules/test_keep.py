@@ -70,7 +70,7 @@ def test_without_it_the_call_is_entered_again():
 
 def test_a_kernel_that_writes_through_pointers_is_launched_once():
     kept = keep(Launch.apply)
-    plain = lambda x: Launch.apply(x * 2, pointers).cos()  # noqa: E731
+    plain = lambda x: Launch.apply(x * 2, pointers).cos()
     want = gradient(plain, *leaves_of(X))
     for region in REGIONS.values():
         fn = region(lambda x: kept(x * 2, pointers).cos())
@@ -283,7 +283,7 @@ def test_an_object_that_it_returns():
             self.value = value
 
     boxed = keep(lambda x: Box(x.sin()))
-    block = lambda x: boxed(x * 2).value.exp()  # noqa: E731
+    block = lambda x: boxed(x * 2).value.exp()
     for transform in (remat, lambda f: remat(f, higher_order=True)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -334,7 +334,7 @@ def test_parameters_that_it_closes_over_and_functional_call():
 
 def test_per_example_gradients_of_its_arguments():
     xs = torch.stack([X, X * 2, -X])
-    loss = lambda f: lambda x: f(x).sum()  # noqa: E731
+    loss = lambda f: lambda x: f(x).sum()
     runs()
     found = vmap(grad(loss(remat(body))))(xs)
     assert runs() == {"fn": 1}
@@ -355,12 +355,12 @@ def test_a_parameter_that_examples_share():
 
     per_example = lambda t: vmap(grad(functools.partial(loss, t)), (None, 0))(
         params, xs
-    )  # noqa: E731
+    )
     torch.testing.assert_close(per_example(remat), per_example(lambda f: f))
 
 
 def test_reverse_over_forward_mode():
-    pushed = lambda f: lambda x: jvp(lambda x: f(x).sum(), (x,), (x,))[1]  # noqa: E731
+    pushed = lambda f: lambda x: jvp(lambda x: f(x).sum(), (x,), (x,))[1]
     runs()
     found = grad(pushed(remat(body)))(X)
     assert runs() == {"fn": 1}
