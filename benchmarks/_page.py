@@ -3,6 +3,7 @@
 page.md has the text, and names tables and plots in double braces:
 
 - ``{{table SCRIPT | TABLE}}``: a table; ``title`` in place of it: its title,
+- ``{{rows SCRIPT | TABLE | PATTERN}}``: a table of the rows with such names,
 - ``{{number SCRIPT | TABLE | ROW | COLUMN | FORM}}``: one number, rounded,
 - ``{{plot SCRIPT | WHAT IT SHOWS}}``: a picture,
 - ``{{machines}}``: what was measured on, and when,
@@ -18,6 +19,8 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,15 @@ def _table(results: Found, script: str, key: str) -> Table:
 def a_table(results: Found, script: str, key: str) -> str:
     """Return a table."""
     return _table(results, script, key).markdown()
+
+
+def rows(results: Found, script: str, key: str, pattern: str) -> str:
+    """Return a table of the rows whose names fit a pattern, as in a shell."""
+    table = _table(results, script, key)
+    fitting = {n: cells for n, cells in table.rows.items() if fnmatchcase(n, pattern)}
+    if not fitting:
+        raise KeyError(f"{script}, {key}: no row fits {pattern!r}")
+    return replace(table, rows=fitting).markdown()
 
 
 FORMS = {"MB": (1e6, ".0f"), "tenths": (1, ".1f"), "count": (1, ",.0f")}
@@ -115,25 +127,34 @@ def dates(results: Found) -> str:
     return f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
 
 
+def in_short(value: Any) -> str:
+    """Return the text of what a row reached: of a ratio its median."""
+    return reached(value.median if isinstance(value, Ratio) else value)
+
+
 def missed(results: Found) -> str:
     """Say how many targets are met, and list the others with what was reached."""
-    lines, count = ["| script | row | target | reached |", "|---|---|---|---|"], 0
+    away: dict[str, list[str]] = defaultdict(list)
+    count = 0
     for script, result in results.items():
         for key in result["tables"]:
-            targets = _table(results, script, key).targets
-            count += len(targets)
-            lines += [
-                f"| {script} | {key}: {t.row} | {t.target} | {reached(t.reached)} |"
-                for t in targets
-                if not t.met
-            ]
-    away = len(lines) - 2
-    said = f"{count - away} of {count} targets are met."
-    return f"{said} These are not:\n\n" + "\n".join(lines) if away else said
+            for target in _table(results, script, key).targets:
+                count += 1
+                if not target.met:
+                    text = f"{target.row}: {in_short(target.reached)}"
+                    away[f"| {script}, {key} | {target.target} |"].append(text)
+    met = count - sum(map(len, away.values()))
+    said = f"{met} of {count} targets are met."
+    if not away:
+        return said
+    lines = [f"{place} {'; '.join(texts)} |" for place, texts in away.items()]
+    head = "| script | target | reached |", "|---|---|---|"
+    return f"{said} These are not:\n\n" + "\n".join((*head, *lines))
 
 
 FIELDS: dict[str, Callable[..., str]] = {
     "table": a_table,
+    "rows": rows,
     "number": number,
     "title": title,
     "plot": plot,

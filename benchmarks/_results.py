@@ -106,9 +106,10 @@ class Table:
         A cell of a system that raised is only `n/a`, which keeps tables narrow.
         """
         head = [self.first, *self.columns]
-        rule = ["---", *["---:"] * len(self.columns)]
+        rule = f"|---|{'---:|' * len(self.columns)}"
         lines = [[row, *map(_short, self.cells(row))] for row in self.rows]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+        first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *lines))
+        return "\n".join((first, rule, *others))
 
     def as_json(self) -> dict[str, Any]:
         """Return what a file holds of it."""

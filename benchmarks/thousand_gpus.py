@@ -1,4 +1,4 @@
-"""The numbers of docs/thousand_gpus.md: what a decoder of 70B shape keeps on each GPU.
+"""The numbers of docs/distributed.md: what a decoder of 70B shape keeps on each GPU.
 
 Nothing is measured: one block runs on meta tensors under each policy, `saved_residuals`
 lists what it keeps, and `explain` what its backward computes again. The rest is

@@ -54,7 +54,8 @@ if _typing.TYPE_CHECKING:
         saved_residuals as saved_residuals,
     )
     from remat._scope.api import scope as scope
-    from remat.rules import custom_vjp as custom_vjp, keep as keep
+    from remat.rules._custom_vjp import custom_vjp as custom_vjp
+    from remat.rules._keep import keep as keep
 else:
     __getattr__, __dir__ = _later(
         __name__,
@@ -73,7 +74,8 @@ else:
                 *("SavedResidual", "print_saved_residuals", "saved_residuals"),
             ),
             "remat._scope.api": ("scope",),
-            "remat.rules": ("custom_vjp", "keep"),
+            "remat.rules._custom_vjp": ("custom_vjp",),
+            "remat.rules._keep": ("keep",),
         },
     )
 

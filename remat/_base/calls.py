@@ -13,6 +13,7 @@ Rejected: to look at the stack. Two calls of one module look alike.
 """
 
 import functools
+import operator
 import re
 import sys
 import threading
@@ -314,12 +315,33 @@ _ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
 
 
 class _ModulePaths:
-    """The paths of the modules in one."""
+    """The paths of the modules in one, as they were when it was looked at."""
 
     def __init__(self, root: nn.Module | None) -> None:
         self.root = None if root is None else weakref.ref(root)
-        self._paths: dict[int, str] = {}
+        self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._registered: Any = None  # names and identities in each
         self._unnamed: set[type] = set()  # the classes of modules that have none
+
+    def _look(self) -> None:
+        root = None if self.root is None else self.root()
+        found = () if root is None else root.named_modules()
+        self._paths = {id(each): (weakref.ref(each), name) for name, each in found}
+        self._registered = self._registered_now()
+
+    def _registered_now(self) -> Any:
+        modules = [ref() for ref, _ in self._paths.values()]
+        if None in modules:
+            return None
+        tables = map(operator.attrgetter("_modules"), modules)
+        held = [table for table in tables if isinstance(table, dict)]
+        return [*chain.from_iterable(held)], [
+            *map(id, chain.from_iterable(map(dict.values, held)))
+        ]
+
+    def is_current(self) -> bool:
+        """Say whether each module is still where it was."""
+        return self._registered == self._registered_now()
 
     def has(self, module: nn.Module) -> bool:
         """Say whether a module, or one whose view it is, is in the root."""
@@ -329,18 +351,21 @@ class _ModulePaths:
 
     def of(self, module: nn.Module, around: str) -> str:
         """Return the path of a module that is called in the module of another path."""
-        path = self._paths.get(id(module))
+        path = self._known(module)
         if path is None and type(module) not in self._unnamed:
-            root = None if self.root is None else self.root()
-            found = () if root is None else root.named_modules()
-            self._paths = {id(each): name for name, each in found}
-            path = self._paths.get(id(module))
+            self._look()
+            path = self._known(module)
         if path is None:  # made in the forward, as `layers[:3]` is
             self._unnamed.add(type(module))
             path = f"{around}/{type(module).__name__}"
         return path
 
+    def _known(self, module: nn.Module) -> str | None:
+        ref, path = self._paths.get(id(module), _NOT_KNOWN)
+        return path if ref() is module else None
 
+
+_NOT_KNOWN: Any = (lambda: None), None
 _NAMES: dict[int, _ModulePaths] = {}
 
 
@@ -348,8 +373,10 @@ def _names_in(root: nn.Module) -> _ModulePaths:
     key = id(root)
     names = _NAMES.get(key)
     if names is None or names.root is None or names.root() is not root:
-        _NAMES[key] = names = _ModulePaths(root)
         weakref.finalize(root, _NAMES.pop, key, None)
+        names = None
+    if names is None or not names.is_current():
+        _NAMES[key] = names = _ModulePaths(root)
     return names
 
 

@@ -24,13 +24,16 @@ from remat._base.installed import OURS, TORCH, is_standard
 
 def user_line() -> str:
     """Return the innermost line of the stack that is neither torch's nor remat's."""
-    first = frame = sys._getframe(1)
-    while _is_passed(frame.f_code.co_filename):
-        if frame.f_back is None:
-            return "an unknown line"
+    first, passed = sys._getframe(1), _PASSED
+    frame: types.FrameType | None = first
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file not in passed and not _is_passed(file):
+            break
         frame = frame.f_back
-    code = frame.f_code
-    line = f"{shown(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+    else:
+        return "an unknown line"
+    line = f"{shown(file)}:{frame.f_lineno}, in {frame.f_code.co_name}"
     path = _path_of(first) if is_library(frame.f_globals) else ""
     return f"{line} ({path})" if path else line
 
@@ -65,10 +68,21 @@ def shown(file: str) -> str:
 _GENERATED = ("<string>", "<frozen", "<eval_with_key>")
 
 
-# Each operation of a block asks this of ten frames.
-@functools.lru_cache(maxsize=4096)
 def _is_passed(file: str) -> bool:
     """Say whether a file's lines are torch's, remat's, or of no file at all."""
+    if not _is_library(file):
+        return False
+    if not file.startswith("<"):  # each generated code has a name of its own
+        _PASSED.add(file)
+    return True
+
+
+# Each operation of a block asks this of ten frames.
+_PASSED = set[str]()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
     return file.startswith((TORCH, OURS, *_GENERATED)) or is_standard(file)
 
 

@@ -16,7 +16,7 @@ from remat._base.operators import LIBRARY
 from remat._torch import as_one_operation
 
 
-LIBRARY.define("unit(Tensor[] inputs) -> Tensor[]")
+LIBRARY.define("unit(Tensor[] inputs, str name) -> Tensor[]")
 unit: Any = torch.ops.remat.unit.default
 
 
@@ -29,19 +29,22 @@ _ENTERED = _Entered()
 
 
 @torch.library.impl(LIBRARY, "unit", "CompositeExplicitAutograd")
-def _unit(inputs: Sequence[Tensor]) -> list[Tensor]:
+def _unit(inputs: Sequence[Tensor], name: str) -> list[Tensor]:
+    del name
     return [*_ENTERED.runs[-1](*inputs)]
 
 
-def as_unit(fn: Callable[..., Sequence[Any]], inputs: Sequence[Tensor]) -> Any:
+def as_unit(
+    fn: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], name: str
+) -> Any:
     """Run something as one operation, if remat's modes see the operations here."""
-    if not here().modes:
+    if not (here().modes or here().reporter):
         return fn(*inputs)
 
     def call(inside: Callable[..., Any]) -> Any:
         _ENTERED.runs.append(inside)
         try:
-            return unit([*inputs])
+            return unit([*inputs], name)
         finally:
             _ENTERED.runs.pop()
 

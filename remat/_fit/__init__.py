@@ -7,6 +7,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     plan        a plan as a value, and how a model follows it
     units       blocks as units of the walk, and the policy that a block follows
     choose      which results of a step are saved: least work whose peak fits
+    search      steps from a choice to a better one
     rewritten   what calls make again, as operations and storages of a record
     walk        the peak for any set of saved results
     record      a step: its operations, storages, and when these are freed
@@ -14,6 +15,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     meter       the observer that counts bytes and work while a step runs
     quiet       leaves out of stdout what a solver writes
     workspace   bytes that operations hold while they run
+    convolutions   those of convolutions
 
 Called by users. `chain` uses the meter.
 """

@@ -145,13 +145,14 @@ class Meter(Observer):
         held = held_inside(func, args)
         # The engine adds in place where nothing else holds the sum so far. Under a mode
         # it never does. What is alive then is known when the next operation begins.
+        makes = [*dict.fromkeys(n for n in found if n >= known)]
+        inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
         if in_backward and may_accumulate(func, args, result):
+            self._note(before + inside, operator_name(func))
             self._replaced = storage_id(args[0]), self.live, operator_name(func)
         else:
             self._note(max(self.live, before + held) + copies, operator_name(func))
         work = self._work(func, args, kwargs, result)
-        makes = [*dict.fromkeys(n for n in found if n >= known)]
-        inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
         self.measured(func, args, kwargs, Measured(reads, makes, *work, inside))
         return result
 
@@ -281,7 +282,10 @@ def may_accumulate(func: Any, args: Any, result: Any) -> bool:
         return False
     # A derivative of `t[indices]` adds to zeros that it has made.
     if func is torch.ops.aten.index_put.default:
-        return not args[0]._is_view()
+        return len(args) > 3 and args[3] and not args[0]._is_view()
+    node = current_node()
+    if node is not None and node.name() in _ADD:
+        return False
     # The engine adds two gradients of a tensor.
     if func is not torch.ops.aten.add.Tensor:
         return False
@@ -291,6 +295,10 @@ def may_accumulate(func: Any, args: Any, result: Any) -> bool:
     # A view shares its storage with its base, as the gradient of a linear weight does.
     may_write = not a._is_view() and a.dtype == result.dtype
     return may_write and a.shape == b.shape == result.shape
+
+
+# Whose derivatives are sums of their own.
+_ADD = {"VarMeanBackward0", "StdMeanBackward0"}
 
 
 def allocated(nbytes: int, device: torch.device) -> int:

@@ -8,17 +8,22 @@ Rejected: a plan that keeps the model. It is followed by the real one, which may
 exist yet.
 """
 
+import dataclasses
 import functools
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from torch import nn
 from typing_extensions import override
 
 from remat._base.errors import BudgetError, missing
+from remat._fit.units import OfBlock
 from remat._report import plots as _plots, render as _render
-from remat._scope.following import Course
+from remat._scope.following import Course, Placed
 from remat._transform.api import caller
 from remat.nn._applied import PLAN, REMAT, refuse_others
 from remat.nn._apply import apply_from
@@ -67,8 +72,8 @@ class Followed:
         again: the bytes of the results that are made again.
         seconds: what runs again, at nominal rates of FLOPs and bytes.
         courses: which results a scope saves: in training, in evaluation.
-        units: the blocks that are recomputed, and which of their results are saved;
-            None where none is.
+        units: the blocks that are recomputed at once, and which of their results are
+            saved, None where none is; of a plan for a step, where no scope can act.
 
     Example:
         >>> import torch
@@ -109,9 +114,7 @@ class Plan(_render.Shown):
             stays under the budget, or the step calls the model several times.
         around: what it does in `with plan:`; None of a plan over blocks.
         segments: what is saved where.
-        blocks: those in which something is recomputed. Where a plan for a whole step
-            cannot be followed, they are recomputed as a whole: in compiled code, under
-            torch.func and with FSDP.
+        blocks: those in which something is recomputed.
         device: the kind of device that it was made for.
         lacks_solver: whether the plan was chosen without scipy, which was not
             installed. It may recompute more than necessary then.
@@ -216,7 +219,8 @@ class Plan(_render.Shown):
                 apply_from(caller(), model, dict(self.applied.units), by=PLAN)
         else:
             self._refuse_another_device(model)
-            follow(model, self.label, self.applied.courses, self.blocks, caller())
+            units = self.applied.units
+            follow(model, self.label, self.applied.courses, units, caller())
         object.__setattr__(self, "is_applied", True)
         return result
 
@@ -235,6 +239,53 @@ class Plan(_render.Shown):
             raise ValueError(
                 _OTHER_DEVICE.format(label=self.label, device=self.device, kinds=shown)
             )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON: for the next run, or for other ranks.
+
+        Args:
+            path: of the file. One that is there is replaced.
+
+        Example:
+            >>> import tempfile
+            >>> import torch
+            >>> import remat
+            >>> model = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(4)])
+            >>> x = torch.ones(256, 8, requires_grad=True)
+            >>> plan = remat.fit(model, x, budget="50kB")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     plan.save(f"{folder}/plan.json")
+            ...     remat.Plan.load(f"{folder}/plan.json") == plan
+            True
+        """
+        found = {_VERSION: 1, **_plain(self)}
+        del found["is_applied"]
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan that `save` has written.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The plan, which was not applied yet.
+
+        Raises:
+            ValueError: the file holds no plan, or one of another version of remat.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            version = found.pop(_VERSION)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(_NO_PLAN.format(path=path)) from error
+        if version != 1:
+            raise ValueError(_OTHER_VERSION.format(path=path, version=version))
+        for name in "applied", "around":
+            found[name] = None if found[name] is None else _followed(**found[name])
+        found["segments"] = tuple(FitSegment(**each) for each in found["segments"])
+        return cls(**found | {"blocks": tuple(found["blocks"])})
 
     def __enter__(self) -> Self:
         if self.around is None:
@@ -298,6 +349,51 @@ class Plan(_render.Shown):
         yield f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step"
         shown = f"{_render.mebibytes(self.again)} of results, " if self.again else ""
         yield f"that is {shown}{self.seconds * 1e3:,.3f} ms at nominal rates"
+
+
+# --- Plans as files ---
+
+_VERSION = "remat.Plan"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, OfBlock):
+        value = value.placed
+    if dataclasses.is_dataclass(value):
+        each = (f.name for f in dataclasses.fields(value) if f.init)
+        return {name: _plain(getattr(value, name)) for name in each}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [*map(_plain, value)] if isinstance(value, tuple) else value
+
+
+def _followed(courses: Any, units: Any, **numbers: Any) -> Followed:
+    return Followed(
+        **numbers,
+        courses=tuple(
+            Course(**each | {"placed": tuple(_placed(*p) for p in each["placed"])})
+            for each in courses
+        ),
+        units=tuple(
+            (name, None if placed is None else OfBlock(_placed(*placed)))
+            for name, placed in units
+        ),
+    )
+
+
+def _placed(
+    place: Any, names: Any, saves: Any, passes: Any, sizes: Any, spares: Any
+) -> Placed:
+    each = map(tuple, (place, names, saves, passes, sizes))
+    return Placed(*each, spares=frozenset(spares))
+
+
+_NO_PLAN = "remat: {path} holds no plan: plan.save(path) writes one."
+_OTHER_VERSION = (
+    "remat: {path} holds a plan of version {version!r}, and this is version 1. Make it "
+    "again: remat.fit(...)."
+)
 
 
 def _following(fn: Callable[..., Any], plan: Plan) -> Any:

@@ -31,6 +31,7 @@ from remat._fit.choose import (
 from remat._fit.plan import FitSegment, Followed, Plan, too_small
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
+from remat._fit.search import spare
 from remat._fit.simulate import TrainingStep, gradients_of, simulate
 from remat._fit.units import UnitWalker
 from remat._fit.walk import Walker
@@ -38,6 +39,7 @@ from remat._report.labels import label_of_function
 from remat._scope.following import Course, Placed
 from remat._transform.refused import has_forward
 from remat.nn._followed import FollowedScope, follow
+from remat.policies import Policy
 
 
 def _around(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:
@@ -86,7 +88,7 @@ class Planning:
         # With the model in evaluation mode if it trains, or the other way round; None
         # if that runs the same operations.
         self.other: StepRecord | None = None
-        self._courses_of_other: dict[bool, Course] = {}
+        self._other_courses: dict[bool, list[Course]] = {}
         there = (t.grad is not None for t, _ in gradients_of(step))
         self._counts_gradients = step.accumulates or any(there)
         self._least: list[Followed] = []
@@ -106,8 +108,15 @@ class Planning:
         found = applied or around
         if found is None:
             raise self._too_small()
-        around = around or found
-        return self._plan("step", found, applied and applied.followed, around.followed)
+        in_call = None if applied is None else applied.followed
+        if in_call is not None and self._blocks:
+            in_call = replace(in_call, units=self._units())
+        return self._plan("step", found, in_call, (around or found).followed)
+
+    def _units(self) -> tuple[tuple[str, Policy | None], ...]:
+        """Return what blocks do where no scope can act, in the same budget."""
+        walker = UnitWalker(self.record, self._blocks)
+        return tuple(walker.policies(quickly_for(walker, self._budget)).items())
 
     def over_blocks(self) -> Plan:
         """Return a plan for blocks."""
@@ -180,7 +189,7 @@ class Planning:
     def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
         """Run a step that follows a choice."""
         is_units = isinstance(walker, UnitWalker)
-        courses = () if is_units else self._courses(walker, chosen)
+        courses = () if is_units else (self._first_course(walker, chosen),)
         units = walker.policies(chosen) if isinstance(walker, UnitWalker) else {}
 
         def following() -> FollowedScope:
@@ -204,25 +213,32 @@ class Planning:
         times = 2 if is_units and not self._is_real else 1
         done = simulate(*step, is_real=self._is_real, times=times)
         work = done.flops - self.record.flops, *walker.again(chosen)
+        if courses and done.peak <= self._budget:
+            courses = self._courses(walker, chosen)
         which = courses, tuple(units.items())
         followed = Followed(done.peak, done.peak_at, *work, *which)
         return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen) -> tuple[Course, ...]:
-        return self._course(walker, chosen), *self._other_course(walker)
+        is_around = walker.span == (0, self.record.turn)
+        if is_around not in self._other_courses:
+            self._other_courses[is_around] = [*self._others(is_around)]
+        first = self._first_course(walker, chosen)
+        return first, *self._other_courses[is_around]
 
-    def _course(
-        self, walker: Walker, chosen: Chosen, *, is_other: bool = False
-    ) -> Course:
-        model = self._step.model()
-        is_training = model is None or model.training
+    def _first_course(self, walker: Walker, chosen: Chosen) -> Course:
         return replace(
             _course(walker, chosen),
             counts_gradients=self._counts_gradients,
-            is_training=is_training != is_other,
+            is_training=self._is_training,
         )
 
-    # --- The other mode ---
+    @property
+    def _is_training(self) -> bool:
+        model = self._step.model()
+        return model is None or model.training
+
+    # --- Other steps ---
 
     def _record_of_other_mode(self) -> StepRecord | None:
         if self._step.model() is None:
@@ -234,16 +250,26 @@ class Planning:
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
 
-    def _other_course(self, walker: Walker) -> Iterator[Course]:
-        if self.other is None:
-            return
-        is_around = walker.span == (0, self.record.turn)
-        if is_around not in self._courses_of_other:
-            other = Walker(self.other, None if is_around else self.other.called)
-            chosen = quickly_for(other, self._budget)
-            course = self._course(other, chosen, is_other=True)
-            self._courses_of_other[is_around] = course
-        yield self._courses_of_other[is_around]
+    def _others(self, is_around: bool) -> Iterator[Course]:
+        """Yield the courses of steps that begin with gradients, and of the other mode.
+
+        Where these are over the budget, they are near the least that there is.
+        """
+        if not (self._counts_gradients or self._step.model() is None):
+            record, budget = self.record.accumulating(), self._budget
+            walker = Walker(record, None if is_around else record.called)
+            chosen = quickly_for(walker, budget)
+            over = max(walker(chosen).peak - budget, 0)
+            course = replace(_course(walker, chosen), over=over)
+            yield replace(course, is_training=self._is_training)
+        if self.other is not None:
+            walker = Walker(self.other, None if is_around else self.other.called)
+            course = _course(walker, quickly_for(walker, self._budget))
+            yield replace(
+                course,
+                counts_gradients=self._counts_gradients,
+                is_training=not self._is_training,
+            )
 
     # --- Errors ---
 
@@ -262,22 +288,28 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
     needed = walker.closure(saved)[0]
     # What nobody reads again. A value that Python holds is saved.
     unread = walker.makers.keys() - needed
-    within = walker.record.operations[slice(*walker.span)]
+    within = enumerate(walker.record.operations[slice(*walker.span)], walker.span[0])
+    to_spare, spares = spare(walker, chosen), dict[Any, set[int]]()
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
     found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
-    for op in within:
+    for i, op in within:
         root, turn, path, number = op.place
         place = root, turn - first.setdefault(root, turn), path, number
         if op.fate == ASKED:
             is_again = not (needed - saved).isdisjoint(op.makes)
             is_unread = unread.issuperset(op.makes)
-            saves = not (is_again or is_unread)
+            is_saved = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
-            found.setdefault(place, []).append((op.name, saves, is_unread, size))
-    return Course(
-        tuple(Placed(p, *zip(*each, strict=True)) for p, each in found.items())
-    )
+            found.setdefault(place, []).append((op.name, is_saved, is_unread, size))
+            if i in to_spare:
+                spares.setdefault(place, set()).add(len(found[place]) - 1)
+    placed: list[Placed] = []
+    for place, each in found.items():
+        names, saves, passes, sizes = zip(*each, strict=True)
+        spared = frozenset(spares.get(place, ()))
+        placed.append(Placed(place, names, saves, passes, sizes, spared))
+    return Course(tuple(placed))
 
 
 def _segments(

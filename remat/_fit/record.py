@@ -93,10 +93,6 @@ class BlockCall(NamedTuple):
         """The numbers of its operations."""
         return range(self.first, self.end)
 
-    def moved(self, count: int) -> "BlockCall":
-        """Return the call, some operations later."""
-        return self._replace(first=self.first + count, end=self.end + count)
-
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -135,6 +131,20 @@ class StepRecord:
     def flops(self) -> int:
         """The floating-point operations of the step."""
         return sum(op.flops for op in self.operations)
+
+    def accumulating(self) -> "StepRecord":
+        """Return that of the same step with gradients that are there, to which it adds.
+
+        What it makes is freed once it is added: after the node that made it, which may
+        run one operation more.
+        """
+        end, dies = len(self.operations), [*self.dies]
+        found = [n for n, b in enumerate(self.born) if b >= self.turn and dies[n] > end]
+        for i, op in enumerate(self.operations):
+            for n in {*op.reads, *op.makes, *op.writes}.intersection(found):
+                dies[n] = min(i + 2, end)
+        more = sum(self.sizes[n] for n in found)
+        return replace(self, resident=self.resident + more, dies=tuple(dies))
 
 
 def recorded(
@@ -331,7 +341,8 @@ class StepRecorder(Meter):
     def added_in_place(self) -> None:
         # What was replaced was freed before the next operation began.
         last = self.operations[-1]
-        self.operations[-1] = replace(last, inside=-self.sizes[self._sum])
+        inside = last.inside - self.sizes[self._sum]
+        self.operations[-1] = replace(last, inside=inside)
 
     @override
     def freed(self, number: int) -> None:

@@ -96,6 +96,15 @@ class _Lives:
         self.left.append(left)
         self.dies.append(dies)
 
+    def make_room(self, at: int, count: int) -> None:
+        """Have all from an operation on be some operations later.
+
+        What is freed before it is freed by then.
+        """
+        self.born = [i if i < at else i + count for i in self.born]
+        self.left = [i if i <= at else i + count for i in self.left]
+        self.dies = [i if i <= at else i + count for i in self.dies]
+
     def put_in(self, record: StepRecord) -> StepRecord:
         """Return a record with these."""
         born, left, dies = tuple(self.born), tuple(self.left), tuple(self.dies)
@@ -119,67 +128,63 @@ def with_nests(record: StepRecord, names: Collection[str]) -> StepRecord:
 
 def _run_again(record: StepRecord, nest: BlockCall) -> StepRecord:
     """Return a record in which a call runs again before its backward."""
-    own = {
-        t
-        for t, op in enumerate(record.operations)
-        if op.node in nest.nodes and t >= record.turn
-    }
+    operations, turn = record.operations, record.turn
+    own = {t for t in range(turn, len(operations)) if operations[t].node in nest.nodes}
     if not own:
         return record
-    at, count, sizes = min(own), len(nest.operations), [*record.sizes]
+    at, count = min(own), len(nest.operations)
+    lives, copies = _copied(record, nest, own, at)
+    changed = [
+        _renamed(op, copies) if t in own else op for t, op in enumerate(operations)
+    ]
+    changed[at:at] = [
+        replace(_renamed(operations[i], copies), node=-1) for i in nest.operations
+    ]
 
-    def later(i: int) -> int:
-        return i if i < at else i + count
+    def moved(each: range) -> range:
+        is_copied = each.start in nest.operations
+        by = at - nest.first if is_copied else count if each.start >= at else 0
+        return range(each.start + by, each.stop + by)
 
-    lives = _Lives(record)
-    lives.born = [*map(later, record.born)]
-    # What is freed before the operation at which it begins is freed by then.
-    lives.left, lives.dies = (
-        [i if i <= at else i + count for i in each]
-        for each in (record.left, record.dies)
+    calls = [
+        (call, moved(call.operations)) for call in record.calls if call is not nest
+    ]
+    made = replace(
+        record,
+        operations=tuple(changed),
+        sizes=(*record.sizes, *(record.sizes[n] for n in copies)),
+        calls=tuple(c._replace(first=r.start, end=r.stop) for c, r in calls),
+        copied=(*map(moved, record.copied), range(at, at + count)),
+        viewed=record.viewed | {copies[n] for n in record.viewed & copies.keys()},
     )
-    copies: dict[int, int] = {}
+    return lives.put_in(made)
+
+
+def _copied(
+    record: StepRecord, nest: BlockCall, own: set[int], at: int
+) -> tuple[_Lives, dict[int, int]]:
+    """Return when storages live, with those that a call makes again at an operation."""
+    lives, copies = _Lives(record), dict[int, int]()
+    lives.make_room(at, len(nest.operations))
+    readers: dict[int, set[int]] = {}
+    for t, op in enumerate(record.operations):
+        for n in op.reads:
+            readers.setdefault(n, set()).add(t)
     for n, born in enumerate(record.born):
         if born not in nest.operations:
             continue
-        copies[n] = len(sizes)
-        sizes.append(sizes[n])
-        is_inside = record.left[n] <= nest.end
+        copies[n] = len(lives.born)
+        reads, is_inside = readers.get(n, set()), record.left[n] <= nest.end
         left = at + min(record.left[n], nest.end) - nest.first
-        reads = {t for t, op in enumerate(record.operations) if n in op.reads}
         is_saved = record.dies[n] > record.turn and (is_inside or bool(reads & own))
         lives.add(born - nest.first + at, left, lives.dies[n] if is_saved else left)
-        others = [later(t) + 1 for t in reads - own if not is_inside]
-        lives.dies[n] = max(lives.left[n], *others, 0)
-    over = max(lives.dies[n] for n in copies.values())
+        # What is returned lives on for others.
+        others = () if is_inside else reads - own
+        later = [t + 1 + (len(nest.operations) if t >= at else 0) for t in others]
+        lives.dies[n] = max(lives.left[n], *later, 0)
+    over = max((lives.dies[n] for n in copies.values()), default=0)
     for i in nest.operations:
         for n in {*record.operations[i].reads} - copies.keys():
             if record.born[n] >= 0:  # a call holds what it was given
                 lives.dies[n] = max(lives.dies[n], over)
-    operations = [
-        _renamed(op, copies) if t in own else op
-        for t, op in enumerate(record.operations)
-    ]
-    operations[at:at] = [
-        replace(_renamed(record.operations[i], copies), node=-1)
-        for i in nest.operations
-    ]
-    shift = at - nest.first
-    calls = tuple(
-        call.moved(
-            shift if call.first in nest.operations else later(call.first) - call.first
-        )
-        for call in record.calls
-        if call is not nest
-    )
-    copied = (*(range(later(r.start), later(r.start) + len(r)) for r in record.copied),)
-    return lives.put_in(
-        replace(
-            record,
-            operations=tuple(operations),
-            sizes=tuple(sizes),
-            calls=calls,
-            copied=(*copied, range(at, at + count)),
-            viewed=record.viewed | {copies[n] for n in record.viewed & copies.keys()},
-        )
-    )
+    return lives, copies

@@ -237,8 +237,9 @@ def simulate(
         grads = gradients_of(made)
         made = change(made)  # before the hooks, which are to be outermost
         meter, model = Meter(), made.model()
-        for name in blocks if model is not None else ():
-            _hook(meter, model.get_submodule(name), name)
+        if model is not None:
+            for name in blocks:
+                _hook(meter, model.get_submodule(name), name)
         with mode, AddressAnswers(), meter:
             for tensor in resident(made):
                 meter.hold(tensor)

@@ -197,8 +197,11 @@ class Walker:
 
     # --- The walk ---
 
-    def __call__(self, chosen: Iterable[int]) -> Walked:
-        """Walk, with the results of some operations saved."""
+    def __call__(self, chosen: Iterable[int], *, times: int = 1) -> Walked:
+        """Walk, with the results of some operations saved.
+
+        What is recomputed takes so many times its bytes.
+        """
         saved = self.storages(chosen)
         needed, runs = self.closure(saved)
         record, operations = self.record, self.record.operations
@@ -209,9 +212,9 @@ class Walker:
             recomputing.free_before(t)
             before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
             highest = self._fill(t, saved, recomputing, filled)
-            found[t] += recomputing.live
+            found[t] += times * recomputing.live
             if highest:
-                found[t] = max(found[t], before + highest)
+                found[t] = max(found[t], before + times * highest)
         at = max(range(self._end), key=found.__getitem__)
         spent = sum(operations[i].seconds for i in runs)
         return Walked(found[at], at, found, frozenset(runs), frozenset(needed), spent)

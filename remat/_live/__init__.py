@@ -15,6 +15,7 @@ it held at the call.
     boxes       what is held of containers that were passed
     leases      references to what has no weak references
     exchange    has holders hold what they held, in place, and puts them back
+    classes     of objects that changed theirs, and which a call may hold
     making      makes values again, each after what it holds
     moment      what all holds at one moment of a forward, compared with another
     contents    what holders held at a call, and what a forward changed of it

@@ -8,6 +8,7 @@ code, and values that never change.
 Rejected: to hold every class. One with a list in it may hold what the graph holds.
 """
 
+import enum
 import functools
 import types
 from collections import namedtuple
@@ -49,8 +50,6 @@ CLASS_OF = ClassOf()
 
 def is_of_another(value: Any, then: type | None) -> bool:
     """Say whether the class of an object was changed, other than by remat."""
-    if then is type(value):
-        return False
     if then is None:
         raise RecomputeError(GONE.format(name="The class of an object"))
     return class_without_us(type(value)) is not class_without_us(then)
@@ -59,7 +58,8 @@ def is_of_another(value: Any, then: type | None) -> bool:
 @by_class
 def leads_nowhere(cls: type) -> bool:
     """Say whether nothing is in a class but code and values that never change."""
-    todo = [v for name, v in vars(cls).items() if name not in MAKING]
+    skipped = MAKING | _TABLES if issubclass(cls, enum.Enum) else MAKING
+    todo = [v for name, v in vars(cls).items() if name not in skipped]
     seen = {id(cls)}
     while todo:
         value = todo.pop()
@@ -92,6 +92,8 @@ def _parts_of(value: Any) -> Iterable[Any] | None:
         return [value.__self__]
     if kind is tuple:
         return value
+    if issubclass(kind, enum.Enum):
+        return vars(value).values()
     if isinstance(value, type) and not user_bases(kind):
         return [] if not user_bases(value) else vars(value).values()
     return None
@@ -114,6 +116,11 @@ MAKING = {
     *("__abstractmethods__", "__annotations__", "__dataclass_fields__"),
     *("__dataclass_params__", "__dict__", "__doc__", "__match_args__", "__module__"),
     *("__slots__", "__weakref__", "_abc_impl", "_field_defaults"),
+}
+# Of enumerations, what leads to the members.
+_TABLES = {
+    *("_member_map_", "_member_names_", "_value2member_map_"),
+    *("_unhashable_values_", "_hashable_values_"),
 }
 _PLAIN = ATOMS | {types.ModuleType, type(vars(namedtuple("_", "a"))["a"])}
 _AROUND = {property, staticmethod, classmethod}

@@ -10,6 +10,7 @@ weakly. A graph holds its calls where Python's garbage collector does not look.
 Rejected: strong references to containers. A list may hold what the graph holds.
 """
 
+import copy
 import itertools
 import operator
 import threading
@@ -231,9 +232,7 @@ class Contents:
         ids = {(id(t), number) for t, number in pairs}
         if not len(ids) == len({i for i, _ in ids}) == len({n for _, n in ids}):
             return None  # what was one is two now, or the other way round
-        new = object.__new__(Contents)
-        for name in Contents.__slots__:
-            setattr(new, name, getattr(self, name))
+        new = copy.copy(self)
         new._marks = now.marks
         new._note_tensors(now)
         return new
@@ -245,9 +244,7 @@ class Contents:
             return None
         if any(p < len(self.kept) and type(self.kept[p]) is At for p in places):
             return Contents(now)
-        new = object.__new__(Contents)
-        for name in Contents.__slots__:
-            setattr(new, name, getattr(self, name))
+        new = copy.copy(self)
         new._marks, new._but_for_tensors = now.marks, None
         new.kept, new.keys = self.kept.copy(), self.keys.copy()
         for p in places:
@@ -319,6 +316,8 @@ class Contents:
 
     def changed_in(self, now: Taken) -> set[HolderIndex]:
         """Return the holders that hold something else now."""
+        if self.are_in(now):
+            return set()
         then = self._marks, len(self.kept)
         pairs = differing(self._sizes, then, marks_of(now))
         return {(span.group, span.number) for span, _ in pairs}

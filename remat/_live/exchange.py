@@ -59,7 +59,7 @@ class Exchange:
         self._made, self._alive = made, alive
         self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
         self._views: list[Any] = []  # those that were made again
-        self._others: list[tuple[Any, type]] = []  # of another class, and of which then
+        self._others: list[tuple[Any, Any]] = []  # of another class, and of which then
         self._frozen: set[int] = set()  # the identities of values that never change
         self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
         self._holders: dict[Any, tuple[HolderKind, Any]] = {}  # by `HolderIndex`
@@ -319,7 +319,7 @@ class Exchange:
             if owner is not None:
                 if i not in self._layout.remade:
                     then = self._contents.classes[i]()
-                    if is_of_another(owner, then):
+                    if then is not type(owner) and is_of_another(owner, then):
                         self._others.append((owner, then))
                 continue
             if key in self._made:

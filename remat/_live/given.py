@@ -415,7 +415,7 @@ class Building:
 
 
 class StillThere:
-    """Finds, for names, what is still there."""
+    """Finds, for names in errors, what is still there."""
 
     @staticmethod
     def found(kept: Ref) -> Any:

@@ -44,6 +44,7 @@ from remat._torch import (
 )
 
 
+_NONE = frozenset[str]()
 _PARAMETERS = frozenset({nn.Parameter})
 
 
@@ -100,7 +101,7 @@ class Reach:
             self._roots = roots_of(given.roots.values())
             parameters = self._number_all(given)
         self._watched: Sequence[Any] = ()
-        self._asks: frozenset[str] = frozenset()
+        self._asks = _NONE
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         if given.boxes or self._roots:
             self._lease(given)
@@ -127,7 +128,7 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks: frozenset[str] = frozenset()
+        asks = _NONE
         if given.search is not None:
             asks |= given.search.asks
         for root in self._roots:
@@ -224,17 +225,11 @@ class Reach:
 
     @property
     def is_contained(self) -> bool:
-        """Whether it refers to functions, numbers and packages alone, but for tensors.
-
-        That is to tensors that were passed.
-        """
+        """Whether it refers to functions, numbers and packages, and tensors passed."""
         given = (*self._values, *self._modes, self._cache)
-        return self.is_bare or (
-            not any(type(kept) is Box for kept in given)
-            and all(
-                root.layout.is_contained and not root.contents.has_tensors
-                for root in self._roots
-            )
+        return self.is_bare or not (
+            any(type(kept) is Box for kept in given)
+            or any(root.refers_to_more for root in self._roots)
         )
 
     def take_tensors(self) -> list[Tensor]:
@@ -353,7 +348,7 @@ class Reach:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
             del args[self._count :]
         if body is not None:
-            fn, args, kwargs = body, [fn, args], {}
+            fn, args, kwargs = body, [fn, args], dict[str, Any]()
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None

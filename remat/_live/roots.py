@@ -102,6 +102,11 @@ class Root:
         ]
 
     @property
+    def refers_to_more(self) -> bool:
+        """Whether it reaches more than functions without variables."""
+        return not self.layout.is_contained or self.contents.has_tensors
+
+    @property
     def has_iterators(self) -> bool:
         """Whether it reaches iterators."""
         return bool(self._iterators)

@@ -209,6 +209,8 @@ class Walk:
         self._todo += how.keys([value])
         if dict_of(value) is not None or slots_of(type(value)):
             self._reach_object(value, type(value))
+        elif user_bases(type(value)):  # of a named tuple, the methods
+            self._reach_class(type(value))
 
     def _reach_function(self, fn: types.FunctionType) -> None:
         known = known_code(fn)

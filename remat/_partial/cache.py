@@ -24,7 +24,7 @@ from remat._base.types import TENSORS
 from remat._partial.budget import Spent, spend
 from remat._partial.candidates import Candidates
 from remat._partial.options import reference
-from remat._partial.plan import Plan, Record, plan
+from remat._partial.plan import CallPlan, Record, plan
 from remat._partial.runnable import RunnablePlan
 from remat._torch import has_hooks_on_all_modules
 from remat.policies import Decision, Policy
@@ -44,7 +44,7 @@ class Plans:
         self,
         record: Record,
         decisions: Sequence[Decision],
-        made: Plan,
+        made: CallPlan,
         *,
         prune: bool,
         extra_roots: Iterable[int] = (),
@@ -111,17 +111,17 @@ def full_plan(
     *,
     prune: bool,
     extra_roots: Iterable[int],
-) -> Plan:
+) -> CallPlan:
     """Return the plan for all targets, given what the policy says of each operation."""
     saveable = [i for i, decision in enumerate(decisions) if decision]
     return plan(record, saveable, extra_roots=extra_roots, prune=prune)
 
 
-def _storages_of_residuals(record: Record, made: Plan) -> list[int]:
+def _storages_of_residuals(record: Record, made: CallPlan) -> list[int]:
     return [record.steps[i].makes[k] for i, k in made.residuals]
 
 
-def residual_of_handle(record: Record, made: Plan) -> dict[int, int]:
+def residual_of_handle(record: Record, made: CallPlan) -> dict[int, int]:
     """Return the residual that each handle is a view of, for those that are."""
     index = {s: n for n, s in enumerate(_storages_of_residuals(record, made))}
     values = [record.steps[i].op.outputs[k] for i, k in made.residuals]

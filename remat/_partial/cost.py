@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat._base.op import Op, Value
-from remat._partial.plan import Fate, Plan, Record, Step, filled
+from remat._partial.plan import CallPlan, Fate, Record, Step, filled
 from remat._torch import call_kernel
 from remat.policies._functions import family
 from remat.policies._operations import COSTS
@@ -77,7 +77,7 @@ def work(step: Step) -> float:
     return 0.0 if step.is_view else _START + seconds(step)
 
 
-def reason_against(record: Record, plan: Plan) -> str:
+def reason_against(record: Record, plan: CallPlan) -> str:
     """Say why a plan is not worth a dispatch mode; "" if it is."""
     pairs = zip(record.steps, plan.fates, strict=True)
     dead = [step for step, fate in pairs if fate is Fate.DEAD and not step.is_view]

@@ -22,7 +22,7 @@ from remat._partial.cost import reason_against
 from remat._partial.effects import traits_of
 from remat._partial.names import PolicyKeys
 from remat._partial.options import Prune
-from remat._partial.plan import Plan, Record
+from remat._partial.plan import CallPlan, Record
 from remat._partial.recorder import Recorder
 from remat._torch import dispatch_mode_count
 from remat.policies import Decision, Policy
@@ -118,7 +118,7 @@ def _asks_for_modes(signature: Iterable[Any]) -> bool:
 class Verdict:
     """What the calls after a recorded one do: follow a plan, or not, and why."""
 
-    plan: Plan | None
+    plan: CallPlan | None
     why_none: str
     why_unpruned: str
     spent: Spent | None = None  # what the budget of the policy keeps
@@ -219,7 +219,7 @@ def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:
 
 
 def inputs_to_drop(
-    made: Plan,
+    made: CallPlan,
     prune: Prune,
     droppable: Sequence[int],
     nbytes: Callable[[int], int],

@@ -95,7 +95,7 @@ _FOUND = set[tuple[Policy, str]]()  # or told
 _PLACE = re.compile(r"\(rematerialized at (.*):(\d+)\)$")
 _UNMATCHED = (
     "policy has the key {key!r}, but no value, module, class or operator of that name "
-    "was there. Nothing is decided by it."
+    "was there; torch.compile tells of no Functions. Nothing is decided by it."
 )
 
 

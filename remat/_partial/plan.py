@@ -128,7 +128,7 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CallPlan:
     """What a recompute does with each operation of a record."""
 
     fates: tuple[Fate, ...]
@@ -153,7 +153,7 @@ def plan(
     *,
     extra_roots: Iterable[int] = (),
     prune: bool = True,
-) -> Plan:
+) -> CallPlan:
     """Decide what becomes of each operation.
 
     The policy saves the results of `saveable`. One that shares memory with another
@@ -193,7 +193,7 @@ def plan(
     needed = frozenset(i for i, s in inputs if s in walk.live or keeps_all)
     sources = walk.sources(i for i, _ in residuals)
     residual_sources = frozenset(i for i, s in inputs if s in sources)
-    return Plan(fates, residuals, needed, frozenset(walk.live), residual_sources)
+    return CallPlan(fates, residuals, needed, frozenset(walk.live), residual_sources)
 
 
 class _WalkBack:

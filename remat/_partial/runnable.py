@@ -27,7 +27,7 @@ from remat._base.absent import (
 )
 from remat._base.op import Op, Value
 from remat._base.source import user_line
-from remat._partial.plan import Fate, Plan, Record, Step
+from remat._partial.plan import CallPlan, Fate, Record, Step
 from remat._partial.values import key_of
 from remat._torch import (
     SHARED_COPY,
@@ -149,7 +149,7 @@ class RunnablePlan:
     """
 
     def __init__(
-        self, record: Record, plan: Plan, order: Sequence[tuple[int, int]] = ()
+        self, record: Record, plan: CallPlan, order: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.record, self.plan = record, plan
         self.funcs = [*[step.op.func for step in record.steps], None]

@@ -27,9 +27,6 @@ from remat._partial.values import Storages
 from remat._torch import undisturbed
 
 
-# --- What an operation did ---
-
-
 @dataclass(slots=True)
 class RunOperation:
     """One operation of a run."""
@@ -45,11 +42,12 @@ class RunOperation:
         return f"{self.func}  # {self.source}"
 
 
+_NO_OPERATION = RunOperation(None, ((), {}), "")
+_NOTHING: tuple[str, list[Tensor]] = "nothing", []
+
+
 class RunValues(Observer):
     """Keeps what the operations of a run make, or compares it with an earlier run.
-
-    Args:
-        then: the operations of the earlier run; None for the first one.
 
     Attributes:
         values: how many tensors were looked at.
@@ -62,8 +60,7 @@ class RunValues(Observer):
         self.steps: list[RunOperation] = []
         self.values = self.nbytes = 0
         self.difference: str | None = None
-        self._then = then
-        self._at = 0
+        self._then, self._at = then, 0
         # What the earlier run looked at next.
         self._left: Iterator[tuple[str, list[Tensor]]] = iter(())
         self._storages = Storages()
@@ -74,30 +71,22 @@ class RunValues(Observer):
         self.steps.append(step)
         if self._then is not None and self.difference is None:
             self._compare_operation(step, self._then)
-        inputs = inputs_of(args, kwargs)
-        known = len(self._storages)
+        inputs, known = inputs_of(args, kwargs), len(self._storages)
         step.reads = tuple(map(self._number, inputs))
         for k, t in enumerate(inputs):
             if step.reads[k] >= known and step.reads[k] not in step.reads[:k]:
                 self._look(step, f"input {k}", t)
         result = super().run(func, args, kwargs)
-        self._look_at_results(step, tensors_of(result), written_by(func, args, kwargs))
-        return result
-
-    def _look_at_results(
-        self, step: RunOperation, outputs: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> None:
-        given = {id(t) for t in outputs}
-        changed = {*map(self._number, written)}
-        scratch = _scratch_of(step.func)
+        outputs, written = tensors_of(result), written_by(func, args, kwargs)
+        given, scratch = {id(t) for t in outputs}, _scratch_of(func)
+        views = {*step.reads} - {*map(self._number, written)}
         for k, t in enumerate(outputs):
-            number = self._number(t)
-            is_view = number in step.reads and number not in changed
-            if not (is_view or k in scratch):
+            if self._number(t) not in views and k not in scratch:
                 self._look(step, f"output {k}", t)
         for k, t in enumerate(written):
-            if id(t) not in given and not scratch:
+            if not (scratch or id(t) in given):
                 self._look(step, f"what it wrote to ({k})", t)
+        return result
 
     def _number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's first storage; -1 if it has none."""
@@ -111,44 +100,31 @@ class RunValues(Observer):
         if self._then is None:
             step.values.append((what, bits))
         elif self.difference is None:
-            self._compare_value(step, self._then[self._at], what, bits)
+            was, before = next(self._left, _NOTHING)
+            if was != what:
+                self.difference = f"has {what}, where the forward had {was}."
+            elif found := _differences(bits, before):
+                why = _why(step, self._then[self._at], what)
+                self.difference = f"differs: {what} {found}.{why}"
 
     def _compare_operation(
-        self, step: RunOperation, steps: Sequence[RunOperation]
+        self, step: RunOperation, earlier: Sequence[RunOperation]
     ) -> None:
-        self._at = len(self.steps) - 1
-        if self._at >= len(steps):
-            self.difference = "is one more than the forward ran."
-            return
-        then = steps[self._at]
+        self._at = at = len(self.steps) - 1
+        then = earlier[at] if at < len(earlier) else _NO_OPERATION
         self._left = iter(then.values)
-        then.values = []
-        if step.func is not then.func:
+        if then is _NO_OPERATION:
+            self.difference = "is one more than the forward ran."
+        elif step.func is not then.func:
             self.difference = f"was {then.func} in the forward."
         elif not same_statics(step.statics, then.statics):
             now, before = _shown(step.statics), _shown(then.statics)
             self.difference = f"has the arguments {now}, in the forward {before}."
 
-    def _compare_value(
-        self, step: RunOperation, then: RunOperation, what: str, bits: list[Tensor]
-    ) -> None:
-        nothing: tuple[str, list[Tensor]] = "nothing", []
-        was, before = next(self._left, nothing)
-        if was != what:
-            self.difference = f"has {what}, where the forward had {was}."
-            return
-        pairs = zip(bits, before, strict=False)
-        found = next(filter(None, (_difference(*pair) for pair in pairs)), "")
-        if len(bits) != len(before):
-            found = f"is of {len(bits)} tensors, where it was of {len(before)}"
-        if found:
-            self.difference = f"differs: {what} {found}.{_why(step, then, what)}"
-
     def end(self) -> None:
         """Note if operations of the earlier run did not run."""
         if self.difference is None and len(self.steps) < len(self._then or ()):
-            self._at = len(self.steps)
-            self.difference = "did not run."
+            self._at, self.difference = len(self.steps), "did not run."
 
     def described(self, label: str) -> str:
         """Return the message: what differs, and the operations around it."""
@@ -156,17 +132,14 @@ class RunValues(Observer):
         step = now[i] if i < len(now) else then[i]
         where = {"i": i, "func": step.func, "source": step.source}
         message = _MESSAGE.format(label=label, difference=self.difference, **where)
-        return "\n".join(
-            [message, *around("forward", then, i), *around("recompute", now, i)]
-        )
+        lines = *around("forward", then, i), *around("recompute", now, i)
+        return "\n".join([message, *lines])
 
 
 def _why(step: RunOperation, then: RunOperation, what: str) -> str:
     if what.startswith("input"):
         return _OUTSIDE
-    pairs = enumerate(zip(step.reads, then.reads, strict=False))
-    moved = [f"input {k}" for k, (now, before) in pairs if now != before]
-    return _ANOTHER.format(inputs=" and ".join(moved)) if moved else _NONDETERMINISTIC
+    return _NONDETERMINISTIC if step.reads == then.reads else _ANOTHER
 
 
 def around(title: str, steps: Sequence[RunOperation], i: int) -> Iterator[str]:
@@ -185,7 +158,7 @@ _MESSAGE = (
     "same thing twice: what it reads, pass as an argument."
 )
 _OUTSIDE = " It is from outside of the function, and had another value in the forward."
-_ANOTHER = " It reads another tensor as {inputs}."
+_ANOTHER = " It reads another tensor."
 _NONDETERMINISTIC = (
     " It read the same tensors: the operation itself gives another result each time "
     "(see torch.use_deterministic_algorithms), or reads something that changed."
@@ -221,11 +194,10 @@ def _shown(statics: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is Tensor:
-        return "_"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_text, value))}]"
-    return value.__name__ if isinstance(value, type) else repr(value)
+    is_class = isinstance(value, type)
+    return "_" if value is Tensor else value.__name__ if is_class else repr(value)
 
 
 # --- Values ---
@@ -268,17 +240,27 @@ def _on_host(tensor: Tensor) -> Tensor:
         return dense.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
+def _differences(now: Sequence[Tensor], then: Sequence[Tensor]) -> str:
+    """Say how the parts of two tensors differ; "" if all bits are equal."""
+    if len(now) != len(then):
+        return f"is of {len(now)} tensors, where it was of {len(then)}"
+    with undisturbed():
+        return next(filter(None, map(_difference, now, then)), "")
+
+
 def _difference(now: Tensor, then: Tensor) -> str:
-    """Say how two tensors differ; "" if all bits are equal."""
     meta, before = (describe_meta(t.dtype, t.shape) for t in (now, then))
     if meta != before:
         return f"is {meta}, where it was {before}"
-    with undisturbed():
-        other = _bits_of(now).ne(_bits_of(then)).any(1)
-        count = int(other.sum())
-        if not count:
-            return ""
-        apart = _distance(now.reshape(-1)[other], then.reshape(-1)[other])
+    other = _bits_of(now).ne(_bits_of(then)).any(1)
+    count = int(other.sum())
+    if not count:
+        return ""
+    apart = ""
+    if not (now.dtype is torch.bool or now.is_quantized):
+        wide = torch.complex128 if now.is_complex() else torch.float64
+        a, b = (t.reshape(-1)[other].to(wide) for t in (now, then))
+        apart = f", by up to {float((a - b).abs().max()):.6g}"
     return f"({meta}) differs in {count} of {now.numel()} elements{apart}"
 
 
@@ -286,10 +268,3 @@ def _bits_of(tensor: Tensor) -> Tensor:
     """Return the bytes of each element."""
     flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
-
-
-def _distance(now: Tensor, then: Tensor) -> str:
-    if now.dtype is torch.bool or now.is_quantized:
-        return ""
-    wide = torch.complex128 if now.is_complex() else torch.float64
-    return f", by up to {float((now.to(wide) - then.to(wide)).abs().max()):.6g}"

@@ -25,13 +25,11 @@ from remat._base.types import Fn
 from remat._live.reach import Reach
 from remat._live.results import Out, Result
 from remat._partial.cache import CACHES
-from remat._partial.options import DEFAULT
 from remat._report.bitwise import RunValues, has_values
 from remat._report.inputs import Inputs
-from remat._report.labels import label_of_function, one_by_one, refuse_transforms
+from remat._report.labels import one_by_one, refuse_transforms, unwrapped
 from remat._torch import below_all_levels, unwrap_dead
 from remat._transform.leaves import ONLY_MARKS
-from remat._transform.module import recomputed_by
 from remat._transform.saved import Filling, Saved, recompute
 
 
@@ -61,21 +59,16 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
 
     Use this if gradients are wrong, or if `RecomputeError` is raised. The comparison is
     bit for bit. It names the operation where the recompute first differs from the
-    forward, and says how. Both runs are in full, without a policy or pruning, so values
-    that a policy would save are compared too. Buffers are updated and random streams
-    moved once, as by one call.
+    forward, and says how. Both runs are in full, without a policy or pruning. Buffers
+    are updated and random streams moved once, as by one call.
 
     Host memory holds a copy of every result, and of the inputs that operations read.
-    This is more than the function needs without `remat`. Device memory is that of one
-    call of `remat`. Views are not copied.
-
     Some values are not compared: uninitialized memory (`empty`, `new_empty`, ...), the
-    states of random streams that attention returns, the scratch memory of kernels of
-    batch norm and recurrent layers, and meta tensors, which have no values. Compiled
-    functions run eagerly here.
+    states of random streams that attention returns, and the scratch memory of kernels
+    of batch norm and recurrent layers.
 
     Args:
-        fn: the function, rematerialized or not.
+        fn: the function, rematerialized or not. Compiled functions run eagerly here.
         *args: its arguments. If no tensor that is passed or referred to requires grad,
             every floating argument is treated as if it did.
         **kwargs: its keyword arguments.
@@ -101,11 +94,7 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
     """
     instead = "the transformed function: check_replay(torch.func.grad(f), x)"
     refuse_transforms("check_replay", instead)
-    options, label = DEFAULT, label_of_function(fn)
-    found = recomputed_by(fn)
-    if found is not None:
-        (fn, call) = found
-        options, label = call._options, call.__remat_label__
+    fn, label, options = unwrapped(fn)
     if options.rng == "error":
         fn = without_draws(fn, label)
     inputs = Inputs(fn, args, kwargs)
@@ -122,14 +111,15 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
         result = call.run_forward(fn, args, kwargs, leaves, first)
     CACHES.clear()
     second = RunValues(first.steps)
+    failed: Exception | None = None
     try:
         call.run_recompute(second)
-    except Exception as error:
-        if second.difference is None:
-            raise
-        raise RecomputeError(second.described(label)) from error
+    except Exception as error:  # noqa: BLE001 - raised below
+        failed = error
     if second.difference is not None:
-        raise RecomputeError(second.described(label))
+        raise RecomputeError(second.described(label)) from failed
+    if failed is not None:
+        raise failed
     del result  # its graph holds the handles
     return Agreement(len(first.steps), first.values, first.nbytes)
 
@@ -181,8 +171,8 @@ class _Twice(Saved):
 
     @override
     def run_again(self, tensors: Sequence[Tensor]) -> None:
-        def take(value: Any, left: Any = ()) -> Any:
-            return self._out.split_again(Result(value, left=left), tensors)
+        def take(value: Any, **left: Any) -> Any:
+            return self._out.split_again(Result(value, **left), tensors)
 
         outs = self.reach.run(tensors, take=take)
         now, then = [*map(_requires_grad, outs)], self._needs_grad

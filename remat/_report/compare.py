@@ -11,9 +11,8 @@ Rejected: one call for each policy. The calls could draw or decide differently.
 import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from remat._base.labels import name_in
 from remat._base.types import Fn
@@ -21,13 +20,8 @@ from remat._partial.budget import problem_of, solution_of
 from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
-from remat._report.explain import (
-    bytes_recomputed,
-    examined_again,
-    explained,
-    total_bytes,
-    unwrapped,
-)
+from remat._report.explain import chosen, examined_again
+from remat._report.fates import Fates
 from remat._report.labels import one_by_one, refuse_transforms
 from remat._report.reports import ComparedPolicy, Comparison
 from remat._transform.api import options_of
@@ -45,11 +39,7 @@ from remat.policies import (
 )
 
 
-_USUAL = (
-    dots_with_no_batch_dims_saveable,
-    dots_saveable,
-    everything_saveable,
-)
+_USUAL = dots_with_no_batch_dims_saveable, dots_saveable, everything_saveable
 
 
 def compare(
@@ -67,14 +57,12 @@ def compare(
     it is called once for each row. These are the rows:
 
     - "as written": the function with its blocks as they are. Only if it has blocks.
-    - "plain": code without remat, also without that of the blocks. This is what
-      autograd saves, and nothing is recomputed.
+    - "plain": code without remat, also without that of the blocks.
     - "nothing_saveable": remat around the whole function, without a policy.
     - One row for each of `policies`.
     - Some rows for `policies.within`, with budgets from nothing to everything, as far
       as they are unlike the rows above. They are left out if the function has blocks,
-      and if scipy is not installed. A budget spares work, which is time at nominal
-      rates; the table shows FLOPs.
+      and if scipy is not installed.
 
     The peak without gradients is what is saved, and what the recompute of the largest
     call holds. A step needs more: gradients, and what single operations take.
@@ -82,15 +70,14 @@ def compare(
     Args:
         fn: the function, rematerialized or not. Its own policy gets no row.
         *args: its arguments. Meta and fake tensors are accepted.
-        policies: the policies, each of which is anything that `remat` accepts as a
-            policy; or one policy. The default is a selection of JAX's policies. A
-            mapping gives each row a name. There, a value may also be a mapping from
-            blocks to policies. Such a row is the function as written, except that these
-            blocks have these policies. A block is given by its name, which may have
-            wildcards ("Block*"), or as an object: the function or the module that is
+        policies: what `remat` accepts as a policy, once or several times. A mapping
+            gives each row a name. There, a value may also be a mapping from blocks to
+            policies: such a row is the function as written, except that these blocks
+            have these policies. A block is given by its name, which may have wildcards
+            ("Block*"), or as an object: the function or the module that is
             rematerialized, or what `remat` returned. The first key that fits a block
             counts.
-        prune: as for `explain`. CalledBlocks keep theirs.
+        prune: as for `explain`. Blocks keep theirs.
         **kwargs: its keyword arguments. They cannot be named `policies` or `prune`:
             bind such an argument with `functools.partial`.
 
@@ -110,17 +97,11 @@ def compare(
         >>> from remat.policies import dots_saveable
         >>> def f(w, x):
         ...     return (w @ (w @ x).tanh()).tanh()
-        >>> w, x = torch.ones(4, 4), torch.ones(4, 4)
-        >>> found = compare(f, w, x, policies=[dots_saveable], prune=True)
-        >>> for row in found.rows:
-        ...     print(row.name, row.saved_bytes, row.peak_bytes, row.recomputed_flops)
-        plain 256 256 0
-        nothing_saveable 128 256 256
-        dots_saveable 256 384 0
         >>> def model(w, x):
         ...     for _ in range(4):
         ...         x = remat(f)(w, x)
         ...     return x
+        >>> w, x = torch.ones(4, 4), torch.ones(4, 4)
         >>> dots = {"all blocks: dots": {"*": dots_saveable}}
         >>> for row in compare(model, w, x, policies=dots).rows:
         ...     print(row.name, row.saved_bytes, row.peak_bytes, row.recomputed_flops)
@@ -130,27 +111,33 @@ def compare(
         all blocks: dots 832 960 0
     """
     refuse_transforms("compare", "the function")
-    wanted = [*_named(policies)]
-    inner, label, options = unwrapped(fn, None, prune)
-    called = _Called(inner, label, args, kwargs, options)
-    blocks = CalledBlocks()
+    inner, label, options = chosen(fn, None, prune)
+    call, blocks = (inner, label, args, kwargs), CalledBlocks()
     with one_by_one("compare", args):
-        plainly = called.examined(blocks)
-    written = [_row_of_blocks("as written", plainly)] if blocks.names else []
-    plain = called.examined(CalledBlocks(plain=True)) if blocks.names else plainly
-    rows = [*written, _row_of_blocks("plain", plain)]
-    for name, policy in [("", None), *wanted]:
+        plainly = _examined(call, options, blocks)
+    rows = [_row_of_blocks("plain", plainly)]
+    if blocks.names:
+        plain = _examined(call, options, CalledBlocks(plain=True))
+        written = _row_of_blocks("as written", plainly)
+        rows = [written, _row_of_blocks("plain", plain)]
+    for name, policy in [("", None), *_named(policies)]:
         if isinstance(policy, Mapping):
-            rows.append(called.row_of_blocks(name, policy))
+            blocks_of_row = CalledBlocks(policy)
+            found = _examined(call, options, blocks_of_row)
+            blocks_of_row.refuse_unused(label)
+            rows.append(_row_of_blocks(name, found))
         else:
-            _, _, options = unwrapped(fn, policy, prune)
-            rows.append(called.row(name, options, plainly))
+            rows.append(_row(name, call, chosen(fn, policy, prune)[2], plainly))
     if blocks.names:
         return Comparison(label, tuple(rows))
     try:
-        return Comparison(label, tuple(rows), tuple(called.front(fn, prune, plainly)))
+        front = [
+            _row(name, call, chosen(fn, policy, prune)[2], plainly)
+            for name, policy in _budgets(plainly)
+        ]
     except ImportError as error:
         return Comparison(label, tuple(rows), no_front=_NO_FRONT.format(error=error))
+    return Comparison(label, tuple(rows), tuple(front))
 
 
 _NO_FRONT = "without what policies.within reaches. {error}"
@@ -167,6 +154,20 @@ def _named(policies: Any) -> Iterator[tuple[str, Any]]:
     else:
         several = policies if isinstance(policies, Iterable) else [policies]
         yield from (("", policy) for policy in several)
+
+
+def _budgets(plainly: Examined) -> Iterator[tuple[str, Policy]]:
+    """Yield budgets by name, from nothing to everything; this needs scipy."""
+    record = plainly.record
+    may = [Decision.SAVE] * len(record.steps)
+    problem, _ = problem_of(record, may, (), plainly.exposed, work)
+    most = solution_of(problem, problem.may_save).nbytes
+    for nbytes in sorted({most * k // _PARTS for k in range(_PARTS + 1)}):
+        yield f"within({nbytes})", within(nbytes, time_limit=_SECONDS)
+
+
+_PARTS = 6  # of what is saved at most
+_SECONDS = 1.0  # for each
 
 
 # --- Blocks ---
@@ -229,73 +230,40 @@ _NO_BLOCK = (
 
 # --- Rows ---
 
-
-@dataclass(frozen=True, slots=True)
-class _Called:
-    """The call that is compared: without a policy, unless one is given."""
-
-    fn: Fn
-    label: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    options: Options
-
-    def examined(self, blocks: CalledBlocks) -> Examined:
-        """Run the call once."""
-        called = self.fn, self.label, self.args, self.kwargs, self.options
-        found = examine(*called, blocks.ask)
-        if found is None:
-            raise ValueError(_NOT_COMPARED)
-        return found
-
-    def row(self, name: str, options: Options, plainly: Examined) -> ComparedPolicy:
-        """Return the row of a policy for the whole function."""
-        called = self.fn, self.label, self.args, self.kwargs
-        found = examined_again(*called, options, plainly)
-        report = explained(self.label, options, found, plainly)
-        return ComparedPolicy(
-            name or str(report.policy or nothing_saveable),
-            report.saved_bytes,
-            report.peak_bytes,
-            report.offloaded_bytes,
-            report.recomputed_flops,
-            report.recomputed_share,
-        )
-
-    def front(self, fn: Fn, prune: Any, plainly: Examined) -> Iterator[ComparedPolicy]:
-        """Yield the rows of budgets, from nothing to everything; this needs scipy."""
-        record = plainly.record
-        may = [Decision.SAVE] * len(record.steps)
-        problem, _ = problem_of(record, may, (), plainly.exposed, work)
-        most = solution_of(problem, problem.may_save).nbytes
-        for nbytes in sorted({most * k // _PARTS for k in range(_PARTS + 1)}):
-            _, _, options = unwrapped(fn, within(nbytes, time_limit=_SECONDS), prune)
-            yield self.row(f"within({nbytes})", options, plainly)
-
-    def row_of_blocks(
-        self, name: str, policies: Mapping[Any, object]
-    ) -> ComparedPolicy:
-        """Return the row of policies for blocks."""
-        blocks = CalledBlocks(policies)
-        found = self.examined(blocks)
-        blocks.refuse_unused(self.label)
-        return _row_of_blocks(name, found)
+_Compared: TypeAlias = tuple[Fn, str, tuple[Any, ...], dict[str, Any]]
 
 
-_PARTS = 6  # of what is saved at most
-_SECONDS = 1.0  # for each
+def _examined(call: _Compared, options: Options, blocks: CalledBlocks) -> Examined:
+    """Run the call once."""
+    found = examine(*call, options, blocks.ask)
+    if found is None:
+        raise ValueError(_NOT_COMPARED)
+    return found
+
+
+def _row(
+    name: str, call: _Compared, options: Options, plainly: Examined
+) -> ComparedPolicy:
+    """Return the row of a policy for the whole function."""
+    found = examined_again(*call, options, plainly)
+    report = Fates(found, options).explained(call[1], plainly)
+    return ComparedPolicy(
+        name or str(report.policy or nothing_saveable),
+        report.saved_bytes,
+        report.peak_bytes,
+        report.offloaded_bytes,
+        report.recomputed_flops,
+        report.recomputed_share,
+    )
 
 
 def _row_of_blocks(name: str, found: Examined) -> ComparedPolicy:
     """Return the row of a run as it was, without `remat` around the function."""
     costs = [*map(flops, found.record.steps)]
-    pairs = zip(costs, found.inner, strict=True)
-    again = sum(cost * times for cost, (times, _) in pairs)
-    kept = found.itself.union(
-        *found.record.roots, *(call.inputs for call in found.calls)
-    )
+    again = sum(costs[i] for call in found.calls for i in call.again)
+    kept = found.itself.union(*found.record.roots, *(c.inputs for c in found.calls))
     away = kept & frozenset[int]().union(*(call.away for call in found.calls))
-    saved = total_bytes(found, kept - away)
-    peak = saved + bytes_recomputed(found, kept, frozenset())
+    saved = found.nbytes(kept - away)
+    peak = saved + found.bytes_recomputed(kept, frozenset())
     share = again / sum(costs) if again else 0.0
-    return ComparedPolicy(name, saved, peak, total_bytes(found, away), again, share)
+    return ComparedPolicy(name, saved, peak, found.nbytes(away), again, share)

@@ -1,7 +1,8 @@
-"""Runs a call once for a report: its operations, the calls in it, and what reads what.
+"""The record of a call: its operations, the calls in it, and what reads what.
 
-It is the forward of a `remat` call, recorded whatever its options are; nothing is
-saved, and nothing is recomputed.
+The call runs once, as the forward of a `remat` call that is recorded whatever its
+options are; nothing is saved, and nothing is recomputed. `explain` and `compare` show
+it under this policy or that.
 
 Invariant: a call with the same arguments does what was found, but for what calls in it
 are asked to do (`ask`). Graphs, streams, gradients and buffers are as they were after.
@@ -10,8 +11,10 @@ user's code may look at values.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from typing_extensions import override
 
 from remat._base.absent import Absent
 from remat._base.calls import in_place
-from remat._base.context import here
+from remat._base.context import Observe, here
 from remat._base.labels import name_in
 from remat._base.parts import parts
 from remat._base.types import Fn
@@ -37,8 +40,8 @@ from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
 from remat._report.inputs import is_parameter, tensors_in, undoing
 from remat._report.labels import reader_of, stream_name
+from remat._report.reports import ExplainedInput
 from remat._torch import base_tensor, current_task
-from remat._transform.lowering import Lowering
 from remat._transform.saved import Saved
 
 
@@ -55,6 +58,160 @@ class CallWithin:
     inputs: frozenset[int]
     holds: frozenset[int]
     away: frozenset[int]
+    again: tuple[int, ...]  # the operations that its recompute runs
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What one call did; storages are by number."""
+
+    record: Record
+    readers: Mapping[int, Iterable[str]]  # what reads each storage in the backward
+    sizes: Mapping[int, int]  # the bytes of each storage
+    # The inputs, each with why it is kept even if no recompute reads it; and by index,
+    # those that are differentiated, and those that a call keeps a copy of.
+    leaves: tuple[ExplainedInput, ...]
+    needs: frozenset[int]
+    copied: frozenset[int]
+    itself: frozenset[int]  # what the graph saves itself, without a handle
+    situation: Situation
+    differentiable: bool  # whether an output requires grad
+    scalar: bool  # whether those outputs have one element each
+    differentiates: bool  # whether it runs a backward itself
+    inside: tuple[str, ...]  # of each operation, the innermost call; "" if in none
+    calls: tuple[CallWithin, ...]  # the ones around before the ones inside
+    exposed: frozenset[int]  # the storages whose memory Python reads or writes
+    kind: CallKind  # what calls that share its record have in common
+    owner: Any  # the module whose calls share it, once modules of the kind differ
+    streams: tuple[str, ...]
+
+    @property
+    def times(self) -> list[int]:
+        """How often calls within recompute each operation."""
+        counts = Counter(i for call in self.calls for i in call.again)
+        return [counts[i] for i in range(len(self.record.steps))]
+
+    def nbytes(self, storages: Iterable[int]) -> int:
+        """Return the bytes of some storages."""
+        return sum(self.sizes[s] for s in storages)
+
+    def saved_by_plain(self) -> frozenset[int]:
+        """Return the storages that stay alive for the backward without remat."""
+        return self.itself.union(self.readers, *self.record.roots)
+
+    def bytes_recomputed(self, kept: frozenset[int], own: frozenset[int]) -> int:
+        """Return the bytes that the largest recompute holds besides what was `kept`.
+
+        Blocks are alike in most models, so the first that a backward recomputes is at
+        the peak. `own` is what a recompute of the whole call holds.
+        """
+        # The recompute of a call within holds those of the calls around it, too.
+        held = {-1: own - kept}
+        for i, call in enumerate(self.calls):
+            held[i] = held[call.around] | (call.holds - kept)
+        return max(map(self.nbytes, held.values()))
+
+
+# --- The run ---
+
+
+def examine(
+    fn: Fn,
+    label: str,
+    args: Any,
+    kwargs: Any,
+    options: Options,
+    ask: AskOptions | None = None,
+) -> Examined | None:
+    """Run a call, and put everything back; None if no tensor requires grad.
+
+    If no result requires grad, it runs again, and all arguments are differentiated.
+    """
+    first: Examined | None = None
+    for every in (False, True):
+        with undoing(fn, args, kwargs, every=every) as (inputs, ledger), ledger:
+            reach = Reach(fn, label, inputs.args, inputs.kwargs)
+            leaves = reach.take_tensors()
+            needs = [t.requires_grad for t in leaves]
+            if True not in needs:
+                fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
+                return None
+            call = Saved(reach, options, leaves, needs)
+            run = in_place(fn, _Asks), inputs.args, inputs.kwargs, leaves
+            found = _examined(call, CallNotes(leaves, ask), owner_of(fn, args), *run)
+            if found.differentiable or not (first or inputs.has_others):
+                return found
+            first = first or found
+    return first
+
+
+class _Asks:
+    """Any policy may be asked about the record."""
+
+    asks_modules = True
+
+
+def _examined(
+    call: Saved, noting: "CallNotes", owner: Any, fn: Fn, *run: Any
+) -> Examined:
+    """Run a call, and return what was found."""
+    leaves: Sequence[Tensor] = run[-1]
+    situation, context = call.situation(leaves), here()
+    before, context.reporter = context.reporter, noting
+    try:
+        with noting:
+            result = call.forward(fn, *run)
+    finally:
+        context.reporter = before
+    outs = tensors_in(result)
+    alive = {handle.position for handle in call.alive()}
+    record = noting.record(outs, {*range(len(call.handles))} - alive)
+    noting.note_readers(outs, leaves)
+    noting.note_kept(call.kept)
+    if call.leaf_changes.accumulates:
+        situation = dataclasses.replace(situation, given_up=ACCUMULATES)
+    return Examined(
+        record=record,
+        readers=noting.readers,
+        sizes=noting.storages.sizes,
+        leaves=tuple(_leaf(call.name_of(i), t) for i, t in enumerate(leaves)),
+        needs=frozenset(i for i, needed in enumerate(call.inputs.needs) if needed),
+        copied=frozenset(call.inputs.may_be_written),
+        itself=frozenset(noting.itself),
+        situation=situation,
+        differentiable=any(t.requires_grad for t in outs),
+        scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
+        differentiates=noting.differentiates,
+        inside=tuple(noting.inside),
+        calls=tuple(noting.calls()),
+        exposed=frozenset(noting.exposed),
+        kind=call.kind(leaves),
+        owner=owner,
+        streams=tuple(stream_name(stream) for stream, _ in call.ambient.moved),
+    )
+
+
+def _leaf(name: str, tensor: Tensor) -> ExplainedInput:
+    nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
+    real, stays = _as_real(tensor), ""
+    if not is_droppable(real):
+        stays = _ALIVE if is_parameter(real) else "its kind of tensor is not dropped"
+    meta = name, tensor.dtype, tuple(tensor.shape), nbytes
+    return ExplainedInput(*meta, bool(stays), stays, is_parameter(tensor))
+
+
+_ALIVE = "a leaf, which is alive anyway"
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a real tensor like a fake one, but without data."""
+    if not hasattr(tensor, "fake_mode") or isinstance(tensor, nn.Parameter):
+        return tensor
+    real = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return real if tensor.is_leaf else real.view(0)
+
+
+# --- What is noted ---
 
 
 class _Sizes(Storages):
@@ -75,10 +232,15 @@ class _Sizes(Storages):
         return number
 
 
-class _Asks:
-    """Any policy may be asked about the record."""
+@dataclass(slots=True)
+class _CallNote:
+    """What was noted of a call, the one that is examined first."""
 
-    asks_modules = True
+    call: Saved
+    around: int  # the index of the call that it runs in
+    # For each handle its storage, and how many operations ran before it.
+    packed: dict[int, tuple[int, int]]
+    steps: list[int]  # the operations that ran in it, by index
 
 
 class CallNotes(Recorder):
@@ -94,37 +256,33 @@ class CallNotes(Recorder):
         self.readers: dict[int, dict[str, None]] = {}
         self.itself: set[int] = set()
         self.differentiates = False  # whether a backward runs in the run
-        # For each operation, the calls that it runs in, the outermost first.
-        self._inside: list[tuple[Saved, ...]] = []
-        # For each call: for each handle its storage, and how many operations ran
-        # before it.
-        self._packed: dict[int, tuple[Saved, dict[int, tuple[int, int]]]] = {}
-        # For each call, the one that it runs in.
-        self._around: dict[int, Saved | None] = {}
+        self._noted: dict[int, _CallNote] = {}  # by the id of the call
+        self.inside: list[str] = []  # of each operation, the innermost call
         super().__init__(leaves, None, self.storages)
 
     @override
     def note(self, func: Any, arguments: Any, results: Any, *, draws: bool) -> None:
+        i, inside = len(self.steps), here().inside[1:]
         super().note(func, arguments, results, draws=draws)
-        self._inside.append(here().inside[1:])
+        for call in inside:
+            if id(call) in self._noted:  # not one of an earlier graph, recomputed here
+                self._noted[id(call)].steps.append(i)
+        self.inside.append(name_in(inside[-1].label) if inside else "")
         self.differentiates |= current_task() >= 0
 
-    def observe(
-        self, call: Saved, observe: Callable[[int, Tensor | None], None] | None
-    ) -> Callable[[int, Tensor | None], None]:
+    def observe(self, call: Saved, observe: Observe | None) -> Observe:
         """Return a function that is called with each tensor that a call saves."""
-        packed: dict[int, tuple[int, int]] = {}
-        is_first = not self._packed
-        self._packed[id(call)] = call, packed
-        around = here().inside
-        self._around[id(call)] = around[-1] if around else None
+        is_first, inside = not self._noted, here().inside
+        index = {key: i for i, key in enumerate(self._noted)}
+        around = index.get(id(inside[-1]), 0) if inside else 0
+        noted = self._noted[id(call)] = _CallNote(call, around, {}, [])
 
         def both(position: int, tensor: Tensor | None) -> None:
             if is_first:
                 self.saved_storages.pack(tensor)
             if tensor is not None:
                 number = self.storages.number(base_tensor(tensor))
-                packed[position] = number, len(self.steps)
+                noted.packed[position] = number, len(self.steps)
             if observe is not None:
                 observe(position, tensor)
 
@@ -133,231 +291,61 @@ class CallNotes(Recorder):
     def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
         """Be told of the forward of a call under torch.func, which saves no handles."""
 
-    def asked(
-        self, block: Any, lowering: Lowering, args: tuple[Any, ...]
-    ) -> tuple[Lowering, Options]:
+    def asked(self, block: Any, lowering: Any, args: tuple[Any, ...]) -> Any:
         """Return how a rematerialized function in the function is called."""
-        if self._ask is None:
-            return lowering, block._options
-        return self._ask(block, lowering, args)
+        ask = self._ask
+        return (lowering, block._options) if ask is None else ask(block, lowering, args)
 
     def note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
         """Note which nodes of the graph read each storage."""
-        numbers: dict[int, int] = {}
-        for call, packed in self._packed.values():
-            for position, (number, _) in packed.items():
-                handle = call.handle_at(position)
-                if handle is not None:
-                    numbers[id(handle)] = number
+        numbers = {
+            id(noted.call.handle_at(position)): number
+            for noted in self._noted.values()
+            for position, (number, _) in noted.packed.items()
+        }
         for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
-            reader = reader_of(node)
             found = [self.storages.number(base_tensor(t)) for t in tensors]
             self.itself.update(found)
             found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
             for number in found:
-                self.readers.setdefault(number, {})[reader] = None
+                self.readers.setdefault(number, {})[reader_of(node)] = None
 
-    def inner(self, outermost: Saved) -> Iterator[tuple[int, str]]:
-        """Yield how often nested calls recompute each operation, and the innermost."""
-        times = [0] * len(self.steps)
-        for call, packed in self._packed.values():
-            if call is outermost:
-                continue
-            where = self._steps_of(call)
-            last = max((packed[h.position][1] for h in call.alive()), default=0)
-            for i, fate in zip(where, _fates(call, len(where)), strict=True):
-                times[i] += fate.is_run and i < last
-        for count, inside in zip(times, self._inside, strict=True):
-            yield count, name_in(inside[-1].label) if inside else ""
+    def note_kept(self, places: Iterable[Any]) -> None:
+        """Note what is kept of calls within by their own rules."""
+        for t in (t for place in places for t in place.stored()):
+            self.itself.add(self.storages.number(base_tensor(t)))
 
-    def _steps_of(self, call: Saved) -> list[int]:
-        """Return the operations that ran in a call, by index."""
-        return [i for i, inside in enumerate(self._inside) if call in inside]
-
-    def calls(self, outermost: Saved) -> Iterator[CallWithin]:
+    def calls(self) -> Iterator[CallWithin]:
         """Yield the calls within, those around before those inside."""
-        index = {id(outermost): -1}
-        for call, packed in self._packed.values():
-            if call is outermost:
-                continue
-            index[id(call)] = len(index) - 1
-            waiting = call.alive()
+        for noted in [*self._noted.values()][1:]:
+            call, waiting = noted.call, noted.call.alive()
+            choice = call.planned.choice if call.planned else None
+            made: Any = choice[1] if choice else None
+            if made and len(made.record.steps) != len(noted.steps):
+                made = None  # it is of another call
+            fates = made.full.plan.fates if made else repeat(Fate.RECOMPUTED)
+            runs = zip(noted.steps, fates, strict=False)
+            last = max((noted.packed[h.position][1] for h in waiting), default=0)
+            away = self._away(noted.steps, made) if made else ()
             yield CallWithin(
-                around=index[id(self._around[id(call)])],
+                around=noted.around - 1,
                 inputs=frozenset(self._inputs_of(call) if waiting else ()),
-                holds=frozenset(packed[handle.position][0] for handle in waiting),
-                away=frozenset(self._away(call)),
+                holds=frozenset(noted.packed[h.position][0] for h in waiting),
+                away=frozenset(away),
+                again=tuple(i for i, f in runs if f.is_run and i < last),
             )
 
-    def _inputs_of(self, call: Saved) -> Iterator[int]:
-        """Yield the storages of the inputs that a call keeps."""
-        for value in call.inputs.values:
-            kept = stored_by(value) if type(value) is PackedOutside else [value]
-            for t in kept:
-                if type(t) is not Absent:
-                    yield self.storages.number(base_tensor(t))
-
-    def _away(self, call: Saved) -> Iterator[int]:
+    def _away(self, steps: Sequence[int], made: Any) -> Iterator[int]:
         """Yield the storages of what a call offloads."""
-        made = _plans_of(call)
-        steps = self._steps_of(call)
-        if made is None or len(steps) != len(made.record.steps):
-            return
-        for (i, k), decision in zip(
-            made.full.plan.residuals, made.destinations, strict=True
-        ):
+        pairs = zip(made.full.plan.residuals, made.destinations, strict=True)
+        for (i, k), decision in pairs:
             step = self.steps[steps[i]]
             if moves(decision, step.op.outputs):
                 yield step.makes[k]
 
-
-def _plans_of(call: Saved) -> Any:
-    """Return the plans that a call follows; None if it follows none."""
-    planned = call.planned
-    choice = None if planned is None else planned.choice
-    return choice[1] if choice else None
-
-
-def _fates(call: Saved, count: int) -> Sequence[Fate]:
-    """Return what a call's recompute does with its `count` operations."""
-    made = _plans_of(call)
-    fates = made.full.plan.fates if made else ()
-    return fates if len(fates) == count else [Fate.RECOMPUTED] * count
-
-
-@dataclass(frozen=True, slots=True)
-class InputLeaf:
-    """An input of a call."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int  # of whatever storage it is a view of
-    needs: bool  # whether it is differentiated
-    stays: str  # why it is kept even if no recompute reads it; "" if it is not
-    is_copied: bool  # whether the forward writes to it, so that the call keeps a copy
-    is_parameter: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """What one call did; storages are by number."""
-
-    record: Record
-    readers: Mapping[int, tuple[str, ...]]  # what reads each storage in the backward
-    sizes: Mapping[int, int]  # the bytes of each storage
-    leaves: tuple[InputLeaf, ...]
-    itself: frozenset[int]  # what the graph saves itself, without a handle
-    situation: Situation
-    differentiable: bool  # whether an output requires grad
-    scalar: bool  # whether those outputs have one element each
-    differentiates: bool  # whether it runs a backward itself
-    # How often nested calls recompute each operation, and the innermost such call.
-    inner: tuple[tuple[int, str], ...]
-    calls: tuple[CallWithin, ...]  # the ones around before the ones inside
-    exposed: frozenset[int]  # the storages whose memory Python reads or writes
-    kind: CallKind  # what calls that share its record have in common
-    owner: Any  # the module whose calls share it, once modules of the kind differ
-    streams: tuple[str, ...]
-
-
-def examine(
-    fn: Fn,
-    label: str,
-    args: Any,
-    kwargs: Any,
-    options: Options,
-    ask: AskOptions | None = None,
-) -> Examined | None:
-    """Run a call, and put everything back; None if no tensor requires grad."""
-    with undoing(fn, args, kwargs) as (inputs, ledger), ledger:
-        reach = Reach(fn, label, inputs.args, inputs.kwargs)
-        leaves = reach.take_tensors()
-        needs = [t.requires_grad for t in leaves]
-        if True not in needs:
-            fn(*inputs.args, **inputs.kwargs)  # what it raises is to be seen
-            return None
-        call = _Examining(reach, options, leaves, needs, ask)
-        result = call.forward(in_place(fn, _Asks), inputs.args, inputs.kwargs, leaves)
-        return call.found(leaves, result, owner_of(fn, args))
-
-
-class _Examining(Saved):
-    """A call that is recorded whatever its options are."""
-
-    __slots__ = ("_noting", "_situation")
-
-    def __init__(
-        self,
-        reach: Reach,
-        options: Options,
-        inputs: Sequence[Tensor],
-        needs: list[bool],
-        ask: AskOptions | None,
-    ) -> None:
-        super().__init__(reach, options, inputs, needs)
-        self._situation, self._noting = self.situation(inputs), CallNotes(inputs, ask)
-
-    @override
-    def forward(
-        self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
-    ) -> Any:
-        context = here()
-        before, context.reporter = context.reporter, self._noting
-        try:
-            with self._noting:
-                return super().forward(fn, args, kwargs, inputs)
-        finally:
-            context.reporter = before
-
-    def found(self, leaves: Sequence[Tensor], result: Any, owner: Any) -> Examined:
-        """Return what was found."""
-        outs = tensors_in(result)
-        noting = self._noting
-        alive = {handle.position for handle in self.alive()}
-        gone = {*range(len(self.handles))} - alive
-        record = noting.record(outs, gone)
-        noting.note_readers(outs, leaves)
-        situation = self._situation
-        if self.leaf_changes.accumulates:
-            situation = dataclasses.replace(situation, given_up=ACCUMULATES)
-        return Examined(
-            record=record,
-            readers={s: tuple(names) for s, names in noting.readers.items()},
-            sizes=noting.storages.sizes,
-            leaves=tuple(self._leaf(i, t) for i, t in enumerate(leaves)),
-            itself=frozenset(noting.itself),
-            situation=situation,
-            differentiable=any(t.requires_grad for t in outs),
-            scalar=all(t.numel() == 1 for t in outs if t.requires_grad),
-            differentiates=noting.differentiates,
-            inner=tuple(noting.inner(self)),
-            calls=tuple(noting.calls(self)),
-            exposed=frozenset(noting.exposed),
-            kind=self.kind(leaves),
-            owner=owner,
-            streams=tuple(stream_name(stream) for stream, _ in self.ambient.moved),
-        )
-
-    def _leaf(self, i: int, tensor: Tensor) -> InputLeaf:
-        nbytes = tensor.numel() * tensor.element_size()  # of sparse ones too
-        meta = tensor.dtype, tuple(tensor.shape), nbytes, self.inputs.needs[i]
-        stays = ""
-        if not is_droppable(real := _as_real(tensor)):
-            is_alive = is_parameter(real)
-            stays = _ALIVE if is_alive else "its kind of tensor is not dropped"
-        is_copied = i in self.inputs.may_be_written
-        return InputLeaf(self.name_of(i), *meta, stays, is_copied, is_parameter(tensor))
-
-
-_ALIVE = "a leaf, which is alive anyway"
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """Return a real tensor like a fake one, but without data."""
-    if not hasattr(tensor, "fake_mode") or isinstance(tensor, nn.Parameter):
-        return tensor
-    real = torch.empty(0, dtype=tensor.dtype)
-    if tensor.requires_grad:
-        real.requires_grad_()
-    return real if tensor.is_leaf else real.view(0)
+    def _inputs_of(self, call: Saved) -> Iterator[int]:
+        """Yield the storages of the inputs that a call keeps."""
+        for value in call.inputs.values:
+            for t in stored_by(value) if type(value) is PackedOutside else [value]:
+                if type(t) is not Absent:
+                    yield self.storages.number(base_tensor(t))

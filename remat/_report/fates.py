@@ -14,24 +14,33 @@ from itertools import chain
 
 from remat._base.op import Op
 from remat._base.source import short
-from remat._partial.budget import Spent
+from remat._base.unit import unit
+from remat._partial.budget import Spent, cost_of
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
+from remat._partial.cost import flops
 from remat._partial.decide import inputs_to_drop, verdict_of, why_no_record
 from remat._partial.options import Options, Prune
-from remat._partial.plan import Fate, Plan, Step, plan
+from remat._partial.plan import CallPlan, Fate, Step, plan
 from remat._report.examine import Examined
+from remat._report.reports import (
+    ExplainedBudget,
+    ExplainedInput,
+    ExplainedOp,
+    Explanation,
+    FateName,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a call does under its options."""
 
-    plan: Plan
-    unread: frozenset[int]  # the leaves that no recompute has to read
-    dropped: frozenset[int]  # those that are not kept; the graph may save the others
-    offloaded: frozenset[int]  # the operations whose results are offloaded
+    plan: CallPlan
     unpruned: str  # why nothing is left out; "" if it may be
+    unread: frozenset[int] = frozenset()  # the leaves that no recompute has to read
+    dropped: frozenset[int] = frozenset()  # not kept; the graph may save the others
+    offloaded: frozenset[int] = frozenset()  # operations whose results are offloaded
     spent: Spent | None = None  # what the budget of the policy keeps
 
 
@@ -42,48 +51,33 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     cache = found.kind.cache(policy, prune).for_owner(found.owner, policy)
     given_up = (cache.reason or found.situation.given_up) if is_saved else ""
     call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
-
-    def unplanned(why: str) -> Outcome:
-        none = frozenset[int]()
-        outcome = Outcome(plan(record, prune=False), none, none, none, why)
-        return outcome if options.higher_order else _stopped(outcome, found, ())
-
+    outcome, filled = None, ()
     why = why_no_record(policy, prune, call)
-    if why:
-        return unplanned(why)
-    decisions = decisions_of(policy, record, found.exposed)
-    roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
-    verdict = verdict_of(record, decisions, policy, prune, roots)
-    made = verdict.plan
-    if made is None:
-        return unplanned(verdict.why_none)
-    pairs = enumerate(zip(record.steps, decisions, strict=True))
-    # What is in host memory stays in it.
-    away = frozenset(i for i, (step, d) in pairs if moves(d, step.op.outputs))
-    dropped = _dropped(found, made, prune, is_saved=is_saved)
-    unpruned, budget = verdict.why_unpruned, verdict.spent
-    outcome = Outcome(made, dropped, dropped, away, unpruned, budget)
-    if options.higher_order:
-        return outcome
-    return _stopped(outcome, found, residual_of_handle(record, made))
+    if not why:
+        decisions = decisions_of(policy, record, found.exposed)
+        roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
+        verdict = verdict_of(record, decisions, policy, prune, roots)
+        made, why = verdict.plan, verdict.why_none
+        if made is not None:
+            pairs = enumerate(zip(record.steps, decisions, strict=True))
+            # What is in host memory stays in it.
+            away = frozenset(i for i, (step, d) in pairs if moves(d, step.op.outputs))
+            dropped = _dropped(found, made, prune, is_saved=is_saved)
+            rest = dropped, dropped, away, verdict.spent
+            outcome = Outcome(made, verdict.why_unpruned, *rest)
+            filled = residual_of_handle(record, made) if is_saved else ()
+    outcome = outcome or Outcome(plan(record, prune=False), why)
+    return _stopped(outcome, found, filled) if is_saved else outcome
 
 
 def _dropped(
-    found: Examined, made: Plan, prune: Prune, *, is_saved: bool
+    found: Examined, made: CallPlan, prune: Prune, *, is_saved: bool
 ) -> frozenset[int]:
     """Return the leaves that a call under a plan does not keep."""
-    leaves = found.leaves
-    droppable = [
-        i for i, t in enumerate(leaves) if i not in made.needed and not t.stays
-    ]
-    unread = inputs_to_drop(
-        made,
-        prune,
-        droppable,
-        lambda i: leaves[i].nbytes,
-        is_differentiated=None if is_saved else lambda i: leaves[i].needs,
-    )
-    return frozenset(unread)
+    leaves, needs = found.leaves, None if is_saved else found.needs.__contains__
+    rest = [i for i, t in enumerate(leaves) if i not in made.needed and not t.kept]
+    size = [leaf.nbytes for leaf in leaves].__getitem__
+    return frozenset(inputs_to_drop(made, prune, rest, size, is_differentiated=needs))
 
 
 def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outcome:
@@ -92,11 +86,10 @@ def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outco
     If there is none to fill, it does not start, and reads no input.
     """
     record = found.record
-    positions = enumerate(zip(record.packs, record.roots, strict=True))
     wanted = [
         pack.after
-        for position, (pack, roots) in positions
-        if pack is not None and roots and position not in filled
+        for k, (pack, roots) in enumerate(zip(record.packs, record.roots, strict=True))
+        if pack is not None and roots and k not in filled
     ]
     last = max(wanted, default=0)
     fates = tuple(
@@ -112,51 +105,120 @@ def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outco
     )
 
 
-# --- Why ---
+# --- What becomes of it, and why ---
 
 
 _SHOWN = 2  # at most so many readers are named
 _UNTOLD = "perhaps read by the backward of a change to a view, or of a function in C++"
 
 
-def name(op: Op) -> str:
-    """Return the name of an operation: `mm`."""
-    return getattr(op.packet, "__name__", str(op.packet))
+class Fates:
+    """What becomes of the operations and inputs of a call under its options."""
 
-
-def _reads(step: Step) -> bool:
-    """Say whether an operation reads values, and not only metadata."""
-    return not step.is_view and len(step.metadata_only) < max(1, len(step.makes))
-
-
-class Reasons:
-    """The reasons for what one outcome does."""
-
-    def __init__(self, found: Examined, outcome: Outcome) -> None:
-        self._found, self._record, self._plan = found, found.record, outcome.plan
-        self._unpruned = outcome.unpruned
+    def __init__(self, found: Examined, options: Options) -> None:
+        self._found, self._record, self._options = found, found.record, options
+        self.outcome = outcome_of(found, options)
+        self._fates = self.outcome.plan.fates
         self._roots = found.itself.union(*found.record.roots)
+        # The storages that inputs and residuals keep alive, each counted once.
+        self._counted: set[int] = set()
+        # For each storage, the operations that read values in it, and not metadata.
         self._users: dict[int, list[int]] = {}
         for i, step in enumerate(found.record.steps):
-            for s in {*step.reads}:
-                self._users.setdefault(s, []).append(i)
+            if not step.is_view and len(step.metadata_only) < max(1, len(step.makes)):
+                for s in {*step.reads}:
+                    self._users.setdefault(s, []).append(i)
 
-    def of_operation(self, i: int) -> str:
-        """Say why an operation is saved, recomputed or left out."""
-        step, fate = self._record.steps[i], self._plan.fates[i]
-        touched = {*step.makes, *step.writes}
+    def explained(self, label: str, plainly: Examined) -> Explanation:
+        """Return the report, without advice and a peak."""
+        found, outcome, is_one_node = (
+            self._found,
+            self.outcome,
+            self._options.higher_order,
+        )
+        inputs = tuple(map(self._input, range(len(found.leaves))))
+        ops = tuple(map(self._operation, range(len(self._fates)), found.times))
+        # The one node of such a call holds its inputs and residuals, and nothing else.
+        held = frozenset[int]() if is_one_node else found.itself - self._counted
+        kept, roots = held | self._counted, frozenset[int]().union(*found.record.roots)
+        return Explanation(
+            label=label,
+            policy=self._options.policy,
+            inputs=inputs,
+            ops=ops,
+            pruned=not outcome.unpruned,
+            reason=outcome.unpruned,
+            plain_bytes=plainly.nbytes(plainly.saved_by_plain()),
+            held_bytes=found.nbytes(held),
+            recomputed_bytes=found.bytes_recomputed(kept, roots),
+            streams=found.streams,
+            budget=self._budget(outcome.spent) if outcome.spent else None,
+        )
+
+    def _budget(self, spent: Spent) -> ExplainedBudget:
+        kept, cost = spent.solution, cost_of(spent.budget)
+        whole = sum(map(cost, self._record.steps))
+        sizes = spent.budget.nbytes, kept.nbytes, kept.work, whole, kept.gap
+        return ExplainedBudget(*sizes, bool(spent.overdrawn))
+
+    def _input(self, i: int) -> ExplainedInput:
+        leaf, s, outcome = self._found.leaves[i], self._record.inputs[i], self.outcome
+        kept, is_one_node = i not in outcome.dropped, self._options.higher_order
+        nbytes = 0 if s in self._counted else self._found.sizes[s]
+        if i in self._found.copied and i not in outcome.unread:
+            nbytes += leaf.nbytes
+        why = self._use({s}, -1)
+        if not (why or kept):
+            why = "nothing that is recomputed reads it"
+        elif not why and outcome.unpruned:
+            why = f"nothing is left out: {outcome.unpruned}"
+        elif not why and is_one_node and i in outcome.plan.residual_sources:
+            why = "a saved value was computed from it, for higher derivatives"
+        why = why or leaf.why or "too small to be worth dropping"
+        self._counted |= {s} if kept else set()
+        return dataclasses.replace(leaf, nbytes=nbytes, kept=kept, why=why)
+
+    def _operation(self, i: int, within: int) -> ExplainedOp:
+        step, fate, plan = self._record.steps[i], self._fates[i], self.outcome.plan
+        saved = {step.makes[k] for j, k in plan.residuals if j == i} - self._counted
+        self._counted |= saved
+        why = self._why(i)
+        if within and fate is Fate.DEAD:
+            why = f"in the backward of remat({self._found.inside[i]}), within this"
+        word: FateName = "recomputed" if within or fate.is_run else "dead"
         if fate is Fate.SAVED:
-            return f"the policy saves it, {self._use(touched, i)}"
-        if fate is Fate.DEAD:
-            return self._unused(touched, i)
-        use = self._use(touched, i) or (_forced(step) if step.always_runs else "")
-        if use or self._unpruned:
-            return use or f"nothing is left out: {self._unpruned}"
-        return self._drawn(i)
+            word = "offloaded" if i in self.outcome.offloaded else "saved"
+        return ExplainedOp(
+            name=_name(step.op),
+            source=step.op.source,
+            outputs=step.op.outputs,
+            nbytes=0 if step.is_view else step.op.nbytes,
+            flops=flops(step),
+            fate=word,
+            times=within + fate.is_run,
+            kept=self._found.nbytes(saved),
+            why=why,
+            is_view=step.is_view,
+        )
 
-    def of_input(self, s: int) -> str:
-        """Say why an input of that storage is needed; "" if it is not."""
-        return self._use({s}, -1)
+    def _why(self, i: int) -> str:
+        """Say why an operation is saved, recomputed or left out."""
+        step, fate, unpruned = (
+            self._record.steps[i],
+            self._fates[i],
+            self.outcome.unpruned,
+        )
+        touched = {*step.makes, *step.writes}
+        if fate is Fate.DEAD:
+            users = self._users_of(touched, i)
+            only = f"read only by operations that are not recomputed: {_listed(users)}"
+            return only if users else "the backward does not read it"
+        use = self._use(touched, i)
+        if fate is Fate.SAVED:
+            return f"the policy saves it, {use}"
+        if use or (unpruned and not step.always_runs):
+            return use or f"nothing is left out: {unpruned}"
+        return _forced(step)
 
     def _use(self, touched: set[int], after: int) -> str:
         """Say what reads any of the storages; "" if nothing does."""
@@ -166,41 +228,24 @@ class Reasons:
             return f"read by the backward of {_listed(names)}" if names else _UNTOLD
         if not touched.isdisjoint(self._found.exposed):
             return "its value is read outside of operations"
-        fates = self._plan.fates
-        users = [i for i in self._users_of(touched) if i > after]
-        running = [i for i in users if fates[i].is_run]
-        return f"read by {self._steps(running)}" if running else ""
+        users = self._users_of(touched, after, self._fates)
+        return f"read by {_listed(users)}" if users else ""
 
-    def _unused(self, touched: set[int], i: int) -> str:
-        users = [j for j in self._users_of(touched) if j > i]
-        if users:
-            readers = self._steps(users)
-            return f"read only by operations that are not recomputed: {readers}"
-        if touched.isdisjoint(s for s in self._record.outputs if s is not None):
-            return "nothing reads it"
-        return "a result that the backward does not read"
+    def _users_of(
+        self, storages: Iterable[int], after: int, fates: Sequence[Fate] | None = None
+    ) -> dict[str, None]:
+        """Return the later operations that read the storages, with their lines."""
+        found = {i for s in storages for i in self._users.get(s, ()) if i > after}
+        run = [i for i in sorted(found) if fates is None or fates[i].is_run]
+        ops = [self._record.steps[i].op for i in run]
+        lines = (f"{_name(op)} ({short(op.source, with_module=False)})" for op in ops)
+        return dict.fromkeys(lines)
 
-    def _users_of(self, storages: Iterable[int]) -> list[int]:
-        """Return the operations that read values in any of the storages."""
-        users = chain(*(self._users.get(s, ()) for s in storages))
-        return [i for i in sorted({*users}) if _reads(self._record.steps[i])]
 
-    def _steps(self, indices: Sequence[int]) -> str:
-        ops = [self._record.steps[i].op for i in indices]
-        return _listed(
-            dict.fromkeys(
-                f"{name(op)} ({short(op.source, with_module=False)})" for op in ops
-            )
-        )
-
-    def _drawn(self, i: int) -> str:
-        """Say why an operation that draws runs although its result is not needed."""
-        for j, later in enumerate(self._record.steps):
-            if j > i and later.draws and self._use({*later.makes}, j):
-                return (
-                    f"draws random numbers before {self._steps([j])}, which is needed"
-                )
-        return "draws random numbers, which advances a stream"
+def _name(op: Op) -> str:
+    if op.func is unit:  # of a function with rules
+        return str(op.args[-1]).partition(" (")[0].strip("`")
+    return getattr(op.packet, "__name__", str(op.packet))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -215,6 +260,6 @@ def _forced(step: Step) -> str:
     tags = {tag.name for tag in getattr(step.op.func, "tags", ())}
     if tags & {"data_dependent_output", "dynamic_output_shape"}:
         return "Python reads its result"
-    if not (step.makes or step.writes):
-        return "it returns no tensor, so it runs for its side effects"
-    return "remat cannot see what it reads and writes"
+    if step.draws:
+        return "draws random numbers, so that later operations draw the same"
+    return "it runs for its side effects, or remat cannot see what it reads and writes"

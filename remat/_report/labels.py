@@ -16,9 +16,11 @@ from remat._base import labels
 from remat._base.labels import Label, name_in
 from remat._base.program import Program
 from remat._base.tracebacks import note
+from remat._partial.options import Options
 from remat._torch import current_layer, dual_level_active
 from remat._transform.function import Primal
 from remat._transform.levels import Below
+from remat._transform.module import recomputed_by
 
 
 def refuse_transforms(report: str, instead: str) -> None:
@@ -55,6 +57,15 @@ _ONE_BY_ONE = (
     "remat: {report} was given one argument for the function, a {kind}. To pass what "
     "is in it, write {report}(fn, *args), not {report}(fn, args)."
 )
+
+
+def unwrapped(fn: Any) -> tuple[Any, str, Options]:
+    """Return the function that is recomputed, its label, and the options."""
+    found = recomputed_by(fn)
+    if found is None:
+        return fn, label_of_function(fn), Options()
+    inner, call = found
+    return inner, call.__remat_label__, call._options
 
 
 def label_of_function(fn: Any) -> Label:

@@ -16,20 +16,10 @@ from remat._base.tensors import describe_meta
 from remat._report import render as _render
 
 
-PeakHolder: TypeAlias = Literal[
-    "recompute",
-    "saved inputs",
-    "policy",
-    "residuals",
-    "loss",
-    "forward",
-    "cotangents",
-    "gradients",
-    "parameters",
-    "inputs",
-]
-
-
+PeakHolder: TypeAlias = (
+    Literal["recompute", "saved inputs", "policy", "residuals", "loss", "forward"]
+    | Literal["cotangents", "gradients", "parameters", "inputs"]
+)
 # Of those that are of no single call.
 NAMES: dict[PeakHolder, str] = {
     "gradients": "the gradients of the parameters",
@@ -48,22 +38,17 @@ class HeldValues:
     """Values that are alive at the peak and were made alike.
 
     Attributes:
-        op: the operation that made them; of a gradient, the operation that it is in
-            the backward of; "" if they are older than the step.
-        dtype: the dtype; None for what an operation uses only while it runs.
-        shape: the shape.
-        source: the user's line that ran the operation.
-        count: how many there are.
-        nbytes: the bytes of all of them.
+        op, source: the operation that made them, and the user's line that ran it; of a
+            gradient, the operation that it is in the backward of; "" if they are older
+            than the step.
+        dtype, shape: of each; no dtype for what an operation uses only while it runs.
+        count, nbytes: how many there are, and the bytes of all of them.
         is_gradient: whether the backward of the operation made them.
 
     Example:
         >>> import torch
-        >>> from remat import explain
-        >>> peak = explain(lambda x: x.sin().exp().sum(), torch.ones(64)).peak
-        >>> largest = peak.holders[0].values[0]
-        >>> largest.op, largest.shape, largest.count, largest.nbytes
-        ('exp', (64,), 1, 256)
+        >>> str(HeldValues("mm", torch.half, (2, 3), "f.py:1", count=2, nbytes=24))
+        '2 x f16[2,3], made by mm at f.py:1'
     """
 
     op: str
@@ -75,16 +60,11 @@ class HeldValues:
     is_gradient: bool = False
 
     def __str__(self) -> str:
-        what = (
-            "memory"
-            if self.dtype is None
-            else _render.short_array(self.dtype, self.shape)
-        )
+        has_dtype = self.dtype is not None
+        what = _render.short_array(self.dtype, self.shape) if has_dtype else "memory"
         many = f"{self.count} x {what}" if self.count > 1 else what
-        if not self.op:
-            return many
         maker = f"backward of {self.op}" if self.is_gradient else self.op
-        return f"{many}, made by {maker} at {short(self.source)}"
+        return f"{many}, made by {maker} at {short(self.source)}" if self.op else many
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +80,7 @@ class Holder:
             activations, on their way through calls. "gradients": of the parameters.
             "parameters" and "inputs": alive before the step.
         name: the holder in words: "recompute of `Block` (call 3 of 12)".
-        nbytes: the bytes that it holds.
-        share: of all bytes that are alive at the peak.
+        nbytes, share: what it holds, in bytes and of all that is alive at the peak.
         values: what it consists of, the largest first.
 
     Example:
@@ -171,132 +150,75 @@ def advice_on(holders: Sequence[Holder], built: Built) -> str:
         return "nothing is alive: there is nothing to save."
     main = holders[0]
     values = [v for v in main.values if v.dtype is not None]
-    return _text(main, values, built).format(
-        name=main.name,
-        share=main.share,
-        most=str(values[0]) if values else "memory of operations",
-        first=_first(values) if values else "memory of operations",
-        calls=", ".join(built.again),
-    )
+    most = str(values[0]) if values else "memory of operations"
+    text, calls = _text(main.kind, built), ", ".join(built.again)
+    if text is _TEXTS["loss"] and values:  # the logits are known by their maker
+        like = [v for v in values if math.prod(v.shape) == math.prod(values[0].shape)]
+        first = min(like, key=lambda v: v.is_gradient)
+        what = describe_meta(first.dtype, first.shape)
+        most = f"{what}, made at {short(first.source)}"
+    return text.format(name=main.name, share=main.share, most=most, calls=calls)
 
 
-def _text(main: Holder, values: Sequence[HeldValues], built: Built) -> str:
-    if built.again and main.kind not in _ALIVE_ANYWAY:
+def _text(kind: PeakHolder, built: Built) -> str:
+    if built.again and kind not in ("gradients", "parameters", "inputs"):
         return _AGAIN
-    if main.kind == "recompute":
-        whole = built.calls == 1 and built.covered >= _WHOLE
-        if whole and built.nested:
-            return _GROUP
-        return _EVERYTHING if whole else _BLOCK
-    if main.kind == "residuals":
-        if _is_one_value(main, values) and not built.differentiates:
-            return _NOTHING_BUT_LOGITS if not built.calls else _LOSS
-        if built.differentiates and not built.calls:
-            return _NOTHING_TWICE
-        return _SOME if built.calls else _NOTHING
-    return _TEXTS[main.kind]
+    is_whole = built.calls == 1 and built.covered >= _WHOLE
+    if is_whole and kind in ("recompute", "cotangents") and not built.nested:
+        return _EVERYTHING
+    if is_whole and kind == "recompute":
+        return _GROUP
+    if kind == "residuals" and not built.calls:
+        return _NOTHING_TWICE if built.differentiates else _NOTHING
+    return _TEXTS[kind]
 
 
-def _is_one_value(main: Holder, values: Sequence[HeldValues]) -> bool:
-    """Say whether values of one size, made once, are most of what is held."""
-    if not values or values[0].count > 1:
-        return False
-    like = [v for v in values if _elements(v) == _elements(values[0])]
-    others = max((_each(v) for v in values if v not in like), default=0)
-    nbytes = sum(v.nbytes for v in like)
-    return nbytes > main.nbytes / 2 and _each(values[0]) >= _MUCH * others
-
-
-def _each(values: HeldValues) -> int:
-    return values.nbytes // values.count
-
-
-def _elements(values: HeldValues) -> int:
-    return math.prod(values.shape)
-
-
-def _first(values: Sequence[HeldValues]) -> str:
-    """Describe the largest value by its maker in the forward, if that is known."""
-    like = [v for v in values if _elements(v) == _elements(values[0])]
-    first = min(like, key=lambda v: v.is_gradient)
-    what = describe_meta(first.dtype, first.shape)
-    return f"{what}, made at {short(first.source)}"
-
-
-_WHOLE = 0.8  # of the operations: then the call is the whole model
-_ALIVE_ANYWAY = "gradients", "parameters", "inputs"
-_MUCH = 3  # times larger than any other value: then the size is a vocabulary's
-
+_WHOLE = 0.7  # of the operations: then the call is the whole model
+_LOGITS = "If these are the logits, compute the loss in chunks"
+_ANYWAY = "the peak is not in activations, so remat cannot lower it much"
+_AGAIN = (
+    "a backward of {calls} is differentiated (create_graph=True), so all that it "
+    "computes stays alive, what it recomputes too. Pass higher_order=True to remat "
+    "there: then that is recomputed as well. {share:.0%} of the peak is mainly {most}."
+)
 _EVERYTHING = (
-    "there is one remat around everything: its recompute holds what plain code holds "
-    "({share:.0%} of the peak). Put remat around each block of the model instead."
+    "there is one remat around everything: its recompute holds what plain code holds. "
+    "Put remat around each block of the model instead."
 )
 _GROUP = (
     "the {name} is the largest: {share:.0%}, mainly {most}. It holds what the calls "
     "within save. Divide it into groups of calls, each with a remat of its own."
 )
-_BLOCK = (
-    "the {name} is the largest: {share:.0%}, mainly {most}. Split that block into "
-    "smaller ones, or use a policy so that it recomputes less."
-)
-_LOSS = (
-    "the operations after the last remat call hold {share:.0%}, mainly {first}. If "
-    "these are the logits, compute the loss in chunks, or put remat around the loss "
-    "head of each chunk. If these are blocks, put remat around each."
-)
 _NOTHING = (
     "nothing is rematerialized: the operations of the step hold {share:.0%}, mainly "
-    "{most}. Put remat around each block of the model."
-)
-_AGAIN = (
-    "a backward of {calls} is differentiated (create_graph=True), so all that it "
-    "computes stays alive, what it recomputes too. Pass higher_order=True to remat "
-    "there: then that is recomputed as well. {share:.0%} of the peak is mainly {most}."
+    f"{{most}}. Put remat around each block of the model. {_LOGITS}."
 )
 _NOTHING_TWICE = (
     "nothing is rematerialized, and a backward is differentiated (create_graph=True): "
     "{share:.0%} is mainly {most}. Put remat(block, higher_order=True) around each "
     "block of the model."
 )
-_NOTHING_BUT_LOGITS = (
-    "nothing is rematerialized, and values of one size hold most of the peak: "
-    "{first}. If these are the logits, compute the loss in chunks. Else put remat "
-    "around the code that makes them."
-)
-_SOME = (
-    "operations outside of remat calls hold {share:.0%}, mainly {most}. Put remat "
-    "around those blocks, too."
-)
-_TEXTS = {
-    "saved inputs": (
-        "the inputs that calls save hold {share:.0%}, mainly {most}. Put remat around "
-        "several blocks at once, or around groups of them besides, or offload."
-    ),
-    "policy": (
-        "the results that policies save hold {share:.0%}, mainly {most}. Choose a "
-        "policy that saves less, or offload what it saves."
-    ),
-    "loss": _LOSS,
-    "forward": (
-        "the peak is in the forward: {name} holds {share:.0%}, mainly {most}. Split "
-        "that block into smaller ones."
-    ),
-    "cotangents": (
-        "the gradients that pass through calls hold {share:.0%}, mainly {most}. One "
-        "operation of the backward needs them, and remat does not change that. Use a "
-        "smaller batch, or split the operation."
-    ),
-    "gradients": (
-        "the gradients of the parameters hold {share:.0%}: the peak is not in "
-        "activations, so remat cannot lower it much. Shard them, or free each one as "
-        "soon as the optimizer has used it."
-    ),
-    "parameters": (
-        "the parameters hold {share:.0%}: the peak is not in activations, so remat "
-        "cannot lower it much. Shard them, or use a smaller dtype."
-    ),
-    "inputs": (
-        "the inputs of the step and its buffers hold {share:.0%}: the peak is not in "
-        "activations, so remat cannot lower it much. Use a smaller batch."
-    ),
+_TEXTS: dict[PeakHolder, str] = {
+    "recompute": "the {name} is the largest: {share:.0%}, mainly {most}. Split that "
+    "block into smaller ones, or use a policy so that it recomputes less.",
+    "saved inputs": "the inputs that calls save hold {share:.0%}, mainly {most}. Put "
+    "remat around several blocks at once, or groups of them besides, or offload.",
+    "policy": "the results that policies save hold {share:.0%}, mainly {most}. Use a "
+    "policy that saves less, or offload what it saves.",
+    "residuals": "operations outside of remat calls hold {share:.0%}, mainly {most}. "
+    f"Put remat around those blocks, too. {_LOGITS}.",
+    "loss": "the operations after the last remat call hold {share:.0%}, mainly {most}. "
+    f"{_LOGITS}, or put remat around the loss head of each chunk. If these are blocks, "
+    "put remat around each.",
+    "forward": "the peak is in the forward: {name} holds {share:.0%}, mainly {most}. "
+    "Split that block into smaller ones.",
+    "cotangents": "the gradients that pass through calls hold {share:.0%}, mainly "
+    "{most}. One operation of the backward needs them, and remat does not change that. "
+    "Use a smaller batch, or split the operation.",
+    "gradients": f"the gradients of the parameters hold {{share:.0%}}: {_ANYWAY}. "
+    "Shard them, or free each one as soon as the optimizer has used it.",
+    "parameters": f"the parameters hold {{share:.0%}}: {_ANYWAY}. Shard them, or use a "
+    "smaller dtype.",
+    "inputs": f"the inputs of the step and its buffers hold {{share:.0%}}: {_ANYWAY}. "
+    "Use a smaller batch.",
 }

@@ -1,5 +1,6 @@
 """Plots of reports, with matplotlib: bars, points, steps and lines.
 
+Each function draws on the axes that it is given, or on new ones, and returns them.
 Bytes are drawn in MiB.
 
 Invariant: labels stand in a legend or at an axis, so they collide with nothing. The
@@ -26,13 +27,9 @@ _ACROSS, _MARK = 90, 8  # letters in a row of a legend, and the width of its mar
 
 
 def bars(
-    labels: Sequence[str],
-    sizes: Sequence[int],
-    kinds: Sequence[str],
-    title: str,
-    ax: Any = None,
+    labels: Sequence[str], sizes: Any, kinds: Sequence[str], title: str, ax: Any = None
 ) -> Any:
-    """Draw a bar of bytes for each label, coloured by kind; return the axes."""
+    """Draw a bar of bytes for each label, coloured by kind."""
     ax = ax or _new_axes((8, 1.5 + 0.25 * len(labels)))
     for kind, colour in COLOURS.items():
         at = [i for i, k in enumerate(kinds) if k == kind]
@@ -41,8 +38,7 @@ def bars(
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
     ax.margins(x=0.3)  # beside the longest bar, for the legend
-    ax.set_xlabel("size of the result, MiB")
-    return _finished(ax, title, loc="best")
+    return _finished(ax, title, ("size of the result, MiB", ""), loc="best")
 
 
 def points(
@@ -53,7 +49,7 @@ def points(
     ax: Any = None,
     front: Sequence[tuple[int, int]] = (),
 ) -> Any:
-    """Draw a point for each pair of bytes and FLOPs; return the axes.
+    """Draw a point for each pair of bytes and FLOPs.
 
     A line joins the points that no other beats, a dashed one what budgets reach.
     """
@@ -61,12 +57,10 @@ def points(
     named: dict[tuple[int, int], list[str]] = {}
     for label, size, cost in zip(labels, sizes, costs, strict=True):
         named.setdefault((size, cost), []).append(label)
-    best = [(size / MIB, cost) for size, cost in _unbeaten([*named])]
-    ax.plot(*zip(*best, strict=True), color=_GREY, linewidth=1, zorder=0)
+    ax.plot(*_unbeaten([*named]), color=_GREY, linewidth=1, zorder=0)
     if front:
-        reached = [(size / MIB, cost) for size, cost in _unbeaten(front)]
         style = {"linestyle": "--", "marker": ".", "color": _GREY, "zorder": 0}
-        ax.plot(*zip(*reached, strict=True), **style, label="policies.within(...)")
+        ax.plot(*_unbeaten(front), **style, label="policies.within(...)")
     for i, ((size, cost), names) in enumerate(named.items()):
         around, at = divmod(i, len(_MARKERS))
         look = {"marker": _MARKERS[at], "color": f"C{at + around}"}
@@ -74,11 +68,10 @@ def points(
         ax.scatter([size / MIB], [cost], 60, **look, label=label)
     ticker: Any = importlib.import_module("matplotlib.ticker")
     ax.yaxis.set_major_formatter(ticker.EngFormatter())
-    ax.set_xlabel("saved memory, MiB")
-    ax.set_ylabel("recomputed work, FLOPs")
     if not any(costs):  # matplotlib would show numbers around zero
         ax.set_ylim(0, 1)
-    return _finished(ax, title, loc="best")
+    axes = "saved memory, MiB", "recomputed work, FLOPs"
+    return _finished(ax, title, axes, loc="best")
 
 
 def points_in(
@@ -89,24 +82,24 @@ def points_in(
     title: str,
     ax: Any = None,
 ) -> Any:
-    """Draw points of peaks and FLOPs, and a line at the budget; return the axes."""
+    """Draw points of peaks and FLOPs, and a line at the budget."""
     ax = points(labels, peaks, costs, title, ax)
     ax.axvline(budget / MIB, color=_GREY, linestyle=":", label="budget")
-    ax.set_xlabel("peak of the step, MiB")
-    return _finished(ax, title, loc="best")
+    axes = "peak of the step, MiB", ax.get_ylabel()
+    return _finished(ax, title, axes, loc="best")
 
 
-def _unbeaten(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the pairs for which no other is as small in both; sorted."""
+def _unbeaten(pairs: Sequence[tuple[int, int]]) -> Any:
+    """Return the points for which no other is as small in both: all x, all y."""
     found: list[tuple[int, int]] = []
     for pair in sorted(pairs):
         if not found or pair[1] < found[-1][1]:
             found.append(pair)
-    return found
+    return zip(*((size / MIB, cost) for size, cost in found), strict=True)
 
 
 def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
-    """Draw bytes over time, with a label for their maximum; return the axes."""
+    """Draw bytes over time, with a label for their maximum."""
     ax = ax or _new_axes((8, 3))
     at, heights = range(len(sizes)), [size / MIB for size in sizes]
     (line,) = ax.step(at, heights, where="post")
@@ -116,9 +109,8 @@ def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
     if heights:
         top = heights.index(max(heights))
         ax.plot([top], [heights[top]], "o", color=colour, label=peak)
-    ax.set_xlabel("allocations and frees so far")
-    ax.set_ylabel("memory alive, MiB")
-    return _below_its_legend(ax, title)
+    axes = "allocations and frees so far", "memory alive, MiB"
+    return _below_its_legend(ax, title, axes)
 
 
 def lines(
@@ -128,27 +120,27 @@ def lines(
     title: str,
     ax: Any = None,
 ) -> Any:
-    """Draw named counts over another one, as lines; return the axes."""
+    """Draw named counts over another one, as lines."""
     ax = ax or _new_axes((8, 3))
     for name, counts in series.items():
         (line,) = ax.plot(at, counts, label=name, linewidth=1)
         line.sticky_edges.y.append(0)
-    ax.set_xlabel(axes[0])
-    ax.set_ylabel(axes[1])
-    return _below_its_legend(ax, title)
+    return _below_its_legend(ax, title, axes)
 
 
-def _below_its_legend(ax: Any, title: str) -> Any:
+def _below_its_legend(ax: Any, title: str, axes: tuple[str, str]) -> Any:
     """Leave room above the lines for the legend, which is as flat as it can be."""
     labels = ax.get_legend_handles_labels()[1]
     across = max(1, _ACROSS // (max(map(len, labels), default=0) + _MARK))
     # Lines keep their lowest end at zero: they are sticky there.
     ax.margins(y=0.1 + 0.2 * -(-len(labels) // across))
-    return _finished(ax, title, loc="upper right", ncols=across)
+    return _finished(ax, title, axes, loc="upper right", ncols=across)
 
 
-def _finished(ax: Any, title: str, **legend: Any) -> Any:
-    """Add the title, and the legend if anything has a label."""
+def _finished(ax: Any, title: str, axes: tuple[str, str], **legend: Any) -> Any:
+    """Name the axes, add the title, and the legend if anything has a label."""
+    ax.set_xlabel(axes[0])
+    ax.set_ylabel(axes[1])
     ax.set_title(textwrap.fill(title, _WIDE), loc="left")
     if ax.get_legend_handles_labels()[0]:
         ax.legend(**legend)
@@ -157,9 +149,7 @@ def _finished(ax: Any, title: str, **legend: Any) -> Any:
 
 def _new_axes(size: tuple[float, float]) -> Any:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(_NO_MATPLOTLIB)
+        why = missing("matplotlib")
+        raise ImportError(f"remat: plot() draws with matplotlib: {why}.")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     return pyplot.subplots(figsize=size, layout="constrained")[1]
-
-
-_NO_MATPLOTLIB = f"remat: plot() draws with matplotlib: {missing('matplotlib')}."

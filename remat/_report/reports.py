@@ -7,7 +7,7 @@ compare.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import override
 
@@ -18,17 +18,18 @@ from remat._report.peak import Peak
 from remat.policies import Policy
 
 
+FateName: TypeAlias = Literal["saved", "offloaded", "recomputed", "dead"]
+
+
 @dataclass(frozen=True, slots=True)
 class ExplainedInput:
     """An input of the call, and whether it is saved.
 
     Attributes:
         name: the input as the author of the function would write it: "params['w']".
-        dtype: its dtype.
-        shape: its shape.
+        dtype, shape: those of the input.
         nbytes: the bytes of its storage, or 0 if an earlier input has the same storage.
-        kept: whether it is saved for the backward.
-        why: the reason.
+        kept, why: whether it is saved for the backward, and the reason.
         is_parameter: whether it is a leaf that requires grad, which is alive anyway.
 
     Example:
@@ -47,6 +48,12 @@ class ExplainedInput:
     why: str
     is_parameter: bool = False
 
+    def _row(self) -> tuple[tuple[str, ...], str]:
+        what = _render.short_array(self.dtype, self.shape) if self.dtype else ""
+        fate = "saved" if self.kept else "dropped"
+        row = (self.name, "input", what, f"{self.nbytes:,}", "", fate, self.why)
+        return row, "saved" if self.kept else "dead"
+
 
 @dataclass(frozen=True, slots=True)
 class ExplainedOp:
@@ -54,17 +61,13 @@ class ExplainedOp:
 
     Attributes:
         name: the name of the operation: "mm".
-        source: the user's line: "file.py:12, in block", or in a notebook
-            "Cell In[9]:10".
+        source: the user's line: "file.py:12, in block", in a notebook "Cell In[9]:10".
         outputs: the values that it returned.
         nbytes: the bytes of its outputs, or 0 for a view.
         flops: its floating-point operations, as torch's `FlopCounterMode` counts them.
-        fate: "saved", "offloaded", "recomputed", or "dead" if it is neither saved nor
-            recomputed.
-        times: how often the backward recomputes it. This can be more than once with
-            nested calls of `remat`.
+        fate, why: "saved", "offloaded", "recomputed", or "dead" if it is none of these.
+        times: how often the backward recomputes it: more than once with nested calls.
         kept: the bytes of its outputs that are saved or offloaded.
-        why: the reason for its fate.
         is_view: whether its outputs are views of its inputs.
 
     Example:
@@ -80,11 +83,18 @@ class ExplainedOp:
     outputs: tuple[Value, ...]
     nbytes: int
     flops: int
-    fate: Literal["saved", "offloaded", "recomputed", "dead"]
+    fate: FateName
     times: int
     kept: int
     why: str
     is_view: bool
+
+    def _row(self) -> tuple[tuple[str, ...], str]:
+        what = " ".join(_render.short_array(v.dtype, v.shape) for v in self.outputs)
+        fate = self.fate if self.times < 2 else f"{self.fate} x{self.times}"
+        costs = f"{self.nbytes:,}", f"{self.flops:,}"
+        line = self.name, short(self.source), what, *costs, fate, self.why
+        return line, self.fate
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +102,8 @@ class ExplainedBudget:
     """What a budget keeps: of `policies.within`.
 
     Attributes:
-        limit: the bytes of the budget.
-        nbytes: the bytes that it keeps.
-        work: what is recomputed, in seconds at nominal rates, or as measured.
-        whole_work: that of the whole forward.
+        limit, nbytes: the bytes of the budget, and those that it keeps.
+        work, whole_work: of the recompute, and of the whole forward, in seconds.
         gap: how much less work another choice could cost, as a fraction of `work`. 0 if
             the solver has proven that none costs less.
         overdrawn: whether what must be kept takes more than the limit.
@@ -111,9 +119,9 @@ class ExplainedBudget:
     def __str__(self) -> str:
         share = self.work / self.whole_work if self.whole_work else 0.0
         best = f"at most {self.gap:.1%} above the least" if self.gap else "the least"
-        used = f"{self.nbytes:,} of {self.limit:,} bytes"
         over = ", exceeded by what must be kept" if self.overdrawn else ""
-        return f"{used}{over}; {share:.0%} of the work again, {best}"
+        used = f"{self.nbytes:,} of {self.limit:,} bytes{over}"
+        return f"{used}; {share:.0%} of the work again, {best}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,12 +129,10 @@ class Explanation(_render.Shown):
     """The report of `explain`. It prints as a table.
 
     Attributes:
-        label: the name of the function.
-        policy: the policy of the call, or None.
-        inputs: the inputs of the call.
-        ops: the operations of the call, in order.
-        pruned: whether a recompute skips operations that the backward does not need.
-        reason: why a recompute skips nothing, or "" if it does skip.
+        label, policy: the name of the function, and the policy of the call, or None.
+        inputs, ops: what the call is given, and what it does, in order.
+        pruned, reason: whether a recompute skips operations that the backward does not
+            need; if not, why.
         plain_bytes: the bytes that stay alive for the backward without remat. This is
             an upper bound: in-place operations on views do not tell what they save.
         held_bytes: the part of the saved bytes that the graph holds without remat too:
@@ -134,7 +140,7 @@ class Explanation(_render.Shown):
         recomputed_bytes: the bytes that the largest recompute holds besides the saved
             ones. With nested calls, this is the largest of them with those around it.
         streams: the random streams whose states are saved. They are in no total.
-        advice: what to change, and why.
+        advice: what to change, and why. Of a step, `peak` has it.
         peak: what holds the peak of a step; None if the function is not one of a step.
         budget: what the budget of the policy keeps; None if it has none.
 
@@ -148,15 +154,15 @@ class Explanation(_render.Shown):
 
     label: str
     policy: Policy | None
-    inputs: tuple[ExplainedInput, ...]
-    ops: tuple[ExplainedOp, ...]
-    pruned: bool
-    reason: str
-    plain_bytes: int
-    held_bytes: int
-    recomputed_bytes: int
-    streams: tuple[str, ...]
-    advice: tuple[str, ...]
+    inputs: tuple[ExplainedInput, ...] = ()
+    ops: tuple[ExplainedOp, ...] = ()
+    pruned: bool = False
+    reason: str = ""
+    plain_bytes: int = 0
+    held_bytes: int = 0
+    recomputed_bytes: int = 0
+    streams: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     peak: Peak | None = None
     budget: ExplainedBudget | None = None
 
@@ -195,63 +201,58 @@ class Explanation(_render.Shown):
         return self.recomputed_flops / self.flops if self.flops else 0.0
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the bytes of each operation, coloured by fate.
+        """Draw the bytes of each operation on matplotlib axes, coloured by fate.
 
-        Args:
-            ax: the matplotlib axes to draw on; None for new ones.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        Returns the axes: new ones if `ax` is None.
         """
-        ops = [op for op in self.ops if not op.is_view]
-        labels = [f"{op.name} ({short(op.source)})" for op in ops]
-        sizes, fates = [op.nbytes for op in ops], [op.fate for op in ops]
+        labels = [f"{op.name} ({short(op.source)})" for op in self._shown_ops]
+        sizes = [op.nbytes for op in self._shown_ops]
+        fates = [op.fate for op in self._shown_ops]
         return _plots.bars(labels, sizes, fates, self._table().title, ax)
 
     @property
-    def _is_of_nothing(self) -> bool:
-        """Whether nothing requires grad, so that there is nothing to recompute."""
-        return not (self.inputs or self.ops)
+    def _shown_ops(self) -> list[ExplainedOp]:
+        return [op for op in self.ops if not op.is_view]
+
+    @property
+    def _name(self) -> str:
+        return (
+            self.label if self.policy is None else f"{self.label} under {self.policy}"
+        )
 
     @override
     def _table(self) -> _render.Table:
-        if self._is_of_nothing:
-            notes = tuple(f"advice: {line}" for line in self.advice)
+        if not (self.inputs or self.ops):  # nothing requires grad
             title = f"remat of {self._name}: {self.reason}"
-            return _render.Table(title, notes=notes)
-        rows = [*map(_input_row, self.inputs)]
-        rows += [_op_row(op) for op in self.ops if not op.is_view]
-        parameters = [leaf for leaf in self.inputs if leaf.is_parameter]
-        plural = "" if len(parameters) == 1 else "s"
-        total = _render.size(sum(leaf.nbytes for leaf in parameters))
+            return _render.Table(title, notes=tuple(self._told()))
+        rows = [row._row() for row in (*self._shown_inputs, *self._shown_ops)]
         return _render.Table(
             title=f"remat of {self._name}",
             columns=("operation", "line", "output", "#bytes", "#FLOPs", "fate", "why"),
             rows=tuple(row for row, _ in rows),
             kinds=tuple(kind for _, kind in rows),
             notes=tuple(self._notes()),
-            folded=tuple(i for i, x in enumerate(self.inputs) if x.is_parameter),
-            summary=f"{len(parameters)} parameter{plural}, {total}",
         )
 
     @property
-    def _name(self) -> str:
-        under = "" if self.policy is None else f" under {self.policy}"
-        return f"{self.label}{under}"
+    def _shown_inputs(self) -> list[ExplainedInput]:
+        """The inputs, with many parameters as one."""
+        sizes = [leaf.nbytes for leaf in self.inputs if leaf.is_parameter]
+        if len(sizes) <= _FEW:
+            return [*self.inputs]
+        meta = f"{len(sizes)} parameters", None, (), sum(sizes)
+        others = [leaf for leaf in self.inputs if not leaf.is_parameter]
+        return [ExplainedInput(*meta, True, "they are alive anyway"), *others]
 
     @override
     def __repr__(self) -> str:
-        if self._is_of_nothing:
+        if not (self.inputs or self.ops):
             return f"<Explanation of {self._name}: {self.reason}>"
-        fates = Counter(op.fate for op in self.ops if not op.is_view)
+        fates = Counter(op.fate for op in self._shown_ops)
         counts = ", ".join(f"{n} {fate}" for fate, n in fates.items())
-        total = f"{fates.total()} operations ({counts})"
-        operations = total if counts else "no operations"
+        total = f"{fates.total()} operations ({counts})" if counts else "no operations"
         sizes = f"{self.saved_bytes:,} bytes saved, {self.plain_bytes:,} plain"
-        return f"<Explanation of {self._name}: {operations}; {sizes}>"
+        return f"<Explanation of {self._name}: {total}; {sizes}>"
 
     def _notes(self) -> Iterator[str]:
         less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
@@ -259,40 +260,20 @@ class Explanation(_render.Shown):
         yield f"{_PEAK}: {self.peak_bytes:,} bytes"
         if self.held_bytes:
             yield f"of these, the graph holds {self.held_bytes:,} itself"
-        again = sum(op.times for op in self.ops if not op.is_view)
-        count = sum(not op.is_view for op in self.ops)
-        yield (
-            f"recomputed: {self.recomputed_flops:,} of {self.flops:,} FLOPs "
-            f"({self.recomputed_share:.0%}), {again} of {count} operations"
-        )
+        again = sum(op.times for op in self._shown_ops)
+        work = f"{self.recomputed_flops:,} of {self.flops:,} FLOPs"
+        share = f"({self.recomputed_share:.0%}), {again} of {len(self._shown_ops)}"
+        yield f"recomputed: {work} {share} operations"
         if self.budget is not None:
             yield f"budget: {self.budget}"
         yield "pruned: " + ("yes" if self.pruned else f"no, {self.reason}")
         if self.streams:
-            streams = ", ".join(map(_shown_stream, self.streams))
-            yield f"also saved: the state of {streams}"
+            yield f"also saved: the state of random streams: {', '.join(self.streams)}"
+        yield from self._told()
+
+    def _told(self) -> Iterator[str]:
         yield from (f"advice: {line}" for line in self.advice)
         yield from self.peak.lines() if self.peak is not None else ()
-
-
-def _shown_stream(name: str) -> str:
-    if name == "cpu":
-        return "the CPU's random stream"
-    return name if name.startswith("a ") else f"the random stream of {name}"
-
-
-def _input_row(leaf: ExplainedInput) -> tuple[tuple[str, ...], str]:
-    what = _render.short_array(leaf.dtype, leaf.shape)
-    fate = "saved" if leaf.kept else "dropped"
-    row = (leaf.name, "input", what, f"{leaf.nbytes:,}", "", fate, leaf.why)
-    return row, "saved" if leaf.kept else "dead"
-
-
-def _op_row(op: ExplainedOp) -> tuple[tuple[str, ...], str]:
-    what = " ".join(_render.short_array(v.dtype, v.shape) for v in op.outputs)
-    fate = op.fate if op.times < 2 else f"{op.fate} x{op.times}"
-    costs = f"{op.nbytes:,}", f"{op.flops:,}"
-    return (op.name, short(op.source), what, *costs, fate, op.why), op.fate
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,11 +285,10 @@ class ComparedPolicy:
             "plain" for code without remat, and "as written" for the function with the
             blocks that it calls.
         saved_bytes: the bytes that stay alive for the backward and are not offloaded.
-        peak_bytes: an estimate of the peak: the saved bytes, and what the recompute of
-            the largest call holds.
+        peak_bytes: the saved bytes, and what the recompute of the largest call holds.
         offloaded_bytes: the bytes that are offloaded.
-        recomputed_flops: the FLOPs that the backward recomputes.
-        recomputed_share: the recomputed FLOPs, divided by the FLOPs of the forward.
+        recomputed_flops, recomputed_share: the FLOPs that the backward recomputes, and
+            their share of the FLOPs of the forward.
 
     Example:
         >>> import torch
@@ -325,6 +305,11 @@ class ComparedPolicy:
     recomputed_flops: int
     recomputed_share: float
 
+    def _row(self) -> tuple[str, ...]:
+        sizes = self.saved_bytes, self.peak_bytes, self.offloaded_bytes
+        numbers = (f"{n:,}" for n in (*sizes, self.recomputed_flops))
+        return self.name, *numbers, f"{self.recomputed_share:.0%}"
+
 
 @dataclass(frozen=True, repr=False)
 class Comparison(_render.Shown):
@@ -332,8 +317,8 @@ class Comparison(_render.Shown):
 
     Attributes:
         label: the name of the function.
-        rows: one row each for the function as written, if it calls rematerialized
-            functions; for plain code; for remat without a policy; and for each policy.
+        rows: of the function as written, if it calls rematerialized functions; of plain
+            code; of remat without a policy; and of each policy.
         front: what `policies.within` reaches, with budgets from nothing to everything.
             Empty if the function calls rematerialized functions.
         no_front: why there is no front; "" if there is one.
@@ -359,16 +344,8 @@ class Comparison(_render.Shown):
     def plot(self, ax: Any = None) -> Any:
         """Draw recomputed FLOPs against saved bytes, a point for each policy.
 
-        A dashed line joins what `policies.within` reaches.
-
-        Args:
-            ax: the matplotlib axes to draw on; None for new ones.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        A dashed line joins what `policies.within` reaches. Returns the matplotlib axes:
+        new ones if `ax` is None.
         """
         names = [row.name for row in self.rows]
         sizes = [row.saved_bytes for row in self.rows]
@@ -378,23 +355,17 @@ class Comparison(_render.Shown):
 
     @override
     def _table(self) -> _render.Table:
-        cells = [*map(_compared_row, self.rows)]
-        for row in map(_compared_row, self.front):
-            if not any(row[1:] == other[1:] for other in cells):
-                cells.append(row)
+        cells = [row._row() for row in self.rows]
+        for row in (row._row() for row in self.front):
+            cells += [row] if all(row[1:] != cell[1:] for cell in cells) else []
+        numbers = "saved bytes", _PEAK, "offloaded", "FLOPs recomputed", "share"
         return _render.Table(
             title=f"policies for {self.label}",
-            columns=("policy", *map("#{}".format, _COSTS)),
+            columns=("policy", *map("#{}".format, numbers)),
             rows=tuple(cells),
             notes=(self.no_front,) if self.no_front else (),
         )
 
 
 _PEAK = "peak without gradients"
-_COSTS = "saved bytes", _PEAK, "offloaded", "FLOPs recomputed", "share"
-
-
-def _compared_row(row: ComparedPolicy) -> tuple[str, ...]:
-    sizes = row.saved_bytes, row.peak_bytes, row.offloaded_bytes
-    numbers = (f"{n:,}" for n in (*sizes, row.recomputed_flops))
-    return row.name, *numbers, f"{row.recomputed_share:.0%}"
+_FEW = 4  # parameters, which have a line each

@@ -12,9 +12,10 @@ torch.func refuses to run under them.
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +41,7 @@ from remat._report.inputs import (
     MADE,
     Inputs,
     Ledger,
-    SavedResidual as SavedResidual,
     StorageNote,
-    counts,
     origin_text,
     tensors_in,
     undoing,
@@ -54,45 +53,74 @@ from remat._report.labels import (
     refuse_transforms,
     stream_name,
 )
+from remat._report.render import short_array
 from remat._torch import saved_by, sequence_number, storage_id
 from remat._transform.function import Primal
 from remat.policies import Decision
 
 
-if TYPE_CHECKING:
-    from remat._base.program import Evaluation
-    from remat._transform.saved import Saved
+@dataclass(frozen=True, slots=True)
+class SavedResidual:
+    """One storage that stays alive for the backward.
+
+    Attributes:
+        dtype, shape: of the tensor that the storage was made for, or that was passed;
+            no dtype for the state of a random stream.
+        device, nbytes: of the whole storage, even if only a view of it was saved.
+        origin: where the storage comes from: "from the argument x['w'][0]", "from the
+            captured `self.up.weight`", "output of sin", "named 'y'" if
+            `checkpoint_name` gave that name, or "from a constant" if the origin is
+            unknown.
+        source: the user's line that made or named it: "file.py:12, in block", or "".
+        readers: the operations whose backward reads it, in the order of the forward.
+            Empty if torch does not tell, as for a Function written in C++.
+        place: "pinned host" or "disk" if it was offloaded there, else "".
+        is_parameter: whether it is of a leaf that requires grad, which is alive anyway.
+
+    Example:
+        >>> (found,) = saved_residuals(lambda x: x.sin(), torch.ones(3))
+        >>> found.origin, found.nbytes, found.readers
+        ('from the argument x', 12, ('sin',))
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    device: torch.device
+    nbytes: int
+    origin: str
+    source: str
+    readers: tuple[str, ...]
+    place: str = ""
+    is_parameter: bool = False
+
+    def __str__(self) -> str:
+        source = f" from {self.source}" if self.source else ""
+        place = f", offloaded to {self.place}" if self.place else ""
+        readers = f", read by {', '.join(self.readers)}" if self.readers else ""
+        what = short_array(self.dtype, self.shape) if self.dtype else "state"
+        return f"{what} {self.origin}{source}{place}: {self.nbytes:,} bytes{readers}"
 
 
 def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]:
     """List what stays alive for the backward after the forward of a function.
 
     The function is called once on the given tensors. It may be rematerialized or not.
-    If no tensor that is passed or referred to requires grad, every floating argument is
-    treated as if it did, as in JAX. Afterwards the report restores random streams, the
-    `.grad` of inputs, and tensors that the function wrote to in place (such as the
-    running statistics of batch norm). Changes to Python objects stay. A write by an
-    operator whose schema does not declare it stays too.
+    If no output requires grad, it is called again, and every floating argument is
+    differentiated; so it is at once, as in JAX, if no tensor requires grad. Afterwards
+    the report restores random streams, the `.grad` of inputs, and tensors that the
+    function wrote to in place. Changes to Python objects stay.
 
     Each storage is listed once, in this order: constants, arguments, captured tensors,
     then the others in the order in which they were made. Their bytes add up to what the
     graph of the outputs holds. An output is listed only if the backward reads it. A
     leaf that only receives a gradient is not listed.
 
-    For a call of `remat`, the list has what its policy saves or offloads, and the
-    states of random streams. A first call saves all inputs. With pruning, calls after
-    the first backward drop the inputs that it did not read. The report is such a call,
-    so it lists what the next call would save.
-
-    Compiled functions run eagerly here, and the list has what the eager run saves. A
-    few functions of torch, such as `ctc_loss`, take another path under a dispatch mode,
-    and the list is of that path. Two kinds of nodes do not tell what they saved:
-    Functions written in C++, and in-place operations on views. A tensor that they hold
-    is listed without readers if it was passed or an operation made it. The 8 bytes of a
-    Python number are not listed.
+    A call of `remat` has what its policy saves or offloads, and the states of random
+    streams. The report is a call like the next one: a first call saves all inputs, and
+    with pruning, those after the first backward drop the inputs that it did not read.
 
     Args:
-        fn: the function.
+        fn: the function. Compiled functions run eagerly here.
         *args: its arguments. Meta and fake tensors are accepted, so the model can be
             larger than memory.
         **kwargs: its keyword arguments.
@@ -119,7 +147,17 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
     """
     instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
     refuse_transforms("saved_residuals", instead)
-    with undoing(fn, args, kwargs) as (inputs, ledger):
+    found, has_others = _residuals(fn, args, kwargs, every=False)
+    if found is None and has_others:
+        found, _ = _residuals(fn, args, kwargs, every=True)
+    return found or []
+
+
+def _residuals(
+    fn: Fn, args: Any, kwargs: Any, *, every: bool
+) -> tuple[list[SavedResidual] | None, bool]:
+    """Run a function; None if no output requires grad. Say if more arguments could."""
+    with undoing(fn, args, kwargs, every=every) as (inputs, ledger):
         for i, tensor in enumerate(inputs.tensors):
             ledger.know(tensor, *inputs.described(i))
         first = torch.zeros((), requires_grad=True).view(())
@@ -129,19 +167,20 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
         torch.clear_autocast_cache()
         outs = [t for t in tensors_reached(result) if t.requires_grad]
         del result
+        if not outs:
+            return None, inputs.has_others
         notes = _Notes(ledger)
         notes.ask(outs, sequence_number(first.grad_fn))
         roots = [t.grad_fn for t in outs]
         outs.clear()
-        return notes.residuals(roots, inputs)
+        return notes.residuals(roots, inputs), False
 
 
 def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
     """Print the list of `saved_residuals`, one residual per line, and the totals.
 
-    The last lines count the activations, the parameters and all residuals. Parameters
-    are leaves that require grad. They are alive without the graph too. All others count
-    as activations.
+    The totals are of activations, of parameters, and of all. Parameters are leaves that
+    require grad, which are alive without the graph too.
 
     Args:
         fn: the function.
@@ -158,17 +197,17 @@ def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
         total: 12 bytes in 1 residual
     """
     found = saved_residuals(fn, *args, **kwargs)
-    lines = [*map(str, found)]
-    lines.append(_total("activations", [r for r in found if not r.is_parameter]))
-    lines.append(_total("parameters", [r for r in found if r.is_parameter]))
-    lines.append(_total("total", found))
+    parameters = [r for r in found if r.is_parameter]
+    others = [r for r in found if not r.is_parameter]
+    totals = {"activations": others, "parameters": parameters, "total": found}
+    lines = *map(str, found), *(_total(*each) for each in totals.items())
     sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _total(what: str, found: Sequence[SavedResidual]) -> str:
-    plural = "" if len(found) == 1 else "s"
     size = sum(r.nbytes for r in found)
     away = sum(r.nbytes for r in found if r.place)
+    plural = "" if len(found) == 1 else "s"
     line = f"{what}: {size:,} bytes in {len(found)} residual{plural}"
     return f"{line}, {away:,} of them offloaded" if away else line
 
@@ -199,71 +238,83 @@ class _Notes:
         """Note for each node since `start` what it saved."""
         nodes = (node for node, _ in nodes_of(outs, _Older(start)))
         for node in sorted(nodes, key=sequence_number):
-            reader, call = reader_of(node), call_behind(getattr(node, "program", None))
+            program = getattr(node, "program", None)
+            reader, call = reader_of(node), call_behind(program)
             if call is not None:
                 self._note_call(node, call, reader)
+                self._note_kept(call.kept, reader, start)
+            place = getattr(program, "place", None)
+            self._note_kept([] if place is None else [place], reader, start)
             for handle in handles_at(node):
-                self._note_handle(handle, reader)
-            for t in tensors_at(node):
-                self._note(t, reader, "from a constant")
+                self._note_handle(handle, reader, start)
+            self._note(tensors_at(node), reader)
             # Not all of these are held by the graph: a hook may refer to a global.
             for t in foreign_tensors_at(node):
                 self._ledger.know(t, CONSTANT, "from a constant")
 
-    def _note(self, tensor: Tensor, reader: str, origin: str) -> list[StorageNote]:
-        entries = self._ledger.know(tensor, CONSTANT, origin)
-        for entry in entries:
-            entry.readers[reader] = None
-            self._saved.add(entry.ref.address)
-        return entries
+    def _note(self, tensors: Iterable[Tensor], reader: str, **known: Any) -> None:
+        """Note who reads some tensors, and what else is known of their storages."""
+        for t in tensors:
+            for entry in self._ledger.know(t, CONSTANT, "from a constant"):
+                entry.readers[reader] = None
+                self._saved.add(entry.ref.address)
+                for name, value in known.items():
+                    setattr(entry, name, value)
+
+    def _note_copies(self, name: str, tensors: Iterable[Tensor], reader: str) -> None:
+        origin = f"copy of `{name}` as it was before the call"
+        self._note(tensors, reader, origin=origin, rank=MADE)
 
     def _note_call(self, node: Any, call: Primal, reader: str) -> None:
         """Note what a call keeps besides its inputs: copies, residuals, states."""
-        evaluation: Evaluation = node.evaluation
-        leaves: Sequence[int] = range(len(evaluation.request.needs))
-        planned = evaluation.planned
-        if planned is not None:
-            leaves = planned.kept(leaves)
-        saved = _saved_by_call(node, len(leaves) + evaluation.residuals)
-        if planned is not None:
-            plans = planned.plans
-            assert plans is not None
-            residuals = plans.full.plan.residuals
-            for value, (i, _) in zip(saved[len(leaves) :], residuals, strict=True):
-                op, decision = plans.record.steps[i].op, plans.decisions[i]
-                self._note_saved(tensors_in(value), op, decision, reader)
-        for i, value in zip(leaves, saved, strict=False):
+        evaluation: Any = node.evaluation
+        planned, leaves = evaluation.planned, range(len(evaluation.request.needs))
+        kept: Sequence[int] = leaves if planned is None else planned.kept(leaves)
+        saved = saved_by(node)
+        if len(saved) != len(kept) + evaluation.residuals:
+            saved = [*saved[0]]  # an older torch gives all as one tuple
+        found: list[tuple[Op, Decision]] = []
+        if planned is not None and (plans := planned.plans) is not None:
+            residuals = [i for i, _ in plans.full.plan.residuals]
+            found = [(plans.record.steps[i].op, plans.decisions[i]) for i in residuals]
+        # And what calls within keep by their own rules.
+        found += [(op, Decision.SAVE) for op in getattr(planned, "ops", ())]
+        for value, (op, decision) in zip(saved[len(kept) :], found, strict=True):
+            self._note_saved(tensors_in(value), op, decision, reader)
+        for i, value in zip(kept, saved, strict=False):
             if i in evaluation.updated:
                 name = call.call.snapshot.name_of(i)
-                origin = f"copy of `{name}` as it was before the call"
-                for t in tensors_in(value):
-                    for entry in self._note(t, reader, origin):
-                        entry.origin = origin
-        for stream, state in call.state.ambient.moved if call.state else ():
-            self._note_state(stream, state, reader)
+                self._note_copies(name, tensors_in(value), reader)
+        self._note_states(call.state.ambient.moved if call.state else (), reader)
 
-    def _note_handle(self, handle: Handle, reader: str) -> None:
+    def _note_kept(self, places: Iterable[Any], reader: str, start: int) -> None:
+        """Note what is kept of calls by their own rules."""
+        for place in places:
+            for residual in place.residuals or ():
+                self._note_saved(residual.stored(), residual.op, Decision.SAVE, reader)
+            self._note(place.outs, reader)
+            self.ask(place.outs, start)
+
+    def _note_handle(self, handle: Handle, reader: str, start: int) -> None:
         """Note the residual of a handle, or what its call keeps to recompute it."""
         found = handle.residual
         if found is not None:
             self._note_saved(found.stored(), found.op, found.decision, reader)
             return
-        call: Saved = handle.call
+        call = handle.call
         if id(call) in self._calls:
             return
         self._calls.add(id(call))
         reader = f"remat({name_in(call.label)})"
         for i, t in call.inputs.stored():
-            origin = f"copy of `{call.name_of(i)}` as it was before the call"
-            copied = i in call.inputs.may_be_written
-            for entry in self._note(t, reader, origin if copied else "from a constant"):
-                if copied:
-                    entry.origin, entry.rank = origin, MADE
-        planned = call.planned
-        for residual in planned.residuals_held() if planned else ():
+            if i in call.inputs.may_be_written:
+                self._note_copies(call.name_of(i), [t], reader)
+            else:
+                self._note([t], reader)
+        for residual in call.planned.residuals_held() if call.planned else ():
             self._note_saved(residual.stored(), residual.op, residual.decision, reader)
-        for stream, state in call.ambient.moved:
-            self._note_state(stream, state, reader)
+        self._note_kept(call.kept, reader, start)
+        self._note_states(call.ambient.moved, reader)
 
     def _note_saved(
         self, stored: Sequence[Tensor], op: Op, decision: Decision, reader: str
@@ -271,65 +322,66 @@ class _Notes:
         """Note what a policy saves."""
         origin = origin_text(op.func, sorted(op.names))
         for t in stored:
-            is_new = not self._ledger.has_met(t)
-            for entry in self._note(t, reader, origin):
-                if is_new:
-                    entry.rank, entry.source = MADE, op.source
-                if is_new or _would_move(t, decision):
-                    entry.place = _PLACES.get(decision, "")
+            known: dict[str, Any] = {"place": _PLACES.get(decision, "")}
+            if any(storage_id(part) not in self._ledger.entries for part in parts(t)):
+                known |= {"rank": MADE, "origin": origin, "source": op.source}
+            elif has_values(t) or _is_on_host(t, decision):
+                known = {}
+            self._note([t], reader, **known)
 
-    def _note_state(self, stream: Any, state: Any, reader: str) -> None:
-        """Note the state of a stream, which a recompute sets back."""
-        origin = f"state of the stream: {stream_name(stream)}"
-        if isinstance(state, Tensor):
-            self._note(state, reader, origin)
-            return
-        size, host = _size_of(state), torch.device("cpu")
-        self._states.append(SavedResidual(None, (), host, size, origin, "", (reader,)))
+    def _note_states(self, moved: Iterable[tuple[Any, Any]], reader: str) -> None:
+        """Note the states of streams, which a recompute sets back."""
+        for stream, state in moved:
+            origin = f"state of the stream: {stream_name(stream)}"
+            if isinstance(state, Tensor):
+                self._note([state], reader, origin=origin)
+            else:
+                size, host = _size_of(state), torch.device("cpu")
+                row = None, (), host, size, origin, "", (reader,)
+                self._states.append(SavedResidual(*row))
 
     def residuals(self, roots: list[Any], inputs: Inputs) -> list[SavedResidual]:
         """Drop the graph, and list what it saved or was seen to hold."""
-        entries = self._ledger.entries.values()
-        sizes = {e.ref.address: e.nbytes() for e in entries}
-        made = [e for e in entries if e.rank == MADE]
-        if not self._saved.issuperset(_alive(made)):
-            gc.collect()  # what only garbage refers to is not kept for a backward
+        entries, counts = self._ledger.entries, self._counts
+        rows = {address: _row(entry) for address, entry in entries.items()}
+        made = {address for address, entry in entries.items() if entry.rank == MADE}
         # Held until the end: the gradient accumulators of leaves go with the graph,
         # which would look as if it had saved the leaves.
         leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]
         edges = [*map(graph.get_gradient_edge, leaves)]
-        before = counts(entries), inputs.references()
+        if any(entries[a].ref.count() for a in made - self._saved):
+            gc.collect()  # what only garbage refers to is not kept for a backward
+        before = counts(inputs)
         roots.clear()
-        after = counts(entries), inputs.references()
+        held = self._saved | {a for a, n in counts(inputs).items() if n < before[a]}
         del edges
-        held = self._saved | {a for a in sizes if before[0][a] > after[0][a]}
-        for t, old, new in zip(inputs.run_on, before[1], after[1], strict=True):
-            if old > new:
-                held.update(map(storage_id, parts(t)))
-        if _alive(made):
+        if any(entries[a].ref.count() for a in made):
             gc.collect()  # a Function may refer to its own node
-            now = counts(made)
-            held |= {a for a in now if before[0][a] > now[a]}
-        found = sorted(
-            (e for e in entries if e.ref.address in held), key=attrgetter("rank")
-        )
-        return [e.residual(sizes[e.ref.address]) for e in found] + self._states
+            held |= {a for a in made if entries[a].ref.count() < before[a]}
+        kept = sorted((a for a in entries if a in held), key=lambda a: entries[a].rank)
+        return [rows[a] for a in kept] + self._states
+
+    def _counts(self, inputs: Inputs) -> Counter[int]:
+        """Return how many references there are to storages, and to inputs with them."""
+        entries = self._ledger.entries.items()
+        found = Counter({address: entry.ref.count() for address, entry in entries})
+        for t, count in zip(inputs.run_on, inputs.references(), strict=True):
+            for part in parts(t):
+                found[storage_id(part)] += count
+        return found
 
 
-def _alive(entries: Iterable[StorageNote]) -> list[int]:
-    return [address for address, count in counts(entries).items() if count]
+def _row(entry: StorageNote) -> SavedResidual:
+    storage = entry.ref.get()
+    size = 0 if storage is None else storage.nbytes()
+    meta = entry.dtype, entry.shape, entry.device, size
+    where = entry.origin, entry.source, tuple(entry.readers), entry.place
+    return SavedResidual(*meta, *where, entry.is_parameter)
 
 
-def _saved_by_call(node: Any, count: int) -> list[Any]:
-    """Return what each saved tensor became; an older torch gives all as one tuple."""
-    saved = saved_by(node)
-    return saved if len(saved) == count else [*saved[0]]
-
-
-def _would_move(tensor: Tensor, decision: Decision) -> bool:
-    """Say whether a tensor would be offloaded if it had values."""
-    there = tensor.device.type == "cpu" and decision is Decision.OFFLOAD
-    return not (has_values(tensor) or there)
+def _is_on_host(tensor: Tensor, decision: Decision) -> bool:
+    """Say whether a tensor is where it would be offloaded to."""
+    return tensor.device.type == "cpu" and decision is Decision.OFFLOAD
 
 
 _PLACES = {Decision.OFFLOAD: "pinned host", Decision.OFFLOAD_TO_DISK: "disk"}

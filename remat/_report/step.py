@@ -1,4 +1,4 @@
-"""Runs a step, a forward and its backward, and says what holds its peak.
+"""The record of a step, a forward and its backward: what holds its peak.
 
 The profiler says when memory is allocated and freed (`timeline`). An observer says
 which operation made it: each runs under a mark that the profiler sees.
@@ -12,23 +12,24 @@ memory that they do not return.
 """
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
+from torch import Tensor, autograd, is_grad_enabled
 from typing_extensions import override
 
-from remat._base.context import here
+from remat._base.context import Observe, here
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._graph.handles import Handle, PackedOutside, stored_by
-from remat._partial.options import Options
+from remat._graph.graph import handles_at, nodes_of
+from remat._graph.handles import PackedOutside, stored_by
 from remat._report.bitwise import has_values
 from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in, undoing
 from remat._report.peak import (
@@ -50,68 +51,81 @@ from remat._torch import (
     sequence_number,
     storage_id,
 )
-from remat._transform.lowering import Lowering
 from remat._transform.saved import DIFFERENTIATED_AGAIN
 
 
 MARK, OURS = "remat watches #", "remat keeps"
 
 
-def peak_of(fn: Fn, args: Any, kwargs: Any, *, again: bool) -> Peak | None:
-    """Run a step and return its peak; None if no loss is returned and no backward runs.
+def peak_of(fn: Fn, args: Any, kwargs: Any) -> Peak | None:
+    """Return the peak of a step; None if no loss is returned and no backward runs.
 
-    If it runs `again`, calls know from the time before what they need.
+    A step is a loss with its backward, perhaps one that all arguments are to be
+    differentiated of; or a function that runs its own. It runs twice: first, calls
+    learn what their recomputes need.
     """
-    for _ in range(again):
-        with undoing(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
-            _run(fn, args, kwargs, inputs, watch)
-        if not watch.is_step:
-            return None
-    with undoing(fn, args, kwargs, StepWatch) as (inputs, watch), watch:
-        if not all(map(has_values, inputs.tensors)):
-            return None
-        changes = changes_in(lambda: _run(fn, args, kwargs, inputs, watch))
-    return _peak(changes, watch, inputs) if watch.is_step else None
+    others = False
+    for run, every in (_loss, False), (_loss, True), (_own_backward, False):
+        for is_first in (True, False):
+            if every and not others:
+                break
+            with undoing(fn, args, kwargs, StepWatch, every=every) as (inputs, watch):
+                others = inputs.has_others or every
+                if not all(map(has_values, inputs.tensors)):
+                    return None
+                for t in inputs.tensors:
+                    if t.is_leaf:
+                        t.grad = None
+                with watch:
+                    call = partial(run, fn, args, kwargs, inputs, watch)
+                    if is_first and call() is None:
+                        break
+                    if not is_first:
+                        return _peak(changes_in(call), watch, inputs)
+    return None
 
 
-def _run(fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: "StepWatch") -> Any:
-    """Run a step, and return what is alive at its end."""
-    context = here()
-    before, context.reporter = context.reporter, watch
-    leaves = [t for t in inputs.tensors if t.is_leaf]
-    try:
-        for t in leaves:
-            t.grad = None
-        # A function that makes its own leaves, and differentiates with respect to them.
-        if not any(t.requires_grad for t in inputs.tensors):
-            result = fn(*args, **kwargs)
-            if watch.note_own_backward(result, leaves):
-                return result
-            del result
-        result = fn(*inputs.args, **inputs.kwargs)
-        outs = [t for t in tensors_in(result) if t.requires_grad]
-        if outs and all(t.numel() == 1 for t in outs):
-            watch.is_step = True
-            wrt = _differentiated(outs, inputs.run_on)
-            grads = torch.autograd.grad(outs, wrt, allow_unused=True)
-            watch.note_gradients(g for g in grads if g is not None)
-            return result, grads
-        if not outs and watch.note_own_backward(result, leaves):
-            return result
+def _loss(fn: Fn, _args: Any, _kwargs: Any, inputs: Inputs, watch: "StepWatch") -> Any:
+    """Run a loss and its backward; return what is alive then, None if it is none."""
+    result = fn(*inputs.args, **inputs.kwargs)
+    outs = [t for t in tensors_in(result) if t.requires_grad]
+    if not outs or any(t.numel() != 1 for t in outs):
         return None
-    finally:
-        context.reporter = before
+    wrt = _differentiated(outs, inputs.run_on)
+    try:
+        grads = autograd.grad(outs, wrt, allow_unused=True)
+    except RuntimeError:
+        if watch.ran_backward:  # its own, which freed the graph
+            return None
+        raise
+    watch.note_gradients(g for g in grads if g is not None)
+    return result, grads
+
+
+def _own_backward(
+    fn: Fn, args: Any, kwargs: Any, inputs: Inputs, watch: "StepWatch"
+) -> Any:
+    """Run a function that runs a backward; None if it does not."""
+    if not inputs.are_made_up:
+        args, kwargs = inputs.args, inputs.kwargs
+    result = fn(*args, **kwargs)
+    if not watch.ran_backward:
+        return None
+    made = [t for t in tensors_in(result) if t.numel() > 1]
+    grads = [t.grad for t in inputs.tensors if t.is_leaf and t.grad is not None]
+    watch.note_gradients([*made, *grads])
+    return (result,)
 
 
 def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """Return what a backward gives gradients: the inputs, and other leaves."""
     found = [t for t in given if t.requires_grad]
     known = {id(t) for t in found}
-    seen: set[Any] = {t.grad_fn for t in found}
+    seen: set[Any] = {None, *(t.grad_fn for t in found)}
     todo = [t.grad_fn for t in outs]
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
+        node: Any = todo.pop()
+        if node in seen:
             continue
         seen.add(node)
         todo += [behind for behind, _ in node.next_functions]
@@ -138,7 +152,7 @@ class MadeStorage(NamedTuple):
     """A storage that an operation made, and the tensor that it was made for."""
 
     storage: int
-    dtype: torch.dtype
+    dtype: Any
     shape: tuple[int, ...]
 
 
@@ -147,7 +161,6 @@ class StepWatch(Ledger):
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(stack)
-        self.is_step = False  # whether there was a backward
         self.ops: list[WatchedOp] = []
         self.made: dict[tuple[int, int], MadeStorage] = {}  # by operation and address
         # For each node, by number, the first operation of its forward.
@@ -161,61 +174,52 @@ class StepWatch(Ledger):
         # other; the index of the last operation of a forward.
         self.names: dict[str, int] = {}
         self.outermost, self.last = 0, -1
+        self.ran_backward = False
         self.differentiates = False  # whether a backward is (`create_graph=True`)
-        self._calls: list[weakref.ref[Any]] = []
         self.packing: dict[str, None] = {}  # the labels of calls under base autograd
-        self._handles: dict[int, Sequence[weakref.ref[Handle] | None]] = {}
         self._named: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._in_backward = False
 
-    # --- Operations ---
+    @override
+    def __enter__(self) -> Any:
+        self._reporter, here().reporter = here().reporter, self
+        return super().__enter__()
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        here().reporter = self._reporter
 
     @override
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        node = current_node()
-        if node is not None and torch.is_grad_enabled() and not here().recomputing:
+        node, i, context = current_node(), len(self.ops), here()
+        if node is not None and is_grad_enabled() and not context.recomputing:
             self.differentiates = True
-        if node is not None and not self._in_backward:
-            self._in_backward = True
-            self.saved.update(self._saved_by_policies())
-        number, i = -1 if node is None else sequence_number(node), len(self.ops)
-        self.ops.append(self._watched(func, number))
+        if node is not None and not self.ran_backward:
+            self.ran_backward = True
+            self.saved.update(_saved_by_policies(node))
+        again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
+        called = self._name_of(context.inside[-1]) if context.inside else ""
+        called = called or ("a call" if context.functions else "")
+        self.last = i if called and not again else self.last
+        name = getattr(func, "overloadpacket", func).__name__
+        saves = bool(context.functions) and context.policy is not None
+        number = -1 if node is None else sequence_number(node)
+        where = name, user_line(), number, called, again, saves
+        self.ops.append(WatchedOp(*where))
         self.origins.setdefault(nodes_made() - 1, i)
         with marked(f"{MARK}{i}"):
             result = super().call(func, args, kwargs)
         for part in _parts_in(result):
-            if storage_id(part) not in self.entries:
+            if storage_id(part) not in self.entries and not part._is_zerotensor():
                 place = i, part.untyped_storage().data_ptr()
                 meta = storage_id(part), part.dtype, tuple(part.shape)
                 self.made.setdefault(place, MadeStorage(*meta))
         return result
 
-    def _watched(self, func: Any, node: int) -> WatchedOp:
-        context = here()
-        again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
-        inside = context.inside
-        called = self._name_of(inside[-1]) if inside else ""
-        called = called or ("a call" if context.functions else "")
-        if called and not again:
-            self.last = len(self.ops)
-        name = getattr(func, "overloadpacket", func).__name__
-        saves = bool(context.functions) and context.policy is not None
-        return WatchedOp(name, user_line(), node, called, again, saves)
-
     @override
     def _preserve(self, tensor: Tensor) -> None:
         with marked(OURS):
             super()._preserve(tensor)
-
-    def note_own_backward(self, result: Any, leaves: Sequence[Tensor]) -> bool:
-        """Say whether the function ran a backward; note the gradients if it did."""
-        self.is_step = any(op.node >= 0 for op in self.ops)
-        if self.is_step:
-            made = [t for t in tensors_in(result) if t.numel() > 1]
-            self.note_gradients(
-                [*made, *(t.grad for t in leaves if t.grad is not None)]
-            )
-        return self.is_step
 
     def note_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Note what is a gradient of a parameter."""
@@ -223,30 +227,18 @@ class StepWatch(Ledger):
 
     # --- Calls ---
 
-    def asked(
-        self, block: Any, lowering: Lowering, args: tuple[Any, ...]
-    ) -> tuple[Lowering, Options]:
+    def asked(self, block: Any, lowering: Any, args: tuple[Any, ...]) -> Any:
         """Return how a rematerialized function is called: as it is."""
         del self, args
         return lowering, block._options
 
-    def observe(
-        self, call: Any, observe: Callable[[int, Tensor | None], None] | None
-    ) -> Callable[[int, Tensor | None], None]:
+    def observe(self, call: Any, observe: Observe | None) -> Observe:
         """Note a call under base autograd, and what it saves of its inputs."""
-        self._calls.append(weakref.ref(call))
         self.packing[call.label] = None
         values = call.inputs.values
         stored = (stored_by(v) if type(v) is PackedOutside else [v] for v in values)
         self._note(call, [t for each in stored for t in each])
-
-        def both(position: int, tensor: Tensor | None) -> None:
-            # Handles of what a policy saves outlive their call.
-            self._handles[id(call.handles)] = call.handles
-            if observe is not None:
-                observe(position, tensor)
-
-        return both
+        return observe or (lambda _position, _tensor: None)
 
     def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
         """Note a call under torch.func, and its inputs."""
@@ -264,17 +256,6 @@ class StepWatch(Ledger):
     def _name_of(self, call: Any) -> str:
         return self._named.get(call, call.label)
 
-    def _saved_by_policies(self) -> Iterator[int]:
-        refs = chain.from_iterable(self._handles.values())
-        handles = [ref() for ref in refs if ref is not None]
-        found = [h.residual for h in handles if h is not None and h.residual]
-        for ref in self._calls:
-            call = ref()
-            if call is not None and call.planned is not None:
-                found += call.planned.residuals_held()
-        for residual in found:
-            yield from map(storage_id, _parts_in(residual.stored()))
-
     def words_of(self, called: str) -> str:
         """Return the name of a call, with its number if others have the same label."""
         label, _, number = called.partition("\0")
@@ -286,6 +267,22 @@ def _parts_in(tree: Any) -> list[Tensor]:
     return [part for t in tensors_in(tree) for part in parts(base_tensor(t))]
 
 
+def _saved_by_policies(root: Any) -> Iterator[int]:
+    """Yield the storages that policies save of a graph whose backward starts."""
+    out = SimpleNamespace(grad_fn=root, requires_grad=True)
+    calls: dict[int, Any] = {}
+    found: list[Any] = []
+    for handle in (h for node, _ in nodes_of([out]) for h in handles_at(node)):
+        if handle.residual is not None:
+            found.append(handle.residual)
+        elif handle.call.planned is not None:
+            calls[id(handle.call)] = handle.call.planned
+    for planned in calls.values():
+        found += planned.residuals_held()
+    for residual in found:
+        yield from map(storage_id, _parts_in(residual.stored()))
+
+
 # --- The peak ---
 
 
@@ -295,61 +292,48 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
     end = live.index(max(live)) + 1 if live and max(live) > 0 else 0
     holders = _holders(theirs[:end], watch, inputs)
     first = [op for op in watch.ops if op.node < 0 and not op.again]
-    covered = sum(bool(op.called) for op in first) / max(1, len(first))
-    nested = sum(watch.names.values()) - watch.outermost
-    again = tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN)
-    twice = again, watch.differentiates
-    advice = advice_on(holders, Built(watch.outermost, nested, covered, *twice))
+    built = Built(
+        calls=watch.outermost,
+        nested=sum(watch.names.values()) - watch.outermost,
+        covered=sum(bool(op.called) for op in first) / max(1, len(first)),
+        again=tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN),
+        differentiates=watch.differentiates,
+    )
     op = running_operation(theirs[end - 1].running) if end else ""
-    return Peak(sum(h.nbytes for h in holders), op, tuple(holders), advice)
+    nbytes = sum(h.nbytes for h in holders)
+    return Peak(nbytes, op, tuple(holders), advice_on(holders, built))
 
 
 def _holders(
     changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs
 ) -> list[Holder]:
     """Return what holds the bytes that are alive after some changes."""
-    alive, last = _alive_after(changes)
-    # Whether they are alive before the backward.
-    is_early = bool(watch.ops) and watch.ops[last].node < 0
-    found: dict[tuple[PeakHolder, str], dict[HeldValues, list[int]]]
-    found = defaultdict(lambda: defaultdict(list))
-    for change, i in alive:
-        kind, name, key = _sorted(watch, change, i, is_early=is_early)
-        found[kind, name or NAMES[kind]][key].append(change.nbytes)
-    for kind, key, nbytes in _before(inputs):
-        found[kind, NAMES[kind]][key].append(nbytes)
-    total = sum(sum(n) for values in found.values() for n in values.values())
-    holders: list[Holder] = []
-    for (kind, name), values in found.items():
-        held = [
-            replace(like, count=len(sizes), nbytes=sum(sizes))
-            for like, sizes in values.items()
-        ]
-        held.sort(key=lambda v: -v.nbytes)
-        nbytes = sum(v.nbytes for v in held)
-        if nbytes:
-            holders.append(Holder(kind, name, nbytes, nbytes / total, tuple(held)))
-    holders.sort(key=lambda holder: -holder.nbytes)
-    return holders
-
-
-def _alive_after(
-    changes: Sequence[MemoryChange],
-) -> tuple[Iterable[tuple[MemoryChange, int]], int]:
-    """Return what is alive after some changes, and the operation that ran last.
-
-    Each allocation is given with the operation that ran when it was made, or before.
-    """
+    # What is alive, each with the operation that ran when it was made, or before.
     alive: dict[Any, tuple[MemoryChange, int]] = {}
     last = 0
     for change in changes:
         marks = [name for name in change.running if name.startswith(MARK)]
         last = int(marks[-1].removeprefix(MARK)) if marks else last
+        alive.pop(change.place, None)
         if change.nbytes > 0:
             alive[change.place] = change, last
-        else:
-            alive.pop(change.place, None)
-    return alive.values(), last
+    is_early = bool(watch.ops) and watch.ops[last].node < 0  # before the backward
+    known = [
+        (_sorted(watch, change, i, is_early=is_early), change.nbytes)
+        for change, i in alive.values()
+    ]
+    known += _before(inputs)
+    sizes, counts = Counter[Any](), Counter(key for key, _ in known)
+    for key, nbytes in known:
+        sizes[key] += nbytes
+    held: dict[tuple[PeakHolder, str], list[HeldValues]] = defaultdict(list)
+    for (kind, name, like), nbytes in sizes.most_common():
+        value = replace(like, count=counts[kind, name, like], nbytes=nbytes)
+        held[kind, name or NAMES[kind]].append(value)
+    found = [(sum(v.nbytes for v in values), key) for key, values in held.items()]
+    found.sort(key=lambda each: -each[0])
+    total = sizes.total()
+    return [Holder(*k, n, n / total, tuple(held[k])) for n, k in found if n]
 
 
 def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
@@ -364,7 +348,10 @@ def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
             yield change
 
 
-def _before(inputs: Inputs) -> Iterator[tuple[PeakHolder, HeldValues, int]]:
+_OfHolder: TypeAlias = tuple[PeakHolder, str, HeldValues]  # without counts and bytes
+
+
+def _before(inputs: Inputs) -> Iterator[tuple[_OfHolder, int]]:
     """Yield what is alive before the step: parameters and inputs."""
     seen: set[int] = set()
     for t in inputs.tensors:
@@ -373,18 +360,18 @@ def _before(inputs: Inputs) -> Iterator[tuple[PeakHolder, HeldValues, int]]:
             if storage_id(part) not in seen:
                 seen.add(storage_id(part))
                 like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
-                yield kind, like, part.untyped_storage().nbytes()
+                yield (kind, "", like), part.untyped_storage().nbytes()
 
 
 def _sorted(
     watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool
-) -> tuple[PeakHolder, str, HeldValues]:
+) -> _OfHolder:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
-    dtype, shape = (None, ()) if made is None else (made.dtype, made.shape)
+    storage, dtype, shape = made or MadeStorage(-1, None, ())
     if i >= len(watch.ops):
         return "residuals", "", HeldValues("", dtype, shape, "", 0, 0)
-    op, storage = watch.ops[i], -1 if made is None else made.storage
+    op = watch.ops[i]
     # The operation in whose forward or backward it ran; -1 if that is unknown.
     is_gradient = op.node >= 0 and not op.again
     origin = watch.origins.get(op.node, -1) if is_gradient else i
@@ -398,7 +385,7 @@ def _sorted(
         return "saved inputs", "", key
     if storage in watch.saved or (op.saves and op.node < 0):
         return "policy", "", key
-    if op.node >= 0 and (origin < 0 or maker.called or maker.again):
+    if op.node >= 0 and watch.names and (origin < 0 or maker.called or maker.again):
         return "cotangents", "", key
     if op.called and op.node < 0:
         if is_early:

@@ -37,8 +37,7 @@ class MemoryTimeline(_render.Shown):
 
     Example:
         >>> import torch
-        >>> x = torch.ones(1000)
-        >>> memory_timeline(lambda x: x.sin().cos(), x)
+        >>> memory_timeline(lambda x: x.sin().cos(), torch.ones(1000))
         <MemoryTimeline of `<lambda>`: 3 events, peak of 7.8 KiB in cos>
     """
 
@@ -67,18 +66,14 @@ class MemoryTimeline(_render.Shown):
 
         Returns:
             The axes.
-
-        Raises:
-            ImportError: matplotlib is not installed.
         """
         peak = f"{label}: {_render.size(self.peak)}" if label else self._peak
         return _plots.steps(self.bytes, peak, f"memory of {self.label}", ax)
 
     @override
     def __repr__(self) -> str:
-        return (
-            f"<MemoryTimeline of {self.label}: {len(self.bytes)} events, {self._peak}>"
-        )
+        events = f"{len(self.bytes)} events"
+        return f"<MemoryTimeline of {self.label}: {events}, {self._peak}>"
 
     @property
     def _peak(self) -> str:
@@ -88,21 +83,19 @@ class MemoryTimeline(_render.Shown):
     @override
     def _table(self) -> _render.Table:
         rows: dict[str, list[int]] = {}
-        before = 0
-        for op, now in zip(self.ops, self.bytes, strict=True):
-            row = rows.setdefault(op, [0, 0, 0, 0])
+        for op, now, before in zip(
+            self.ops, self.bytes, (0, *self.bytes), strict=False
+        ):
+            row = rows.setdefault(op or "Python", [0, 0, 0, 0])
             row[0] += now > before
             row[1] += max(now - before, 0)
             row[2] += max(before - now, 0)
             row[3] = max(row[3], now)
-            before = now
         last = self.bytes[-1] if self.bytes else 0
         return _render.Table(
             title=f"memory of {self.label}",
             columns=("operation", "#allocations", "#allocated", "#freed", "#peak"),
-            rows=tuple(
-                (op or "Python", *(f"{n:,}" for n in row)) for op, row in rows.items()
-            ),
+            rows=tuple((op, *map("{:,}".format, row)) for op, row in rows.items()),
             notes=(f"peak: {self.peak:,} bytes; at the end: {last:,}",),
         )
 
@@ -113,12 +106,10 @@ def memory_timeline(
     """Run a function and list the bytes alive after each allocation and each free.
 
     The function runs once, as it is. To see the memory of a training step, pass a
-    function that runs the forward and the backward.
-
-    The count starts at zero: tensors that exist before the call do not count, and are
-    not subtracted when ``fn`` frees them. The result of ``fn`` stays alive until the
-    last entry. Cyclic garbage is collected before the call and not during it, so memory
-    that a reference cycle holds counts as alive.
+    function that runs the forward and the backward. The count starts at zero: tensors
+    that exist before the call do not count, and are not subtracted when ``fn`` frees
+    them. The result of ``fn`` stays alive until the last entry. Cyclic garbage is
+    collected before the call and not during it.
 
     Args:
         fn: Called once. State that a first call sets up (such as a cache) counts as
@@ -128,8 +119,7 @@ def memory_timeline(
 
     Returns:
         The live bytes on all devices together, after each event in order, each with the
-        operation that ran. `print` and notebooks show a table, and `.plot()` draws the
-        bytes over time.
+        operation that ran.
 
     Example:
         >>> import torch
@@ -137,8 +127,6 @@ def memory_timeline(
         >>> found = memory_timeline(lambda x: x.sin().cos(), x)
         >>> found.bytes, found.ops
         ((4000, 8000, 4000), ('sin', 'cos', ''))
-        >>> found.peak, found.peak_op
-        (8000, 'cos')
     """
     found = changes_in(lambda: fn(*args, **kwargs))
     live = accumulate(change.nbytes for change in found)

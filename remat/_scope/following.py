@@ -35,6 +35,9 @@ class Placed(NamedTuple):
     # forward ends they are recomputed, and not held.
     passes: tuple[bool, ...]
     sizes: tuple[int, ...]
+    # The positions of saved results that are recomputed where what was not planned
+    # takes as much.
+    spares: frozenset[int] = frozenset()
 
 
 _NOTHING = Placed(OUTSIDE, (), (), (), ())
@@ -45,15 +48,17 @@ class Course:
     """The operations of one kind of forward, by place."""
 
     placed: tuple[Placed, ...]
-    # Whether gradients that are there when a step begins are counted.
+    # Whether gradients that are there when a step begins are counted; and by how many
+    # bytes a step is over the budget then, where there is no better plan.
     counts_gradients: bool = True
+    over: int = 0
     is_training: bool = True  # the mode of the model that runs it
     nbytes: int = field(init=False, compare=False, repr=False)
     roots: frozenset[str] = field(init=False, compare=False, repr=False)
     # What was said about steps that differ.
     told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
-    _paths: frozenset[str] = field(init=False, compare=False, repr=False)
+    paths: frozenset[str] = field(init=False, compare=False, repr=False)
     # How many calls there are of an outermost module, and of each path in each of them.
     _turns: dict[str, int] = field(init=False, compare=False, repr=False)
     _numbers: dict[tuple[str, int, str], int] = field(
@@ -70,7 +75,7 @@ class Course:
             "nbytes": sum(sum(each.sizes) for each in self.placed),
             "roots": frozenset(turns),
             "_by_place": {each.place: each for each in self.placed},
-            "_paths": frozenset(each.place[2] for each in self.placed),
+            "paths": frozenset(each.place[2] for each in self.placed),
             "_turns": turns,
             "_numbers": numbers,
         }
@@ -80,7 +85,7 @@ class Course:
     def at(self, place: CallPlace) -> Placed:
         """Return what is planned for a place. More calls than planned begin again."""
         found = self._by_place.get(place)
-        if found is not None or place[2] not in self._paths:
+        if found is not None or place[2] not in self.paths:
             return found or _NOTHING
         root, turn, path, number = place
         turn %= self._turns.get(root, 1)
@@ -151,17 +156,17 @@ _SURE = 4  # operations that agree, after which there is one alignment
 class ByPlace(Policy):
     """Answers as a plan says, operation by operation of each call."""
 
-    def __init__(
-        self, label: str, courses: Sequence[Course], *, is_training: bool | None = None
-    ) -> None:
+    def __init__(self, label: str, courses: Sequence[Course]) -> None:
         self._label, self._courses = label, courses
         self.calls = Calls(frozenset().union(*(each.roots for each in courses)))
-        # The one that is followed.
-        modes = [each.is_training for each in courses]
-        self._course = modes.index(is_training) if is_training in modes else 0
+        self._course = 0  # the one that is followed, until a module is called
+        self._is_chosen = len(courses) < 2
         self._visited = set[CallPlace]()
         # The bytes that were planned and did not run, or run and were not planned.
         self._off = 0
+        # Not planned bytes since something was saved, the most of these, and those of
+        # spare results that are not saved for them.
+        self._extra = self._most_extra = self._spared = 0
         # Of the first results of calls: their bytes as planned, and those that differ.
         self._sized = self._resized = 0
         self._first = ""  # difference
@@ -183,6 +188,8 @@ class ByPlace(Policy):
         call = calls.current
         cursor: Cursor | None = call.cursor
         if cursor is None:
+            if not self._is_chosen and len(calls.running) > 1:
+                self._choose(calls.running[1].module)
             call.cursor = cursor = self._begun(self._course, call.place)
             self._compare(op, name, cursor.placed)
         at, placed = cursor.at, cursor.placed
@@ -195,22 +202,49 @@ class ByPlace(Policy):
                 self.is_passing = False
                 return Decision.RECOMPUTE
         if placed.saves[at]:
-            return Decision.SAVE
+            is_spared = self._off and self._is_spared(placed, at)
+            return Decision.RECOMPUTE if is_spared else Decision.SAVE
         self.is_passing = placed.passes[at]
         return Decision.RECOMPUTE
+
+    def _choose(self, root: Any) -> None:
+        """Choose the course of a model's mode, and of whether it has gradients."""
+        self._is_chosen, has_gradients = True, _has_gradients(root)
+        self._course = min(
+            range(len(self._courses)),
+            key=lambda k: (
+                self._courses[k].is_training != root.training,
+                self._courses[k].counts_gradients != has_gradients,
+            ),
+        )
+        course = self._courses[self._course]
+        if has_gradients and course.over:
+            say_once(self._courses, _GRADIENTS, self._label, f"{course.over:,}")
 
     def _begun(self, course: int, place: CallPlace) -> Cursor:
         found = self._courses[course].at(place) if self._courses else _NOTHING
         self._visited.add(found.place)
         return Cursor(course, found)
 
+    def _is_spared(self, placed: Placed, at: int) -> bool:
+        """Say whether a saved result makes place for what was not planned."""
+        self._most_extra, self._extra = max(self._most_extra, self._extra), 0
+        is_spared = at in placed.spares and self._spared < self._most_extra
+        if is_spared:
+            self._spared += placed.sizes[at]
+            self.is_passing = False
+        return is_spared
+
     def _compare(self, op: Op, name: str, placed: Placed) -> None:
         """Note whether the first result of a call has other bytes than planned."""
-        if placed.names[:1] == (name,):
+        names = placed.names
+        if names and names[0] == name:
             size, nbytes = placed.sizes[0], op.nbytes
             self._sized += size
+            if nbytes == size:
+                return
             self._resized += abs(nbytes - size)
-            if nbytes != size and not self._first:
+            if not self._first:
                 made = f"{name} makes {nbytes:,} bytes at {op.source}"
                 self._first = f"{size:,} bytes were planned, and {made}"
 
@@ -229,6 +263,7 @@ class ByPlace(Policy):
         at = cursor.align(name)
         if at < 0:
             self._off += op.nbytes
+            self._extra += op.nbytes
         else:
             self._pass_over(cursor.placed, before, at)
         return at, cursor.placed
@@ -238,6 +273,7 @@ class ByPlace(Policy):
         each = zip(placed.saves[first:end], placed.sizes[first:end], strict=True)
         for saves, size in each:
             self._off += size
+            self._extra -= size
             self.owed += size if saves else 0
         if first < end and not self._first:
             path = placed.place[2] or "the model"
@@ -245,13 +281,16 @@ class ByPlace(Policy):
 
     def _leave(self, ended: list[ModuleCall]) -> None:
         """Note which operations calls have left out that are over."""
+        course = self._courses[self._course]
         for call in ended:
             cursor: Cursor | None = call.cursor
-            if cursor is None:
-                placed, at = self._courses[self._course].at(call.place), 0
+            if cursor is not None:
+                placed, at = cursor.placed, cursor.at
+            elif call.place[2] in course.paths:
+                placed, at = course.at(call.place), 0
                 self._visited.add(placed.place)
             else:
-                placed, at = cursor.placed, cursor.at
+                continue
             if at < len(placed.names):
                 self._pass_over(placed, at, len(placed.names))
         ended.clear()
@@ -296,7 +335,20 @@ def say_once(courses: Sequence[Course], message: str, *args: Any) -> None:
         _LOG.info(message, *args)
 
 
+def _has_gradients(model: Any) -> bool:
+    """Say whether the first parameter that learns has a gradient, as all have then."""
+    learned = (p for p in model.parameters() if p.requires_grad)
+    first = next(learned, None)
+    return first is not None and first.grad is not None
+
+
 _LOG = logging.getLogger("remat")
+_GRADIENTS = (
+    "remat: a step that follows the plan for %s begins with gradients, as where these "
+    "are accumulated. No plan was found for that under the budget: the step is over it "
+    "by up to %s bytes. Pass a larger budget to remat.fit, or set gradients to None "
+    "before each step."
+)
 _OTHER = (
     "remat: a step differs from the plan for %s in %s bytes, where %s were planned: "
     "%s. What is not in the plan is recomputed. Call remat.fit for what runs now, with "

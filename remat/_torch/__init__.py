@@ -2,6 +2,7 @@
 
     autograd        the engine, graphs and what they saved, hooks, dual numbers
     levels          the levels of torch.func
+    batches         tensors below all levels, and at them again
     modes           function modes and dispatch modes
     algorithms      operations that compute something else where a mode is entered
     tracing         Dynamo, torch.fx, TorchScript
@@ -60,6 +61,7 @@ from remat._torch.autograd import (
     when_done as when_done,
     without_hooks as without_hooks,
 )
+from remat._torch.batches import lowered as lowered, raised as raised
 from remat._torch.graphs import (
     CollectivesInGraph as CollectivesInGraph,
     FunctionalValue as FunctionalValue,
@@ -105,8 +107,6 @@ from remat._torch.levels import (
     leaf_at as leaf_at,
     levels_requiring_grad as levels_requiring_grad,
     lifted as lifted,
-    lowered as lowered,
-    raised as raised,
     requires_grad_above as requires_grad_above,
     requires_grad_at_any_level as requires_grad_at_any_level,
     taken_apart_at_jvp as taken_apart_at_jvp,

@@ -146,7 +146,10 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
 
 
 def requires_grad_above(tensor: Tensor, level: int) -> bool:
-    """Say whether a level above another one differentiates a tensor."""
+    """Say whether a level above another one differentiates a tensor.
+
+    To be called where no TorchFunctionMode sees it.
+    """
     tensor = unwrap_if_dead(tensor)
     while is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > level:
         if tensor.requires_grad:
@@ -308,50 +311,6 @@ def batched(
 
 
 batch = restore_vmap
-
-
-# Deleted by: a public stack of the transforms that are active.
-def lowered(
-    tensors: Sequence[Tensor], args: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], list[Flat]] | None:
-    """Return tensors below all levels, and how each vmap that batches `args` does so.
-
-    None if another vmap batches them.
-    """
-    found: list[Flat] = []
-    for level, is_vmap, batches in _levels_of(args):
-        if not is_vmap:
-            tensors = [_unwrap_for_grad(t, level) for t in tensors]
-            continue
-        tensors, dims = unwrap_batched(tuple(tensors), level) if tensors else ((), ())
-        if not batches and {*dims} - {None}:
-            return None
-        found += [dims] if batches else []
-    return tensors, found
-
-
-# Deleted by: the same.
-def raised(
-    tensors: Sequence[Tensor], dims: Sequence[Flat], args: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """Return tensors at the levels here, whose vmaps batch `args` as they did."""
-    levels = [level for level, _, batches in _levels_of(args) if batches and tensors]
-    for level, how in reversed([*zip(levels, dims, strict=False)]):
-        tensors = wrap_batched(tuple(tensors), how, level)
-    return tensors
-
-
-def _levels_of(args: Sequence[Tensor]) -> list[tuple[int, bool, bool]]:
-    """Return each level, the innermost first: is it a vmap, and does it batch args."""
-    found = list[tuple[int, bool, bool]]()
-    for layer in reversed(get_interpreter_stack() or ()):
-        level, is_vmap, dims = layer.level(), kind_of(layer) == VMAP, ()
-        if not is_vmap:
-            args = [_unwrap_for_grad(t, level) for t in args]
-        elif args:
-            args, dims = unwrap_batched(tuple(args), level)
-        found.append((level, is_vmap, any(d is not None for d in dims)))
-    return found
 
 
 def are_all_vmaps() -> bool:

@@ -107,10 +107,12 @@ def is_in_compiled_code() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_COMPILED):
-            return True
-        if module.partition(".")[0] not in _PASSED:
-            return False
+        if module not in _PASSED:
+            if module.startswith(_COMPILED):
+                return True
+            if module.partition(".")[0] not in _PASSED:
+                return False
+            _PASSED.add(module)
         frame = frame.f_back
     return False
 

@@ -212,8 +212,7 @@ class Primal(Program):
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> Evaluated:
         found = _evaluate_below(self.call, program, inputs, request)
-        results, evaluation, state = found
-        self.evaluation, self.state = evaluation, state
+        results, evaluation, state = _, self.evaluation, self.state = found
         if request.is_jvp:  # recomputes are given no tangents beside primals
             arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]
@@ -357,12 +356,7 @@ def dispatch(
 ) -> Evaluated:
     """Evaluate `program` by the innermost torch.func transform.
 
-    Args:
-        program: to evaluate.
-        inputs: to evaluate it on.
-        request: what is asked.
-        saved: what a node saves in place of the inputs, if these are the user's dual
-            numbers, taken apart.
+    A node saves `saved` in place of inputs that are the user's dual numbers.
     """
     layer = current_layer()
     kind: Any = None if layer is None else kind_of(layer)

@@ -138,10 +138,6 @@ class SavedInputs:
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
-        if self.may_be_written and hooks is None:
-            at = sorted(self.may_be_written)
-            found = zip(at, memories_of([entries[i] for i in at]), strict=True)
-            self._memory = {i: memory for i, memory in found if memory is not None}
         self.values: list[Any] = []
         self.originals_at = []
         for i, t in enumerate(entries):
@@ -196,6 +192,10 @@ class SavedInputs:
                 known = [i for i in self._watched if id(entries[i]) in STILL]
                 self._sums = {i: sum_of(entries[i]) for i in known}
                 self.may_be_written = self.may_be_written.difference(self._sums)
+        if self.may_be_written and self._hooks is None:
+            at = sorted(self.may_be_written)
+            known = zip(at, memories_of([entries[i] for i in at]), strict=True)
+            self._memory = {i: memory for i, memory in known if memory is not None}
 
     def _copy(self, i: int, t: Tensor) -> Any:
         """Return a copy of an input; its value if torch copies no such tensor."""
@@ -340,16 +340,12 @@ class SavedInputs:
         not even the leaves are: they would get them twice.
         """
         on_originals = not changes.accumulates
-        if on_originals and self._are_originals:
-            if [*map(_requires_grad, self.values)] == self.needs:
-                return [*self.values]
+        are_originals = on_originals and self._are_originals
+        if are_originals and [*map(_requires_grad, self.values)] == self.needs:
+            return [*self.values]
         on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
-        if self._memory:  # the forward still runs
-            for i, (_, held) in self._memory.items():
-                self.values[i] = with_bytes(self.values[i], held)
-            memory = self._memory.items()
-            self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in memory])
-            self._memory = {}
+        if self._memory:
+            self._copy_now()
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
@@ -370,6 +366,14 @@ class SavedInputs:
         for group in self._overlaps:
             together(group, tensors, self._first_there(group, tensors))
         return tensors + parameters if are_ours else tensors
+
+    def _copy_now(self) -> None:
+        """Make copies of the bytes that were noted: the forward still runs."""
+        for i, (_, held) in self._memory.items():
+            self.values[i] = with_bytes(self.values[i], held)
+        memory = self._memory.items()
+        self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in memory])
+        self._memory = {}
 
     def _first_there(self, group: Ranges, tensors: Sequence[Tensor]) -> int | None:
         """Return which of a group is first of those that are the user's own, if any."""

@@ -185,6 +185,10 @@ class Saved:
         *("planned", "policy", "reach", "seeds", "vmaps", "written"),
     )
 
+    handles: Sequence[weakref.ref[Handle] | None]
+    metas: Sequence[Any]
+    seeds: Sequence[int]
+
     def __init__(
         self,
         reach: Reach,
@@ -205,15 +209,12 @@ class Saved:
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True
         )
-        self.handles: Sequence[weakref.ref[Handle] | None] = ()
-        self.metas: Sequence[Any] = ()
         self.leaf_changes, self.is_done = ONLY_MARKS, False
         self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
         self.kept: list[Any] = []
         self.written: dict[int, HeldAtEnd] = {}
-        self.seeds: Sequence[int] = ()
         self.index: int | None = None
         self.modes: ModesAround | None = None
 
@@ -544,8 +545,6 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
-    elif in_backward and call.planned is not None:
-        call.planned.let_go()
     return value
 
 
@@ -592,6 +591,8 @@ def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
         return
     replaying = planned.replay(handles)
     if replaying is not None and _fill_along_plan(call, handles, replaying):
+        if current_task() >= 0 and not keeps_graph():
+            planned.let_go()
         return
     _fill_fully(call, handles, planned.check())
 

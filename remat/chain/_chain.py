@@ -21,13 +21,13 @@ from remat._base.program import (
     Evaluation,
     InputIndex,
     OutputIndex,
+    PerInput,
     Program,
     Request,
     has_derivatives,
 )
 from remat._base.types import Outputs
 from remat._torch import current_layer, requires_grad_at_any_level
-from remat._transform.below import total_needs
 from remat._transform.function import evaluate
 from remat._transform.levels import Below
 from remat.chain._forward import CHANGED, ChainProgram
@@ -48,10 +48,7 @@ class Chain(ChainProgram):
     ) -> tuple[Sequence[Any], Evaluation]:
         """Evaluate for the first time, and keep the checkpoints."""
         call = self.call
-        needs, seen = total_needs(program, request.needs), program
-        while isinstance(seen, Below):  # which may have tangents beside its inputs
-            needs, seen = needs[: seen.arity], seen.program
-        call.needs = needs
+        call.needs = _needs_of(program, request)
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
         call.stores = program is self and not request.is_jvp
         results, evaluation = super().evaluate_first(program, inputs, request)
@@ -87,6 +84,7 @@ class Chain(ChainProgram):
             outs: Any = super().run_forward(cut.inputs, mode)
             needs = call.note_outs(outs)
             outs = [*map(cut.value, outs)]
+        call.cut = None  # which leads to leaves that nothing is to hold
         return _connected(outs, needs, inputs)
 
     @override
@@ -118,6 +116,16 @@ def _cut_rows(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
     """Return what each of some steps collected."""
     width = len(tensors) // count
     return [tensors[i * width : (i + 1) * width] for i in range(count)] if width else []
+
+
+def _needs_of(program: Program, request: Request) -> PerInput:
+    """Return which inputs some level differentiates, inside a vmap or outside."""
+    needs = request.needs
+    while isinstance(program, Below):
+        pairs = zip(needs[: program.arity], program.needs, strict=True)
+        needs = [inside or outside for inside, outside in pairs]
+        program = program.program
+    return needs
 
 
 def _connected(

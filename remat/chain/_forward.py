@@ -17,6 +17,7 @@ from typing_extensions import override
 from remat._ambient.ambient import Ambient, noted
 from remat._ambient.modes import are_users_modes, modes_around
 from remat._base import pytree
+from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.types import INERT, Fn
 from remat._graph.edges import reached_inputs
@@ -75,12 +76,14 @@ class ChainCall(Call):
         needs: which inputs some level differentiates.
         stores: whether the forward stores checkpoints.
         cut: how graphs end between two steps, while the forward runs.
+        kept_from: by step, how much calls within had kept before it by their own rules.
         changes: whether steps change what others may read; known after the forward.
     """
 
     __slots__ = (
         *("_form", "_progress", "_results", "_stored", "changes", "cut", "initial"),
-        *("length", "needs", "outs", "scanned", "schedule", "steps", "stores"),
+        *("kept_from", "length", "needs", "outs", "scanned", "schedule", "steps"),
+        "stores",
     )
 
     def __init__(
@@ -103,6 +106,7 @@ class ChainCall(Call):
             () if steps.scanned is None else tensors_and_frame(args[steps.scanned])[0]
         )
         self.scanned = [index[id(t)] for t in scanned]
+        self.kept_from: list[int] = []
         self.outs = Outs((), ())
         self.needs: Sequence[bool] = ()
         self.stores = self.changes = False
@@ -323,7 +327,9 @@ class _Sweep:
     def _advance(self, start: int, stop: int) -> None:
         steps, snapshot = self._call.steps, self._call.snapshot
         called = self._fn, self._args
+        kept = here().regions[-1][0]
         for k in range(start, stop):
+            self._call.kept_from.append(len(kept))
             live, row, leaves = run_step(
                 steps, called, self._cut, self._live, k, look=self._look
             )

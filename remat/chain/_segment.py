@@ -176,14 +176,23 @@ class Segment(Program):
             tensors = [*map(inputs.__getitem__, numbers)]
             return reach.run(tensors, body, runs, users)
 
-        context.recomputing = (*context.recomputing, chain)
+        before = context.recomputing, context.regions
+        context.recomputing = (*before[0], chain)
+        context.regions = (*before[1], *self._region())
         try:
             return chain.again(run, inputs, mode, state)[0]
         except Exception as error:
             note(error, f"remat: raised while recomputing {chain.label}.")
             raise
         finally:
-            context.recomputing = context.recomputing[:-1]
+            context.recomputing, context.regions = before
+
+    def _region(self) -> list[Any]:
+        """Return where the steps find what calls within kept, if anything."""
+        kept = self._chain.kept
+        if not kept:
+            return []
+        return [[kept, True, self._call.kept_from[self._numbers.start], True]]
 
 
 def segment_from(

@@ -1,8 +1,8 @@
 """Modules whose calls follow a plan for a whole step.
 
 A `remat.scope` around each call follows the plan. A scope can do nothing under
-torch.func, in compiled code and with FSDP. There, blocks in which the plan recomputes
-are recomputed as a whole: their calls have the option `unless_followed`.
+torch.func, in compiled code and with FSDP. There, blocks follow policies that were
+chosen for the same budget: their calls have the option `unless_followed`.
 
 Invariant: the module stays what it is, with two hooks more.
 Rejected: a class of its own for the module, as its blocks get. Hooks of the module
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from typing_extensions import override
 
 from remat._base.context import here
@@ -35,6 +35,7 @@ from remat.nn._applied import (
     refuse_others,
     unmark,
 )
+from remat.policies import Policy
 
 
 class FollowedScope:
@@ -47,14 +48,14 @@ class FollowedScope:
         if why:
             _warn(label, why)
         self._label, self._courses = label, courses
-        mode = None if model is None else model.training
-        self._policy = ByPlace(label, courses, is_training=mode)
+        self._policy = ByPlace(label, courses)
         self._scope = None if why else scope(self._policy)
         self._model = model
 
     def __enter__(self) -> None:
         if self._scope is not None:
-            self._tell()
+            if torch.is_grad_enabled() and awaits_backward(ByPlace):
+                say_once(self._courses, _TWO_GRAPHS, self._label)
             here().step_plans += 1
             self._scope.__enter__()
             self._policy.calls.__enter__()
@@ -68,19 +69,6 @@ class FollowedScope:
             self._scope.__exit__(*raised)
             if not any(raised):
                 self._policy.end()
-
-    def _tell(self) -> None:
-        """Tell once what a step has alive that was not planned."""
-        if not torch.is_grad_enabled():
-            return
-        if awaits_backward(ByPlace):
-            say_once(self._courses, _TWO_GRAPHS, self._label)
-        if self._model is None or all(c.counts_gradients for c in self._courses):
-            return
-        learned = (p for p in self._model.parameters() if p.requires_grad)
-        first = next(learned, None)
-        if first is not None and first.grad is not None:
-            say_once(self._courses, _GRADIENTS, self._label)
 
 
 class _Open(threading.local):
@@ -121,6 +109,8 @@ def can_follow(model: nn.Module) -> bool:
 
 def has_sharded_parts(model: nn.Module) -> bool:
     """Say whether a module has DTensors, or FSDP frees its parameters in a step."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
     sharded = _classes("torch.distributed.tensor", "DTensor")
     fsdp = "FSDPModule", "FullyShardedDataParallel"
     wrapped = _classes("torch.distributed.fsdp", *fsdp)
@@ -166,14 +156,15 @@ def follow(
     model: nn.Module,
     label: str,
     courses: Sequence[Course],
-    blocks: Sequence[str],
+    blocks: Sequence[tuple[str, Policy | None]],
     where: str,
 ) -> None:
-    """Have each call of a module follow a plan."""
+    """Have each call of a module follow a plan; blocks do where no scope can act."""
     refuse_others(model, "plan.apply")
     inner = _planned_part(model, label, courses)
-    for module in [_submodule(inner, name) for name in blocks]:
-        recompute_in_place(module, where, Options(unless_followed=True), PLAN)
+    for module, policy in [(_submodule(inner, name), p) for name, p in blocks]:
+        options = Options(policy=policy, unless_followed=True)
+        recompute_in_place(module, where, options, PLAN)
     refuse_later(model, PLAN, where)
     # Last, so that it runs first: what begins here ends also after an error of a hook.
     entering = _Entering(label, courses, where)
@@ -229,13 +220,8 @@ _TWO_GRAPHS = (
     "alive. The budget holds for one graph: both take more. Run the backward of one "
     "before the forward of the next, or plan for a function that runs both."
 )
-_GRADIENTS = (
-    "remat: a step that follows the plan for %s begins with gradients, for which the "
-    "plan was not made. It is over the budget by at most their bytes. Call remat.fit "
-    "with accumulates=True, or set gradients to None before each step."
-)
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "
-    "Blocks in which it recomputes are recomputed as a whole. For a plan by blocks "
-    "call remat.fit(..., over='blocks')."
+    "Its blocks follow what was planned for them in the same budget, each recomputed "
+    "at once. To plan for that alone, call remat.fit(..., over='blocks')."
 )

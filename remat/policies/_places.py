@@ -7,7 +7,8 @@
     an operator     an overload, a packet or its text             "aten.mm"
     None            all else
 
-The first kind in this order decides; of paths the longest, of classes the innermost.
+The first kind in this order decides; of paths the longest, then the one with fewer
+stars, then the first in the dict; of classes the innermost.
 
 Invariant: all keys are texts, so that a policy prints, pickles, compares, and is data
 in compiled code. What a text is shows where it matches.
@@ -58,7 +59,7 @@ class ByKey(Policy):
             rank = rank_of(part.key, op)
             if rank > nearest:
                 found, nearest = part.policy(op), rank
-            elif rank == nearest != _FAR:  # of several names
+            elif rank == nearest == _NAME:  # a value may have several
                 found |= part.policy(op)
             part = part.others
         return part(op) if nearest == _FAR else found
@@ -88,7 +89,7 @@ class ByKey(Policy):
 
 
 _OPERATOR = "torch.ops."
-_FAR = 0, 0, 0
+_FAR, _NAME = (0, 0, 0), (4, 0, 0)
 
 
 def rank_of(key: str, op: Op) -> tuple[int, int, int]:
@@ -98,12 +99,12 @@ def rank_of(key: str, op: Op) -> tuple[int, int, int]:
         >>> rank_of("aten.mm", Op(torch.ops.aten.mm.default))
         (1, 0, 0)
         >>> rank_of("b.*", Op(torch.ops.aten.mm.default, module="b.0.c"))
-        (3, 1, 2)
+        (3, 1, -1)
     """
     if key in op.names:
-        return 4, 0, 0
+        return _NAME
     if op.module and _pattern(key).match(op.module):
-        return 3, key.count("."), len(key.replace("*", ""))
+        return 3, key.count("."), -key.count("*")
     if key in op.classes:
         return 2, -op.classes.index(key), 0
     text = key.removeprefix(_OPERATOR).replace("::", ".")
@@ -176,7 +177,7 @@ def by_place(places: Mapping[Any, Any]) -> Policy:
             default = _value(value)
         else:
             known[_text(key)] = _value(value)
-    for key in sorted(known, reverse=True):
+    for key in reversed(known):
         default = ByKey(key, known[key], default)
     return default
 

@@ -9,12 +9,6 @@ Out: a function that is called by them within rematerialized calls.
     _kept         such a call under torch.func, as a program whose graph stays
     _places       what a forward keeps of such a call, and where a recompute finds it
 
-Called by users.
+Called by users, by the names `remat.custom_vjp` and `remat.keep`. What a private room
+makes is not searched for tensors, and these hold functions of the user's.
 """
-
-from remat._base import hints as _hints
-from remat.rules._custom_vjp import custom_vjp as custom_vjp
-from remat.rules._keep import keep as keep
-
-
-_hints.at(__name__)

@@ -13,11 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from typing_extensions import override
 
 from remat._base.program import Request
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import shown
-from remat._torch import current_layer, must_inline, requires_grad_at_any_level
+from remat._torch import (
+    current_layer,
+    has_proxies,
+    must_inline,
+    requires_grad_at_any_level,
+)
 from remat._transform.function import dispatch
 from remat.rules._places import is_in_region, place_of
 from remat.rules._ruled import Ruled, RulePlace
@@ -77,6 +84,7 @@ class custom_vjp:  # noqa: N801
         self.nondiff_argnums = tuple(nondiff_argnums)
         self._outside: Any = None  # fwd, None, bwd
         self._inside: Any = None  # fwd, rem, bwd
+        self._function: Any = None  # by which Dynamo traces it
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Give the rules of the derivative.
@@ -88,6 +96,7 @@ class custom_vjp:  # noqa: N801
         """
         _refuse_others(fwd, bwd)
         self._outside = fwd, None, bwd
+        self._function = _function_of(self, self._outside)
 
     def defremat(
         self,
@@ -106,6 +115,7 @@ class custom_vjp:  # noqa: N801
         """
         _refuse_others(fwd, bwd, *filter(None, [rem]))
         self._inside = fwd, rem, bwd
+        self._function = _function_of(self, self._outside or self._inside)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -143,13 +153,15 @@ class custom_vjp:  # noqa: N801
             raise AttributeError(_NO_RULE.format(label=self.label))
         if kwargs:
             args = self._positional(args, kwargs)
-        if must_inline():
+        if torch.compiler.is_compiling():
+            return self._traced(*args)
+        if must_inline() and not has_proxies():
             return self.fn(*args)
         tensors, frame = tensors_and_frame(args)
         needs = [*map(requires_grad_at_any_level, tensors)]
         is_plain = not torch.is_grad_enabled() or True not in needs
         rules, place, is_again = self._outside or self._inside, None, False
-        if self._inside is not None and is_in_region():
+        if self._inside is not None and not must_inline() and is_in_region():
             rules = self._inside
             if rules[1] is not None:
                 place, is_again = place_of(RulePlace, self.label)
@@ -161,6 +173,10 @@ class custom_vjp:  # noqa: N801
         request = Request(needs, current_layer() is None)
         return program.joined(dispatch(program, tensors, request)[0])
 
+    def _traced(self, *args: Any) -> Any:
+        """Call the function while Dynamo traces."""
+        return self._function.apply(*args)
+
     def _positional(self, args: Any, kwargs: dict[str, Any]) -> Any:
         bound = inspect.signature(self.fn).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -168,6 +184,42 @@ class custom_vjp:  # noqa: N801
             names = ", ".join(map(repr, bound.kwargs))
             raise TypeError(_KEYWORDS.format(label=self.label, names=names))
         return bound.args
+
+
+def _function_of(rule: custom_vjp, rules: Any) -> Any:
+    """Return a Function of a call by rules outside of regions, which Dynamo traces."""
+    fwd, rem, bwd = rules
+    static, label = rule.nondiff_argnums, rule.label
+
+    class ByRules(torch.autograd.Function):
+        @staticmethod
+        @override
+        def forward(ctx: Any, *args: Any) -> Any:  # pyrefly: ignore[bad-override]
+            out, res = fwd(*args)
+            if rem is not None:
+                res = rem(res, *args)[1]
+            leaves, ctx.spec = tree_flatten(res)
+            ctx.at = [k for k, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
+            ctx.save_for_backward(*[leaves[k] for k in ctx.at])
+            ctx.leaves = [None if k in ctx.at else t for k, t in enumerate(leaves)]
+            ctx.static = [args[i] for i in static]
+            if not isinstance(out, (torch.Tensor, tuple)):
+                raise TypeError(_TRACED.format(label=label))
+            return out
+
+        @staticmethod
+        @override
+        def backward(ctx: Any, *cts: Any) -> Any:
+            leaves = [*ctx.leaves]
+            for k, t in zip(ctx.at, ctx.saved_tensors, strict=True):
+                leaves[k] = t
+            res = tree_unflatten(leaves, ctx.spec)
+            grads = [*bwd(*ctx.static, res, cts[0] if len(cts) == 1 else cts)]
+            for i in sorted(static):
+                grads.insert(i, None)
+            return tuple(grads)
+
+    return ByRules
 
 
 def _refuse_others(*rules: Any) -> None:
@@ -179,6 +231,10 @@ def _refuse_others(*rules: Any) -> None:
 _NO_RULE = (
     "remat: custom_vjp {label} has no rules. Give them by its defvjp(fwd, bwd) or "
     "defremat(fwd, rem, bwd)."
+)
+_TRACED = (
+    "remat: in compiled code the result of custom_vjp {label} must be a tensor or a "
+    "tuple of tensors."
 )
 _KEYWORDS = (
     "remat: custom_vjp {label} has keyword-only parameters ({names}), and rules take "

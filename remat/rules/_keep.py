@@ -118,7 +118,7 @@ class KeptFunction:
         fn = self.fn
         if must_inline() or not is_in_region():
             return fn(*args, **kwargs)
-        name = f"`{getattr(fn, '__qualname__', type(fn).__name__)}`"
+        name = f"keep({getattr(fn, '__name__', type(fn).__name__)})"
         place, is_again = place_of(KeptPlace, name)
         if not is_again:
             return _called(place, fn, args, kwargs)
@@ -170,7 +170,7 @@ def _put_in_place(place: KeptPlace, args: Any, kwargs: Any, result: Any) -> Any:
     new = [t for t, k in zip(outs, found, strict=True) if k is None]
     needs = [t.requires_grad for t in new]
     place.keep([t.detach() for t in new])
-    as_unit(lambda: [t.detach() for t in new], ())
+    as_unit(lambda: [t.detach() for t in new], (), place.name)
     return functools.partial(_in_place, place, frame, found, needs)
 
 
@@ -187,7 +187,7 @@ def _in_place(
     if not all(each.is_as_it_was for each in place.residuals or ()):
         return None
     given = tensors_and_frame((args, kwargs))[0]
-    values = as_unit(place.values, ())
+    values = as_unit(place.values, (), place.name)
     if len(place.stored()) < len(values):
         # What hooks gave back may be changed in place in this recompute.
         values = [v.clone() for v in values]
@@ -241,6 +241,7 @@ def _with_graph(
         place.entered_again(_OPAQUE)
         return result, None
     index = {id(t): k for k, t in enumerate([*inputs, *outs])}
+    place.outs = [] if program.graph is None else program.graph[1]
     return result, functools.partial(
         _by_graph, place, program, frame, [index[id(t)] for t in tensors]
     )
@@ -272,7 +273,7 @@ def _by_graph(
 
 
 _AGAIN = (
-    "remat: keep({name}), called at {source}, is entered again in recomputes: it "
+    "remat: {name}, called at {source}, is entered again in recomputes: it "
     "changes {why}. Return it instead."
 )
 _OPAQUE = "an object that it returns, which is no tensor, constant or pytree of these"

@@ -78,7 +78,7 @@ class KeptCall(Primal):
         self.graph = noting.graph
         for leaf in given.inner:
             leaf.__dict__.pop("retain_grad", None)  # of what it stands for
-        as_unit(lambda: [t.detach() for t in results if t is not None], ())
+        as_unit(lambda: [t.detach() for t in results if t is not None], (), self.label)
         return results, evaluation
 
     def _again(
@@ -94,7 +94,7 @@ class KeptCall(Primal):
                 return program.evaluate(inputs, request)
         found = [level.found for level in self.below]
         note_levels(program, found, self._counts[1])
-        values = as_unit(lambda: [o.detach() for o in outs], ())
+        values = as_unit(lambda: [o.detach() for o in outs], (), self.label)
         return [*values], self.evaluation._replace(request=request)
 
     @contextmanager

@@ -48,12 +48,14 @@ class PlaceInCall:
         source: the user's line of the call.
         is_in_function: whether a graph around is dropped when a forward has ended.
         residuals: tensors, as they are kept; None once they are not any more.
+        outs: of a graph that is kept.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.source = name, user_line()
         self.is_in_function = False
         self.residuals: Sequence[Residual] | None = None
+        self.outs: Sequence[Tensor] = ()
         self._streams: Sequence[tuple[Any, Any]] = ()
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +121,7 @@ class _SavedWithPlaces:
         self.dropped = () if planned is None else planned.dropped
         # Without the tensors, which the node saves.
         self._of = [(p, [r.op for r in p.residuals or ()]) for p in places]
+        self.ops = [op for _, ops in self._of for op in ops]
 
     def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return the inputs that are kept."""

@@ -211,7 +211,7 @@ class Ruled(Program):
         below = levels_below(program)
         if place.below is not None and len(place.below) == len(below):
             note_levels(program, place.below, len(self.metas))
-        outs = as_unit(program.run, inputs)
+        outs = as_unit(program.run, inputs, place.name)
         if place.below is None:
             place.below = [level.found for level in below]
         return outs
@@ -342,7 +342,7 @@ class RuledVjp(Program):
 class _SavesAll:
     """What the node of a call by rules saves: all its inputs, and then residuals."""
 
-    plans, dropped = None, ()
+    plans, dropped, ops = None, (), ()
 
     def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return all."""

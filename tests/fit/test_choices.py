@@ -9,8 +9,8 @@ import torch
 from support.fitted import CASES, bytes_before
 
 from remat._base.calls import OUTSIDE, ModuleCall
-from remat._fit.api import _course
 from remat._fit.choose import SavingProgram, chosen_for, least_for, solved
+from remat._fit.planning import _course
 from remat._fit.record import record
 from remat._fit.search import greedy
 from remat._fit.simulate import TrainingStep, copied, isolated

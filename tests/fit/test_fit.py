@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from support.allocated import most_allocated
 from support.fitted import (
     CASES,
     IDS,
@@ -18,7 +17,6 @@ from support.fitted import (
     ResNet,
     X,
     applied_mlps,
-    assert_predicted,
     bytes_before,
     gradients,
     least,
@@ -37,7 +35,6 @@ from torch import nn
 
 import remat
 from remat._fit.simulate import TrainingStep, isolated, simulate
-from remat._fit.units import OfBlock
 from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops, memory_timeline
 
@@ -339,6 +336,30 @@ def test_a_plan_is_a_value(over):
     assert f"MiB, {plan.peak_at}" in str(plan)
 
 
+@both
+def test_a_plan_is_a_file(over, tmp_path):
+    plan, path = tight(over), tmp_path / "plan.json"
+    plan.save(path)
+    found = remat.Plan.load(path)
+    assert found == plan
+    assert found.applied.units == plan.applied.units
+    model = found.apply(mlps())
+    with count_ops() as ops:
+        step(model, (X,), {}, square)
+    assert ops["relu"] == 6 + len(plan.blocks)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("[1]", r"holds no plan"), ('{"remat.Plan": 9}', r"of version 9, and this is")],
+)
+def test_a_file_of_something_else_is_refused(text, match, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        remat.Plan.load(path)
+
+
 def test_a_plan_for_a_step_says_that_it_is_not_applied():
     plan = tight()
     note = "not applied yet: plan.apply(model)"
@@ -394,8 +415,8 @@ def assert_followed(plan, model, *args, loss=square, **kwargs):
     """Assert that a model that follows a plan has its peak and plain's gradients."""
     real = plan.apply(copy.deepcopy(model))
     measured = measured_peak(real, args, kwargs, loss)
-    assert_predicted(plan.peak, measured)
-    assert measured <= 1.02 * plan.budget
+    assert abs(plan.peak - measured) <= 0.01 * measured
+    assert measured <= 1.01 * plan.budget
     found, expected = (
         gradients(m, lambda m=m: step(m, args, kwargs, loss)) for m in (real, model)
     )
@@ -458,31 +479,6 @@ def test_budgets_hold_and_no_uniform_choice_costs_less(name):
         assert_no_choice_costs_less(worse, choices)
 
 
-def test_the_first_step_by_blocks_is_as_predicted():
-    pytest.importorskip("scipy")
-    model, ids = Lm(6, 64, dropout=0.0), torch.arange(4 * 64).view(4, 64) % 100
-
-    def loss(out):
-        return nn.functional.cross_entropy(out.flatten(0, -2), ids.flatten())
-
-    high = fit(model, ids, budget="1GB", loss=loss)
-    budget = int(high.resident + 0.6 * (high.peak - high.resident))
-    plan = fit(model, ids, budget=budget, loss=loss)
-    assert plan.seconds > 0
-    assert all(isinstance(policy, OfBlock) for _, policy in plan.applied.units)
-    real = plan.apply(copy.deepcopy(model))
-    for _ in range(3):
-        before = bytes_before(real, ids)
-        most, _ = most_allocated(step, real, (ids,), {}, loss)
-        assert abs(before + most - plan.peak) <= 200
-        assert before + most <= budget
-        real.zero_grad()
-    found, expected = (
-        gradients(m, lambda m=m: step(m, (ids,), {}, loss)) for m in (real, model)
-    )
-    assert_same(found, expected)
-
-
 @pytest.mark.slow
 def test_less_memory_never_costs_less_work():
     model, low = mlps(), tight("blocks").budget
@@ -507,7 +503,7 @@ def test_modules_around_blocks_are_recomputed_where_that_pays():
 def test_blocks_are_selected_as_by_apply():
     model = mlps(4)
     most = fit(model, X, loss=square, budget="1GB").peak
-    plan = fit(model, X, loss=square, budget=int(0.9 * most), select="1.[02]")
+    plan = fit(model, X, loss=square, budget=int(0.8 * most), select="1.[02]")
     assert {*plan.blocks} == {"1.0", "1.2"}
 
 

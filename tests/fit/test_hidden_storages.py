@@ -5,9 +5,13 @@ is run on fakes, too, and the storages of its results are compared. The peaks of
 are compared with what the profiler counts.
 """
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
 from support.allocated import most_allocated
+from torch.nn import functional
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -110,7 +114,6 @@ HOLD_MORE = {
     "_chunk_cat",
     "argsort",
     "masked_select",
-    "matrix_exp",
     "multinomial",
     "nn.functional.conv3d",
 }
@@ -163,3 +166,50 @@ def test_what_operations_hold_is_known():
             over.add(op.name)
     assert count > 500
     assert over <= HOLD_MORE, over
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+MASK = torch.arange(128 * 64).view(128, 64) % 3 > 0
+ROWS = MASK[:, 1].clone()
+# Larger than those of the database.
+LARGE = {
+    "bilinear": (
+        functional.bilinear,
+        (leaf(64, 32), leaf(64, 24), leaf(16, 32, 24), leaf(16)),
+    ),
+    "a wide bilinear": (
+        functional.bilinear,
+        (leaf(16, 32), leaf(16, 32), leaf(32, 32, 32)),
+    ),
+    "a mask": (lambda x: x[MASK], (leaf(128, 64),)),
+    "rows of a mask": (lambda x: x[ROWS], (leaf(128, 64),)),
+    "what a mask fills": (
+        lambda x: x.clone().index_put((MASK,), torch.zeros(())),
+        (leaf(128, 64),),
+    ),
+    "var_mean": (lambda x: torch.var_mean(x, -1), (leaf(128, 64),)),
+    "matrix_exp": (torch.matrix_exp, (leaf(64, 64),)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_large_operations_hold_is_known(name):
+    fn, leaves = LARGE[name]
+    assert abs(bytes_not_known(SimpleNamespace(op=fn), Sample(*leaves))) <= 200
+
+
+class Sample:
+    """Arguments as those of the database are."""
+
+    kwargs: ClassVar[dict] = {}
+
+    def __init__(self, first, *rest):
+        self.input, self.args = first, rest
+
+
+def test_an_empty_batch_holds_nothing():
+    layer = Sample(leaf(0, 4, 4), leaf(0, 4, 4))
+    assert bytes_not_known(SimpleNamespace(op=torch.bmm), layer) == 0

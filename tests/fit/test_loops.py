@@ -9,6 +9,7 @@ from support.allocated import most_allocated
 from support.fitted import (
     IDS,
     Lm,
+    applied_mlps,
     mlps,
     peak_and_gradients,
     square,
@@ -101,16 +102,44 @@ def test_two_forwards_before_a_backward_are_told_once(case, caplog):
     assert "while the graph of an earlier one is alive" in said
 
 
-def test_accumulated_gradients_that_were_not_planned_are_told_once(case, caplog):
-    _, ours, plan = case
-    held = sum(p.nbytes for p in ours.parameters())
+def test_accumulated_gradients_stay_in_a_budget_for_one_step(case, caplog):
+    plain, ours, plan = case
     with caplog.at_level("INFO", "remat"):
         for _ in range(4):
+            most, want = peak_and_gradients(plain, X, loss=square)
+            peak, found = peak_and_gradients(ours, X, loss=square)
+            assert_same(found, want)
+            assert peak <= plan.budget < most
+        for model in (plain, ours):
+            model.zero_grad(set_to_none=False)
+        peak, found = peak_and_gradients(ours, X, loss=square)
+        assert_same(found, peak_and_gradients(plain, X, loss=square)[1])
+        assert peak <= plan.budget
+    assert not caplog.messages
+
+
+def test_what_gradients_hold_over_the_least_budget_is_told_once(caplog):
+    _, ours, plan = applied_mlps()
+    (over,) = [course.over for course in plan.applied.courses if course.over]
+    with caplog.at_level("INFO", "remat"):
+        peak, _ = peak_and_gradients(ours, X, loss=square)
+        assert peak <= plan.budget
+        for _ in range(2):
             peak, _ = peak_and_gradients(ours, X, loss=square)
-            ours.zero_grad(set_to_none=False)
-            assert peak <= plan.budget + held
+            assert plan.budget < peak <= plan.budget + over
     (said,) = caplog.messages
-    assert "Call remat.fit with accumulates=True" in said
+    assert f"over it by up to {over:,} bytes" in said
+
+
+def test_what_code_keeps_adds_at_most_its_bytes():
+    plain, ours, plan = applied_mlps()
+    kept = []
+    for model in (plain, ours):
+        model[1][2].register_forward_hook(lambda *args: kept.append(args[-1]))
+    most, want = peak_and_gradients(plain, X, loss=square)
+    peak, found = peak_and_gradients(ours, X, loss=square)
+    assert_same(found, want)
+    assert plan.budget < peak <= plan.budget + kept[-1].nbytes < most
 
 
 def test_a_batch_of_other_bytes_is_told_once_with_its_line(case, caplog):

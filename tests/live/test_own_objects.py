@@ -8,6 +8,7 @@ import gc
 import itertools
 
 import pytest
+import torch
 from support.runs import configurations, leaf
 from support.tables import rows
 from support.zoo import ops_of
@@ -65,9 +66,9 @@ def test_what_has_a_finalizer_is_not_made_again(ours):
         results[0].backward()
 
 
-def scaling_hook():
+def with_a_list():
     class Local:
-        scales = [2.0]  # noqa: RUF012 - of which a call holds no copy
+        scales = [2.0]  # noqa: RUF012 - a call holds no class with one
 
         def __call__(self, module, args):
             return (args[0] * self.scales[0],)
@@ -75,16 +76,63 @@ def scaling_hook():
     return Local()
 
 
+def with_a_list_in_a_variable():
+    scales = [2.0]
+
+    class Local:
+        def __call__(self, module, args):
+            return (args[0] * scales[0],)
+
+    return Local()
+
+
+def with_an_object():
+    class Local:
+        other = with_a_list()
+
+        def __call__(self, module, args):
+            return self.other(module, args)
+
+    return Local()
+
+
+@pytest.mark.parametrize(
+    "make", [with_a_list, with_a_list_in_a_variable, with_an_object]
+)
 @configurations
-def test_a_hook_of_a_class_that_is_gone_is_an_error_with_its_name(ours):
+def test_a_hook_of_a_class_that_is_gone_is_an_error_with_its_name(ours, make):
     module, results, x = Curve(), [], leaf()
-    handle = module.register_forward_pre_hook(scaling_hook())
+    handle = module.register_forward_pre_hook(make())
     ops = ops_of(lambda: results.append(ours(module)(x * 1).sum()))
     assert ops["sin"] == 1
     handle.remove()
     gc.collect()  # a class holds itself
-    with pytest.raises(RecomputeError, match=r"The class scaling_hook.*Local .* gone"):
+    with pytest.raises(RecomputeError, match=r"The class with_a.*Local .* gone"):
         results[0].backward()
+
+
+@configurations
+def test_a_class_that_is_code_and_constants_is_there_for_a_recompute(ours):
+    def scaling():
+        class Local:
+            scales = 2.0, "a"
+
+            def __call__(self, module, args):
+                return (args[0] * self.scales[0],)
+
+        return Local()
+
+    grads, inputs = [], leaf().detach()
+    for wrap in (ours, lambda fn: fn):
+        module, x = Curve(), inputs.clone().requires_grad_()
+        handle = module.register_forward_pre_hook(scaling())
+        loss = wrap(module)(x * 1).sum()
+        handle.remove()
+        gc.collect()
+        ops = ops_of(loss.backward)
+        assert ops["sin"] == (wrap is ours)
+        grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
 class Curve(nn.Module):

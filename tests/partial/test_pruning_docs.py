@@ -1,4 +1,4 @@
-"""What docs/pruning.md says in words, in the order of that page.
+"""What docs/concepts.md says of pruning, and what else holds for it.
 
 Most of it is tested at length elsewhere: promises in test_pruning_safety.py and its
 neighbors, inputs in test_pruning_inputs.py, errors in test_recompute_error.py, what is

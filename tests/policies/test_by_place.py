@@ -128,6 +128,20 @@ def test_the_nearest_key_decides(first):
     assert as_policy(dict(reversed(places.items())))(NESTED) is SAVE
 
 
+ALIKE = ["layers.1.attn", "layers.1.*", "layers.*.attn", "*.1.attn", "lay*.*.attn"]
+
+
+@pytest.mark.parametrize("first", range(len(ALIKE)))
+def test_of_paths_as_long_fewer_stars_decide_and_then_the_first(first):
+    places = dict.fromkeys(ALIKE[first:], "recompute") | {ALIKE[first]: "save"}
+    assert as_policy(places)(NESTED) is SAVE
+    backwards = dict(reversed(places.items()))
+    is_alone = ALIKE[first].count("*") < min(
+        (key.count("*") for key in ALIKE[first + 1 :]), default=9
+    )
+    assert as_policy(backwards)(NESTED) is (SAVE if is_alone else RECOMPUTE)
+
+
 VALUES = {
     "save": SAVE,
     "recompute": RECOMPUTE,
@@ -182,7 +196,7 @@ PLACES = {
 
 def test_it_is_a_value():
     policy = as_policy(PLACES)
-    assert policy == as_policy(dict(reversed(PLACES.items())))
+    assert policy == as_policy(dict(PLACES))
     assert hash(policy) == hash(as_policy(PLACES))
     assert policy != as_policy(PLACES | {"layers.1": "recompute"})
     assert pickle.loads(pickle.dumps(policy)) == policy == copy.deepcopy(policy)
@@ -305,6 +319,59 @@ def test_a_function_has_a_class():
         with count_ops() as ops:
             eagerly(fn)
         assert ops["exp"] == 3  # that of the Function does not run again
+
+
+def test_a_function_in_compiled_code_is_told_as_unknown():
+    # Each policy is told of once.
+    places = {Exponential: "save", None: [aten.tan]}
+    fn = remat.remat(lambda x: Exponential.apply(x).sin(), policy=places)
+    text = "test_by_place.Exponential', .*; torch.compile tells of no Functions"
+    with pytest.warns(UserWarning, match=text):
+        ops = counted(compiled, fn)
+    assert ops["exp"] == 2
+
+
+def exchanged(block):
+    block.attn, block.mlp = block.mlp, block.attn
+
+
+def renamed(block):
+    block.mlp = nn.Sequential(block.mlp[1], block.mlp[0])
+
+
+def replaced(block):
+    block.attn = Attention()
+
+
+CHANGES = {
+    exchanged: [("sin", "mlp"), ("tanh", "attn.1")],
+    renamed: [("sin", "attn"), ("tanh", "mlp.0")],
+    replaced: [("sin", "attn"), ("tanh", "mlp.1")],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_path_is_where_the_module_is_now(change):
+    block = Block()
+    eagerly(remat.remat(block, policy=Seen()))
+    change(block)
+    seen = Seen()
+    eagerly(remat.remat(lambda x: Block.forward(block, x), policy=seen))
+    found = {(n, path) for n, path, *_ in seen.found if n in ("sin", "tanh")}
+    assert found == {*CHANGES[change]}
+
+
+def test_a_module_is_known_once_it_is_registered():
+    block, parts = Block(), [nn.Tanh()]
+    block.mlp = nn.Linear(4, 4)
+    block.forward = lambda x: parts[0](Block.forward(block, x))
+    paths = []
+    for _ in range(2):
+        seen = Seen()
+        eagerly(remat.remat(block, policy=seen))
+        paths += [path for name, path, *_ in seen.found if name == "tanh"]
+        block.last = parts[0]
+    assert paths == ["Tanh", "last"]
 
 
 def ways(block):

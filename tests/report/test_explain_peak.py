@@ -4,12 +4,22 @@ import re
 
 import pytest
 import torch
+from support.kept import total
 from support.tables import crossed, rows
 from support.zoo import make
 from torch import nn
+from torch.func import grad, hessian, jvp
 from torch.nn import functional as F  # noqa: N812
 
-from remat import compat, explain, nn as remat_nn, policies, remat as ckpt
+from remat import (
+    compare,
+    compat,
+    explain,
+    nn as remat_nn,
+    policies,
+    remat as ckpt,
+    saved_residuals,
+)
 from remat.testing import live_bytes, peak_bytes
 
 
@@ -434,6 +444,84 @@ def test_a_function_that_runs_its_own_backward_is_a_step():
     assert all(w.grad is None for w in ws)
 
 
+def test_a_training_step_may_return_its_loss():
+    ws, x = example()
+
+    def step():
+        loss = each(ws, x)
+        loss.backward()
+        return loss
+
+    assert holds(explain(step)) == holds(explain(each, ws, x))
+
+
+class Stack(nn.Module):
+    def __init__(self, ws):
+        super().__init__()
+        self.ws = nn.ParameterList(ws)
+
+    def forward(self, x):
+        return each([*self.ws], x)
+
+
+def test_detached_parameters_of_a_functional_call_are_differentiated():
+    ws, x = example()
+    model, detached = Stack(ws), [w.detach() for w in ws]
+
+    def call(ws, x):  # the module's own parameters require grad
+        named = {f"ws.{i}": w for i, w in enumerate(ws)}
+        return torch.func.functional_call(model, named, (x,))
+
+    report, plainly = explain(call, detached, x), explain(each, detached, x)
+    assert during(report) == during(plainly) > (BLOCKS - 1) * ACTIVATION
+    assert total(saved_residuals(call, detached, x)) == total(
+        saved_residuals(each, detached, x)
+    )
+    found, expected = (compare(f, detached, x).rows for f in (call, each))
+    assert [row.peak_bytes for row in found] == [row.peak_bytes for row in expected]
+    assert not any("leave" in line for line in report.advice)
+
+
+def slopes(ws, x):
+    """A loss of a gradient that torch.func takes, as of a PDE."""
+    return torch.func.grad(plain, argnums=1)(ws, x).square().sum()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_loss_of_a_gradient_by_torch_func_is_differentiated_itself(captured):
+    ws, x = example()
+    detached, unused = [w.detach() for w in ws], nn.Linear(2, 2) if captured else None
+    report = explain(lambda ws, x: (slopes(ws, x), unused)[0], detached, x)
+    inputs = [*ws, x.clone().requires_grad_()]
+    peak = measured(lambda *ws: slopes(ws[:-1], ws[-1]), *inputs, wrt=inputs)
+    assert during(report) == peak > 6 * BLOCKS * ACTIVATION
+    assert report.plain_bytes > 6 * BLOCKS * ACTIVATION
+
+
+def bend(wrap):
+    def f(x):
+        return wrap(lambda x: x.sin().exp().cos())(x).sum()
+
+    return f
+
+
+FORWARD_MODES = {
+    "jvp of grad": lambda f: lambda x: jvp(grad(f), (x,), (x,))[1],
+    "hessian": hessian,
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x,))[1],
+}
+
+
+@crossed("mode, wrap", FORWARD_MODES, ["plain", "remat"])
+def test_forward_mode_is_explained(mode, wrap):
+    f = bend(ckpt if wrap == "remat" else lambda f: f)
+    transformed, x = FORWARD_MODES[mode](f), torch.linspace(0.1, 1, 64)
+    report = explain(transformed, x)
+    assert report.flops == 0 < report.saved_bytes <= report.plain_bytes
+    if mode != "jvp":  # which is no step: it is a loss
+        assert during(report) == peak_bytes(lambda: transformed(x))
+
+
 def test_a_policy_that_is_asked_for_counts():
     ws, x = example()
     report = explain(ckpt(plain), ws, x, policy=policies.dots_saveable)
@@ -466,9 +554,9 @@ def test_the_state_of_the_user_is_as_it_was():
     assert report.peak.nbytes > 0
     assert fired == []
     assert torch.equal(torch.get_rng_state(), state)
-    for p, grad in zip(model.parameters(), grads, strict=True):
-        assert p.grad is grad
-        assert torch.equal(grad, torch.ones_like(p))
+    for p, then in zip(model.parameters(), grads, strict=True):
+        assert p.grad is then
+        assert torch.equal(then, torch.ones_like(p))
     for name, t in model.state_dict().items():
         assert torch.equal(t, before[name])
 

@@ -263,12 +263,11 @@ def test_as_plain_text():
 
 
 class Html(HTMLParser):
-    """The rows of the tables, apart from those that are folded; and the summaries."""
+    """The rows of the table, and the colours of fates."""
 
     def __init__(self, report):
         super().__init__()
-        self.rows, self.folded, self.summaries, self.colours = [], [], [], []
-        self.open = []
+        self.rows, self.colours, self.open = [], [], []
         self.feed(report._repr_html_())
         self.close()
         assert not self.open, "each tag is closed"
@@ -277,7 +276,7 @@ class Html(HTMLParser):
         self.open.append(tag)
         style = dict(attrs).get("style", "")
         if tag == "tr":
-            self.inside.append([])
+            self.rows.append([])
         if tag == "span":
             self.colours += re.findall("background: (#[0-9a-f]{6})", style)
 
@@ -285,34 +284,25 @@ class Html(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if "summary" in self.open:
-            self.summaries.append(data)
-        elif "td" in self.open:
-            self.inside[-1].append(data)
-
-    @property
-    def inside(self):
-        return self.folded if "details" in self.open else self.rows
+        if "td" in self.open:
+            self.rows[-1].append(data)
 
 
 SAVED, RECOMPUTED, DEAD = "#1f77b4", "#ff7f0e", "#c7c7c7"
 
 
-def test_in_a_notebook_parameters_are_folded_and_fates_coloured():
+def test_in_a_notebook_fates_are_coloured():
     w, x = example(*SQUARE)
     shown = Html(explain(blk, w, x.detach(), policy=policies.dots_saveable))
-    assert shown.summaries == ["1 parameter, 16.0 KiB"]
-    assert [row[0] for row in shown.folded[1:]] == ["w"]
-    assert [row[0] for row in shown.rows[1:]] == ["x", "mm", "tanh", "mm", "tanh"]
-    again = [SAVED, RECOMPUTED] * 2
-    assert shown.colours == [SAVED, SAVED, *again]
+    names = [row[0] for row in shown.rows[1:]]
+    assert names == ["w", "x", "mm", "tanh", "mm", "tanh"]
+    assert shown.colours == [SAVED, SAVED, *[SAVED, RECOMPUTED] * 2]
 
 
 def test_in_a_notebook_dead_operations_and_dropped_inputs_are_grey():
     x, y = (t * 1 for t in example((3,), (3,)))
     shown = Html(explain(lambda x, y: x.sin().sin() + y, x, y, prune=True))
     assert shown.colours == [SAVED, DEAD, RECOMPUTED, DEAD, DEAD]
-    assert (shown.folded, shown.summaries) == ([], [])
 
 
 def test_in_a_notebook_names_are_escaped():
@@ -329,12 +319,16 @@ def test_in_a_notebook_a_comparison_has_a_row_for_each_policy():
     assert not shown.colours
 
 
-def test_the_parameters_of_a_module_are_folded():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    found = explain(model, torch.ones(2, 64))
-    assert [leaf.is_parameter for leaf in found.inputs] == [False] + [True] * 4
-    (summary,) = Html(found).summaries
-    assert summary == f"4 parameters, {2 * (64 * 64 + 64) * 4 / 2**10:.1f} KiB"
+def test_many_parameters_of_a_module_have_one_line():
+    linear, x = lambda: torch.nn.Linear(64, 64), torch.ones(2, 64)
+    few, many = (torch.nn.Sequential(*(linear() for _ in range(n))) for n in (2, 3))
+    found = explain(many, x)
+    assert [leaf.is_parameter for leaf in found.inputs] == [False] + [True] * 6
+    line = str(found).splitlines()[2]
+    assert line.split()[:5] == ["6", "parameters", "input", "49,920", "saved"]
+    assert Html(found).rows[1][0] == "6 parameters"
+    assert "0.weight" in str(explain(few, x))
+    assert "0.weight" not in str(found)
 
 
 def test_the_repr_is_one_short_line():

@@ -18,7 +18,6 @@ from remat import (
     custom_vjp,
     policies,
     remat,
-    rules,
 )
 from remat.testing import check_replay, count_ops, live_bytes
 
@@ -264,7 +263,8 @@ def test_draws_around_and_in_fwd():
         (x,) = leaves_of(X)
         fn(x).sum().backward()
         found.append((x.grad, torch.rand(2)))
-    assert all(torch.equal(a, b) for f in found[1:] for a, b in zip(f, found[0]))
+    pairs = [pair for f in found[1:] for pair in zip(f, found[0], strict=True)]
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 # --- Arguments ---
@@ -327,7 +327,6 @@ def test_methods_and_names():
     assert Layer.call.__name__ == "call"
     assert "custom_vjp(<built-in" in repr(SINE)
     assert pickle.loads(pickle.dumps(CUBE)) is CUBE
-    assert rules.custom_vjp is custom_vjp
 
 
 @custom_vjp
@@ -369,7 +368,7 @@ MISTAKES = {
     "no pair of rem": (wrong(rem=lambda _, x: x), "rem of .* a Tensor, and no pair"),
     "another out": (
         wrong(rem=lambda c, x: (x.sum(), c)),
-        r"rem of .* returned .* of float64\[\], where fwd returned .* of float64\[4, 4\]",
+        r"rem of .* of float64\[\], where fwd returned .* of float64\[4, 4\]",
     ),
 }
 

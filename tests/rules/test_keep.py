@@ -1,4 +1,4 @@
-"""`keep`: a call that is not entered again, what stays of it, and when it is entered."""
+"""`keep`: a call that is not entered again, what stays of it, when it is entered."""
 
 import functools
 import re
@@ -75,9 +75,11 @@ def test_a_kernel_that_writes_through_pointers_is_launched_once():
     for region in REGIONS.values():
         fn = region(lambda x: kept(x * 2, pointers).cos())
         for _ in range(2):
-            leaves, found = leaves_of(X), []
-            # And once in its own backward.
-            assert launches(lambda: found.append(gradient(fn, *leaves))) == 2
+            found = []
+            run = functools.partial(
+                lambda fn, found: found.append(gradient(fn, *leaves_of(X))), fn, found
+            )
+            assert launches(run) == 2  # one of them in its own backward
             if region is not REGIONS["nested"]:
                 assert_same(found[0], want)
 
@@ -248,7 +250,7 @@ def test_what_it_changes_is_never_lost(change, region):
         found = run(REGIONS[region], keep)
     told = [str(w.message) for w in told]
     assert any(
-        re.search(r"keep\(.*changing`\), called at .*, is entered", t) for t in told
+        re.search(r"keep\(changing\), called at .*, is entered", t) for t in told
     )
     plain = run(
         lambda f: (lambda x: f(x).sin()) if region == "nested" else f, lambda f: f

@@ -225,8 +225,8 @@ FAULTS = [
     Fault(
         "check_replay compares no values",
         REPORT + "bitwise.py",
-        '        if not count:\n            return ""\n',
-        '        return ""\n',
+        '    if not count:\n        return ""\n',
+        '    return ""\n',
         ("tests/testing",),
     ),
     Fault(

@@ -30,8 +30,7 @@ from typing import Any
 
 MODULES = (
     *("remat", "remat.nn", "remat.policies", "remat.random", "remat.chain"),
-    *("remat.chain.schedules", "remat.testing"),
-    "remat.compat",
+    *("remat.chain.schedules", "remat.testing", "remat.compat", "remat.rules"),
 )
 
 

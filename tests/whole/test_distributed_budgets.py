@@ -8,6 +8,9 @@ from support.allocated import most_allocated
 from support.fitted import Mlp, bytes_before, square
 from support.processes import in_processes, needs_gloo
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
@@ -88,3 +91,28 @@ def test_replicas_stay_in_the_budget(count, tmp_path):
     for found in in_processes(count, tmp_path, in_each_way, plan):
         for way, (budget, peak, of_plain) in found.items():
             assert peak <= 1.01 * budget < of_plain, way
+
+
+def refusals(_):
+    """Return what `fit` says of models that are sharded, by how they are."""
+    mesh = init_device_mesh("cpu", (1,))
+    models = {
+        "FSDP": FullyShardedDataParallel(built(), device_id=torch.device("cpu")),
+        "FSDP2": fully_shard(built(), mesh=mesh),
+        "tensor parallel": parallelize_module(built(), mesh, {"0": ColwiseParallel()}),
+    }
+    said = {}
+    for name, model in models.items():
+        for over in ("step", "blocks"):
+            with pytest.raises(ValueError, match=r"sharded") as raised:
+                remat.fit(model, torch.randn(4, 8), loss=square, budget=1, over=over)
+            said[name, over] = str(raised.value)
+    return said
+
+
+def test_sharded_models_are_refused_in_one_line(tmp_path):
+    (said,) = in_processes(1, tmp_path, refusals)
+    assert len(said) == 6
+    for message in said.values():
+        assert "Plan for the model before it is sharded" in message
+        assert "\n" not in message

@@ -194,6 +194,19 @@ def test_a_block_around_sharded_modules_says_what_to_do(tmp_path):
         assert "remat.nn.apply(model, Block)" in told
 
 
+def explained(rank):
+    model = sharded_first(WAYS["remat"][0], plainly)
+    report = remat.explain(lambda x: model(x).square().mean(), torch.ones(8, 4))
+    return report.advice, {h.kind: h.nbytes for h in report.peak.holders}
+
+
+def test_the_peak_of_a_step_with_sharded_parameters_is_explained(tmp_path):
+    for advice, held in in_two_processes(tmp_path, explained):
+        assert advice == ()
+        assert held["saved inputs"] > 0
+        assert held["parameters"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2", "FSDP1"])
 def test_trainings_are_those_of_plain(kind, tmp_path, subtests):

@@ -29,6 +29,9 @@ SOURCE = re.compile(r"[\w./-]+\.(?:py|md):\d+")
 NOT_COMPARED = {"fit.md"}
 LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
+# Lower these where you can.
+MOST_PAGES, MOST_WORDS = 19, 29_296
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -73,6 +76,13 @@ def test_output_that_differs_is_noticed():
         "made at train.py:3,\n  in f: ...\n", "made at page.md:12, in f: 3\n"
     )
     assert not is_like("peak: 12 bytes\n", "peak: 13 bytes\n")
+
+
+def test_the_docs_are_short():
+    """What stands between spaces counts as a word."""
+    pages = PAGES[1:]  # without the README, which has a test of its own
+    assert len(pages) <= MOST_PAGES
+    assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS
 
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")

@@ -1,6 +1,7 @@
 """docs/chains.md: what transforms of a chain cost, and what its tables say."""
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from remat.chain import schedules
 from remat.testing import count_ops, peak_bytes
 
 
-PAGE = (Path(__file__).parents[2] / "docs/chains.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/chains.md").read_text()
 LENGTH, CHECKPOINTS = 100, 5
 FORWARD, BACKWARD = schedules.Binomial(CHECKPOINTS).evaluations(LENGTH)
 
@@ -116,6 +118,19 @@ def test_steps_in_the_table_are_those_predicted(name, schedule):
     assert row, f"no row of {name}"
     steps = int(row[1].split("|")[2].replace(",", ""))
     assert steps == sum(schedule.evaluations(1000))
+
+
+def test_the_table_has_what_the_benchmark_wrote():
+    path = ROOT / "benchmarks/results/chain.json"
+    stored = json.loads(path.read_text())["tables"]["steps"]["rows"]
+    table = PAGE.partition("| system | peak, carries |")[2].partition("\n\n")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(lines) == 11
+    for name, *shown in lines:
+        row = stored[re.sub(" step$| at a time$|`", "", name)]
+        ran, time = row["forward"] + row["backward"], row["time, of plain"]["median"]
+        peaks = f"{row['peak, carries']:,.0f}", f"{row['in files']:.0f}"
+        assert shown == [*peaks, f"{ran:,}", f"{time:.1f}"], name
 
 
 def test_a_bar_that_adds_what_it_gets_is_too_far():

@@ -3,6 +3,7 @@
 The rows on Hugging Face need other libraries: see `clients/test_docs_of_clients.py`.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -20,7 +21,12 @@ from remat import policies
 from remat.testing import assert_same, count_ops
 
 
-SECTIONS = {"From torch.utils.checkpoint": 9, "From JAX": 20, "From RETURNN's scope": 3}
+SECTIONS = {
+    "From torch.utils.checkpoint": 9,
+    "From other trainers": 14,
+    "From JAX": 27,
+    "From RETURNN's scope": 3,
+}
 
 TORCH = {
     "checkpoint": checkpoint,
@@ -44,6 +50,15 @@ def step(carry, x):
     return carry, carry.sum()
 
 
+class Block(nn.Sequential):
+    """A block of the model in the tables."""
+
+
+@dataclass
+class State:
+    carry: torch.Tensor
+
+
 def names():
     """What the calls in the tables refer to."""
     return {
@@ -57,7 +72,10 @@ def names():
         "layers": nn.Sequential(
             *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(16))
         ),
-        "model": nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        "model": nn.Sequential(*(Block(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))),
+        "Block": Block,
+        "State": State,
+        "matmuls": [torch.ops.aten.addmm],
         "is_block": lambda module: isinstance(module, nn.Linear),
         "ops": [torch.ops.aten.mm.default],
         "policy_fn": lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
@@ -110,6 +128,20 @@ def gradient_and_tanhs(code):
         out = module(found["x"]) if isinstance(module, nn.Module) else module
         out.sum().backward()
     return found["x"].grad, ops["tanh"]
+
+
+def test_each_policy_of_jax_has_a_row():
+    """Those of `jax.checkpoint_policies` in JAX 0.12."""
+    theirs = {name.removeprefix("P.").partition("(")[0] for row in rows("From JAX")
+              for name in row[0] if name.startswith("P.")}  # fmt: skip
+    assert theirs == {
+        *("everything_saveable", "nothing_saveable", "dots_saveable"),
+        *("checkpoint_dots", "dots_with_no_batch_dims_saveable"),
+        *("checkpoint_dots_with_no_batch_dims", "offload_dot_with_no_batch_dims"),
+        *("save_anything_except_these_names", "save_any_names_but_these"),
+        *("save_only_these_names", "save_from_both_policies"),
+        "save_and_offload_only_these_names",
+    }
 
 
 def test_a_step_of_a_scan_runs_again():

@@ -85,6 +85,31 @@ def test_the_life_of_a_call_fits_one_screen(title):
     assert life.count("\n") < 45
 
 
+AFTERNOON = re.findall(r"(?m)^\| `(\w+/\w+\.py)` \|", PAGE.split("## The life")[0])
+
+
+def lines_of_code_and_comments(text):
+    """How many lines are neither empty nor of a docstring."""
+    documented = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(line.strip()) and n not in documented for n, line in lines)
+
+
+def test_the_core_is_read_in_an_afternoon():
+    assert len(AFTERNOON) == 9
+    texts = [CODE[ROOT / "remat" / name] for name in AFTERNOON]
+    assert sum(map(lines_of_code_and_comments, texts)) <= 3300
+    for text in texts:
+        opening = text.split('"""')[1]
+        assert "Invariant:" in opening
+        assert "Rejected:" in opening
+
+
 def test_files_are_short():
     assert CODE.keys() > LOWERINGS
     lines = {path: text.count("\n") for path, text in CODE.items()}

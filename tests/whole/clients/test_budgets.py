@@ -155,11 +155,15 @@ def test_other_lengths_than_planned_stay_in_the_budget(name, tmp_path):
 IN_ORDER = {"train_sampling_strategy": "sequential"}
 
 
-def test_a_cache_that_was_planned_and_is_not_there_stays_in_the_budget(caplog):
+@pytest.mark.parametrize("planned_for", [True, False])
+def test_a_cache_that_was_not_planned_or_is_not_there_stays_in_the_budget(
+    planned_for, caplog
+):
     """Nothing is said of what runs as planned, and once of what does not."""
     batch, model = stacked(texts("gpt2", "")), built("gpt2")
-    plan = planned(model, batch, use_cache=True, accumulates=False)
-    for options, said in ({}, 0), ({"use_cache": False}, 1):
+    plan = planned(model, batch, use_cache=planned_for, accumulates=False)
+    for use_cache, said in (planned_for, 0), (not planned_for, 1):
+        options = {"use_cache": use_cache}
         plain, ours = copy.deepcopy(model), plan.apply(copy.deepcopy(model))
         with caplog.at_level("INFO", "remat"):
             _, expected = steps(plain, {**batch, **options}, torch.enable_grad)

@@ -1,12 +1,10 @@
 """What functions ask of tensors: who and what they are, and what they hold."""
 
 import copy
-import gc
 import inspect
 import io
 import math
 import operator
-import types
 import weakref
 from collections import Counter, OrderedDict
 
@@ -17,6 +15,7 @@ from support.adversarial.program import (
     family,
     loop,
     reversed_loop,
+    taking,
     work,
 )
 from torch import nn
@@ -48,11 +47,6 @@ def position_in_a_list(x, seen):
     kept = seen.setdefault("kept", [])
     kept.append(x)
     return x * (1.0 + [id(t) for t in kept].index(id(x)))
-
-
-def a_weak_key(x, seen):
-    table = seen.setdefault("table", weakref.WeakKeyDictionary())
-    return x * table.setdefault(x, len(table) + 2.0)
 
 
 def a_weak_reference(x, seen):
@@ -103,10 +97,6 @@ def its_data(x, seen):
     return x * y * (2.0 if y.data_ptr() == x.data_ptr() else 3.0)
 
 
-def no_view(x, seen):
-    return x * (2.0 if x._is_view() else 3.0)
-
-
 def contiguous_is_itself(x, seen):
     return x * (2.0 if x.contiguous() is x else 3.0)
 
@@ -114,12 +104,6 @@ def contiguous_is_itself(x, seen):
 def conversions_are_itself(x, seen):
     same = x.to(torch.double) is x, x.cpu() is x, x.double() is x, x.expand(16) is x
     return x * (1.0 + sum(same))
-
-
-def reference_counts(x, seen):
-    gc.collect(0)
-    seen["n"] = seen.get("n", 0) + 1
-    return x * 2
 
 
 # --- What it is ---
@@ -190,28 +174,7 @@ def by_flags(x, seen):
 
 def by_layout(x, seen):
     z = x.view(4, 4).t().sin()
-    return z * (1.0 + z.is_contiguous() + z.stride(0) + z.storage_offset())
-
-
-def by_version(x, seen):
-    z = x.sin()
-    z = z.add_(1)
-    return z * (1.0 + z._version)
-
-
-def by_node(x, seen):
-    z = x.sin()
-    return z * len(z.grad_fn.name())
-
-
-def by_edges(x, seen):
-    z = x.sin() * x
-    return z * (1.0 + sum(n is not None for n, _ in z.grad_fn.next_functions))
-
-
-def by_saved_tensors(x, seen):
-    z = x.sin()
-    return z * z.grad_fn._saved_self.detach().sum()
+    return x * (1.0 + z.is_contiguous() + z.stride(0) + z.storage_offset())
 
 
 def by_numpy(x, seen):
@@ -299,11 +262,6 @@ def by_copying(x, seen):
 def by_as_tensor(x, seen):
     z = x.sin().detach()
     return x * torch.as_tensor(z) * torch.tensor(z.tolist(), dtype=torch.double)
-
-
-def by_text(x, seen):
-    z = x.sin()
-    return z * len(f"{z.detach()} {z.sum():.2f} {z.shape}")
 
 
 def by_length(x, seen):
@@ -398,23 +356,22 @@ def by_transform(x, seen):
 
 def by_scatter(x, seen):
     z = x.sin()
-    return torch.zeros(4, dtype=torch.double).scatter_add(0, torch.arange(16) % 4, z)
+    to = torch.zeros(16, dtype=torch.double)
+    return to.scatter_add(0, torch.arange(16) % 4, z)
 
 
-ASKS = {
-    name: ask
-    for name, ask in [*globals().items()]
-    if isinstance(ask, types.FunctionType)
-    and ask.__code__.co_varnames[:2] == ("x", "seen")
-}
+ASKS = taking(globals(), "x", "seen")
+SUMS = {name: ASKS.pop(name) for name in ("by cumulative", "by decomposition")}
 
 
+@family(**SUMS, is_close=True)
 @family(**ASKS)
 def of_a_leaf(ask):
     seen = {}
     return loop(lambda x: work(ask(x, seen)).tanh())
 
 
+@family(**SUMS, is_close=True)
 @family(**ASKS)
 def of_what_was_computed_and_is_gone(ask):
     def step(wrap):
@@ -425,6 +382,7 @@ def of_what_was_computed_and_is_gone(ask):
     return step
 
 
+@family(**SUMS, is_close=True)
 @family(**ASKS)
 def of_a_product(ask):
     """A policy may save it, and leave out what it is of."""
@@ -437,6 +395,7 @@ def of_a_product(ask):
     return step
 
 
+@family(**SUMS, is_close=True)
 @family(**ASKS)
 def beside_an_attribute_of_a_parameter(ask):
     module = nn.Linear(16, 16).double()
@@ -460,6 +419,7 @@ def beside_an_attribute_of_a_parameter(ask):
     return step
 
 
+@family(**SUMS, is_close=True)
 @family(**ASKS)
 def of_the_second_input(ask):
     def step(wrap):

@@ -5,7 +5,14 @@ import functools
 import types
 
 import torch
-from support.adversarial.program import State, family, leaf, observed, ran
+from support.adversarial.program import (
+    State,
+    family,
+    leaf,
+    observed,
+    ran,
+    taking,
+)
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
 from torch.nn.utils import parametrizations, parametrize, prune, skip_init, stateless
@@ -117,7 +124,7 @@ def dropout_in_place():
 
 
 def relu_in_place():
-    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Hardtanh(inplace=True))
+    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Softsign())
 
 
 def rrelu():
@@ -323,13 +330,6 @@ def copied_inside():
         return copy.copy(m.layer)(x) + copy.deepcopy(m.norm)(x)
 
     return Of(forward, layer=linear(), norm=nn.LayerNorm(8))
-
-
-def moved_inside():
-    def forward(m, x):
-        return m.layer.double().train()(x)
-
-    return Of(forward, layer=linear())
 
 
 def switched_inside():
@@ -541,20 +541,19 @@ def compiled_nothing():
     return Of(lambda m, x: torch.compiler.disable(lambda y: y.sin())(x))
 
 
-KINDS = {
-    name.replace("_", " "): make
-    for name, make in [*globals().items()]
-    if isinstance(make, types.FunctionType)
-    and make.__module__ == __name__
-    and make.__code__.co_argcount == 0
-}
+KINDS = taking(globals())
 COUNT = State(n=0)
 
 
 def attributes_of(module):
-    kinds = torch.Tensor, int, float, list, tuple, dict, str
+    kinds = torch.Tensor, int, float, list, tuple, str
     return [
-        {k: v for k, v in vars(m).items() if isinstance(v, kinds) and k[0] != "_"}
+        {
+            # Whether one requires grad is not seen below torch.func.
+            k: v.detach() if isinstance(v, torch.Tensor) else v
+            for k, v in vars(m).items()
+            if isinstance(v, kinds) and k[0] != "_"
+        }
         for m in module.modules()
         if not isinstance(m, torch.jit.ScriptModule)
     ]
@@ -565,8 +564,8 @@ def trained_with(make, call, between):
         COUNT.n = 0
         module = Wrapped(make())
         run, seen = wrap(call(module)), []
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for i in range(3):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        for i in range(2):
             x = leaf(4, 8, seed=i)
             out = between(module, run, x, i)
             grads = [p.grad for p in module.parameters()]
@@ -586,13 +585,13 @@ def itself(module):
 def counting(module):
     def fn(x):
         COUNT.n += 1
-        return module(x) * COUNT.n
+        return module(x) * COUNT.n**0.5
 
     return fn
 
 
 def backward(out):
-    out.sin().sum().backward()
+    out.sin().mean().backward()
     return out
 
 
@@ -605,7 +604,7 @@ def as_it_is(make):
 def beside_a_counter_on_an_input_that_is_gone(make):
     def between(module, run, x, i):
         out = run(x * 1.5)
-        COUNT.n += 10
+        COUNT.n += 5
         return backward(out)
 
     return trained_with(make, counting, between)

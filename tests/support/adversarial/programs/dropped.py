@@ -32,6 +32,7 @@ from support.adversarial.program import (
     family,
     leaf,
     observed,
+    taking,
     work,
 )
 from torch import nn
@@ -698,13 +699,7 @@ def generated():
     return lambda x: sum(made(x))
 
 
-KINDS = {
-    name.replace("_", " "): make
-    for name, make in [*globals().items()]
-    if isinstance(make, types.FunctionType)
-    and make.__module__ == __name__
-    and make.__code__.co_argcount == 0
-}
+KINDS = taking(globals())
 
 
 def calls(fn_of, *, made):

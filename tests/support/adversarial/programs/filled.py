@@ -1,9 +1,15 @@
 """Large workspaces and caches that a call fills, by many operations, and reads."""
 
-import types
-
 import torch
-from support.adversarial.program import State, family, leaf, loop, observed, work
+from support.adversarial.program import (
+    State,
+    family,
+    leaf,
+    loop,
+    observed,
+    taking,
+    work,
+)
 from torch import nn
 
 
@@ -189,13 +195,8 @@ def written_twice(space, x, i):
     space[:10] = 3.0
 
 
-WRITES = {
-    name: write
-    for name, write in [*globals().items()]
-    if isinstance(write, types.FunctionType)
-    and write.__code__.co_varnames[:3] == ("space", "x", "i")
-}
-WHOLE = {n: w for n, w in WRITES.items() if not n.startswith(("one_", "by_a", "diag"))}
+WRITES = taking(globals(), "space", "x", "i")
+WHOLE = {n: w for n, w in WRITES.items() if not n.startswith(("one ", "by a", "diag"))}
 
 
 @family(**WHOLE)

@@ -14,6 +14,7 @@ from support.adversarial.program import (
     observed,
     program,
     reversed_loop,
+    taking,
     work,
 )
 from torch import nn
@@ -282,11 +283,7 @@ def by_a_trainable_row(buf, row):
     return buf[torch.tensor([3])].squeeze(0) * row
 
 
-WRITES = {
-    name.removeprefix("by_"): write
-    for name, write in [*globals().items()]
-    if name.startswith("by_")
-}
+WRITES = taking(globals(), "buf", "row")
 
 
 @family(**WRITES)

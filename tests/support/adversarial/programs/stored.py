@@ -28,6 +28,7 @@ from support.adversarial.program import (
     loop,
     observed,
     reversed_loop,
+    taking,
     work,
 )
 from torch import nn
@@ -474,13 +475,7 @@ def repeated():
     return lambda: sum(s.k for s in copy.copy(many)), lambda k: setattr(held, "k", k)
 
 
-KINDS = {
-    name.replace("_", " "): make
-    for name, make in [*globals().items()]
-    if isinstance(make, types.FunctionType)
-    and make.__module__ == __name__
-    and make.__code__.co_argcount == 0
-}
+KINDS = taking(globals())
 
 
 @family(**KINDS)

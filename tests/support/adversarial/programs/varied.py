@@ -26,6 +26,7 @@ from support.adversarial.program import (
     program,
     ran,
     reversed_loop,
+    taking,
     trained,
     work,
 )
@@ -157,11 +158,7 @@ def by_default_factory(table):
     return lambda x: work(x, found[len(found)])
 
 
-HELD = {
-    name.removeprefix("by_"): build
-    for name, build in [*globals().items()]
-    if name.startswith("by_")
-}
+HELD = taking(globals(), "table")
 
 
 @family(**HELD)
@@ -187,7 +184,7 @@ def counted_below_what_never_changes(build):
     return reversed_loop(fn, state=lambda: table)
 
 
-@family(**{name: build for name, build in HELD.items() if name != "weak_keys"})
+@family(**{name: build for name, build in HELD.items() if name != "by weak keys"})
 def below_what_is_gone_by_the_backward(build):
     state = State(fn=build({"k": 1.0}), n=0)
 
@@ -433,12 +430,7 @@ def by_comparing(x, seen):
     return x * (2.0 if torch.equal(y, y.clone()) and bool((y == y).all()) else 3.0)
 
 
-ASKS = {
-    name: asks
-    for name, asks in [*globals().items()]
-    if isinstance(asks, types.FunctionType)
-    and asks.__code__.co_varnames[:2] == ("x", "seen")
-}
+ASKS = taking(globals(), "x", "seen")
 
 
 @family(**ASKS)
@@ -731,6 +723,73 @@ def a_module_whose_class_is_changed_between():
         module.__class__ = Other if type(module) is First else First
 
     return loop(lambda x: module(x), between=change)
+
+
+class Doubled(Block):
+    __slots__ = ()
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Sharded(Block):
+    """As libraries do that give a module another class and change nothing."""
+
+
+class Scaled:
+    __slots__ = "__weakref__", "k"
+
+    def __call__(self, x):
+        return work(x, self.k)
+
+
+class Other(Scaled):
+    __slots__ = ()
+
+    def __call__(self, x):
+        return work(x, 5.0)
+
+
+def of_a_module(kind):
+    block = Block()
+    return block, lambda x: block(x.view(4, 4)), kind
+
+
+def of_a_slotted_object(kind):
+    scaled = Scaled()
+    scaled.k = 2.0
+    return scaled, lambda x: scaled(x), kind
+
+
+@family(
+    doubled=lambda: of_a_module(Doubled),
+    sharded=lambda: of_a_module(Sharded),
+    slots=lambda: of_a_slotted_object(Other),
+)
+def another_class_between(make):
+    value, fn, other = make()
+    first = type(value)
+
+    def change():
+        value.__class__ = first if type(value) is other else other
+
+    return reversed_loop(fn, between=change, state=lambda: type(value).__name__)
+
+
+@family(
+    doubled=lambda: of_a_module(Doubled),
+    slots=lambda: of_a_slotted_object(Other),
+)
+def another_class_by_the_function(make):
+    value, fn, other = make()
+    first = type(value)
+
+    def changing(x):
+        out = fn(x)
+        value.__class__ = first if type(value) is other else other
+        return out.tanh()
+
+    return loop(changing, state=lambda: type(value).__name__)
 
 
 @program

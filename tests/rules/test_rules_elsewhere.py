@@ -1,0 +1,134 @@
+"""Rules and kept calls in compiled code, in blocks of a scope, and in reports."""
+
+import pytest
+import torch
+from support.zoo import X, leaves_of, make
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import remat as api
+from remat import custom_vjp, explain, fit, keep, remat, saved_residuals, scope
+from remat.testing import assert_same
+
+
+# Its derivative is not that of the function, so that it shows who follows the rule.
+CLIPPED = custom_vjp(lambda x: x * 1.0)
+CLIPPED.defvjp(lambda x: (x * 1.0, None), lambda _, ct: (ct.clamp(-0.1, 0.1),))
+TRIPLED = custom_vjp(torch.sin)
+TRIPLED.defremat(
+    lambda x: (x.sin(), x.cos()),
+    lambda cos, x: (x.sin(), {"cos": cos}),
+    lambda res, ct: (ct * res["cos"] * 3,),
+)
+PAIRED = custom_vjp(lambda n, x, y: (x * y * n, x + y), nondiff_argnums=(0,))
+PAIRED.defvjp(
+    lambda n, x, y: ((x * y * n, x + y), (x, y)),
+    lambda n, res, cts: (cts[0] * res[1] * n + cts[1], cts[0] * res[0] * n + cts[1]),
+)
+KEPT = keep(lambda x: x.exp().sin())
+FUNCTIONS = {
+    "clipped": lambda x: CLIPPED(x * 2).exp(),
+    "tripled": lambda x: TRIPLED(x * 2).exp(),
+    "paired": lambda x: sum(PAIRED(3.0, x.sin(), x.exp())),
+    "kept": lambda x: KEPT(x * 2).exp(),
+}
+by_name = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def gradient(fn):
+    (x,) = leaves_of(X)
+    return torch.autograd.grad(fn(x).sum(), x)[0]
+
+
+# --- Compiled ---
+
+
+# Of Dynamo, which makes an instance of a Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("transform", [lambda f: f, remat])
+@by_name
+def test_compiled_code_follows_the_derivative(name, transform):
+    fn, want = transform(FUNCTIONS[name]), gradient(FUNCTIONS[name])
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        found = gradient(torch.compile(fn, backend=backend, fullgraph=True))
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, remat])
+@by_name
+def test_graphs_of_make_fx_follow_the_derivative(name, transform):
+    fn, (x,) = transform(FUNCTIONS[name]), leaves_of(X)
+    graph = make_fx(lambda x: torch.autograd.grad(fn(x).sum(), x)[0])(x)
+    torch.testing.assert_close(graph(x), gradient(FUNCTIONS[name]))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_code_refuses_a_result_that_it_cannot_take():
+    tree = custom_vjp(lambda x: {"a": x})
+    tree.defvjp(lambda x: ({"a": x * 1}, None), lambda _, ct: (ct["a"],))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"must be a tensor or a tuple of tensors"):
+        torch.compile(lambda x: tree(x)["a"], backend="eager", fullgraph=True)(
+            *leaves_of(X)
+        )
+
+
+# --- Scope and plans ---
+
+
+@by_name
+def test_blocks_of_a_scope_are_right(name):
+    def run(x):
+        with scope():
+            y = FUNCTIONS[name](x.sin())
+        return y.cos()
+
+    assert_same(gradient(run), gradient(lambda x: FUNCTIONS[name](x.sin()).cos()))
+
+
+def test_a_plan_for_a_step_is_right():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            return x + TRIPLED(KEPT(self.up(x)).tanh())
+
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    x = torch.randn(64, 16)
+    model(x).square().mean().backward()
+    want = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    plan = fit(model, x, loss=lambda y: y.square().mean(), budget=70_000)
+    applied = plan.apply(model)
+    applied(x).square().mean().backward()
+    assert_same([p.grad for p in model.parameters()], want)
+
+
+# --- Reports ---
+
+
+BIG = make(64, 64, seed=2)
+
+
+def body(x):
+    return (TRIPLED(x * 1.5).exp() * KEPT(x)).sin()
+
+
+@pytest.mark.parametrize("higher_order", [False, True])
+def test_saved_residuals_list_what_is_kept(higher_order):
+    found = saved_residuals(remat(body, higher_order=higher_order), BIG)
+    large = [r for r in found if r.nbytes == BIG.nbytes]
+    # The input, the cosine, what the kept call saved for its sine, and its result.
+    assert len(large) == 4
+    assert sum(r.nbytes for r in found) < 4.1 * BIG.nbytes
+
+
+def test_explain_shows_a_call_by_rules_as_one_operation():
+    report = explain(remat(body), BIG)
+    names = [op.name for op in report.ops]
+    assert names == ["mul", "sin", "exp", "keep(<lambda>)", "mul", "sin"]
+    assert report.saved_bytes >= 4 * BIG.nbytes
+    assert "keep(<lambda>)" in str(report)
+    assert api.custom_vjp is custom_vjp
