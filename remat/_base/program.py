@@ -10,6 +10,7 @@ Rejected: keeping the tensors in it, which would hide them from torch's saved te
 call: nobody could tell which of it was known when.
 """
 
+import operator
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -24,6 +25,7 @@ from remat._torch import (
 )
 
 
+_requires_grad = operator.attrgetter("requires_grad")
 # What an index counts. The results of an evaluation are, in this order, the outputs of
 # the function, the values that updated inputs had before, and the residuals. Outputs
 # have the same index among the results. A node saves the inputs that are kept, and then
@@ -85,6 +87,12 @@ class Evaluation(NamedTuple):
     asks_grad_mode: bool = False
     certain: Collection[InputIndex | None] = ()  # that the outputs did depend on
     has_inference: bool = False  # some input is an inference tensor
+
+    def ends(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the inputs that a node has edges to; none if it is not to be."""
+        if len(self.used) < len(inputs):
+            inputs = [inputs[i] for i in self.used]
+        return inputs if True in map(_requires_grad, inputs) else ()
 
 
 class OutsideVmap(NamedTuple):

@@ -6,6 +6,7 @@ it held at the call.
     reach       all of this for one call
     running     one run of it again
     lifted      other tensors in place of the user's
+    holding     which holders hold one of some values
     left        what a function leaves in holders besides its result
     identities  identities of tensors that code asks for, which are refused
     copies      copies of buffers in holders, which other threads may find

@@ -28,11 +28,9 @@ Rejected: a function mode that exchanges tensors as they are used. Nested transf
 calls inside do not pass it.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
-from itertools import compress, count
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from torch import Tensor
 from typing_extensions import override
@@ -41,76 +39,14 @@ from remat._base.errors import CaptureError
 from remat._base.types import ATOMS
 from remat._capture.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind
 from remat._live.boxes import kinds_besides
-from remat._live.contents import spans_of
 from remat._live.copies import without_copies
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
+from remat._live.holding import FindHolders, HolderNow, among, held_in, holding
 from remat._live.identities import refuse_of_container, refuse_of_tensors
-from remat._live.layout import Layout, Taken
 from remat._live.left import Left, LeftAt, LeftPlace
 from remat._live.making import make
 from remat._live.roots import roots_of
 from remat._torch import is_of_level_above, is_of_torch_func
-
-
-class HolderNow(NamedTuple):
-    """What one holder holds at one moment."""
-
-    kind: HolderKind
-    holder: Any
-    keys: Sequence[Any]
-    values: Sequence[Any]
-
-    def parts(self) -> tuple[Any, ...]:
-        """Return all that it holds."""
-        return *self.values, *self.keys
-
-
-# Given identities of values, yields the holders that hold one of them.
-FindHolders = Callable[[Container[int]], Iterable[HolderNow]]
-
-
-def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[HolderNow]:
-    """Yield the holders, of what was taken, that hold one of some values."""
-    values, keys = len(taken.values), len(taken.keys)
-    there = memoryview(taken.marks[0]).cast("Q")[: values + keys]
-    places = [*compress(count(), map(ids.__contains__, there))]
-    if not places:
-        return
-    groups = taken.groups()
-    if layout.spans is None or layout.spans[0] != taken.lengths:
-        sizes = [(kind, len(holders)) for kind, holders in groups]
-        spans = [*spans_of(sizes, taken.lengths)]
-        starts = [span.start for span in spans]
-        layout.spans = taken.lengths, spans, starts, [s.first_key for s in spans]
-    _, spans, starts, first_keys = layout.spans
-    found = [
-        bisect_right(starts, p) - 1
-        if p < values
-        else bisect_right(first_keys, p - values) - 1
-        for p in places
-    ]
-    for i in dict.fromkeys(found):
-        kind, group, number, start, end, first = spans[i]
-        yield HolderNow(
-            kind,
-            groups[group][1][number],
-            taken.keys[first : first + (end - start)] if kind.keyed else (),
-            taken.values[start:end],
-        )
-
-
-def held_in(boxes: Iterable[tuple[Any, Any]]) -> Iterator[HolderNow]:
-    """Yield what containers that were passed hold: boxes of `Given`, with these."""
-    for box, value in boxes:
-        for kind in (box.how, *(more.how for more in box.more)):
-            yield HolderNow(kind, value, *kind.held(value))
-
-
-def among(held: Iterable[HolderNow], ids: Any) -> Iterator[HolderNow]:
-    """Yield those that hold one of some values."""
-    for one in held:
-        if True in map(ids.__contains__, map(id, one.parts())):
-            yield one
 
 
 class Replaced(Written):
@@ -389,8 +325,9 @@ class LiftedForward(Lifted):
         if not issubclass(kind, Tensor):
             return True
         if value.requires_grad or is_of_torch_func(value):
-            # Another thread may be in levels of its own.
-            return not (self._is_users(value) or is_of_level_above(value))
+            # Another thread may be in levels of its own, or have a copy there.
+            is_here = without_copies([value])[0] is value
+            return is_here and not (self._is_users(value) or is_of_level_above(value))
         return False
 
     def leaves_alone(self, result: Tensor) -> bool:

@@ -18,8 +18,8 @@ from remat._base.tensors import versions_of
 from remat._capture.objects import bytes_of
 from remat._live.contents import differing, marks_of
 from remat._live.exchange import are_same
+from remat._live.holding import held_in
 from remat._live.layout import Taken, written
-from remat._live.lifted import held_in
 from remat._live.roots import Root
 from remat._torch import unseen
 

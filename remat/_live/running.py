@@ -25,9 +25,10 @@ from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, set_bytes
 from remat._live.contents import Ref, differing, marks_of
 from remat._live.exchange import LOCK, Exchange, Written, are_same, written_to
+from remat._live.holding import HolderNow, among, holding
 from remat._live.layout import Taken
 from remat._live.left import Left, LeftAt
-from remat._live.lifted import HolderNow, Lifted, among, holding
+from remat._live.lifted import Lifted
 from remat._live.roots import Root
 from remat._live.walk import is_hook_of_library
 from remat._torch import MODULE_HOOKS

@@ -385,7 +385,7 @@ def dispatch(
         if True in map(_requires_grad, below):
             # A constant of this level has no edge to what is differentiated below.
             ends = lifted(layer, kind, inputs)
-    ends = _ends(evaluation, ends)
+    ends = evaluation.ends(ends)
     if ends:
         apply = _apply if layer is None else functools.partial(apply_at_level, _apply)
         outs = apply((program, evaluation, saved or inputs, outs), *ends)
@@ -395,13 +395,6 @@ def dispatch(
 def _wrapped(results: Sequence[Any], level: int) -> list[Any]:
     """Return results from below a level as tensors of that level."""
     return [None if o is None else wrap_for_grad(o, level) for o in results]
-
-
-def _ends(evaluation: Evaluation, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the inputs that a node has edges to; none if there is to be no node."""
-    if len(evaluation.used) < len(inputs):
-        inputs = [inputs[i] for i in evaluation.used]
-    return inputs if True in map(_requires_grad, inputs) else ()
 
 
 def _dispatch_below_vmap(
@@ -460,7 +453,7 @@ def _dispatch_dual(
     saved = [*inputs, *duals.tangents]  # so that gradients of tangents have tangents
     found = dual.taken_apart(*dispatch(dual, flat, request, saved))
     evaluation, outs = found.evaluation._replace(shared=()), found.outs
-    ends = _ends(evaluation, duals.primals) if is_recorded(duals.primals) else ()
+    ends = evaluation.ends(duals.primals) if is_recorded(duals.primals) else ()
     if ends:
         alone = Tensor.detach if current_layer() is None else without_node
         outs = [None if o is None else alone(o) for o in outs]
