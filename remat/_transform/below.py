@@ -48,11 +48,12 @@ def note_levels(program: Program, found: Sequence[Any], count: int) -> None:
 
 def total_needs(program: Program, needs: PerInput) -> PerInput:
     """Return which inputs some level differentiates, inside a vmap or outside."""
-    while isinstance(program, Below):  # which may have tangents beside its inputs
-        pairs = zip(needs[: program.arity], program.needs, strict=True)
-        needs = [inside or outside for inside, outside in pairs]
+    total = [*needs]
+    while isinstance(program, Below):
+        for i, need in enumerate(program.needs):
+            total[i] = total[i] or need
         program = program.program
-    return needs
+    return total
 
 
 class BatchVjp(Program):
