@@ -317,10 +317,9 @@ class Exchange:
         for i in range(len(self._owners))[section]:
             owner, key = self._owners[i], self._layout.births[i]
             if owner is not None:
-                if i not in self._layout.remade:
-                    then = self._contents.classes[i]()
-                    if then is not type(owner) and is_of_another(owner, then):
-                        self._others.append((owner, then))
+                then = self._class_of(i)
+                if then is not type(owner) and is_of_another(owner, then):
+                    self._others.append((owner, then))
                 continue
             if key in self._made:
                 continue

@@ -173,7 +173,7 @@ class Root:
         others, found, groups = {*places}, list[Differing](), taken.groups()
         for span in contents.spans_among(places, self.effects or ()):
             kind, holders = groups[span.group]
-            if kind is VARIABLES:  # which is to be reset
+            if kind.frozen or kind is VARIABLES:  # made again, or reset
                 return None
             keys = taken.keys[span.first_key : span.first_key + span.key_count]
             now = values[span.start : span.end]

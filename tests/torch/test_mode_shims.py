@@ -9,7 +9,15 @@ from support.shims import expects, leaf, same
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
-from remat._torch import algorithms, autograd, levels, modes, tensors, tracing
+from remat._torch import (
+    algorithms,
+    autograd,
+    batches,
+    levels,
+    modes,
+    tensors,
+    tracing,
+)
 
 
 class _Mode(overrides.TorchFunctionMode):
@@ -544,3 +552,71 @@ def test_grad_mode_is_switched_off():
 
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+
+
+@expects("requires_grad_above", "without_dead_levels", "is_of_ended_vmap")
+def test_levels_above_and_levels_that_ended_are_told():
+    asked, left = [], []
+
+    def within(x):
+        def mapped(row):
+            product = x * row
+            asked.append(levels.requires_grad_above(product, 1))
+            asked.append(levels.requires_grad_above(product, 2))
+            asked.append(levels.is_of_ended_vmap(row))
+            left.append(row)
+            return row
+
+        torch.func.vmap(mapped)(torch.ones(3, 2))
+        left.append(x)
+        return (x * x).sum()
+
+    # The first level is that of the gradient, the second one of the vmap.
+    x = torch.ones(2)
+    torch.func.grad(within)(x)
+    assert asked == [False, False, False]
+    assert levels.is_of_ended_vmap(left[0]) is True
+    assert levels.without_dead_levels(left[1]) is x
+
+
+@expects("lowered", "raised")
+def test_tensors_of_a_vmap_are_taken_below_it_and_put_back():
+    x, found = torch.arange(6.0).view(3, 2), []
+
+    def mapped(row):
+        (whole,), dims = batches.lowered([row], [row])
+        found.append((whole, dims))
+        (again,) = batches.raised([whole + 1], dims, [row])
+        return again
+
+    out = torch.func.vmap(mapped)(x)
+    ((whole, dims),) = found
+    assert whole.shape == (3, 2)
+    assert [list(each) for each in dims] == [[0]]
+    assert same(out, x + 1)
+
+
+@expects("as_one_operation")
+def test_one_operation_runs_under_our_modes_and_what_is_inside_under_the_others():
+    seen = []
+
+    class Ours(modes.LeanDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(("ours", func.name()))
+            return func(*args, **(kwargs or {}))
+
+    class Theirs(_python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(("theirs", func.name()))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+
+    def call(inside):
+        torch.neg(x)
+        return inside(x)
+
+    with Theirs(), Ours():
+        out = modes.as_one_operation(call, torch.sin)
+    assert seen == [("ours", "aten::neg"), ("theirs", "aten::sin")]
+    assert same(out, x.sin())
