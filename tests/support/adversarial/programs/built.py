@@ -263,7 +263,7 @@ def buffer_made_at_the_first_call():
         if "mask" not in m._buffers:
             m.register_buffer("mask", torch.ones(8, dtype=x.dtype) * 2)
         m.mask += 0.1
-        return x * m.mask
+        return x * m.mask.clone()  # which the next call does not change
 
     return Of(forward)
 
