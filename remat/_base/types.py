@@ -20,7 +20,7 @@ Fn: TypeAlias = Callable[..., Any]
 
 
 class Opaque:
-    """Holds a value that a snapshot neither searches nor puts back."""
+    """Holds a value that a call neither searches nor puts back."""
 
     __slots__ = ("value",)
 

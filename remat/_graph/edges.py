@@ -146,14 +146,14 @@ class Reached(NamedTuple):
 
 
 def reached_by(
-    snapshot: Reach,
+    reach: Reach,
     request: Request,
     outs: Sequence[Any],
     inner: Sequence[Tensor],
     outside: Sequence[OutsideVmap],
 ) -> Reached:
     """Return what the outputs of a forward reach, also outside of vmaps."""
-    if reaches_only_inputs(snapshot, request):
+    if reaches_only_inputs(reach, request):
         nodes = [o.grad_fn for o in outs if o.requires_grad]
         if None not in nodes:
             # To look costs a tenth of a call. The backward finds out which they are.
@@ -219,9 +219,9 @@ def _has_several_outputs(node: Any) -> bool:
     return isinstance(evaluation, Evaluation) and sum(evaluation.differentiable) > 1
 
 
-def reaches_only_inputs(snapshot: Reach, request: Request) -> bool:
+def reaches_only_inputs(reach: Reach, request: Request) -> bool:
     """Say whether a call refers to nothing but its inputs that a graph could reach."""
-    return snapshot.is_contained and request.at_base
+    return reach.is_contained and request.at_base
 
 
 def once_differentiable(

@@ -118,7 +118,8 @@ class Reach:
         for root in self._roots:
             buffers += root.buffers
         self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
-        self.is_bare = not (self._roots or given.boxes or buffers or self._modes)
+        beside = given.boxes or buffers or self._modes or given.has_iterators
+        self.is_bare = not (self._roots or beside)
 
     def _add_hooks_of_all_modules(self, given: Given) -> None:
         hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
@@ -337,12 +338,16 @@ class Reach:
         body: Callable[..., Any] | None = None,
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        building = Building(tensors, running)
-        if running is not None and self.left:
-            running.passed = building.made  # until the run has ended
-        cache = None if self._cache is None else building.value(self._cache)
-        *args, fn = building.values(self._values)
-        modes = building.values(self._modes) if self._modes else []
+        cache, modes = None, list[Any]()
+        if self.is_bare:
+            *args, fn = self._bare_values(tensors)
+        else:
+            building = Building(tensors, running)
+            if running is not None and self.left:
+                running.passed = building.made  # until the run has ended
+            cache = None if self._cache is None else building.value(self._cache)
+            *args, fn = building.values(self._values)
+            modes = building.values(self._modes) if self._modes else modes
         kwargs: dict[str, Any] = {}
         if self._names:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))
@@ -360,11 +365,15 @@ class Reach:
 
     def call_bare(self, tensors: Sequence[Any], instead: Any = None) -> Any:
         """Call a function of tensors and constants alone for the first time."""
-        *args, fn = Building(tensors, None).values(self._values)
+        *args, fn = self._bare_values(tensors)
         count = self._count
         if instead is not None:
             return instead(fn, args[:count])
         return fn(*args[:count], **dict(zip(self._names, args[count:], strict=True)))
+
+    def _bare_values(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the arguments and the function, where these are all that there is."""
+        return [tensors[v.number] if type(v) is At else v for v in self._values]
 
     def call_lifted(self, lifted: LiftedForward, fn: Any) -> Any:
         """Call the function for the first time, where errors find their names."""

@@ -283,7 +283,7 @@ class _Notes:
             self._note_saved(tensors_in(value), op, decision, reader)
         for i, value in zip(kept, saved, strict=False):
             if i in evaluation.updated:
-                name = call.call.snapshot.name_of(i)
+                name = call.call.reach.name_of(i)
                 self._note_copies(name, tensors_in(value), reader)
         self._note_states(call.state.ambient.moved if call.state else (), reader)
 

@@ -59,7 +59,7 @@ class Call:
     Attributes:
         policy: of the call, joined with those of the calls around.
         prune: as passed to `remat`.
-        snapshot: what it reaches, without the tensors.
+        reach: what it reaches, without the tensors.
         wrapped: the inputs as they were passed, where the function runs below levels
             that they are of; empty at the base, and once the forward has run.
         is_differentiated_once: whether one level at most differentiates each input.
@@ -72,7 +72,7 @@ class Call:
 
     __slots__ = (
         *("_emptied", "_inputs", "_options", "_users", "_users_call", "hidden"),
-        *("is_differentiated_once", "may_read_early", "policy", "prune", "snapshot"),
+        *("is_differentiated_once", "may_read_early", "policy", "prune", "reach"),
         *("structure", "wrapped"),
     )
     instead: Any = None  # is called with the function and its arguments, if not that
@@ -94,8 +94,8 @@ class Call:
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
         self.may_read_early: Callable[[Tensor], bool] | None = None
-        self.snapshot: Any = reach
-        self._inputs = self.snapshot.take_tensors()
+        self.reach: Any = reach
+        self._inputs = self.reach.take_tensors()
         self._users: Sequence[Tensor] | None = self._inputs
 
     @property
@@ -106,7 +106,7 @@ class Call:
     @property
     def is_lazy(self) -> bool:
         """Whether some module that it reaches has no parameters yet."""
-        return self.snapshot.is_lazy
+        return self.reach.is_lazy
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level."""
@@ -115,20 +115,21 @@ class Call:
             unwrap = without_dead_levels
             # The user's objects may hold a tensor of a level that has ended. If that is
             # a vmap, no operation takes it, and so none of the recompute's.
-            ended = [is_of_ended_vmap(unwrap(t)) for t in passed]
-            instead = [
-                torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
-                for t, is_gone in zip(passed, ended, strict=True)
-            ]
-            if passed is self._inputs:
-                self._users = instead
-            passed = instead
+            ended = [*map(is_of_ended_vmap, map(unwrap, passed))]
+            if True in ended:
+                instead = [
+                    torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
+                    for t, is_gone in zip(passed, ended, strict=True)
+                ]
+                if passed is self._inputs:
+                    self._users = instead
+                passed = instead
         # A node will hold them. The call would hide them from hooks for saved tensors.
         self._inputs: list[Tensor] = []
         inputs = [*map(unwrap, passed)]
         is_any_dead = True in map(operator.is_not, inputs, passed)
         if is_any_dead and holds_graph(passed, inputs):
-            message = _PULLBACK.format(label=self.snapshot.label)
+            message = _PULLBACK.format(label=self.reach.label)
             warnings.warn(message, stacklevel=3)
             return inputs, [False] * len(inputs)
         if current_layer() is None:
@@ -140,7 +141,7 @@ class Call:
 
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
-        reach, users, instead = self.snapshot, self._users, self.instead
+        reach, users, instead = self.reach, self._users, self.instead
         if users is None:  # to show what it changes
             return reach.run(inputs, instead, take=Result)
         self._users = None
@@ -178,7 +179,7 @@ class Call:
         return result
 
     def _without_outer_levels(self, body: Fn, inputs: Sequence[Tensor]) -> Fn:
-        refused = RefuseOuterLevels(self.wrapped, inputs, self.snapshot.name_of)
+        refused = RefuseOuterLevels(self.wrapped, inputs, self.reach.name_of)
 
         def run() -> Any:
             with refused:
@@ -191,7 +192,7 @@ class Call:
         self.hidden = result.hidden()
         for hidden in self.hidden:
             if hidden.why:
-                raise CaptureError(hidden.told(_OPAQUE, self.snapshot.label))
+                raise CaptureError(hidden.told(_OPAQUE, self.reach.label))
         outs, self.structure = Out.split(result, inputs)
         # Only now: the tensors were found in what is emptied.
         self._emptied = result.without_tensors()
@@ -211,7 +212,7 @@ class Call:
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
         runs = here().runs
-        return self.snapshot.run(inputs, self.instead, runs, take=Result)
+        return self.reach.run(inputs, self.instead, runs, take=Result)
 
     def labelled(self, fn: Fn, *args: Any) -> Any:
         """Call something, whose errors are to name the call."""
@@ -220,7 +221,7 @@ class Call:
         except CaptureError as error:
             if str(error).startswith("remat"):
                 raise
-            raise CaptureError(f"remat: in {self.snapshot.label}, {error}") from None
+            raise CaptureError(f"remat: in {self.reach.label}, {error}") from None
 
     def run_on_copies(self, program: Program, copies: Sequence[Tensor]) -> None:
         """Set the call back to before its forward; run that as `program` once more.

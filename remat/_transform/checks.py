@@ -138,19 +138,19 @@ def refuse_assigned_data(
 
 
 def refuse_leaks(
-    snapshot: Reach, inner: Sequence[Tensor], hidden: Sequence[Hidden]
+    reach: Reach, inner: Sequence[Tensor], hidden: Sequence[Hidden]
 ) -> None:
     """Refuse a function if something holds its graph, which should be gone by now."""
     # A mode around this holds results for its call, which looks itself.
-    if snapshot.is_contained or is_under_mode() or not is_graph_held(inner):
+    if reach.is_contained or is_under_mode() or not is_graph_held(inner):
         return
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
     if is_graph_held(inner):
-        kept = keeper_of(inner, snapshot.code) or _SOMEWHERE
-        message = _LEAKED.format(label=snapshot.label, kept=kept)
+        kept = keeper_of(inner, reach.code) or _SOMEWHERE
+        message = _LEAKED.format(label=reach.label, kept=kept)
         if hidden:
-            message += hidden[0].told(_MAY_HIDE, snapshot.label)
+            message += hidden[0].told(_MAY_HIDE, reach.label)
         raise CaptureError(message)
 
 

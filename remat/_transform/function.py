@@ -176,12 +176,12 @@ class Primal(Program):
     @property
     def label(self) -> str:
         """What messages call it."""
-        return self.call.snapshot.label
+        return self.call.reach.label
 
     @property
     @override
     def signature(self) -> tuple[Any, ...]:
-        return self.call.snapshot.signature
+        return self.call.reach.signature
 
     @property
     @override
@@ -200,7 +200,7 @@ class Primal(Program):
 
     @override
     def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
-        return self.call.snapshot.may_write(i, tensor)
+        return self.call.reach.may_write(i, tensor)
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:
@@ -268,7 +268,7 @@ class Primal(Program):
         assert state is not None
         assert evaluation is not None
         run = functools.partial(self._under, mode, state.under_modes(run))
-        return state.run(run, self.call.snapshot, inputs, evaluation.updated, mode)
+        return state.run(run, self.call.reach, inputs, evaluation.updated, mode)
 
     def _under(self, mode: Any, run: Fn, inputs: Sequence[Tensor]) -> Any:
         """Run the function under the policy of the call, and a mode if there is one."""
@@ -284,18 +284,18 @@ class Primal(Program):
 
     @override
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        checks.refuse_leaks(self.call.snapshot, leaves, self.call.hidden)
+        checks.refuse_leaks(self.call.reach, leaves, self.call.hidden)
 
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         assert self.state is not None
-        self.state.refuse_changed(self.call.snapshot, inputs)
+        self.state.refuse_changed(self.call.reach, inputs)
 
     @override
     def check_outputs(self, outs: Sequence[Any]) -> bool:
         assert self.evaluation is not None
         then = self.evaluation.differentiable
-        checks.check_differentiable(self.call.snapshot, outs, then)
+        checks.check_differentiable(self.call.reach, outs, then)
         return True
 
     @override
@@ -305,13 +305,13 @@ class Primal(Program):
         inputs: Sequence[Tensor],
         missing: Sequence[InputIndex],
     ) -> None:
-        evaluation, snapshot = self.evaluation, self.call.snapshot
+        evaluation, reach = self.evaluation, self.call.reach
         assert evaluation is not None
         # Where nobody looked what the forward reached, there is nothing to compare.
-        is_known = not reaches_only_inputs(snapshot, evaluation.request)
+        is_known = not reaches_only_inputs(reach, evaluation.request)
         missing = [i for i in missing if i in evaluation.certain]
         if is_known and missing:
-            checks.check_reached(snapshot, outs, inputs, missing)
+            checks.check_reached(reach, outs, inputs, missing)
 
 
 # --- Evaluation, level by level ---
@@ -468,15 +468,15 @@ def _evaluate_below(
     call: Call, program: Program, inputs: Sequence[Tensor], request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward of a call, as a program, and drop its graph."""
-    snapshot = call.snapshot
-    given = ForwardInputs(inputs, request, snapshot.buffers, call.wrapped)
+    reach = call.reach
+    given = ForwardInputs(inputs, request, reach.buffers, call.wrapped)
     # In a function of its own: nothing here may hold the graph.
     evaluated = evaluate_forward(call, program, given, request)
     call.forward_done()  # before leaks are looked for: it holds tensors
     # The graph is gone by now, unless something of it escaped.
     checks.refuse_backward(program, given.inner, inputs)
-    checks.refuse_assigned_data(snapshot, inputs, given.inner, request.needs)
-    checks.refuse_leaks(snapshot, given.fresh(), call.hidden)
+    checks.refuse_assigned_data(reach, inputs, given.inner, request.needs)
+    checks.refuse_leaks(reach, given.fresh(), call.hidden)
     return evaluated
 
 
@@ -484,26 +484,26 @@ def evaluate_forward(
     call: Call, program: Program, given: ForwardInputs, request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward."""
-    snapshot, needs = call.snapshot, request.needs
+    reach, needs = call.reach, request.needs
     inputs, inner = given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
-    state = call_state(snapshot, inputs)
+    state = call_state(reach, inputs)
     has_inference = None in state.versions
     planned = _planned(call, program, inputs, inner, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)
     again = functools.partial(call.run_on_copies, program)
 
     def changed_inside(index: InputIndex | None) -> Exception:
-        changes = changes_of(snapshot, inner, again)
-        return checks.changed_inside(snapshot, index, changes)
+        changes = changes_of(reach, inner, again)
+        return checks.changed_inside(reach, index, changes)
 
     # Before inputs are compared: an update of a buffer is no change that is refused.
-    state, before = given.state_after(state, snapshot.buffers, changed_inside)
+    state, before = given.state_after(state, reach.buffers, changed_inside)
     checks.refuse_changed_inputs(
-        snapshot, inputs, inner, state.versions, needs, before, again
+        reach, inputs, inner, state.versions, needs, before, again
     )
     # While the graph is there; the results have none.
-    reached = call.labelled(reached_by, snapshot, request, outs, inner, program.outside)
+    reached = call.labelled(reached_by, reach, request, outs, inner, program.outside)
     differentiable = [*map(_requires_grad, outs), *[False] * len(before)]
     for found in program.outside:
         for j in found.differentiable:
@@ -545,14 +545,14 @@ def _planned(
     state: CallState,
 ) -> SavedInNode | None:
     """Return what the forward does with the records of calls like it, if anything."""
-    policy, prune, label = call.policy, call.prune, call.snapshot.label
+    policy, prune, label = call.policy, call.prune, call.reach.label
     elements = sum(map(Tensor.numel, inputs))
     if has_no_reason(policy, prune, elements):
         return None
     others = filterfalse(may_be_absent, inputs if state.classes else ())
     situation = Situation(
         is_saved=False,
-        is_compiled=call.snapshot.compiled,
+        is_compiled=call.reach.compiled,
         is_traced=is_below_tracer(),
         is_split=request.is_split,
         kind=next((type(t).__name__ for t in others), ""),
@@ -589,9 +589,9 @@ def _run(
         if "a leaf Variable that requires grad" not in text:
             raise
         again = functools.partial(call.run_on_copies, program)
-        changes = changes_of(call.snapshot, inner, again)
+        changes = changes_of(call.reach, inner, again)
         index = next(iter(changes), None)
-        raise checks.changed_inside(call.snapshot, index, changes) from error
+        raise checks.changed_inside(call.reach, index, changes) from error
     set_grad_enabled(False)
     remove_hooks_since(tracked)  # they are on the graph that is dropped, and hold it
     state.ambient.forward_done()

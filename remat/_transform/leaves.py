@@ -157,10 +157,10 @@ def memories_of(tensors: Sequence[Tensor]) -> Sequence[Memory | None]:
     To read one costs a tenth of making a copy and comparing it. None of a copy that
     shares memory until it is written: to torch this is a write.
     """
-    if function_mode_count():
+    if tensors and function_mode_count():
         with no_torch_functions():  # a mode may note who reads memory
             return _memories_of(tensors)
-    return _memories_of(tensors)
+    return _memories_of(tensors) if tensors else ()
 
 
 def _memories_of(tensors: Sequence[Tensor]) -> Sequence[Memory | None]:

@@ -112,37 +112,37 @@ class CallState(NamedTuple):
         pairs = [(i, a) for i, a in zip(where, then, strict=True) if i in inputs]
         return self._replace(addresses=([i for i, _ in pairs], [a for _, a in pairs]))
 
-    def refuse_changed(self, snapshot: Reach, inputs: Sequence[Tensor]) -> None:
+    def refuse_changed(self, reach: Reach, inputs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since, while a graph is made."""
         changed = changed_since(map(base_tensor, inputs), self.versions, (Absent,))
         changed += [i for i, value in enumerate(self.values) if value.has_changed()]
         if changed:
-            refuse_needed(snapshot, changed, changed)
+            refuse_needed(reach, changed, changed)
 
     def restored(
-        self, snapshot: Reach, inputs: Sequence[Tensor], mode: Any
+        self, reach: Reach, inputs: Sequence[Tensor], mode: Any
     ) -> AbstractContextManager[None]:
         """Return a context in which it is restored, and changed inputs are not read."""
-        streams = self.ambient.streams_now(snapshot.streams)
-        self._check_moved(snapshot, inputs)
+        streams = self.ambient.streams_now(reach.streams)
+        self._check_moved(reach, inputs)
         marked = None
         if self.attributes or self.leaf_changes.marks:
             marked = self._marked(inputs)
-        return _Restored(self._restored(snapshot, inputs, mode), streams, marked)
+        return _Restored(self._restored(reach, inputs, mode), streams, marked)
 
     def run(
         self,
         run: Callable[[Sequence[Tensor]], Any],
-        snapshot: Any,
+        reach: Any,
         inputs: Sequence[Tensor],
         updated: Sequence[InputIndex],
         mode: Any,
     ) -> tuple[Any, Sequence[Tensor]]:
         """Run something in this state. Also return the inputs it was given."""
-        with self.restored(snapshot, inputs, mode):
+        with self.restored(reach, inputs, mode):
             around: AbstractContextManager[Any] = nullcontext()
             if updated:
-                inputs, around = buffers_to_run_on(snapshot, inputs, updated)
+                inputs, around = buffers_to_run_on(reach, inputs, updated)
             if self.has_classes():
                 inputs = self.in_classes(inputs)
                 with around, torch_functions():
@@ -163,7 +163,7 @@ class CallState(NamedTuple):
             return run
         return functools.partial(self.modes.run_watched, run)
 
-    def _check_moved(self, snapshot: Reach, inputs: Sequence[Tensor]) -> None:
+    def _check_moved(self, reach: Reach, inputs: Sequence[Tensor]) -> None:
         """Warn of leaves that were given other memory since; refuse constants."""
         where, then = self.addresses
         if not then or current_layer() is not None or may_be_gathered():
@@ -173,8 +173,8 @@ class CallState(NamedTuple):
             return
         for i in compress(where, map(operator.ne, now, then)):
             if not inputs[i].requires_grad:
-                refuse_needed(snapshot, [i], [i])
-            name, label = snapshot.name_of(i), snapshot.label
+                refuse_needed(reach, [i], [i])
+            name, label = reach.name_of(i), reach.label
             warn_once(MOVED.format(name=name, label=label))
 
     @contextmanager
@@ -194,7 +194,7 @@ class CallState(NamedTuple):
             yield
 
     def _restored(
-        self, snapshot: Reach, inputs: Sequence[Tensor], mode: Any
+        self, reach: Reach, inputs: Sequence[Tensor], mode: Any
     ) -> AbstractContextManager[Any]:
         ambient = self.ambient.restored()
         if current_layer() is not None:
@@ -208,8 +208,8 @@ class CallState(NamedTuple):
             return ambient
         if isinstance(mode, Replay):
             # An operation that reads it may be left out, and its graph may not.
-            refuse_needed(snapshot, mode.runnable.plan.needed, changed)
-        return enter_refusing_reads(snapshot, inputs, changed, ambient)
+            refuse_needed(reach, mode.runnable.plan.needed, changed)
+        return enter_refusing_reads(reach, inputs, changed, ambient)
 
     def has_classes(self) -> bool:
         """Say whether inputs are to be given their classes back.
@@ -252,9 +252,9 @@ class _Restored(AbstractContextManager[None]):
             put_back(self._streams)
 
 
-def call_state(snapshot: Reach, inputs: Sequence[Tensor]) -> CallState:
+def call_state(reach: Reach, inputs: Sequence[Tensor]) -> CallState:
     """Return what a call runs in, here and now."""
-    ambient = Ambient(snapshot.streams, snapshot.uses_stream_states)
+    ambient = Ambient(reach.streams, reach.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
     values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()
@@ -271,7 +271,7 @@ def call_state(snapshot: Reach, inputs: Sequence[Tensor]) -> CallState:
 
 
 def buffers_to_run_on(
-    snapshot: Any, inputs: Sequence[Tensor], updated: Sequence[InputIndex]
+    reach: Any, inputs: Sequence[Tensor], updated: Sequence[InputIndex]
 ) -> tuple[Sequence[Tensor], AbstractContextManager[Any]]:
     """Return inputs that a recompute updates again, and a context to run it in.
 
@@ -279,7 +279,7 @@ def buffers_to_run_on(
     themselves, and in the context hold what they held.
     """
     given, at_base = list(inputs), current_layer() is None and not has_proxies()
-    own = snapshot.beside_arrays(updated) if at_base else {}
+    own = reach.beside_arrays(updated) if at_base else {}
     for i in updated:
         if i not in own and type(given[i]) is not Absent:
             given[i] = given[i].clone()

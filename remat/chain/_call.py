@@ -303,7 +303,7 @@ def _kind_of_chain(
     shapes = metas_of(wholes), *((inputs[i].shape[1:], inputs[i].dtype) for i in rows)
     settings = Ambient().key, torch.get_default_dtype()
     length = None if is_long else steps.length
-    code = call.snapshot.signature, shapes, tuple(needs), settings, length
+    code = call.reach.signature, shapes, tuple(needs), settings, length
     return (code, budget.nbytes), _hash([fn, budget.policy, steps.apply])
 
 

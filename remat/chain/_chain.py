@@ -53,7 +53,7 @@ class Chain(ChainProgram):
         call.stores = program is self and not request.is_jvp
         results, evaluation = super().evaluate_first(program, inputs, request)
         if evaluation.updated and call.steps.is_repeated:
-            name = call.snapshot.name_of(evaluation.updated[0])
+            name = call.reach.name_of(evaluation.updated[0])
             raise CaptureError(CHANGED.format(label=self.label, what=f"`{name}`"))
         assert self.state is not None
         if call.scanned:  # steps are given slices, which are elsewhere

@@ -194,7 +194,7 @@ class ChainCall(Call):
         super().forward_done()
         self._progress = self.cut = None
         if self.changes:
-            self.snapshot.not_as_a_whole()
+            self.reach.not_as_a_whole()
 
 
 def call_of(
@@ -269,7 +269,7 @@ class _Sweep:
         self._before = self._moment()
         # Of what every step may change, the first one tells: to look takes time.
         # Iterators do not tell how far they were read. Modes may count what runs.
-        self.is_noting = call.snapshot.has_iterators or are_users_modes()
+        self.is_noting = call.reach.has_iterators or are_users_modes()
         first = call.first(cut.inputs)
         self._live = self._first = first._replace(
             tensors=[*map(cut.value, first.tensors)]
@@ -281,7 +281,7 @@ class _Sweep:
         self._progress = call._progress
 
     def _moment(self) -> Moment:
-        return self._call.snapshot.moment(self._cut.inputs)
+        return self._call.reach.moment(self._cut.inputs)
 
     def change(self, since: Moment | None = None, named: str = "") -> str:
         """Return what changed since a moment, or since the call; "" if nothing did."""
@@ -325,7 +325,7 @@ class _Sweep:
         return goes_on
 
     def _advance(self, start: int, stop: int) -> None:
-        steps, snapshot = self._call.steps, self._call.snapshot
+        steps, reach = self._call.steps, self._call.reach
         called = self._fn, self._args
         kept = here().regions[-1][0]
         for k in range(start, stop):
@@ -335,7 +335,7 @@ class _Sweep:
             )
             if steps.is_repeated:
                 refuse_other_form(live, self._first, k, steps.label)
-            refuse_leaks(snapshot, leaves, ())
+            refuse_leaks(reach, leaves, ())
             del leaves
             if not self.count and self.change():
                 self._begin_noting()
@@ -356,7 +356,7 @@ class _Sweep:
     def _store(self, step: int, storage: Storage) -> None:
         """Store the live carry, with what objects hold and where streams are."""
         assert self.stored is not None
-        self._ambient = noted(self._call.snapshot.streams, self._ambient)
+        self._ambient = noted(self._call.reach.streams, self._ambient)
         objects = None
         if self.is_noting and step:
             objects = self._call.noted(self._fn, self._args)
@@ -366,7 +366,7 @@ class _Sweep:
 
     def _look(self, outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Refuse a step that uses what is differentiated and was not found."""
-        if self._call.snapshot.is_contained and current_layer() is None:
+        if self._call.reach.is_contained and current_layer() is None:
             return
         known = [*self._cut.inputs, *leaves]
         ids = {*map(id, known)}

@@ -105,7 +105,7 @@ def _tried(trial: ChainCall, nbytes: int, *, is_real: bool) -> StepBytes | Stage
 
 def _copies(trial: ChainCall, passed: Sequence[Tensor]) -> list[Tensor]:
     """Return the values of the inputs; of buffers, copies."""
-    updated = {*trial.snapshot.buffers}
+    updated = {*trial.reach.buffers}
     values = [base_tensor(t).detach() for t in passed]
     return [t.clone() if i in updated else t for i, t in enumerate(values)]
 
@@ -113,11 +113,11 @@ def _copies(trial: ChainCall, passed: Sequence[Tensor]) -> list[Tensor]:
 @contextmanager
 def _set_back(trial: ChainCall) -> Iterator[None]:
     """Put all that the steps reach back, and random streams."""
-    streams = trial.snapshot.streams
+    streams = trial.reach.streams
     states = [stream.read() for stream in streams]
     try:
         # It is as for a recompute, which leaves everything as it was before.
-        with trial.snapshot.restored(trial.snapshot.alive()):
+        with trial.reach.restored(trial.reach.alive()):
             yield
     finally:
         for stream, state in zip(streams, states, strict=True):

@@ -149,7 +149,7 @@ class Segment(Program):
             runs: where the run is noted, if its graph is to be differentiated.
         """
         chain, context, all_steps = self._chain, here(), self._call
-        snapshot, state = all_steps.snapshot, chain.state
+        reach, state = all_steps.reach, chain.state
         assert state is not None
         if self._live.ambient is not None:
             state = state._replace(ambient=self._live.ambient)
@@ -162,19 +162,19 @@ class Segment(Program):
                 if all_steps.changes:
                     self._objects = all_steps.noted(fn, args, inputs)
                 if state.ambient.moved:
-                    self._ambient = noted(snapshot.streams, self._live.ambient)
+                    self._ambient = noted(reach.streams, self._live.ambient)
                 return found
 
             between = self._live.objects
             if between is None:
-                return snapshot.run(inputs, body, runs)
-            reach, numbers, _ = between
+                return reach.run(inputs, body, runs)
+            other, numbers, _ = between
 
             def users() -> list[Any]:
-                return [*map(snapshot.alive().__getitem__, numbers)]
+                return [*map(reach.alive().__getitem__, numbers)]
 
             tensors = [*map(inputs.__getitem__, numbers)]
-            return reach.run(tensors, body, runs, users)
+            return other.run(tensors, body, runs, users)
 
         before = context.recomputing, context.regions
         context.recomputing = (*before[0], chain)

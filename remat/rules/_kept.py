@@ -68,7 +68,7 @@ class KeptCall(Primal):
         noting = _Noting(program)
         total = request._replace(needs=total_needs(program, request.needs))
         users: Any = [None] * len(inputs)  # no leaf is the user's own
-        given = ForwardInputs(inputs, total, self.call.snapshot.buffers, users)
+        given = ForwardInputs(inputs, total, self.call.reach.buffers, users)
         self.below = levels_below(program)
         with outside():
             found = evaluate_forward(self.call, noting, given, total)
