@@ -51,6 +51,7 @@ class NamesUsed(NamedTuple):
     loaded: tuple[str, ...]
     stored: tuple[str, ...]  # or deleted
     called: frozenset[str]
+    writes: bool  # whether it may change a value in place, as tensors are
 
 
 def names_used(code: types.CodeType) -> NamesUsed:
@@ -58,6 +59,7 @@ def names_used(code: types.CodeType) -> NamesUsed:
     loaded: dict[str, None] = {}
     stored: dict[str, None] = {}
     called: set[str] = set()
+    writes = any(map(_names_what_writes, nested(code)))
     for step in itertools.chain.from_iterable(map(dis.get_instructions, nested(code))):
         action, _, where = step.opname.partition("_")
         if where in _GLOBAL:
@@ -66,7 +68,19 @@ def names_used(code: types.CodeType) -> NamesUsed:
         has_more = step.opcode in dis.hasname and step.argrepr != step.argval
         if has_more or step.opname == "LOAD_METHOD":
             called.add(str(step.argval))
-    return NamesUsed((*loaded,), (*stored,), frozenset(called))
+        adds = step.opname == "BINARY_OP" and step.argrepr.endswith("=")
+        writes = writes or adds or step.opname == "STORE_SUBSCR"
+    return NamesUsed((*loaded,), (*stored,), frozenset(called), writes)
+
+
+def _names_what_writes(code: types.CodeType) -> bool:
+    """Say whether code names a function or an argument that is written to."""
+    named = [word for word in code.co_consts if type(word) is tuple]
+    is_method = any(n[-1:] == "_" and n[:1] != "_" for n in code.co_names)
+    return is_method or not _OUT.isdisjoint((*code.co_names, *itertools.chain(*named)))
+
+
+_OUT = frozenset({"batch_norm", "instance_norm", "native_batch_norm", "out"})
 
 
 _GLOBAL = {"GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS"}
@@ -164,7 +178,7 @@ def repeated_by(iterator: Any) -> Any:
 
 def _reads_bytecode() -> bool:
     code = compile(_PROGRAM, "<remat>", "exec").co_consts[0]
-    used = NamesUsed(("a", "f", "b"), ("a", "c"), frozenset({"f", "method"}))
+    used = NamesUsed(("a", "f", "b"), ("a", "c"), frozenset({"f", "method"}), False)
     return names_used(code) == used and [*lines_storing(code, "a")] == [4]
 
 

@@ -112,13 +112,14 @@ class StreamSearch:
 
     __slots__ = (
         *("_is_walking", "_left", "_seen", "_todo"),
-        *("asks", "compiled", "uses_stream_states", "streams"),
+        *("asks", "compiled", "uses_stream_states", "streams", "writes"),
     )
 
     def __init__(self) -> None:
         self.compiled = False
         self.streams: dict[int, Stream] = {}
         self.uses_stream_states = False
+        self.writes = False  # whether code may change a tensor in place
         # By which of "id" and "hash" code tells an object from another one like it.
         self.asks: frozenset[str] = frozenset()
         # What was walked is held, so that its identity is not used again.
@@ -148,6 +149,7 @@ class StreamSearch:
         if known.uses_stream_states or fn.__name__ in STATES:
             self.uses_stream_states = True
         self.asks |= known.asks
+        self.writes = self.writes or known.names.writes
         if fn.__dict__:
             self.compiled = self.compiled or is_compiled(fn.__dict__)
             self.walk_all(fn.__dict__.values())

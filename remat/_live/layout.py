@@ -96,7 +96,7 @@ class Layout:
         *("class_names", "classes", "compiled", "functions", "is_contained"),
         *("is_lazy", "is_module", "last", "linked", "objects", "odd", "owners"),
         *("remade", "scripted", "signature", "asks", "slotted", "spans", "special"),
-        *("streams", "uses_stream_states", "variables"),
+        *("streams", "uses_stream_states", "variables", "writes"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -127,6 +127,7 @@ class Layout:
         self.hooks_known = RemovableHandle.next_id
         self.streams = [*map(_reference, walk.streams.streams.values())]
         self.uses_stream_states = walk.streams.uses_stream_states
+        self.writes = walk.streams.writes or walk.streams.compiled
         self.asks = walk.streams.asks
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
         self.is_module = walk.is_module

@@ -10,7 +10,6 @@ Rejected: to rebuild functions and containers. Code that no walk reaches has the
 """
 
 import contextlib
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from remat._live.leases import end_leases, is_told, lease_of
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
 from remat._live.names import CallNames
-from remat._live.roots import Root, roots_of
+from remat._live.roots import Root, code_writes, roots_of
 from remat._live.running import Running
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
@@ -220,9 +219,11 @@ class Reach:
         return {value.number for value in self._values if type(value) is At}
 
     def may_write(self, index: int, tensor: Tensor) -> bool:
-        """Say so of what may be a buffer, and of vectors that are no parameters."""
-        is_entry = index < self.first_parameter
-        return index in self.buffers or (is_entry and tensor.dim() < 2)
+        """Say so of buffers of modules, and of others if code writes in place."""
+        is_vector = index < self.first_parameter and tensor.dim() < 2
+        if self.buffers.get(index) or not (is_vector or index in self.buffers):
+            return self.buffers.get(index, False)
+        return code_writes(self._values, self._roots)
 
     @property
     def is_contained(self) -> bool:
@@ -248,9 +249,8 @@ class Reach:
         """The code of functions, and the classes of objects."""
         held = [ref for root in self._roots for ref in root.layout.signature]
         found = [ref() for ref in held if isinstance(ref, weakref.ref)]
-        found = [c for c in found if getattr(c, "co_name", "") != "__init__"]
-        fn = self._values[-1]
-        return [*found, fn.__code__] if isinstance(fn, types.FunctionType) else found
+        found.append(getattr(self._values[-1], "__code__", None))
+        return [c for c in found if getattr(c, "co_name", "") != "__init__"]
 
     def forward_done(self) -> None:
         """Note what the forward changed."""
@@ -338,7 +338,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        cache, modes = None, list[Any]()
+        cache, modes = None, []
         if self.is_bare:
             *args, fn = self._bare_values(tensors)
         else:
@@ -347,7 +347,7 @@ class Reach:
                 running.passed = building.made  # until the run has ended
             cache = None if self._cache is None else building.value(self._cache)
             *args, fn = building.values(self._values)
-            modes = building.values(self._modes) if self._modes else modes
+            modes = building.values(self._modes)
         kwargs: dict[str, Any] = {}
         if self._names:
             kwargs = dict(zip(self._names, args[self._count :], strict=True))

@@ -11,6 +11,7 @@ Rejected: to compare along the paths again. A path may lead elsewhere by then.
 
 import contextlib
 import operator
+import types
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.code import known_code
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import VARIABLES, HolderKind, MovedError
@@ -253,3 +255,11 @@ def _root_with(layout: Layout) -> Root | None:
 
 
 _NO_LAYOUT: Any = None, None
+
+
+def code_writes(values: Iterable[Any], roots: Iterable[Root]) -> bool:
+    """Say whether code that is reached may change a tensor in place."""
+    fns = [fn for fn in values if type(fn) is types.FunctionType]
+    return any(known_code(fn).names.writes for fn in fns) or any(
+        root.layout.writes for root in roots
+    )

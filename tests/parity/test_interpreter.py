@@ -19,7 +19,7 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 # What each check is of: a name, and something else for it to be.
 BROKEN = {
-    "bytecode": [("names_used", lambda code: interpreter.NamesUsed((), (), ()))],
+    "bytecode": [("names_used", lambda code: interpreter.NamesUsed((), (), (), False))],
     "flags of classes": [
         ("is_made_by_statement", lambda cls: True),
         ("may_refer_to_others", lambda cls: cls is not str),
