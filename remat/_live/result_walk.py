@@ -222,14 +222,14 @@ class ResultWalk:
     def look_into_functions(self) -> None:
         """Note functions and modules that hold tensors, once the rest is walked."""
         for value, path in self._later:
-            if self._leads_to_others(value):
+            if self._leads_to_others(_apart_from_module(value)):
                 self.hide(value, path, _CLOSED)
 
     def later(self, value: Any, path: Path) -> None:
         """Look at a value once the rest of the result is known."""
         if self._in_holders:
             return  # a leak is found by its graph
-        if id(value) not in self._own.known and not _is_of_module(value):
+        if id(value) not in self._own.known:
             self._later.append((value, path))
 
     def hide(self, value: Any, path: Path, why: str = "") -> None:
@@ -269,12 +269,14 @@ class ResultWalk:
         return any(id(t) not in own.tensors for t in search.tensors)
 
 
-def _is_of_module(value: Any) -> bool:
-    """Say whether a value is a function that refers to a Python module alone."""
+def _apart_from_module(value: Any) -> Any:
+    """Return what to look at: of a function of a Python module, its defaults alone."""
     if type(value) is not types.FunctionType or value.__closure__ or value.__dict__:
-        return False
+        return value
     module = sys.modules.get(value.__module__)
-    return module is not None and module.__dict__ is value.__globals__
+    if module is None or module.__dict__ is not value.__globals__:
+        return value
+    return value.__defaults__, value.__kwdefaults__
 
 
 # --- What is done at a value: how what it holds is read, if it is walked ---

@@ -99,7 +99,11 @@ class KeptPlace(PlaceInCall):
             if isinstance(mode, Recorder):
                 mode.note_unseen()
         if why:
-            warn_once(_AGAIN.format(name=self.name, source=self.source, why=why))
+            self.warn(why)
+
+    def warn(self, why: str) -> None:
+        """Tell the user that recomputes enter the call, and why."""
+        warn_once(_AGAIN.format(name=self.name, source=self.source, why=why))
 
 
 class KeptFunction:
@@ -261,6 +265,8 @@ def _by_graph(
     kwargs: Any,
 ) -> tuple[Any] | None:
     """Return what the forward returned, behind a node that leads to its graph."""
+    if program.is_changed():
+        place.warn(_RESULT)
     reach = _reach(place, fn, args, kwargs)
     inputs, needs = Call(reach, fn, args, kwargs).take_inputs()
     with alone():

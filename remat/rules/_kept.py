@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.program import Evaluation, InputIndex, OutputIndex, Program, Request
+from remat._base.tensors import versions_of
 from remat._base.types import Outputs
 from remat._base.unit import as_unit
 from remat._torch import (
@@ -45,14 +46,16 @@ class KeptCall(Primal):
     Attributes:
         graph: of its forward: the leaves and the outputs; None while it is entered.
         below: the levels below which that was, the outermost first.
+        versions: of the outputs then: results may be changed in place later on.
     """
 
-    __slots__ = ("below", "graph")
+    __slots__ = ("below", "graph", "versions")
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         self.graph: tuple[Sequence[Tensor], Sequence[Any]] | None = None
         self.below: Sequence[Any] = ()
+        self.versions: Sequence[int | None] = ()
 
     @property
     @override
@@ -76,21 +79,30 @@ class KeptCall(Primal):
         results, evaluation, self.state = found
         self.evaluation = evaluation = evaluation._replace(request=request)
         self.graph = noting.graph
+        self.versions = self._versions()
         for leaf in given.inner:
             leaf.__dict__.pop("retain_grad", None)  # of what it stands for
         as_unit(lambda: [t.detach() for t in results if t is not None], (), self.label)
         return results, evaluation
 
+    def is_changed(self) -> bool:
+        """Say whether what the forward returned was changed in place since."""
+        return self._versions() != self.versions
+
+    def _versions(self) -> list[int | None]:
+        outs = self.graph[1] if self.graph is not None else ()
+        return versions_of([t for t in outs if t is not None])
+
     def _again(
         self, program: Program, inputs: Sequence[Tensor], request: Request
     ) -> Evaluated:
-        """Give what the forward computed, if the levels are those that it ran in."""
+        """Give what the forward computed, if that is as it was, and the levels are."""
         assert self.graph is not None
         assert self.evaluation is not None
         outs = self.graph[1]
         below = levels_below(program)
-        if [*map(type, below)] != [*map(type, self.below)]:
-            with self.entered():
+        if self.is_changed() or [*map(type, below)] != [*map(type, self.below)]:
+            with self.entered(), outside():
                 return program.evaluate(inputs, request)
         found = [level.found for level in self.below]
         note_levels(program, found, self._counts[1])

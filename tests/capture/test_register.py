@@ -268,6 +268,7 @@ HIDING = {
     "a set": (lambda y: {y, y + 1}, r"a set \(`result\['out'\]`\).*Return a list"),
     "a generator": (lambda y: (y for _ in "a"), r"a generator .* computes when"),
     "a function": (lambda y: lambda: y, r"a function .* leads to a tensor"),
+    "a default": (lambda y: lambda y=y: y, r"a function .* leads to a tensor"),
     "a module": (
         lambda y: torch.nn.Sequential(torch.nn.Linear(1, 1)),
         "a Sequential .* leads to a tensor",
