@@ -80,7 +80,19 @@ def _names_what_writes(code: types.CodeType) -> bool:
     return is_method or not _OUT.isdisjoint((*code.co_names, *itertools.chain(*named)))
 
 
-_OUT = frozenset({"batch_norm", "instance_norm", "native_batch_norm", "out"})
+# Of the operations of Python those that write: `operator.iadd` and `__iadd__`.
+_ADDS = (
+    *("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow"),
+    *("rshift", "sub", "truediv", "xor"),
+)
+_OUT = frozenset(
+    {
+        *("batch_norm", "inplace", "instance_norm", "native_batch_norm", "out"),
+        *("setitem", "__setitem__"),
+        *(f"i{name}" for name in _ADDS),
+        *(f"__i{name}__" for name in _ADDS),
+    }
+)
 
 
 _GLOBAL = {"GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS"}

@@ -287,6 +287,8 @@ class Walk:
 
     def _reach_registered(self, module: Any, sharded: bool) -> None:
         held = vars(module)
+        if held.get("inplace"):  # of torch: their code is not read
+            self.streams.writes = True
         self.objects.append(module)
         self._todo += (v for name, v in held.items() if name not in TEMPLATE)
         for name in REGISTRIES:

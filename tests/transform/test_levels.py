@@ -1,5 +1,7 @@
 """Levels of torch.func and of forward_ad: opened later, gone, left as they were."""
 
+import operator
+
 import pytest
 import torch
 from support.first_order import cotangents_of, parts
@@ -279,3 +281,34 @@ def test_a_tangent_that_was_changed_is_refused():
         tangent.mul_(2)
         with pytest.raises(MutationError, match="a tangent was changed in place"):
             torch.autograd.grad(unpack_dual(out).tangent.sum(), w)
+
+
+# --- A constant of a level, which code writes ---
+
+INPLACE = torch.nn.Hardtanh(-0.5, 0.5, inplace=True)
+WRITES = {
+    "operator": lambda c: operator.iadd(c, 1),
+    "method": lambda c: c.__imul__(2),
+    "item": lambda c: operator.setitem(c, 0, 3),
+    "option": lambda c: torch.nn.functional.hardtanh(c, -0.5, 0.5, inplace=True),
+    "module": lambda c: INPLACE(c),
+}
+
+
+@rows("write", WRITES)
+def test_a_constant_made_in_forward_mode_is_written(write):
+    def run(transform):
+        (x,), seen = leaves_of(X), []
+
+        def loss(x):
+            c = x.detach().flatten() * 1
+            fn, calls = counted(lambda x: (write(c), (x.flatten() * c).sin())[1])
+            seen.append(calls)
+            return transform(fn)(x).sum()
+
+        tangent = jvp(loss, (x,), (torch.ones_like(x),))[1]
+        return torch.autograd.grad(tangent, x)[0], len(seen[0])
+
+    (found, calls), (want, once) = run(remat), run(lambda f: f)
+    assert calls > once
+    torch.testing.assert_close(found, want)
