@@ -338,7 +338,7 @@ class Reach:
         body: Callable[..., Any] | None = None,
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        cache, modes = None, []
+        cache, modes = None, list[Any]()
         if self.is_bare:
             *args, fn = self._bare_values(tensors)
         else:
