@@ -21,7 +21,7 @@ from remat._live.exchange import are_same
 from remat._live.holding import held_in
 from remat._live.layout import Taken, written
 from remat._live.roots import Root
-from remat._torch import unseen
+from remat._torch import base_tensor, below_all_levels, unseen
 
 
 class Moment:
@@ -113,7 +113,7 @@ class WatchedCall:
         found = [i for i, (then, now) in pairs if then != now]
         # A batch norm counts no version.
         with unseen():
-            found += [i for i, t in self._buffers if not torch.equal(t, tensors[i])]
+            found += [i for i, t in self._buffers if not _is_equal(t, tensors[i])]
         if found:
             return f"`{reach.name_of(found[0])}`"
         changes = reach.moment(tensors).changes_since(self._before)
@@ -122,3 +122,8 @@ class WatchedCall:
     def done(self) -> None:
         """Let go of what only a forward needs."""
         self._reach.forward_done()
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    """Compare the values of two tensors below all levels, as vmap compares none."""
+    return below_all_levels(torch.equal, base_tensor(a), base_tensor(b))

@@ -298,6 +298,20 @@ def test_a_result_under_torch_func_that_is_changed_later(region):
         torch.testing.assert_close(found, want)
 
 
+def test_under_vmap_it_reads_what_the_block_left():
+    held = {}
+    scaled = keep(lambda x: wave(x) * held["scale"])
+
+    def block(x):
+        held["scale"] = x.exp()
+        return scaled(x).cos()
+
+    batched = lambda f: lambda x: vmap(f)(x)
+    found, entered = counted(batched(remat(block)), *leaves_of(X))
+    assert entered == 1
+    assert_same(found, gradient(batched(block), *leaves_of(X)))
+
+
 def test_an_object_that_it_returns():
     class Box:
         def __init__(self, value):
