@@ -77,7 +77,9 @@ def _names_what_writes(code: types.CodeType) -> bool:
     """Say whether code names a function or an argument that is written to."""
     named = [word for word in code.co_consts if type(word) is tuple]
     is_method = any(n[-1:] == "_" and n[:1] != "_" for n in code.co_names)
-    return is_method or not _OUT.isdisjoint((*code.co_names, *itertools.chain(*named)))
+    return is_method or not _WRITING.isdisjoint(
+        (*code.co_names, *itertools.chain(*named))
+    )
 
 
 # Of the operations of Python those that write: `operator.iadd` and `__iadd__`.
@@ -85,7 +87,7 @@ _ADDS = (
     *("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow"),
     *("rshift", "sub", "truediv", "xor"),
 )
-_OUT = frozenset(
+_WRITING = frozenset(
     {
         *("batch_norm", "inplace", "instance_norm", "native_batch_norm", "out"),
         *("setitem", "__setitem__"),

@@ -11,8 +11,8 @@ what it leads to, and most are never read.
 import enum
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,6 @@ from remat._capture.paths import Path, argument_name, code_of_arguments, texts_o
 from remat._capture.stream_search import is_stream
 from remat._live.boxes import kinds_besides
 from remat._torch import is_compiled
-
-
-# Given a value, its class and its path, yields what it holds, each with a path.
-PartsOf: TypeAlias = Callable[[Any, Any, Path], Iterable[tuple[Any, Path]]]
 
 
 class NamedSearch:

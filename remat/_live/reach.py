@@ -68,7 +68,7 @@ class Reach:
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
         *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
         *("buffers", "compiled", "first_parameter", "is_bare", "is_lazy", "label"),
-        *("left", "next_hook", "streams", "tensors", "uses_stream_states"),
+        *("_writes", "left", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Reach:
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
         self.streams: Sequence[Any] = ()
-        self.uses_stream_states = self.compiled = self.is_lazy = False
+        self.uses_stream_states = self.compiled = self.is_lazy = self._writes = False
         if given.search is not None or self._roots:
             self._note_streams(given)
         buffers = given.buffers
@@ -186,16 +186,16 @@ class Reach:
         return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []
 
     def _note_streams(self, given: Given) -> None:
-        search = given.search
-        found: dict[int, Any] = {}
+        search, found = given.search, dict[int, Any]()
         if search is not None:
             found, self.compiled = search.streams, search.compiled
             self.uses_stream_states = search.uses_stream_states
-        for root in self._roots:
-            layout = root.layout
+            self._writes = search.writes
+        for layout in [root.layout for root in self._roots]:
             if layout.streams:
                 alive = (stream() for stream in layout.streams)
                 found |= {id(s): s for s in alive if s is not None}
+            self._writes |= layout.writes
             self.uses_stream_states |= layout.uses_stream_states
             self.compiled = self.compiled or layout.compiled
             self.is_lazy = self.is_lazy or layout.is_lazy
@@ -223,7 +223,7 @@ class Reach:
         is_vector = index < self.first_parameter and tensor.dim() < 2
         if self.buffers.get(index) or not (is_vector or index in self.buffers):
             return self.buffers.get(index, False)
-        return code_writes(self._values, self._roots)
+        return self._writes or code_writes(self._values)
 
     @property
     def is_contained(self) -> bool:

@@ -257,9 +257,7 @@ def _root_with(layout: Layout) -> Root | None:
 _NO_LAYOUT: Any = None, None
 
 
-def code_writes(values: Iterable[Any], roots: Iterable[Root]) -> bool:
-    """Say whether code that is reached may change a tensor in place."""
+def code_writes(values: Iterable[Any]) -> bool:
+    """Say whether functions that are no roots may change a tensor in place."""
     fns = [fn for fn in values if type(fn) is types.FunctionType]
-    return any(known_code(fn).names.writes for fn in fns) or any(
-        root.layout.writes for root in roots
-    )
+    return any(known_code(fn).names.writes for fn in fns)
