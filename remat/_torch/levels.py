@@ -124,11 +124,14 @@ def is_of_ended_vmap(tensor: Tensor) -> bool:
 
     A vmap may have the number of one that has ended. Then its size may tell.
     """
-    if is_of_level_above(tensor):
+    if not is_functorch_wrapped_tensor(tensor):
+        return False
+    layer, level = peek_interpreter_stack(), maybe_get_level(tensor)
+    if level > (layer.level() if layer is not None else 0):
         return True
     if not is_batchedtensor(tensor):
         return False
-    level, dim = maybe_get_level(tensor), maybe_get_bdim(tensor)
+    dim = maybe_get_bdim(tensor)
     layers = [ly for ly in get_interpreter_stack() or () if ly.level() == level]
     if not layers or kind_of(layers[0]) != VMAP:
         return True
@@ -315,6 +318,9 @@ batch = restore_vmap
 
 def are_all_vmaps() -> bool:
     """Say whether no active level differentiates."""
+    layer: Any = peek_interpreter_stack()
+    if layer is not None and layer.key().value != VMAP:
+        return False
     return {*kinds_here()} <= {VMAP}
 
 
