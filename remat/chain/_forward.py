@@ -222,10 +222,6 @@ class ChainProgram(Primal):
     saves_kept = False
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    @override
-    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse nothing: each step was looked at, and checkpoints lead to leaves."""
-
 
 def _state_of(inputs: Sequence[Tensor]) -> dict[str, Any]:
     """Return what tensors and the user's modes hold, that may change between steps."""
