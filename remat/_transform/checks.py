@@ -152,7 +152,9 @@ def refuse_leaks(
 ) -> None:
     """Refuse a function if something holds its graph, which should be gone by now."""
     # A mode around this holds results for its call, which looks itself.
-    if reach.is_contained or is_under_mode() or not is_graph_held(inner):
+    if reach.is_bare or is_under_mode() or not is_graph_held(inner):
+        return
+    if reach.is_contained:
         return
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()

@@ -481,7 +481,7 @@ def _evaluate_below(
     # The graph is gone by now, unless something of it escaped.
     checks.refuse_backward(program, given.inner, inputs)
     checks.refuse_assigned_data(reach, inputs, given.inner, request.needs)
-    checks.refuse_leaks(reach, given.fresh(), call.hidden)
+    program.refuse_leaks(given.fresh())
     return evaluated
 
 

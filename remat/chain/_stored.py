@@ -30,6 +30,7 @@ from remat.chain._steps import (
     COLLECTED,
     Live,
     Steps,
+    form_of,
     refuse_other_form,
     tensors_and_frame,
 )
@@ -113,17 +114,18 @@ class Columns:
         self._columns: list[Any] = []
         self._count = 0
         self._frame = tensors_and_frame(None)[1]
+        self._form: Any = None  # of the first row
         self._needs: list[bool] = []
 
     def add(self, row: Live) -> None:
         """Add what was collected of the next step."""
         if not self._count:
             self._frame, self._needs = row.frame, [*row.needs]
+            self._form = form_of(row)
             self._columns = [*map(self._column, row.tensors)]
         else:
-            # Of a whole column, so that no row of the first step is held.
-            then = Live([column[0] for column in self._columns], self._frame, ())
-            refuse_other_form(row, then, self._count, self._steps.label, COLLECTED)
+            label = self._steps.label
+            refuse_other_form(row, self._form, self._count, label, COLLECTED)
         self._needs = [*map(operator.or_, self._needs, row.needs)]
         for column, t in zip(self._columns, row.tensors, strict=True):
             if isinstance(column, list):
