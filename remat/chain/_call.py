@@ -208,7 +208,7 @@ def _schedule_within(
         return Sqrt(), _OUTSIDE.format(label=steps.label)
     batch = batch_size()
     inside = replace(budget, nbytes=budget.nbytes // batch)
-    kind = _kind_of_chain(call, called[0], inputs, needs, inside)
+    kind = _kind_of_chain(call, inputs, needs, inside)
     numbers = _KNOWN.get(*kind)
     if numbers is None:
         numbers = measured(*called, steps, inside.nbytes, is_batched=batch > 1)
@@ -285,7 +285,6 @@ _KNOWN = _KnownSteps(128)
 
 def _kind_of_chain(
     call: ChainCall,
-    fn: Any,
     inputs: Sequence[Tensor],
     needs: Sequence[bool],
     budget: LoopBudget,
