@@ -869,23 +869,6 @@ class Vjp(Program):
             if not is_dropped or (none_left and self._at_base):
                 raise RuntimeError(_ONCE.format(name=function.__qualname__))
 
-    # --- For a chain: called by `chain/_reversal.py`, a step at a time ---
-
-    def recompute_with_graph(
-        self, primals: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Any]]:
-        """Run the program with its graph; return the inputs in it, and the outputs."""
-        if current_layer() is None:
-            return self._recompute(primals, False, None)
-        return self._recompute_at_level(primals, None)
-
-    def pull_back_through(
-        self, outs: Sequence[Any], cts: Sequence[Tensor], inner: Sequence[Tensor]
-    ) -> Outputs:
-        """Pull cotangents back through what `recompute_with_graph` returned."""
-        roots = tuple(map(root_of, outs))
-        return self._pull_back(roots, cts, inner, create_graph=False, is_checked=False)
-
 
 def is_recorded(inputs: Sequence[Tensor]) -> bool:
     """Say whether autograd records what is done with `inputs`."""
