@@ -65,10 +65,10 @@ class Reach:
     """
 
     __slots__ = (
-        *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
-        *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
-        *("buffers", "compiled", "first_parameter", "is_bare", "is_lazy", "label"),
-        *("_writes", "left", "next_hook", "streams", "tensors", "uses_stream_states"),
+        *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_refs"),
+        *("_modes", "_names", "_roots", "_running", "_values", "_watched", "_writes"),
+        *("around", "buffers", "compiled", "first_parameter", "is_bare", "is_lazy"),
+        *("label", "left", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -90,6 +90,7 @@ class Reach:
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
+        self.around: Any = None  # makes of the function what a recompute calls
         self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
@@ -345,10 +346,9 @@ class Reach:
             cache = None if self._cache is None else building.value(self._cache)
             *args, fn = building.values(self._values)
             modes = building.values(modes)
-        kwargs: dict[str, Any] = {}
-        if self._names:
-            kwargs = dict(zip(self._names, args[self._count :], strict=True))
-            del args[self._count :]
+        fn = fn if self.around is None else self.around(fn)
+        kwargs = dict(zip(self._names, args[self._count :], strict=True))
+        del args[self._count :]
         if body is not None:
             fn, args = body, [fn, args]
             kwargs.clear()

@@ -144,6 +144,8 @@ def call_saved(
     if call.policy is not None or options.prune is True:
         call.plan(owner, inputs)
         fn = in_place(fn, None if reach.compiled else call.policy)
+        if call.policy is not None and call.policy.keeps_calls and not reach.compiled:
+            reach.around = functools.partial(in_place, policy=call.policy)
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
