@@ -127,10 +127,9 @@ def is_of_ended_vmap(tensor: Tensor) -> bool:
     if not is_functorch_wrapped_tensor(tensor):
         return False
     layer, level = peek_interpreter_stack(), maybe_get_level(tensor)
-    if level > (layer.level() if layer is not None else 0):
-        return True
-    if not is_batchedtensor(tensor):
-        return False
+    is_above = level > (layer.level() if layer is not None else 0)
+    if is_above or not is_batchedtensor(tensor):
+        return is_above
     dim = maybe_get_bdim(tensor)
     layers = [ly for ly in get_interpreter_stack() or () if ly.level() == level]
     if not layers or kind_of(layers[0]) != VMAP:
@@ -318,10 +317,8 @@ batch = restore_vmap
 
 def are_all_vmaps() -> bool:
     """Say whether no active level differentiates."""
-    layer: Any = peek_interpreter_stack()
-    if layer is not None and layer.key().value != VMAP:
-        return False
-    return {*kinds_here()} <= {VMAP}
+    layer = peek_interpreter_stack()
+    return (layer is None or kind_of(layer) == VMAP) and {*kinds_here()} <= {VMAP}
 
 
 How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness

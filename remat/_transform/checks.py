@@ -58,6 +58,7 @@ from remat._torch import (
 )
 from remat._transform.changes import changes_of
 from remat._transform.leaves import addresses_of
+from remat._transform.watched import FirstBytes
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -107,10 +108,13 @@ def changed_inside(
 
 
 def refuse_uncounted(
-    origin: Reach, changed: Iterable[InputIndex], known: Container[InputIndex]
+    origin: Reach,
+    noted: FirstBytes,
+    inputs: Sequence[Tensor],
+    known: Container[InputIndex],
 ) -> None:
     """Refuse a function that wrote to an input in a way that torch does not count."""
-    for i in changed:
+    for i in noted.changed(inputs):
         if i not in known:
             name, label = origin.name_of(i), origin.label
             raise MutationError(_UNCOUNTED.format(name=name, label=label))

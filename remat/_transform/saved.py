@@ -152,9 +152,7 @@ def call_saved(
     noted = first_bytes(owner, inputs)
     result = call.forward(fn, args, kwargs, inputs)
     if noted is not None:
-        checks.refuse_uncounted(
-            reach, noted.changed(inputs), call.inputs.may_be_written
-        )
+        checks.refuse_uncounted(reach, noted, inputs, call.inputs.may_be_written)
     return result
 
 
