@@ -23,7 +23,7 @@ hold none, since the node does. The two take copies in other ways and at other t
 import contextlib
 import operator
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from ctypes import string_at
 from typing import Any
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from remat._base.absent import Absent
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
-from remat._graph.handles import PackedOutside
+from remat._graph.handles import PackedOutside, packed_outside
 from remat._live.reach import Reach
 from remat._partial.values import storage_if_any
 from remat._torch import (
@@ -42,7 +42,6 @@ from remat._torch import (
     Renorms,
     dispatch_mode_count,
     has_no_memory,
-    is_of_checkpoint,
     later_renorms,
     storage_id,
     unseen,
@@ -134,7 +133,7 @@ class SavedInputs:
             self.originals_at: Sequence[int] = range(len(inputs))
             self.originals = self.values = [*inputs]
             return
-        self._packed = _packed_outside(reach, hooks)
+        self._packed = packed_outside(reach, hooks)
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
@@ -440,10 +439,3 @@ class SavedInputs:
             for i, (ours, later) in self.renorms.items()
         ]
         return holding_rows(pairs)
-
-
-def _packed_outside(reach: Reach, hooks: Any) -> Container[int]:
-    """Return which inputs hooks around a call may pack."""
-    # Torch's checkpoint tells tensors by position. A list may hold more by then.
-    is_torchs = hooks is not None and is_of_checkpoint(hooks[0])
-    return reach.passed if is_torchs else range(reach.first_parameter)

@@ -45,11 +45,13 @@ from remat._base.tracebacks import note
 from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, reach_of
+from remat._offload.inputs import InputsAway
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
     is_refused,
     warn_if_asked,
+    warn_of_inputs,
     warn_once,
     why_no_record,
 )
@@ -206,8 +208,13 @@ class Saved:
         is_nested = hooks is not None and hooks[1] is unpack
         self.is_nested = is_nested and hooks[0] is not context.block_pack
         self.policy = options.policy if context.policy is None else options.joined()
-        nested = self.is_nested
-        self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=nested)
+        away = None
+        if options.offload_inputs and hooks is None:
+            away = InputsAway(to_disk=options.offload_inputs == "disk")
+            hooks = away.pack, away.unpack
+        self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=self.is_nested)
+        if away is not None and away.stays:
+            warn_of_inputs(self.label, "they are in host memory: pass 'disk'")
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True
         )

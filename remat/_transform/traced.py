@@ -29,7 +29,7 @@ from remat._base.errors import CaptureError
 from remat._base.labels import Label, label_of
 from remat._base.types import Fn, Opaque
 from remat._partial.barrier import behind
-from remat._partial.decide import warn_once
+from remat._partial.decide import warn_of_inputs, warn_once
 from remat._partial.options import DEFAULT, Options
 from remat._partial.tape import TapedCall
 from remat._torch import (
@@ -85,7 +85,7 @@ def call_in_graph(
     """
     if torch.compiler.is_dynamo_compiling():
         parts, policy = policy_parts(options.policy)  # one of them is None
-        flags = options.prune, options.rng, options.higher_order
+        flags = options.prune, options.rng, options.higher_order, options.offload_inputs
         key = _key_in_trace(name, where, flags, parts, policy)
         if not key:
             return _call_uncompiled(fn, name, where, options, args, kwargs)
@@ -102,6 +102,8 @@ def call_as_node(key: str, fn: Fn, /, *args: Any, **kwargs: Any) -> Any:
 def _key_in_trace(name: str, where: str, flags: Any, parts: Any, policy: Any) -> str:
     """Return the key of a node; "" if no compiled code can follow the policy."""
     options = Options(whole(parts, policy), *flags)
+    if options.offload_inputs:
+        warn_of_inputs(label_of(name, where), "compiled code holds them")
     return "" if offloads_to_disk(options.policy) else key_of(name, where, options)
 
 

@@ -49,6 +49,7 @@ def apply(
     prune: Any = "auto",
     rng: Any = "replay",
     higher_order: bool = False,
+    offload_inputs: Any = False,
 ) -> M:
     """Recompute the `forward` of submodules in the backward, instead of storing values.
 
@@ -69,6 +70,7 @@ def apply(
         prune: as of `remat.remat`.
         rng: as of `remat.remat`.
         higher_order: as of `remat.remat`.
+        offload_inputs: as of `remat.remat`.
 
     Returns:
         The model.
@@ -96,7 +98,8 @@ def apply(
     """
     refuse_no_module("apply", model)
     refuse_others(model, APPLY, (REMAT, APPLY))
-    return apply_from(caller(), model, select, policy, prune, rng, higher_order)
+    flags = prune, rng, higher_order, offload_inputs
+    return apply_from(caller(), model, select, policy, flags)
 
 
 def apply_from(
@@ -104,14 +107,12 @@ def apply_from(
     model: M,
     select: Any,
     policy: Any = None,
-    prune: Any = "auto",
-    rng: Any = "replay",
-    higher_order: bool = False,
+    flags: Sequence[Any] = (),
     by: str = APPLY,
 ) -> M:
     """Do what `apply` does, for a line of the user's."""
     chosen = _chosen(model, select, policy)
-    options = [options_of(policy, prune, rng, higher_order) for _, _, policy in chosen]
+    options = [options_of(policy, *flags) for _, _, policy in chosen]
     for name, module, _ in chosen:
         _refuse(name, module)
     for (_, module, _), each in zip(chosen, options, strict=True):
