@@ -25,7 +25,7 @@ from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
 from remat._graph.residual import Offloaded, ReadOnce, Residual
 from remat._live.reach import Reach
-from remat._offload.inputs import InputsAway
+from remat._offload.inputs import away_of
 from remat._torch import (
     is_of_checkpoint,
     keeps_graph,
@@ -127,9 +127,8 @@ def packed_outside(reach: Reach, hooks: Any) -> Container[int]:
     # Torch's checkpoint tells tensors by position. A list may hold more by then.
     if hooks is not None and is_of_checkpoint(hooks[0]):
         return reach.passed
-    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
-    held = reach.buffers if isinstance(owner, InputsAway) else {}  # by modules
-    return [i for i in range(reach.first_parameter) if not held.get(i)]
+    stay = away_of(hooks) is not None and reach.buffers  # those that modules hold
+    return [i for i in range(reach.first_parameter) if not (stay and stay.get(i))]
 
 
 # What gives its tensor as often as it is asked, and does not compute it each time.

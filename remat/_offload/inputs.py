@@ -139,6 +139,20 @@ class InputsAway:
                 when_done(functools.partial(_let_go, weakref.ref(self)))
 
 
+def away_hooks(where: Any) -> Any:
+    """Return hooks for the inputs of a call; None if they stay."""
+    if not where:
+        return None
+    away = InputsAway(to_disk=where == "disk")
+    return away.pack, away.unpack
+
+
+def away_of(hooks: Any) -> InputsAway | None:
+    """Return whose hooks these are, if they are for the inputs of a call."""
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, InputsAway) else None
+
+
 def _let_go(ref: Callable[[], InputsAway | None]) -> None:
     away = ref()
     if away is not None:

@@ -36,6 +36,8 @@ from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside, packed_outside
 from remat._live.reach import Reach
+from remat._offload.inputs import away_of
+from remat._partial.decide import warn_of_inputs
 from remat._partial.values import storage_if_any
 from remat._torch import (
     Renorm,
@@ -93,7 +95,7 @@ class SavedInputs:
 
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
-        *("_hooks", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
+        *("_hooks", "_label", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
         *("_storages", "_sums", "_watched", "may_be_written", "needs", "originals"),
         *("originals_at", "renorms", "values", "versions"),
     )
@@ -107,7 +109,7 @@ class SavedInputs:
         *,
         nested: bool,
     ) -> None:
-        first, buffers = reach.first_parameter, reach.buffers
+        first, buffers, self._label = reach.first_parameter, reach.buffers, reach.label
         self.needs, self._hooks, self._first = needs, hooks, first
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
@@ -167,11 +169,12 @@ class SavedInputs:
         Batch norm's update of its running statistics is not. These are vectors, and
         buffers of a module if they are large.
         """
-        found, needs, has_modes = list[int](), self.needs, dispatch_mode_count() > 0
+        found: list[int] = []
+        has_modes = dispatch_mode_count() > 0
         for i, t in enumerate(entries):
             try:
                 if (
-                    not needs[i]
+                    not self.needs[i]
                     and (i in buffers or t.dim() == 1)
                     and (type(t) is Tensor or hasattr(t, "fake_mode"))
                     and t.layout is torch.strided
@@ -226,6 +229,7 @@ class SavedInputs:
     ) -> list[int]:
         """Drop copies of what did not change; return what did and has none."""
         now, then = versions_of(inputs), self.versions
+        self._tell_what_stays()
         # First: of these there is no copy yet, only their bytes.
         if self._memory:
             self._copy_written(inputs, now)
@@ -254,6 +258,11 @@ class SavedInputs:
         for i in changed:  # those that a forward wrote to are copied in later calls
             STILL.pop(id(inputs[i]), None)
         return changed
+
+    def _tell_what_stays(self) -> None:
+        away = away_of(self._hooks)
+        if away is not None and away.stays:
+            warn_of_inputs(self._label, "they are in host memory: pass 'disk'")
 
     def will_be_copied(self, i: int) -> bool:
         """Say whether later calls copy an input that this one did not, and changed."""

@@ -36,7 +36,7 @@ from torch.autograd.function import FunctionCtx
 from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
-from remat._base.calls import in_place
+from remat._base.calls import in_place, in_place_again
 from remat._base.context import Context, EnteredAgain, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
@@ -45,13 +45,12 @@ from remat._base.tracebacks import note
 from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, reach_of
-from remat._offload.inputs import InputsAway
+from remat._offload.inputs import away_hooks
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
     is_refused,
     warn_if_asked,
-    warn_of_inputs,
     warn_once,
     why_no_record,
 )
@@ -87,6 +86,7 @@ from remat._torch import (
     when_done,
     without_node,
 )
+from remat._transform import checks
 from remat._transform.changes import changes_of
 from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
@@ -101,6 +101,7 @@ from remat._transform.leaves import (
     preserved_marks,
     preserved_memory,
 )
+from remat._transform.watched import first_bytes
 from remat._transform.written import (
     ENDED,
     HeldAtEnd,
@@ -125,7 +126,7 @@ def call_saved(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Call a function so that a backward recomputes what its graph saves."""
-    users_fn = fn  # to ask for its owner: what refuses draws is no method
+    owner = owner_of(fn, args)  # before: what refuses draws is no method
     if options.rng == "error":
         fn = without_draws(fn, label)
     reach = reach_of(fn, label, args, kwargs)
@@ -142,14 +143,17 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
-        call.plan(owner_of(users_fn, args), inputs)
-        fn = in_place(fn, None if reach.compiled else call.policy)
-        if call.policy is not None and call.policy.keeps_calls and not reach.compiled:
-            reach.around = functools.partial(in_place, policy=call.policy)
+        call.plan(owner, inputs)
+        policy = None if reach.compiled else call.policy
+        fn, reach.around = in_place(fn, policy), in_place_again(policy)
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
-    return call.forward(fn, args, kwargs, inputs)
+    noted = first_bytes(owner, inputs)
+    result = call.forward(fn, args, kwargs, inputs)
+    if noted is not None:
+        checks.refuse_uncounted(reach, noted, inputs, call.inputs.may_be_written)
+    return result
 
 
 class Saved:
@@ -208,13 +212,8 @@ class Saved:
         is_nested = hooks is not None and hooks[1] is unpack
         self.is_nested = is_nested and hooks[0] is not context.block_pack
         self.policy = options.policy if context.policy is None else options.joined()
-        away = None
-        if options.offload_inputs and hooks is None:
-            away = InputsAway(to_disk=options.offload_inputs == "disk")
-            hooks = away.pack, away.unpack
+        hooks = hooks or away_hooks(options.offload_inputs)
         self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=self.is_nested)
-        if away is not None and away.stays:
-            warn_of_inputs(self.label, "they are in host memory: pass 'disk'")
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True
         )
@@ -305,7 +304,8 @@ class Saved:
 
         It may write to large constants. Of others an error is to name the line.
         """
-        saved, refused = self.inputs, list[int]()
+        saved = self.inputs
+        refused: list[int] = []
         for i in written:
             t, value = inputs[i], saved.values[i]
             is_counted = is_plain(t) and saved.versions[i] not in (None, t._version)

@@ -250,7 +250,8 @@ def _text(key: Any) -> str:
 
 def _value(value: Any) -> Policy:
     if isinstance(value, str):
-        policy = _WORDS.get(value) or _CONSTANTS.get(value)
+        names = value, f"{value}_saveable"
+        policy = next(filter(None, map((_CONSTANTS | _WORDS).get, names)), None)
         if not isinstance(policy, Policy):
             raise TypeError(_VALUE.format(value=value, advice=advice(value)))
         return policy
@@ -273,8 +274,8 @@ _KEY = (
 )
 _VALUE = (
     "remat: {value!r} is no policy. {advice}The values of a policy by place are "
-    "policies, Decisions, and 'save', 'recompute', 'offload', 'disk' or the name of a "
-    "constant of remat.policies."
+    "policies, Decisions, and 'save', 'recompute', 'offload', 'disk', 'dots' or the "
+    "name of a constant of remat.policies."
 )
 _BUDGET = (
     "remat: {taker} cannot have {policy}: a budget is of a whole call. Write "

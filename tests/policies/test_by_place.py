@@ -174,7 +174,10 @@ def test_several_names_of_a_value_keep_it_nearest():
         ({3: "save"}, "3, a int, is no place. The keys of a policy are"),
         ({"": "save"}, "is no place"),
         ({nn.Linear(2, 2): "save"}, "is no place"),
-        ({"a": "dots"}, r"'dots' is no policy. Do you mean .*dots_saveable\?"),
+        (
+            {"a": "dots_savable"},
+            r"'dots_savable' is no policy. Do you mean .*dots_saveable\?",
+        ),
         ({"a": "as_policy"}, "'as_policy' is no policy"),
         ({"a": True}, r"everything_saveable\?"),
         ({"a": within(3)}, "a place cannot have within"),
