@@ -1,12 +1,24 @@
 """Rules and kept calls in compiled code, in blocks of a scope, and in reports."""
 
+import warnings
+
 import pytest
 import torch
+from support.traced import Graphs
 from support.zoo import X, leaves_of, make
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat as api
-from remat import custom_vjp, explain, fit, keep, remat, saved_residuals, scope
+from remat import (
+    custom_vjp,
+    explain,
+    fit,
+    keep,
+    policies,
+    remat,
+    saved_residuals,
+    scope,
+)
 from remat.testing import assert_same
 
 
@@ -52,6 +64,40 @@ def test_compiled_code_follows_the_derivative(name, transform):
         torch._dynamo.reset()
         found = gradient(torch.compile(fn, backend=backend, fullgraph=True))
         torch.testing.assert_close(found, want)
+
+
+def gated_fwd(x, w):
+    h = torch.tanh(x @ w)
+    return h * x, {"h": h}
+
+
+def gated_bwd(res, ct):
+    x, w, h = res
+    inner = ct * x * (1 - h * h)
+    return inner @ w.mT + ct * h, x.mT @ inner
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("policy", [None, "nothing", {"other": "save"}])
+def test_compiled_code_keeps_what_a_rule_keeps(policy):
+    gated = custom_vjp(lambda x, w: gated_fwd(x, w)[0])
+    gated.defremat(
+        gated_fwd, lambda res, x, w: (res["h"] * x, (x, w, res["h"])), gated_bwd
+    )
+    policy = policies.nothing_saveable if policy == "nothing" else policy
+    x, w = leaves_of(X, make(4, 4, seed=3))
+    want = torch.autograd.grad(gated.fn(x.sin(), w).exp().sum(), (x, w))
+    for fn, again in ((gated, 0), (gated.fn, 1)):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        block = remat(lambda x, w, fn=fn: fn(x.sin(), w).exp(), policy=policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no value is called `other`
+            out = torch.compile(block, backend=graphs, fullgraph=True)(x, w)
+            found = torch.autograd.grad(out.sum(), (x, w))
+        torch.testing.assert_close(found, want)
+        assert graphs.backward["mm"] == 2 + again
+        assert graphs.backward["tanh"] == again
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, remat])
