@@ -54,6 +54,7 @@ from remat.chain._steps import (
     Columns,
     Live,
     Steps,
+    form_of,
     refuse_other_form,
     tensors_and_frame,
     through,
@@ -108,19 +109,19 @@ def _plain(
     """Run all steps where nothing is differentiated."""
     carry, k = args[0], 0
     columns = Columns(steps)
-    first = _form_of(carry)
+    first = form_of(_live_of(carry))
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, steps.place(k))
         if steps.is_repeated:
-            refuse_other_form(_form_of(carry), first, k, steps.label)
-        columns.add(_form_of(y))
+            refuse_other_form(_live_of(carry), first, k, steps.label)
+        columns.add(_live_of(y))
         k += 1
         if progress is not None:
             progress(k)
     return carry, columns.stacked().tree
 
 
-def _form_of(tree: Any) -> Live:
+def _live_of(tree: Any) -> Live:
     tensors, frame = tensors_and_frame(tree)
     return Live(tensors, frame, [False] * len(tensors))
 
