@@ -310,7 +310,7 @@ class Reach:
             users: as for `restored`.
             take: takes the result apart, with what is left where the forward left it.
         """
-        if self.is_bare:
+        if self.is_bare and not self.left:
             found = self.call(None, tensors, body)
             return found if take is None else take(found)
         running = self.restored(tensors, users)

@@ -27,7 +27,7 @@ from remat._live.contents import Ref, differing, marks_of
 from remat._live.exchange import LOCK, Exchange, Written, are_same, written_to
 from remat._live.holding import HolderNow, among, holding
 from remat._live.layout import Taken
-from remat._live.left import Left, LeftAt
+from remat._live.left import ON_INPUT, Left, LeftAt
 from remat._live.lifted import Lifted
 from remat._live.roots import Root
 from remat._live.walk import is_hook_of_library
@@ -164,7 +164,10 @@ class Running:
         found: list[Left] = []
         for one in at:
             i, key = one.where
-            holder = self.passed(key) if i is None else self._now[i][1].holder(key)
+            if i == ON_INPUT:
+                holder: Any = vars(self.tensors[key])
+            else:
+                holder = self.passed(key) if i is None else self._now[i][1].holder(key)
             found.append(Left(one, holder))
         return found
 

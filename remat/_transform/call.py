@@ -33,7 +33,9 @@ from remat._base.program import Program
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._live.attributes import SetOnInputs
 from remat._live.copies import without_copies
+from remat._live.lifted import LiftedForward
 from remat._live.reach import Reach
 from remat._live.result_walk import Hidden, Own
 from remat._live.results import Emptied, Out, Result, slots_of
@@ -45,9 +47,11 @@ from remat._torch import (
     is_of_level_above,
     is_of_torch_func,
     levels_requiring_grad,
+    requires_grad_at_any_level,
     unwrap_dead,
     without_dead_levels,
 )
+from remat._transform.leaves import attributes_of
 from remat.policies import Policy
 
 
@@ -142,22 +146,27 @@ class Call:
         self.is_differentiated_once = max(counts, default=0) < 2
         return inputs, [count > 0 for count in counts]
 
+    def attributes(self) -> Sequence[dict[str, Any]] | None:
+        """Return what was set on the inputs; None where nothing was.
+
+        Without tensors of levels: a graph holds this.
+        """
+        found = None if self._users is None else attributes_of(self._users)
+        for entries in found or ():
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and requires_grad_at_any_level(value):
+                    entries[name] = None
+        return found
+
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
-        reach, users, instead = self.reach, self._users, self.instead
+        reach, users = self.reach, self._users
         if users is None:  # to show what it changes
-            return reach.run(inputs, instead, take=Result)
+            return reach.run(inputs, self.instead, take=Result)
         self._users = None
-        lifted = None
-        if reach.is_bare:
-            body = functools.partial(reach.call_bare, inputs, instead)
-        else:
-            fn, args, kwargs = self._users_call
-            lifted = reach.lifted(users, inputs)
-            fn = users_fn(lifted.of(fn), reach.label, self._options, self.policy)
-            body = functools.partial(lifted.call, fn, args, kwargs)
-            if instead is not None:
-                body = functools.partial(lifted.call_instead, instead, fn, args)
+        set_on_inputs = SetOnInputs(users, inputs)
+        lifted = None if reach.is_bare else reach.lifted(users, inputs)
+        body = self._body(inputs, lifted)
         if self.wrapped:
             refused = RefuseOuterLevels(self.wrapped, inputs, reach.name_of)
             body = functools.partial(refused.around, body)
@@ -168,15 +177,34 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if type(value) is Tensor and (lifted is None or lifted.leaves_alone(value)):
-            return Result(value)
+        if set_on_inputs.may_have_changed:
+            lifted = reach.lifted(users, inputs) if lifted is None else lifted
+            set_on_inputs.give_back(lifted)
+        return self._result(value, users, lifted)
+
+    def _body(self, inputs: Sequence[Tensor], lifted: LiftedForward | None) -> Fn:
+        instead = self.instead
+        if lifted is None:
+            return functools.partial(self.reach.call_bare, inputs, instead)
+        fn, args, kwargs = self._users_call
+        fn = users_fn(lifted.of(fn), self.reach.label, self._options, self.policy)
+        if instead is not None:
+            return functools.partial(lifted.call_instead, instead, fn, args)
+        return functools.partial(lifted.call, fn, args, kwargs)
+
+    def _result(
+        self, value: Any, users: Sequence[Tensor], lifted: LiftedForward | None
+    ) -> Result:
+        """Return what the forward returned and left, to be taken apart."""
         own = Own({}, slots_of(users), ())
         if lifted is None:
             return Result(value, own)
+        if type(value) is Tensor and lifted.leaves_alone(value):
+            return Result(value)
         own = own._replace(originals=lifted.users, known=lifted.known)
         result = Result(value, own, [left for _, left in lifted.left])
         if result.is_left:
-            reach.left = [at for at, _ in lifted.left]
+            self.reach.left = [at for at, _ in lifted.left]
         lifted.refuse_identities(
             [t for t in result.tensors if id(t) not in own.tensors]
         )

@@ -492,7 +492,7 @@ def evaluate_forward(
     reach, needs = call.reach, request.needs
     inputs, inner = given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
-    state = call_state(reach, inputs)
+    state = call_state(reach, inputs, call.attributes())
     has_inference = None in state.versions
     planned = _planned(call, program, inputs, inner, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)
