@@ -21,6 +21,7 @@ from torch import nn
 
 from remat import nn as remat_nn
 from remat._base.errors import BudgetError
+from remat._base.sizes import Amount, in_unit
 from remat._fit.choose import (
     Chosen,
     chosen_for,
@@ -28,7 +29,7 @@ from remat._fit.choose import (
     least_for,
     quickly_for,
 )
-from remat._fit.plan import FitSegment, Followed, Plan, too_small
+from remat._fit.plan import FitSegment, Followed, Plan
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
 from remat._fit.search import spare
@@ -72,10 +73,10 @@ class Planning:
         self,
         step: TrainingStep,
         device: torch.device,
-        budget: int,
+        budget: Amount,
         blocks: Sequence[str],
     ) -> None:
-        self._step, self._device, self._budget = step, device, budget
+        self._step, self._device = step._replace(optimizer=None), device
         model = step.model()
         is_model = model is not None and model is step.fn
         self.label = type(model).__name__ if is_model else label_of_function(step.fn)
@@ -85,6 +86,8 @@ class Planning:
         found, self._is_real = recorded(step, device, blocks=(*blocks, *around))
         assert found is not None
         self.record = found
+        # What is chosen for. An optimizer may need more than was asked for.
+        self._asked, self._budget = budget, max(budget.nbytes, found.update.peak)
         # With the model in evaluation mode if it trains, or the other way round; None
         # if that runs the same operations.
         self.other: StepRecord | None = None
@@ -140,11 +143,16 @@ class Planning:
         applied: Followed | None,
         around: Followed | None,
     ) -> Plan:
+        if self._asked.nbytes < self._budget:
+            raise self._refused(self._budget, self.record.update.peak_at)
+        applied, around = self._with_update(applied), self._with_update(around)
         return Plan(
             self.label,
             over,
             self._budget,
+            self._asked.unit,
             self.record.resident,
+            self.record.update.states,
             self._plain_peak(),
             self.record.flops,
             applied,
@@ -153,6 +161,13 @@ class Planning:
             self._device.type,
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
+
+    def _with_update(self, followed: Followed | None) -> Followed | None:
+        """Return what a step does with the step of its optimizer."""
+        _, peak, at = self.record.update
+        if followed is None or peak <= followed.peak:
+            return followed
+        return replace(followed, peak=peak, peak_at=at)
 
     def _better(self, applied: _Attempt | None) -> _Attempt | None:
         """Choose for a scope around the loss, too, if that spares work."""
@@ -214,10 +229,11 @@ class Planning:
         times = 2 if is_units and not self._is_real else 1
         done = simulate(*step, is_real=self._is_real, times=times)
         work = done.flops - self.record.flops, *walker.again(chosen)
-        if courses and done.peak <= self._budget:
-            courses = self._courses(walker, chosen, done.peak)
+        peak = done.peak + self.record.update.states
+        if courses and peak <= self._budget:
+            courses = self._courses(walker, chosen, peak)
         which = courses, tuple(units.items())
-        followed = Followed(done.peak, done.peak_at, *work, *which)
+        followed = Followed(peak, done.peak_at, *work, *which)
         return _Attempt(followed, chosen, walker)
 
     def _courses(self, walker: Walker, chosen: Chosen, peak: int) -> tuple[Course, ...]:
@@ -248,7 +264,8 @@ class Planning:
         try:
             known = [op.name for op in self.record.operations[: self.record.turn]]
             step = self._step, self._device
-            return recorded(*step, known, in_other_mode=True)[0]
+            found = recorded(*step, known, in_other_mode=True)[0]
+            return None if found is None else found.updated(self.record.update)
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
 
@@ -277,11 +294,21 @@ class Planning:
 
     def _too_small(self) -> BudgetError:
         least = min(self._least, key=lambda each: each.peak)
-        where = least.peak, least.peak_at, self.record.resident, self._plain_peak()
-        return BudgetError(too_small(self.label, self._budget, *where), least.peak)
+        return self._refused(least.peak, least.peak_at)
+
+    def _refused(self, least: int, at: str) -> BudgetError:
+        sizes = {
+            "budget": self._asked.nbytes,
+            "least": least,
+            "resident": self.record.resident,
+            "plain": self._plain_peak(),
+        }
+        shown = {name: in_unit(n, self._asked.unit) for name, n in sizes.items()}
+        shown["do"] = _HOLDS_LESS if at == self.record.update.peak_at else _DO
+        return BudgetError(_TOO_SMALL.format(label=self.label, at=at, **shown), least)
 
     def _plain_peak(self) -> int:
-        return Walker(self.record, (0, 0))(()).peak
+        return max(Walker(self.record, (0, 0))(()).peak, self.record.update.peak)
 
 
 def _course(walker: Walker, chosen: Chosen) -> Course:
@@ -340,3 +367,18 @@ def _segments(
             again.add(name)
     segments = tuple(FitSegment(name, *row) for name, row in rows.items())
     return segments, tuple(name for name in blocks if name in again)
+
+
+_TOO_SMALL = (
+    "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
+    "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
+    "there before the step. Without remat the peak is {plain}. {do}"
+)
+_DO = (
+    "Pass a larger budget, a smaller batch, or, if the loss holds much, a function of "
+    "model and batch that computes it, too."
+)
+_HOLDS_LESS = (
+    "Pass a larger budget, or an optimizer that holds less: with foreach=False, or "
+    "fused=True."
+)

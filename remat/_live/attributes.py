@@ -29,9 +29,11 @@ class SetOnInputs:
 
     __slots__ = "_tensors", "_then", "_users"
 
-    def __init__(self, users: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, users: Sequence[Tensor], tensors: Sequence[Tensor], *, are_plain: bool
+    ) -> None:
         self._users, self._tensors = users, tensors
-        held = [*map(_attributes, users)]
+        held = [] if are_plain else [*map(_attributes, users)]  # nothing was set
         self._then = [*map(dict[str, Any].copy, held)] if any(held) else None
         if self._then is not None:
             for user, tensor, then in zip(users, tensors, self._then, strict=True):

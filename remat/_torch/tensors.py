@@ -12,6 +12,7 @@ depend on the device. Addresses of memory: storages without bytes share one.
 import copy
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -256,6 +257,44 @@ class _Copying(TorchFunctionMode):
             self._mode, empty.set_(tensor.untyped_storage(), *view), device
         )
 
+
+# Deleted by: optimizers that ask what a tensor is by `isinstance`.
+@contextmanager
+def foreach_of_fakes() -> Iterator[None]:
+    """Have optimizers take fake tensors for tensors where they choose `foreach`."""
+    _FOREACH_TYPES.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _FOREACH_TYPES.remove(FakeTensor)
+
+
+_FOREACH_TYPES: list[type] = vars(sys.modules[torch.optim.Optimizer.__module__])[
+    "_foreach_supported_types"
+]
+
+
+# Deleted by: a public way to say where a GradScaler has its scale, or that it has none.
+@contextmanager
+def scales_put_back() -> Iterator[None]:
+    """Take from each `GradScaler` the scale that it makes for the first loss."""
+    begun: list[Any] = []
+
+    def noted(scaler: Any, device: torch.device) -> None:
+        begun.append(scaler)
+        _make_scale(scaler, device)
+
+    setattr(torch.amp.GradScaler, _MAKE_SCALE, noted)
+    try:
+        yield
+    finally:
+        setattr(torch.amp.GradScaler, _MAKE_SCALE, _make_scale)
+        for scaler in begun:
+            scaler._scale = scaler._growth_tracker = None
+
+
+_MAKE_SCALE = "_lazy_init_scale_growth_tracker"
+_make_scale: Callable[..., None] = vars(torch.amp.GradScaler)[_MAKE_SCALE]
 
 # --- Storages ---
 

@@ -76,7 +76,15 @@ class Call:
     """
 
     __slots__ = (
-        *("_emptied", "_inputs", "_options", "_users", "_users_call", "hidden"),
+        *(
+            "_are_plain",
+            "_emptied",
+            "_inputs",
+            "_options",
+            "_users",
+            "_users_call",
+            "hidden",
+        ),
         *("is_differentiated_once", "may_read_early", "policy", "prune", "reach"),
         *("structure", "wrapped"),
     )
@@ -99,6 +107,7 @@ class Call:
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
+        self._are_plain = False
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self.reach: Any = reach
         self._inputs = self.reach.take_tensors()
@@ -152,6 +161,7 @@ class Call:
         Without tensors of levels: a graph holds this.
         """
         found = None if self._users is None else attributes_of(self._users)
+        self._are_plain = found is None
         for entries in found or ():
             for name, value in entries.items():
                 if isinstance(value, Tensor) and requires_grad_at_any_level(value):
@@ -164,7 +174,7 @@ class Call:
         if users is None:  # to show what it changes
             return reach.run(inputs, self.instead, take=Result)
         self._users = None
-        set_on_inputs = SetOnInputs(users, inputs)
+        set_on_inputs = SetOnInputs(users, inputs, are_plain=self._are_plain)
         lifted = None if reach.is_bare else reach.lifted(users, inputs)
         body = self._body(inputs, lifted)
         if self.wrapped:
@@ -196,11 +206,12 @@ class Call:
         self, value: Any, users: Sequence[Tensor], lifted: LiftedForward | None
     ) -> Result:
         """Return what the forward returned and left, to be taken apart."""
+        if type(value) is Tensor and not value.__dict__:
+            if lifted is None or lifted.leaves_alone(value):
+                return Result(value)
         own = Own({}, slots_of(users), ())
         if lifted is None:
             return Result(value, own)
-        if type(value) is Tensor and lifted.leaves_alone(value):
-            return Result(value)
         own = own._replace(originals=lifted.users, known=lifted.known)
         result = Result(value, own, [left for _, left in lifted.left])
         if result.is_left:
