@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
-from remat._base.absent import are_tensors, inputs_of
+from remat._base.absent import inputs_of
 from remat._base.calls import in_place
 from remat._base.context import here
 from remat._base.errors import CaptureError
@@ -33,7 +33,7 @@ from remat._base.program import Program
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
-from remat._live.attributes import SetOnInputs
+from remat._live.attributes import give_back, given_attributes
 from remat._live.copies import without_copies
 from remat._live.lifted import LiftedForward
 from remat._live.reach import Reach
@@ -56,6 +56,7 @@ from remat.policies import Policy
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+_attributes = operator.attrgetter("__dict__")
 
 
 class Call:
@@ -76,15 +77,8 @@ class Call:
     """
 
     __slots__ = (
-        *(
-            "_are_plain",
-            "_emptied",
-            "_inputs",
-            "_options",
-            "_users",
-            "_users_call",
-            "hidden",
-        ),
+        *("_are_plain", "_emptied", "_inputs", "_options", "_users", "_users_call"),
+        "hidden",
         *("is_differentiated_once", "may_read_early", "policy", "prune", "reach"),
         *("structure", "wrapped"),
     )
@@ -174,7 +168,7 @@ class Call:
         if users is None:  # to show what it changes
             return reach.run(inputs, self.instead, take=Result)
         self._users = None
-        set_on_inputs = SetOnInputs(users, inputs, are_plain=self._are_plain)
+        held: Any = None if self._are_plain else given_attributes(users, inputs)
         lifted = None if reach.is_bare else reach.lifted(users, inputs)
         body = self._body(inputs, lifted)
         if self.wrapped:
@@ -187,9 +181,9 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if set_on_inputs.may_have_changed:
+        if held is not None or any(map(_attributes, inputs)):
             lifted = reach.lifted(users, inputs) if lifted is None else lifted
-            set_on_inputs.give_back(lifted)
+            give_back(lifted, users, inputs, held or [{} for _ in users])
         return self._result(value, users, lifted)
 
     def _body(self, inputs: Sequence[Tensor], lifted: LiftedForward | None) -> Fn:
@@ -206,9 +200,9 @@ class Call:
         self, value: Any, users: Sequence[Tensor], lifted: LiftedForward | None
     ) -> Result:
         """Return what the forward returned and left, to be taken apart."""
-        if type(value) is Tensor and not value.__dict__:
-            if lifted is None or lifted.leaves_alone(value):
-                return Result(value)
+        alone = type(value) is Tensor and not value.__dict__
+        if alone and (lifted is None or lifted.leaves_alone(value)):
+            return Result(value)
         own = Own({}, slots_of(users), ())
         if lifted is None:
             return Result(value, own)
@@ -303,7 +297,7 @@ class RefuseOuterLevels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        tensors = args if are_tensors(args, kwargs) else inputs_of(args, kwargs)
+        tensors = inputs_of(args, kwargs)
         if True in map(is_of_torch_func, tensors):
             for tensor in filter(is_of_level_above, tensors):
                 raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))
