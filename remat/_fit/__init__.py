@@ -13,7 +13,6 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     record      a step: its operations, storages, and when these are freed
     simulate    a step as data, and what a copy of it does
     meter       the observer that counts bytes and work while a step runs
-    quiet       leaves out of stdout what a solver writes
     workspace   bytes that operations hold while they run
     convolutions   those of convolutions
 

@@ -52,6 +52,8 @@ class Measured(NamedTuple):
 class Meter(Observer):
     """Counts bytes and work."""
 
+    is_of_call = False
+
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []  # of storages, in the order in which they were made

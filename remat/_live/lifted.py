@@ -332,8 +332,7 @@ class LiftedForward(Lifted):
 
     def leaves_alone(self, result: Tensor) -> bool:
         """Say whether a run returned a tensor of its own and left nothing."""
-        is_own = id(result) in self._users or bool(vars(result))
-        return not (self.left or self._numbers or is_own)
+        return not (self.left or self._numbers or id(result) in self._users)
 
     def refuse_identities(self, tensors: Sequence[Tensor]) -> None:
         """Refuse a run that keeps the identities of its tensors."""
@@ -345,7 +344,8 @@ class LiftedForward(Lifted):
 
     def owned(self, values: Sequence[Any]) -> list[Any]:
         """Return what is the user's of values, and in those that the function made."""
-        owned, new = [*map(self.own, values)], list[Any]()
+        owned = [*map(self.own, values)]
+        new: list[Any] = []
         for value in owned:
             kind = type(value)
             is_plain = kind in ATOMS or issubclass(kind, Tensor)

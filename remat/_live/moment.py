@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from remat._base.tensors import versions_of
+from remat._base.types import INERT
 from remat._capture.objects import bytes_of
 from remat._live.contents import differing, marks_of
 from remat._live.exchange import are_same
@@ -47,6 +48,12 @@ class Moment:
             for held in held_in(boxes.values())
         ]
         self._held = [*large, *passed]
+
+    @property
+    def numbers(self) -> Iterator[str]:
+        """Yield all numbers and words that are held."""
+        values = (v for taken in self._taken for v in [*taken.values, *taken.keys])
+        return (repr(v) for v in values if type(v) in INERT)
 
     def changes(self) -> Iterator[str]:
         """Yield what changed since, as its author would write it."""

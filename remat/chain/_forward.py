@@ -28,15 +28,7 @@ from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
 from remat._transform.leaves import attributes_of
-from remat.chain._actions import (
-    Action,
-    Advance,
-    Drop,
-    Save,
-    Schedule,
-    Storage,
-    without_records,
-)
+from remat.chain._actions import Action, Advance, Drop, Save, Schedule
 from remat.chain._binomial import Online
 from remat.chain._steps import (
     TENSOR,
@@ -266,7 +258,7 @@ class _Sweep:
         self._hides = not call.reach.is_contained
         self._looks = self._hides or current_layer() is not None
         self.count = 0
-        self.stored = Stored() if call.stores else None
+        self.stored = Stored(call.steps.on_disk) if call.stores else None
         self._columns = Columns(call.steps)
         self._ambient: Ambient | None = None
         self._progress = call._progress
@@ -289,8 +281,8 @@ class _Sweep:
             match action:
                 case Advance(start, stop):
                     self._advance(start, stop)
-                case Save(step, storage) if self.stored is not None:
-                    self._store(step, storage)
+                case Save(step) if self.stored is not None:
+                    self._store(step)
                 case Drop(step) if self.stored is not None:
                     self.stored.drop(step)
         return self._live, self._columns.stacked()
@@ -299,7 +291,7 @@ class _Sweep:
         """Return what to do. Where the length is unknown, ask before each step."""
         steps, schedule = self._call.steps, self._call.schedule
         if steps.length is not None:
-            yield from without_records(schedule.forward(self._call.length))
+            yield from schedule.forward(self._call.length)
             return
         assert steps.goes_on is not None
         placer = schedule.online() if isinstance(schedule, Online) else None
@@ -350,7 +342,7 @@ class _Sweep:
             label = self._call.steps.label
             raise CaptureError(CHANGED.format(label=label, what=ATTRIBUTE))
 
-    def _store(self, step: int, storage: Storage) -> None:
+    def _store(self, step: int) -> None:
         """Store the live carry, with what objects hold and where streams are."""
         assert self.stored is not None
         self._ambient = noted(self._call.reach.streams, self._ambient)
@@ -359,7 +351,7 @@ class _Sweep:
             objects = self._call.noted(self._fn, self._args)
         ambient = self._ambient if step else None
         live = self._live._replace(ambient=ambient, objects=objects)
-        self.stored.save(step, live, storage)
+        self.stored.save(step, live)
 
     def _look(self, outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Refuse a step that uses what is differentiated and was not found."""

@@ -90,6 +90,7 @@ class Steps:
         is_repeated: whether each step calls the same function. Then each carry is built
             like the first one.
         is_reversed: whether the last slice comes first.
+        on_disk: whether carries are stored in files.
     """
 
     apply: Apply
@@ -99,6 +100,7 @@ class Steps:
     scanned: int | None = None
     is_repeated: bool = True
     is_reversed: bool = False
+    on_disk: bool = False
 
     def slices(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first of the slices that steps need, and the one after them."""

@@ -25,7 +25,6 @@ from remat._torch import (
     is_legacy_batch,
     unbatched,
 )
-from remat.chain._actions import Storage
 from remat.chain._steps import (
     COLLECTED,
     Live,
@@ -45,17 +44,18 @@ class _OnDisk(NamedTuple):
 
 
 class Stored:
-    """The stored carries of one chain."""
+    """The stored carries of one chain; on disk all but the first, which is given."""
 
-    __slots__ = ("_carries", "_versions")
+    __slots__ = ("_carries", "_on_disk", "_versions")
 
-    def __init__(self) -> None:
+    def __init__(self, on_disk: bool) -> None:
+        self._on_disk = on_disk
         self._carries: dict[int, Live | _OnDisk] = {}
         self._versions: dict[int, Sequence[int | None]] = {}
 
-    def save(self, step: int, live: Live, storage: Storage) -> None:
+    def save(self, step: int, live: Live) -> None:
         """Store a carry."""
-        if storage is Storage.MEMORY:
+        if not (self._on_disk and step):
             self._carries[step] = live
             self._versions[step] = versions_of(live.tensors)
             return

@@ -20,7 +20,7 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.testing import assert_close
 
 from remat import CaptureError, chain, policies
-from remat.chain.schedules import Multilevel, Uniform
+from remat.chain.schedules import Uniform
 from remat.testing import count_ops
 
 
@@ -189,12 +189,12 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
 
 NAMES = [*bodies()[0]]
 CHECKPOINTS = {
-    "none": None,
-    "all": "all",
-    "one": 1,
-    "two": 2,
-    "segments": Uniform(2),
-    "disk": Multilevel(memory=2, disk=1),
+    "none": {},
+    "all": {"checkpoints": "all"},
+    "one": {"checkpoints": 1},
+    "two": {"checkpoints": 2},
+    "segments": {"checkpoints": Uniform(2)},
+    "disk": {"checkpoints": 3, "disk": True},
 }
 
 
@@ -221,11 +221,11 @@ def counted(run, *args, **options):
     return found, ops["sin"]
 
 
-@rows("checkpoints", CHECKPOINTS, fast=("none", "two"))
+@rows("options", CHECKPOINTS, fast=("none", "two"))
 @pytest.mark.parametrize("name", NAMES)
-def test_each_step_changes_objects_once(name, checkpoints, folder):
+def test_each_step_changes_objects_once(name, options, folder):
     def run(body, x):
-        return chain.fori_loop(0, STEPS, body, x, checkpoints=checkpoints)
+        return chain.fori_loop(0, STEPS, body, x, **options)
 
     (found, changed), ran = counted(gradients, run, name)
     (expected, plainly), plain = counted(gradients, in_a_loop, name)
