@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from remat._base.types import TENSORS
 from remat._capture.container_kinds import ATTRIBUTES
 from remat._live.exchange import are_same
 from remat._live.left import ON_INPUT, Left, LeftAt
@@ -20,30 +21,34 @@ from remat._live.lifted import LiftedForward
 
 
 _OWN = "retain_grad"  # of a stand-in, which asks the input
+Entries = Sequence[dict[str, Any]]
 
 
-Attributes = dict[str, Any]
-
-
-def given_attributes(
-    users: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> list[Attributes]:
-    """Return the attributes of the user's tensors, which those in their place get."""
-    held = [{**vars(user)} for user in users]
-    for user, tensor, then in zip(users, tensors, held, strict=True):
+def lend(users: Sequence[Tensor], tensors: Sequence[Tensor], entries: Entries) -> None:
+    """Set on stand-ins what is set on the user's tensors."""
+    for user, tensor, then in zip(users, tensors, entries, strict=True):
         if then and tensor is not user:
             vars(tensor).update(then)
-    return held
 
 
 def give_back(
-    lifted: LiftedForward,
     users: Sequence[Tensor],
     tensors: Sequence[Tensor],
-    held: Sequence[Attributes],
+    entries: Entries | None,
+    lifted: LiftedForward,
 ) -> None:
-    """Have the user's tensors have those there are now, and note what was computed."""
-    for n, (user, tensor, then) in enumerate(zip(users, tensors, held, strict=True)):
+    """Set on the user's tensors what stand-ins have; note what was computed.
+
+    Args:
+        users: the user's.
+        tensors: what stands in for them.
+        entries: what was set on them before; None where nothing was.
+        lifted: tells what is the user's, and is told what was left.
+    """
+    for n, (user, tensor) in enumerate(zip(users, tensors, strict=True)):
+        if not (type(tensor) in TENSORS and type(user) in TENSORS):
+            continue  # in attributes a subclass has the tensors that it wraps
+        then: dict[str, Any] = {} if entries is None else entries[n]
         now = {k: v for k, v in vars(tensor).items() if k != _OWN or k in then}
         if tensor is not user:
             vars(tensor).clear()

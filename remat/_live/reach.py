@@ -33,7 +33,7 @@ from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
 from remat._live.names import CallNames
 from remat._live.roots import Root, code_writes, roots_of
-from remat._live.running import Running
+from remat._live.running import Running, undone
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
     MODULE_HOOKS,
@@ -129,8 +129,10 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks = _NONE if given.search is None else _NONE.union(given.search.asks)
-        self._asks = asks = asks.union(*[root.layout.asks for root in self._roots])
+        asks = _NONE if given.search is None else given.search.asks
+        for root in self._roots:
+            asks |= root.layout.asks
+        self._asks = asks
         if not asks:
             return
         end_leases()
@@ -202,9 +204,8 @@ class Reach:
     def signature(self) -> tuple[Any, ...]:
         """What is the same in each call of the same code.
 
-        That is the code of functions, the classes of objects, the modes of modules, the
-        structure of the arguments and those that are constants. It holds no tensor and
-        no user's object.
+        Code, classes, modes of modules, the structure of arguments, and constants: no
+        tensor, and no object of the user's.
         """
         values = structure_of(self._values)
         roots = [root.signature for root in self._roots]
@@ -280,6 +281,10 @@ class Reach:
             root.taken = root.effects = None
 
     # --- A recompute ---
+
+    def undone(self) -> Any:
+        """Return a context after which all holds what it held just before."""
+        return undone(self._roots)
 
     def restored(
         self,
@@ -362,11 +367,11 @@ class Reach:
     def call_bare(self, tensors: Sequence[Any], instead: Any = None) -> Any:
         """Call a function of tensors and constants alone for the first time."""
         *args, fn = self._bare_values(tensors)
-        count = self._count
         if instead is not None:
-            return instead(fn, args[:count])
+            return instead(fn, args[: self._count])
         if not self._names:
             return fn(*args)
+        count = self._count
         return fn(*args[:count], **dict(zip(self._names, args[count:], strict=True)))
 
     def _bare_values(self, tensors: Sequence[Any]) -> list[Any]:
@@ -410,9 +415,8 @@ class Reach:
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        running, found = self._running, StillThere
-        if isinstance(running, Running):
-            found = running
+        running = self._running
+        found = running if isinstance(running, Running) else StillThere
         if running is None:
             # In place of one that is gone is an empty one, so that a path is known.
             there = self.alive()

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from remat._base.pytree import REGISTERED, registration_of
-from remat._base.types import INERT
+from remat._base.types import INERT, TENSORS
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import MISSING, PART, PARTS, HolderKind
 from remat._capture.objects import (
@@ -155,10 +155,8 @@ class ResultWalk:
                 continue
             if issubclass(type(value), Tensor):
                 is_new = self._note(value, path)
-                if is_new and value.__dict__ and id(value) not in self._own.tensors:
-                    # What was set on it will be on the tensor of its level.
-                    attributes = self.attributes[len(self.tensors) - 1] = vars(value)
-                    todo.append((attributes, (path, ".__dict__")))
+                if is_new and type(value) in TENSORS and value.__dict__:
+                    todo += self._attributes_of(value, path)
                 continue
             value = self._own.originals.get(id(value), value)
             if id(value) not in self._seen:
@@ -172,6 +170,13 @@ class ResultWalk:
         if id(value) in self._own.tensors:
             return True
         return not (value.requires_grad or is_of_torch_func(value))
+
+    def _attributes_of(self, tensor: Tensor, path: Path) -> list[tuple[Any, Path]]:
+        """Return what was set on a tensor: it will be on the tensor of its level."""
+        if id(tensor) in self._own.tensors:
+            return []
+        attributes = self.attributes[self._index[id(tensor)]] = vars(tensor)
+        return [(attributes, (path, ".__dict__"))]
 
     def _note(self, tensor: Tensor, path: Path) -> bool:
         """Note a tensor; say whether it was not met before."""

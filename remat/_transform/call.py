@@ -31,9 +31,9 @@ from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
-from remat._base.types import Fn, Outputs
+from remat._base.types import TENSORS, Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
-from remat._live.attributes import give_back, given_attributes
+from remat._live.attributes import give_back, lend
 from remat._live.copies import without_copies
 from remat._live.lifted import LiftedForward
 from remat._live.reach import Reach
@@ -77,10 +77,9 @@ class Call:
     """
 
     __slots__ = (
-        *("_are_plain", "_emptied", "_inputs", "_options", "_users", "_users_call"),
-        "hidden",
-        *("is_differentiated_once", "may_read_early", "policy", "prune", "reach"),
-        *("structure", "wrapped"),
+        *("_attributes", "_emptied", "_inputs", "_options", "_users", "_users_call"),
+        *("hidden", "is_differentiated_once", "may_read_early", "policy", "prune"),
+        *("reach", "structure", "wrapped"),
     )
     instead: Any = None  # is called with the function and its arguments, if not that
 
@@ -106,6 +105,7 @@ class Call:
         self.reach: Any = reach
         self._inputs = self.reach.take_tensors()
         self._users: Sequence[Tensor] | None = self._inputs
+        self._attributes: Sequence[dict[str, Any]] | None = None
 
     @property
     def owner(self) -> Any:
@@ -149,18 +149,21 @@ class Call:
         self.is_differentiated_once = max(counts, default=0) < 2
         return inputs, [count > 0 for count in counts]
 
-    def attributes(self) -> Sequence[dict[str, Any]] | None:
-        """Return what was set on the inputs; None where nothing was.
+    def take_attributes(self) -> Sequence[dict[str, Any]] | None:
+        """Note what is set on the inputs; return it for recomputes, None if nothing is.
 
-        Without tensors of levels: a graph holds this.
+        That is without tensors of levels: a graph holds it.
         """
-        found = None if self._users is None else attributes_of(self._users)
-        self._are_plain = found is None
-        for entries in found or ():
-            for name, value in entries.items():
-                if isinstance(value, Tensor) and requires_grad_at_any_level(value):
-                    entries[name] = None
-        return found
+        assert self._users is not None
+        if not TENSORS.issuperset(map(type, self._users)):
+            return None
+        found = self._attributes = attributes_of(self._users)
+        if found is None:
+            return None
+        return [
+            {name: _without_levels(value) for name, value in entries.items()}
+            for entries in found
+        ]
 
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
@@ -168,7 +171,9 @@ class Call:
         if users is None:  # to show what it changes
             return reach.run(inputs, self.instead, take=Result)
         self._users = None
-        held: Any = None if self._are_plain else given_attributes(users, inputs)
+        attributes, self._attributes = self._attributes, None
+        if attributes is not None:
+            lend(users, inputs, attributes)
         lifted = None if reach.is_bare else reach.lifted(users, inputs)
         body = self._body(inputs, lifted)
         if self.wrapped:
@@ -181,9 +186,9 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if held is not None or any(map(_attributes, inputs)):
+        if attributes is not None or any(map(_attributes, inputs)):
             lifted = reach.lifted(users, inputs) if lifted is None else lifted
-            give_back(lifted, users, inputs, held or [{} for _ in users])
+            give_back(users, inputs, attributes, lifted)
         return self._result(value, users, lifted)
 
     def _body(self, inputs: Sequence[Tensor], lifted: LiftedForward | None) -> Fn:
@@ -200,8 +205,8 @@ class Call:
         self, value: Any, users: Sequence[Tensor], lifted: LiftedForward | None
     ) -> Result:
         """Return what the forward returned and left, to be taken apart."""
-        alone = type(value) is Tensor and not value.__dict__
-        if alone and (lifted is None or lifted.leaves_alone(value)):
+        is_alone = type(value) is Tensor and not value.__dict__
+        if is_alone and (lifted is None or lifted.leaves_alone(value)):
             return Result(value)
         own = Own({}, slots_of(users), ())
         if lifted is None:
@@ -268,6 +273,12 @@ def users_fn(fn: Fn, label: str, options: Options, policy: Policy | None) -> Fn:
     if options.rng == "error":
         fn = without_draws(fn, label)
     return in_place(fn, policy)
+
+
+def _without_levels(value: Any) -> Any:
+    """Return what is set on an input; None if it is a tensor of a level."""
+    is_tensor = isinstance(value, Tensor)
+    return None if is_tensor and requires_grad_at_any_level(value) else value
 
 
 # --- Tensors and graphs of outer levels ---

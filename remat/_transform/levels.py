@@ -111,6 +111,11 @@ class Below(Program):
     def own(self) -> Container[InputIndex]:
         return self.program.own
 
+    @property
+    @override
+    def hooked(self) -> Any:  # pyrefly: ignore[bad-override]
+        return self.program.hooked
+
     @override
     def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
         return i < self.arity and self.program.may_write(i, tensor)

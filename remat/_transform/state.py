@@ -212,6 +212,10 @@ class CallState(NamedTuple):
             refuse_needed(reach, mode.runnable.plan.needed, changed)
         return enter_refusing_reads(reach, inputs, changed, ambient)
 
+    def were_hooks_set(self) -> bool:
+        """Say whether any hooks were set since the call."""
+        return RemovableHandle.next_id != self.next_hook
+
     def has_classes(self) -> bool:
         """Say whether inputs are to be given their classes back.
 
