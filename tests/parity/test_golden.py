@@ -1,8 +1,9 @@
 """The golden table: how often each operation runs, forward and backward, as in JAX.
 
 The numbers are those of JAX 0.10.2 for the same programs, of DESIGN.md (section 4) and
-the survey of JAX (section G), and those of 0.12. Each row holds on the first call of a signature, which
-records, and on those after it, which follow the record; and under every transform.
+the survey of JAX (section G), and those of 0.12. Each row holds on the first call of a
+signature, which records, and on those after it, which follow the record; and under
+every transform.
 """
 
 from functools import partial, reduce
