@@ -129,10 +129,8 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks = _NONE if given.search is None else given.search.asks
-        for root in self._roots:
-            asks |= root.layout.asks
-        self._asks = asks
+        asks = _NONE if given.search is None else _NONE.union(given.search.asks)
+        self._asks = asks = asks.union(*[root.layout.asks for root in self._roots])
         if not asks:
             return
         end_leases()
