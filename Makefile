@@ -41,7 +41,7 @@ CORE := $(addprefix tests/,torch parity/test_golden.py transform/test_every_tran
 # compile, start programs, or run thousands of combinations. A new file is among them.
 SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	chain/test_long_loops.py chain/test_budgets.py \
-	chain/test_schedules.py chain/test_rotor.py compat/%_compiled.py \
+	chain/test_schedules.py compat/%_compiled.py \
 	compat/test_compat_patch.py fit/test_fake_replays.py fit/test_fit.py fit/test_kernels.py \
 	fit/test_simulated.py fit/test_step_plans.py fit/test_places.py fit/test_loops.py \
 	fit/test_hidden_storages.py \

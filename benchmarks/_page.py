@@ -3,7 +3,8 @@
 page.md has the text, and names tables and plots in double braces:
 
 - ``{{table SCRIPT | TABLE}}``: a table; ``title`` in place of it: its title,
-- ``{{rows SCRIPT | TABLE | PATTERN}}``: a table of the rows with such names,
+- ``{{rows SCRIPT | TABLE | PATTERN | COLUMN | ...}}``: a table of the rows with such
+  names, and of the columns that fit such patterns, or all,
 - ``{{number SCRIPT | TABLE | ROW | COLUMN | FORM}}``: one number, rounded,
 - ``{{plot SCRIPT | WHAT IT SHOWS}}``: a picture,
 - ``{{machines}}``: what was measured on, and when,
@@ -67,13 +68,24 @@ def a_table(results: Found, script: str, key: str) -> str:
     return _table(results, script, key).markdown()
 
 
-def rows(results: Found, script: str, key: str, pattern: str) -> str:
-    """Return a table of the rows whose names fit a pattern, as in a shell."""
+def rows(results: Found, script: str, key: str, pattern: str, *columns: str) -> str:
+    """Return a table of rows and columns whose names fit patterns, as in a shell."""
     table = _table(results, script, key)
-    fitting = {n: cells for n, cells in table.rows.items() if fnmatchcase(n, pattern)}
-    if not fitting:
+    names = [
+        name
+        for name in table.columns
+        if any(fnmatchcase(name, each) for each in columns or "*")
+    ]
+    places = [[*table.columns].index(name) for name in names]
+    fitting = {
+        row: [cells[place] for place in places]
+        for row, cells in table.rows.items()
+        if fnmatchcase(row, pattern)
+    }
+    if not (fitting and names):
         raise KeyError(f"{script}, {key}: no row fits {pattern!r}")
-    return replace(table, rows=fitting).markdown()
+    shown = {name: table.columns[name] for name in names}
+    return replace(table, columns=shown, rows=fitting).markdown()
 
 
 FORMS = {"MB": (1e6, ".0f"), "tenths": (1, ".1f"), "count": (1, ",.0f")}

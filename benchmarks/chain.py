@@ -29,7 +29,6 @@ from remat import chain
 from remat.chain.schedules import (
     Binomial,
     EveryStep,
-    Multilevel,
     Online,
     Schedule,
     Sqrt,
@@ -42,7 +41,6 @@ STEPS, CHUNK = 1000, 32
 CARRY = 2**14  # elements
 SLACK = 5  # carries beyond the checkpoints: the live one, and a step that is reversed
 SCALARS = 0.01  # of a carry
-ON_DISK = Multilevel(memory=5, write_cost=5, read_cost=5)
 
 Body = Callable[[Tensor], Tensor]
 Loop = Callable[[Body, Tensor], Tensor]
@@ -77,14 +75,14 @@ def chunks(body: Body, x: Tensor) -> Tensor:
     return x
 
 
-def by(schedule: Schedule) -> Loop:
+def by(schedule: Schedule, *, disk: bool = False) -> Loop:
     """Scan with a schedule."""
 
     def scan(body: Body, x: Tensor) -> Tensor:
         def step(x: Tensor, _: None) -> tuple[Tensor, None]:
             return body(x), None
 
-        return chain.scan(step, x, length=STEPS, checkpoints=schedule)[0]
+        return chain.scan(step, x, length=STEPS, checkpoints=schedule, disk=disk)[0]
 
     return scan
 
@@ -151,7 +149,7 @@ SYSTEMS: dict[str, System] = {
     "scan, 10": _ours(Binomial(10), 10),
     "scan, 5": _ours(Binomial(5), 5),
     # What is read from disk is copied.
-    "scan, Multilevel(memory=5)": _ours(ON_DISK, ON_DISK.memory + 1),
+    'scan, "all", disk': System(by(EveryStep(), disk=True), EveryStep(), 2 + SLACK),
     # Result, cotangent and gradient come on top.
     "scan, budget of 15 carries": System(within(15), None, 15 + 3),
     "scan, budget of 100 carries": System(within(100), None, 100 + 3),

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import remat
 from remat._fit import meter
-from remat._fit.choose import SavingProgram
+from remat._fit.choose import program_of
 from remat._fit.record import record
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
@@ -348,10 +348,11 @@ def bound(case: Case, budget: int) -> float:
         )
         found = record(made, mode)
     assert found is not None
-    program = SavingProgram(Walker(found))
-    for at, nbytes in enumerate(program.walker.base):
+    walker = Walker(found)
+    program = program_of(walker)
+    for at, nbytes in enumerate(walker.base):
         program.limits[at] = budget - nbytes
-    program.solve(nodes=5000, gap=1e-4)
+    program.solve(node_limit=5000, mip_rel_gap=1e-4)
     return program.bound / 1e3
 
 

@@ -62,7 +62,8 @@ class _Inside(Observer):
         if self.has_altered or is_composite(func):
             # A mode may look at each of those that an operation is made of.
             return call_kernel(func, *args, **kwargs)
-        before, calls = self.outside.calls, list[_Ran]()
+        before = self.outside.calls
+        calls: list[_Ran] = []
         self.outside.calls = calls
         try:
             result = call_kernel(func, *args, **kwargs)

@@ -10,6 +10,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     context           which calls a thread is inside of, and for what
     interpreter       what holds for CPython alone: bytecode, and where objects lie
     code              what a function's code refers to
+    module_paths      where modules are in one, and what their classes are called
     installed         which files are a package's, and which are the user's
     source            the line of the user that is running
     sizes             numbers of bytes, as people write them

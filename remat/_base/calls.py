@@ -13,14 +13,13 @@ Rejected: to look at the stack. Two calls of one module look alike.
 """
 
 import functools
-import operator
+import importlib
 import re
 import sys
 import threading
 import types
-import weakref
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
@@ -30,15 +29,19 @@ from torch import nn
 
 from remat._base.code import VIEWED, content_of
 from remat._base.context import here
+from remat._base.module_paths import (
+    ModulePaths,
+    Where,
+    class_names,
+    full_name,
+    names_in,
+)
 from remat._base.types import Fn
 from remat._torch import hook_all_modules, modules_of_node, unhook_all_modules
 
 
 # The outermost class, which call; the path, which call.
 CallPlace: TypeAlias = tuple[str, int, str, int]
-
-# The path of a module, and the full names of classes, from the innermost out.
-Where: TypeAlias = tuple[str, tuple[str, ...]]
 
 OUTSIDE: CallPlace = ("", 0, "", 0)
 
@@ -72,7 +75,7 @@ class Calls:
         self._turns = Counter[str]()  # calls of outermost modules
         self._counts = Counter[str]()  # calls within the outermost that runs
         self._root, self._turn = "", 0
-        self._names = _ModulePaths(None)
+        self._names = ModulePaths(None)
         self._copies: dict[int, str] = {}  # the paths of modules that stand for others
         self.has_begun = False  # whether what is rematerialized runs
 
@@ -80,13 +83,45 @@ class Calls:
         """Be told that a call begins."""
         if len(self._stack) == 1 and not self._begin(module):
             return
-        path = self._copies.get(id(module))
-        if path is None:
-            path = self._names.of(module, self.current.place[2])
+        path = self._path_of(module)
         number = self._counts[path]
         self._counts[path] = number + 1
         self.current = ModuleCall((self._root, self._turn, path, number), module)
         self._stack.append(self.current)
+
+    def _path_of(self, module: nn.Module) -> str:
+        path = self._copies.get(id(module))
+        return self._names.of(module, self.current.place[2]) if path is None else path
+
+    def where_of(self, called: Any) -> tuple[Where, Sequence[Where]]:
+        """Return where a call of a module or a Function would be, and all modules."""
+        path, around = self.where
+        if not isinstance(called, nn.Module):
+            owner = next(each for each in called.__mro__ if "forward" in vars(each))
+            return (path, (full_name(owner), *around)), ()
+        names = self._names if len(self._stack) > 1 else names_in(called)
+        if self.current.module is not called:
+            path = self._path_of(called) if len(self._stack) > 1 else ""
+            around = (*class_names(type(called)), *around)
+        return (path.lstrip("/"), tuple(dict.fromkeys(around))), names.all()
+
+    @property
+    def all(self) -> Sequence[Where]:
+        """Where calls of each module of what is rematerialized are."""
+        return self._names.all()
+
+    @contextmanager
+    def at(self, where: Where) -> Iterator[None]:
+        """Let operations of the body be at a place."""
+        stack, root = self._stack, self.current.place[:2]
+        self.current = call = ModuleCall((*root, where[0], 0), None)
+        call.where = where
+        stack.append(call)
+        try:
+            yield
+        finally:
+            del stack[stack.index(call) :]
+            self.current = stack[-1]
 
     def _begin(self, module: nn.Module) -> bool:
         """Begin the call of an outermost module; say whether it is one."""
@@ -96,7 +131,7 @@ class Calls:
         self._root, self._turn = root, self._turns[root]
         self._turns[root] += 1
         self._counts.clear()
-        self._names = _names_in(module)
+        self._names = names_in(module)
         return True
 
     def _root_of(self, kind: type) -> str | None:
@@ -166,6 +201,9 @@ def in_place(fn: Fn, policy: Any) -> Fn:
     if policy is None or not policy.asks_modules:
         return fn
 
+    if policy.keeps_calls:
+        importlib.import_module("remat.rules._by_place").install()
+
     def run(*args: Any, **kwargs: Any) -> Any:
         context = here()
         before = calls = context.calls
@@ -214,15 +252,6 @@ def root_of(fn: Any, args: tuple[Any, ...] = ()) -> nn.Module | None:
 def module_names(root: nn.Module | None) -> tuple[str, ...]:
     """Return the paths in a root, which tell modules of one class apart."""
     return () if root is None else tuple(name for name, _ in root.named_modules())
-
-
-def class_names(kind: type) -> Iterator[str]:
-    """Yield the full name of a class of modules, and of those it is derived from."""
-    for each in kind.__mro__:
-        if each is nn.Module:
-            return
-        if each.__qualname__ != "RematModule":
-            yield f"{each.__module__}.{each.__qualname__}"
 
 
 def function_names() -> Iterator[str]:
@@ -309,75 +338,6 @@ def _path_in_graph(path: str) -> str:
 
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
-
-
-# --- Paths ---
-
-
-class _ModulePaths:
-    """The paths of the modules in one, as they were when it was looked at."""
-
-    def __init__(self, root: nn.Module | None) -> None:
-        self.root = None if root is None else weakref.ref(root)
-        self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._registered: Any = None  # names and identities in each
-        self._unnamed: set[type] = set()  # the classes of modules that have none
-
-    def _look(self) -> None:
-        root = None if self.root is None else self.root()
-        found = () if root is None else root.named_modules()
-        self._paths = {id(each): (weakref.ref(each), name) for name, each in found}
-        self._registered = self._registered_now()
-
-    def _registered_now(self) -> Any:
-        modules = [ref() for ref, _ in self._paths.values()]
-        if None in modules:
-            return None
-        tables = map(operator.attrgetter("_modules"), modules)
-        held = [table for table in tables if isinstance(table, dict)]
-        return [*chain.from_iterable(held)], [
-            *map(id, chain.from_iterable(map(dict.values, held)))
-        ]
-
-    def is_current(self) -> bool:
-        """Say whether each module is still where it was."""
-        return self._registered == self._registered_now()
-
-    def has(self, module: nn.Module) -> bool:
-        """Say whether a module, or one whose view it is, is in the root."""
-        shown = vars(module)
-        root = None if self.root is None else self.root()
-        return root is not None and any(vars(m) is shown for m in root.modules())
-
-    def of(self, module: nn.Module, around: str) -> str:
-        """Return the path of a module that is called in the module of another path."""
-        path = self._known(module)
-        if path is None and type(module) not in self._unnamed:
-            self._look()
-            path = self._known(module)
-        if path is None:  # made in the forward, as `layers[:3]` is
-            self._unnamed.add(type(module))
-            path = f"{around}/{type(module).__name__}"
-        return path
-
-    def _known(self, module: nn.Module) -> str | None:
-        ref, path = self._paths.get(id(module), _NOT_KNOWN)
-        return path if ref() is module else None
-
-
-_NOT_KNOWN: Any = (lambda: None), None
-_NAMES: dict[int, _ModulePaths] = {}
-
-
-def _names_in(root: nn.Module) -> _ModulePaths:
-    key = id(root)
-    names = _NAMES.get(key)
-    if names is None or names.root is None or names.root() is not root:
-        weakref.finalize(root, _NAMES.pop, key, None)
-        names = None
-    if names is None or not names.is_current():
-        _NAMES[key] = names = _ModulePaths(root)
-    return names
 
 
 # --- Hooks ---

@@ -166,7 +166,8 @@ def static_of(value: Any) -> Any:
 
 def mentions(fn: Any, names: frozenset[str]) -> bool:
     """Say whether the code of a function, or of one that it calls, has such a name."""
-    todo, known = [fn], set[int]()
+    todo = [fn]
+    known: set[int] = set()
     for each in todo:  # which grow
         each = getattr(each, "func", each)  # of a partial
         code = getattr(each, "__code__", None)

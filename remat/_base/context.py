@@ -183,7 +183,9 @@ class differentiated:  # noqa: N801
 
     def __enter__(self) -> None:
         self._context = context = here()
-        self._before, context.runs = context.runs, list[Any]()
+        self._before = context.runs
+        runs: list[Any] = []
+        context.runs = runs
 
     def __exit__(self, *_: object) -> None:
         runs, self._context.runs = self._context.runs, self._before

@@ -188,7 +188,7 @@ class Program:
         return False
 
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse a forward after which something leads to its leaves in a level."""
+        """Refuse a forward after which something leads to its leaves, in any level."""
 
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
         """Before a barrier, refuse inputs that changed since the forward."""

@@ -87,6 +87,8 @@ class Frame(NamedTuple):
     def filled(self, tensors: Iterable[Any]) -> Any:
         """Return the pytree around tensors."""
         each = iter(tensors)
+        if self is _ONE_TENSOR:
+            return next(each)
         leaves = [next(each) if leaf is TENSOR else leaf for leaf in self.leaves]
         return unflatten(self.treedef, leaves)
 
@@ -101,10 +103,18 @@ TENSOR = object()
 
 def tensors_and_frame(tree: Any) -> tuple[list[Tensor], Frame]:
     """Return the tensors of a pytree, and the rest."""
+    if type(tree) is Tensor:  # as most carries of chains
+        return [tree], _ONE_TENSOR
+    if tree is None:
+        return [], _NONE
     leaves, treedef = flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     rest = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return tensors, Frame(treedef, rest)
+
+
+_ONE_TENSOR = Frame(optree.treespec_leaf(namespace=_NAMESPACE), (TENSOR,))
+_NONE = Frame(optree.treespec_none(namespace=_NAMESPACE), ())
 
 
 # A size is one value: torch takes it apart, and makes a tuple of it.

@@ -78,7 +78,7 @@ def _is_passed(file: str) -> bool:
 
 
 # Each operation of a block asks this of ten frames.
-_PASSED = set[str]()
+_PASSED: set[str] = set()
 
 
 @functools.lru_cache(maxsize=4096)

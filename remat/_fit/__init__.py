@@ -15,7 +15,6 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     optimizer   the states of an optimizer, and what its step holds
     meter       the observer that counts bytes and work while a step runs
     progress    shows what is done, if that takes long
-    quiet       leaves out of stdout what a solver writes
     workspace   bytes that operations hold while they run
     convolutions   those of convolutions
 

@@ -22,8 +22,8 @@ from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
 from remat._report.labels import refuse_transforms
 from remat.nn._applied import refuse_others
-from remat.nn._apply import as_selectors, selected
 from remat.nn._followed import can_follow, has_sharded_parts
+from remat.nn._select import as_selectors, selected
 
 
 def fit(

@@ -12,14 +12,11 @@ solved in a quarter of a second: only the limits that a walk found exceeded are 
 Rejected: a time limit. Two processes would choose differently.
 """
 
-import importlib
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from remat._fit.quiet import without_lines_of_highs
 from remat._fit.search import (
     Chosen,
     greedy,
@@ -30,6 +27,7 @@ from remat._fit.search import (
     repaired,
 )
 from remat._fit.walk import Walked, Walker
+from remat._partial.solver import Choices, Prices, SavingProgram
 
 
 def has_solver() -> bool:
@@ -143,7 +141,7 @@ class _Ladder:
     def _solved(self, budget: int) -> Chosen | None:
         known = self._walker.known
         if budget not in known:
-            program = SavingProgram(self._walker)
+            program = program_of(self._walker)
             found = solved(self._walker, budget, program)
             self._at |= program.limits.keys()
             known[budget] = _found(self._walker, found, budget)
@@ -154,9 +152,9 @@ class _Ladder:
         base = self._walker.base
         if max(base) > budget:
             return math.inf
-        program = SavingProgram(self._walker)
+        program = program_of(self._walker)
         program.limits = {t: budget - base[t] for t in self._at}
-        program.solve()
+        program.solve(**_ENDS)
         return program.bound / 1e6
 
     def _is_tight(self, rung: int) -> bool:
@@ -174,117 +172,17 @@ _LESS = 1 - 1e-9
 # --- The program ---
 
 
-class SavingProgram:
-    """A mixed-integer program: what is saved at least work, with some limits.
-
-    A limit counts what is saved alone. So it is a necessary condition, and the least
-    work of the program is a lower bound. The variables are whether an operation is
-    saved, whether a storage is needed, whether an operation runs again, and whether one
-    of several results that are saved is kept, as the backward needs it.
-    """
-
-    def __init__(self, walker: Walker) -> None:
-        self.walker = walker
-        # The bytes that may be saved and idle at an operation.
-        self.limits: dict[int, float] = {}
-        # The least work that there may be, in microseconds, once it is solved.
-        self.bound = 0.0
-        several = [each for each in walker.choices.values() if len(each) > 1]
-        runs = sorted({i for each in walker.makers.values() for i in each})
-        columns = itertools.count()
-        self._saved = {i: next(columns) for i in sorted(walker.choices)}
-        self._needed = {n: next(columns) for n in sorted(walker.makers)}
-        self._again = {i: next(columns) for i in runs}
-        self._kept = {
-            n: next(columns)
-            for n in dict.fromkeys(n for ns in several for n in ns)
-            if n not in walker.targets or len(walker.saved_by[n]) > 1
-        }
-        self._count = next(columns)
-        self._rows = [*self._closure()]
-
-    def _closure(self) -> Iterable[tuple[float, list[tuple[int, float]]]]:
-        """Yield rows, and the least value that each may have."""
-        walker = self.walker
-        for n, makers in walker.makers.items():
-            if n in walker.always:
-                continue
-            saved = [(self._saved[i], 1.0) for i in walker.saved_by.get(n, ())]
-            for i in makers:  # what is needed is saved, or made again
-                yield 0, [(self._again[i], 1.0), *saved, (self._needed[n], -1.0)]
-        for i, again in self._again.items():
-            for n in walker.touched[i]:
-                yield 0, [(self._needed[n], 1.0), (again, -1.0)]
-        for n, kept in self._kept.items():
-            for i in walker.saved_by[n]:
-                row = (kept, 1.0), (self._saved[i], -1.0), (self._needed[n], -1.0)
-                yield -1, [*row]
-
-    def solve(self, nodes: int = 200, gap: float = 1e-3) -> Chosen | None:
-        """Return what is saved at least work; None if there is nothing.
-
-        The search ends after some nodes of its tree, or at a gap to the optimum.
-        """
-        optimize = importlib.import_module("scipy.optimize")
-        walker, operations = self.walker, self.walker.record.operations
-        sizes = walker.record.sizes
-        # The microseconds of what runs again; of two choices the smaller.
-        costs = [0.0] * self._count
-        for i, column in self._again.items():
-            costs[column] = operations[i].seconds * 1e6
-        for i, column in self._saved.items():
-            costs[column] = 1e-7 * sum(sizes[n] for n in walker.choices[i])
-        # What the backward reads is needed.
-        lowest = [0] * self._count
-        for n in walker.targets:
-            lowest[self._needed[n]] = 1
-        whole = len(self._saved)  # those columns come first
-        constraints = optimize.LinearConstraint(*self._constraints())
-        if not costs:  # there is nothing to choose
-            self.bound = 0.0
-            return frozenset()
-        with without_lines_of_highs():
-            found: Any = optimize.milp(
-                costs,
-                integrality=[1] * whole + [0] * (self._count - whole),
-                bounds=optimize.Bounds(lowest, 1),
-                constraints=constraints,
-                options={"node_limit": nodes, "mip_rel_gap": gap},
-            )
-        # None where the search found at once that nothing fits.
-        is_possible = found.mip_dual_bound is not None
-        self.bound = found.mip_dual_bound if is_possible else math.inf
-        if found.x is None:
-            return None
-        return frozenset(i for i, k in self._saved.items() if found.x[k] > 0.5)
-
-    def _constraints(self) -> tuple[Any, list[float]]:
-        """Return a matrix, and the least value that each row may have."""
-        sparse = importlib.import_module("scipy.sparse")
-        walker = self.walker
-        least = [value for value, _ in self._rows]
-        rows = [row for _, row in self._rows]
-        for at, limit in self.limits.items():
-            rows.append([])
-            least.append(-limit / _UNIT)
-            seen = set[int]()
-            for i, column in self._saved.items():
-                for n in walker.choices[i]:
-                    size = -walker.record.sizes[n] / _UNIT
-                    kept = self._kept.get(n)
-                    if not walker.is_idle(n, at) or kept in seen:
-                        continue
-                    seen |= set() if kept is None else {kept}
-                    rows[-1].append((column if kept is None else kept, size))
-        shape = len(rows), self._count
-        entries = [(r, k, x) for r, row in enumerate(rows) for k, x in row]
-        if not entries:  # nothing may be saved
-            return sparse.csr_array(shape), least
-        at, columns, values = zip(*entries, strict=True)
-        return sparse.csr_array((values, (at, columns)), shape=shape), least
+def program_of(walker: Walker) -> SavingProgram:
+    """Return the program of a walker, without limits; its work is in microseconds."""
+    costs = [op.seconds * 1e6 for op in walker.record.operations]
+    values = walker.makers, walker.touched, walker.targets, walker.is_idle
+    choices = Choices(walker.choices, *values, walker.always)
+    return SavingProgram(choices, Prices(costs, walker.record.sizes, _UNIT, tie=1e-7))
 
 
-_UNIT = 1e4  # bytes, so that numbers are of one order
+_UNIT = 1e4  # bytes
+# The search ends after some nodes of its tree, or at a gap to the optimum.
+_ENDS = {"node_limit": 200, "mip_rel_gap": 1e-3}
 
 
 def solved(
@@ -300,10 +198,10 @@ def solved(
     """
     if not walker.choices:  # scipy takes no program without variables
         return None
-    program, last = program or SavingProgram(walker), None
+    program, last = program or program_of(walker), None
     least, since = math.inf, 0
     for _ in range(_ROUNDS):
-        chosen = program.solve(gap=gap)
+        chosen = program.solve(**_ENDS | {"mip_rel_gap": gap})
         if chosen is None:
             break
         last, walked = chosen, walker(chosen)
@@ -313,7 +211,7 @@ def solved(
         least = min(least, walked.peak)
         if since == _IN_VAIN:
             break
-        _correct(program, chosen, walked, budget)
+        _correct(program, walker, chosen, walked, budget)
     return None if last is None else repaired(walker, last, budget)
 
 
@@ -323,9 +221,9 @@ _AT_ONCE = 6  # limits that are corrected in one round
 
 
 def _correct(
-    program: SavingProgram, chosen: Chosen, walked: Walked, budget: int
+    program: SavingProgram, walker: Walker, chosen: Chosen, walked: Walked, budget: int
 ) -> None:
-    walker, sizes = program.walker, program.walker.record.sizes
+    sizes = walker.record.sizes
     kept = (walker.storages(chosen) - walker.always) & walked.needed
     for t in itertools.islice(_apart(walker, walked.bytes, budget), _AT_ONCE):
         held = walked.bytes[t] - sum(sizes[n] for n in kept if walker.is_idle(n, t))

@@ -53,6 +53,7 @@ class Meter(Observer):
     """Counts bytes and work."""
 
     outside = "forward"  # what operations are in that are in no backward
+    is_of_call = False
 
     def __init__(self) -> None:
         super().__init__()

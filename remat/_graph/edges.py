@@ -84,7 +84,8 @@ def leads_to(edge: Edge, ends: AbstractSet[Edge], others: set[Edge]) -> bool:
         others: edges that lead to none of these. Those that are found are added: so a
             graph is walked once for all edges that are asked about.
     """
-    todo, seen = [edge], set[Edge]()
+    todo = [edge]
+    seen: set[Edge] = set()
     while todo:
         now = todo.pop()
         if now in ends:

@@ -74,7 +74,8 @@ def foreign_tensors_at(node: Any) -> list[Tensor]:
     What remat's hooks keep is not searched: a call refers to its function, and so to
     nearly everything.
     """
-    hooks, found = unpack_hooks_of(node), list[Any]()
+    hooks = unpack_hooks_of(node)
+    found: list[Any] = []
     for packed in _flat(saved_by(node)):
         while isinstance(packed, PackedOutside):
             hooks.append(packed.unpack)

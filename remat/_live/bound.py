@@ -6,6 +6,7 @@ Rejected: a partial, which joins its arguments to those of a partial that it is 
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from remat._base.types import Fn
@@ -29,7 +30,7 @@ class BoundFunction(NamedTuple):
         return self.fn(*self.args, **self.kwargs)
 
 
-def call_under(fn: Fn, modes: list[Any], cache: Any) -> Any:
+def call_under(fn: Fn, modes: Sequence[Any], cache: Any) -> Any:
     """Call a function under these modes and no others."""
     if not (cache is None and parametrization_cache() is None):
         fn = _with_cache(fn, cache)

@@ -228,7 +228,8 @@ class Given:
 def structure_of(values: Sequence[Any]) -> list[Any]:
     """Return what stands for values that were put aside in a signature."""
     found: list[Any] = []
-    todo, known = deque(values), dict[int, int]()
+    todo = deque(values)
+    known: dict[int, int] = {}
     while todo:
         kept = todo.popleft()
         kind = type(kept)
@@ -288,7 +289,8 @@ class Building:
 
     def values(self, kept: Sequence[Any]) -> list[Any]:
         """Return many values."""
-        tensors, found, made = self._tensors, list[Any](), self._made
+        tensors, made = self._tensors, self._made
+        found: list[Any] = []
         if type(kept) is range:
             return [*tensors[kept.start : kept.stop]]
         for k in kept:

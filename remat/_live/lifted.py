@@ -344,7 +344,8 @@ class LiftedForward(Lifted):
 
     def _owned(self, values: Sequence[Any]) -> list[Any]:
         """Return what is the user's of values, and in those that the function made."""
-        owned, new = [*map(self.own, values)], list[Any]()
+        owned = [*map(self.own, values)]
+        new: list[Any] = []
         for value in owned:
             kind = type(value)
             is_plain = kind in ATOMS or issubclass(kind, Tensor)

@@ -45,7 +45,8 @@ def _in_order(
 ) -> list[Value]:
     """Return what a value leads to, each after what it holds, without recursion."""
     parts = enter(value)
-    todo, order = [(value, iter(parts or ()))], list[Value]()
+    todo = [(value, iter(parts or ()))]
+    order: list[Value] = []
     while todo:
         above, left = todo[-1]
         for part in left:

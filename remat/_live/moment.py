@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from remat._base.tensors import versions_of
+from remat._base.types import INERT
 from remat._capture.objects import bytes_of
 from remat._live.contents import differing, marks_of
 from remat._live.exchange import are_same
@@ -27,7 +28,7 @@ from remat._torch import base_tensor, below_all_levels, unseen
 class Moment:
     """What holders hold at one moment."""
 
-    __slots__ = "_attributes", "_bytes", "_held", "_roots", "_taken"
+    __slots__ = "_attributes", "_bytes", "_held", "_of", "_roots", "_taken"
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class Moment:
         buffers: Sequence[tuple[Any, bytes]],
         tensors: Sequence[Tensor],
     ) -> None:
-        self._attributes = [held.copy() for held in map(vars, tensors) if held]
+        self._of = roots, boxes, buffers, tensors
+        self._attributes = _attributes_of(tensors)
         self._roots = [(root, root.taken) for root in roots if root.taken is not None]
         self._taken = [taken.again() for _, taken in self._roots]
         self._bytes = [bytes_of(buffer) for buffer, _ in buffers]
@@ -47,7 +49,25 @@ class Moment:
         ]
         self._held = [*large, *passed]
 
-    def changes_since(self, before: "Moment") -> Iterator[str]:
+    @property
+    def numbers(self) -> Iterator[str]:
+        """Yield all numbers and words that are held."""
+        values = (v for taken in self._taken for v in [*taken.values, *taken.keys])
+        return (repr(v) for v in values if type(v) in INERT)
+
+    def changes(self) -> Iterator[str]:
+        """Yield what changed since, as its author would write it."""
+        if self._held or self._bytes or not self._is_still():
+            yield from Moment(*self._of)._since(self)
+
+    def _is_still(self) -> bool:
+        """Say whether roots and tensors hold the same, at the speed of C."""
+        for (_, at_call), then in zip(self._roots, self._taken, strict=True):
+            if at_call.again().marks != then.marks:
+                return False
+        return _are_same_dicts(self._attributes, _attributes_of(self._of[-1]))
+
+    def _since(self, before: "Moment") -> Iterator[str]:
         """Yield what changed since, as its author would write it."""
         pairs = zip(self._roots, before._taken, self._taken, strict=True)
         for (root, at_call), then, now in pairs:
@@ -63,6 +83,10 @@ class Moment:
 
 
 ATTRIBUTE = "an attribute of a tensor"
+
+
+def _attributes_of(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    return [held.copy() for held in map(vars, tensors) if held]
 
 
 def _are_same_dicts(
@@ -116,8 +140,7 @@ class WatchedCall:
             found += [i for i, t in self._buffers if not _is_equal(t, tensors[i])]
         if found:
             return f"`{reach.name_of(found[0])}`"
-        changes = reach.moment(tensors).changes_since(self._before)
-        return next(iter(changes), "")
+        return next(self._before.changes(), "")
 
     def done(self) -> None:
         """Let go of what only a forward needs."""

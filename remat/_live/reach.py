@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.errors import CaptureError
 from remat._base.tensors import describe
-from remat._base.types import TENSORS
+from remat._base.types import TENSORS, Fn
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.bound import BoundFunction, call_under
@@ -65,10 +65,10 @@ class Reach:
     """
 
     __slots__ = (
-        *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators"),
-        *("_modes", "_names", "_refs", "_roots", "_running", "_values", "_watched"),
-        *("buffers", "compiled", "first_parameter", "is_bare", "is_lazy", "label"),
-        *("_writes", "left", "next_hook", "streams", "tensors", "uses_stream_states"),
+        *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_refs"),
+        *("_modes", "_names", "_roots", "_running", "_values", "_watched", "_writes"),
+        *("around", "buffers", "compiled", "first_parameter", "is_bare", "is_lazy"),
+        *("label", "left", "next_hook", "streams", "tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -90,6 +90,7 @@ class Reach:
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
         self._running: Running | LiftedForward | None = None
+        self.around: Any = None  # makes of the function what a recompute calls
         self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
@@ -186,8 +187,8 @@ class Reach:
         return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []
 
     def _note_streams(self, given: Given) -> None:
-        search, found = given.search, dict[int, Any]()
-        if search is not None:
+        found: dict[int, Any] = {}
+        if (search := given.search) is not None:
             found, self.compiled = search.streams, search.compiled
             self.uses_stream_states = search.uses_stream_states
             self._writes = search.writes
@@ -228,11 +229,11 @@ class Reach:
     @property
     def is_contained(self) -> bool:
         """Whether it refers to functions, numbers and packages, and tensors passed."""
+        if self.is_bare:
+            return True
         given = (*self._values, *self._modes, self._cache)
-        return self.is_bare or not (
-            any(type(kept) is Box for kept in given)
-            or any(root.refers_to_more for root in self._roots)
-        )
+        refers_to_more = any(root.refers_to_more for root in self._roots)
+        return not (refers_to_more or Box in map(type, given))
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
@@ -332,13 +333,10 @@ class Reach:
         return found
 
     def call(
-        self,
-        running: Running | None,
-        tensors: Sequence[Any],
-        body: Callable[..., Any] | None = None,
+        self, running: Running | None, tensors: Sequence[Any], body: Fn | None = None
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        cache, modes = None, list[Any]()
+        cache, modes = None, self._modes
         if self.is_bare:
             *args, fn = self._bare_values(tensors)
         else:
@@ -347,13 +345,13 @@ class Reach:
                 running.passed = building.made  # until the run has ended
             cache = None if self._cache is None else building.value(self._cache)
             *args, fn = building.values(self._values)
-            modes = building.values(self._modes)
-        kwargs: dict[str, Any] = {}
-        if self._names:
-            kwargs = dict(zip(self._names, args[self._count :], strict=True))
-            del args[self._count :]
+            modes = building.values(modes)
+        fn = fn if self.around is None else self.around(fn)
+        kwargs = dict(zip(self._names, args[self._count :], strict=True))
+        del args[self._count :]
         if body is not None:
-            fn, args, kwargs = body, [fn, args], dict[str, Any]()
+            fn, args = body, [fn, args]
+            kwargs.clear()
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
@@ -369,6 +367,8 @@ class Reach:
         count = self._count
         if instead is not None:
             return instead(fn, args[:count])
+        if not self._names:
+            return fn(*args)
         return fn(*args[:count], **dict(zip(self._names, args[count:], strict=True)))
 
     def _bare_values(self, tensors: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ Rejected: copies of objects. Weak references, tables by identity, and whatever e
 holds the object would know another one.
 """
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,7 +50,9 @@ class Result:
 
     def places_like(self, slots: Mapping[Path, int]) -> Collection[Path]:
         """Return its places, but for others than those of a forward in holders."""
-        left: Container[Path] = () if self._walk is None else self._walk.left
+        left = () if self._walk is None else self._walk.left
+        if not left:
+            return self.places.keys()
         return {p for p in self.places if p in slots or p not in left}
 
     def hidden(self) -> Sequence[Hidden]:
@@ -156,6 +158,13 @@ class Emptied:
                 return tensors[kept.number]
             return kept.made if type(kept) is EmptiedPart else kept
 
+        if self._parts:
+            self._fill_parts(find)
+        for held, kept in self._left:
+            held.put([*map(find, kept)])
+        return find(self._kept)
+
+    def _fill_parts(self, find: Callable[[Any], Any]) -> None:
         entered: set[int] = set()
 
         def enter(part: EmptiedPart) -> Sequence[EmptiedPart] | None:
@@ -166,9 +175,6 @@ class Emptied:
 
         for part in self._parts.values():
             make(part, enter, lambda one: one.fill(find))
-        for held, kept in self._left:
-            held.put([*map(find, kept)])
-        return find(self._kept)
 
 
 # --- Where its tensors are ---

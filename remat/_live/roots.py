@@ -172,7 +172,8 @@ class Root:
         there = contents.tensors_in(taken)
         if not all(tensors[n] is t for n, t in zip(self.numbers, there, strict=True)):
             return None
-        others, found, groups = {*places}, list[Differing](), taken.groups()
+        others, groups = {*places}, taken.groups()
+        found: list[Differing] = []
         for span in contents.spans_among(places, self.effects or ()):
             kind, holders = groups[span.group]
             if kind.frozen or kind is VARIABLES:  # made again, or reset

@@ -8,7 +8,7 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
       values, effects      tensors and storages as data; what an operation does
       candidates           what the policy says, and the tensors that it may save
     plan, cost             what becomes of each operation, and what it costs
-    budget                 what a number of bytes is best spent on
+    budget, solver         what a number of bytes is best spent on; who chooses it
     cache                  the plans of a record, which calls of one signature share
     runnable               a plan laid out to be run, and modes that follow it
     replay, check          a recompute along a plan; one in full that is compared

@@ -166,6 +166,8 @@ def plan_recorded(
     None if a replay is not worth it. A backward may read the handles or
     outputs that are `targets`.
     """
+    if recorder.begins_anew:
+        return None
     asked = asked_for(policy, prune)
     why = UNSEEN if recorder.misses else ASSIGNS if recorder.assigns else ""
     if why:
@@ -192,7 +194,7 @@ def plan_recorded(
         cache.plans, cache.proven, cache.targets = plans, set(), frozenset(targets)
     if policy is not None and policy.keys:
         ops = [step.op for step in record.steps]
-        cache.keys = PolicyKeys(policy, ops, label)
+        cache.keys = PolicyKeys(policy, ops, label, recorder.paths)
     cache.asked = asked and f"{asked} of {label}"
     return _with_what_was_held(plans, recorder.candidates)
 

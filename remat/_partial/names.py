@@ -59,8 +59,10 @@ def _named(x: Tensor, name: str) -> None:
 class PolicyKeys:
     """The keys of a policy that matched nothing in one call, until the user is told."""
 
-    def __init__(self, policy: Policy, ops: Iterable[Op], label: str) -> None:
-        self._near, self._label = unmatched(policy, ops), label
+    def __init__(
+        self, policy: Policy, ops: Iterable[Op], label: str, paths: Iterable[str] = ()
+    ) -> None:
+        self._near, self._label = unmatched(policy, ops, paths), label
         _FOUND.update(policy.keys - self._near.keys())
         _UNTOLD.add(self)
 
@@ -77,6 +79,11 @@ class PolicyKeys:
                 else:
                     file, line = place.groups()
                     warnings.warn_explicit(message, UserWarning, file, int(line))
+
+
+def note_found(policy: Policy, ops: Iterable[Op]) -> None:
+    """Note which keys of a policy match something."""
+    _FOUND.update({*policy.keys}.difference(unmatched(policy, ops)))
 
 
 def told_of_key(key: str, near: str) -> str:

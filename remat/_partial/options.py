@@ -45,11 +45,12 @@ class Options:
 
     def joined(self) -> Policy | None:
         """Return the policy, joined with that of the calls around this one."""
-        policy, outer, calls = self.policy, here().policy, here().calls
+        policy, context = self.policy, here()
+        outer = context.policy
         if outer is None:
             return policy
-        if outer.asks_modules and calls is not None:
-            outer = outer.below(*calls.where)
+        if outer.asks_modules and context.calls is not None:
+            outer = outer.below(*context.calls.where)
         return outer if policy is None else policy | outer
 
 

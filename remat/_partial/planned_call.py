@@ -238,7 +238,8 @@ class SavedInHandles(PlannedCall):
 
         They are given by position: None where the tensor itself is saved, or is gone.
         """
-        gone, targets = set[int](), list[int]()
+        gone: set[int] = set()
+        targets: list[int] = []
         if isinstance(self.mode, Recorder):
             gone = {p for p, handle in enumerate(handles) if handle is None}
             targets = [p for p in range(len(handles)) if p not in gone]
@@ -285,7 +286,8 @@ class SavedInHandles(PlannedCall):
 
     def _in_graph(self, plans: Plans) -> list[Tensor] | None:
         """Return the residuals, taken from the tensors that the graph saved."""
-        steps, found = plans.record.steps, dict[int, Tensor]()
+        steps = plans.record.steps
+        found: dict[int, Tensor] = {}
         residuals = plans.full.plan.residuals
         for position, k in plans.residual_of_handle.items():
             if k not in found and position in self._taken:
@@ -339,7 +341,7 @@ class SavedInNode(PlannedCall):
     def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
         """End the forward: return the residuals; None to recompute in full."""
         self._count, self._origins = len(self._inputs), list[Origin]()
-        targets = list[int]()
+        targets: list[int] = []
         if isinstance(self.mode, Recorder):
             targets = [j for j, o in enumerate(outs) if o.requires_grad]
         tensors = self._end_forward(len(outs), targets, outs, may_drop=may_drop)

@@ -87,6 +87,7 @@ class Recorder(Observer):
         # tensor that is held for the policy has another value by then.
         self.assigns = False
         self.misses = False  # operations
+        self.begins_anew = False  # in the next call, which the user does not see
         asks = policy is not None and policy.asks_modules
         self._places = Places(asks or self.tells_modules)
 
@@ -188,6 +189,12 @@ class Recorder(Observer):
             or not all(s in self._made or s in self.inputs for s in writes)
             or (bool(written) and _resizes(written, arguments))
         )
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Where all modules are, if the policy asks."""
+        calls = self._places.calls
+        return [] if calls is None else [path for path, _ in calls.all if path]
 
     @override
     def note_unseen(self) -> None:

@@ -7,6 +7,7 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     fates       what a call does under its options, and why
     explain, compare
                 each operation of a call; what policies save and recompute
+    suggest     the policy to write, as code
     step, peak  the record of a step: what holds its peak, and what to do about it
     residuals   what stays alive for the backward, to the byte
     timeline    the bytes that are alive during a call

@@ -10,7 +10,7 @@ Rejected: one call for each policy. The calls could draw or decide differently.
 
 import dataclasses
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from remat._report.explain import chosen, examined_again
 from remat._report.fates import Fates
 from remat._report.labels import one_by_one, refuse_transforms
 from remat._report.reports import ComparedPolicy, Comparison
+from remat._report.suggest import ENOUGH, SuggestedPolicy, code_of
 from remat._transform.api import options_of
 from remat._transform.lowering import Lowering
 from remat._transform.module import module_of
@@ -115,7 +116,7 @@ def compare(
     call, blocks = (inner, label, args, kwargs), CalledBlocks()
     with one_by_one("compare", args):
         plainly = _examined(call, options, blocks)
-    rows = [_row_of_blocks("plain", plainly)]
+    rows, codes = [_row_of_blocks("plain", plainly)], list[str]()
     if blocks.names:
         plain = _examined(call, options, CalledBlocks(plain=True))
         written = _row_of_blocks("as written", plainly)
@@ -127,17 +128,21 @@ def compare(
             blocks_of_row.refuse_unused(label)
             rows.append(_row_of_blocks(name, found))
         else:
-            rows.append(_row(name, call, chosen(fn, policy, prune)[2], plainly))
+            row_options = chosen(fn, policy, prune)[2]
+            rows.append(_row(name, call, row_options, plainly))
+            codes.append(code_of(row_options.policy or nothing_saveable))
     if blocks.names:
         return Comparison(label, tuple(rows))
+    suggested = _suggested(rows, codes)
     try:
         front = [
             _row(name, call, chosen(fn, policy, prune)[2], plainly)
             for name, policy in _budgets(plainly)
         ]
     except ImportError as error:
-        return Comparison(label, tuple(rows), no_front=_NO_FRONT.format(error=error))
-    return Comparison(label, tuple(rows), tuple(front))
+        why = _NO_FRONT.format(error=error)
+        return Comparison(label, tuple(rows), (), why, suggested)
+    return Comparison(label, tuple(rows), tuple(front), suggested=suggested)
 
 
 _NO_FRONT = "without what policies.within reaches. {error}"
@@ -229,6 +234,25 @@ _NO_BLOCK = (
 
 
 # --- Rows ---
+
+
+def _suggested(
+    rows: Sequence[ComparedPolicy], codes: Sequence[str]
+) -> SuggestedPolicy | None:
+    """Return the policy that saves least, of those that repeat little enough."""
+    plain, none, *others = rows
+    useful = [
+        (row.saved_bytes, row.recomputed_flops, code, row)
+        for row, code in zip(others, codes[1:], strict=True)
+        if code
+        and row.saved_bytes < plain.saved_bytes
+        and row.recomputed_flops <= ENOUGH * none.recomputed_flops
+    ]
+    if not (useful and none.recomputed_flops):
+        return None
+    saved, _, code, row = min(useful, key=lambda each: each[:3])
+    return SuggestedPolicy(code, saved, row.recomputed_share)
+
 
 _Compared: TypeAlias = tuple[Fn, str, tuple[Any, ...], dict[str, Any]]
 

@@ -148,7 +148,7 @@ def examine(
 class _Asks:
     """Any policy may be asked about the record."""
 
-    asks_modules = True
+    asks_modules, keeps_calls = True, False
 
 
 def _examined(

@@ -22,10 +22,12 @@ from remat._report.fates import Fates
 from remat._report.labels import one_by_one, refuse_transforms, unwrapped
 from remat._report.reports import Explanation
 from remat._report.step import peak_of
+from remat._report.suggest import SuggestedPolicy, code_of, operators_to_save
 from remat._transform.api import options_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.saved import DIFFERENTIATED_AGAIN
+from remat.policies import nothing_saveable, save_ops
 from remat.policies._places import unmatched
 
 
@@ -93,7 +95,8 @@ def explain(
     is_step = found.scalar or found.differentiates
     peak = peak_of(step, args, kwargs) if is_step else None
     report = Fates(found, options).explained(label, plainly)
-    report = dataclasses.replace(report, peak=peak)
+    suggested = _suggested(report, found, options, plainly)
+    report = dataclasses.replace(report, peak=peak, suggested=suggested)
     advice = _advice(report, options, found, plainly)
     return dataclasses.replace(report, advice=tuple(advice))
 
@@ -128,6 +131,28 @@ _NO_GRAD_ADVICE = (
 
 
 # --- Advice ---
+
+
+def _suggested(
+    report: Explanation, found: Examined, options: Options, plainly: Examined
+) -> SuggestedPolicy | None:
+    """Return the policy that saves what takes most FLOPs for each of its bytes."""
+    if any(found.inside) or report.budget is not None or not report.recomputed_flops:
+        return None
+    pairs = zip(found.record.steps, report.ops, strict=True)
+    costs = [
+        (step.op.packet, op.nbytes, op.flops)
+        for step, op in pairs
+        if op.flops * op.times
+    ]
+    policy = save_ops(*operators_to_save(costs))
+    if report.policy is not None and report.policy != nothing_saveable:
+        policy = report.policy | policy
+    under = Fates(found, dataclasses.replace(options, policy=policy))
+    made, code = under.explained(report.label, plainly), code_of(policy)
+    if not code or made.recomputed_flops >= report.recomputed_flops:
+        return None
+    return SuggestedPolicy(code, made.saved_bytes, made.recomputed_share)
 
 
 def _advice(

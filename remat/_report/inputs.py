@@ -65,6 +65,8 @@ class Ledger(Observer):
 
     unseen = frozenset[Any]()
 
+    is_of_call = False
+
     def __init__(self, stack: ExitStack) -> None:
         super().__init__()
         # By address, in the order in which they were met.

@@ -15,6 +15,7 @@ from remat._base.op import Value
 from remat._base.source import short
 from remat._report import plots as _plots, render as _render
 from remat._report.peak import Peak
+from remat._report.suggest import SuggestedPolicy
 from remat.policies import Policy
 
 
@@ -143,6 +144,8 @@ class Explanation(_render.Shown):
         advice: what to change, and why. Of a step, `peak` has it.
         peak: what holds the peak of a step; None if the function is not one of a step.
         budget: what the budget of the policy keeps; None if it has none.
+        suggested: the policy to write if less is to be recomputed, as code; None if
+            nothing is gained, or if the function calls rematerialized functions.
 
     Example:
         >>> import torch
@@ -165,6 +168,7 @@ class Explanation(_render.Shown):
     advice: tuple[str, ...] = ()
     peak: Peak | None = None
     budget: ExplainedBudget | None = None
+    suggested: SuggestedPolicy | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -272,6 +276,8 @@ class Explanation(_render.Shown):
         yield from self._told()
 
     def _told(self) -> Iterator[str]:
+        if self.suggested is not None:
+            yield f"{_SUGGESTED}{self.suggested}"
         yield from (f"advice: {line}" for line in self.advice)
         yield from self.peak.lines() if self.peak is not None else ()
 
@@ -322,6 +328,8 @@ class Comparison(_render.Shown):
         front: what `policies.within` reaches, with budgets from nothing to everything.
             Empty if the function calls rematerialized functions.
         no_front: why there is no front; "" if there is one.
+        suggested: the policy to write, as code: that of the rows which saves least and
+            repeats at most half of what `nothing_saveable` does; None if none does.
 
     Example:
         >>> import torch
@@ -334,6 +342,7 @@ class Comparison(_render.Shown):
     rows: tuple[ComparedPolicy, ...]
     front: tuple[ComparedPolicy, ...] = ()
     no_front: str = ""
+    suggested: SuggestedPolicy | None = None
 
     @override
     def __repr__(self) -> str:
@@ -363,9 +372,16 @@ class Comparison(_render.Shown):
             title=f"policies for {self.label}",
             columns=("policy", *map("#{}".format, numbers)),
             rows=tuple(cells),
-            notes=(self.no_front,) if self.no_front else (),
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[str]:
+        if self.no_front:
+            yield self.no_front
+        if self.suggested is not None:
+            yield f"{_SUGGESTED}{self.suggested}"
 
 
 _PEAK = "peak without gradients"
+_SUGGESTED = "to recompute less, write "
 _FEW = 4  # parameters, which have a line each

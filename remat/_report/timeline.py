@@ -1,27 +1,34 @@
 """`memory_timeline`: the bytes that are alive during a call, operation by operation.
 
 The profiler reports each allocation and each free, on the CPU too, and the operations
-that were running then.
+that were running then. Tensors without values allocate nothing: an observer notes when
+their storages are made and let go.
 
 Invariant: bytes are exact, and the function runs once, as it is.
-Rejected: a dispatch mode. It sees what operations return, but not their workspaces, and
-not when memory is freed.
+Rejected: the observer for all tensors. It sees what operations return, but not what
+they take while they run.
 """
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from typing_extensions import override
 
+from remat._base.absent import tensors_of
+from remat._base.observer import Observer
 from remat._report import plots as _plots, render as _render
 from remat._report.labels import label_of_function
+from remat._torch import current_node, is_fake, storage_id
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,6 +118,10 @@ def memory_timeline(
     them. The result of ``fn`` stays alive until the last entry. Cyclic garbage is
     collected before the call and not during it.
 
+    If an argument is a meta or fake tensor, or a model with such parameters, the bytes
+    are those that its storages would have: of a model larger than memory, say. What
+    operations take while they run is not counted then.
+
     Args:
         fn: Called once. State that a first call sets up (such as a cache) counts as
             alive. To leave it out, call ``fn`` once before.
@@ -128,7 +139,9 @@ def memory_timeline(
         >>> found.bytes, found.ops
         ((4000, 8000, 4000), ('sin', 'cos', ''))
     """
-    found = changes_in(lambda: fn(*args, **kwargs))
+    run = partial(fn, *args, **kwargs)
+    has_values = all(map(_has_values, (*args, *kwargs.values())))
+    found = changes_in(run) if has_values else _changes_without_values(run)
     live = accumulate(change.nbytes for change in found)
     ops = tuple(running_operation(change.running) for change in found)
     return MemoryTimeline(label_of_function(fn), tuple(live), ops)
@@ -156,6 +169,62 @@ def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
     recorded: Any = profiler.kineto_results
     found = [*_changes(recorded.experimental_event_tree())]
     return [change for _, change in sorted(found, key=itemgetter(0))]
+
+
+def _has_values(given: Any) -> bool:
+    """Say whether an argument, and what a model among them holds, has values."""
+    tensors = (
+        (*given.parameters(), *given.buffers())
+        if isinstance(given, nn.Module)
+        else tensors_of(given)
+    )
+    return not any(t.is_meta or is_fake(t) for t in tensors)
+
+
+def _changes_without_values(fn: Callable[[], object]) -> list[MemoryChange]:
+    """Run a function on tensors without values, and return what it would allocate."""
+    storages = _Storages()
+    with without_collections():
+        with storages:
+            result = fn()
+        storages.is_done = True
+        del result
+    return storages.changes
+
+
+class _Storages(Observer):
+    """Notes when storages are made and freed, and in what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[MemoryChange] = []
+        self.is_done = False
+        self._running = ""
+        self._alive: dict[int, Any] = {}
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {storage_id(t) for t in tensors_of((args, kwargs))}
+        self._running = func.__name__.partition(".")[0]
+        result = super().run(func, args, kwargs)
+        for tensor in tensors_of(result):
+            if storage_id(tensor) not in given | self._alive.keys():
+                self._hold(tensor)
+        self._running = ""
+        return result
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        size = storage.nbytes()
+        self._alive[key] = weakref.ref(storage, partial(self._free, key, size))
+        self.changes.append(MemoryChange(size, key, (self._running,)))
+
+    def _free(self, key: int, size: int, _: Any) -> None:
+        del self._alive[key]
+        node = current_node()
+        where = self._running or (node.name() if node is not None else "")
+        if not self.is_done:
+            self.changes.append(MemoryChange(-size, key, (where,) if where else ()))
 
 
 @contextmanager

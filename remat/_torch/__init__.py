@@ -182,6 +182,7 @@ from remat._torch.operators import (
 )
 from remat._torch.process import (
     MODULE_HOOKS as MODULE_HOOKS,
+    answer_calls as answer_calls,
     autocast_depth as autocast_depth,
     checkpoint_depth as checkpoint_depth,
     checkpoint_settings as checkpoint_settings,

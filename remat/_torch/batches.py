@@ -46,7 +46,7 @@ def raised(
 
 def _levels_of(args: Sequence[Tensor]) -> list[tuple[int, bool, bool]]:
     """Return each level, the innermost first: is it a vmap, and does it batch args."""
-    found = list[tuple[int, bool, bool]]()
+    found: list[tuple[int, bool, bool]] = []
     for layer in reversed(get_interpreter_stack() or ()):
         level, is_vmap, dims = layer.level(), kind_of(layer) == VMAP, ()
         if not is_vmap:

@@ -266,7 +266,7 @@ class CollectivesInGraph:
         """
         kept = {self._node_of(t) for t in results}
         added = [*self._added()]
-        behind = set[Any]()  # collectives, and what was computed from them
+        behind: set[Any] = set()  # collectives, and what was computed from them
         for node in reversed(added):
             if _is_collective(node) or not behind.isdisjoint(_read(node)):
                 behind.add(node)

@@ -124,11 +124,13 @@ def is_of_ended_vmap(tensor: Tensor) -> bool:
 
     A vmap may have the number of one that has ended. Then its size may tell.
     """
-    if is_of_level_above(tensor):
-        return True
-    if not is_batchedtensor(tensor):
+    if not is_functorch_wrapped_tensor(tensor):
         return False
-    level, dim = maybe_get_level(tensor), maybe_get_bdim(tensor)
+    layer, level = peek_interpreter_stack(), maybe_get_level(tensor)
+    is_above = level > (layer.level() if layer is not None else 0)
+    if is_above or not is_batchedtensor(tensor):
+        return is_above
+    dim = maybe_get_bdim(tensor)
     layers = [ly for ly in get_interpreter_stack() or () if ly.level() == level]
     if not layers or kind_of(layers[0]) != VMAP:
         return True
@@ -315,7 +317,8 @@ batch = restore_vmap
 
 def are_all_vmaps() -> bool:
     """Say whether no active level differentiates."""
-    return {*kinds_here()} <= {VMAP}
+    layer = peek_interpreter_stack()
+    return (layer is None or kind_of(layer) == VMAP) and {*kinds_here()} <= {VMAP}
 
 
 How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness

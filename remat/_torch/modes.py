@@ -109,6 +109,8 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
     # Else torch refuses torch.cond and the like.
     supports_higher_order_operators = True
 
+    is_of_call = True  # and not of a report, or of the user's step
+
     _before: tuple[bool, ...] = ()
 
     def __init__(self) -> None:

@@ -352,7 +352,8 @@ _RUNS: dict[str, Callable[[_BodyRun, Any, Any, Any], Any]] = {
 
 def _levels_outside(graph: Any) -> int:
     """Return how many levels Dynamo had entered before it traced a graph."""
-    found, depth = list[int](), 0
+    depth = 0
+    found: list[int] = []
     for name, node in _of_levels(graph):
         depth += name.endswith("_increment_nesting")
         depth -= name.endswith("_decrement_nesting")

@@ -358,6 +358,33 @@ def unhook_all_modules() -> None:
 _KEY = -1  # no hook that torch registers has it
 
 
+# Deleted by: public hooks that may answer in place of a module, or of a Function.
+def answer_calls(
+    of_module: Callable[..., Any], of_function: Callable[..., Any]
+) -> None:
+    """Have functions answer all calls of modules and of custom Functions from now on.
+
+    Each is given how to call it, what is called, the arguments and the keywords.
+    """
+    module, function = torch.nn.Module, torch.autograd.Function
+    plain, plain_apply = module.__call__, vars(function)["apply"].__func__
+
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(self, *args, **kwargs)
+        return of_module(plain, self, args, kwargs)
+
+    @functools.wraps(plain_apply)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain_apply(cls, *args, **kwargs)
+        return of_function(plain_apply, cls, args, kwargs)
+
+    setattr(module, "__call__", call)  # noqa: B010 - no method of this file
+    setattr(function, "apply", classmethod(apply))  # noqa: B010
+
+
 Tracked: TypeAlias = Sequence[tuple[list[Any], int]]
 
 

@@ -33,7 +33,8 @@ def levels_below(program: Program) -> list[Any]:
 
 def note_levels(program: Program, found: Sequence[Any], count: int) -> None:
     """Have levels know what a run found of them, of `count` outputs, without a run."""
-    chain, left = list[Any](), [*found]
+    left = [*found]
+    chain: list[Any] = []
     while isinstance(program, Below):
         chain.append(program)
         program = program.program

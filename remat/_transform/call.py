@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
-from remat._base.absent import inputs_of
+from remat._base.absent import are_tensors, inputs_of
 from remat._base.calls import in_place
 from remat._base.context import here
 from remat._base.errors import CaptureError
@@ -48,6 +48,7 @@ from remat._torch import (
     unwrap_dead,
     without_dead_levels,
 )
+from remat.policies import Policy
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -84,10 +85,11 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options = DEFAULT,
+        policy: Policy | None = None,
     ) -> None:
         self._users_call: Any = fn, args, kwargs
         self._options = options
-        self.policy, self.prune = options.joined(), options.prune
+        self.policy, self.prune = policy, options.prune
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None
@@ -113,20 +115,21 @@ class Call:
         passed, unwrap = without_copies(self._inputs), unwrap_dead
         if True in map(is_of_torch_func, passed):
             unwrap = without_dead_levels
-            # The user's objects may hold a tensor of a level that has ended. If that is
-            # a vmap, no operation takes it, and so none of the recompute's.
-            ended = [*map(is_of_ended_vmap, map(unwrap, passed))]
-            if True in ended:
-                instead = [
-                    torch.empty(t.shape, dtype=t.dtype, device="meta") if is_gone else t
-                    for t, is_gone in zip(passed, ended, strict=True)
-                ]
-                if passed is self._inputs:
-                    self._users = instead
-                passed = instead
+        inputs = [*map(unwrap, passed)]
+        # The user's objects may hold a tensor of a level that has ended. If that is a
+        # vmap, no operation takes it, and so none of the recompute's.
+        if unwrap is without_dead_levels and True in map(is_of_ended_vmap, inputs):
+            instead = [
+                torch.empty(t.shape, dtype=t.dtype, device="meta")
+                if is_of_ended_vmap(below)
+                else t
+                for t, below in zip(passed, inputs, strict=True)
+            ]
+            if passed is self._inputs:
+                self._users = instead
+            passed, inputs = instead, [*map(unwrap, instead)]
         # A node will hold them. The call would hide them from hooks for saved tensors.
         self._inputs: list[Tensor] = []
-        inputs = [*map(unwrap, passed)]
         is_any_dead = True in map(operator.is_not, inputs, passed)
         if is_any_dead and holds_graph(passed, inputs):
             message = _PULLBACK.format(label=self.reach.label)
@@ -151,12 +154,13 @@ class Call:
         else:
             fn, args, kwargs = self._users_call
             lifted = reach.lifted(users, inputs)
-            fn = users_fn(lifted.of(fn), reach.label, self._options)
+            fn = users_fn(lifted.of(fn), reach.label, self._options, self.policy)
             body = functools.partial(lifted.call, fn, args, kwargs)
             if instead is not None:
                 body = functools.partial(lifted.call_instead, instead, fn, args)
         if self.wrapped:
-            body = self._without_outer_levels(body, inputs)
+            refused = RefuseOuterLevels(self.wrapped, inputs, reach.name_of)
+            body = functools.partial(refused.around, body)
         if lifted is None:
             value = body()
         else:
@@ -177,15 +181,6 @@ class Call:
             [t for t in result.tensors if id(t) not in own.tensors]
         )
         return result
-
-    def _without_outer_levels(self, body: Fn, inputs: Sequence[Tensor]) -> Fn:
-        refused = RefuseOuterLevels(self.wrapped, inputs, self.reach.name_of)
-
-        def run() -> Any:
-            with refused:
-                return body()
-
-        return run
 
     def split(self, result: Result, inputs: Sequence[Tensor]) -> Outputs:
         """Return the tensors of a forward's result, and keep its structure."""
@@ -235,11 +230,11 @@ class Call:
             self.structure = None
 
 
-def users_fn(fn: Fn, label: str, options: Options) -> Fn:
+def users_fn(fn: Fn, label: str, options: Options, policy: Policy | None) -> Fn:
     """Return what is called: it refuses draws or tells which module runs, if asked."""
     if options.rng == "error":
         fn = without_draws(fn, label)
-    return in_place(fn, options.joined())
+    return in_place(fn, policy)
 
 
 # --- Tensors and graphs of outer levels ---
@@ -259,20 +254,26 @@ class RefuseOuterLevels(TorchFunctionMode):
         super().__init__()
         self._wrapped, self._inner, self._name_of = wrapped, inner, name_of
 
+    def around(self, body: Callable[[], Any]) -> Any:
+        """Call something under it."""
+        with self:
+            return body()
+
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        tensors = inputs_of(args, kwargs)
+        tensors = args if are_tensors(args, kwargs) else inputs_of(args, kwargs)
         if True in map(is_of_torch_func, tensors):
             for tensor in filter(is_of_level_above, tensors):
                 raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))
+        kwargs = kwargs or {}
         if func is torch.autograd.grad:
-            self._check_graph(*args, **(kwargs or {}))
+            self._check_graph(*args, **kwargs)
         elif func is Tensor.requires_grad_ and current_layer() is None:
             raise RuntimeError(_REQUIRES_GRAD)  # as torch does within a level
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _check_graph(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
         """Refuse a gradient along a path that leads through an outer level."""

@@ -73,7 +73,8 @@ _CHANGES = "remat_changes"
 
 
 def _changes_of_body(body: Any) -> Changes:
-    examples, found = inputs_of_body(body), dict[int, str]()
+    examples = inputs_of_body(body)
+    found: dict[int, str] = {}
     with faking(examples) as copies:
         if copies is None:
             return Changes()

@@ -58,6 +58,7 @@ from remat._torch import (
 )
 from remat._transform.changes import changes_of
 from remat._transform.leaves import addresses_of
+from remat._transform.watched import FirstBytes
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -106,16 +107,29 @@ def changed_inside(
     return MutationError(message + _AGAIN.format(name=name) if works_again else message)
 
 
+def refuse_uncounted(
+    origin: Reach,
+    noted: FirstBytes,
+    inputs: Sequence[Tensor],
+    known: Container[InputIndex],
+) -> None:
+    """Refuse a function that wrote to an input in a way that torch does not count."""
+    for i in noted.changed(inputs):
+        if i not in known:
+            name, label = origin.name_of(i), origin.label
+            raise MutationError(_UNCOUNTED.format(name=name, label=label))
+
+
 def refuse_backward(
     program: Any, inner: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:
     """Refuse a function that called backward(), which left gradients on its inputs."""
-    state = getattr(program, "state", None)
-    if state is not None and state.leaf_changes.accumulates:
-        return  # so did the forward, on leaves of the user's: it is done once
-    label = getattr(program, "label", "a vjp")
     for t, original in zip(inner, inputs, strict=True):
         if t is not original and t.requires_grad and t.grad is not None:
+            state = getattr(program, "state", None)
+            if state is not None and state.leaf_changes.accumulates:
+                return  # so did the forward, on leaves of the user's: it is done once
+            label = getattr(program, "label", "a vjp")
             raise CaptureError(_BACKWARD.format(label=label))
 
 
@@ -126,8 +140,8 @@ def refuse_assigned_data(
     needs: PerInput,
 ) -> None:
     """Refuse a function that assigned to `.data` of an input."""
-    addresses = addresses_of([*compress(inputs, needs)])
-    if addresses is not None and addresses == addresses_of([*compress(inner, needs)]):
+    found = addresses_of([*compress(inputs, needs), *compress(inner, needs)])
+    if found is not None and found[: len(found) // 2] == found[len(found) // 2 :]:
         return
     for i in compress(range(len(inputs)), needs):
         t = inputs[i]
@@ -142,7 +156,9 @@ def refuse_leaks(
 ) -> None:
     """Refuse a function if something holds its graph, which should be gone by now."""
     # A mode around this holds results for its call, which looks itself.
-    if reach.is_contained or is_under_mode() or not is_graph_held(inner):
+    if reach.is_bare or is_under_mode() or not is_graph_held(inner):
+        return
+    if reach.is_contained:
         return
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
@@ -290,7 +306,8 @@ def keeper_of(leaves: Sequence[Tensor], codes: Iterable[Any]) -> str:
     with no_torch_functions():
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         tensors = [t for t in tensors if t.grad_fn]
-        ends, others = {*map(edge_of, leaves)}, set[Edge]()
+        ends = {*map(edge_of, leaves)}
+        others: set[Edge] = set()
         held = [t for t in tensors if leads_to(edge_of(t), ends, others)]
     places = [place for tensor in held for place in _places(tensor, [tensors, held])]
     name, text = min(places, key=lambda place: not place[0], default=("", ""))
@@ -359,6 +376,11 @@ def _functions(codes: Iterable[Any]) -> Iterator[types.CodeType]:
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}{by}. A recompute would start "
     "from the changed value: work on a copy (`{name}.clone()`) and return it{option}."
+)
+_UNCOUNTED = (
+    "remat: `{name}` was changed inside {label} by a write that torch does not count, "
+    "as through `.data`, `.numpy()` or a pointer. A recompute would do it again: do it "
+    "outside, or in place on a tensor that needs no gradient (`with torch.no_grad()`)."
 )
 _OPTION = ", or pass inplace=False if a module does this"
 _AGAIN = " Or call again: from now on each call copies `{name}` before."

@@ -76,8 +76,7 @@ class ForwardInputs:
         if passed:
             # The graph of one that is differentiated in a level ends at a new leaf: one
             # that is held afterwards would have no path in that level.
-            pairs = enumerate(zip(inputs, passed, strict=False))
-            own = [i for i, (t, p) in pairs if t is p]
+            own = [*compress(own, map(operator.is_, inputs, passed))]
         try:
             self.inner = leaves_for(inputs, needs, own)
         except RuntimeError as error:
@@ -94,10 +93,11 @@ class ForwardInputs:
         self._memory: dict[int, Memory] = {}
         if buffers or False in needs:
             self._note_buffers(needs, buffers)
-        flags = [*map(operator.and_, self._own, needs)]
-        self._leaves_at = [*compress(range(len(inputs)), flags)]
+        self._leaves_at: Sequence[InputIndex] = ()
         self._watched: WatchedLeaves | None = None
-        if self._leaves_at or False in needs:
+        if True in self._own:
+            flags = [*map(operator.and_, self._own, needs)]
+            self._leaves_at = [*compress(range(len(inputs)), flags)]
             leaves = [*compress(inputs, flags)]
             self._watched = WatchedLeaves(leaves, len(leaves))
 
@@ -175,7 +175,8 @@ class ForwardInputs:
         What is no buffer must not be updated, and no leaf be given other memory.
         """
         before: dict[InputIndex, Tensor] = {}
-        for i in self._written(buffers):
+        written = self._written(buffers) if self._memory or self.copies else ()
+        for i in written:
             if i not in buffers:
                 raise changed_inside(i)
             if self._shares_memory(i):  # of each there would be a copy

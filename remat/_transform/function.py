@@ -128,6 +128,7 @@ from remat._transform.changes import changes_of
 from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals, needs_above
 from remat._transform.state import CallState, call_state
+from remat._transform.watched import first_bytes
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -145,10 +146,11 @@ def call_as_function(
     may_read_early: Callable[[Tensor], bool] | None = None,
 ) -> Any:
     """Call a function as one Function; if nothing is differentiated, call `plain`."""
-    reach = reach_of(users_fn(fn, label, options), label, args, kwargs)
+    policy = options.joined()
+    reach = reach_of(users_fn(fn, label, options, policy), label, args, kwargs)
     if reach is None:
         return plain(*args, **kwargs)
-    call = Call(reach, fn, args, kwargs, options)
+    call = Call(reach, fn, args, kwargs, options, policy)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None
@@ -470,13 +472,16 @@ def _evaluate_below(
     """Run the forward of a call, as a program, and drop its graph."""
     reach = call.reach
     given = ForwardInputs(inputs, request, reach.buffers, call.wrapped)
+    noted = first_bytes(call.owner, inputs)
     # In a function of its own: nothing here may hold the graph.
     evaluated = evaluate_forward(call, program, given, request)
     call.forward_done()  # before leaks are looked for: it holds tensors
+    if noted is not None:
+        checks.refuse_uncounted(reach, noted, inputs, evaluated[1].updated)
     # The graph is gone by now, unless something of it escaped.
     checks.refuse_backward(program, given.inner, inputs)
     checks.refuse_assigned_data(reach, inputs, given.inner, request.needs)
-    checks.refuse_leaks(reach, given.fresh(), call.hidden)
+    program.refuse_leaks(given.fresh())
     return evaluated
 
 
@@ -863,23 +868,6 @@ class Vjp(Program):
             function, is_dropped = once[j]
             if not is_dropped or (none_left and self._at_base):
                 raise RuntimeError(_ONCE.format(name=function.__qualname__))
-
-    # --- For a chain: called by `chain/_reversal.py`, a step at a time ---
-
-    def recompute_with_graph(
-        self, primals: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Any]]:
-        """Run the program with its graph; return the inputs in it, and the outputs."""
-        if current_layer() is None:
-            return self._recompute(primals, False, None)
-        return self._recompute_at_level(primals, None)
-
-    def pull_back_through(
-        self, outs: Sequence[Any], cts: Sequence[Tensor], inner: Sequence[Tensor]
-    ) -> Outputs:
-        """Pull cotangents back through what `recompute_with_graph` returned."""
-        roots = tuple(map(root_of, outs))
-        return self._pull_back(roots, cts, inner, create_graph=False, is_checked=False)
 
 
 def is_recorded(inputs: Sequence[Tensor]) -> bool:

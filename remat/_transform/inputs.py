@@ -168,11 +168,12 @@ class SavedInputs:
         Batch norm's update of its running statistics is not. These are vectors, and
         buffers of a module if they are large.
         """
-        found, needs, has_modes = list[int](), self.needs, dispatch_mode_count() > 0
+        found: list[int] = []
+        has_modes = dispatch_mode_count() > 0
         for i, t in enumerate(entries):
             try:
                 if (
-                    not needs[i]
+                    not self.needs[i]
                     and (i in buffers or t.dim() == 1)
                     and (type(t) is Tensor or hasattr(t, "fake_mode"))
                     and t.layout is torch.strided

@@ -65,10 +65,11 @@ class Below(Program):
         needs: which of its inputs some level differentiates that does not show below.
     """
 
-    __slots__ = ("needs", "program")
+    __slots__ = ("_leaves", "needs", "program")
 
     def __init__(self, program: Program, needs: PerInput) -> None:
         self.program, self.needs = program, needs
+        self._leaves: list[Tensor] = []  # of a forward, until it has ended
 
     @property
     def arity(self) -> int:
@@ -120,6 +121,10 @@ class Below(Program):
 
     @override
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        own, self._leaves = self._leaves, list[Tensor]()
+        with no_torch_functions():  # a mode of ours refuses tensors of levels that end
+            self.program.refuse_leaks(own)  # first, as they lead to leaves further out
+        del own
         self.program.refuse_leaks(leaves)
 
     @override
@@ -164,11 +169,9 @@ class Below(Program):
             outs = self.program.run(*inner, mode=mode)
             # Here, for below the level the outputs have no graph.
             self._note_marked(outs, inner, mode)
-            found = tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
-            del outs
-            if mode is None:  # which holds them
-                self.refuse_leaks([*compress(inner, self.needs)])
-            return found
+            # A mode may hold results: what leads to leaves is looked for after its end.
+            self._leaves = [*compress(inner, self.needs)]
+            return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
 
     def _note_marked(
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any

@@ -85,6 +85,7 @@ from remat._torch import (
     when_done,
     without_node,
 )
+from remat._transform import checks
 from remat._transform.changes import changes_of
 from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
@@ -99,6 +100,7 @@ from remat._transform.leaves import (
     preserved_marks,
     preserved_memory,
 )
+from remat._transform.watched import first_bytes
 from remat._transform.written import (
     ENDED,
     HeldAtEnd,
@@ -123,7 +125,7 @@ def call_saved(
     fn: Fn, label: str, args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Call a function so that a backward recomputes what its graph saves."""
-    users_fn = fn  # to ask for its owner: what refuses draws is no method
+    owner = owner_of(fn, args)  # before: what refuses draws is no method
     if options.rng == "error":
         fn = without_draws(fn, label)
     reach = reach_of(fn, label, args, kwargs)
@@ -140,12 +142,18 @@ def call_saved(
         return fn(*args, **kwargs)
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
-        call.plan(owner_of(users_fn, args), inputs)
+        call.plan(owner, inputs)
         fn = in_place(fn, None if reach.compiled else call.policy)
+        if call.policy is not None and call.policy.keeps_calls and not reach.compiled:
+            reach.around = functools.partial(in_place, policy=call.policy)
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
-    return call.forward(fn, args, kwargs, inputs)
+    noted = first_bytes(owner, inputs)
+    result = call.forward(fn, args, kwargs, inputs)
+    if noted is not None:
+        checks.refuse_uncounted(reach, noted, inputs, call.inputs.may_be_written)
+    return result
 
 
 class Saved:
@@ -296,7 +304,8 @@ class Saved:
 
         It may write to large constants. Of others an error is to name the line.
         """
-        saved, refused = self.inputs, list[int]()
+        saved = self.inputs
+        refused: list[int] = []
         for i in written:
             t, value = inputs[i], saved.values[i]
             is_counted = is_plain(t) and saved.versions[i] not in (None, t._version)

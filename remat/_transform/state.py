@@ -140,6 +140,8 @@ class CallState(NamedTuple):
     ) -> tuple[Any, Sequence[Tensor]]:
         """Run something in this state. Also return the inputs it was given."""
         with self.restored(reach, inputs, mode):
+            if not (updated or self.classes):
+                return run(inputs), inputs
             around: AbstractContextManager[Any] = nullcontext()
             if updated:
                 inputs, around = buffers_to_run_on(reach, inputs, updated)

@@ -1,4 +1,7 @@
-"""Buffers that forwards leave as they are: watched by a checksum, and not copied.
+"""Tensors that forwards leave as they are: watched by some bytes, and not copied.
+
+Buffers are watched by a checksum in each call, all tensors by their first bytes in the
+first calls of some code.
 
 Invariant: what is remembered of a buffer goes with it.
 Rejected: to copy a mask of a causal model in each call.
@@ -8,10 +11,20 @@ import ctypes
 import weakref
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from remat._torch import unseen
+from remat._base.tensors import version_of
+from remat._base.types import TENSORS
+from remat._torch import (
+    function_mode_count,
+    has_no_memory,
+    is_shared,
+    no_torch_functions,
+    unseen,
+)
 
 
 # Of the inputs that may be written to, small ones are copied in each call, up to some
@@ -32,7 +45,8 @@ def note_still(tensor: Tensor) -> None:
 
 def to_watch(inputs: Sequence[Tensor], found: Sequence[int]) -> list[int]:
     """Return which of some inputs are not copied in each call, but watched."""
-    left, later = _COPIED_IN_ALL, list[int]()
+    left = _COPIED_IN_ALL
+    later: list[int] = []
     for i in sorted(found, key=lambda i: inputs[i].nbytes):
         left -= inputs[i].nbytes
         if left < 0 or inputs[i].nbytes > _COPIED_EACH:
@@ -45,3 +59,76 @@ def sum_of(tensor: Tensor) -> int:
         held = tensor.contiguous()
         memory = (ctypes.c_char * held.nbytes).from_address(held.data_ptr())
         return zlib.crc32(memory)
+
+
+# --- Writes that torch does not count ---
+
+
+_CALLS = 3  # in which they are looked for
+_BYTES = 64  # of each tensor that are read
+# How many calls there were of an object, or of a function's code; with a reference.
+_COUNTED: dict[int, tuple[Any, int]] = {}
+
+
+class FirstBytes:
+    """The first bytes of tensors in the first calls of an object, or of some code.
+
+    Torch does not count writes through `.data` and `.numpy()`. What writes so mostly
+    does in its first call, and to a tensor as a whole. To look in each call would cost
+    one that reaches 1,000 parameters as much again.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._then = _first_bytes(tensors)
+
+    def changed(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return which hold something else now, where they were and uncounted."""
+        pairs = enumerate(zip(self._then, _first_bytes(tensors), strict=True))
+        return [i for i, (then, now) in pairs if _differ(then, now)]
+
+
+def first_bytes(owner: Any, tensors: Sequence[Tensor]) -> FirstBytes | None:
+    """Note them if this is one of the first calls of an object or a function."""
+    # Functions are often made anew for a call.
+    owner = getattr(owner, "__code__", owner)
+    known = _COUNTED.get(key := id(owner))
+    if known is None:
+        if not type(owner).__weakrefoffset__:
+            return None
+        known = weakref.ref(owner, lambda _: _COUNTED.pop(key, None)), 0
+    elif known[1] == _CALLS:
+        return None
+    _COUNTED[key] = known[0], known[1] + 1
+    return FirstBytes(tensors)
+
+
+def _first_bytes(tensors: Sequence[Tensor]) -> list[Any]:
+    if function_mode_count():
+        with no_torch_functions():  # a mode may note who reads memory
+            return _first_bytes_of(tensors)
+    return _first_bytes_of(tensors)
+
+
+def _first_bytes_of(tensors: Sequence[Tensor]) -> list[Any]:
+    return [_held(t) if _is_readable(t) else None for t in tensors]
+
+
+def _is_readable(t: Tensor) -> bool:
+    """Say whether memory of a tensor can be read, and without a write to it."""
+    is_plain = type(t) in TENSORS and t.is_cpu and t.layout is torch.strided
+    if not is_plain or not t.numel() or has_no_memory(t) or is_shared(t):
+        return False
+    # FSDP frees the memory of what it gathers.
+    return t.untyped_storage().nbytes() >= t.nbytes
+
+
+def _held(t: Tensor) -> tuple[tuple[int, int | None], bytes]:
+    count = min(_BYTES, t.nbytes) if t.is_contiguous() else t.element_size()
+    address = t.data_ptr()
+    return (address, version_of(t)), ctypes.string_at(address, count)
+
+
+def _differ(then: Any, now: Any) -> bool:
+    if then is None or now is None or then[0] != now[0]:
+        return False
+    return then[1] != now[1]

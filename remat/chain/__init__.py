@@ -17,10 +17,10 @@ saves some carries and runs the steps between them again.
     _steps                what is between two steps, and how one runs
 
     _measure    what a step takes: runs some on fake tensors
-    _budget     which schedule stays under a budget, of equal steps or unequal stages
+    _budget     which schedule stays under a budget
 
-    _segments, _binomial, _multilevel, _rotor   the schedules
-    _actions                                    what they say, and what is held
+    _segments, _binomial   the schedules
+    _actions               what they say, and what is held
 
 Called by users.
 """

@@ -10,28 +10,11 @@ Rejected: actions as named tuples. `Advance(0, 3)` would equal `Reverse(0, 3)`.
 """
 
 import abc
-import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from remat._report import plots
-
-
-class Storage(enum.Enum):
-    """Where a checkpoint is stored.
-
-    Example:
-        >>> from remat.chain.schedules import Multilevel
-        >>> actions = Multilevel(memory=2, disk=1).forward(100)
-        >>> sorted({a.storage.value for a in actions if isinstance(a, Save)})
-        ['disk', 'memory']
-    """
-
-    MEMORY = "memory"
-    """On the device of the carry."""
-    DISK = "disk"
-    """In a file below `REMAT_OFFLOAD_DIR`, or the folder for temporary files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +41,10 @@ class Save:
         >>> from remat.chain.schedules import Binomial
         >>> actions = Binomial(checkpoints=2).forward(10)
         >>> next(action for action in actions if isinstance(action, Save))
-        Save(step=0, storage=<Storage.MEMORY: 'memory'>)
+        Save(step=0)
     """
 
     step: int
-    storage: Storage = Storage.MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,42 +94,7 @@ class Reverse:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class RecordStep:
-    """Run step `step` from the live carry with recording, and hold its residuals.
-
-    Its input and its output exist as long as the residuals. Carry `step + 1` is live
-    after it. Only plans of `rotor` say this.
-
-    Example:
-        >>> from remat.chain.schedules import StageCosts, rotor
-        >>> stage = StageCosts(1.0, output_bytes=1, saved_bytes=4)
-        >>> plan = rotor([stage] * 6, budget=12)
-        >>> next(action for action in plan.forward(6) if isinstance(action, RecordStep))
-        RecordStep(step=4)
-    """
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Pull the cotangent of carry `step + 1` back to carry `step`.
-
-    The step was recorded before. Its residuals are let go. No carry is live after it.
-
-    Example:
-        >>> from remat.chain.schedules import StageCosts, rotor
-        >>> stage = StageCosts(1.0, output_bytes=1, saved_bytes=4)
-        >>> plan = rotor([stage] * 6, budget=12)
-        >>> next(action for action in plan.backward(6) if isinstance(action, Backward))
-        Backward(step=5)
-    """
-
-    step: int
-
-
-Action = Advance | Save | Load | Drop | Reverse | RecordStep | Backward
+Action = Advance | Save | Load | Drop | Reverse
 """One thing that a schedule tells a chain to do.
 
 Example:
@@ -210,16 +157,6 @@ class Schedule(abc.ABC):
         """Predict how many steps the forward and the backward run."""
 
 
-def without_records(actions: Iterable[Action]) -> Iterator[Action]:
-    """Return what a forward does: residuals would outlive it, so it stores a carry."""
-    for action in actions:
-        if isinstance(action, RecordStep):
-            yield Save(action.step)
-            yield Advance(action.step, action.step + 1)
-        else:
-            yield action
-
-
 def check_count(taker: str, name: str, value: object, least: int = 1) -> None:
     """Refuse an argument of a schedule that is not a count."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -242,19 +179,17 @@ class Held:
 
     Attributes:
         evaluations: how many steps have run.
-        memory: how many carries are stored in memory.
-        disk: how many carries are stored on disk.
+        stored: how many carries are stored.
         recorded: how many steps have their residuals.
 
     Example:
         >>> from remat.chain.schedules import Binomial
-        >>> max(held(Binomial(checkpoints=3), 10), key=lambda state: state.memory)
-        Held(evaluations=7, memory=3, disk=0, recorded=0)
+        >>> max(held(Binomial(checkpoints=3), 10), key=lambda state: state.stored)
+        Held(evaluations=7, stored=3, recorded=0)
     """
 
     evaluations: int
-    memory: int
-    disk: int
+    stored: int
     recorded: int
 
 
@@ -269,8 +204,8 @@ def held(schedule: Schedule, length: int) -> Iterator[Held]:
         >>> from remat.chain.schedules import Binomial
         >>> states = [*held(Binomial(checkpoints=10), 1000)]
         >>> states[-1]
-        Held(evaluations=4640, memory=0, disk=0, recorded=0)
-        >>> max(state.memory for state in states)
+        Held(evaluations=4640, stored=0, recorded=0)
+        >>> max(state.stored for state in states)
         10
     """
     state = _Count()
@@ -299,52 +234,37 @@ def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
         >>> from remat.chain.schedules import Binomial
         >>> axes = plot(Binomial(checkpoints=3), 10, ax=Figure().subplots())
         >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()]
-        ('steps evaluated so far', ['carries in memory', 'recorded steps'])
+        ('steps evaluated so far', ['stored carries', 'recorded steps'])
     """
     states = [*held(schedule, length)]
     series = {
-        "carries in memory": [state.memory for state in states],
-        "carries on disk": [state.disk for state in states],
+        "stored carries": [state.stored for state in states],
         "recorded steps": [state.recorded for state in states],
     }
-    used = {name: counts for name, counts in series.items() if any(counts)}
     at = [state.evaluations for state in states]
     title = f"{schedule!r}, {length:,} steps"
     axes = "steps evaluated so far", "carries and steps held"
-    return plots.lines(at, used, axes, title, ax)
+    return plots.lines(at, series, axes, title, ax)
 
 
 class _Count:
     """Follows actions, and counts."""
 
     def __init__(self) -> None:
-        self._stored: dict[int, Storage] = {}
-        self._run = self._recorded = self._on_disk = 0
+        self._run = self._stored = 0
 
     def after(self, action: Action) -> Iterator[Held]:
         """Do an action, and return what is held then."""
         match action:
             case Advance(start, stop):
                 self._run += stop - start
-            case Save(step, storage):
-                self._stored[step] = storage
-                self._on_disk += storage is Storage.DISK
-            case Drop(step):
-                self._on_disk -= self._stored.pop(step) is Storage.DISK
-            case RecordStep():
-                self._run += 1
-                self._recorded += 1
-            case Backward():
-                self._recorded -= 1
+            case Save():
+                self._stored += 1
+            case Drop():
+                self._stored -= 1
             case Reverse(start, stop):
                 self._run += stop - start
-                self._recorded += stop - start
-                yield self._now()
-                self._recorded -= stop - start
-            case _:
+                yield Held(self._run, self._stored, stop - start)
+            case Load():
                 return
-        yield self._now()
-
-    def _now(self) -> Held:
-        memory = len(self._stored) - self._on_disk
-        return Held(self._run, memory, self._on_disk, self._recorded)
+        yield Held(self._run, self._stored, 0)

@@ -105,7 +105,7 @@ def descent(start: int, stop: int, slots: int, width: int = 1) -> Iterator[int]:
 
 
 def save_on_the_way(carries: Iterable[int], stop: int) -> Iterator[Action]:
-    """Advance from the first carry to carry `stop`, and store the carries in memory."""
+    """Advance from the first carry to carry `stop`, and store the carries."""
     live = None
     for carry in carries:
         if live is not None:
@@ -164,9 +164,9 @@ class Binomial(Schedule):
     Example:
         >>> for action in Binomial(checkpoints=2).forward(4):
         ...     print(action)
-        Save(step=0, storage=<Storage.MEMORY: 'memory'>)
+        Save(step=0)
         Advance(start=0, stop=2)
-        Save(step=2, storage=<Storage.MEMORY: 'memory'>)
+        Save(step=2)
         Advance(start=2, stop=4)
         >>> Binomial(checkpoints=10).evaluations(1000)
         Evaluations(forward=1000, backward=3640)
@@ -269,7 +269,7 @@ class Online(Schedule):
     Example:
         >>> schedule = Online(checkpoints=3)
         >>> [*schedule.forward(4)][-2:]
-        [Save(step=3, storage=<Storage.MEMORY: 'memory'>), Advance(start=3, stop=4)]
+        [Save(step=3), Advance(start=3, stop=4)]
         >>> next(schedule.backward(4))
         Load(step=3)
     """

@@ -7,7 +7,7 @@ gradients works with them.
 Invariant: steps that are alike are measured once. What cannot be measured runs without
 a budget, and a warning says so, once the steps have run: an error in them is raised by
 the chain. To tell what is alike, nothing of the user's is held: code and settings,
-shapes, and a hash of the numbers that a step refers to. The walk to these is bounded.
+shapes, and a hash of the numbers that a step refers to.
 Rejected: a node for each step in the plain loop, for what a body may differentiate.
 Rejected: to measure each call. It takes as long as some sixty steps on fake tensors.
 Rejected: the identity of objects. A closure is a new one in each call.
@@ -15,23 +15,20 @@ Rejected: the identity of objects. A closure is a new one in each call.
 
 import functools
 import threading
-import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from remat._ambient.ambient import Ambient
 from remat._base import pytree
-from remat._base.code import known_code
 from remat._base.errors import BudgetError
 from remat._base.labels import label_of
 from remat._base.tracebacks import hide_frames
-from remat._base.types import INERT
 from remat._partial.cache import metas_of
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT
@@ -50,7 +47,7 @@ from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat.chain._actions import Schedule
 from remat.chain._binomial import Online
-from remat.chain._budget import TOGETHER, LoopBudget, Staged, StepBytes, chosen
+from remat.chain._budget import TOGETHER, LoopBudget, StepBytes, chosen
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall, Progress, call_of
 from remat.chain._measure import measured
@@ -58,6 +55,7 @@ from remat.chain._segments import Segments, Sqrt, ranges_of
 from remat.chain._steps import (
     Live,
     Steps,
+    form_of,
     refuse_other_form,
     tensors_and_frame,
     through,
@@ -113,19 +111,19 @@ def _plain(
     """Run all steps where nothing is differentiated."""
     carry, k = args[0], 0
     columns = Columns(steps)
-    first = _form_of(carry)
+    first = form_of(_live_of(carry))
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, steps.place(k))
         if steps.is_repeated:
-            refuse_other_form(_form_of(carry), first, k, steps.label)
-        columns.add(_form_of(y))
+            refuse_other_form(_live_of(carry), first, k, steps.label)
+        columns.add(_live_of(y))
         k += 1
         if progress is not None:
             progress(k)
     return carry, columns.stacked().tree
 
 
-def _form_of(tree: Any) -> Live:
+def _live_of(tree: Any) -> Live:
     tensors, frame = tensors_and_frame(tree)
     return Live(tensors, frame, [False] * len(tensors))
 
@@ -139,6 +137,8 @@ def _inlined(
         raise NotImplementedError(_UNKNOWN.format(label=steps.label))
     if progress is not None:
         _warn(_PROGRESS.format(label=steps.label))
+    if steps.on_disk:
+        _warn(_DISK.format(label=steps.label))
     carry = args[0]
     rows: list[Any] = []
     for numbers in ranges_of(_segments_for(asked, steps.label), length):
@@ -187,6 +187,10 @@ _PROGRESS = (
     "remat: {label} is a part of a graph, which runs without Python: progress= is not "
     "called. Leave it out of the graph to see it (`torch.compiler.disable`)."
 )
+_DISK = (
+    "remat: {label} is a part of a graph, which stores carries in memory: disk=True is "
+    "not followed. Leave it out of the graph (`torch.compiler.disable`)."
+)
 
 
 # --- Under a budget ---
@@ -205,7 +209,7 @@ def _schedule_within(
         return Sqrt(), _OUTSIDE.format(label=steps.label)
     batch = batch_size()
     inside = replace(budget, nbytes=budget.nbytes // batch)
-    kind = _kind_of_chain(call, called[0], inputs, needs, inside)
+    kind = _kind_of_chain(call, inputs, needs, inside)
     numbers = _KNOWN.get(*kind)
     if numbers is None:
         numbers = measured(*called, steps, inside.nbytes, is_batched=batch > 1)
@@ -213,7 +217,7 @@ def _schedule_within(
             other = Sqrt() if steps.length is not None else Online(_ONLINE)
             return other, _UNMEASURED.format(label=steps.label, error=numbers)
         _KNOWN.add(*kind, numbers)
-    found, few = chosen(numbers, steps.length, inside.nbytes, budget.disk)
+    found, few = chosen(numbers, steps.length, inside.nbytes)
     if found is None:
         few *= batch
         shown = {"budget": mebibytes(budget.nbytes), "least": mebibytes(few)}
@@ -242,9 +246,6 @@ _TOO_SMALL = (
 # --- Chains that are alike ---
 
 
-_MOST = 2_000  # values that are walked to
-
-
 class _KnownSteps:
     """What was measured, by kind. The least recently used is forgotten first.
 
@@ -254,10 +255,10 @@ class _KnownSteps:
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._found: OrderedDict[Hashable, dict[int, StepBytes | Staged]]
+        self._found: OrderedDict[Hashable, dict[int, StepBytes]]
         self._found = OrderedDict()
 
-    def get(self, code: Hashable, numbers: int) -> StepBytes | Staged | None:
+    def get(self, code: Hashable, numbers: int) -> StepBytes | None:
         """Return what was measured of a kind; None if nothing was."""
         with self._lock:
             found = self._found.get(code)
@@ -268,7 +269,7 @@ class _KnownSteps:
                 return next(iter(found.values()))
             return found.get(numbers)
 
-    def add(self, code: Hashable, numbers: int, costs: StepBytes | Staged) -> None:
+    def add(self, code: Hashable, numbers: int, costs: StepBytes) -> None:
         """Remember what was measured."""
         with self._lock:
             found = self._found.setdefault(code, {})
@@ -285,89 +286,29 @@ _KNOWN = _KnownSteps(128)
 
 def _kind_of_chain(
     call: ChainCall,
-    fn: Any,
     inputs: Sequence[Tensor],
     needs: Sequence[bool],
     budget: LoopBudget,
 ) -> tuple[Hashable, int]:
     """Return what chains have in common whose steps are alike.
 
-    That is the code, with shapes and settings, and a hash of the numbers of a step.
+    That is the code, with shapes and settings, and the numbers that it leads to.
     """
     steps = call.steps
     # Of more steps, none more is run to measure them.
     most = TOGETHER + len(call.initial) + 2
-    is_long = steps.is_repeated and (steps.length or 0) > most
+    is_long = (steps.length or 0) > most
     rows = {*call.scanned} if is_long else ()
     wholes = [t for i, t in enumerate(inputs) if i not in rows]
     shapes = metas_of(wholes), *((inputs[i].shape[1:], inputs[i].dtype) for i in rows)
     settings = Ambient().key, torch.get_default_dtype()
     length = None if is_long else steps.length
     code = call.reach.signature, shapes, tuple(needs), settings, length
-    return (code, budget.nbytes), _hash([fn, budget.policy, steps.apply])
-
-
-def _hash(values: Iterable[Any]) -> int:
-    """Hash the numbers that values lead to."""
-    todo, seen, found = deque(values), set[int](), list[str]()
-    while todo and len(found) < _MOST:
-        value = todo.popleft()
-        if type(value) in INERT:
-            found.append(repr(value))
-        elif not isinstance(value, Tensor) and id(value) not in seen:
-            seen.add(id(value))
-            found.append(type(value).__qualname__)
-            todo.extend(_parts(value))
-    return hash(tuple(found))
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Return what a value refers to."""
-    if isinstance(value, (type, types.ModuleType)):
-        return ()
-    if isinstance(value, Policy):
-        return (value.cache_key,)
-    if isinstance(value, functools.partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, types.MethodType):
-        return value.__func__, value.__self__
-    if isinstance(value, types.FunctionType):
-        return _parts_of_function(value)
-    if isinstance(value, dict):
-        return *value.keys(), *value.values()
-    if isinstance(value, (list, tuple)):
-        return value[:_MOST]
-    return _attributes(value)
-
-
-def _parts_of_function(fn: types.FunctionType) -> list[Any]:
-    cells = [*map(_content, fn.__closure__ or ())]
-    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    names = map(fn.__globals__.get, known_code(fn).open)
-    return [*cells, *defaults, *names, *vars(fn).values()]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _attributes(value: Any) -> list[Any]:
-    """Return what an object holds, and what runs where it is called."""
-    kind = type(value)
-    slots = [name for cls in kind.__mro__ for name in _slots(cls)]
-    held = [getattr(value, name, None) for name in slots]
-    held += getattr(value, "__dict__", {}).values()
-    is_module = isinstance(value, nn.Module)
-    return [*held, kind.forward if is_module else kind.__dict__.get("__call__")]
-
-
-def _slots(cls: type) -> Sequence[str]:
-    slots = cls.__dict__.get("__slots__", ())
-    slots = (slots,) if isinstance(slots, str) else tuple(slots)
-    return [name for name in slots if name not in ("__dict__", "__weakref__")]
+    policy = budget.policy
+    rules = policy.cache_key if isinstance(policy, Policy) else policy
+    first = getattr(steps.apply, "args", ())  # of `fori_loop`: its first number
+    numbers = call.reach.moment(inputs).numbers
+    return (code, budget.nbytes, first), hash((rules, *numbers))
 
 
 # --- What users pass ---

@@ -28,15 +28,7 @@ from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
 from remat._transform.leaves import attributes_of
-from remat.chain._actions import (
-    Action,
-    Advance,
-    Drop,
-    Save,
-    Schedule,
-    Storage,
-    without_records,
-)
+from remat.chain._actions import Action, Advance, Drop, Save, Schedule
 from remat.chain._binomial import Online
 from remat.chain._steps import (
     TENSOR,
@@ -45,6 +37,7 @@ from remat.chain._steps import (
     Frame,
     Live,
     Steps,
+    form_of,
     refuse_opaque,
     refuse_other_form,
     run_step,
@@ -136,13 +129,6 @@ class ChainCall(Call):
         carry, collected = self._results = sweep.run_all()
         self.length, self._stored = sweep.count, sweep.stored
         self.changes = sweep.is_noting
-        late = "" if self.changes else sweep.change()
-        if late:
-            self.changes = True
-            self._stored = None  # of its carries nobody knows what objects held
-            self.noted(fn, args)
-            if self.steps.goes_on is not None:
-                raise CaptureError(_LATE.format(label=self.steps.label, what=late))
         return carry.tree, collected.tree
 
     def noted(
@@ -222,10 +208,6 @@ class ChainProgram(Primal):
     saves_kept = False
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    @override
-    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse nothing: each step was looked at, and checkpoints lead to leaves."""
-
 
 def _state_of(inputs: Sequence[Tensor]) -> dict[str, Any]:
     """Return what tensors and the user's modes hold, that may change between steps."""
@@ -267,15 +249,16 @@ class _Sweep:
         self._call, self._fn, self._args = call, fn, args
         self._cut = cut = call.cut
         self._before = self._moment()
-        # Of what every step may change, the first one tells: to look takes time.
         # Iterators do not tell how far they were read. Modes may count what runs.
         self.is_noting = call.reach.has_iterators or are_users_modes()
         first = call.first(cut.inputs)
-        self._live = self._first = first._replace(
-            tensors=[*map(cut.value, first.tensors)]
-        )
+        self._live = first._replace(tensors=[*map(cut.value, first.tensors)])
+        self._first = form_of(self._live)
+        # A step of functions without variables hides no graph, and uses no other one.
+        self._hides = not call.reach.is_contained
+        self._looks = self._hides or current_layer() is not None
         self.count = 0
-        self.stored = Stored() if call.stores else None
+        self.stored = Stored(call.steps.on_disk) if call.stores else None
         self._columns = Columns(call.steps)
         self._ambient: Ambient | None = None
         self._progress = call._progress
@@ -284,8 +267,12 @@ class _Sweep:
         return self._call.reach.moment(self._cut.inputs)
 
     def change(self, since: Moment | None = None, named: str = "") -> str:
-        """Return what changed since a moment, or since the call; "" if nothing did."""
-        found = self._moment().changes_since(since or self._before)
+        """Return what changed since a moment, or since the call; "" if nothing did.
+
+        Each step is followed by a look, until one has changed something: a checkpoint
+        of a later step is told from what holders held then.
+        """
+        found = (since or self._before).changes()
         return next((name for name in found if named in name), "")
 
     def run_all(self) -> tuple[Live, Live]:
@@ -294,8 +281,8 @@ class _Sweep:
             match action:
                 case Advance(start, stop):
                     self._advance(start, stop)
-                case Save(step, storage) if self.stored is not None:
-                    self._store(step, storage)
+                case Save(step) if self.stored is not None:
+                    self._store(step)
                 case Drop(step) if self.stored is not None:
                     self.stored.drop(step)
         return self._live, self._columns.stacked()
@@ -304,7 +291,7 @@ class _Sweep:
         """Return what to do. Where the length is unknown, ask before each step."""
         steps, schedule = self._call.steps, self._call.schedule
         if steps.length is not None:
-            yield from without_records(schedule.forward(self._call.length))
+            yield from schedule.forward(self._call.length)
             return
         assert steps.goes_on is not None
         placer = schedule.online() if isinstance(schedule, Online) else None
@@ -315,10 +302,10 @@ class _Sweep:
 
     def _goes_on(self, asked: Callable[[Any, Any], bool]) -> bool:
         """Ask whether there is another step."""
-        looks = not self.count or self.is_noting
-        before = self._moment() if looks else None
+        # Before a step has changed anything, all is as it was at the call.
+        before = self._moment() if self.is_noting else self._before
         goes_on = asked(self._fn, self._live.tree)
-        what = "" if before is None else self.change(before)
+        what = self.change(before)
         if what:
             label = self._call.steps.label
             raise CaptureError(_ASKED.format(label=label, what=what))
@@ -328,16 +315,18 @@ class _Sweep:
         steps, reach = self._call.steps, self._call.reach
         called = self._fn, self._args
         kept = here().regions[-1][0]
+        look = self._look if self._looks else None
         for k in range(start, stop):
             self._call.kept_from.append(len(kept))
             live, row, leaves = run_step(
-                steps, called, self._cut, self._live, k, look=self._look
+                steps, called, self._cut, self._live, k, look=look
             )
             if steps.is_repeated:
                 refuse_other_form(live, self._first, k, steps.label)
-            refuse_leaks(reach, leaves, ())
+            if self._hides:
+                refuse_leaks(reach, leaves, ())
             del leaves
-            if not self.count and self.change():
+            if not self.is_noting and self.change():
                 self._begin_noting()
             self._live, self.count = live, k + 1
             self._columns.add(row)
@@ -353,7 +342,7 @@ class _Sweep:
             label = self._call.steps.label
             raise CaptureError(CHANGED.format(label=label, what=ATTRIBUTE))
 
-    def _store(self, step: int, storage: Storage) -> None:
+    def _store(self, step: int) -> None:
         """Store the live carry, with what objects hold and where streams are."""
         assert self.stored is not None
         self._ambient = noted(self._call.reach.streams, self._ambient)
@@ -362,12 +351,10 @@ class _Sweep:
             objects = self._call.noted(self._fn, self._args)
         ambient = self._ambient if step else None
         live = self._live._replace(ambient=ambient, objects=objects)
-        self.stored.save(step, live, storage)
+        self.stored.save(step, live)
 
     def _look(self, outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Refuse a step that uses what is differentiated and was not found."""
-        if self._call.reach.is_contained and current_layer() is None:
-            return
         known = [*self._cut.inputs, *leaves]
         ids = {*map(id, known)}
         computed = [o for o in outs if id(o) not in ids]
@@ -382,9 +369,4 @@ CHANGED = (
 _ASKED = (
     "remat: the condition of {label} changed {what}. A recompute does not ask the "
     "condition again. Make it a part of the carry, or change it in the body."
-)
-_LATE = (
-    "remat: {label} changed {what}, and did not in the first step. Whether the "
-    "condition did it, which a recompute does not ask again, is not known. Change it "
-    "in each step, or make it a part of the carry."
 )

@@ -92,8 +92,8 @@ def scan(
             the steps that run at a time. Some steps run on fake tensors first, and tell
             what a step takes. The schedule that runs the fewest steps again is
             followed.
-        disk: whether carries may be written to disk where that saves time, for a
-            budget. It is taken to write and read 1 GB a second.
+        disk: whether stored carries, but the initial one, are in files below
+            `REMAT_OFFLOAD_DIR`, or the folder for temporary files. Not with a budget.
         policy: which results to save of a step that is reversed, as for `remat`.
             `None`: all that its backward needs.
         progress: called after each step of the forward with the number of steps done.
@@ -131,13 +131,16 @@ def scan(
         torch.Size([3])
     """
     check_callable("scan", [f], progress)
-    given = {"checkpoints": checkpoints, "unroll": None if unroll == 1 else unroll}
-    asked = budget_of("scan", budget, policy, disk=disk, **given)
+    given = {"checkpoints": checkpoints, "disk": disk or None}
+    given |= {"unroll": None if unroll == 1 else unroll}
+    asked = budget_of("scan", budget, policy, **given)
     label = label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
         return init, _nothing_collected(f, init, xs)
-    steps = Steps(_scan_step, label, count, scanned=1, is_reversed=reverse)
+    steps = Steps(
+        _scan_step, label, count, scanned=1, is_reversed=reverse, on_disk=disk
+    )
     schedule = asked or schedule_for(checkpoints, unroll)
     args = init, map_tree(_alias, xs)
     return call_chain(policed(f, policy), args, steps, schedule, progress)
@@ -192,13 +195,15 @@ def fori_loop(
         (1024.0, 5120.0)
     """
     check_callable("fori_loop", [body], progress)
-    given = {"checkpoints": checkpoints, "unroll": None if unroll == 1 else unroll}
-    asked = budget_of("fori_loop", budget, policy, disk=disk, **given)
+    given = {"checkpoints": checkpoints, "disk": disk or None}
+    given |= {"unroll": None if unroll == 1 else unroll}
+    asked = budget_of("fori_loop", budget, policy, **given)
     first, stop = operator.index(lower), operator.index(upper)
     if stop <= first:
         return init
     label = label_for("fori_loop", body)
-    steps = Steps(functools.partial(_counted_step, first), label, stop - first)
+    step = functools.partial(_counted_step, first)
+    steps = Steps(step, label, stop - first, on_disk=disk)
     schedule = asked or schedule_for(checkpoints, unroll)
     return call_chain(policed(body, policy), (init,), steps, schedule, progress)[0]
 
@@ -210,6 +215,7 @@ def while_loop(
     *,
     checkpoints: int | Literal["all"] | Online | None = None,
     budget: int | str | None = None,
+    disk: bool = False,
     policy: PolicyLike = None,
     progress: Progress = None,
 ) -> C:
@@ -227,6 +233,7 @@ def while_loop(
         checkpoints: how many carries are stored at a time, with the initial one; or
             `"all"`. This or `budget` is needed.
         budget: as of `scan`: as many carries are stored as it has room for.
+        disk: as of `scan`.
         policy: as of `scan`.
         progress: as of `scan`.
 
@@ -252,10 +259,11 @@ def while_loop(
         (0.75, 0.25)
     """
     check_callable("while_loop", [cond, body], progress)
-    schedule = budget_of("while_loop", budget, policy, checkpoints=checkpoints)
+    given = {"checkpoints": checkpoints, "disk": disk or None}
+    schedule = budget_of("while_loop", budget, policy, **given)
     schedule = schedule or _online(checkpoints)
     label = label_for("while_loop", body)
-    steps = Steps(_while_step, label, None, goes_on=_goes_on)
+    steps = Steps(_while_step, label, None, goes_on=_goes_on, on_disk=disk)
     both = cond, policed(body, policy)
     return call_chain(both, (init,), steps, schedule, progress)[0]
 

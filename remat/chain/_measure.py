@@ -8,10 +8,9 @@ chains inside of steps and shared memory would each need one.
 """
 
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -31,12 +30,11 @@ from remat._torch import (
     outside_all_dispatch_modes,
     storage_id,
 )
-from remat.chain._actions import Action, Backward, RecordStep, Reverse
-from remat.chain._budget import Staged, StepBytes, counts_together
+from remat.chain._actions import Reverse
+from remat.chain._budget import StepBytes, counts_together
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall, call_of
 from remat.chain._reversal import Reversing
-from remat.chain._rotor import StageCosts, Stages
 from remat.chain._segment import segment_from
 from remat.chain._segments import Uniform
 from remat.chain._steps import Live, Steps, tensors_and_frame
@@ -44,7 +42,7 @@ from remat.chain._steps import Live, Steps, tensors_and_frame
 
 def measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
-) -> StepBytes | Staged | Exception:
+) -> StepBytes | Exception:
     """Return the numbers of the steps of a chain, as they are inside all vmaps."""
     lengths: Sequence[int] = (steps.length or 0,)
     if steps.length is None:  # there may be fewer than are tried
@@ -67,7 +65,7 @@ _ALONE = threading.RLock()
 
 def _measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_real: bool
-) -> StepBytes | Staged:
+) -> StepBytes:
     """Try with two steps; with more if carries after these are unlike others."""
     with _ALONE:
         try:
@@ -77,22 +75,20 @@ def _measured(
         return _tried(_trial(fn, args, steps, count), nbytes, is_real=is_real)
 
 
-def _tried(trial: ChainCall, nbytes: int, *, is_real: bool) -> StepBytes | Staged:
+def _tried(trial: ChainCall, nbytes: int, *, is_real: bool) -> StepBytes:
     passed, needs = trial.take_inputs()
     trial.wrapped = ()  # it runs below all levels
     if not (is_real or TENSORS.issuperset(map(type, map(base_tensor, passed)))):
         raise MissingValueError("of tensors of other classes there are no fakes")
     mode = None if is_real else fake_mode()
 
-    def run() -> StepBytes | Staged:
+    def run() -> StepBytes:
         inputs = [empty_in(mode, t) for t in passed] if mode else _copies(trial, passed)
         with grad_mode(False), mode or nullcontext(), Meter() as meter:
             for tensor in inputs:
                 meter.hold(tensor)
             rehearsal = Rehearsal(Chain(trial), inputs, needs, meter)
-            if trial.steps.is_repeated:
-                return _step_of(rehearsal, nbytes, is_real=is_real)
-            return _stages_of(rehearsal)
+            return _step_of(rehearsal, nbytes, is_real=is_real)
 
     with (
         outside_all_dispatch_modes(),
@@ -139,12 +135,12 @@ def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes
     lives, taken = rehearsal.settled()
     last = len(lives) - 1
     carry = rehearsal.size(lives[-1])
-    advance = max(*(t.peak for t in taken), rehearsal.forward_bytes - carry)
+    advance = max(*taken, rehearsal.forward_bytes - carry)
 
     def reversing(count: int) -> int:
         start = min(last, length - count)
         live = lives[start]
-        return rehearsal.reversed(live, Reverse(start, start + count)).peak
+        return rehearsal.reversed(live, Reverse(start, start + count))
 
     reversing(1)  # from the second time on the gradients of arguments are there
     reverse = {1: reversing(1)}
@@ -155,58 +151,7 @@ def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes
         if (2 * before if is_real else before) > nbytes:
             break
         reverse[count] = reversing(count)
-    points = tuple(reverse.items())
-    return StepBytes(carry, cotangent, advance, points, taken[-1].seconds)
-
-
-def _stages_of(rehearsal: "Rehearsal") -> Staged:
-    """Return the numbers of all stages."""
-    count = rehearsal.call.length
-    lives = [rehearsal.call.first(rehearsal.inputs)]
-    advanced: list[Usage] = []
-    for k in range(count):
-        live, taken = rehearsal.advanced(lives[-1], k)
-        lives.append(live)
-        advanced.append(taken)
-    recorded = [rehearsal.reversed(lives[k], RecordStep(k)) for k in range(count)]
-    gradients, pulled = [rehearsal.cotangent], list[Usage]()
-    givers = Counter[int]()  # how many stages give the gradient of an input
-    for k in reversed(range(count)):
-        before = rehearsal.run.gradients
-        pulled.append(rehearsal.reversed(lives[k], Backward(k)))
-        gradients.append(rehearsal.cotangent)
-        now = rehearsal.run.gradients
-        givers.update(i for i, grad in now.items() if grad is not before.get(i))
-    gradients.reverse()
-    pulled.reverse()
-    sizes = [*map(rehearsal.size, lives)]
-    stages = [
-        _stage(sizes[k + 1], gradients[k : k + 2], *numbers)
-        for k, numbers in enumerate(zip(advanced, recorded, pulled, strict=True))
-    ]
-    several = [g for i, g in rehearsal.run.gradients.items() if givers[i] > 1]
-    given = _nbytes(lives[0].tensors)
-    return Staged(Stages(tuple(stages), given, gradients[0]), _nbytes(several))
-
-
-def _stage(
-    output: int,
-    gradients: Sequence[int],
-    advanced: "Usage",
-    recorded: "Usage",
-    pulled: "Usage",
-) -> StageCosts:
-    saved = max(recorded.left, output)
-    return StageCosts(
-        advanced.seconds,
-        output,
-        saved,
-        advanced.seconds,
-        gradients[1],
-        extra_bytes=max(advanced.peak - output, 0),
-        forward_extra=max(recorded.peak - saved, 0),
-        backward_extra=max(pulled.peak - sum(gradients), 0),
-    )
+    return StepBytes(carry, cotangent, advance, tuple(reverse.items()))
 
 
 def _trial(fn: Any, args: tuple[Any, ...], steps: Steps, count: int) -> ChainCall:
@@ -214,20 +159,8 @@ def _trial(fn: Any, args: tuple[Any, ...], steps: Steps, count: int) -> ChainCal
     assert steps.length is not None
     trial = call_of(fn, args, steps, Uniform(1))
     assert trial is not None
-    trial.length = min(steps.length, count) if steps.is_repeated else steps.length
+    trial.length = min(steps.length, count)
     return trial  # what is scanned is as long as all steps
-
-
-@dataclass(slots=True)
-class Usage:
-    """What a piece of work took: seconds, and bytes beside those from before.
-
-    `peak` is the most that were alive, and `left` what is alive after it.
-    """
-
-    peak: int = 0
-    left: int = 0
-    seconds: float = 0.0
 
 
 class Rehearsal:
@@ -248,40 +181,36 @@ class Rehearsal:
         meter: Meter,
     ) -> None:
         self._chain, self._meter, self.call = chain, meter, chain.call
-        with self._measuring() as taken:
-            outs, evaluation = chain.evaluate(inputs, Request(needs, at_base=True))
+        request = Request(needs, at_base=True)
+        (outs, evaluation), peak = self._measured(chain.evaluate, inputs, request)
         updated = evaluation.updated  # buffers, whose values from before come last
         if updated:
             inputs = replaced_at(inputs, updated, outs[-len(updated) :])
         self.inputs = inputs
         places = chain.call.outs
-        self.forward_bytes = taken.peak - _nbytes(
-            [outs[j] for j in places.of_collected]
-        )
+        self.forward_bytes = peak - _nbytes([outs[j] for j in places.of_collected])
         given = [*places.of_carry, *places.of_collected]
         given = [j for j in given if evaluation.differentiable[j]]
         cotangents = {j: outs[j].new_zeros(outs[j].shape) for j in given}
         wanted = [i for i, need in enumerate(needs) if need]
         self.run = Reversing(chain, inputs, wanted, cotangents)
 
-    def advanced(self, live: Live, k: int) -> tuple[Live, Usage]:
-        """Run a step; return the carry after it, and what it took."""
+    def _advanced(self, live: Live, k: int) -> tuple[Live, int]:
+        """Run a step; return the carry after it, and the most bytes it took."""
         bounds = k, k + 1
         segment, given = segment_from(self._chain, live, self.inputs, bounds)
-        with self._measuring() as taken:
-            after = segment.advance(given)
-        return after, taken
+        return self._measured(segment.advance, given)
 
-    def settled(self) -> tuple[list[Live], list[Usage]]:
+    def settled(self) -> tuple[list[Live], list[int]]:
         """Run steps until carries are alike; return these, and what steps took.
 
         The first may hold tensors that were passed, and need no gradients yet.
         """
-        lives, taken = [self.call.first(self.inputs)], list[Usage]()
+        lives, taken = [self.call.first(self.inputs)], list[int]()
         assert self.call.steps.length is not None
         most = min(self.call.steps.length, len(lives[0].tensors) + 2)
         while len(taken) < most:
-            live, found = self.advanced(lives[-1], len(taken))
+            live, found = self._advanced(lives[-1], len(taken))
             taken.append(found)
             if self._form(live) == self._form(lives[-1]) and len(taken) > 1:
                 break
@@ -294,18 +223,16 @@ class Rehearsal:
     def _form(self, live: Live) -> tuple[int, Sequence[bool]]:
         return self.size(live), [*live.needs]
 
-    def reversed(self, live: Live, action: Action) -> Usage:
-        """Do an action of a backward from a carry; return what it took.
+    def reversed(self, live: Live, action: Reverse) -> int:
+        """Reverse steps from a carry; return the most bytes they took.
 
-        The cotangents that it was given count; new gradients of arguments do not.
+        The cotangents that they were given count; new gradients of arguments do not.
         """
         given, before = self.cotangent, _nbytes(self.run.gradients.values())
         self.run.live = live
-        with differentiated(), self.run.surroundings, self._measuring() as taken:
-            self.run.do(action)
-        new = _nbytes(self.run.gradients.values()) - before
-        taken.peak += given - new
-        return taken
+        with differentiated(), self.run.surroundings:
+            _, peak = self._measured(self.run.do, action)
+        return peak + given - _nbytes(self.run.gradients.values()) + before
 
     @property
     def cotangent(self) -> int:
@@ -316,15 +243,14 @@ class Rehearsal:
         """Return the bytes of a carry, without those of inputs of the chain."""
         return _nbytes(live.tensors, self.inputs)
 
-    @contextmanager
-    def _measuring(self) -> Iterator[Usage]:
-        meter, taken = self._meter, Usage()
+    def _measured(self, call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+        """Call; return the result, and the most bytes beside those from before."""
+        meter = self._meter
         before = meter.live
-        meter.begin(costs=True)
-        yield taken
+        meter.begin(costs=False)
+        found = call(*args)
         meter.end()
-        taken.peak, taken.left = meter.peak - before, meter.live - before
-        taken.seconds = meter.seconds
+        return found, meter.peak - before
 
 
 def _nbytes(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:

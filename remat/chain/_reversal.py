@@ -36,20 +36,10 @@ from remat._torch import (
     is_forward_ad_enabled,
     is_under_jvp,
     requires_grad_at_any_level,
-    unwrap_dead,
 )
 from remat._transform.checks import RefuseReads
 from remat._transform.function import Vjp, evaluate
-from remat.chain._actions import (
-    Action,
-    Advance,
-    Backward,
-    Drop,
-    Load,
-    RecordStep,
-    Reverse,
-    Save,
-)
+from remat.chain._actions import Action, Advance, Drop, Load, Reverse, Save
 from remat.chain._forward import ChainProgram
 from remat.chain._segment import Segment, segment_from
 from remat.chain._segments import Sqrt
@@ -129,8 +119,7 @@ class Reversing:
         # Of what is scanned: the whole of it, or parts where that cannot be written to.
         self._whole: dict[int, Tensor] = {}
         self._slices: dict[int, list[tuple[int, Tensor]]] = {}
-        self._stored = Stored()
-        self._recorded: dict[int, tuple[Segment, Sequence[bool], Any, Any]] = {}
+        self._stored = Stored(on_disk=False)
         self.surroundings = ExitStack()
         self._refused: RefuseReads | None = None
 
@@ -142,7 +131,10 @@ class Reversing:
         if taken is not None:
             self._stored = taken
             return schedule.backward(length)
-        schedule = Sqrt() if is_watched else schedule
+        if is_watched:
+            schedule = Sqrt()
+        else:  # graphs do not lead through files
+            self._stored = Stored(call.steps.on_disk)
         self.live = call.first(self._inputs)
         saves = (a for a in schedule.forward(length) if not _ends(a, length))
         return itertools.chain(saves, schedule.backward(length))
@@ -162,22 +154,15 @@ class Reversing:
         match action:
             case Advance(start, stop):
                 self._advance(start, stop)
-            case Save(step, storage):
+            case Save(step):
                 assert self.live is not None
-                self._stored.save(step, self.live, storage)
+                self._stored.save(step, self.live)
             case Load(step):
                 self._load(step)
             case Drop(step):
                 self._stored.drop(step)
             case Reverse(start, stop):
                 self._reverse(start, stop)
-            case RecordStep(step):
-                self._record(step)
-            case Backward(step) if step in self._recorded:
-                self._pull_recorded(step)
-            case Backward(step):  # the forward stored its carry instead
-                for part in (Load(step), Reverse(step, step + 1), Drop(step)):
-                    self.do(part)
 
     def _load(self, step: int) -> None:
         """Make a stored carry the live one, and refuse reads of what was changed."""
@@ -226,25 +211,6 @@ class Reversing:
         given += cts.values()
         grads = evaluate(rule, given) if self._is_watched else rule.run(*given)
         self._take(grads, needs, start, stop)
-
-    def _record(self, step: int) -> None:
-        """Run a step with recording, and hold its graph."""
-        assert not self._is_watched
-        segment, needs, given = self._segment(step, step + 1)
-        inner, outs = self._rule(segment, needs, ()).recompute_with_graph(given)
-        self._recorded[step] = segment, needs, inner, outs
-        live = segment.carry_of(outs)
-        tensors = [unwrap_dead(o).detach() for o in live.tensors]
-        self.live = live._replace(tensors=tensors)
-
-    def _pull_recorded(self, step: int) -> None:
-        """Pull the cotangents back over a step that was recorded."""
-        segment, needs, inner, outs = self._recorded.pop(step)
-        cts = self._take_cotangents(step, step + 1, len(needs))
-        if cts:
-            rule = self._rule(segment, needs, [*cts])
-            grads = rule.pull_back_through(outs, [*cts.values()], inner)
-            self._take(grads, needs, step, step + 1)
 
     def _rule(
         self, segment: Segment, needs: Sequence[bool], given: Sequence[int]

@@ -13,7 +13,6 @@ from torch import nn
 
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
-from remat.chain._budget import budget_of
 from remat.chain._call import (
     call_chain,
     check_callable,
@@ -32,7 +31,7 @@ def sequential(
     *args: Any,
     segments: int | None = None,
     checkpoints: Checkpoints = None,
-    budget: int | str | None = None,
+    budget: None = None,
     disk: bool = False,
     policy: PolicyLike = None,
     progress: Progress = None,
@@ -53,11 +52,8 @@ def sequential(
         segments: into how many equal segments to cut the list. The backward calls the
             functions of a segment again, and holds the residuals of all of them.
         checkpoints: as of `scan`; not together with `segments`. `None` with no
-            `segments`: about sqrt(n) segments. For functions that differ in work and
-            bytes, a plan of `schedules.rotor`. Where its forward records a stage, the
-            chain stores the input of the stage instead, and runs it once more.
-        budget: as of `scan`, in place of `segments` and `checkpoints`. Each function is
-            measured, and the schedule with the least work is followed.
+            `segments`: about sqrt(n) segments.
+        budget: not taken: a model in a row with a budget is `remat.fit`.
         disk: as of `scan`.
         policy: as of `scan`.
         progress: as of `scan`.
@@ -66,10 +62,9 @@ def sequential(
         The result of the last function.
 
     Raises:
-        TypeError: `fns` holds something that cannot be called.
+        TypeError: `fns` holds something that cannot be called, or there is a budget.
         ValueError: both `segments` and `checkpoints` are given, or `segments` is not a
             positive number.
-        BudgetError: the budget is too small. The error names the least one.
 
     Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory
     cost", arXiv 1604.06174, 2016.
@@ -89,14 +84,14 @@ def sequential(
         if not callable(fn):
             raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
     check_callable("sequential", (), progress)
-    given = {"segments": segments, "checkpoints": checkpoints}
-    asked = budget_of("sequential", budget, policy, disk=disk, **given)
-    schedule = asked or _schedule(segments, checkpoints)
+    if budget is not None:
+        raise TypeError(_BUDGET.format(budget=budget))
+    schedule = _schedule(segments, checkpoints)
     if not layers:
         return x
     name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
     label = label_for(f"sequential of {len(layers)} {name}")
-    steps = Steps(_apply_layer, label, len(layers), is_repeated=False)
+    steps = Steps(_apply_layer, label, len(layers), is_repeated=False, on_disk=disk)
     called = tuple(policed(fn, policy) for fn in layers)
     return call_chain(called, (x, args), steps, schedule, progress)[0]
 
@@ -119,4 +114,8 @@ def _apply_layer(
 _BOTH = (
     "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass "
     "one of them."
+)
+_BUDGET = (
+    "remat: sequential got budget={budget!r}. For a model in a row with a budget write "
+    "remat.fit(model, batch, budget={budget!r}), or pass checkpoints= here."
 )

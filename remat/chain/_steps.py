@@ -19,7 +19,7 @@ from remat._base import pytree
 from remat._base.errors import MutationError
 from remat._base.program import InputIndex, leaves_for
 from remat._base.pytree import TENSOR, Frame, tensors_and_frame
-from remat._base.tensors import describe, versions_of
+from remat._base.tensors import describe_meta, versions_of
 from remat._base.types import INERT
 from remat._live.reach import Reach
 from remat._torch import current_layer, grad_level, grad_mode, leaf_at, unwrap_for_grad
@@ -90,6 +90,7 @@ class Steps:
         is_repeated: whether each step calls the same function. Then each carry is built
             like the first one.
         is_reversed: whether the last slice comes first.
+        on_disk: whether carries are stored in files.
     """
 
     apply: Apply
@@ -99,6 +100,7 @@ class Steps:
     scanned: int | None = None
     is_repeated: bool = True
     is_reversed: bool = False
+    on_disk: bool = False
 
     def slices(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first of the slices that steps need, and the one after them."""
@@ -143,35 +145,46 @@ COLLECTED = {
 }
 
 
+class Form(NamedTuple):
+    """What a carry, or what a step collects, has in common with that of other steps."""
+
+    treedef: Any
+    kinds: Sequence[type]  # of its leaves
+    metas: Sequence[tuple[Any, ...]]  # of its tensors
+
+    def shown(self) -> Iterator[str]:
+        """Describe each leaf."""
+        metas = iter(self.metas)
+        for kind in self.kinds:
+            if kind is object:
+                shape, dtype, device = next(metas)
+                yield f"{describe_meta(dtype, shape)} on {device}"
+            else:
+                yield f"of type {kind.__name__}"
+
+
+def form_of(live: Live) -> Form:
+    """Return what a carry has in common with that of other steps."""
+    treedef, leaves = live.frame
+    metas = [(t.shape, t.dtype, t.device) for t in live.tensors]
+    return Form(treedef, [*map(type, leaves)], metas)
+
+
 def refuse_other_form(
-    live: Live, first: Live, k: int, label: str, what: Mapping[str, str] = CARRY
+    live: Live, first: Form, k: int, label: str, what: Mapping[str, str] = CARRY
 ) -> None:
     """Refuse a carry that is not built like the first one."""
-    then, now = first.frame.treedef, live.frame.treedef
-    if now != then:
-        raise TypeError(_TREEDEF.format(label=label, k=k, then=then, now=now, **what))
-    if _form(live) == _form(first):
+    now = form_of(live)
+    if now == first:
         return
-    paths = pytree.paths(first.frame.treedef)
-    for path, then, now in zip(paths, _shown(first), _shown(live), strict=True):
-        if now != then:
-            shown = {"path": path, "k": k, "then": then, "now": now}
-            raise TypeError(_FORM.format(label=label, **shown, **what))
-
-
-def _form(live: Live) -> tuple[Any, ...]:
-    metas = [(t.shape, t.dtype, t.device) for t in live.tensors]
-    return metas, [*map(type, live.frame.leaves)]
-
-
-def _shown(live: Live) -> Iterator[str]:
-    """Describe each leaf of a carry: what must be the same in each step."""
-    tensors = iter(live.tensors)
-    for leaf in live.frame.leaves:
-        if leaf is TENSOR:
-            yield describe(next(tensors))
-        else:
-            yield f"of type {type(leaf).__name__}"
+    if now.treedef != first.treedef:
+        shown = {"then": first.treedef, "now": now.treedef}
+        raise TypeError(_TREEDEF.format(label=label, k=k, **shown, **what))
+    paths = pytree.paths(first.treedef)
+    for path, then, there in zip(paths, first.shown(), now.shown(), strict=True):
+        if there != then:
+            shown = {"path": path, "then": then, "now": there}
+            raise TypeError(_FORM.format(label=label, k=k, **shown, **what))
 
 
 _OPAQUE = (

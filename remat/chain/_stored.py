@@ -25,11 +25,11 @@ from remat._torch import (
     is_legacy_batch,
     unbatched,
 )
-from remat.chain._actions import Storage
 from remat.chain._steps import (
     COLLECTED,
     Live,
     Steps,
+    form_of,
     refuse_other_form,
     tensors_and_frame,
 )
@@ -44,17 +44,18 @@ class _OnDisk(NamedTuple):
 
 
 class Stored:
-    """The stored carries of one chain."""
+    """The stored carries of one chain; on disk all but the first, which is given."""
 
-    __slots__ = ("_carries", "_versions")
+    __slots__ = ("_carries", "_on_disk", "_versions")
 
-    def __init__(self) -> None:
+    def __init__(self, on_disk: bool) -> None:
+        self._on_disk = on_disk
         self._carries: dict[int, Live | _OnDisk] = {}
         self._versions: dict[int, Sequence[int | None]] = {}
 
-    def save(self, step: int, live: Live, storage: Storage) -> None:
+    def save(self, step: int, live: Live) -> None:
         """Store a carry."""
-        if storage is Storage.MEMORY:
+        if not (self._on_disk and step):
             self._carries[step] = live
             self._versions[step] = versions_of(live.tensors)
             return
@@ -113,17 +114,18 @@ class Columns:
         self._columns: list[Any] = []
         self._count = 0
         self._frame = tensors_and_frame(None)[1]
+        self._form: Any = None  # of the first row
         self._needs: list[bool] = []
 
     def add(self, row: Live) -> None:
         """Add what was collected of the next step."""
         if not self._count:
             self._frame, self._needs = row.frame, [*row.needs]
+            self._form = form_of(row)
             self._columns = [*map(self._column, row.tensors)]
         else:
-            # Of a whole column, so that no row of the first step is held.
-            then = Live([column[0] for column in self._columns], self._frame, ())
-            refuse_other_form(row, then, self._count, self._steps.label, COLLECTED)
+            label = self._steps.label
+            refuse_other_form(row, self._form, self._count, label, COLLECTED)
         self._needs = [*map(operator.or_, self._needs, row.needs)]
         for column, t in zip(self._columns, row.tensors, strict=True):
             if isinstance(column, list):

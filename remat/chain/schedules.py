@@ -15,10 +15,7 @@ Which one to choose:
   whole, so the residuals of all their steps exist at once.
 - `EveryStep`: each step runs twice and is reversed alone, but all carries are stored.
 - `Binomial`: the fewest steps for a number of checkpoints (Revolve).
-- `Multilevel`: `Binomial` in memory, between carries on disk.
 - `Online`: for a chain whose length is known only at its end.
-- `rotor`: the plan with the least work for stages of different work and sizes, under a
-  budget in bytes.
 
 The number of checkpoints always includes carry 0, the input of the chain. `plot` draws
 what a schedule holds over time.
@@ -27,28 +24,19 @@ what a schedule holds over time.
 from remat.chain._actions import (
     Action as Action,
     Advance as Advance,
-    Backward as Backward,
     Drop as Drop,
     Evaluations as Evaluations,
     Held as Held,
     Load as Load,
-    RecordStep as RecordStep,
     Reverse as Reverse,
     Save as Save,
     Schedule as Schedule,
-    Storage as Storage,
     held as held,
     plot as plot,
 )
 from remat.chain._binomial import (
     Binomial as Binomial,
     Online as Online,
-)
-from remat.chain._multilevel import Multilevel as Multilevel
-from remat.chain._rotor import (
-    Rotor as Rotor,
-    StageCosts as StageCosts,
-    rotor as rotor,
 )
 from remat.chain._segments import (
     EveryStep as EveryStep,

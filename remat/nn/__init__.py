@@ -6,6 +6,8 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
     _applied    what recomputes which module: listed, shown, refused a second time; the
                 switches that libraries have for it
     _blocks     the repeated blocks of a model
+    _select     which modules are meant, by objects or by the texts of a config
+    _planned    a plan that is made in the first call
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
     _followed   modules whose calls follow a plan for a whole step
 

@@ -7,11 +7,8 @@ Rejected: to put a wrapper where each block was. Code that refers to the blocks,
 checkpoints on disk, would have to know of the wrappers.
 """
 
-import fnmatch
-import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +20,6 @@ from remat._transform.module import (
     recompute_in_place,
     undone,
 )
-from remat._transform.refused import has_forward
 from remat.nn._applied import (
     APPLY,
     REMAT,
@@ -32,10 +28,10 @@ from remat.nn._applied import (
     refuse_others,
     shown_name,
 )
-from remat.nn._blocks import blocks
 from remat.nn._enable import switch_off
 from remat.nn._followed import unfollow
-from remat.policies import Decision, Policy
+from remat.nn._planned import plan_at_first_call
+from remat.nn._select import budget_in, chosen
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -49,6 +45,7 @@ def apply(
     prune: Any = "auto",
     rng: Any = "replay",
     higher_order: bool = False,
+    check_fn: Callable[[nn.Module], bool] | None = None,
 ) -> M:
     """Recompute the `forward` of submodules in the backward, instead of storing values.
 
@@ -57,28 +54,41 @@ def apply(
     selected module run outside of the recompute, once. A selected module can be copied
     and pickled, also by `torch.save`.
 
+    `select` and `policy` may be what a config file holds. These texts say what becomes
+    of the repeated blocks, or, as the value of a key, of the modules that it selects:
+
+    - "full": all are recomputed; "none": none is; "every_2": every second one is.
+    - "dots", "save", "offload", "disk", or the name of a policy that is a constant:
+      all are, under that policy.
+    - "budget:24GB": the first call that a backward may follow plans a step with what
+      it is passed, and calls follow the plan, as of `remat.fit`. As the value of a key,
+      each call saves at most so much, as of `policies.within`.
+
     Args:
         model: the model.
-        select: which modules. A class; a name as in `named_modules()`, in which `*`
-            stands for one part (`"layers.*"`) and `**` for several; a function of a
-            module, or of its name and the module, that returns a bool; or a list of
-            these. A mapping from these to policies gives each module the policy of the
-            first that selects it. `None` selects the repeated blocks of the model: see
-            `remat.nn.blocks`.
-        policy: as of `remat.remat`. Not with a mapping.
+        select: which modules. A class, or its name (`"LlamaDecoderLayer"`); a name as
+            in `named_modules()`, in which `*` stands for one part (`"layers.*"`) and
+            `**` for several; a module; a function of a module, or of its name and the
+            module, that returns a bool; or a list of these. A mapping from these to
+            policies gives each module the policy of the first that selects it. `None`
+            selects the repeated blocks of the model: see `remat.nn.blocks`.
+        policy: as of `remat.remat`, or one of the texts. Not with a mapping.
         prune: as of `remat.remat`.
         rng: as of `remat.remat`.
         higher_order: as of `remat.remat`.
+        check_fn: a function of a module that says whether it is selected, by torch's
+            name for it, in place of `select`.
 
     Returns:
         The model.
 
     Raises:
         ValueError: a selector selects nothing, or only modules without `forward`, such
-            as an `nn.ModuleList`; or a module is selected that is recomputed already;
-            or both a mapping and a policy are given; or modules are recomputed by
-            `remat.nn.enable`, a plan, or the checkpointing of transformers or
-            diffusers. If that is switched on later, the next call raises this.
+            as an `nn.ModuleList`; or a text is no policy; or a module is selected that
+            is recomputed already; or both a mapping and a policy are given; or modules
+            are recomputed by `remat.nn.enable`, a plan, or the checkpointing of
+            transformers or diffusers. If that is switched on later, the next call
+            raises this.
         TypeError: `model` is not a module, or something is not a selector or a policy.
 
     Example:
@@ -93,9 +103,22 @@ def apply(
         4
         >>> [*model.state_dict()][:2]
         ['0.0.weight', '0.0.bias']
+        >>> model = remat.nn.apply(nn.Sequential(layer(), layer()), {"0": "dots"})
+        >>> [*remat.nn.applied(model).items()][0][1].policy
+        dots_saveable
     """
     refuse_no_module("apply", model)
     refuse_others(model, APPLY, (REMAT, APPLY))
+    if check_fn is not None:
+        if select is not None:
+            raise TypeError(_TWO_SELECTORS)
+        select = [check_fn]
+    budget = budget_in(select)
+    if budget is not None:
+        options = (policy, prune, rng, higher_order)
+        if options != (None, "auto", "replay", False):
+            raise ValueError(_NOT_OF_A_PLAN.format(select=select))
+        return plan_at_first_call(model, budget, caller())
     return apply_from(caller(), model, select, policy, prune, rng, higher_order)
 
 
@@ -110,11 +133,11 @@ def apply_from(
     by: str = APPLY,
 ) -> M:
     """Do what `apply` does, for a line of the user's."""
-    chosen = _chosen(model, select, policy)
-    options = [options_of(policy, prune, rng, higher_order) for _, _, policy in chosen]
-    for name, module, _ in chosen:
+    found = chosen(model, select, policy)
+    options = [options_of(policy, prune, rng, higher_order) for _, _, policy in found]
+    for name, module, _ in found:
         _refuse(name, module)
-    for (_, module, _), each in zip(chosen, options, strict=True):
+    for (_, module, _), each in zip(found, options, strict=True):
         recompute_in_place(module, where, each, by)
     refuse_later(model, by, where)
     return model
@@ -165,26 +188,6 @@ def _undone(module: Any) -> Any:
     return module
 
 
-def _chosen(
-    model: nn.Module, select: Any, policy: Any
-) -> list[tuple[str, nn.Module, Any]]:
-    """Return the names and modules that are selected, and the policy of each."""
-    if select is None:
-        found = blocks(model)
-        if not found:
-            raise ValueError(_NO_BLOCKS.format(model=type(model).__name__))
-        return [(name, module, policy) for name, module in found.items()]
-    selectors = as_selectors(select)
-    if not selectors:
-        raise ValueError(_NO_SELECTORS.format(select=select))
-    policies = [policy] * len(selectors)
-    if isinstance(select, Mapping):
-        if policy is not None:
-            raise ValueError(_TWO_POLICIES)
-        policies = [*select.values()]
-    return [(n, module, policies[k]) for n, module, k in selected(model, selectors)]
-
-
 def _refuse(name: str, module: nn.Module) -> None:
     """Refuse a module that is recomputed already, or cannot be."""
     if isinstance(module, RematModule):
@@ -206,126 +209,12 @@ _DERIVED = (
     "remat.nn.remove: {name} is of the class {kind}, which a library derived after "
     "remat.nn.apply, as fully_shard and parametrizations do. Undo that first."
 )
-_NO_BLOCKS = (
-    "remat.nn.apply: this {model} has no list of blocks: no ModuleList, ModuleDict or "
-    "Sequential has two items of a class that has submodules. Say which modules you "
-    "mean: pass a class, a name such as 'layers.*', or a function of a module."
+_TWO_SELECTORS = (
+    "remat.nn.apply: `check_fn` says which modules are meant, and so does `select`. "
+    "Leave one out."
 )
-_NO_SELECTORS = (
-    "remat.nn.apply: {select!r} selects nothing. Pass selectors, or None for the "
-    "repeated blocks of the model."
-)
-_TWO_POLICIES = (
-    "remat.nn.apply: `select` gives each module a policy, so leave out `policy`."
-)
-
-
-# --- Which modules are meant: by class, by name, or by a function ---
-
-
-# A class, a name with wildcards, or a function of a module, or of its name and itself.
-Selector: TypeAlias = type[nn.Module] | str | Callable[..., bool]
-
-
-def selected(
-    model: nn.Module, selectors: Iterable[Selector]
-) -> list[tuple[str, nn.Module, int]]:
-    """Return modules with a `forward`, by name, and the first selector of each."""
-    selectors = [*selectors]
-    tests = [_test_of(selector) for selector in selectors]
-    found: list[tuple[str, nn.Module, int]] = []
-    useful: set[int] = set()
-    left_out: dict[int, str] = {}
-    for name, module in model.named_modules():
-        hits = [k for k, test in enumerate(tests) if test(name, module)]
-        if not has_forward(module):
-            left_out.update((k, name) for k in hits if k not in left_out)
-        elif hits:
-            useful.update(hits)
-            found.append((name, module, hits[0]))
-    for k, selector in enumerate(selectors):
-        if k not in useful and k in left_out:
-            raise ValueError(_only_container(model, left_out[k]))
-        if k not in useful:
-            raise ValueError(_nothing(model, selector))
-    return found
-
-
-def _test_of(selector: Any) -> Callable[[str, nn.Module], bool]:
-    if isinstance(selector, type) and issubclass(selector, nn.Module):
-        return lambda name, module: isinstance(module, selector)
-    if isinstance(selector, str):
-        pattern = _pattern(selector)
-        return lambda name, module: pattern.fullmatch(name) is not None
-    if isinstance(selector, (Policy, Decision)):
-        raise TypeError(_POLICY.format(policy=selector))
-    if callable(selector) and not isinstance(selector, (type, nn.Module)):
-        if _takes_one(selector):
-            return lambda name, module: selector(module)
-        return selector
-    raise TypeError(_NO_SELECTOR.format(selector=selector))
-
-
-def _takes_one(selector: Callable[..., Any]) -> bool:
-    """Say whether a function takes a module, and not also its name."""
-    try:
-        inspect.signature(selector).bind("name", "module")
-    except ValueError:  # a builtin that has no signature
-        return False
-    except TypeError:
-        return True
-    return False
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """Return a pattern of names, in which `*` stands for one part of a name."""
-    parts = (
-        _PARTS[part]
-        if part in _PARTS
-        else fnmatch.translate(part).removesuffix(r"\Z").replace(".*", "[^.]*")
-        for part in text.split(".")
-    )
-    return re.compile(r"\.".join(parts))
-
-
-# The name of the model itself is empty, and has no part.
-_PARTS = {"*": "[^.]+", "**": r"[^.]+(?:\.[^.]+)*"}
-
-
-def as_selectors(select: Any) -> Sequence[Selector]:
-    """Return one selector or several as a sequence."""
-    several = isinstance(select, (Mapping, list, tuple, set, frozenset))
-    return [*select] if several else [select]
-
-
-def _only_container(model: nn.Module, name: str) -> str:
-    kind = type(model.get_submodule(name)).__name__
-    inside = f"{name}.*" if name else "*"
-    return _NO_FORWARD.format(shown=shown_name(name), kind=kind, inside=inside)
-
-
-def _nothing(model: nn.Module, selector: Any) -> str:
-    names = [name for name, _ in model.named_modules() if name]
-    more = ", ..." if len(names) > 8 else "."
-    has = f"Its modules are: {', '.join(names[:8])}{more}"
-    has = has if names else "It has no modules inside."
-    shown = getattr(selector, "__name__", repr(selector))
-    return _NOTHING.format(shown=shown, model=type(model).__name__, has=has)
-
-
-_NO_SELECTOR = (
-    "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
-    "such as 'layers.*', a function of a module (or of its name and the module), or a "
-    "list of these."
-)
-_POLICY = (
-    "remat.nn.apply: pass a policy by name: remat.nn.apply(model, policy={policy})"
-)
-_NO_FORWARD = (
-    "remat: {shown} is a {kind}, which has no `forward`, so nothing would be "
-    "recomputed. Select the modules in it: {inside!r}."
-)
-_NOTHING = (
-    "remat.nn.apply: {shown} selects no module of this {model}. {has} "
-    "In a name `*` stands for one part and `**` for several."
+_NOT_OF_A_PLAN = (
+    "remat.nn.apply: {select!r} plans a whole step, so leave out `policy`, `prune`, "
+    "`rng` and `higher_order`. For a budget of each block, pass "
+    "policy=policies.within(bytes)."
 )

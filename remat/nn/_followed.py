@@ -173,6 +173,13 @@ def follow(
     mark(model)
 
 
+def begin_plan(model: nn.Module) -> None:
+    """Begin to follow the plan of a model in a call that has begun."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _Entering):
+            hook(model, None)
+
+
 def _planned_part(model: nn.Module, label: str, courses: Sequence[Course]) -> nn.Module:
     """Return the module that a plan is for: the model, or what it wraps."""
     places = [each.place for course in courses for each in course.placed]

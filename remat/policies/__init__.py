@@ -27,7 +27,7 @@ the product has a batch dimension and is recomputed. Use `dots_saveable` or name
 # In: an operation, as data. Out: whether its result is saved, and where.
 #
 # Called by users, and by rooms that take or ask a policy: `_transform`, `_partial`,
-# `_report`, `_scope`, `_graph`, `_fit`, `chain`, `nn` and `compat`.
+# `_report`, `_scope`, `_graph`, `_fit`, `rules`, `chain`, `nn` and `compat`.
 
 from remat._base import hints as _hints
 from remat._base.op import Op as Op, Value as Value

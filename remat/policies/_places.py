@@ -16,18 +16,19 @@ Rejected: to look up what a text is when the policy is made. Operators are regis
 later, and names are given later. What matches nothing is told after the first call.
 """
 
+import functools
+import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from remat._base.calls import class_names
+from remat._base.module_paths import class_names, full_name
 from remat._base.op import Op
 from remat._torch import is_operator
 from remat.policies import _dots, _operations
@@ -37,6 +38,8 @@ from remat.policies._policy import (
     ACCEPTED,
     Always,
     Policy,
+    SeenAround,
+    Union,
     as_policy,
     everything_saveable,
     nothing_saveable,
@@ -54,15 +57,25 @@ class ByKey(Policy):
     @override
     def decide(self, op: Op) -> Decision:
         """Return the decision of the nearest key that matches."""
-        found, nearest, part = Decision.RECOMPUTE, _FAR, self
+        found = self.nearest(op) or [[*self.parts()][-1].others]
+        return functools.reduce(operator.or_, [policy(op) for policy in found])
+
+    def nearest(self, op: Op) -> list[Policy]:
+        """Return the policy of the nearest key; of all names, if a value has several.
+
+        It is empty if no key matches.
+        """
+        ranks = [(rank_of(part.key, op), part.policy) for part in self.parts()]
+        nearest = max(rank for rank, _ in ranks)
+        found = [policy for rank, policy in ranks if rank == nearest != _FAR]
+        return found if nearest == _NAME else found[:1]
+
+    def parts(self) -> "Iterator[ByKey]":
+        """Yield it for each of its keys."""
+        part: Policy = self
         while isinstance(part, ByKey):
-            rank = rank_of(part.key, op)
-            if rank > nearest:
-                found, nearest = part.policy(op), rank
-            elif rank == nearest == _NAME:  # a value may have several
-                found |= part.policy(op)
+            yield part
             part = part.others
-        return part(op) if nearest == _FAR else found
 
     @property
     @override
@@ -75,16 +88,20 @@ class ByKey(Policy):
 
     @property
     @override
+    def keeps_calls(self) -> bool:
+        is_kept = self.policy == everything_saveable and not _is_operator(self.key)
+        return is_kept or self.others.keeps_calls
+
+    @property
+    @override
     def asks_modules(self) -> bool:
         return not self.key.startswith(_OPERATOR) or super().asks_modules
 
     def __repr__(self) -> str:
-        shown, part = list[str](), self
-        while isinstance(part, ByKey):
-            shown.append(f"{part.key!r}: {_printed(part.policy)}")
-            part = part.others
-        if part != nothing_saveable:
-            shown.append(f"None: {_printed(part)}")
+        shown = [f"{part.key!r}: {_printed(part.policy)}" for part in self.parts()]
+        others = [*self.parts()][-1].others
+        if others != nothing_saveable:
+            shown.append(f"None: {_printed(others)}")
         return f"as_policy({{{', '.join(shown)}}})"
 
 
@@ -107,13 +124,48 @@ def rank_of(key: str, op: Op) -> tuple[int, int, int]:
         return 3, key.count("."), -key.count("*")
     if key in op.classes:
         return 2, -op.classes.index(key), 0
+    if op.func is None:  # a call of a module, or of a Function
+        return _FAR
     text = key.removeprefix(_OPERATOR).replace("::", ".")
     if text == name(op.func):
         return 1, 1, 0
     return (1, 0, 0) if text == family(op.func) else _FAR
 
 
-@cache
+def keeps_call(policy: Policy, call: Op, modules: Sequence[Op]) -> bool:
+    """Say whether a policy keeps a call of a module or a Function as one.
+
+    It does if all that the call may run is saved. `modules` are all that there are.
+    """
+    if isinstance(policy, Union):
+        either = policy.left, policy.right
+        return any(keeps_call(p, call, modules) for p in either)
+    if isinstance(policy, SeenAround):
+        call, *modules = map(policy.seen, (call, *modules))
+        return keeps_call(policy.policy, call, modules)
+    if policy.has_budget:
+        return keeps_call(vars(policy)["must"], call, modules)
+    if not isinstance(policy, ByKey):
+        return False
+    inner = [m for m in modules if is_in(m.module, call.module)]
+    if any(policy.nearest(op) != [everything_saveable] for op in (call, *inner)):
+        return False
+    # Another key that is no place of a module may be the name of a value in it.
+    others = [p for p in policy.parts() if p.policy != everything_saveable]
+    others = [p.key for p in others if not _is_operator(p.key)]
+    return all(any(policy.matches(key, op) for op in modules) for key in others)
+
+
+def is_in(path: str, around: str) -> bool:
+    """Say whether a module is in another one, by their paths."""
+    return path.startswith(f"{around}." if around else "")
+
+
+def _is_operator(key: str) -> bool:
+    return key.startswith((_OPERATOR, "aten.", "aten::"))
+
+
+@functools.cache
 def _pattern(key: str) -> re.Pattern[str]:
     parts = re.escape(key).replace(r"\*", r"[^./]*")
     return re.compile(rf"{parts}(?:[./]|$)")
@@ -192,13 +244,14 @@ def _text(key: Any) -> str:
         return next(iter(class_names(key)))
     if isinstance(key, type) and issubclass(key, torch.autograd.Function):
         owner = next(each for each in key.__mro__ if "forward" in vars(each))
-        return f"{owner.__module__}.{owner.__qualname__}"
+        return full_name(owner)
     raise TypeError(_KEY.format(key=key, kind=type(key).__name__))
 
 
 def _value(value: Any) -> Policy:
     if isinstance(value, str):
-        policy = _WORDS.get(value) or _CONSTANTS.get(value)
+        names = value, f"{value}_saveable"
+        policy = next(filter(None, map((_CONSTANTS | _WORDS).get, names)), None)
         if not isinstance(policy, Policy):
             raise TypeError(_VALUE.format(value=value, advice=advice(value)))
         return policy
@@ -221,8 +274,8 @@ _KEY = (
 )
 _VALUE = (
     "remat: {value!r} is no policy. {advice}The values of a policy by place are "
-    "policies, Decisions, and 'save', 'recompute', 'offload', 'disk' or the name of a "
-    "constant of remat.policies."
+    "policies, Decisions, and 'save', 'recompute', 'offload', 'disk', 'dots' or the "
+    "name of a constant of remat.policies."
 )
 _BUDGET = (
     "remat: {taker} cannot have {policy}: a budget is of a whole call. Write "
@@ -233,9 +286,14 @@ _BUDGET = (
 # --- Keys that match nothing ---
 
 
-def unmatched(policy: Policy, ops: Iterable[Op]) -> dict[tuple[Policy, str], str]:
-    """Return the keys that match no operation, each with the nearest that does."""
-    keys, names, places = {*policy.keys}, dict[str, None](), dict[str, None]()
+def unmatched(
+    policy: Policy, ops: Iterable[Op], paths: Iterable[str] = ()
+) -> dict[tuple[Policy, str], str]:
+    """Return the keys that match no operation, each with the nearest that does.
+
+    That may be another path of those of all modules.
+    """
+    keys, names, places = {*policy.keys}, dict[str, None](), dict.fromkeys(paths)
     for op in ops if keys else ():
         keys = {(part, key) for part, key in keys if not part.matches(key, op)}
         names |= dict.fromkeys(sorted(op.names))

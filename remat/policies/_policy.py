@@ -109,6 +109,11 @@ class Policy(ABC):
         return any(p.asks_modules for p in self._parts())
 
     @property
+    def keeps_calls(self) -> bool:
+        """Whether it may keep calls of modules or Functions as one."""
+        return any(p.keeps_calls for p in self._parts())
+
+    @property
     def has_decisions(self) -> bool:
         """Whether it keeps decisions, which its call may make otherwise each time."""
         return any(p.has_decisions for p in self._parts())
@@ -227,14 +232,9 @@ everything_saveable = Always(Decision.SAVE)
 
 Example:
     >>> import torch
-    >>> from remat import remat
-    >>> from remat.policies import everything_saveable
-    >>> from remat.testing import count_ops
-    >>> fn = remat(lambda x: x.sin().sin().sum(), policy=everything_saveable)
-    >>> with count_ops() as ops:
-    ...     _ = torch.func.grad(fn)(torch.ones(3))
-    >>> ops["sin"], ops["cos"]
-    (2, 2)
+    >>> from remat.policies import Op, everything_saveable
+    >>> everything_saveable(Op(torch.ops.aten.mm.default))
+    <Decision.SAVE: 3>
 """
 
 
@@ -299,15 +299,13 @@ class ButOffload(Policy):
     def decide(self, op: Op) -> Decision:
         """Return the decision of `policy`, or the one to offload."""
         decision = self.policy(op)
-        offloaded = decision and self.which(op)
-        return DESTINATIONS[self.to] if offloaded else decision
+        return DESTINATIONS[self.to] if decision and self.which(op) else decision
 
     def __repr__(self) -> str:
         which = "" if self.which == everything_saveable else f"{self.which}, "
+        is_complement = isinstance(self.policy, Complement)
         # `~` binds less tightly than the dot.
-        policy = (
-            f"({self.policy})" if isinstance(self.policy, Complement) else self.policy
-        )
+        policy = f"({self.policy})" if is_complement else self.policy
         return f"{policy}.but_offload({which}to={self.to!r})"
 
 
@@ -323,9 +321,12 @@ class SeenAround(Policy):
     @override
     def decide(self, op: Op) -> Decision:
         """Ask about the operation as the call around sees it."""
+        return self.policy(self.seen(op))
+
+    def seen(self, op: Op) -> Op:
+        """Return an operation as the call around sees it."""
         module = ".".join(filter(None, (self.path, op.module)))
-        classes = *op.classes, *self.classes.split()
-        return self.policy(replace(op, module=module, classes=classes))
+        return replace(op, module=module, classes=(*op.classes, *self.classes.split()))
 
     def __repr__(self) -> str:
         return f"{self.policy}"
@@ -411,7 +412,8 @@ def as_policy(obj: object) -> Policy:
             below what is rematerialized (`"layers.*.attn"`), classes of modules or
             Functions, operators (also as text, `"aten.mm"`), and None for the rest. A
             name comes first, then the longest path, the class, the operator. Values may
-            be "save", "recompute", "offload", "disk", or the name of a constant policy;
+            be "save" (of modules as `keep`), "recompute", "offload", "disk", or the
+            name of a constant policy;
             a function `(op) -> bool | Decision`;
             a policy function of torch's selective checkpointing, `(ctx, op, *args,
             **kwargs) -> bool | CheckpointPolicy`.
@@ -430,8 +432,6 @@ def as_policy(obj: object) -> Policy:
         >>> import torch
         >>> as_policy([torch.ops.aten.mm.default])
         save_ops(torch.ops.aten.mm.default)
-        >>> as_policy(None)
-        nothing_saveable
         >>> as_policy({"layers.*.attn": "save", torch.ops.aten.mm: "offload"})
         as_policy({'layers.*.attn': 'save', 'torch.ops.aten.mm': 'offload'})
     """

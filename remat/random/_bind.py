@@ -13,7 +13,7 @@ generator does not work under vmap, and its numbers differ from device to device
 import functools
 from collections.abc import Callable, Iterable
 from types import FunctionType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, overrides
@@ -44,7 +44,73 @@ from remat.random._rerouted_nn import LAYERS
 from remat.random._reuse import in_block
 
 
+# --- Draws without a keyed version ------------------------------------------------
+
+
+def _refusing(name: str, plain: Any, draws: Callable[..., bool]) -> Any:
+    """Return the rule of a function that is refused, by its name, if it draws."""
+
+    def rule(draw: Any, *args: Any, **kwargs: Any) -> Any:
+        del draw  # no key would do
+        if draws(*args, **kwargs):
+            _refuse(name)
+        return plain(*args, **kwargs)
+
+    return rule
+
+
+def _recurrent(plain: Any) -> Any:
+    def rule(draw: Any, *args: Any) -> Any:
+        del draw
+        # A packed sequence is two arguments: data and batch sizes.
+        at = 6 if isinstance(args[3], (list, tuple)) else 5
+        layers, p, train = args[at - 1 : at + 2]
+        if train and p > 0 and layers > 1:
+            _refuse(f"the dropout between layers of {plain.__name__}")
+        # With dropout some kernels draw a state even if nothing drops.
+        return plain(*args[:at], 0.0, *args[at + 1 :])
+
+    return rule
+
+
+def _refuse(name: str) -> NoReturn:
+    where = "a compiled function" if torch.compiler.is_compiling() else user_line()
+    raise RandomnessError(_REFUSED.format(op=name, where=where))
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _trains(
+    _x: Any, _lower: Any = 0, _upper: Any = 0, training: Any = False, *_: Any, **__: Any
+) -> bool:
+    return training is True
+
+
+def _has_no_samples(*_: Any, _random_samples: Any = None, **__: Any) -> bool:
+    return _random_samples is None
+
+
+_DRAWS_WHERE: list[tuple[Any, str, Any]] = [
+    *((Tensor, name, _always) for name in ("cauchy_", "geometric_", "log_normal_")),
+    *((torch, name, _trains) for name in ("rrelu", "rrelu_")),
+    (functional, "rrelu", _trains),
+    *(
+        (functional, f"fractional_max_pool{dims}d{indices}", _has_no_samples)
+        for dims in (2, 3)
+        for indices in ("", "_with_indices")
+    ),
+]
 _RULES = DRAWS | LAYERS
+_RULES |= {
+    plain: _refusing(name, plain, draws)
+    for of, name, draws in _DRAWS_WHERE
+    for plain in [getattr(of, name)]
+}
+_RULES |= {
+    f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+}
 
 
 # --- Composites -------------------------------------------------------------------
@@ -214,8 +280,7 @@ _KEYED_NAMES = {f.__name__ for f in [*_RULES, *_COMPOSITES]}
 def _traceable(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what Dynamo should trace for a function that has no rule."""
     if _is_unkeyed(func) and not _has_generator(args, kwargs):
-        name = getattr(func, "__name__", "an operation")
-        raise RandomnessError(_REFUSED.format(op=name, where="a compiled function"))
+        _refuse(getattr(func, "__name__", "an operation"))
     # Attention calls this method. Delete this once Dynamo traces it with a mode on.
     return torch.unflatten if func is Tensor.unflatten else func
 
@@ -306,14 +371,14 @@ def bind(key: KeyLike) -> _BindBlock:
 
     These functions are keyed: ``torch.rand``, ``randn``, ``randint`` (and ``_like``),
     ``randperm``, ``bernoulli``, ``normal`` and ``multinomial``; the in-place
-    ``bernoulli_``, ``cauchy_``, ``exponential_``, ``geometric_``, ``log_normal_``,
-    ``normal_``, ``random_`` and ``uniform_``; and what is built from them, such as
-    ``torch.nn.init`` and most of ``torch.distributions``. In ``torch.nn`` these are
-    keyed: every dropout, ``rrelu``, ``gumbel_softmax``, fractional pooling, attention
-    (with dropout it runs as its formula), and the dropout between recurrent layers.
-    Every other draw is refused: samplers of the Poisson, binomial, gamma and Dirichlet
-    distributions, a scripted function, an operator that draws inside. Gradients are
-    those of torch: a draw is a constant.
+    ``bernoulli_``, ``exponential_``, ``normal_``, ``random_`` and ``uniform_``; and
+    what is built from them, such as ``torch.nn.init`` and most of
+    ``torch.distributions``. In ``torch.nn`` these are keyed: every dropout,
+    ``gumbel_softmax``, and attention (with dropout it runs as its formula). Every other
+    draw is refused, by name: dropout between recurrent layers, fractional pooling,
+    ``rrelu``, ``cauchy_``, ``geometric_``, ``log_normal_``, samplers of the Poisson,
+    binomial, gamma and Dirichlet distributions, a scripted function, an operator that
+    draws inside. Gradients are those of torch: a draw is a constant.
 
     Each entry, or call of a decorated function, counts from 0 again. What ``bind``
     returns may be entered any number of times. In nested blocks the inner one applies.

@@ -365,24 +365,6 @@ def exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
     return (-torch.log1p(-u)).clamp_min(least) / lambd
 
 
-def log_normal_(key: Key, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    check_floats("log_normal_", x)
-    return normal(key, shape_like(x), dtype_for_tails(x), mean, std).exp()
-
-
-def cauchy_(key: Key, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    check_floats("cauchy_", x)
-    check(sigma > 0, "cauchy_ needs sigma > 0", sigma)
-    u = uniform(key, shape_like(x), dtype_for_tails(x))
-    return torch.tan(math.pi * (u - 0.5)) * sigma + median
-
-
-def geometric_(key: Key, x: Tensor, p: float) -> Tensor:
-    check(0 < p < 1, "geometric_ needs 0 < p < 1", p)
-    u = uniform(key, shape_like(x), dtype_for_tails(x))
-    return (torch.log1p(-u) / math.log1p(-p)).ceil().clamp_min(1)
-
-
 # The bits of the integers with which `random_` fills a floating dtype, as in torch.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
@@ -421,10 +403,7 @@ DRAWS: dict[Any, Rule] = {
     Tensor.bernoulli: _bernoulli,
     Tensor.multinomial: _multinomial,
     Tensor.bernoulli_: _in_place(bernoulli_),
-    Tensor.cauchy_: _in_place(cauchy_),
     Tensor.exponential_: _in_place(exponential_),
-    Tensor.geometric_: _in_place(geometric_),
-    Tensor.log_normal_: _in_place(log_normal_),
     Tensor.normal_: _in_place(normal_),
     Tensor.random_: _in_place(random_),
     Tensor.uniform_: _in_place(uniform_),

@@ -1,4 +1,4 @@
-"""Rules for torch's dropout, attention and recurrent kernels inside `bind`.
+"""Rules for torch's dropout and attention inside `bind`.
 
 As in `_rerouted`, a rule is called with `draw` and the arguments of the torch function
 that it replaces.
@@ -18,9 +18,9 @@ from torch.nn import functional
 from remat.random._continuous import gumbel
 from remat.random._draw import shape_like
 from remat.random._dropout import dropout
-from remat.random._key import Key, clone, fold_in
+from remat.random._key import Key, clone
 from remat.random._rerouted import Draw, Rule, laid_out
-from remat.random._samplers import bernoulli, check_probability, uniform
+from remat.random._samplers import bernoulli, check_probability
 
 
 # -- Dropout --------------------------------------------------------------------------
@@ -90,26 +90,6 @@ def _native_dropout(
     return dropout(key, input, p), ~dropped
 
 
-def _rrelu(plain: Any) -> Rule:
-    is_in_place = plain.__name__.endswith("_")
-
-    def rule(
-        draw: Draw,
-        input: Tensor,
-        lower: float = 1 / 8,
-        upper: float = 1 / 3,
-        training: bool = False,
-    ) -> Tensor:
-        if not training:
-            return plain(input, lower, upper, training)
-        key = draw().to(input.device)
-        slope = uniform(key, shape_like(input), input.dtype, lower, upper)
-        out = torch.where(input > 0, input, input * slope)
-        return input.copy_(out) if is_in_place else out
-
-    return rule
-
-
 # -- The same functions, under the names of torch.nn.functional -----------------------
 
 
@@ -126,18 +106,6 @@ def _named(plain: Any, in_place: Any, default: bool) -> Rule:
         return LAYERS[in_place if inplace else plain](draw, input, p, training)
 
     return rule
-
-
-def _named_rrelu(
-    draw: Draw,
-    input: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: bool = False,
-) -> Tensor:
-    rule = LAYERS[torch.rrelu_ if inplace else torch.rrelu]
-    return rule(draw, input, lower, upper, training)
 
 
 def _gumbel_softmax(
@@ -239,68 +207,6 @@ def _weights(
     return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
 
 
-# -- Pooling -------------------------------------------------------------------------
-
-
-def _fractional_pool(pool: Any, dims: int) -> Rule:
-    def rule(
-        draw: Draw,
-        input: Tensor,
-        *args: Any,
-        _random_samples: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if _random_samples is None:
-            batch = input.shape[: -dims - 1] or (1,)
-            shape = (*batch, input.shape[-dims - 1], dims)
-            key = draw().to(input.device)
-            _random_samples = uniform(key, shape, input.dtype)
-        return pool(input, *args, _random_samples=_random_samples, **kwargs)
-
-    return rule
-
-
-# -- Recurrent ------------------------------------------------------------------------
-
-
-def _recurrent(plain: Any) -> Rule:
-    """Return a rule that runs one layer at a time, with dropout between layers."""
-
-    def rule(draw: Draw, *args: Any) -> Any:
-        # A packed sequence is two arguments: data and batch sizes.
-        count = 2 if isinstance(args[3], (list, tuple)) else 1
-        inputs, rest = args[:count], args[count:]
-        x, *sizes = inputs
-        hx, params, biases, layers, p, train, bidirectional, *batch_first = rest
-        if not _drops(p, train, x) or layers == 1:
-            # 0.0, because with dropout some kernels draw a state even if nothing drops.
-            how = (hx, params, biases, layers, 0.0, train, bidirectional)
-            return plain(*inputs, *how, *batch_first)
-        key = draw().to(x.device)
-        directions = 2 if bidirectional else 1
-        states = []
-        for i in range(layers):
-            x = dropout(fold_in(key, i - 1), x, p) if i else x
-            state = _of_layer(hx, i, directions)
-            weights = _part(params, i, len(params) // layers)
-            how = (biases, 1, 0.0, train, bidirectional, *batch_first)
-            x, *state = plain(x, *sizes, state, weights, *how)
-            states.append(state)
-        return (x, *map(torch.cat, zip(*states, strict=True)))
-
-    return rule
-
-
-def _part(whole: Any, i: int, size: int) -> Any:
-    return whole[i * size : (i + 1) * size]
-
-
-def _of_layer(hx: Any, i: int, directions: int) -> Any:
-    if isinstance(hx, Tensor):
-        return _part(hx, i, directions)
-    return [_part(h, i, directions) for h in hx]
-
-
 _DROPOUTS = {
     (torch.dropout, torch.dropout_): (_zeroed, shape_like),
     (torch.alpha_dropout, torch.alpha_dropout_): (_saturated, shape_like),
@@ -310,28 +216,14 @@ _DROPOUTS = {
         _features,
     ),
 }
-_POOLS = {
-    functional.fractional_max_pool2d: 2,
-    functional.fractional_max_pool3d: 3,
-    functional.fractional_max_pool2d_with_indices: 2,
-    functional.fractional_max_pool3d_with_indices: 3,
-}
-
 LAYERS: dict[Any, Rule] = {
     **{f: _dropout(f, *how) for both, how in _DROPOUTS.items() for f in both},
-    **{f: _rrelu(f) for f in (torch.rrelu, torch.rrelu_)},
-    **{f: _fractional_pool(f, dims) for f, dims in _POOLS.items()},
-    **{
-        f: _recurrent(f)
-        for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-    },
     torch.native_dropout: _native_dropout,
     functional.dropout: _named(torch.dropout, torch.dropout_, True),
     functional.alpha_dropout: _named(torch.alpha_dropout, torch.alpha_dropout_, False),
     functional.feature_alpha_dropout: _named(
         torch.feature_alpha_dropout, torch.feature_alpha_dropout_, False
     ),
-    functional.rrelu: _named_rrelu,
     functional.gumbel_softmax: _gumbel_softmax,
     _torch_attention: _attention,
 }

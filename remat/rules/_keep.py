@@ -97,9 +97,13 @@ class KeptPlace(PlaceInCall):
         self.how = self.residuals = None
         for mode in dispatch_modes():
             if isinstance(mode, Recorder):
-                mode.note_unseen()
+                self.note_unseen(mode)
         if why:
             self.warn(why)
+
+    def note_unseen(self, recorder: Recorder) -> None:
+        """Note that the call around cannot be recorded."""
+        recorder.note_unseen()
 
     def warn(self, why: str) -> None:
         """Tell the user that recomputes enter the call, and why."""
@@ -123,24 +127,28 @@ class KeptFunction:
         if must_inline() or not is_in_region():
             return fn(*args, **kwargs)
         name = f"keep({getattr(fn, '__name__', type(fn).__name__)})"
-        place, is_again = place_of(KeptPlace, name)
-        if not is_again:
-            return _called(place, fn, args, kwargs)
-        if place.how is not None:
-            found = place.how(fn, args, kwargs)
-            if found is not None:
-                place.skip()
-                return found[0]
-            place.entered_again(_RESULT)
-        with outside() if place.is_unseen else nullcontext(), alone():
-            return fn(*args, **kwargs)
+        return called(*place_of(KeptPlace, name), fn, args, kwargs)
+
+
+def called(place: KeptPlace, is_again: bool, fn: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function that is kept, for the first time or in a recompute."""
+    if not is_again:
+        return _called(place, fn, args, kwargs)
+    if place.how is not None:
+        found = place.how(fn, args, kwargs)
+        if found is not None:
+            place.skip()
+            return found[0]
+        place.entered_again(_RESULT)
+    with outside() if place.is_unseen else nullcontext(), alone(place.policy):
+        return fn(*args, **kwargs)
 
 
 def _called(place: KeptPlace, fn: Any, args: Any, kwargs: Any) -> Any:
     """Call the function for the first time, and keep what may be kept."""
     reach = reach_of(fn, place.name, args, kwargs)
     if reach is None or base_dual_level_active():
-        with alone():
+        with alone(place.policy):
             return fn(*args, **kwargs)
     tensors = reach.take_tensors()
     watched = WatchedCall(reach, tensors)

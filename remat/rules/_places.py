@@ -49,11 +49,13 @@ class PlaceInCall:
         is_in_function: whether a graph around is dropped when a forward has ended.
         residuals: tensors, as they are kept; None once they are not any more.
         outs: of a graph that is kept.
+        policy: of rematerialized calls within.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.source = name, user_line()
         self.is_in_function = False
+        self.policy: Any = None
         self.residuals: Sequence[Residual] | None = None
         self.outs: Sequence[Tensor] = ()
         self._streams: Sequence[tuple[Any, Any]] = ()
@@ -62,7 +64,7 @@ class PlaceInCall:
         """Call what recomputes leave out, and note what it draws."""
         streams = global_streams()
         before, others = streams.read(), [(g, state_of(g)) for g in device_generators()]
-        with alone():
+        with alone(self.policy):
             result = fn(*args, **kwargs)
         each = zip(streams.streams, before, streams.read(), strict=True)
         moved: list[Any] = [(s, now) for s, then, now in each if then != now]
@@ -146,11 +148,11 @@ class _SavedWithPlaces:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(policy: Any = None) -> Iterator[None]:
     """Run the body as if no call were around, for recomputes do not run it again."""
     context = here()
     before = context.regions, context.nested_choices, context.policy
-    context.regions, context.nested_choices, context.policy = (), None, None
+    context.regions, context.nested_choices, context.policy = (), None, policy
     try:
         yield
     finally:
@@ -164,8 +166,8 @@ def outside() -> Iterator[None]:
     resume_hooks([pair for pair in hooks if pair[1] is not unpack])
     before = context.only_our_hooks, context.modes
     context.only_our_hooks, context.modes = False, 0
-    ours = (mode for mode in dispatch_modes() if isinstance(mode, LeanDispatchMode))
-    mode = next(ours, None)
+    lean = (mode for mode in dispatch_modes() if isinstance(mode, LeanDispatchMode))
+    mode = next((mode for mode in lean if mode.is_of_call), None)
     try:
         with nullcontext() if mode is None else outside_dispatch_mode(mode):
             yield
@@ -186,6 +188,14 @@ def is_in_region() -> bool:
         if other is unpack or is_of_checkpoint(pack):
             return other is unpack
     return True
+
+
+def is_noted(name: str) -> bool | None:
+    """Say whether a forward noted a call that starts here; None in a forward."""
+    for places, is_again, index, _ in reversed(here().regions):
+        if is_again:
+            return index < len(places) and places[index].name == name
+    return None
 
 
 def place_of(kind: Any, name: str) -> tuple[Any, bool]:

@@ -64,7 +64,6 @@ CHECKPOINTS = {
     "units": {"checkpoints": 3, "unroll": 2},
     "uniform": {"checkpoints": schedules.Uniform(2)},
     "online": {"checkpoints": schedules.Online(3)},
-    "memory and disk": {"checkpoints": schedules.Multilevel(3, disk=1)},
 }
 
 
@@ -84,6 +83,12 @@ def test_a_changed_carry_that_is_read_is_refused(loop, options):
     says = r"remat: the carry of step \d+ of `\w+ of .*` \(.*\) was changed in place"
     with pytest.raises(MutationError, match=says):
         gradient(loop, chain, change=True, **options)
+
+
+@rows("loop", LOOPS)
+def test_a_carry_on_disk_is_what_it_was(loop, folder):
+    found = gradient(loop, chain, change=True, checkpoints=3, disk=True)
+    assert_same(found, gradient(loop, Plain, change=False))
 
 
 def counted(loop, *, change, **options):

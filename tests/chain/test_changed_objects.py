@@ -20,7 +20,7 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.testing import assert_close
 
 from remat import CaptureError, chain, policies
-from remat.chain.schedules import Multilevel, Uniform
+from remat.chain.schedules import Uniform
 from remat.testing import count_ops
 
 
@@ -166,6 +166,10 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
             losses.append(i)
         return (x * (1 + len(losses))).sin()
 
+    def set_for_some_steps(i, x):
+        counter.count = 2 if 2 <= i < 5 else 0
+        return (x * (1 + counter.count)).sin()
+
     def in_a_module(i, x):
         return layer(x)
 
@@ -185,12 +189,12 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
 
 NAMES = [*bodies()[0]]
 CHECKPOINTS = {
-    "none": None,
-    "all": "all",
-    "one": 1,
-    "two": 2,
-    "segments": Uniform(2),
-    "disk": Multilevel(memory=2, disk=1),
+    "none": {},
+    "all": {"checkpoints": "all"},
+    "one": {"checkpoints": 1},
+    "two": {"checkpoints": 2},
+    "segments": {"checkpoints": Uniform(2)},
+    "disk": {"checkpoints": 3, "disk": True},
 }
 
 
@@ -217,11 +221,11 @@ def counted(run, *args, **options):
     return found, ops["sin"]
 
 
-@rows("checkpoints", CHECKPOINTS, fast=("none", "two"))
+@rows("options", CHECKPOINTS, fast=("none", "two"))
 @pytest.mark.parametrize("name", NAMES)
-def test_each_step_changes_objects_once(name, checkpoints, folder):
+def test_each_step_changes_objects_once(name, options, folder):
     def run(body, x):
-        return chain.fori_loop(0, STEPS, body, x, checkpoints=checkpoints)
+        return chain.fori_loop(0, STEPS, body, x, **options)
 
     (found, changed), ran = counted(gradients, run, name)
     (expected, plainly), plain = counted(gradients, in_a_loop, name)
@@ -268,9 +272,8 @@ def test_a_change_costs_no_evaluation():
             chain.fori_loop(
                 0, STEPS, lambda i, x: (x * 2).sin(), x, checkpoints=checkpoints
             ).sum().backward()
-        assert sines("counting", checkpoints) == ops["sin"] > STEPS
-        # What no step changed before a checkpoint is not known there.
-        assert sines("beginning_late", checkpoints) > ops["sin"]
+        for name in ("counting", "beginning_late", "set_for_some_steps"):
+            assert sines(name, checkpoints) == ops["sin"] > STEPS
 
 
 # --- Other loops --------------------------------------------------------------------
@@ -376,14 +379,40 @@ def test_a_layer_that_is_called_several_times(options):
 # --- What cannot be put back --------------------------------------------------------
 
 
-def test_a_change_of_a_while_loop_that_begins_late_is_refused():
+@pytest.mark.parametrize("checkpoints", [1, 3, "all"])
+def test_a_while_loop_that_begins_late(checkpoints):
+    def run(loop):
+        log = []
+
+        def body(c):
+            log.extend([1] if c[1] == 2 else [])
+            return (c[0] * (1 + len(log))).sin(), c[1] + 1
+
+        x = V.clone().requires_grad_()
+        out = loop(lambda c: c[1] < 5, body, (x, 0))[0].sum()
+        return torch.autograd.grad(out, x), log
+
+    def loop(*args):
+        return chain.while_loop(*args, checkpoints=checkpoints)
+
+    (found, log), ran = counted(run, loop)
+    (expected, plain_log), plain = counted(run, plain_while)
+    assert log == plain_log == [1]
+    assert_close(found, expected)
+    assert ran > plain
+
+
+def test_a_condition_that_changes_something_late_is_refused():
     log = []
 
-    def body(c):
+    def cond(c):
         log.extend([1] if c[1] == 2 else [])
-        return c[0].sin(), c[1] + 1
+        return c[1] < 4
 
-    with pytest.raises(CaptureError, match="changed `log`, and did not in the first"):
+    with pytest.raises(CaptureError, match=r"the condition of .* changed `log`"):
         chain.while_loop(
-            lambda c: c[1] < 4, body, (V.clone().requires_grad_(), 0), checkpoints=2
+            cond,
+            lambda c: (c[0].sin(), c[1] + 1),
+            (V.clone().requires_grad_(), 0),
+            checkpoints=2,
         )

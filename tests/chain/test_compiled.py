@@ -103,7 +103,6 @@ def test_a_graph_has_the_segments_of_the_schedule(runs, name):
 
 OTHERS = {
     "Binomial": {"checkpoints": 3},
-    "Multilevel": {"checkpoints": schedules.Multilevel(3)},
     "Online": {"checkpoints": schedules.Online(3)},
 }
 

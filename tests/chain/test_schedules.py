@@ -23,17 +23,13 @@ from remat.chain.schedules import (
     EveryStep,
     Held,
     Load,
-    Multilevel,
     Online,
     Reverse,
     Save,
     Sqrt,
-    StageCosts,
-    Storage,
     Uniform,
     held,
     plot,
-    rotor,
 )
 
 
@@ -91,7 +87,6 @@ def test_the_interpreter_accepts_a_right_schedule_and_counts():
         (edited(FORWARD, 3), "does not reach the result"),
         (edited(FORWARD, 1, Load(0), Advance(0, 2)), "Load.* in a forward"),
         (edited(FORWARD, 1, Advance(1, 2)), "carry 1 is not live, but 0 is"),
-        (edited(FORWARD, 2, Save(2, Storage.DISK)), "1 carries in Storage.DISK"),
         (edited(FORWARD, 1, Advance(0, 1), Save(1), Advance(1, 2)), "3 carries in"),
         (edited(FORWARD, 2, Drop(2)), "carry 2 is not stored"),
         (edited(FORWARD, 3, Advance(2, 4)), "no steps"),
@@ -163,7 +158,7 @@ def test_the_repetitions_are_the_least_that_reach_the_length(length, slots):
 def test_uniform_segments_are_equal(length, segments):
     width = math.ceil(length / segments)
     found = assert_as_predicted(Uniform(segments), length, memory=segments, width=width)
-    assert found.done[Reverse] == found.peak[Storage.MEMORY] == min(segments, length)
+    assert found.done[Reverse] == found.peak == min(segments, length)
 
 
 @given(LENGTHS)
@@ -176,7 +171,7 @@ def test_the_segments_of_sqrt_are_as_many_as_their_steps(length):
 @given(LENGTHS, WIDTHS)
 def test_every_step_is_stored_and_reversed_alone(length, unroll):
     found = assert_as_predicted(EveryStep(unroll), length, width=unroll)
-    assert found.done[Reverse] == found.peak[Storage.MEMORY] == -(-length // unroll)
+    assert found.done[Reverse] == found.peak == -(-length // unroll)
 
 
 # --- Binomial -----------------------------------------------------------------------
@@ -247,9 +242,6 @@ def test_long_chains_are_scheduled_lazily():
         (lambda: Binomial(True), TypeError, "an integer as checkpoints; got True"),
         (lambda: Binomial(3, 0), ValueError, "Binomial takes unroll >= 1; got 0"),
         (lambda: Online(0), ValueError, "Online takes checkpoints >= 1; got 0"),
-        (lambda: Multilevel(0), ValueError, "Multilevel takes memory >= 1; got 0"),
-        (lambda: Multilevel(1, -1), ValueError, "Multilevel takes disk >= 0; got -1"),
-        (lambda: Multilevel(1, 1, -2.0), ValueError, "write_cost >= 0, in steps; got"),
         (lambda: EveryStep(-1), ValueError, "EveryStep takes unroll >= 1; got -1"),
     ],
 )
@@ -262,103 +254,6 @@ def test_schedules_are_values():
     assert Binomial(3) == Binomial(3) != Binomial(4)
     assert len({Binomial(3), Binomial(3), Uniform(3), Sqrt(), EveryStep()}) == 4
     assert Advance(0, 3) != Reverse(0, 3)
-
-
-# --- Schedules with carries in memory and on disk, against all places on disk ---
-
-
-COSTS = st.sampled_from([0, 0.5, 1, 3, 10, 100])
-
-
-@given(LENGTHS, SLOTS, st.none() | st.integers(0, 30), COSTS, COSTS, WIDTHS)
-def test_two_levels_run_what_they_predict(length, memory, disk, write, read, unroll):
-    schedule = Multilevel(memory, disk, write, read, unroll)
-    most = math.inf if disk is None else disk
-    found = assert_as_predicted(
-        schedule, length, memory=memory, disk=most, width=unroll
-    )
-    assert found.peak[Storage.DISK] == schedule.on_disk(length)
-    assert len(found.written) == len(set(found.written)) == schedule.on_disk(length)
-    assert found.read == found.written[::-1]
-
-
-def price(schedule, length):
-    transfers = schedule.write_cost + schedule.read_cost
-    steps = schedule.evaluations(length).backward
-    return steps + transfers * schedule.on_disk(length)
-
-
-def least_price(length, memory, disk, transfers):
-    """The least price over all sets of carries on disk."""
-    return min(
-        length
-        + count * transfers
-        + fewest_advances(length - cuts[-1] + 1, memory)
-        - (length - cuts[-1])
-        + sum(fewest_advances(b - a, memory) for a, b in itertools.pairwise(cuts))
-        for count in range(min(length, disk + 1))
-        for rest in itertools.combinations(range(1, length), count)
-        for cuts in [(0, *rest)]
-    )
-
-
-@pytest.mark.parametrize("transfers", [0, 1, 2.5, 6])
-@pytest.mark.parametrize("disk", [0, 1, 3, 12])
-@pytest.mark.parametrize("memory", [1, 2, 3])
-def test_no_other_carries_on_disk_cost_less(memory, disk, transfers):
-    for length in range(1, 13):
-        schedule = Multilevel(memory, disk, transfers, 0)
-        assert price(schedule, length) == least_price(length, memory, disk, transfers)
-
-
-@given(st.integers(1, 80), SLOTS, COSTS)
-def test_no_other_number_of_carries_on_disk_costs_less(length, memory, transfers):
-    best = price(Multilevel(memory, None, transfers, 0), length)
-    for disk in range(length):
-        found = Multilevel(memory, disk, transfers, 0)
-        assert price(found, length) >= best
-
-
-def price_with_many_reads(longest, memory, write, read):
-    """The least price for each length, if a carry on disk may be read again and again.
-
-    The dynamic program of Aupy, Herrmann, Hovland and Robert, 2016, without a limit of
-    carries on disk.
-    """
-    in_memory = [fewest_advances(length, memory) for length in range(longest + 2)]
-    fresh, on_disk = [0], [0]  # by length, and by where the first carry is
-    for length in range(1, longest + 2):
-        splits = [k + fresh[length - k] + on_disk[k] for k in range(1, length)]
-        on_disk.append(read + min([in_memory[length], *splits]))
-        fresh.append(min([in_memory[length], *(write + split for split in splits)]))
-    # The forward goes over the last step: a chain that is one longer.
-    return fresh[1:]
-
-
-@pytest.mark.parametrize("memory", [3, 5, 10])
-@pytest.mark.parametrize(
-    ("write", "read", "most"),
-    [(0, 0, 1), (1, 1, 1), (5, 5, 1), (20, 20, 1), (5, 0, 1.1), (100, 1, 1.1)],
-)
-def test_many_reads_of_a_carry_on_disk_hardly_pay(memory, write, read, most):
-    best = price_with_many_reads(80, memory, write, read)
-    for length in range(1, 81):
-        found = price(Multilevel(memory, None, write, read), length)
-        assert best[length] <= found
-        assert found + length <= most * (best[length] + length)  # with the forward
-
-
-def test_without_a_disk_two_levels_are_binomial():
-    for length in range(30):
-        one, two = Binomial(4), Multilevel(4, disk=0)
-        assert list(one.forward(length)) == list(two.forward(length))
-        assert list(one.backward(length)) == list(two.backward(length))
-
-
-def test_a_free_disk_stores_what_it_takes_to_run_each_step_once_more():
-    schedule = Multilevel(4, None, 0, 0)
-    assert schedule.evaluations(100) == (100, 100)
-    assert schedule.on_disk(100) == 96
 
 
 # --- Schedules for chains of unknown length, against those that know the length ---
@@ -404,7 +299,7 @@ def test_a_placer_can_be_stopped_at_any_step(length, slots):
     interpreter.forward(
         action for k in range(length) for action in [*placer.at(k), Advance(k, k + 1)]
     )
-    assert placer.stored == tuple(interpreter.stored)
+    assert placer.stored == tuple(sorted(interpreter.stored))
     found = interpreter.backward(Online(slots).backward(length, placer.stored))
     assert found == Online(slots).evaluations(length).backward
 
@@ -419,14 +314,12 @@ def test_a_placer_refuses_a_step_out_of_order():
 # --- What a chain holds over time, by its schedule, and the plot of it ---
 
 
-STAGE = StageCosts(1.0, output_bytes=1, saved_bytes=4, backward_cost=2.0)
 SCHEDULES = [
     Sqrt(),
     Uniform(7),
     EveryStep(),
     Binomial(5),
     Binomial(5, unroll=3),
-    Multilevel(memory=3, write_cost=5, read_cost=5),
     Online(5),
 ]
 
@@ -435,11 +328,10 @@ SCHEDULES = [
 @pytest.mark.parametrize("length", [1, 2, 50])
 def test_what_is_held_is_what_an_interpreter_counts(schedule, length):
     states = [*held(schedule, length)]
-    interpreter = Interpreter(length, disk=length)
+    interpreter = Interpreter(length)
     ran = interpreter.run(schedule)
-    assert states[-1] == Held(sum(ran), 0, 0, 0)
-    assert max(s.memory for s in states) == interpreter.peak[Storage.MEMORY]
-    assert max(s.disk for s in states) == interpreter.peak[Storage.DISK]
+    assert states[-1] == Held(sum(ran), 0, 0)
+    assert max(s.stored for s in states) == interpreter.peak
     times = [s.evaluations for s in states]
     assert times == sorted(times)
 
@@ -448,15 +340,6 @@ def test_steps_of_a_segment_are_recorded_together():
     assert max(s.recorded for s in held(Sqrt(), 1000)) == 32
     assert max(s.recorded for s in held(EveryStep(unroll=4), 1000)) == 4
     assert max(s.recorded for s in held(Binomial(10), 1000)) == 1
-
-
-def test_recorded_stages_of_a_plan_wait_for_their_backward():
-    plan = rotor([STAGE] * 6, budget=12)
-    states = [*held(plan, 6)]
-    assert states[-1] == Held(sum(plan.evaluations(6)), 0, 0, 0)
-    after_the_forward = next(s for s in states if s.evaluations == 6)
-    assert after_the_forward.recorded
-    assert max(s.recorded for s in states) < 6
 
 
 def test_a_chain_without_steps_holds_nothing():
@@ -468,9 +351,8 @@ def test_the_plot_draws_what_is_held(pyplot, schedule):
     axes = plot(schedule, 50)
     drawn = {line.get_label(): [*line.get_ydata()] for line in axes.get_lines()}
     states = [*held(schedule, 50)]
-    assert drawn["carries in memory"] == [s.memory for s in states]
+    assert drawn["stored carries"] == [s.stored for s in states]
     assert drawn["recorded steps"] == [s.recorded for s in states]
-    assert ("carries on disk" in drawn) == isinstance(schedule, Multilevel)
     assert axes.get_xlabel() == "steps evaluated so far"
     assert axes.get_ylabel() == "carries and steps held"
     assert "50 steps" in axes.get_title(loc="left")

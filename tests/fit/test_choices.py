@@ -9,7 +9,7 @@ import torch
 from support.fitted import CASES, bytes_before
 
 from remat._base.calls import OUTSIDE, ModuleCall
-from remat._fit.choose import SavingProgram, chosen_for, least_for, solved
+from remat._fit.choose import chosen_for, least_for, program_of, solved
 from remat._fit.planning import _course
 from remat._fit.record import record
 from remat._fit.search import greedy
@@ -76,10 +76,10 @@ def test_a_walk_tells_choices_apart():
 
 def bound(walker, budget):
     """Return the least seconds, if what is recomputed took no memory."""
-    program = SavingProgram(walker)
+    program = program_of(walker)
     for at, nbytes in enumerate(walker.base):
         program.limits[at] = budget - nbytes
-    program.solve(nodes=5000, gap=1e-4)
+    program.solve(node_limit=5000, mip_rel_gap=1e-4)
     return program.bound / 1e6
 
 

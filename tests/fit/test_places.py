@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import remat
 from remat._base.calls import Calls
-from remat._fit.quiet import without_lines_of_highs
+from remat._partial.solver import without_lines_of_highs
 from remat.testing import assert_same, count_ops
 
 

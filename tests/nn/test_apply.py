@@ -80,6 +80,8 @@ SELECTORS = {
     "a function of a module": (lambda m: isinstance(m, (Block, Other)), (6, 2)),
     "a function that may take a name": (lambda m, name="": m == "head", (3, 2)),
     "names and classes": (("layers.0", Other), (4, 2)),
+    "the name of a class": ("Block", (6, 1)),
+    "names of classes": (["Block", "Other"], (6, 2)),
 }
 
 
@@ -91,6 +93,21 @@ def test_what_a_selector_selects(select, expected):
     plain(X).backward()
     grads = [p.grad for p in model.parameters()]
     assert_same(grads, [p.grad for p in plain.parameters()])
+
+
+def test_modules_themselves():
+    model = model_of()
+    remat.nn.apply(model, [model.layers[0], model.head])
+    assert counted(model) == (4, 2)
+    remat.nn.remove(model)
+    assert counted(remat.nn.apply(model, model.head)) == (3, 2)
+
+
+def test_a_check_function_by_torchs_name():
+    model = applied(check_fn=lambda module: isinstance(module, Other))
+    assert counted(model) == (3, 2)
+    with pytest.raises(TypeError, match="`check_fn` says which modules"):
+        applied("layers.*", check_fn=lambda module: True)
 
 
 def test_a_policy_for_each_module():
@@ -351,13 +368,13 @@ REFUSED = {
     "prune": (lambda: applied(prune="never"), "prune='never'"),
     "no model": (lambda: remat.nn.apply(3), "int is not a module"),
     "no selector": (lambda: applied(3), "3 is not a selector. Pass a class"),
-    "a module": (lambda: applied(nn.Tanh()), "is not a selector. Pass a class"),
+    "a module": (lambda: applied(nn.Tanh()), "a Tanh that is not in it selects no"),
     "a policy": (
         lambda: applied(policies.dots_saveable),
         r"pass a policy by name: remat.nn.apply\(model, policy=dots_saveable\)",
     ),
     "another class": (lambda: applied(dict), "is not a selector. Pass a class"),
-    "no policy": (lambda: applied(policy="dots"), "policy"),
+    "no policy": (lambda: applied(policy=3), "policy"),
     "remove": (lambda: remat.nn.remove([]), "list is not a module"),
 }
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from remat._partial import budget
+from remat._partial import budget, solver
 from remat._partial.budget import CostedOperation, Problem, solution_of, solve
 
 
@@ -15,7 +15,8 @@ LIMITS = 0, 4, 8, 16, 32, 64
 
 @pytest.fixture(autouse=True)
 def nothing_is_known():
-    budget._solved.cache_clear()
+    budget._known.cache_clear()
+    budget._searched.cache_clear()
 
 
 @st.composite
@@ -230,7 +231,7 @@ def test_more_time_is_used_where_there_was_too_little():
 
 def test_a_problem_is_solved_once(monkeypatch):
     first = solve(FORK, 8)
-    monkeypatch.delattr(budget, "_scipy")
+    monkeypatch.delattr(solver, "_scipy")
     again = Problem(tuple(FORK.operations), tuple(FORK.nbytes), frozenset(FORK.roots))
     assert solve(again, 8) == first
     with pytest.raises(NameError, match="_scipy"):

@@ -453,7 +453,8 @@ def test_without_scipy_a_policy_of_elsewhere_says_it_at_the_call(monkeypatch):
     policy = pickle.dumps(within(MATRIX))
     for name in ("scipy", "scipy.optimize"):
         monkeypatch.setitem(sys.modules, name, None)
-    budget._solved.cache_clear()
+    budget._known.cache_clear()
+    budget._searched.cache_clear()
     forget_calls()
     fn = remat(layers, policy=pickle.loads(policy))
     with pytest.raises(ImportError, match=r"solved by scipy.*pip install scipy"):
@@ -474,7 +475,8 @@ def wide(w, x):
 
 def test_when_the_time_is_up_the_budget_holds_and_explain_tells_the_gap():
     w, x = matrix(1), matrix(2)
-    budget._solved.cache_clear()
+    budget._known.cache_clear()
+    budget._searched.cache_clear()
     nbytes = 7 * MATRIX + 123
     fn = remat(wide, policy=within(nbytes, time_limit=0.0))
     assert kept_bytes(fn, w, x) <= nbytes

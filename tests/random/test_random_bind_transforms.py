@@ -36,7 +36,6 @@ BATCHED = {
     "dropout": F.dropout,
     "dropout1d": F.dropout1d,
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
-    "rrelu": lambda x: F.rrelu(x, training=True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True),
     "rand": lambda x: torch.rand(2, 3),
     "randn_like": torch.randn_like,
@@ -123,7 +122,6 @@ MLP = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8)
 MODELS = {
     "mlp": (MLP, make(4, 8, seed=7)),
     "transformer": (ENCODER, SEQUENCE),
-    "gru": (nn.GRU(8, 8, 2, dropout=0.5), SEQUENCE),
 }
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from remat import compare, explain, policies, remat, saved_residuals
 from remat._base.context import here
-from remat._partial import budget
+from remat._partial import budget, solver
 from remat.policies import within
 from remat.policies._within import NO_SCIPY
 from remat.testing import count_ops, peak_bytes
@@ -511,8 +511,9 @@ def test_without_scipy_the_front_is_left_out_and_that_is_said(monkeypatch, compa
     def no_scipy():
         raise ImportError(NO_SCIPY)
 
-    monkeypatch.setattr(budget, "_scipy", no_scipy)
-    budget._solved.cache_clear()
+    monkeypatch.setattr(solver, "_scipy", no_scipy)
+    budget._known.cache_clear()
+    budget._searched.cache_clear()
     found = compare(layers, W, V, X)
     assert found.rows == compared.rows
     assert found.front == ()

@@ -93,9 +93,6 @@ FUNCTIONS = {
     "random_ from, to": lambda: torch.empty(20, dtype=torch.int8).random_(-5, 7),
     "random_ from": lambda: torch.empty(9, dtype=torch.int64).random_(-(2**63), None),
     "exponential_": lambda: torch.empty(20).exponential_(2.0),
-    "log_normal_": lambda: torch.empty(20).log_normal_(),
-    "cauchy_": lambda: torch.empty(20).cauchy_(),
-    "geometric_": lambda: torch.empty(20, dtype=torch.int64).geometric_(0.1),
     "init.uniform_": lambda: init.uniform_(torch.empty(8, 9)),
     "init.normal_": lambda: init.normal_(torch.empty(8, 9), 1.0, 2.0),
     "init.trunc_normal_": lambda: init.trunc_normal_(torch.empty(8, 9)),
@@ -127,6 +124,11 @@ def pooled(x, dims=2, **how):
     return getattr(F, f"fractional_max_pool{dims}d")(x, 2, **how)
 
 
+def stacked(kind, *, packed=False, **how):
+    x = nn.utils.rnn.pack_padded_sequence(SEQUENCE, [5, 3, 2]) if packed else SEQUENCE
+    return kind(8, 6, 2, dropout=0.4, **how)(x)
+
+
 # Of a tensor that gradients flow to.
 LAYERS = {
     "dropout": (X, F.dropout),
@@ -140,24 +142,10 @@ LAYERS = {
     "dropout3d of one": (X.view(8, 4, 8, 8), F.dropout3d),
     "alpha_dropout": (X, lambda x: F.alpha_dropout(x, 0.5, True)),
     "feature_alpha_dropout": (X, lambda x: F.feature_alpha_dropout(x, 0.5, True)),
-    "rrelu": (X, lambda x: F.rrelu(x, training=True)),
-    "rrelu, in place": (X, lambda x: F.rrelu(x * 1, training=True, inplace=True)),
     "gumbel_softmax": (X, F.gumbel_softmax),
     "gumbel_softmax, hard": (X, lambda x: F.gumbel_softmax(x, 0.5, hard=True, dim=1)),
-    "fractional_max_pool2d": (X, lambda x: pooled(x, output_size=7)),
-    "fractional_max_pool2d, indices": (
-        X,
-        lambda x: pooled(x, output_ratio=(0.4, 0.4), return_indices=True),
-    ),
-    "fractional_max_pool3d": (X, lambda x: pooled(x, 3, output_size=(2, 7, 7))),
-    "fractional_max_pool3d, indices": (
-        X,
-        lambda x: pooled(x, 3, output_size=(2, 7, 7), return_indices=True),
-    ),
     "attention": (Q, lambda q: attended(q)),
     "causal attention": (Q, lambda q: attended(q, is_causal=True)),
-    "FractionalMaxPool2d": (X, nn.FractionalMaxPool2d(2, output_size=7)),
-    "RReLU": (X, nn.RReLU()),
     "MultiheadAttention": (SEQUENCE, lambda x: ATTENTION(x, x, x)),
     "MultiheadAttention, no weights": (
         SEQUENCE,
@@ -165,10 +153,6 @@ LAYERS = {
     ),
     "TransformerEncoderLayer": (SEQUENCE, ENCODER),
     "TransformerDecoderLayer": (SEQUENCE, lambda x: DECODER(x, x.sin())),
-    "LSTM": (SEQUENCE, nn.LSTM(8, 6, 3, dropout=0.4, bidirectional=True)),
-    "GRU": (SEQUENCE, nn.GRU(8, 6, 3, dropout=0.4, batch_first=True)),
-    "RNN": (SEQUENCE, nn.RNN(8, 6, 2, dropout=0.4, bias=False)),
-    "RNN, relu": (SEQUENCE, nn.RNN(8, 6, 2, dropout=0.4, nonlinearity="relu")),
 }
 
 # Draws that have no rule, and are refused.
@@ -177,6 +161,22 @@ REFUSED = {
     "binomial": lambda: torch.binomial(ONES, ONES / 2),
     "_standard_gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
     "_sample_dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
+    "log_normal_": lambda: torch.empty(20).log_normal_(),
+    "cauchy_": lambda: torch.empty(20).cauchy_(),
+    "geometric_": lambda: torch.empty(20, dtype=torch.int64).geometric_(0.1),
+    "rrelu": lambda: F.rrelu(X, training=True),
+    "rrelu_": lambda: torch.rrelu_(X * 1, 0.1, 0.3, True),
+    "fractional_max_pool2d_with_indices": lambda: pooled(
+        X, output_size=7, return_indices=True
+    ),
+    "fractional_max_pool2d": lambda: nn.FractionalMaxPool2d(2, output_size=7)(X),
+    "fractional_max_pool3d": lambda: pooled(X, 3, output_size=(2, 7, 7)),
+    "the dropout between layers of lstm": lambda: stacked(nn.LSTM, bidirectional=True),
+    "the dropout between layers of gru": lambda: stacked(nn.GRU, packed=True),
+    "the dropout between layers of rnn_tanh": lambda: stacked(nn.RNN, bias=False),
+    "the dropout between layers of rnn_relu": lambda: stacked(
+        nn.RNN, nonlinearity="relu"
+    ),
     "rand": lambda: torch.ops.aten.rand.default([3]),
 }
 

@@ -12,6 +12,7 @@ from support.runs import assert_replayed, gradients, leaf
 from support.tables import rows
 from support.transforms import some
 from support.zoo import plainly
+from torch import nn
 from torch.func import jvp
 
 from remat import remat
@@ -129,6 +130,27 @@ def test_timeline_names_the_operations_of_a_recompute_and_of_a_backward():
     assert plain.ops.count("SinBackward0") > 0
     assert plain.bytes[:8] == tuple(UNIT * i for i in range(1, 9))
     assert max(ours.bytes[: ours.ops.index("sum")]) == 2 * UNIT
+
+
+@pytest.mark.parametrize("wrap", [plainly, remat])
+def test_the_timeline_of_a_model_without_values_is_that_of_one_with_them(wrap):
+    def built():
+        layers = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))]
+        return nn.Sequential(*(wrap(layer) for layer in layers * 4))
+
+    def step(model, x):
+        model(x).square().mean().backward()
+
+    found = []
+    for device in "cpu", "meta":
+        with torch.device(device):
+            model, x = built(), torch.ones(64, 8)
+            step(model, x)  # torch sets up what it needs for these operations
+        model.zero_grad()
+        found.append(memory_timeline(step, model, x))
+    real, meta = found
+    assert (meta.peak, meta.peak_op) == (real.peak, real.peak_op)
+    assert meta.bytes[-1] == real.bytes[-1] == sum(p.nbytes for p in model.parameters())
 
 
 def test_timeline_passes_arguments_and_keyword_arguments():

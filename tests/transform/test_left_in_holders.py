@@ -332,17 +332,29 @@ def test_what_is_kept_is_kept_once_at_the_base():
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "jvp(grad)", "grad(vmap)"])
-def test_what_is_kept_where_no_walk_comes_is_refused(transform, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"prune": True}, id="prune"),
+        pytest.param({"policy": policies.everything_saveable}, id="all saved"),
+    ],
+)
+def test_what_is_kept_where_no_walk_comes_is_refused(transform, options, monkeypatch):
+    """In each call: the first one of a kind is recorded."""
     held, weight = State(), torch.ones(3, dtype=X.dtype)
     monkeypatch.setattr(torch.utils, "held", held, raising=False)
 
     def fn(x):
         h = (x * weight).sin()
         torch.utils.held.h = h
-        return h.exp()
+        return h.exp().cos()
+
+    wrapped = remat(fn, **options)
 
     def loss(x):
-        return (remat(fn)(x) * held.h).sum()
+        return (wrapped(x) * held.h).sum()
 
-    with pytest.raises(CaptureError, match="left it other than by being returned"):
-        TRANSFORMS[transform](loss)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="left it other than by being returned"):
+            TRANSFORMS[transform](loss)

@@ -52,7 +52,7 @@ def test_the_names_are_those_of_the_modules():
         values = vars(sys.modules[module])
         modules = {key for key in values if f"{module}.{key}" in sys.modules}
         assert names == {key for key in values if not key.startswith("_")} - modules
-    assert len(NAMES) > 140
+    assert len(NAMES) > 130
 
 
 VALUES = [name for name in NAMES if name.is_value and not name.is_foreign]

@@ -38,7 +38,7 @@ TOLD = {
     "remat/**/*.py": [],
     "benchmarks/demo.py": told("Makefile", r"/\.demo: pyproject", r"\)"),
     "benchmarks/*.py": told("README.md", "", r"` for the commands in `benchmarks/`"),
-    "notebooks/*.ipynb": told("docs/quickstart.md", "", " jupyterlab"),
+    "notebooks/*.ipynb": told("docs/index.md", "", " jupyterlab"),
     "docs/**/*.py": ["docs"],
     "tests/**/*.py": [
         *told("Makefile", r"/\.dev: pyproject", r"\)"),

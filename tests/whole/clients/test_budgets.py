@@ -152,6 +152,21 @@ def test_other_lengths_than_planned_stay_in_the_budget(name, tmp_path):
     assert peak <= 1.01 * plan.budget
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["", "bf16"])
+def test_the_first_batch_of_the_trainer_makes_the_plan(name, options, tmp_path):
+    rows, model = texts(name, "padded"), built(name)
+    budget = planned(model, stacked(rows)).budget
+    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
+    remat.nn.apply(ours, f"budget:{budget}")
+    before = bytes_before(model, *stacked(rows).values())
+    of_plain = before + trained(plain, rows, tmp_path / "plain", **options)
+    peak = before + trained(ours, rows, tmp_path / "ours", **options)
+    assert_same([*ours.parameters()], [*plain.parameters()])
+    assert peak <= 1.01 * budget
+    assert peak < of_plain
+
+
 IN_ORDER = {"train_sampling_strategy": "sequential"}
 
 

@@ -106,13 +106,16 @@ def test_a_checkpoint_of_trainer_is_plains(name, change, tmp_path):
 
 
 @clients
-def test_a_trainer_that_is_told_to_checkpoint_keeps_ours(name, tmp_path):
+@pytest.mark.parametrize(
+    "switch", ["activation_checkpointing", "gradient_checkpointing"]
+)
+def test_a_trainer_that_is_told_to_checkpoint_keeps_ours(name, switch, tmp_path):
     """It put torch's checkpoint in, and the policy was lost."""
     client = CLIENTS[name]
     plain, ours = built(client), built(client)
     remat.nn.enable(ours, policy=policies.dots_saveable)
     _, want = by_trainer(plain, tmp_path / "plain")
-    _, got = by_trainer(ours, tmp_path / "ours", activation_checkpointing=True)
+    _, got = by_trainer(ours, tmp_path / "ours", **{switch: True})
     assert_same(got["parameters"], want["parameters"])
     assert products(client, ours) == products(client, plain)
     alone = built(client)

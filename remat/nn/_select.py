@@ -1,0 +1,283 @@
+"""Which modules of a model are meant, and with which policy: by objects or by texts.
+
+A config file holds texts. "full", "none", "every_2", "budget:24GB" and names of
+policies say what becomes of modules; other texts are names of modules or of classes.
+
+Invariant: all that a config says is checked before a module changes, and an error names
+the key. Rejected: functions in texts, as "names(a, b)". A dict by place says the same,
+`{"a": "save"}`, and needs no parser.
+"""
+
+import fnmatch
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from remat._base.sizes import bytes_in
+from remat._transform.refused import has_forward
+from remat.nn._applied import shown_name
+from remat.nn._blocks import blocks
+from remat.policies import Decision, Policy, as_policy, within
+
+
+Chosen: TypeAlias = list[tuple[str, nn.Module, Any]]  # names, modules, policies
+
+
+def chosen(model: nn.Module, select: Any, policy: Any) -> Chosen:
+    """Return the modules that are selected, by name, and the policy of each."""
+    every, policy = _meaning(policy, "policy") if _is_text(policy) else (1, policy)
+    mode = _mode(model, select)
+    if mode is not None:
+        which, under = mode
+        found = blocks(model)
+        if not found:
+            raise ValueError(_NO_BLOCKS.format(model=type(model).__name__))
+        if under is not None and policy is not None:
+            raise ValueError(_TWO_POLICIES)
+        policy = policy if under is None else under
+        kept = _each(found.items(), which if every == 1 else every)
+        return [(name, module, policy) for name, module in kept]
+    selectors = as_selectors(select)
+    if not selectors:
+        raise ValueError(_NO_SELECTORS.format(select=select))
+    policies = [(every, policy)] * len(selectors)
+    if isinstance(select, Mapping):
+        if policy is not None:
+            raise ValueError(_TWO_POLICIES)
+        policies = [_checked(value, key) for key, value in select.items()]
+    counts = Counter[int]()
+    found = list[tuple[str, nn.Module, Any]]()
+    for name, module, k in selected(model, selectors):
+        every, policy = policies[k]
+        if every and counts[k] % every == 0:
+            found.append((name, module, policy))
+        counts[k] += 1
+    return found
+
+
+def _each(items: Iterable[Any], every: int) -> list[Any]:
+    """Return the first of every so many; none for 0."""
+    return [*items][::every] if every else []
+
+
+# --- Texts ---
+
+
+_MODES = "full", "none", "every_2"
+_EVERY = re.compile(r"every_([1-9]\d*)")
+_BUDGET = re.compile(r"budget\s*:(.*)")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def budget_in(select: Any) -> int | None:
+    """Return the bytes of a text such as "budget:24GB"; None for anything else."""
+    found = _BUDGET.fullmatch(select.strip()) if isinstance(select, str) else None
+    return None if found is None else bytes_in(found[1], f"remat.nn.apply({select!r})")
+
+
+def _mode(model: nn.Module, select: Any) -> tuple[int, Any] | None:
+    """Return what becomes of the repeated blocks; None if modules are selected."""
+    if select is None:
+        return 1, None
+    if not isinstance(select, str):
+        return None
+    if select in _MODES or _EVERY.fullmatch(select):
+        return _meaning(select, "select")
+    named = {name for name, _ in model.named_modules()}
+    policy = None if select in named else _constant(select)
+    return None if policy is None else (1, policy)
+
+
+def _checked(value: Any, key: Any) -> tuple[int, Any]:
+    """Return how many modules of a key are recomputed, and under which policy."""
+    shown = repr(getattr(key, "__name__", key))
+    if isinstance(value, str):
+        return _meaning(value, shown)
+    try:
+        return 1, None if value is None else as_policy(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"remat.nn.apply, {shown}: {error}") from None
+
+
+def _meaning(text: str, key: str) -> tuple[int, Any]:
+    """Return every how many modules are recomputed, 0 for none, and the policy."""
+    text = text.strip()
+    if text in ("full", "none"):
+        return int(text == "full"), None
+    if every := _EVERY.fullmatch(text):
+        return int(every[1]), None
+    if budget := _BUDGET.fullmatch(text):
+        return 1, within(bytes_in(budget[1], f"remat.nn.apply, {key}"))
+    policy = _constant(text)
+    if policy is None:
+        near = get_close_matches(text, _WORDS, 1)
+        advice = "".join(f"Do you mean {each!r}? " for each in near)
+        raise ValueError(_NO_POLICY.format(key=key, text=text, advice=advice))
+    return 1, policy
+
+
+def _constant(text: str) -> Policy | None:
+    try:
+        return as_policy({None: text})
+    except TypeError:
+        return None
+
+
+_WORDS = *_MODES, "dots", "dots_with_no_batch_dims", "save", "recompute", "offload"
+_NO_POLICY = (
+    "remat.nn.apply, {key}: {text!r} is no policy. {advice}Write 'full', 'none', "
+    "'every_2', 'budget:1GB', 'dots', 'save', 'offload', 'disk', or the name of a "
+    "constant of remat.policies; in Python also a policy."
+)
+_NO_BLOCKS = (
+    "remat.nn.apply: this {model} has no list of blocks: no ModuleList, ModuleDict or "
+    "Sequential has two items of a class that has submodules. Say which modules you "
+    "mean: pass a class, a name such as 'layers.*', or a function of a module."
+)
+_NO_SELECTORS = (
+    "remat.nn.apply: {select!r} selects nothing. Pass selectors, or None for the "
+    "repeated blocks of the model."
+)
+_TWO_POLICIES = (
+    "remat.nn.apply: `select` gives each module a policy, so leave out `policy`."
+)
+
+
+# --- Modules: by class, by name, or by a function ---
+
+
+# A class or its name, a module or its name, which may have wildcards, or a function of
+# a module, or of its name and itself.
+Selector: TypeAlias = type[nn.Module] | nn.Module | str | Callable[..., bool]
+
+
+def selected(
+    model: nn.Module, selectors: Iterable[Selector]
+) -> list[tuple[str, nn.Module, int]]:
+    """Return modules with a `forward`, by name, and the first selector of each."""
+    selectors = [*selectors]
+    tests = [_test_of(selector) for selector in selectors]
+    found: list[tuple[str, nn.Module, int]] = []
+    useful: set[int] = set()
+    left_out: dict[int, str] = {}
+    for name, module in model.named_modules():
+        hits = [k for k, test in enumerate(tests) if test(name, module)]
+        if not has_forward(module):
+            left_out.update((k, name) for k in hits if k not in left_out)
+        elif hits:
+            useful.update(hits)
+            found.append((name, module, hits[0]))
+    for k, selector in enumerate(selectors):
+        if k not in useful and k in left_out:
+            raise ValueError(_only_container(model, left_out[k]))
+        if k not in useful:
+            raise ValueError(_nothing(model, selector))
+    return found
+
+
+def _test_of(selector: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        return lambda name, module: isinstance(module, selector)
+    if isinstance(selector, str):
+        return _test_of_text(selector)
+    if isinstance(selector, nn.Module):
+        return lambda name, module: module is selector
+    if isinstance(selector, (Policy, Decision)):
+        raise TypeError(_POLICY.format(policy=selector))
+    if callable(selector) and not isinstance(selector, type):
+        if _takes_one(selector):
+            return lambda name, module: selector(module)
+        return selector
+    raise TypeError(_NO_SELECTOR.format(selector=selector))
+
+
+def _test_of_text(text: str) -> Callable[[str, nn.Module], bool]:
+    """Return a test for the name of a module, or the name of its class."""
+    pattern = _pattern(text)
+
+    def test(name: str, module: nn.Module) -> bool:
+        return pattern.fullmatch(name) is not None or text in _class_names(module)
+
+    return test
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__ if kind is not object}
+
+
+def _takes_one(selector: Callable[..., Any]) -> bool:
+    """Say whether a function takes a module, and not also its name."""
+    try:
+        inspect.signature(selector).bind("name", "module")
+    except ValueError:  # a builtin that has no signature
+        return False
+    except TypeError:
+        return True
+    return False
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return a pattern of names, in which `*` stands for one part of a name."""
+    parts = (
+        _PARTS[part]
+        if part in _PARTS
+        else fnmatch.translate(part).removesuffix(r"\Z").replace(".*", "[^.]*")
+        for part in text.split(".")
+    )
+    return re.compile(r"\.".join(parts))
+
+
+# The name of the model itself is empty, and has no part.
+_PARTS = {"*": "[^.]+", "**": r"[^.]+(?:\.[^.]+)*"}
+
+
+def as_selectors(select: Any) -> Sequence[Selector]:
+    """Return one selector or several as a sequence."""
+    several = isinstance(select, (Mapping, list, tuple, set, frozenset))
+    return [*select] if several else [select]
+
+
+def _only_container(model: nn.Module, name: str) -> str:
+    kind = type(model.get_submodule(name)).__name__
+    inside = f"{name}.*" if name else "*"
+    return _NO_FORWARD.format(shown=shown_name(name), kind=kind, inside=inside)
+
+
+def _nothing(model: nn.Module, selector: Any) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    more = ", ..." if len(names) > 8 else "."
+    has = f"Its modules are: {', '.join(names[:8])}{more}"
+    has = has if names else "It has no modules inside."
+    shown = getattr(selector, "__name__", repr(selector))
+    if isinstance(selector, nn.Module):
+        shown = f"a {type(selector).__name__} that is not in it"
+    known = {*names}.union(*map(_class_names, model.modules()), _MODES)
+    near = get_close_matches(selector, known, 1) if isinstance(selector, str) else ()
+    has = "".join(f"Do you mean {each!r}? " for each in near) + has
+    return _NOTHING.format(shown=shown, model=type(model).__name__, has=has)
+
+
+_NO_SELECTOR = (
+    "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
+    "such as 'layers.*', a module, a function of a module (or of its name and the "
+    "module), or a list of these."
+)
+_POLICY = (
+    "remat.nn.apply: pass a policy by name: remat.nn.apply(model, policy={policy})"
+)
+_NO_FORWARD = (
+    "remat: {shown} is a {kind}, which has no `forward`, so nothing would be "
+    "recomputed. Select the modules in it: {inside!r}."
+)
+_NOTHING = (
+    "remat.nn.apply: {shown} selects no module of this {model}. {has} "
+    "In a name `*` stands for one part and `**` for several."
+)

@@ -1,0 +1,153 @@
+"""Writes that torch does not count, as through `.data`, in the first calls.
+
+Small buffers and vectors are copied, so such writes are right. Of what is not copied
+the first bytes are compared, in the first calls of an object or a function.
+"""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from remat import MutationError, policies, remat
+from remat._transform import watched
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "data.lerp_": lambda t: t.data.lerp_(torch.ones_like(t), 0.25),
+    "data.copy_": lambda t: t.data.copy_(t * 0.5),
+    "data +=": lambda t: t.data.add_(1),
+    "numpy": lambda t: t.detach().numpy().__imul__(0.5),
+}
+ROWS = {"small": 16, "large": 4000}  # of eight
+
+
+def is_copied(kind: str, size: str, wrap: str) -> bool:
+    """Say whether a call copies the table. Where it can, one Function copies late."""
+    return kind == "buffer" and (size == "small" or wrap == "higher_order")
+
+
+WRAPPED: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "default": remat,
+    "prune": lambda m: remat(m, prune=True),
+    "dots": lambda m: remat(m, policy=policies.dots_saveable),
+    "higher_order": lambda m: remat(m, higher_order=True),
+}
+
+
+class Table(nn.Module):
+    """Reads a table, and writes to it."""
+
+    def __init__(self, kind: str, rows: int, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.write: Callable[[Tensor], object] | None = write
+        table = torch.linspace(-1, 1, 8 * rows).view(rows, 8)
+        if kind == "buffer":
+            self.register_buffer("table", table)
+        else:
+            self.table = nn.Parameter(table, requires_grad=kind == "parameter")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.write is not None:
+            self.write(self.table)
+        return (h.square() * self.table.mean()).sum() + (self.table[1] * h).sum()
+
+
+def given() -> Tensor:
+    return torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("size", ROWS)
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "parameter"])
+def test_a_write_is_undone_or_refused(
+    kind: str, size: str, write: str, wrap: str
+) -> None:
+    plain = Table(kind, ROWS[size], WRITES[write])
+    ours = Table(kind, ROWS[size], WRITES[write])
+    ours.load_state_dict(plain.state_dict())
+    a, b = given(), given()
+    if not is_copied(kind, size, wrap):
+        with pytest.raises(MutationError, match=r"table`.*does not count"):
+            WRAPPED[wrap](ours)(b)
+        return
+    plain(a).backward()
+    WRAPPED[wrap](ours)(b).backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert torch.equal(a.grad, b.grad)
+    assert torch.equal(plain.table, ours.table)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "parameter"])
+def test_a_write_below_a_level_is_refused(kind: str) -> None:
+    module = Table(kind, 16, WRITES["data.lerp_"])
+    params = dict(module.named_parameters())
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return remat(lambda x: functional_call(module, params, (x,)))(x)
+
+    with pytest.raises(MutationError, match="does not count"):
+        grad(loss)(params, given().detach())
+
+
+def test_three_calls_of_a_module_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[int] = []
+    before = watched.FirstBytes.__init__
+
+    def init(self: watched.FirstBytes, tensors: list[Tensor]) -> None:
+        noted.append(len(tensors))
+        before(self, tensors)
+
+    monkeypatch.setattr(watched.FirstBytes, "__init__", init)
+    module = Table("frozen", 16, WRITES["data.lerp_"])
+    module.write = None
+    for _ in range(5):
+        remat(module)(given()).backward()
+    assert noted == [4] * 3
+    other = Table("frozen", 16, WRITES["data.lerp_"])
+    other.write = None
+    remat(other)(given()).backward()
+    assert noted == [4] * 4
+
+
+def test_what_is_remembered_goes_with_the_module() -> None:
+    module = Table("frozen", 16, WRITES["data.lerp_"])
+    module.write = None
+    gc.collect()
+    count = len(watched._COUNTED)
+    remat(module)(given()).backward()
+    assert len(watched._COUNTED) == count + 1
+    del module
+    gc.collect()
+    assert len(watched._COUNTED) == count
+
+
+def test_rows_that_an_embedding_scales_are_counted() -> None:
+    table = nn.Embedding(10, 8, max_norm=0.5)
+    twin = nn.Embedding(10, 8, max_norm=0.5)
+    twin.load_state_dict(table.state_dict())
+    index = torch.tensor([0, 1, 0])
+    calls: list[int] = []
+
+    def f(x: Tensor, e: nn.Module) -> Tensor:
+        calls.append(1)
+        return (x * e(index)).square().sum()
+
+    a, b = torch.ones(3, 8, requires_grad=True), torch.ones(3, 8, requires_grad=True)
+    f(a, table).backward()
+    calls.clear()
+    remat(f)(b, twin).backward()
+    assert len(calls) == 1  # of the recompute's no effect stays
+    assert a.grad is not None
+    assert b.grad is not None
+    assert torch.equal(a.grad, b.grad)
+    assert torch.equal(table.weight, twin.weight)
