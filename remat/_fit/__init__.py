@@ -14,6 +14,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     simulate    a step as data, and what a copy of it does
     optimizer   the states of an optimizer, and what its step holds
     meter       the observer that counts bytes and work while a step runs
+    progress    shows what is done, if that takes long
     workspace   bytes that operations hold while they run
     convolutions   those of convolutions
 

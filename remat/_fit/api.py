@@ -18,6 +18,7 @@ from remat._base.types import Fn
 from remat._fit.optimizer import refuse_optimizer
 from remat._fit.plan import Plan
 from remat._fit.planning import Planning
+from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
 from remat._report.labels import refuse_transforms
 from remat.nn._applied import refuse_others
@@ -124,8 +125,8 @@ def fit(
         raise ValueError(_SELECT)
     else:
         blocks = () if model is None else tuple(remat_nn.blocks(model))
-    with isolated():
-        planning = Planning(step, where, limit, blocks)
+    with progress(type(model or fn).__name__) as tell, isolated():
+        planning = Planning(step, where, limit, blocks, tell)
         return planning.over_blocks() if over == "blocks" else planning.over_step()
 
 

@@ -205,6 +205,7 @@ from remat._torch.process import (
     write_settings as write_settings,
 )
 from remat._torch.tensors import (
+    DEVICE_OF as DEVICE_OF,
     NO_VALUES as NO_VALUES,
     SHARED_COPY as SHARED_COPY,
     AddressAnswers as AddressAnswers,
@@ -212,6 +213,7 @@ from remat._torch.tensors import (
     as_fake as as_fake,
     copied_as_fake as copied_as_fake,
     empty_in as empty_in,
+    fake_device as fake_device,
     fake_mode as fake_mode,
     foreach_of_fakes as foreach_of_fakes,
     has_no_memory as has_no_memory,

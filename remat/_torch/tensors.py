@@ -31,6 +31,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from remat._torch.tracing import eager_only
+
 
 T = TypeVar("T")
 
@@ -107,6 +109,16 @@ def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]
 
 
+# Deleted by: fake tensors that say where they are without being dispatched.
+DEVICE_OF: Any = torch.ops.prim.device.default
+
+
+def fake_device(fake: Any) -> torch.device:
+    """Say where a fake tensor is, as its mode does."""
+    is_inside = fake.fake_mode.in_kernel_invocation
+    return torch.device("meta") if is_inside else fake.fake_device
+
+
 # Deleted by: a public FakeTensorMode that keeps the values that are known.
 def fake_mode() -> Any:
     """Return a mode in which operations make fake tensors, also of real ones.
@@ -127,20 +139,28 @@ class _WithIntegers(FakeTensorMode):
         # By the storage of a user: that one, so that its number stays, and the copy.
         self._copies: dict[int, tuple[Any, Any]] = {}
 
+    @classmethod
     @override
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # `eager_only` does that, in a fifth of the time
+
+    @override
+    @eager_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        passed = tree_leaves((args, kwargs))
+        if func is DEVICE_OF and is_fake(args[0]):
+            return fake_device(args[0])
+        passed, kwargs = tree_leaves((args, kwargs)), kwargs or {}
         if func.overloadpacket is torch.ops.aten.arange:
-            found = super().__torch_dispatch__(func, types, args, kwargs)
-            return self._arranged(found, func, args, kwargs or {})
+            found = self.dispatch(func, types, args, kwargs)
+            return self._arranged(found, func, args, kwargs)
         if not any(type(x) is Tensor and _is_known(x) for x in passed):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs or {}))
+            return self.dispatch(func, types, args, kwargs)
+        args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs))
         if all(_is_known(x) for x in passed if isinstance(x, Tensor)):
             return tree_map_only(Tensor, self._result, func(*args, **kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs)
 
     def _arranged(self, found: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what `arange` makes, with its values if these are kept."""

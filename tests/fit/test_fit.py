@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import io
 import pickle
 import re
 import sys
+import threading
 
 import pytest
 import torch
@@ -322,6 +324,35 @@ def test_remove_undoes_apply(over):
         found = gradients(model, lambda: step(model, (X,), {}, square))
     assert ops["relu"] == 6
     assert_same(found, gradients(plain, lambda: step(plain, (X,), {}, square)))
+
+
+# --- What it shows meanwhile ---------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "after", "is_shown"),
+    [(True, 0.0, True), (True, 1e3, False), (False, 0.0, False)],
+)
+def test_progress_is_shown_on_a_terminal_if_it_takes_long(
+    is_terminal, after, is_shown, monkeypatch
+):
+    terminal = Terminal(is_terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("remat._fit.progress._AFTER", after)
+    monkeypatch.setattr("remat._fit.progress._EVERY", 1e-3)
+    remat.fit(mlps(2), X, loss=square, budget="1GB")
+    said = terminal.getvalue()
+    assert bool(said) == is_shown
+    assert not said or said.endswith("\r\x1b[K")
+    assert ("remat.fit of Sequential: " in said) == is_shown
+    running = {type(thread).__name__ for thread in threading.enumerate()}
+    assert "_Line" not in running
 
 
 # --- How it shows --------------------------------------------------------------------
