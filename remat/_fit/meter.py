@@ -54,8 +54,6 @@ class Meter(Observer):
 
     is_of_call = False
     outside = "forward"  # what operations are in that are in no backward
-    outside = "forward"  # what operations are in that are in no backward
-    is_of_call = False
 
     def __init__(self) -> None:
         super().__init__()
