@@ -283,6 +283,9 @@ def _without_levels(value: Any) -> Any:
 # --- Tensors and graphs of outer levels ---
 
 
+_GRAD, _REQUIRE_GRAD = torch.autograd.grad, Tensor.requires_grad_
+
+
 class RefuseOuterLevels(TorchFunctionMode):
     """A mode that refuses tensors and graphs of levels that a function is run below."""
 
@@ -311,12 +314,11 @@ class RefuseOuterLevels(TorchFunctionMode):
         if True in map(is_of_torch_func, tensors):
             for tensor in filter(is_of_level_above, tensors):
                 raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            self._check_graph(*args, **kwargs)
-        elif func is Tensor.requires_grad_ and current_layer() is None:
+        if func is _GRAD:
+            self._check_graph(*args, **(kwargs or {}))
+        elif func is _REQUIRE_GRAD and current_layer() is None:
             raise RuntimeError(_REQUIRES_GRAD)  # as torch does within a level
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _check_graph(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
         """Refuse a gradient along a path that leads through an outer level."""

@@ -696,6 +696,7 @@ class Remat(SingleLevelFunction):
 
 
 _apply: Any = Remat.apply
+_NOTHING: Any = contextlib.nullcontext()
 
 
 def _evaluate_vjp(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any:
@@ -730,7 +731,8 @@ class Vjp(Program):
         self._with_cotangents = with_cotangents
         self._in_grad_mode = torch.is_grad_enabled()
         self._at_base, self._has_run = current_layer() is None, False
-        self.once, self.hooked = dict[int, Any](), program.hooked
+        self.once = {}
+        self.hooked = program.hooked
 
     @override
     def uses(self, count: int) -> Sequence[InputIndex]:
@@ -777,8 +779,9 @@ class Vjp(Program):
     def _gradients(self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]) -> Outputs:
         """Recompute along the plan of the forward, if it has one, and pull back."""
         planned, has_run, self._has_run = self._evaluation.planned, self._has_run, True
-        seen = self.hooked if has_run else None  # whose hooks saw these gradients
-        with seen.undone() if seen else contextlib.nullcontext(), differentiated():
+        # Hooks have seen these gradients if it has run.
+        undone = self.hooked.undone() if has_run and self.hooked else _NOTHING
+        with undone, differentiated():
             if planned is None:
                 return self._recompute_and_pull_back(cts, saved, None)
             pull = functools.partial(self._recompute_and_pull_back, cts)
