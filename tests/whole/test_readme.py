@@ -281,7 +281,7 @@ def test_carries_are_those_that_the_benchmark_wrote():
     assert stored["scan, 10"]["forward"] + stored["scan, 10"]["backward"] == runs
     page = (ROOT / "docs/chains.md").read_text()
     rows = re.findall(
-        r"^\| `(scan|while_loop)`, (\S+) \| ([\d,]+) ", page, re.MULTILINE
+        r"^\| `(scan|while_loop)`, ([^|]+) \| ([\d,]+) ", page, re.MULTILINE
     )
     of_page = {
         f"{n}, {how}".replace("`", ""): int(p.replace(",", "")) for n, how, p in rows
