@@ -129,10 +129,8 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks = _NONE if given.search is None else given.search.asks
-        for root in self._roots:
-            asks |= root.layout.asks
-        self._asks = asks
+        asks = _NONE if given.search is None else _NONE.union(given.search.asks)
+        self._asks = asks = asks.union(*[root.layout.asks for root in self._roots])
         if not asks:
             return
         end_leases()
@@ -348,8 +346,10 @@ class Reach:
             *args, fn = building.values(self._values)
             modes = building.values(modes)
         fn = fn if self.around is None else self.around(fn)
-        kwargs = dict(zip(self._names, args[self._count :], strict=True))
-        del args[self._count :]
+        kwargs: dict[str, Any] = {}
+        if self._names:
+            kwargs = dict(zip(self._names, args[self._count :], strict=True))
+            del args[self._count :]
         if body is not None:
             fn, args = body, [fn, args]
             kwargs.clear()

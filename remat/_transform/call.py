@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
-from remat._base.absent import are_tensors, inputs_of
+from remat._base.absent import inputs_of
 from remat._base.calls import in_place
 from remat._base.context import here
 from remat._base.errors import CaptureError
@@ -100,6 +100,7 @@ class Call:
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
+        self._are_plain = False
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self.reach: Any = reach
         self._inputs = self.reach.take_tensors()
@@ -307,7 +308,7 @@ class RefuseOuterLevels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        tensors = args if are_tensors(args, kwargs) else inputs_of(args, kwargs)
+        tensors = inputs_of(args, kwargs)
         if True in map(is_of_torch_func, tensors):
             for tensor in filter(is_of_level_above, tensors):
                 raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))

@@ -392,9 +392,16 @@ def dispatch(
             ends = lifted(layer, kind, inputs)
     ends = evaluation.ends(ends)
     if ends:
-        apply = _apply if layer is None else functools.partial(apply_at_level, _apply)
-        outs = apply((program, evaluation, saved or inputs, outs), *ends)
+        evaluated = program, evaluation, saved or inputs, outs
+        outs = _with_node(layer, evaluated, ends)
     return outs, evaluation
+
+
+def _with_node(layer: Any, evaluated: Any, ends: Sequence[Tensor]) -> Sequence[Any]:
+    """Return results behind a node at a level, or at the base."""
+    if layer is None:
+        return _apply(evaluated, *ends)
+    return apply_at_level(_apply, evaluated, *ends)
 
 
 def _wrapped(results: Sequence[Any], level: int) -> list[Any]:
@@ -675,7 +682,7 @@ class Remat(SingleLevelFunction):
         program, arity = ctx.program, len(primals)
         rule = program.own_vjp(program, evaluation, wanted, given)
         rule = rule or Vjp(program, evaluation, arity, wanted, given)
-        there: list[Any] = [cotangents[j] for j in given]
+        there: Any = map(cotangents.__getitem__, given)
         cts = [*map(unwrap_dead, there)]
         try:
             with counted_levels():
@@ -693,7 +700,8 @@ _apply: Any = Remat.apply
 
 def _evaluate_vjp(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any:
     """Evaluate a vjp. No node can save a cotangent that inference mode made."""
-    cts = [ct.clone() if ct.is_inference() else ct for ct in cts]
+    if True in map(Tensor.is_inference, cts):
+        cts = [ct.clone() if ct.is_inference() else ct for ct in cts]
     return evaluate(rule, [*primals, *cts])
 
 
@@ -865,8 +873,8 @@ class Vjp(Program):
         inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
             self.once = once_differentiable(ends, inputs, at_base=self._at_base)
-        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in ends)
-        return pull_back(edges, tuple(cts), inputs, create_graph=create_graph)
+        edges = [o if isinstance(o, Tensor) else o.edge for o in ends]
+        return pull_back(tuple(edges), tuple(cts), inputs, create_graph=create_graph)
 
     def _check_once(self, grads: Outputs) -> None:
         """Refuse second derivatives that torch refuses, and would be lost here."""

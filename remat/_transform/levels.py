@@ -126,7 +126,8 @@ class Below(Program):
 
     @override
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        own, self._leaves = self._leaves, list[Tensor]()
+        own: list[Tensor] = []
+        own, self._leaves = self._leaves, own
         with no_torch_functions():  # a mode of ours refuses tensors of levels that end
             self.program.refuse_leaks(own)  # first, as they lead to leaves further out
         del own
