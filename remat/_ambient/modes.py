@@ -157,6 +157,11 @@ class ModesAround:
         with self.watched(modes[0]):
             return fn(*args)
 
+    def watched_with(self, others: "ModesAround") -> Self:
+        """Know what others changed, which were watched: as those of a whole chain."""
+        self._inside = others._inside
+        return self
+
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Call a recompute, under those that change results and no others that do."""
         now, ours = _users_modes(), {id(kept.ref()) for kept in self._kept}

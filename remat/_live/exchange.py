@@ -91,11 +91,7 @@ class Exchange:
 
     def start(self) -> None:
         """Have all holders hold what they held."""
-        for owner, kind in self._others:
-            (written,) = written_to(CLASS_OF, owner, [], [type(owner)])
-            self._written.append(written)
-            written.start()
-            CLASS_OF.write(owner, [], [kind])
+        self._give_classes()
         self._keep_frozen()
         for span, place, holder, now_keys, now in self._now:
             if span.kind.frozen:
@@ -120,6 +116,20 @@ class Exchange:
                     self._tokens.append((holder, token))
         self._now.clear()
         self._fill_views()
+
+    def _give_classes(self) -> None:
+        """Have all objects be of the classes that they had."""
+        others, known = self._others, {id(owner) for owner, _ in self._others}
+        if self._effects is None:  # the run may give any object another one
+            objects, slotted = self._layout.objects, self._layout.slotted
+            each = (*self._owners[objects], *self._owners[slotted])
+            others = others + [(o, type(o)) for o in each if id(o) not in known]
+        for owner, kind in others:
+            (written,) = written_to(CLASS_OF, owner, [], [type(owner)])
+            self._written.append(written)
+            written.start()
+            if kind is not type(owner):
+                CLASS_OF.write(owner, [], [kind])
 
     def _keep_frozen(self) -> None:
         """Note which values that never change hold what they held, from within."""
@@ -253,8 +263,7 @@ class Exchange:
 
     def _complete(self, kept: Ref) -> bool:
         """Make a value that never changes, or fill one that was made."""
-        key = kept.id
-        spans = self._spans_of(key)
+        key, spans = kept.id, self._spans_of(kept.id)
         if key not in self._found:
             first = spans[0]
             if self._missing(first):

@@ -24,6 +24,7 @@ from remat._capture.container_kinds import CONTAINERS
 from remat._capture.holders import HolderKind, MovedError
 from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, set_bytes
+from remat._live.classes import CLASS_OF
 from remat._live.contents import Ref, differing, marks_of
 from remat._live.exchange import LOCK, Exchange, Written, are_same, written_to
 from remat._live.holding import HolderNow, among, holding
@@ -225,7 +226,7 @@ class Running:
         if found is None:
             return None
         if root.effects is None:  # it may write any of them
-            self._undo.append(partial(_put_back_all, found[0]))
+            self._undo.append(_putting_back(found[0]))
         for kind, holder, keys, now, then in found[1]:
             for written in written_to(kind, holder, keys, now):
                 written.start()
@@ -270,18 +271,25 @@ class Running:
 @contextmanager
 def undone(roots: Sequence[Root]) -> Iterator[None]:
     """Have all holders hold, after the body, what they held before it."""
-    before = list[Taken]()
+    undo = list[Callable[[], None]]()
     with suppress(MovedError):
-        before = [take(root.layout) for root in roots]
+        undo = [_putting_back(take(root.layout)) for root in roots]
     try:
         yield
     finally:
-        for then in before:
-            _put_back_all(then)
+        for put_back in undo:
+            put_back()
 
 
-def _put_back_all(then: Taken) -> None:
-    """Have all holders hold again what they held."""
+def _putting_back(then: Taken) -> Callable[[], None]:
+    """Return what has all holders hold again what they held."""
+    return partial(_put_back_all, then, [*map(type, then.owners)])
+
+
+def _put_back_all(then: Taken, classes: Sequence[type]) -> None:
+    for owner, kind in zip(then.owners, classes, strict=True):
+        if type(owner) is not kind:
+            CLASS_OF.write(owner, [], [kind])
     now, groups = then.again(), then.groups()
     sizes = [(kind, len(holders)) for kind, holders in groups]
     for span, _ in differing(sizes, marks_of(then), marks_of(now)):

@@ -25,6 +25,7 @@ from remat._base.program import (
 from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._torch import without_hooks
+from remat._transform.state import CallState
 from remat.chain._forward import ChainProgram
 from remat.chain._steps import (
     Between,
@@ -149,12 +150,7 @@ class Segment(Program):
             runs: where the run is noted, if its graph is to be differentiated.
         """
         chain, context, all_steps = self._chain, here(), self._call
-        reach, state = all_steps.reach, chain.state
-        assert state is not None
-        if self._live.ambient is not None:
-            state = state._replace(ambient=self._live.ambient)
-        if self._live.objects is not None:
-            state = state._replace(**self._live.objects.state)
+        reach, state = all_steps.reach, self._state()
 
         def run(inputs: Sequence[Tensor]) -> Any:
             def body(fn: Any, args: Sequence[Any]) -> Any:
@@ -186,6 +182,19 @@ class Segment(Program):
             raise
         finally:
             context.recomputing, context.regions = before
+
+    def _state(self) -> CallState:
+        """Return what the first of the steps ran in."""
+        state, live = self._chain.state, self._live
+        assert state is not None
+        held: dict[str, Any] = {}
+        if live.objects is not None:
+            held |= live.objects.state
+        if live.ambient is not None:
+            held["ambient"] = live.ambient
+        if state.modes is not None and "modes" in held:
+            held["modes"] = held["modes"].watched_with(state.modes)
+        return state._replace(**held) if held else state
 
     def _region(self) -> list[Any]:
         """Return where the steps find what calls within kept, if anything."""

@@ -37,6 +37,10 @@ class Counter:
         self.count, self.log, self.new = 0, [], None
 
 
+class OtherCounter(Counter):
+    pass
+
+
 class Slotted:
     __slots__ = ("count",)
 
@@ -170,6 +174,11 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
         counter.count = 2 if 2 <= i < 5 else 0
         return (x * (1 + counter.count)).sin()
 
+    def giving_another_class(i, x):
+        is_other = type(counter) is OtherCounter
+        counter.__class__ = Counter if is_other else OtherCounter
+        return (x * (1 + is_other)).sin()
+
     def in_a_module(i, x):
         return layer(x)
 
@@ -179,6 +188,7 @@ def bodies():  # noqa: C901 -- a table of functions that share variables
         count_of_counter = getattr(counter, "count", None)
         more = counter.log, count_of_counter, COUNT, Counter.total, [*numbers]
         others = [*ages.values()], counted, variable.get(), [*read]
+        values = *values, type(counter).__name__
         made = counter.new.count if isinstance(counter.new, Counter) else counter.new
         return repr((made, *modules, *values, *more, *others, defaulting.__defaults__))
 

@@ -23,6 +23,7 @@ from support.zoo import V, W, X, leaves_of, scalar
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, hessian, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import chain, policies, remat, scope
 from remat.chain import _chain
@@ -387,3 +388,30 @@ def test_threads_run_chains_at_once():
         by_scan(chain, *leaves_of(W, X), checkpoints=3)[0].sum().backward()
     assert ops["tanh"] == steps_run(LENGTH, checkpoints=3)
     assert_same(program(chain), program(Plain))
+
+
+# --- Modes of the user's ------------------------------------------------------------
+
+
+class Doubling(TorchDispatchMode):
+    """Doubles what a sine gives."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.sin.default else out
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, "all"])
+def test_a_mode_around_the_forward_is_around_each_step_that_runs_again(checkpoints):
+    def run(loops):
+        (x,) = leaves_of(X)
+        with Doubling():
+            out = loops.fori_loop(
+                0, STEPS, lambda i, h: h.sin().sin(), x, checkpoints=checkpoints
+            )
+        return differentiated(out, x)
+
+    with count_ops() as ops:
+        found = run(chain)
+    assert_same(found, run(Plain))
+    assert ops["sin"] > 2 * STEPS
