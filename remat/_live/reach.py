@@ -336,7 +336,7 @@ class Reach:
         self, running: Running | None, tensors: Sequence[Any], body: Fn | None = None
     ) -> Any:
         """Call the function again, under the modes of the call and no others."""
-        cache, modes = None, self._modes
+        cache, modes, kwargs = None, self._modes, dict[str, Any]()
         if self.is_bare:
             *args, fn = self._bare_values(tensors)
         else:
@@ -347,11 +347,11 @@ class Reach:
             *args, fn = building.values(self._values)
             modes = building.values(modes)
         fn = fn if self.around is None else self.around(fn)
-        kwargs = dict(zip(self._names, args[self._count :], strict=True))
-        del args[self._count :]
+        args, rest = args[: self._count], args[self._count :]
         if body is not None:
             fn, args = body, [fn, args]
-            kwargs.clear()
+        elif rest:
+            kwargs.update(zip(self._names, rest, strict=True))
         self._running = running  # for names in errors
         try:
             is_plain = cache is None and parametrization_cache() is None
