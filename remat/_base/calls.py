@@ -228,6 +228,16 @@ def in_place(fn: Fn, policy: Any) -> Fn:
     return run
 
 
+@contextmanager
+def at_call(called: Any) -> Iterator[None]:
+    """Let operations of the body be at a call of a module or a Function."""
+    with ExitStack() as stack:
+        for calls in _TRACKERS.calls:
+            if calls.has_begun:
+                stack.enter_context(calls.at(calls.where_of(called)[0]))
+        yield
+
+
 def in_reach(fn: Fn, reach: Any, policy: Any) -> Fn:
     """Return the function of a call likewise, and let its recomputes tell the same."""
     if policy is None or reach.compiled:
