@@ -184,7 +184,7 @@ def plan_recorded(
         return None
     spent = found.spent
     if spent is not None and spent.overdrawn:
-        nbytes, most = spent.overdrawn, spent.budget.nbytes
+        nbytes, most = spent.overdrawn, spent.policy.budget.nbytes
         warn_once(_OVERDRAWN.format(label=label, nbytes=nbytes, most=most))
     pruned = not found.why_unpruned
     args = record, decisions, found.plan
