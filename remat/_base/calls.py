@@ -228,11 +228,23 @@ def in_place(fn: Fn, policy: Any) -> Fn:
     return run
 
 
-def in_place_again(policy: Any) -> Any:
-    """Return what makes of a function its run again, where that is to tell the same."""
-    if policy is None or not policy.keeps_calls:
-        return None
-    return functools.partial(in_place, policy=policy)
+@contextmanager
+def at_call(called: Any) -> Iterator[None]:
+    """Let operations of the body be at a call of a module or a Function."""
+    with ExitStack() as stack:
+        for calls in _TRACKERS.calls:
+            if calls.has_begun:
+                stack.enter_context(calls.at(calls.where_of(called)[0]))
+        yield
+
+
+def in_reach(fn: Fn, reach: Any, policy: Any) -> Fn:
+    """Return the function of a call likewise, and let its recomputes tell the same."""
+    if policy is None or reach.compiled:
+        return fn
+    if policy.keeps_calls:
+        reach.around = functools.partial(in_place, policy=policy)
+    return in_place(fn, policy)
 
 
 def root_of(fn: Any, args: tuple[Any, ...] = ()) -> nn.Module | None:

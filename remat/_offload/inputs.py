@@ -12,6 +12,7 @@ goes on.
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -60,12 +61,13 @@ class InputsAway:
     """The inputs of one call that are away, and the hooks that put them there.
 
     Attributes:
-        stays: whether one stayed, as it is in host memory already.
+        label: what messages call the call.
     """
 
-    def __init__(self, *, to_disk: bool) -> None:
+    def __init__(self, label: str, *, to_disk: bool) -> None:
+        self.label = label
         self._move = in_file if to_disk else in_host_memory
-        self._to_disk, self.stays = to_disk, False
+        self._to_disk = to_disk
         self._aways: list[_Away] = []
         self._users: list[tuple[Any, int, Any]] = []  # by whom they are held or not
         self._fetched: Fetched | None = None
@@ -77,7 +79,7 @@ class InputsAway:
         if not _may_go(inner):
             return tensor.detach()
         if inner.is_cpu and not self._to_disk:
-            self.stays = True
+            warn_of_inputs(self.label, "they are in host memory: pass 'disk'")
             return tensor.detach()
         self._aways.append(self._away(tensor.detach(), inner))
         storage = weakref.ref(inner.untyped_storage())
@@ -139,11 +141,9 @@ class InputsAway:
                 when_done(functools.partial(_let_go, weakref.ref(self)))
 
 
-def away_hooks(where: Any) -> Any:
-    """Return hooks for the inputs of a call; None if they stay."""
-    if not where:
-        return None
-    away = InputsAway(to_disk=where == "disk")
+def away_hooks(where: Any, label: str) -> Any:
+    """Return hooks for the inputs of a call."""
+    away = InputsAway(label, to_disk=where == "disk")
     return away.pack, away.unpack
 
 
@@ -151,6 +151,17 @@ def away_of(hooks: Any) -> InputsAway | None:
     """Return whose hooks these are, if they are for the inputs of a call."""
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, InputsAway) else None
+
+
+def warn_of_inputs(label: str, why: str) -> None:
+    """Warn, once, that no input is offloaded."""
+    if (label, why) not in _TOLD:
+        _TOLD.add((label, why))
+        text = f"remat: offload_inputs= moves no input of {label}, for {why}."
+        warnings.warn(text, stacklevel=3)
+
+
+_TOLD = set[tuple[str, str]]()
 
 
 def _let_go(ref: Callable[[], InputsAway | None]) -> None:

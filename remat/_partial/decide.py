@@ -262,11 +262,6 @@ def _warn_not_followed(asked: str, label: str, why: str) -> None:
         warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 
-def warn_of_inputs(label: str, why: str) -> None:
-    """Warn, once, that no input is offloaded."""
-    warn_once(f"remat: offload_inputs= moves no input of {label}, for {why}.")
-
-
 def warn_once(message: str) -> None:
     """Warn, unless this was said before."""
     if message not in _WARNED:

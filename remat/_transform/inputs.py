@@ -36,8 +36,6 @@ from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside, packed_outside
 from remat._live.reach import Reach
-from remat._offload.inputs import away_of
-from remat._partial.decide import warn_of_inputs
 from remat._partial.values import storage_if_any
 from remat._torch import (
     Renorm,
@@ -95,7 +93,7 @@ class SavedInputs:
 
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
-        *("_hooks", "_label", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
+        *("_hooks", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
         *("_storages", "_sums", "_watched", "may_be_written", "needs", "originals"),
         *("originals_at", "renorms", "values", "versions"),
     )
@@ -109,7 +107,7 @@ class SavedInputs:
         *,
         nested: bool,
     ) -> None:
-        first, buffers, self._label = reach.first_parameter, reach.buffers, reach.label
+        first, buffers = reach.first_parameter, reach.buffers
         self.needs, self._hooks, self._first = needs, hooks, first
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
@@ -229,7 +227,6 @@ class SavedInputs:
     ) -> list[int]:
         """Drop copies of what did not change; return what did and has none."""
         now, then = versions_of(inputs), self.versions
-        self._tell_what_stays()
         # First: of these there is no copy yet, only their bytes.
         if self._memory:
             self._copy_written(inputs, now)
@@ -258,11 +255,6 @@ class SavedInputs:
         for i in changed:  # those that a forward wrote to are copied in later calls
             STILL.pop(id(inputs[i]), None)
         return changed
-
-    def _tell_what_stays(self) -> None:
-        away = away_of(self._hooks)
-        if away is not None and away.stays:
-            warn_of_inputs(self._label, "they are in host memory: pass 'disk'")
 
     def will_be_copied(self, i: int) -> bool:
         """Say whether later calls copy an input that this one did not, and changed."""

@@ -24,7 +24,7 @@ from remat._ambient.draws import without_draws
 from remat._base.context import here
 from remat._base.labels import Label
 from remat._base.types import Fn
-from remat._partial.decide import warn_of_inputs
+from remat._offload.inputs import warn_of_inputs
 from remat._partial.options import Options
 from remat._torch import (
     are_all_vmaps,

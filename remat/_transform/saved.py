@@ -36,7 +36,7 @@ from torch.autograd.function import FunctionCtx
 from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
-from remat._base.calls import in_place, in_place_again
+from remat._base.calls import in_reach
 from remat._base.context import Context, EnteredAgain, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
@@ -144,8 +144,7 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner, inputs)
-        policy = None if reach.compiled else call.policy
-        fn, reach.around = in_place(fn, policy), in_place_again(policy)
+        fn = in_reach(fn, reach, call.policy)
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
@@ -212,7 +211,8 @@ class Saved:
         is_nested = hooks is not None and hooks[1] is unpack
         self.is_nested = is_nested and hooks[0] is not context.block_pack
         self.policy = options.policy if context.policy is None else options.joined()
-        hooks = hooks or away_hooks(options.offload_inputs)
+        if options.offload_inputs:
+            hooks = hooks or away_hooks(options.offload_inputs, reach.label)
         self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=self.is_nested)
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True

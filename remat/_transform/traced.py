@@ -31,8 +31,9 @@ from remat._base.errors import CaptureError
 from remat._base.labels import Label, label_of
 from remat._base.operators import named
 from remat._base.types import Fn, Opaque
+from remat._offload.inputs import warn_of_inputs
 from remat._partial.barrier import behind
-from remat._partial.decide import warn_of_inputs, warn_once
+from remat._partial.decide import warn_once
 from remat._partial.names import BY_RULE
 from remat._partial.options import DEFAULT, Options
 from remat._partial.tape import TapedCall

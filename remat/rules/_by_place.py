@@ -16,6 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from remat._base.calls import at_call
 from remat._base.context import here
 from remat._base.op import Op
 from remat._partial.names import note_found
@@ -76,7 +77,7 @@ def _call(plain: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
     place, is_again = place_of(PlaceOfPolicy, name)
     place.policy = everything_saveable
     place.owner = weakref.ref(owner)
-    with calls.at(where):
+    with at_call(owner):
         fn = owner if is_module else getattr(owner, "apply")  # noqa: B009 - of Any
         return called(place, is_again, fn, args, kwargs)
 

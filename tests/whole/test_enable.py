@@ -61,7 +61,7 @@ def test_the_option_of_transformers_that_offloads_inputs():
         # Here all is in host memory, which shows that it is asked for.
         with pytest.warns(UserWarning, match="offload_inputs= moves no input"):
             products(client, model)
-        remat._partial.decide._WARNED.clear()
+        remat._offload.inputs._TOLD.clear()
     model = remat.nn.enable(built(client), offload_inputs="disk")
     model.activation_checkpointing_enable(offload=True)
     assert products(client, model) == products(client, remat.nn.enable(built(client)))
