@@ -12,7 +12,9 @@ Work is the time of operations at nominal rates, beyond that of plain code; FLOP
 those that torch counts. For torch.compile plain code is the same graphs with nothing
 recomputed: at a budget of 1.0 it recomputes already. Reproduce with
 
-    python benchmarks/fit.py [--models mlps lm resnet unet llama]
+    python benchmarks/fit.py [--models mlps lm resnet unet llama llama-8b]
+
+where the last one is only planned, on the meta device.
 
 ``make fit`` writes all that was measured, and a plot, to ``out/``.
 """
@@ -22,6 +24,7 @@ import copy
 import functools
 import importlib
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +57,7 @@ FIT, BLOCKS, UNIFORM = "remat.fit", "remat.fit, by blocks", "remat, uniform"
 TORCH, COMPILED = "torch", "torch.compile"
 OTHERS = BLOCKS, UNIFORM, TORCH, COMPILED
 BOUND = "lower bound"
+LARGE, LARGE_BUDGETS = "llama-8b", (70 * 10**9, 45 * 10**9)
 NEAR = 1.1  # of the bound
 BUDGETS = 0.02, 0.1, 0.2, 0.5, 0.8, 1.0  # of torch.compile
 SHARES = 0.0, 0.15, 0.3, 0.5, 0.75, 0.95  # of what lies between least and plain
@@ -418,16 +422,50 @@ def fits(row: Row, plan: Row, system: str) -> bool:
     return row.system == system and row.peak <= plan.budget
 
 
+def large(results: Results) -> None:
+    """Plan a Llama of 8 B on the meta device, with 8,192 tokens in bfloat16."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.empty(1, 8192, dtype=torch.long)
+    case: Case = (model, (ids,), {"labels": ids, "use_cache": False}, None)
+    columns = {"seconds": ".1f", "peak, GB": ".1f", "recomputed": ".1%"}
+    cells = results.table(LARGE, f"{LARGE}: planning", "budget", columns)
+    low, took = timed(least, case)
+    cells.add("least", took, low / 1e9, None)
+    for budget in LARGE_BUDGETS:
+        plan, took = timed(fit, case, budget)
+        cells.add(f"{budget // 10**9} GB", took, plan.peak / 1e9, plan.share)
+
+
+def timed(run: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """Return a result, and the seconds that it took."""
+    begin = time.perf_counter()
+    return run(*args), time.perf_counter() - begin
+
+
 def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    names = [*MODELS, LARGE]
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--inductor", action="store_true", help="its peaks, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results = Results(__file__)
     for name in options.models:
+        if name == LARGE:
+            large(results)
+            continue
         rows = [*rows_of(name, options.inductor)]
         plans(rows, name, results)
         points(rows, name, results)

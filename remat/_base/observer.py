@@ -14,7 +14,14 @@ from typing import Any
 from typing_extensions import override
 
 from remat._base.absent import IGNORED
-from remat._torch import LeanDispatchMode, call_kernel, eager_only
+from remat._torch import (
+    DEVICE_OF,
+    LeanDispatchMode,
+    call_kernel,
+    eager_only,
+    fake_device,
+    is_fake,
+)
 
 
 class Observer(LeanDispatchMode):
@@ -29,6 +36,8 @@ class Observer(LeanDispatchMode):
     ) -> Any:
         del types
         if func in self.unseen:
+            if func is DEVICE_OF and is_fake(args[0]):
+                return fake_device(args[0])
             return call_kernel(func, *args, **(kwargs or {}))
         return self.run(func, args, kwargs or {})
 

@@ -8,6 +8,7 @@ by 7%, which can decide whether a step fits.
 import math
 import re
 from numbers import Real
+from typing import NamedTuple
 
 
 _UNITS = {
@@ -36,6 +37,45 @@ def bytes_in(size: object, taker: str) -> int:
     if number != number // 1 or not 0 <= number < math.inf:
         raise ValueError(_NUMBER.format(taker=taker, size=size))
     return int(number)
+
+
+class Amount(NamedTuple):
+    """A number of bytes, and the unit in which it was given."""
+
+    nbytes: int
+    unit: str = "B"
+
+
+def amount_in(size: object, taker: str) -> Amount:
+    """Return a number of bytes with its unit; that of a number is bytes.
+
+    Example:
+        >>> amount_in("8gb", "fit"), amount_in(7, "fit")
+        (Amount(nbytes=8000000000, unit='GB'), Amount(nbytes=7, unit='B'))
+    """
+    nbytes, found = bytes_in(size, taker), _SIZE.fullmatch(str(size))
+    letters = "" if found is None else found[2].upper()
+    unit = letters.replace("IB", "iB")
+    return Amount(nbytes, "kB" if unit == "KB" else unit or "B")
+
+
+def in_unit(nbytes: int, unit: str) -> str:
+    """Write a number of bytes in a unit, rounded up, with the bytes beside.
+
+    Example:
+        >>> in_unit(65_536, "KiB"), in_unit(65_537, "MB"), in_unit(65_536, "B")
+        ('64 KiB (65,536 bytes)', '0.066 MB (65,537 bytes)', '65,536 bytes')
+    """
+    if unit == "B":
+        return f"{nbytes:,} bytes"
+    number = number_in(nbytes, unit).rstrip("0").rstrip(".")
+    return f"{number} {unit} ({nbytes:,} bytes)"
+
+
+def number_in(nbytes: int, unit: str) -> str:
+    """Write how much of a unit a number of bytes is, rounded up to a thousandth."""
+    thousandths = -(-nbytes * 1000 // _UNITS[unit.upper()])
+    return f"{thousandths // 1000:,}.{thousandths % 1000:03}"
 
 
 def _read(text: str, taker: str) -> int:

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from remat import nn as remat_nn
-from remat._base.sizes import bytes_in
+from remat._base.sizes import amount_in
 from remat._base.types import Fn
+from remat._fit.optimizer import refuse_optimizer
 from remat._fit.plan import Plan
 from remat._fit.planning import Planning
+from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
 from remat._report.labels import refuse_transforms
 from remat.nn._applied import refuse_others
@@ -33,17 +35,18 @@ def fit(
     select: Any = None,
     loss: Callable[[Any], Any] | None = None,
     device: torch.device | str | None = None,
-    accumulates: bool = False,
+    accumulates: bool | int = False,
+    optimizer: Any = None,
     **kwargs: Any,
 ) -> Plan:
     """Choose which results a training step saves, so that its peak stays in a budget.
 
     A step is the forward, the loss and the backward. Its peak is the most bytes that
     are alive at any one time: parameters, buffers and arguments, gradients that exist
-    or are made, and all that the step computes. An optimizer and its state are no part
-    of a step. What is not saved is recomputed when the backward reads it, operation by
-    operation. Of the choices whose peak is at most the budget, the plan recomputes
-    least.
+    or are made, and all that the step computes; with an optimizer its states, and what
+    its step holds. What is not saved is recomputed when the backward reads it,
+    operation by operation. Of the choices whose peak is at most the budget, the plan
+    recomputes least.
 
     The step runs on fake tensors: nothing is computed or allocated, and the model may
     be on the meta device or fake. If a model that is there asks for values, or has an
@@ -67,7 +70,11 @@ def fit(
         device: where tensors will be that are on the meta device now. By default, where
             the others are.
         accumulates: whether all parameters have gradients before the step, to which it
-            adds. By default those that have one now.
+            adds, as with `zero_grad(set_to_none=False)`; or how many micro-batches an
+            optimizer steps after. By default those have gradients that have them now.
+        optimizer: a class such as `torch.optim.AdamW`, a function of parameters that
+            returns an optimizer, or the optimizer. Its states are there from the first
+            step on.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -97,8 +104,9 @@ def fit(
     """
     refuse_transforms("fit", "the model")
     refuse_arguments(fn, args, kwargs, loss)
-    limit = bytes_in(budget, "fit")
-    step = TrainingStep(fn, args, kwargs, loss, accumulates)
+    limit = amount_in(budget, "fit")
+    step = TrainingStep(fn, args, kwargs, loss, _has_gradients(accumulates), optimizer)
+    refuse_optimizer(optimizer, step)
     # Where a step runs whose model is on the meta device.
     devices = (t.device for t in resident(step) if not t.is_meta)
     where = next(devices, torch.device("cpu"))
@@ -117,9 +125,17 @@ def fit(
         raise ValueError(_SELECT)
     else:
         blocks = () if model is None else tuple(remat_nn.blocks(model))
-    with isolated():
-        planning = Planning(step, where, limit, blocks)
+    with progress(type(model or fn).__name__) as tell, isolated():
+        planning = Planning(step, where, limit, blocks, tell)
         return planning.over_blocks() if over == "blocks" else planning.over_step()
+
+
+def _has_gradients(accumulates: Any) -> bool:
+    """Say whether a step begins with gradients, after its first micro-batch."""
+    is_number = isinstance(accumulates, int)
+    if not is_number or (accumulates < 1 and accumulates is not False):
+        raise ValueError(_ACCUMULATES.format(got=accumulates))
+    return accumulates is True or accumulates > 1
 
 
 def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
@@ -136,6 +152,10 @@ def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
     return tuple(blocks)
 
 
+_ACCUMULATES = (
+    "remat.fit: accumulates is True, False, or how many micro-batches there are for a "
+    "step of the optimizer, at least 1; got {got!r}."
+)
 _SHARDED = (
     "remat.fit: {label} has sharded parameters, which no copy can be made of. Plan for "
     "the model before it is sharded, shard it, and then call plan.apply(model)."

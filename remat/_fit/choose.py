@@ -61,15 +61,25 @@ def least_for(walker: Walker, budget: int) -> Chosen:
 
 def quickly_for(walker: Walker, budget: int) -> Chosen:
     """Return some choice for a budget, or one of a low peak."""
-    chosen = solved(walker, budget) if has_solver() else None
+    chosen = solved(walker, budget, gap=_ROUGH) if has_solver() else None
     if chosen is None:
         chosen = chosen_for(walker, budget)
     return least_for(walker, budget) if chosen is None else chosen
 
 
+def takes_less(walker: Walker, budget: int, seconds: float) -> bool:
+    """Say whether a choice for a budget takes less than some seconds."""
+    if has_solver() and walker.choices and _Ladder(walker).bound(budget) >= seconds:
+        return False
+    chosen = chosen_for(walker, budget)
+    return chosen is not None and walker.seconds(chosen) < seconds
+
+
 def _found(walker: Walker, chosen: Chosen | None, budget: int) -> Chosen | None:
     return None if chosen is None else improved(walker, chosen, budget)
 
+
+_ROUGH = 1e-2  # near enough to the optimum
 
 # --- The ladder ---
 
@@ -96,10 +106,10 @@ class _Ladder:
         if not self._is_tight(last):
             best = self._solved(budget)
             work = math.inf if best is None else walker.seconds(best)
-            if work <= self._bound(budget) * _GAP:
+            if work <= self.bound(budget) * _GAP:
                 return best
         for nbytes in map(self._nbytes, range(last, -1, -1)):
-            if work <= self._bound(nbytes) * _GAP:  # no choice for so few is better
+            if work <= self.bound(nbytes) * _GAP:  # no choice for so few is better
                 break
             found = self._solved(nbytes)
             if found is None or walker(found).peak > budget:
@@ -114,7 +124,7 @@ class _Ladder:
         """Return the first choice of the rungs above a budget, with less if it may."""
         for k in range(self._rung_at(budget), _RUNGS + 1):
             nbytes = self._nbytes(k)
-            if self._bound(nbytes) < math.inf:
+            if self.bound(nbytes) < math.inf:
                 found = self._solved(nbytes)
                 if found is not None:
                     return lowered(self._walker, found)
@@ -137,7 +147,7 @@ class _Ladder:
             known[budget] = _found(self._walker, found, budget)
         return known[budget]
 
-    def _bound(self, budget: int) -> float:
+    def bound(self, budget: int) -> float:
         """Return the least seconds there may be; infinity if nothing fits."""
         base = self._walker.base
         if max(base) > budget:
@@ -149,7 +159,7 @@ class _Ladder:
 
     def _is_tight(self, rung: int) -> bool:
         """Say whether a rung is near those for which there is nothing."""
-        return rung <= _NEAR or self._bound(self._nbytes(rung - _NEAR)) == math.inf
+        return rung <= _NEAR or self.bound(self._nbytes(rung - _NEAR)) == math.inf
 
 
 _RUNGS = 64
@@ -176,7 +186,10 @@ _ENDS = {"node_limit": 200, "mip_rel_gap": 1e-3}
 
 
 def solved(
-    walker: Walker, budget: int, program: SavingProgram | None = None
+    walker: Walker,
+    budget: int,
+    program: SavingProgram | None = None,
+    gap: float = 1e-3,
 ) -> Chosen | None:
     """Solve the program, until a walk finds that the peak fits.
 
@@ -188,7 +201,7 @@ def solved(
     program, last = program or program_of(walker), None
     least, since = math.inf, 0
     for _ in range(_ROUNDS):
-        chosen = program.solve(**_ENDS)
+        chosen = program.solve(**_ENDS | {"mip_rel_gap": gap})
         if chosen is None:
             break
         last, walked = chosen, walker(chosen)

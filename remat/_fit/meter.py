@@ -53,6 +53,7 @@ class Meter(Observer):
     """Counts bytes and work."""
 
     is_of_call = False
+    outside = "forward"  # what operations are in that are in no backward
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class Meter(Observer):
     def _note(self, live: int, name: str) -> None:
         if live > self.peak:
             self.peak = live
-            phase = "forward" if current_task() == -1 else "backward"
+            phase = self.outside if current_task() == -1 else "backward"
             of = f" of {self._current}" if self._current else ""
             self.peak_at = f"in {name} in the {phase}{of}"
 

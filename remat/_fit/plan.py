@@ -21,6 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.errors import BudgetError, missing
+from remat._base.sizes import in_unit, number_in
 from remat._fit.units import OfBlock
 from remat._report import plots as _plots, render as _render
 from remat._scope.following import Course, Placed
@@ -107,7 +108,9 @@ class Plan(_render.Shown):
         label: the name of the model or function.
         over: what it covers: "step", or "blocks".
         budget: the bytes that a step may take.
-        resident: the bytes that exist before the step.
+        unit: that in which the budget was given: "MB".
+        resident: the bytes that exist before the step, or before later ones.
+        states: those of them that an optimizer has.
         plain_peak: the peak without remat.
         flops: those of a step without remat.
         applied: what a step does after `plan.apply(model)`; None if only `with plan:`
@@ -133,7 +136,9 @@ class Plan(_render.Shown):
     label: str
     over: str
     budget: int
+    unit: str
     resident: int
+    states: int
     plain_peak: int
     flops: int
     applied: Followed | None
@@ -180,12 +185,13 @@ class Plan(_render.Shown):
         """The recomputed FLOPs, as a share of those of a step without remat."""
         return self.recomputed / self.flops if self.flops else 0.0
 
-    def apply(self, model: M) -> M:
+    def apply(self, model: M, *, offload_inputs: Any = False) -> M:
         """Have each forward of a model follow the plan.
 
         Args:
             model: a model that does what the plan was made for; or a function, the
                 whole step, which runs in `with plan:`.
+            offload_inputs: as of `remat.remat`, for plans over blocks.
 
         Returns:
             The model, changed in place. `remat.nn.remove(model)` undoes it. For a
@@ -215,12 +221,13 @@ class Plan(_render.Shown):
         elif self.over == "blocks":
             self._refuse_another_device(model)
             refuse_others(model, "plan.apply", (REMAT,))
-            if self.applied.units:
-                apply_from(caller(), model, dict(self.applied.units), by=PLAN)
+            if units := dict(self.applied.units):
+                flags = "auto", "replay", False, offload_inputs
+                apply_from(caller(), model, units, flags=flags, by=PLAN)
         else:
             self._refuse_another_device(model)
-            units = self.applied.units
-            follow(model, self.label, self.applied.courses, units, caller())
+            courses, units = self.applied.courses, self.applied.units
+            follow(model, self.label, courses, units, caller())
         object.__setattr__(self, "is_applied", True)
         return result
 
@@ -236,9 +243,8 @@ class Plan(_render.Shown):
         kinds = {p.device.type for p in model.parameters() if not p.is_meta}
         if kinds - {self.device}:
             shown = ", ".join(sorted(kinds))
-            raise ValueError(
-                _OTHER_DEVICE.format(label=self.label, device=self.device, kinds=shown)
-            )
+            others = {"device": self.device, "kinds": shown}
+            raise ValueError(_OTHER_DEVICE.format(label=self.label, **others))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, as JSON: for the next run, or for other ranks.
@@ -313,22 +319,30 @@ class Plan(_render.Shown):
         found = {k: (f.peak, f.recomputed) for k, f in each.items() if f is not None}
         found = {"plain": (self.plain_peak, 0), **found}
         peaks, costs = zip(*found.values(), strict=True)
-        above = f"peak of {self.label}, budget {_render.mebibytes(self.budget)}"
+        above = f"peak of {self.label}, budget {self._bytes(self.budget)}"
         return _plots.points_in(self.budget, [*found], peaks, costs, above, ax)
 
     @override
     def __repr__(self) -> str:
         saved = f"{self.share:.1%} of its FLOPs recomputed"
-        text = f"Plan of {self.label}: {saved}, peak {_render.mebibytes(self.peak)}"
+        text = f"Plan of {self.label}: {saved}, peak {self._bytes(self.peak)}"
         return f"<{text}{'' if self.is_applied else ', ' + _NOT_APPLIED}>"
 
     @override
     def _table(self) -> _render.Table:
+        unit = () if self.unit == "B" else (f"#saved {self.unit}",)
         return _render.Table(
-            title=f"{self.label} in {_render.mebibytes(self.budget)}",
-            columns=("segment", "#operations", "#saved MiB", "#recomputed FLOPs"),
+            title=f"{self.label} in {self._bytes(self.budget)}",
+            columns=(
+                *("segment", "#operations", *unit),
+                *("#saved bytes", "#recomputed FLOPs"),
+            ),
             rows=tuple(
-                (s.name, f"{s.operations}", _mib(s.saved), f"{s.recomputed:,}")
+                (
+                    *(s.name, f"{s.operations}"),
+                    *(number_in(s.saved, self.unit) for _ in unit),
+                    *(f"{s.saved:,}", f"{s.recomputed:,}"),
+                )
                 for s in self.segments
             ),
             kinds=tuple(
@@ -341,13 +355,18 @@ class Plan(_render.Shown):
             ),
         )
 
+    def _bytes(self, nbytes: int) -> str:
+        return in_unit(nbytes, self.unit)
+
     def _notes(self) -> Iterator[str]:
         """Yield the lines below the table."""
-        yield f"peak: {_render.mebibytes(self.peak)}, {self.peak_at}"
-        yield f"peak without remat: {_render.mebibytes(self.plain_peak)}"
-        yield f"before the step: {_render.mebibytes(self.resident)}"
+        yield f"peak: {self._bytes(self.peak)}, {self.peak_at}"
+        yield f"peak without remat: {self._bytes(self.plain_peak)}"
+        yield f"before the step: {self._bytes(self.resident)}"
+        if self.states:
+            yield f"of them states of the optimizer: {self._bytes(self.states)}"
         yield f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step"
-        shown = f"{_render.mebibytes(self.again)} of results, " if self.again else ""
+        shown = f"{self._bytes(self.again)} of results, " if self.again else ""
         yield f"that is {shown}{self.seconds * 1e3:,.3f} ms at nominal rates"
 
 
@@ -416,35 +435,11 @@ _OF_BLOCKS = (
 _NOT_APPLIED = "not applied yet: plan.apply(model)"
 _NO_SOLVER = f"without a solver: {missing('scipy')}"
 _OTHER_DEVICE = (
-    "remat: the plan for {label} was made for {device}, and the model is on {kinds}. "
-    "Other kernels run there, which hold other bytes. Call remat.fit where the model "
-    "is, or with device=."
+    "remat: the plan for {label} was made for {device}, and the model is on {kinds}, "
+    "where kernels hold other bytes. Call remat.fit there, or with device=."
 )
 _ONLY_AROUND = (
     "remat: the plan for {label} cannot be applied to the model: it stays under its "
     "budget only if it covers the loss, or the step calls the model several times. Run "
     "forward and loss in `with plan:`, or pass a larger budget to remat.fit."
-)
-
-
-def _mib(nbytes: int) -> str:
-    """Write bytes for a column of MiB."""
-    return _render.mebibytes(nbytes).removesuffix(" MiB")
-
-
-def too_small(
-    label: str, budget: int, least: int, at: str, resident: int, plain: int
-) -> str:
-    """Return what to say if no plan stays under a budget."""
-    sizes = {"budget": budget, "least": least, "resident": resident, "plain": plain}
-    shown = {name: _render.mebibytes(size) for name, size in sizes.items()}
-    return _TOO_SMALL.format(label=label, at=at, **shown)
-
-
-_TOO_SMALL = (
-    "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
-    "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
-    "there before the step. Without remat the peak is {plain}. Pass a larger budget, "
-    "a smaller batch, or, if the loss holds much, a function of model and batch that "
-    "computes it, too."
 )

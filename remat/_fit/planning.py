@@ -21,14 +21,17 @@ from torch import nn
 
 from remat import nn as remat_nn
 from remat._base.errors import BudgetError
+from remat._base.sizes import Amount, in_unit
 from remat._fit.choose import (
     Chosen,
     chosen_for,
     has_solver,
     least_for,
     quickly_for,
+    takes_less,
 )
-from remat._fit.plan import FitSegment, Followed, Plan, too_small
+from remat._fit.plan import FitSegment, Followed, Plan
+from remat._fit.progress import Tell
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
 from remat._fit.search import spare
@@ -53,12 +56,33 @@ def _around(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:
     return [names for _, names in sorted(found.items(), reverse=True)]
 
 
+class _Draft(NamedTuple):
+    """What was chosen for one kind of step."""
+
+    walker: Walker
+    chosen: Chosen
+    spared: Chosen
+    how: dict[str, Any]  # what a course says beside
+
+    def course(self) -> Course:
+        """Return what a scope follows."""
+        found = _course(self.walker, self.chosen, self.spared)
+        return replace(found, **self.how)
+
+    def around(self) -> "_Draft":
+        """Return that of a scope around the loss, too, which saves all outside."""
+        walker, (first, last) = Walker(self.walker.record), self.walker.span
+        outside = {i for i in walker.choices if not first <= i < last}
+        return self._replace(walker=walker, chosen=self.chosen | outside)
+
+
 class _Attempt(NamedTuple):
     """What was chosen, and what a step does that follows it."""
 
     followed: Followed
     chosen: Chosen
     walker: Walker
+    drafts: Sequence[_Draft] = ()
 
 
 _TIMES = 3  # that a choice is made again
@@ -72,10 +96,12 @@ class Planning:
         self,
         step: TrainingStep,
         device: torch.device,
-        budget: int,
+        budget: Amount,
         blocks: Sequence[str],
+        tell: Tell,
     ) -> None:
-        self._step, self._device, self._budget = step, device, budget
+        self._tell = tell
+        self._step, self._device = step._replace(optimizer=None), device
         model = step.model()
         is_model = model is not None and model is step.fn
         self.label = type(model).__name__ if is_model else label_of_function(step.fn)
@@ -85,10 +111,12 @@ class Planning:
         found, self._is_real = recorded(step, device, blocks=(*blocks, *around))
         assert found is not None
         self.record = found
+        # What is chosen for. An optimizer may need more than was asked for.
+        self._asked, self._budget = budget, max(budget.nbytes, found.update.peak)
         # With the model in evaluation mode if it trains, or the other way round; None
         # if that runs the same operations.
         self.other: StepRecord | None = None
-        self._other_courses: dict[bool, list[Course]] = {}
+        self._others: dict[bool, list[_Draft]] = {}
         there = (t.grad is not None for t, _ in gradients_of(step))
         self._counts_gradients = step.accumulates or any(there)
         self._least: list[Followed] = []
@@ -115,6 +143,7 @@ class Planning:
 
     def _units(self) -> tuple[tuple[str, Policy | None], ...]:
         """Return what blocks do where no scope can act, in the same budget."""
+        self._tell("choosing for blocks")
         walker = UnitWalker(self.record, self._blocks)
         return tuple(walker.policies(quickly_for(walker, self._budget)).items())
 
@@ -140,11 +169,16 @@ class Planning:
         applied: Followed | None,
         around: Followed | None,
     ) -> Plan:
+        if self._asked.nbytes < self._budget:
+            raise self._refused(self._budget, self.record.update.peak_at)
+        applied, around = self._with_update(applied), self._with_update(around)
         return Plan(
             self.label,
             over,
             self._budget,
+            self._asked.unit,
             self.record.resident,
+            self.record.update.states,
             self._plain_peak(),
             self.record.flops,
             applied,
@@ -154,17 +188,20 @@ class Planning:
             lacks_solver=not has_solver() and bool(found.followed.seconds),
         )
 
+    def _with_update(self, followed: Followed | None) -> Followed | None:
+        """Return what a step does with the step of its optimizer."""
+        _, peak, at = self.record.update
+        if followed is None or peak <= followed.peak:
+            return followed
+        return replace(followed, peak=peak, peak_at=at)
+
     def _better(self, applied: _Attempt | None) -> _Attempt | None:
         """Choose for a scope around the loss, too, if that spares work."""
         walker = Walker(self.record)
         if applied is not None:
-            chosen = chosen_for(walker, self._budget)
-            work = applied.followed.seconds
-            if chosen is None or walker.seconds(chosen) >= work * _LESS:
-                first, last = applied.walker.span
-                outside = {i for i in walker.choices if not first <= i < last}
-                peak = applied.followed.peak
-                courses = self._courses(walker, applied.chosen | outside, peak)
+            work = applied.followed.seconds * _LESS
+            if not takes_less(walker, self._budget, work):
+                courses = tuple(draft.around().course() for draft in applied.drafts)
                 followed = replace(applied.followed, courses=courses)
                 return applied._replace(followed=followed)
         return self._found(walker)
@@ -172,6 +209,7 @@ class Planning:
     def _found(self, walker: Walker) -> _Attempt | None:
         """Choose, for a scope around some operations or units; None if nothing fits."""
         aim = self._budget
+        self._tell("choosing what is saved")
         for _ in range(_TIMES):
             chosen = chosen_for(walker, aim)
             if chosen is None:
@@ -190,8 +228,9 @@ class Planning:
     def _run(self, walker: Walker, chosen: Chosen) -> _Attempt:
         """Run a step that follows a choice."""
         is_units = isinstance(walker, UnitWalker)
-        courses = () if is_units else (self._first_course(walker, chosen, 0),)
+        courses = () if is_units else (_course(walker, chosen),)
         units = walker.policies(chosen) if isinstance(walker, UnitWalker) else {}
+        self._tell("running the step as planned")
 
         def following() -> FollowedScope:
             return FollowedScope(self.label, courses)
@@ -214,26 +253,31 @@ class Planning:
         times = 2 if is_units and not self._is_real else 1
         done = simulate(*step, is_real=self._is_real, times=times)
         work = done.flops - self.record.flops, *walker.again(chosen)
-        if courses and done.peak <= self._budget:
-            courses = self._courses(walker, chosen, done.peak)
+        peak = done.peak + self.record.update.states
+        drafts: Sequence[_Draft] = ()
+        if courses and peak <= self._budget:
+            drafts = self._drafts(walker, chosen, peak)
+            courses = tuple(draft.course() for draft in drafts)
         which = courses, tuple(units.items())
-        followed = Followed(done.peak, done.peak_at, *work, *which)
-        return _Attempt(followed, chosen, walker)
+        followed = Followed(peak, done.peak_at, *work, *which)
+        return _Attempt(followed, chosen, walker, drafts)
 
-    def _courses(self, walker: Walker, chosen: Chosen, peak: int) -> tuple[Course, ...]:
+    def _drafts(self, walker: Walker, chosen: Chosen, peak: int) -> list[_Draft]:
+        """Return what was chosen for the step, and for others that a model may run."""
         is_around = walker.span == (0, self.record.turn)
-        if is_around not in self._other_courses:
-            self._other_courses[is_around] = [*self._others(is_around)]
-        first = self._first_course(walker, chosen, peak)
-        return first, *self._other_courses[is_around]
+        self._tell("choosing for steps with gradients, and for evaluation")
+        if is_around not in self._others:
+            self._others[is_around] = [*self._for_others(is_around)]
+        first = self._draft(walker, chosen, peak)
+        return [first, *self._others[is_around]]
 
-    def _first_course(self, walker: Walker, chosen: Chosen, peak: int) -> Course:
-        return replace(
-            _course(walker, chosen),
-            over=peak - self._budget,
-            counts_gradients=self._counts_gradients,
-            is_training=self._is_training,
-        )
+    def _draft(self, walker: Walker, chosen: Chosen, peak: int) -> _Draft:
+        how = {
+            "over": peak - self._budget,
+            "counts_gradients": self._counts_gradients,
+            "is_training": self._is_training,
+        }
+        return _Draft(walker, chosen, spare(walker, chosen), how)
 
     @property
     def _is_training(self) -> bool:
@@ -248,50 +292,64 @@ class Planning:
         try:
             known = [op.name for op in self.record.operations[: self.record.turn]]
             step = self._step, self._device
-            return recorded(*step, known, in_other_mode=True)[0]
+            found = recorded(*step, known, in_other_mode=True)[0]
+            return None if found is None else found.updated(self.record.update)
         except Exception:  # noqa: BLE001 - the user may never run it
             return None
 
-    def _others(self, is_around: bool) -> Iterator[Course]:
-        """Yield the courses of steps that begin with gradients, and of the other mode.
+    def _for_others(self, is_around: bool) -> Iterator[_Draft]:
+        """Yield choices for steps that begin with gradients, and of the other mode.
 
         Where these are over the budget, they are near the least that there is.
         """
         if not (self._counts_gradients or self._step.model() is None):
-            record, budget = self.record.accumulating(), self._budget
-            walker = Walker(record, None if is_around else record.called)
-            chosen = quickly_for(walker, budget)
-            over, course = walker(chosen).peak - budget, _course(walker, chosen)
-            yield replace(course, over=over, is_training=self._is_training)
+            record = self.record.accumulating()
+            how = {"counts_gradients": True, "is_training": self._is_training}
+            yield self._quick_draft(record, is_around, how)
         if self.other is not None:
-            walker = Walker(self.other, None if is_around else self.other.called)
-            chosen = quickly_for(walker, self._budget)
-            yield replace(
-                _course(walker, chosen),
-                over=walker(chosen).peak - self._budget,
-                counts_gradients=self._counts_gradients,
-                is_training=not self._is_training,
-            )
+            how = {
+                "counts_gradients": self._counts_gradients,
+                "is_training": not self._is_training,
+            }
+            yield self._quick_draft(self.other, is_around, how)
+
+    def _quick_draft(
+        self, record: StepRecord, is_around: bool, how: dict[str, Any]
+    ) -> _Draft:
+        walker = Walker(record, None if is_around else record.called)
+        chosen = quickly_for(walker, self._budget)
+        how["over"] = walker(chosen).peak - self._budget
+        return _Draft(walker, chosen, spare(walker, chosen), how)
 
     # --- Errors ---
 
     def _too_small(self) -> BudgetError:
         least = min(self._least, key=lambda each: each.peak)
-        where = least.peak, least.peak_at, self.record.resident, self._plain_peak()
-        return BudgetError(too_small(self.label, self._budget, *where), least.peak)
+        return self._refused(least.peak, least.peak_at)
+
+    def _refused(self, least: int, at: str) -> BudgetError:
+        sizes = {
+            "budget": self._asked.nbytes,
+            "least": least,
+            "resident": self.record.resident,
+            "plain": self._plain_peak(),
+        }
+        shown = {name: in_unit(n, self._asked.unit) for name, n in sizes.items()}
+        shown["do"] = _HOLDS_LESS if at == self.record.update.peak_at else _DO
+        return BudgetError(_TOO_SMALL.format(label=self.label, at=at, **shown), least)
 
     def _plain_peak(self) -> int:
-        return Walker(self.record, (0, 0))(()).peak
+        return max(Walker(self.record, (0, 0))(()).peak, self.record.update.peak)
 
 
-def _course(walker: Walker, chosen: Chosen) -> Course:
+def _course(walker: Walker, chosen: Chosen, spared: Chosen = frozenset()) -> Course:
     """Return what a policy answers. It saves what a scope cannot run again, too."""
     saved = walker.storages(chosen)
     needed = walker.closure(saved)[0]
     # What nobody reads again. A value that Python holds is saved.
     unread = walker.makers.keys() - needed
     within = enumerate(walker.record.operations[slice(*walker.span)], walker.span[0])
-    to_spare, spares = spare(walker, chosen), dict[Any, set[int]]()
+    spares: dict[Any, set[int]] = {}
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
     found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
@@ -304,13 +362,13 @@ def _course(walker: Walker, chosen: Chosen) -> Course:
             is_saved = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
             found.setdefault(place, []).append((op.name, is_saved, is_unread, size))
-            if i in to_spare:
+            if i in spared:
                 spares.setdefault(place, set()).add(len(found[place]) - 1)
     placed: list[Placed] = []
     for place, each in found.items():
         names, saves, passes, sizes = zip(*each, strict=True)
-        spared = frozenset(spares.get(place, ()))
-        placed.append(Placed(place, names, saves, passes, sizes, spared))
+        given = frozenset(spares.get(place, ()))
+        placed.append(Placed(place, names, saves, passes, sizes, given))
     return Course(tuple(placed))
 
 
@@ -340,3 +398,18 @@ def _segments(
             again.add(name)
     segments = tuple(FitSegment(name, *row) for name, row in rows.items())
     return segments, tuple(name for name in blocks if name in again)
+
+
+_TOO_SMALL = (
+    "remat.fit: no plan for {label} stays under {budget}. The least budget for which "
+    "there is one is {least} (`error.least`), with the peak {at}; {resident} of it are "
+    "there before the step. Without remat the peak is {plain}. {do}"
+)
+_DO = (
+    "Pass a larger budget, a smaller batch, or, if the loss holds much, a function of "
+    "model and batch that computes it, too."
+)
+_HOLDS_LESS = (
+    "Pass a larger budget, or an optimizer that holds less: with foreach=False, or "
+    "fused=True."
+)

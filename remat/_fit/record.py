@@ -23,6 +23,7 @@ from remat._base.absent import inputs_of
 from remat._base.calls import CallPlace, Calls
 from remat._base.context import here
 from remat._fit.meter import Measured, Meter
+from remat._fit.optimizer import NO_UPDATE, Update, updated
 from remat._fit.simulate import (
     BACKWARD,
     RefusedStepError,
@@ -48,6 +49,7 @@ from remat._torch import (
     is_of_checkpoint,
     is_view_op,
     nodes_made,
+    scales_put_back,
     sequence_number,
 )
 
@@ -116,6 +118,7 @@ class StepRecord:
     viewed: frozenset[int] = frozenset()  # storages that views were made of
     # Operations of the forward that run again as a whole, within the backward.
     copied: tuple[range, ...] = ()
+    update: Update = NO_UPDATE  # what the optimizer takes, whose states are resident
 
     @property
     def forwards(self) -> Sequence[int]:
@@ -131,6 +134,10 @@ class StepRecord:
     def flops(self) -> int:
         """The floating-point operations of the step."""
         return sum(op.flops for op in self.operations)
+
+    def updated(self, update: Update) -> "StepRecord":
+        """Return that of later steps, with the states of an optimizer."""
+        return replace(self, resident=self.resident + update.states, update=update)
 
     def accumulating(self) -> "StepRecord":
         """Return that of the same step with gradients that are there, to which it adds.
@@ -179,7 +186,7 @@ def record(
     grads = gradients_of(step)
     alone = StepRecorder(costs=False)
     whole = StepRecorder(costs=True, blocks=blocks)
-    with mode, AddressAnswers():
+    with mode, AddressAnswers(), scales_put_back():
         with (
             alone.watching(step) as watched,
             torch.autograd.graph.saved_tensors_hooks(_let_go, _refuse_backward),
@@ -200,7 +207,9 @@ def record(
             backward(outs)
             whole.end()
             found = whole.record(alone)
-            del result, outs
+        if step.optimizer is not None:
+            found = found.updated(updated(step, result))
+        del result, outs
         put_back(grads)
     return found
 

@@ -34,6 +34,7 @@ from remat._torch import (
     copied_as_fake,
     fake_mode,
     is_fake,
+    scales_put_back,
     without_log_of_fakes,
 )
 
@@ -49,6 +50,7 @@ class TrainingStep(NamedTuple):
     kwargs: dict[str, Any]
     loss: Callable[[Any], Any] | None  # of the result; None for the default
     accumulates: bool = False  # whether all parameters have gradients before it
+    optimizer: Any = None  # one, or what makes it of parameters
     around: Callable[[], Any] = nullcontext  # the call and the loss
     around_call: Callable[[], Any] = nullcontext
 
@@ -240,7 +242,7 @@ def simulate(
         if model is not None:
             for name in blocks:
                 _hook(meter, model.get_submodule(name), name)
-        with mode, AddressAnswers(), meter:
+        with mode, AddressAnswers(), scales_put_back(), meter:
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live

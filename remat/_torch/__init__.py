@@ -205,6 +205,7 @@ from remat._torch.process import (
     write_settings as write_settings,
 )
 from remat._torch.tensors import (
+    DEVICE_OF as DEVICE_OF,
     NO_VALUES as NO_VALUES,
     SHARED_COPY as SHARED_COPY,
     AddressAnswers as AddressAnswers,
@@ -212,7 +213,9 @@ from remat._torch.tensors import (
     as_fake as as_fake,
     copied_as_fake as copied_as_fake,
     empty_in as empty_in,
+    fake_device as fake_device,
     fake_mode as fake_mode,
+    foreach_of_fakes as foreach_of_fakes,
     has_no_memory as has_no_memory,
     is_fake as is_fake,
     is_lazy as is_lazy,
@@ -220,6 +223,7 @@ from remat._torch.tensors import (
     no_torch_function as no_torch_function,
     preserved_version as preserved_version,
     refuse_data_ptr as refuse_data_ptr,
+    scales_put_back as scales_put_back,
     shared_copy as shared_copy,
     storage_id as storage_id,
     tensor_without_data as tensor_without_data,

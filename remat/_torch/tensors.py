@@ -12,6 +12,7 @@ depend on the device. Addresses of memory: storages without bytes share one.
 import copy
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
+
+from remat._torch.tracing import eager_only
 
 
 T = TypeVar("T")
@@ -106,6 +109,16 @@ def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]
 
 
+# Deleted by: fake tensors that say where they are without being dispatched.
+DEVICE_OF: Any = torch.ops.prim.device.default
+
+
+def fake_device(fake: Any) -> torch.device:
+    """Say where a fake tensor is, as its mode does."""
+    is_inside = fake.fake_mode.in_kernel_invocation
+    return torch.device("meta") if is_inside else fake.fake_device
+
+
 # Deleted by: a public FakeTensorMode that keeps the values that are known.
 def fake_mode() -> Any:
     """Return a mode in which operations make fake tensors, also of real ones.
@@ -126,20 +139,28 @@ class _WithIntegers(FakeTensorMode):
         # By the storage of a user: that one, so that its number stays, and the copy.
         self._copies: dict[int, tuple[Any, Any]] = {}
 
+    @classmethod
     @override
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # `eager_only` does that, in a fifth of the time
+
+    @override
+    @eager_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        passed = tree_leaves((args, kwargs))
+        if func is DEVICE_OF and is_fake(args[0]):
+            return fake_device(args[0])
+        passed, kwargs = tree_leaves((args, kwargs)), kwargs or {}
         if func.overloadpacket is torch.ops.aten.arange:
-            found = super().__torch_dispatch__(func, types, args, kwargs)
-            return self._arranged(found, func, args, kwargs or {})
+            found = self.dispatch(func, types, args, kwargs)
+            return self._arranged(found, func, args, kwargs)
         if not any(type(x) is Tensor and _is_known(x) for x in passed):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs or {}))
+            return self.dispatch(func, types, args, kwargs)
+        args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs))
         if all(_is_known(x) for x in passed if isinstance(x, Tensor)):
             return tree_map_only(Tensor, self._result, func(*args, **kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs)
 
     def _arranged(self, found: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what `arange` makes, with its values if these are kept."""
@@ -256,6 +277,44 @@ class _Copying(TorchFunctionMode):
             self._mode, empty.set_(tensor.untyped_storage(), *view), device
         )
 
+
+# Deleted by: optimizers that ask what a tensor is by `isinstance`.
+@contextmanager
+def foreach_of_fakes() -> Iterator[None]:
+    """Have optimizers take fake tensors for tensors where they choose `foreach`."""
+    _FOREACH_TYPES.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _FOREACH_TYPES.remove(FakeTensor)
+
+
+_FOREACH_TYPES: list[type] = vars(sys.modules[torch.optim.Optimizer.__module__])[
+    "_foreach_supported_types"
+]
+
+
+# Deleted by: a public way to say where a GradScaler has its scale, or that it has none.
+@contextmanager
+def scales_put_back() -> Iterator[None]:
+    """Take from each `GradScaler` the scale that it makes for the first loss."""
+    begun: list[Any] = []
+
+    def noted(scaler: Any, device: torch.device) -> None:
+        begun.append(scaler)
+        _make_scale(scaler, device)
+
+    setattr(torch.amp.GradScaler, _MAKE_SCALE, noted)
+    try:
+        yield
+    finally:
+        setattr(torch.amp.GradScaler, _MAKE_SCALE, _make_scale)
+        for scaler in begun:
+            scaler._scale = scaler._growth_tracker = None
+
+
+_MAKE_SCALE = "_lazy_init_scale_growth_tracker"
+_make_scale: Callable[..., None] = vars(torch.amp.GradScaler)[_MAKE_SCALE]
 
 # --- Storages ---
 

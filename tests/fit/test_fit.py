@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import io
 import pickle
 import re
 import sys
+import threading
 
 import pytest
 import torch
@@ -282,7 +284,7 @@ def test_element_wise_work_is_shown_in_bytes_and_seconds():
     x = torch.ones(256, 8, requires_grad=True)
     plan = remat.fit(model, x, budget="50kB")
     assert (plan.recomputed, plan.again) == (0, 8192)
-    assert "0.008 MiB of results, 0.00" in str(plan)
+    assert "8.192 kB (8,192 bytes) of results, 0.00" in str(plan)
     pytest.importorskip("matplotlib").use("Agg")
     assert plan.plot().get_ylim() == (0, 1)
 
@@ -324,6 +326,35 @@ def test_remove_undoes_apply(over):
     assert_same(found, gradients(plain, lambda: step(plain, (X,), {}, square)))
 
 
+# --- What it shows meanwhile ---------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "after", "is_shown"),
+    [(True, 0.0, True), (True, 1e3, False), (False, 0.0, False)],
+)
+def test_progress_is_shown_on_a_terminal_if_it_takes_long(
+    is_terminal, after, is_shown, monkeypatch
+):
+    terminal = Terminal(is_terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("remat._fit.progress._AFTER", after)
+    monkeypatch.setattr("remat._fit.progress._EVERY", 1e-3)
+    remat.fit(mlps(2), X, loss=square, budget="1GB")
+    said = terminal.getvalue()
+    assert bool(said) == is_shown
+    assert not said or said.endswith("\r\x1b[K")
+    assert ("remat.fit of Sequential: " in said) == is_shown
+    running = {type(thread).__name__ for thread in threading.enumerate()}
+    assert "_Line" not in running
+
+
 # --- How it shows --------------------------------------------------------------------
 
 
@@ -333,7 +364,7 @@ def test_a_plan_is_a_value(over):
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert re.match(r"<Plan of Sequential: \d+\.\d% of its FLOPs recomp", repr(plan))
     assert all(f"1.{k}" in str(plan) for k in range(6))
-    assert f"MiB, {plan.peak_at}" in str(plan)
+    assert f"peak: {plan.peak:,} bytes, {plan.peak_at}" in str(plan)
 
 
 @both
@@ -374,12 +405,33 @@ def test_a_budget_that_is_too_small_says_which_would_do(over):
     error = refused(over)
     assert error.least == tight(over).budget == tight(over).peak
     said = str(error)
-    assert "stays under 0.001 MiB. " in said
-    assert "bytes" not in said
+    assert "stays under 1,000 bytes. " in said
+    assert f"there is one is {error.least:,} bytes" in said
     assert "before the step" in said
-    shown = re.search(r"there is one is (\S+) MiB", said)[1]
-    assert float(shown) * 2**20 >= error.least
-    assert f"peak: {shown} MiB, in " in str(tight(over))
+    assert f"peak: {error.least:,} bytes, in " in str(tight(over))
+
+
+def test_a_plan_and_errors_speak_in_the_unit_of_the_budget():
+    plan = remat.fit(mlps(2), X, loss=square, budget="1.5 mib")
+    assert str(plan).startswith("Sequential in 1.5 MiB (1,572,864 bytes)\n")
+    shown = f"{-(-plan.peak * 1000 // 2**20) / 1000:g} MiB ({plan.peak:,} bytes)"
+    assert f"peak: {shown}, in " in str(plan)
+    assert f"peak {shown}, not applied yet" in repr(plan)
+    assert "saved MiB  saved bytes" in str(plan)
+    for budget, unit in ("64KiB", "KiB"), ("65.536kb", "kB"):
+        with pytest.raises(remat.BudgetError, match=r"stays under 6") as raised:
+            remat.fit(mlps(2), X, loss=square, budget=budget)
+        said, least = str(raised.value), raised.value.least
+        assert f" {unit} (65,536 bytes). The least budget" in said
+        assert f" {unit} ({least:,} bytes) (`error.least`), with the peak in " in said
+
+
+def test_where_nothing_can_be_saved_the_least_budget_is_said():
+    said = (
+        r"least .* is 5,121.6 kB \(5,121,600 bytes\).*the peak in sum in the backward"
+    )
+    with pytest.raises(remat.BudgetError, match=said):
+        remat.fit(nn.Linear(200, 200), torch.ones(2000, 200), budget="1kB")
 
 
 @both

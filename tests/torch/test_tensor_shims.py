@@ -157,6 +157,31 @@ def test_fakes_refuse_their_address():
         assert torch.ones(1).const_data_ptr()
 
 
+@expects("foreach_of_fakes")
+def test_optimizers_take_fakes_for_tensors():
+    module = vars(sys.modules[torch.optim.Optimizer.__module__])
+    choose, mode = module["_default_to_fused_or_foreach"], tensors.fake_mode()
+    there = torch.empty(2, device="meta")
+    fake = tensors.copied_as_fake(there, mode, torch.device("cuda"))
+    with tensors.foreach_of_fakes():
+        assert choose([fake], False) == (False, True)
+    assert choose([fake], False) == (False, False)
+
+
+@expects("scales_put_back")
+def test_scalers_lose_scales_that_were_made():
+    scaler, before = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    before.scale(torch.ones(()))
+    with tensors.scales_put_back():
+        assert scaler.scale(torch.ones(())) == before.scale(torch.ones(()))
+        assert scaler._scale is not None
+    assert scaler._scale is None
+    assert scaler._growth_tracker is None
+    assert before._scale is not None
+    scaler.scale(torch.ones(()))
+    assert scaler._scale is not None
+
+
 def test_integers_keep_their_values():
     mode, cpu = tensors.fake_mode(), torch.device("cpu")
     ids = torch.arange(6)
