@@ -104,6 +104,9 @@ METADATA = """\
 Metadata-Version: 2.4
 Name: remat
 Version: 0.2.0
+Project-URL: Documentation, docs/index.md
+Project-URL: Changelog, CHANGELOG.md
+Project-URL: Source, remat
 Requires-Dist: optree
 Requires-Dist: torch>=2.13
 Provides-Extra: viz
@@ -132,6 +135,7 @@ def test_a_whole_wheel_passes():
         (WHEEL | {"tests/conftest.py"}, METADATA),
         (WHEEL - {"remat-0.2.0.dist-info/licenses/LICENSE"}, METADATA),
         (WHEEL, METADATA.replace("0.2.0", "0.1.0")),
+        (WHEEL, METADATA.replace("docs/index.md", "docs/gone.md")),
         (WHEEL, METADATA + "Requires-Dist: numpy\n"),
     ],
 )
