@@ -1,7 +1,8 @@
-"""Draw the pictures of docs/concepts.md and docs/policies.md.
+"""Draw the pictures of docs/concepts.md, docs/policies.md and the README.
 
 The first is a forward and a backward, plain and with remat. The second is what each
-policy saves of a block: what `explain` says of it. Colours can be read on a light and
+policy saves of a block: what `explain` says of it. The third is what the sweep of
+architectures found. Colours can be read on a light and
 on a dark page, and no mark differs from another by its colour alone. Reproduce with
 
     python docs/drawings.py
@@ -228,7 +229,31 @@ def _columns() -> list[int]:
     return [LEFT + STEP * i for i in range(len(OPERATIONS))]
 
 
+# --- Architectures -------------------------------------------------------------------
+
+
+# Of so many, those that equal plain: `python benchmarks/architectures.py`.
+SWEPT, EQUAL = 341, {"remat": 341, "torch's checkpoint": 146}
+
+
+def bars_of_architectures() -> str:
+    """Draw how many architectures of transformers equal plain code, bit for bit."""
+    title = f"Of {SWEPT} architectures, those that equal plain bit for bit"
+    shapes, left, scale = [text(360, 24, title)], 170, 480 / SWEPT
+    for y, (name, count) in zip((56, 92), EQUAL.items(), strict=True):
+        look = {"fill": SAVED if name == "remat" else AGAIN}
+        width = round(count * scale)
+        shapes += [
+            text(left - 12, y + 5, name, text_anchor="end"),
+            box(left + 240, y, 480, 22, fill="none", stroke=INK),
+            box(left + width / 2, y, width, 22, **look),
+            text(left + width / 2, y + 5, str(count), fill="#ffffff"),
+        ]
+    return picture(720, 116, title, shapes)
+
+
 PICTURES = {
+    "architectures.svg": bars_of_architectures,
     "recompute.svg": forward_and_backward,
     "policies.svg": table_of_policies,
 }

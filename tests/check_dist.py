@@ -79,6 +79,9 @@ def check_wheel(names: set[str], metadata: str, version: str) -> None:
     assert (fields["Name"], fields["Version"]) == ("remat", version)
     needed = [n for n in fields.get_all("Requires-Dist") if "extra ==" not in n]
     assert sorted(re.match(r"[\w-]+", n)[0] for n in needed) == ["optree", "torch"]
+    links = dict(each.split(", ") for each in fields.get_all("Project-URL"))
+    assert links.keys() == {"Documentation", "Changelog", "Source"}
+    assert all((ROOT / page).exists() for page in links.values()), links
 
 
 def check_sdist(names: set[str]) -> None:

@@ -228,6 +228,13 @@ def in_place(fn: Fn, policy: Any) -> Fn:
     return run
 
 
+def in_place_again(policy: Any) -> Any:
+    """Return what makes of a function its run again, where that is to tell the same."""
+    if policy is None or not policy.keeps_calls:
+        return None
+    return functools.partial(in_place, policy=policy)
+
+
 def root_of(fn: Any, args: tuple[Any, ...] = ()) -> nn.Module | None:
     """Return the module that paths begin at: that of a method, or one that is passed.
 

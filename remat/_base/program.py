@@ -114,6 +114,8 @@ class Program:
     once: Mapping[int, Any] = {}
     # What the forward found outside each vmap around the user's call.
     outside: tuple[OutsideVmap, ...] = ()
+    # The `Reach` of a call whose forward set hooks, on tensors inside or on inputs.
+    hooked: Any = None
 
     @property
     def passed(self) -> Sequence[Tensor]:

@@ -52,8 +52,8 @@ class Measured(NamedTuple):
 class Meter(Observer):
     """Counts bytes and work."""
 
-    outside = "forward"  # what operations are in that are in no backward
     is_of_call = False
+    outside = "forward"  # what operations are in that are in no backward
 
     def __init__(self) -> None:
         super().__init__()

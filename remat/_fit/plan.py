@@ -185,12 +185,13 @@ class Plan(_render.Shown):
         """The recomputed FLOPs, as a share of those of a step without remat."""
         return self.recomputed / self.flops if self.flops else 0.0
 
-    def apply(self, model: M) -> M:
+    def apply(self, model: M, *, offload_inputs: Any = False) -> M:
         """Have each forward of a model follow the plan.
 
         Args:
             model: a model that does what the plan was made for; or a function, the
                 whole step, which runs in `with plan:`.
+            offload_inputs: as of `remat.remat`, for plans over blocks.
 
         Returns:
             The model, changed in place. `remat.nn.remove(model)` undoes it. For a
@@ -220,12 +221,13 @@ class Plan(_render.Shown):
         elif self.over == "blocks":
             self._refuse_another_device(model)
             refuse_others(model, "plan.apply", (REMAT,))
-            if self.applied.units:
-                apply_from(caller(), model, dict(self.applied.units), by=PLAN)
+            if units := dict(self.applied.units):
+                flags = "auto", "replay", False, offload_inputs
+                apply_from(caller(), model, units, flags=flags, by=PLAN)
         else:
             self._refuse_another_device(model)
-            units = self.applied.units
-            follow(model, self.label, self.applied.courses, units, caller())
+            courses, units = self.applied.courses, self.applied.units
+            follow(model, self.label, courses, units, caller())
         object.__setattr__(self, "is_applied", True)
         return result
 
@@ -241,9 +243,8 @@ class Plan(_render.Shown):
         kinds = {p.device.type for p in model.parameters() if not p.is_meta}
         if kinds - {self.device}:
             shown = ", ".join(sorted(kinds))
-            raise ValueError(
-                _OTHER_DEVICE.format(label=self.label, device=self.device, kinds=shown)
-            )
+            others = {"device": self.device, "kinds": shown}
+            raise ValueError(_OTHER_DEVICE.format(label=self.label, **others))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, as JSON: for the next run, or for other ranks.
@@ -434,9 +435,8 @@ _OF_BLOCKS = (
 _NOT_APPLIED = "not applied yet: plan.apply(model)"
 _NO_SOLVER = f"without a solver: {missing('scipy')}"
 _OTHER_DEVICE = (
-    "remat: the plan for {label} was made for {device}, and the model is on {kinds}. "
-    "Other kernels run there, which hold other bytes. Call remat.fit where the model "
-    "is, or with device=."
+    "remat: the plan for {label} was made for {device}, and the model is on {kinds}, "
+    "where kernels hold other bytes. Call remat.fit there, or with device=."
 )
 _ONLY_AROUND = (
     "remat: the plan for {label} cannot be applied to the model: it stays under its "

@@ -14,6 +14,7 @@ under hooks, so a change in place would not be noticed.
 """
 
 import functools
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,7 +25,14 @@ from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
 from remat._graph.residual import Offloaded, ReadOnce, Residual
 from remat._live.reach import Reach
-from remat._torch import keeps_graph, leave_hooks_on, top_hooks, viewed
+from remat._offload.inputs import away_of
+from remat._torch import (
+    is_of_checkpoint,
+    keeps_graph,
+    leave_hooks_on,
+    top_hooks,
+    viewed,
+)
 
 
 if TYPE_CHECKING:
@@ -112,6 +120,15 @@ class PackedOutside(ReadOnce):
         if self.unpack is unpack and isinstance(self.packed, _CHEAP):
             return unpack(self.packed)
         return self.once(functools.partial(self.unpack, self.packed))
+
+
+def packed_outside(reach: Reach, hooks: Any) -> Container[int]:
+    """Return which inputs hooks around a call may pack."""
+    # Torch's checkpoint tells tensors by position. A list may hold more by then.
+    if hooks is not None and is_of_checkpoint(hooks[0]):
+        return reach.passed
+    stay = away_of(hooks) is not None and reach.buffers  # those that modules hold
+    return [i for i in range(reach.first_parameter) if not (stay and stay.get(i))]
 
 
 # What gives its tensor as often as it is asked, and does not compute it each time.

@@ -9,6 +9,7 @@ Invariant: a call keeps places, and neither holders nor tensors.
 Rejected: to refuse these, as JAX does. Plain code and torch's checkpoint are right.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from remat._live.exchange import LOCK
 
 
 # The number of a root and the index of a holder of it; or, of what was passed, None and
-# the identity of the value.
+# the identity of the value; or, of the attributes of an input, this and its number.
 LeftPlace = tuple[int | None, Any]
+ON_INPUT = -1
 
 
 class LeftAt:
@@ -39,7 +41,7 @@ class Left:
 
     def __init__(self, at: LeftAt, holder: Any) -> None:
         self._at, self._holder = at, holder
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, tuple[Any, Pending]] = {}
 
     def values(self) -> list[Any]:
         """Return them; None for one that is not there."""
@@ -49,13 +51,18 @@ class Left:
 
     def take_out(self, numbers: Sequence[int]) -> None:
         """Have the holder hold what is pending in place of some of them."""
-        self._pending = {n: Pending() for n in numbers}
         held = self.values()
-        self._write({id(held[n]): pending for n, pending in self._pending.items()})
+        for n in numbers:
+            pending: Any = Pending()
+            # Weak dictionaries have weak references, and only these.
+            is_weak = issubclass(type(held[n]), weakref.ref)
+            there = weakref.ref(pending) if is_weak else pending
+            self._pending[n] = there, pending
+        self._write({id(held[n]): there for n, (there, _) in self._pending.items()})
 
     def put(self, new: Sequence[Any]) -> None:
         """Have it hold these, where what was pending still is."""
-        self._write({id(p): new[n] for n, p in self._pending.items()})
+        self._write({id(there): new[n] for n, (there, _) in self._pending.items()})
 
     def _write(self, instead: Mapping[int, Any]) -> None:
         """Write some values in place of others, by the identities of these."""

@@ -304,7 +304,7 @@ class LiftedForward(Lifted):
         with LOCK:  # of another thread there may be a copy, which is not to be left
             keys, values = kind.held(holder)
             if self._stand_ins:
-                own_keys, own = self._owned(keys), self._owned(values)
+                own_keys, own = self.owned(keys), self.owned(values)
                 if not (are_same(own_keys, keys) and are_same(own, values)):
                     kind.write(holder, own_keys, own)
                     keys, values = own_keys, own
@@ -312,12 +312,12 @@ class LiftedForward(Lifted):
         if "id" in self._asks:
             self._numbers += [value for value in held if type(value) is int]
         if kind is not FUNCTIONS and not isinstance(holder, set):
-            at = [i for i, value in enumerate(held) if self._may_be_left(value)]
+            at = [i for i, value in enumerate(held) if self.may_be_left(value)]
             if at:
                 left = LeftAt(where, kind, at)
                 self.left.append((left, Left(left, holder)))
 
-    def _may_be_left(self, value: Any) -> bool:
+    def may_be_left(self, value: Any) -> bool:
         """Say whether a value in a holder leads to tensors that the run computed."""
         kind = type(value)
         if kind in ATOMS or id(value) in self.known:
@@ -342,7 +342,7 @@ class LiftedForward(Lifted):
     def _is_users(self, tensor: Tensor) -> bool:
         return any(tensor is t for t in (*self._kept, *self._own))
 
-    def _owned(self, values: Sequence[Any]) -> list[Any]:
+    def owned(self, values: Sequence[Any]) -> list[Any]:
         """Return what is the user's of values, and in those that the function made."""
         owned = [*map(self.own, values)]
         new: list[Any] = []

@@ -8,6 +8,7 @@ Rejected: to note the changes themselves. Where there are some, a checkpoint not
 that is reached from there, as a call does.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,8 +52,10 @@ class Moment:
 
     @property
     def numbers(self) -> Iterator[str]:
-        """Yield all numbers and words that are held."""
-        values = (v for taken in self._taken for v in [*taken.values, *taken.keys])
+        """Yield the numbers and words that are held, of large holders the first."""
+        held = [(taken.values, taken.keys) for taken in self._taken]
+        parts = [part for one in (*held, *(h[1:] for h in self._held)) for part in one]
+        values = (v for part in parts for v in itertools.islice(part, _MOST))
         return (repr(v) for v in values if type(v) in INERT)
 
     def changes(self) -> Iterator[str]:
@@ -83,6 +86,7 @@ class Moment:
 
 
 ATTRIBUTE = "an attribute of a tensor"
+_MOST = 2_000  # of the numbers of one holder
 
 
 def _attributes_of(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:

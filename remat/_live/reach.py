@@ -33,7 +33,7 @@ from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
 from remat._live.names import CallNames
 from remat._live.roots import Root, code_writes, roots_of
-from remat._live.running import Running
+from remat._live.running import Running, undone
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
     MODULE_HOOKS,
@@ -129,12 +129,8 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks = _NONE
-        if given.search is not None:
-            asks |= given.search.asks
-        for root in self._roots:
-            asks |= root.layout.asks
-        self._asks = asks
+        asks = _NONE if given.search is None else _NONE.union(given.search.asks)
+        self._asks = asks = asks.union(*[root.layout.asks for root in self._roots])
         if not asks:
             return
         end_leases()
@@ -206,9 +202,8 @@ class Reach:
     def signature(self) -> tuple[Any, ...]:
         """What is the same in each call of the same code.
 
-        That is the code of functions, the classes of objects, the modes of modules, the
-        structure of the arguments and those that are constants. It holds no tensor and
-        no user's object.
+        Code, classes, modes of modules, the structure of arguments, and constants: no
+        tensor, and no object of the user's.
         """
         values = structure_of(self._values)
         roots = [root.signature for root in self._roots]
@@ -285,6 +280,10 @@ class Reach:
 
     # --- A recompute ---
 
+    def undone(self) -> Any:
+        """Return a context after which all holds what it held just before."""
+        return undone(self._roots)
+
     def restored(
         self,
         tensors: Sequence[Any],
@@ -314,7 +313,7 @@ class Reach:
             users: as for `restored`.
             take: takes the result apart, with what is left where the forward left it.
         """
-        if self.is_bare:
+        if self.is_bare and not self.left:
             found = self.call(None, tensors, body)
             return found if take is None else take(found)
         running = self.restored(tensors, users)
@@ -347,8 +346,10 @@ class Reach:
             *args, fn = building.values(self._values)
             modes = building.values(modes)
         fn = fn if self.around is None else self.around(fn)
-        kwargs = dict(zip(self._names, args[self._count :], strict=True))
-        del args[self._count :]
+        kwargs: dict[str, Any] = {}
+        if self._names:
+            kwargs = dict(zip(self._names, args[self._count :], strict=True))
+            del args[self._count :]
         if body is not None:
             fn, args = body, [fn, args]
             kwargs.clear()
@@ -364,11 +365,11 @@ class Reach:
     def call_bare(self, tensors: Sequence[Any], instead: Any = None) -> Any:
         """Call a function of tensors and constants alone for the first time."""
         *args, fn = self._bare_values(tensors)
-        count = self._count
         if instead is not None:
-            return instead(fn, args[:count])
+            return instead(fn, args[: self._count])
         if not self._names:
             return fn(*args)
+        count = self._count
         return fn(*args[:count], **dict(zip(self._names, args[count:], strict=True)))
 
     def _bare_values(self, tensors: Sequence[Any]) -> list[Any]:
@@ -412,9 +413,8 @@ class Reach:
 
     def _name_of(self, index: int) -> str:
         """Search for a tensor; only an error needs its name."""
-        running, found = self._running, StillThere
-        if isinstance(running, Running):
-            found = running
+        running = self._running
+        found = running if isinstance(running, Running) else StillThere
         if running is None:
             # In place of one that is gone is an empty one, so that a path is known.
             there = self.alive()

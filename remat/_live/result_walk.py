@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from remat._base.pytree import REGISTERED, registration_of
-from remat._base.types import INERT
+from remat._base.types import INERT, TENSORS
 from remat._capture.container_kinds import container_kind
-from remat._capture.holders import MISSING, PARTS, HolderKind
+from remat._capture.holders import MISSING, PART, PARTS, HolderKind
 from remat._capture.objects import (
     by_class,
     can_be_made_anew,
@@ -117,11 +117,12 @@ class ResultWalk:
         parts: what holds others, by identity.
         hidden: values that cannot be seen into.
         left: the places in what was left in holders, which is walked last.
+        attributes: what was set on tensors that the run computed, by their indices.
     """
 
     __slots__ = (
-        *("_in_holders", "_index", "_later", "_own", "_seen", "hidden", "left"),
-        *("parts", "places", "tensors"),
+        *("_in_holders", "_index", "_later", "_own", "_seen", "attributes", "hidden"),
+        *("left", "parts", "places", "tensors"),
     )
 
     def __init__(
@@ -136,6 +137,7 @@ class ResultWalk:
         self._later: list[tuple[Any, Path]] = []
         self._seen: dict[int, Any] = {}
         self.left: set[Path] = set()
+        self.attributes: dict[int, dict[str, Any]] = {}
         self._walk(value, None)
         self._in_holders = True
         for number, values in enumerate(left):
@@ -152,7 +154,9 @@ class ResultWalk:
             if self._in_holders and self._is_others(value):
                 continue
             if issubclass(type(value), Tensor):
-                self._note(value, path)
+                is_new = self._note(value, path)
+                if is_new and type(value) in TENSORS and value.__dict__:
+                    todo += self._attributes_of(value, path)
                 continue
             value = self._own.originals.get(id(value), value)
             if id(value) not in self._seen:
@@ -167,15 +171,25 @@ class ResultWalk:
             return True
         return not (value.requires_grad or is_of_torch_func(value))
 
-    def _note(self, tensor: Tensor, path: Path) -> None:
+    def _attributes_of(self, tensor: Tensor, path: Path) -> list[tuple[Any, Path]]:
+        """Return what was set on a tensor: it will be on the tensor of its level."""
+        if id(tensor) in self._own.tensors:
+            return []
+        attributes = self.attributes[self._index[id(tensor)]] = vars(tensor)
+        return [(attributes, (path, ".__dict__"))]
+
+    def _note(self, tensor: Tensor, path: Path) -> bool:
+        """Note a tensor; say whether it was not met before."""
         index = self._index.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
+        is_new = index == len(self.tensors)
+        if is_new:
             self.tensors.append(tensor)
         while path in self.places:  # two keys of a dict may be alike
             path = path, "'"
         self.places[path] = index
         if self._in_holders:
             self.left.add(path)
+        return is_new
 
     def _visited(self, value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
         """Do what is done at a value; yield what it holds, with paths."""
@@ -306,6 +320,13 @@ def visit_walked(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKin
     return kinds_of(value, type(value))
 
 
+def visit_weak(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
+    """Make a reference again to what the result holds, as one in a weak dictionary."""
+    there: Any = weakref.ref.__call__(value)
+    is_exchanged = issubclass(type(there), Tensor) and walk.has_met(there)
+    return [PART] if is_exchanged else ()
+
+
 def visit_set(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
     """Walk a set, which must not have several tensors: their order is by chance."""
     search = NamedSearch()
@@ -357,6 +378,8 @@ def kinds_in_result(kind: type, /) -> Visit:
         return visit_lazy
     if issubclass(kind, (set, frozenset)):
         return visit_set
+    if issubclass(kind, weakref.ref) and not issubclass(kind, weakref.WeakMethod):
+        return visit_weak
     if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_buffer(kind):
         return visit_nothing
     if _gives_parts(kind):

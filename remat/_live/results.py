@@ -37,7 +37,7 @@ class Result:
         self._value, self.own, self._left = value, own, left
         self.places: dict[Path, int] = {None: 0}
         # To walk a tensor would cost as much as a small call.
-        if type(value) is Tensor and not left:
+        if type(value) is Tensor and not (left or value.__dict__):
             self._walk, self.tensors = None, [value]
             return
         self._walk = walk = ResultWalk(value, own, [held.values() for held in left])
@@ -66,7 +66,7 @@ class Result:
         """Take the tensors out of what holds them."""
         walk = self._walk
         if walk is None:
-            return Emptied(at(0), {}, ())
+            return Emptied(at(0), {}, (), {})
         parts = walk.parts
         live = {key: EmptiedPart(parts[key]) for key in walk.live()}
 
@@ -82,7 +82,7 @@ class Result:
         left = [(held, [*map(put_aside, held.values())]) for held in self._left]
         for held, kept in left:
             held.take_out([n for n, k in enumerate(kept) if _is_exchanged(k)])
-        return Emptied(put_aside(self._value), live, left)
+        return Emptied(put_aside(self._value), live, left, walk.attributes)
 
 
 def _is_exchanged(kept: Any) -> bool:
@@ -140,15 +140,17 @@ class EmptiedPart:
 class Emptied:
     """A result without its tensors."""
 
-    __slots__ = ("_kept", "_left", "_parts")
+    __slots__ = ("_attributes", "_kept", "_left", "_parts")
 
     def __init__(
         self,
         kept: Any,
         parts: Mapping[int, EmptiedPart],
         left: Sequence[tuple[Left, Sequence[Any]]],
+        attributes: Mapping[int, dict[str, Any]],
     ) -> None:
         self._kept, self._parts, self._left = kept, parts, left
+        self._attributes = attributes
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """Put tensors in, also in holders, and return the result."""
@@ -160,6 +162,8 @@ class Emptied:
 
         if self._parts:
             self._fill_parts(find)
+        for index, attributes in self._attributes.items():
+            vars(tensors[index]).update(attributes)
         for held, kept in self._left:
             held.put([*map(find, kept)])
         return find(self._kept)

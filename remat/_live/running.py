@@ -12,6 +12,7 @@ in that graph change is to stay.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -20,14 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from remat._base.absent import Absent
 from remat._base.errors import RecomputeError
 from remat._capture.container_kinds import CONTAINERS
-from remat._capture.holders import HolderKind
+from remat._capture.holders import HolderKind, MovedError
 from remat._capture.modules import HOOKS
 from remat._capture.objects import bytes_of, set_bytes
 from remat._live.contents import Ref, differing, marks_of
 from remat._live.exchange import LOCK, Exchange, Written, are_same, written_to
 from remat._live.holding import HolderNow, among, holding
-from remat._live.layout import Taken
-from remat._live.left import Left, LeftAt
+from remat._live.layout import Taken, take
+from remat._live.left import ON_INPUT, Left, LeftAt
 from remat._live.lifted import Lifted
 from remat._live.roots import Root
 from remat._live.walk import is_hook_of_library
@@ -164,7 +165,10 @@ class Running:
         found: list[Left] = []
         for one in at:
             i, key = one.where
-            holder = self.passed(key) if i is None else self._now[i][1].holder(key)
+            if i == ON_INPUT:
+                holder: Any = vars(self.tensors[key])
+            else:
+                holder = self.passed(key) if i is None else self._now[i][1].holder(key)
             found.append(Left(one, holder))
         return found
 
@@ -261,6 +265,19 @@ class Running:
         dicts = [held for root in self._roots for held in root.layout.modules()]
         found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
         return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
+
+
+@contextmanager
+def undone(roots: Sequence[Root]) -> Iterator[None]:
+    """Have all holders hold, after the body, what they held before it."""
+    before = list[Taken]()
+    with suppress(MovedError):
+        before = [take(root.layout) for root in roots]
+    try:
+        yield
+    finally:
+        for then in before:
+            _put_back_all(then)
 
 
 def _put_back_all(then: Taken) -> None:

@@ -1,6 +1,6 @@
 """Moves residuals to host memory or to a file, and back.
 
 In: tensors. Out: a tensor for each in the other place, which gives it back (`offload`).
-Called by `_graph` and `_partial`, for residuals that a policy offloads, and by `chain`,
-for carries.
+Called by `_graph` and `_partial`, for residuals that a policy offloads, by `chain`, for
+carries, and by `_transform`, for the inputs of calls (`inputs`).
 """

@@ -27,10 +27,9 @@ from remat.policies._within import Budget, Within
 
 
 class Spent(NamedTuple):
-    """What a budget keeps of one record."""
+    """What a policy with a budget keeps of one record."""
 
-    budget: Budget
-    must: frozenset[int]  # operations whose results must be kept
+    policy: Within
     solution: "Solution"
     decisions: Sequence[Decision]  # what becomes of the result of each operation
 
@@ -38,43 +37,30 @@ class Spent(NamedTuple):
     def overdrawn(self) -> int:
         """The bytes that must be kept, if they are more than the budget; else 0."""
         nbytes = self.solution.nbytes
-        return nbytes if nbytes > self.budget.nbytes else 0
+        return nbytes if nbytes > self.policy.budget.nbytes else 0
 
 
 def spent_by(
     policy: Policy | None,
     record: Record,
-    decisions: Sequence[Decision],
-    exposed: Collection[int],
+    may: Sequence[Decision],
+    exposed: Iterable[int],
     *,
     prune: bool,
 ) -> Spent | None:
     """Return what the budget in a policy keeps; None if there is no budget in it."""
     if not isinstance(policy, Within):
         return None
+    budget = policy.budget
     musts = overwritten(record, [policy.must(step.op) for step in record.steps])
-    pairs = enumerate(zip(musts, decisions, strict=True))
-    must = frozenset(i for i, (has_to, may) in pairs if has_to and may)
-    return spend(policy.budget, must, record, decisions, exposed, prune=prune)
-
-
-def spend(
-    budget: Budget,
-    must: frozenset[int],
-    record: Record,
-    may: Sequence[Decision],
-    extra_roots: Iterable[int],
-    *,
-    prune: bool,
-) -> Spent:
-    """Return what a budget keeps of a record."""
-    args = record, may, must, extra_roots, cost_of(budget)
+    must = {i for i, has_to in enumerate(musts) if has_to}
+    args = record, may, must, exposed, cost_of(budget)
     problem, steps = problem_of(*args, prune=prune)
     found = solve(problem, budget.nbytes, time_limit=budget.time_limit)
     kept = frozenset(i for k in found.saved for i in steps[k])
     pairs = enumerate(may)
     decisions = [d if i in kept else Decision.RECOMPUTE for i, d in pairs]
-    return Spent(budget, must, found._replace(saved=kept), decisions)
+    return Spent(policy, found._replace(saved=kept), decisions)
 
 
 def cost_of(budget: Budget) -> Callable[[Step], float]:
@@ -208,14 +194,7 @@ class Solution(NamedTuple):
 
 
 def solution_of(problem: Problem, saved: Collection[int]) -> Solution:
-    """Return what a choice costs: the work and the bytes.
-
-    Example:
-        >>> chain = CostedOperation(1.0, (0,), (1,)), CostedOperation(2.0, (1,), (2,))
-        >>> problem = Problem(chain, ((1, 4), (2, 4)), frozenset({1, 2}))
-        >>> solution_of(problem, {1})
-        Solution(saved=frozenset({1}), work=1.0, nbytes=4, gap=0.0)
-    """
+    """Return what a choice costs: the work and the bytes."""
     runs, used, kept = _followed(problem, saved)
     work = math.fsum(problem.operations[i].cost for i in runs)
     nbytes = sum(n for v, n in problem.nbytes if v in kept)

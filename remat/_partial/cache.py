@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from remat._base.absent import Trouble
 from remat._base.calls import module_names, root_of
 from remat._base.types import TENSORS
-from remat._partial.budget import Spent, spend
+from remat._partial.budget import Spent, spent_by
 from remat._partial.candidates import Candidates
 from remat._partial.options import reference
 from remat._partial.plan import CallPlan, Record, plan
@@ -74,10 +74,9 @@ class Plans:
         self, decisions: Sequence[Decision], extra_roots: frozenset[int]
     ) -> "Plans":
         """Return the plans of the same record for other decisions or more roots."""
-        record, prune, before = self.record, self.prune, self.spent
-        args, spent = (record, decisions, extra_roots), None
-        if before is not None:
-            spent = spend(before.budget, before.must, *args, prune=prune)
+        record, prune = self.record, self.prune
+        policy = None if self.spent is None else self.spent.policy
+        spent = spent_by(policy, record, decisions, extra_roots, prune=prune)
         kept = decisions if spent is None else spent.decisions
         made = full_plan(record, kept, prune=prune, extra_roots=extra_roots)
         options = {"prune": prune, "extra_roots": extra_roots, "spent": spent}

@@ -184,7 +184,7 @@ def plan_recorded(
         return None
     spent = found.spent
     if spent is not None and spent.overdrawn:
-        nbytes, most = spent.overdrawn, spent.budget.nbytes
+        nbytes, most = spent.overdrawn, spent.policy.budget.nbytes
         warn_once(_OVERDRAWN.format(label=label, nbytes=nbytes, most=most))
     pruned = not found.why_unpruned
     args = record, decisions, found.plan
@@ -260,6 +260,11 @@ def warn_if_asked(
 def _warn_not_followed(asked: str, label: str, why: str) -> None:
     if asked:
         warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
+
+
+def warn_of_inputs(label: str, why: str) -> None:
+    """Warn, once, that no input is offloaded."""
+    warn_once(f"remat: offload_inputs= moves no input of {label}, for {why}.")
 
 
 def warn_once(message: str) -> None:

@@ -29,6 +29,7 @@ from remat.policies._places import unmatched
 
 
 _NAMES: set[str] = set()
+BY_RULE = "remat: kept by a rule"  # in compiled code, whatever the policy says
 
 
 @contextmanager

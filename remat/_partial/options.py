@@ -15,6 +15,7 @@ from remat.policies import Policy
 
 Rng = Literal["replay", "error"]
 Prune = Literal["auto"] | bool
+OffloadInputs = Literal["disk"] | bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Options:
     prune: Prune = "auto"
     rng: Rng = "replay"
     higher_order: bool = False
+    offload_inputs: OffloadInputs = False
     stops_early: bool = True  # a recompute ends with the last value that is read
     compares: bool = True  # what a recompute saves must be like what the forward saved
     # Whether hooks for saved tensors around the call are given what its policy saves.

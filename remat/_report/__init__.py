@@ -11,7 +11,7 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     step, peak  the record of a step: what holds its peak, and what to do about it
     residuals   what stays alive for the backward, to the byte
     timeline    the bytes that are alive during a call
-    bitwise, check_replay
+    check_replay
                 whether a recompute gives the bits of its forward
     labels      names of functions, streams and graph nodes
     reports, render, plots

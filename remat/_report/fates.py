@@ -156,9 +156,9 @@ class Fates:
         )
 
     def _budget(self, spent: Spent) -> ExplainedBudget:
-        kept, cost = spent.solution, cost_of(spent.budget)
-        whole = sum(map(cost, self._record.steps))
-        sizes = spent.budget.nbytes, kept.nbytes, kept.work, whole, kept.gap
+        kept, budget = spent.solution, spent.policy.budget
+        whole = sum(map(cost_of(budget), self._record.steps))
+        sizes = budget.nbytes, kept.nbytes, kept.work, whole, kept.gap
         return ExplainedBudget(*sizes, bool(spent.overdrawn))
 
     def _input(self, i: int) -> ExplainedInput:

@@ -172,6 +172,11 @@ def is_parameter(tensor: Tensor) -> bool:
     return tensor.is_leaf and is_wanted
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Say whether a tensor has values, and not only metadata."""
+    return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of a pytree."""
     return [t for t in pytree.flatten(tree)[0] if isinstance(t, Tensor)]

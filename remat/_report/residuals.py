@@ -35,13 +35,13 @@ from remat._graph.graph import (
 )
 from remat._graph.handles import Handle
 from remat._partial.names import tell_of_keys, told_of_names
-from remat._report.bitwise import has_values
 from remat._report.inputs import (
     CONSTANT,
     MADE,
     Inputs,
     Ledger,
     StorageNote,
+    has_values,
     origin_text,
     tensors_in,
     undoing,

@@ -30,8 +30,14 @@ from remat._base.source import user_line
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
-from remat._report.bitwise import has_values
-from remat._report.inputs import Inputs, Ledger, is_parameter, tensors_in, undoing
+from remat._report.inputs import (
+    Inputs,
+    Ledger,
+    has_values,
+    is_parameter,
+    tensors_in,
+    undoing,
+)
 from remat._report.peak import (
     NAMES,
     Built,

@@ -183,7 +183,7 @@ def _has_values(given: Any) -> bool:
 
 def _changes_without_values(fn: Callable[[], object]) -> list[MemoryChange]:
     """Run a function on tensors without values, and return what it would allocate."""
-    storages = _Storages()
+    storages = _MadeWithoutValues()
     with without_collections():
         with storages:
             result = fn()
@@ -192,7 +192,7 @@ def _changes_without_values(fn: Callable[[], object]) -> list[MemoryChange]:
     return storages.changes
 
 
-class _Storages(Observer):
+class _MadeWithoutValues(Observer):
     """Notes when storages are made and freed, and in what."""
 
     def __init__(self) -> None:

@@ -76,13 +76,14 @@ VMAP: int = _kinds.Vmap.value
 GRAD: int = _kinds.Grad.value
 
 JVP: int = _kinds.Jvp.value
+_KNOWN = {VMAP, GRAD, JVP}
 
 
 def kind_of(layer: CInterpreter) -> int:
     """Return what transform a level of torch.func is of; refuse unknown ones."""
     key: Any = layer.key()
     kind: int = key.value
-    if kind not in (VMAP, GRAD, JVP):
+    if kind not in _KNOWN:
         raise NotImplementedError(f"remat: under {key.name} of torch.func")
     return kind
 
@@ -130,12 +131,11 @@ def is_of_ended_vmap(tensor: Tensor) -> bool:
     is_above = level > (layer.level() if layer is not None else 0)
     if is_above or not is_batchedtensor(tensor):
         return is_above
-    dim = maybe_get_bdim(tensor)
     layers = [ly for ly in get_interpreter_stack() or () if ly.level() == level]
     if not layers or kind_of(layers[0]) != VMAP:
         return True
     size = CVmapInterpreterPtr(layers[0]).batchSize()
-    return get_unwrapped(tensor).shape[dim] != size
+    return get_unwrapped(tensor).shape[maybe_get_bdim(tensor)] != size
 
 
 def requires_grad_at_any_level(tensor: Tensor) -> bool:
@@ -317,8 +317,8 @@ batch = restore_vmap
 
 def are_all_vmaps() -> bool:
     """Say whether no active level differentiates."""
-    layer = peek_interpreter_stack()
-    return (layer is None or kind_of(layer) == VMAP) and {*kinds_here()} <= {VMAP}
+    top: Any = peek_interpreter_stack()
+    return (top is None or top.key().value == VMAP) and {*kinds_here()} <= {VMAP}
 
 
 How: TypeAlias = tuple[Flat, int, str]  # in_dims, batch size, randomness

@@ -222,7 +222,9 @@ def as_one_operation(
         keys = _included(), _excluded()
 
     def inside(*args: Any) -> Any:
-        others = [mode for mode in stack if mode not in ours]
+        # A fake mode may be there, by which an operation on fake tensors runs.
+        there = [*ours, *dispatch_modes()]
+        others = [mode for mode in stack if mode not in there]
         with torch._C._ForceDispatchKeyGuard(*keys), under_dispatch_modes(others):
             return run(*args)
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._base.source import shown
-from remat._partial.options import Options, Prune, Rng
+from remat._partial.options import OffloadInputs, Options, Prune, Rng
 from remat._torch import must_inline, not_scriptable
 from remat._transform.module import view_of
 from remat._transform.refused import (
@@ -59,6 +59,7 @@ def remat(
     prune: Prune = "auto",
     rng: Rng = "replay",
     higher_order: bool = False,
+    offload_inputs: OffloadInputs = False,
 ) -> F: ...
 @overload
 def remat(
@@ -67,6 +68,7 @@ def remat(
     prune: Prune = "auto",
     rng: Rng = "replay",
     higher_order: bool = False,
+    offload_inputs: OffloadInputs = False,
 ) -> Callable[[F], F]: ...
 def remat(
     fn: Any = _NOT_GIVEN,
@@ -76,6 +78,7 @@ def remat(
     prune: Prune = "auto",
     rng: Rng = "replay",
     higher_order: bool = False,
+    offload_inputs: OffloadInputs = False,
     **unknown: Any,
 ) -> Any:
     """Return a function equal to `fn` that recomputes values instead of storing them.
@@ -125,6 +128,10 @@ def remat(
             (`create_graph=True`) recomputes too. If False, the values of a backward
             with `create_graph=True` stay in memory, as in plain code. The docs list
             under "torch.func and higher order" what `higher_order=True` refuses.
+        offload_inputs: whether what only the recompute needs of the inputs goes to
+            pinned host memory, or with `"disk"` to a file, until then. The next call's
+            comes back meanwhile. Parameters stay, and what is still there is used. Only
+            under `.backward()`; it warns where it moves nothing.
         *others: not accepted.
         **unknown: not accepted.
 
@@ -166,7 +173,7 @@ def remat(
         (4, 6)
     """
     refuse_arguments(fn, others, [*unknown])
-    options = options_of(policy, prune, rng, higher_order)
+    options = options_of(policy, prune, rng, higher_order, offload_inputs)
     where = "compiled code" if torch.compiler.is_compiling() else caller()
     if fn is _NOT_GIVEN:
         return functools.partial(_decorated, where=where, options=options)
@@ -195,6 +202,7 @@ def options_of(
     prune: Any = "auto",
     rng: Any = "replay",
     higher_order: Any = False,
+    offload_inputs: Any = False,
 ) -> Options:
     """Check the options of `remat`."""
     if prune not in ("auto", True, False):
@@ -203,9 +211,12 @@ def options_of(
         raise ValueError(f"remat: rng={rng!r}: use 'replay' or 'error'")
     if higher_order not in (False, True):
         raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
+    if offload_inputs not in (False, True, "disk"):
+        text = f"remat: offload_inputs={offload_inputs!r}: use True, False or 'disk'"
+        raise ValueError(text)
     checked = as_policy(policy)
     checked = None if checked == nothing_saveable else checked
-    return Options(checked, prune, rng, higher_order)
+    return Options(checked, prune, rng, higher_order, offload_inputs)
 
 
 not_scriptable(remat, SCRIPTED)

@@ -25,15 +25,17 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
-from remat._base.absent import are_tensors, inputs_of
+from remat._base.absent import inputs_of
 from remat._base.calls import in_place
 from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
-from remat._base.types import Fn, Outputs
+from remat._base.types import TENSORS, Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._live.attributes import give_back, lend
 from remat._live.copies import without_copies
+from remat._live.lifted import LiftedForward
 from remat._live.reach import Reach
 from remat._live.result_walk import Hidden, Own
 from remat._live.results import Emptied, Out, Result, slots_of
@@ -45,13 +47,16 @@ from remat._torch import (
     is_of_level_above,
     is_of_torch_func,
     levels_requiring_grad,
+    requires_grad_at_any_level,
     unwrap_dead,
     without_dead_levels,
 )
+from remat._transform.leaves import attributes_of
 from remat.policies import Policy
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+_attributes = operator.attrgetter("__dict__")
 
 
 class Call:
@@ -72,9 +77,9 @@ class Call:
     """
 
     __slots__ = (
-        *("_emptied", "_inputs", "_options", "_users", "_users_call", "hidden"),
-        *("is_differentiated_once", "may_read_early", "policy", "prune", "reach"),
-        *("structure", "wrapped"),
+        *("_attributes", "_emptied", "_inputs", "_options", "_users", "_users_call"),
+        *("hidden", "is_differentiated_once", "may_read_early", "policy", "prune"),
+        *("reach", "structure", "wrapped"),
     )
     instead: Any = None  # is called with the function and its arguments, if not that
 
@@ -95,10 +100,12 @@ class Call:
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
+        self._are_plain = False
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self.reach: Any = reach
         self._inputs = self.reach.take_tensors()
         self._users: Sequence[Tensor] | None = self._inputs
+        self._attributes: Sequence[dict[str, Any]] | None = None
 
     @property
     def owner(self) -> Any:
@@ -142,22 +149,33 @@ class Call:
         self.is_differentiated_once = max(counts, default=0) < 2
         return inputs, [count > 0 for count in counts]
 
+    def take_attributes(self) -> Sequence[dict[str, Any]] | None:
+        """Note what is set on the inputs; return it for recomputes, None if nothing is.
+
+        That is without tensors of levels: a graph holds it.
+        """
+        assert self._users is not None
+        if not TENSORS.issuperset(map(type, self._users)):
+            return None
+        found = self._attributes = attributes_of(self._users)
+        if found is None:
+            return None
+        return [
+            {name: _without_levels(value) for name, value in entries.items()}
+            for entries in found
+        ]
+
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
-        reach, users, instead = self.reach, self._users, self.instead
+        reach, users = self.reach, self._users
         if users is None:  # to show what it changes
-            return reach.run(inputs, instead, take=Result)
+            return reach.run(inputs, self.instead, take=Result)
         self._users = None
-        lifted = None
-        if reach.is_bare:
-            body = functools.partial(reach.call_bare, inputs, instead)
-        else:
-            fn, args, kwargs = self._users_call
-            lifted = reach.lifted(users, inputs)
-            fn = users_fn(lifted.of(fn), reach.label, self._options, self.policy)
-            body = functools.partial(lifted.call, fn, args, kwargs)
-            if instead is not None:
-                body = functools.partial(lifted.call_instead, instead, fn, args)
+        attributes, self._attributes = self._attributes, None
+        if attributes is not None:
+            lend(users, inputs, attributes)
+        lifted = None if reach.is_bare else reach.lifted(users, inputs)
+        body = self._body(inputs, lifted)
         if self.wrapped:
             refused = RefuseOuterLevels(self.wrapped, inputs, reach.name_of)
             body = functools.partial(refused.around, body)
@@ -168,7 +186,27 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if type(value) is Tensor and (lifted is None or lifted.leaves_alone(value)):
+        if attributes is not None or any(map(_attributes, inputs)):
+            lifted = reach.lifted(users, inputs) if lifted is None else lifted
+            give_back(users, inputs, attributes, lifted)
+        return self._result(value, users, lifted)
+
+    def _body(self, inputs: Sequence[Tensor], lifted: LiftedForward | None) -> Fn:
+        instead = self.instead
+        if lifted is None:
+            return functools.partial(self.reach.call_bare, inputs, instead)
+        fn, args, kwargs = self._users_call
+        fn = users_fn(lifted.of(fn), self.reach.label, self._options, self.policy)
+        if instead is not None:
+            return functools.partial(lifted.call_instead, instead, fn, args)
+        return functools.partial(lifted.call, fn, args, kwargs)
+
+    def _result(
+        self, value: Any, users: Sequence[Tensor], lifted: LiftedForward | None
+    ) -> Result:
+        """Return what the forward returned and left, to be taken apart."""
+        is_alone = type(value) is Tensor and not value.__dict__
+        if is_alone and (lifted is None or lifted.leaves_alone(value)):
             return Result(value)
         own = Own({}, slots_of(users), ())
         if lifted is None:
@@ -176,7 +214,7 @@ class Call:
         own = own._replace(originals=lifted.users, known=lifted.known)
         result = Result(value, own, [left for _, left in lifted.left])
         if result.is_left:
-            reach.left = [at for at, _ in lifted.left]
+            self.reach.left = [at for at, _ in lifted.left]
         lifted.refuse_identities(
             [t for t in result.tensors if id(t) not in own.tensors]
         )
@@ -237,6 +275,12 @@ def users_fn(fn: Fn, label: str, options: Options, policy: Policy | None) -> Fn:
     return in_place(fn, policy)
 
 
+def _without_levels(value: Any) -> Any:
+    """Return what is set on an input; None if it is a tensor of a level."""
+    is_tensor = isinstance(value, Tensor)
+    return None if is_tensor and requires_grad_at_any_level(value) else value
+
+
 # --- Tensors and graphs of outer levels ---
 
 
@@ -264,7 +308,7 @@ class RefuseOuterLevels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        tensors = args if are_tensors(args, kwargs) else inputs_of(args, kwargs)
+        tensors = inputs_of(args, kwargs)
         if True in map(is_of_torch_func, tensors):
             for tensor in filter(is_of_level_above, tensors):
                 raise CaptureError(NOT_LIFTED.format(what=describe(tensor)))

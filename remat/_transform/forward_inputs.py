@@ -162,6 +162,8 @@ class ForwardInputs:
 
     def fresh(self) -> list[Tensor]:
         """Return those that are nobody else's. A graph that leads to one is a leak."""
+        if True not in self._own:
+            return self.inner
         return [*compress(self.inner, map(operator.not_, self._own))]
 
     def state_after(

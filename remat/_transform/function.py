@@ -165,12 +165,14 @@ def call_as_function(
 class Primal(Program):
     """A user's call as a program: its first run is the forward, others recompute."""
 
-    __slots__ = ("__weakref__", "_counts", "call", "evaluation", "kept", "state")
+    __slots__ = (
+        *("__weakref__", "_counts", "call", "evaluation", "hooked", "kept", "state"),
+    )
     saves_kept = True  # in its node, what calls within keep by their own rules
 
     def __init__(self, call: Call) -> None:
         # How many inputs and outputs it has, without tangents; the forward sets it.
-        self.call, self._counts = call, (0, 0)
+        self.call, self._counts, self.hooked = call, (0, 0), None
         self.kept: list[Any] = []  # of calls within, by their own rules
         self.state: CallState | None = None
         self.evaluation: Evaluation | None = None
@@ -215,6 +217,7 @@ class Primal(Program):
     ) -> Evaluated:
         found = _evaluate_below(self.call, program, inputs, request)
         results, evaluation, state = _, self.evaluation, self.state = found
+        self.hooked = self.call.reach if state.were_hooks_set() else None
         if request.is_jvp:  # recomputes are given no tangents beside primals
             arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]
@@ -389,9 +392,16 @@ def dispatch(
             ends = lifted(layer, kind, inputs)
     ends = evaluation.ends(ends)
     if ends:
-        apply = _apply if layer is None else functools.partial(apply_at_level, _apply)
-        outs = apply((program, evaluation, saved or inputs, outs), *ends)
+        evaluated = program, evaluation, saved or inputs, outs
+        outs = _with_node(layer, evaluated, ends)
     return outs, evaluation
+
+
+def _with_node(layer: Any, evaluated: Any, ends: Sequence[Tensor]) -> Sequence[Any]:
+    """Return results behind a node at a level, or at the base."""
+    if layer is None:
+        return _apply(evaluated, *ends)
+    return apply_at_level(_apply, evaluated, *ends)
 
 
 def _wrapped(results: Sequence[Any], level: int) -> list[Any]:
@@ -492,7 +502,7 @@ def evaluate_forward(
     reach, needs = call.reach, request.needs
     inputs, inner = given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
-    state = call_state(reach, inputs)
+    state = call_state(reach, inputs, call.take_attributes())
     has_inference = None in state.versions
     planned = _planned(call, program, inputs, inner, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)
@@ -672,7 +682,7 @@ class Remat(SingleLevelFunction):
         program, arity = ctx.program, len(primals)
         rule = program.own_vjp(program, evaluation, wanted, given)
         rule = rule or Vjp(program, evaluation, arity, wanted, given)
-        there: list[Any] = [cotangents[j] for j in given]
+        there: Any = map(cotangents.__getitem__, given)
         cts = [*map(unwrap_dead, there)]
         try:
             with counted_levels():
@@ -690,7 +700,8 @@ _apply: Any = Remat.apply
 
 def _evaluate_vjp(rule: Program, primals: Sequence[Tensor], cts: Sequence[Any]) -> Any:
     """Evaluate a vjp. No node can save a cotangent that inference mode made."""
-    cts = [ct.clone() if ct.is_inference() else ct for ct in cts]
+    if True in map(Tensor.is_inference, cts):
+        cts = [ct.clone() if ct.is_inference() else ct for ct in cts]
     return evaluate(rule, [*primals, *cts])
 
 
@@ -701,8 +712,8 @@ class Vjp(Program):
     """`(*primals, *cotangents) -> gradients` of a program."""
 
     __slots__ = (
-        *("_arity", "_at_base", "_evaluation", "_in_grad_mode", "_program"),
-        *("_wanted", "_with_cotangents", "once"),
+        *("_arity", "_at_base", "_evaluation", "_has_run", "_in_grad_mode", "_program"),
+        *("_wanted", "_with_cotangents", "hooked", "once"),
     )
     once: Mapping[int, Any]
 
@@ -718,8 +729,8 @@ class Vjp(Program):
         self._arity, self._wanted = arity, wanted
         self._with_cotangents = with_cotangents
         self._in_grad_mode = torch.is_grad_enabled()
-        self._at_base = current_layer() is None
-        self.once = {}
+        self._at_base, self._has_run = current_layer() is None, False
+        self.once, self.hooked = dict[int, Any](), program.hooked
 
     @override
     def uses(self, count: int) -> Sequence[InputIndex]:
@@ -765,8 +776,9 @@ class Vjp(Program):
 
     def _gradients(self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]) -> Outputs:
         """Recompute along the plan of the forward, if it has one, and pull back."""
-        planned = self._evaluation.planned
-        with differentiated():
+        planned, has_run, self._has_run = self._evaluation.planned, self._has_run, True
+        seen = self.hooked if has_run else None  # whose hooks saw these gradients
+        with seen.undone() if seen else contextlib.nullcontext(), differentiated():
             if planned is None:
                 return self._recompute_and_pull_back(cts, saved, None)
             pull = functools.partial(self._recompute_and_pull_back, cts)
@@ -777,7 +789,10 @@ class Vjp(Program):
     ) -> Outputs:
         program, evaluation = self._program, self._evaluation
         create_graph, is_checked = is_recorded((*primals, *cts)), False
-        if current_layer() is None:
+        if create_graph and self.hooked and not evaluation.request.at_base:
+            # In a level of their own they see its gradients, and no second derivatives.
+            inner, outs = self._recompute_at_level(primals, mode)
+        elif current_layer() is None:
             inner, outs = self._recompute(primals, create_graph, mode)
             is_checked = program.check_outputs(outs)
         elif evaluation.request.is_batched or not is_batch_of_cotangents(primals):
@@ -858,8 +873,8 @@ class Vjp(Program):
         inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
             self.once = once_differentiable(ends, inputs, at_base=self._at_base)
-        edges = tuple(o if isinstance(o, Tensor) else o.edge for o in ends)
-        return pull_back(edges, tuple(cts), inputs, create_graph=create_graph)
+        edges = [o if isinstance(o, Tensor) else o.edge for o in ends]
+        return pull_back(tuple(edges), tuple(cts), inputs, create_graph=create_graph)
 
     def _check_once(self, grads: Outputs) -> None:
         """Refuse second derivatives that torch refuses, and would be lost here."""

@@ -23,7 +23,7 @@ hold none, since the node does. The two take copies in other ways and at other t
 import contextlib
 import operator
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from ctypes import string_at
 from typing import Any
@@ -34,15 +34,16 @@ from torch import Tensor, nn
 from remat._base.absent import Absent
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
-from remat._graph.handles import PackedOutside
+from remat._graph.handles import PackedOutside, packed_outside
 from remat._live.reach import Reach
+from remat._offload.inputs import away_of
+from remat._partial.decide import warn_of_inputs
 from remat._partial.values import storage_if_any
 from remat._torch import (
     Renorm,
     Renorms,
     dispatch_mode_count,
     has_no_memory,
-    is_of_checkpoint,
     later_renorms,
     storage_id,
     unseen,
@@ -94,7 +95,7 @@ class SavedInputs:
 
     __slots__ = (
         *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
-        *("_hooks", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
+        *("_hooks", "_label", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
         *("_storages", "_sums", "_watched", "may_be_written", "needs", "originals"),
         *("originals_at", "renorms", "values", "versions"),
     )
@@ -108,7 +109,7 @@ class SavedInputs:
         *,
         nested: bool,
     ) -> None:
-        first, buffers = reach.first_parameter, reach.buffers
+        first, buffers, self._label = reach.first_parameter, reach.buffers, reach.label
         self.needs, self._hooks, self._first = needs, hooks, first
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
@@ -134,7 +135,7 @@ class SavedInputs:
             self.originals_at: Sequence[int] = range(len(inputs))
             self.originals = self.values = [*inputs]
             return
-        self._packed = _packed_outside(reach, hooks)
+        self._packed = packed_outside(reach, hooks)
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
@@ -228,6 +229,7 @@ class SavedInputs:
     ) -> list[int]:
         """Drop copies of what did not change; return what did and has none."""
         now, then = versions_of(inputs), self.versions
+        self._tell_what_stays()
         # First: of these there is no copy yet, only their bytes.
         if self._memory:
             self._copy_written(inputs, now)
@@ -256,6 +258,11 @@ class SavedInputs:
         for i in changed:  # those that a forward wrote to are copied in later calls
             STILL.pop(id(inputs[i]), None)
         return changed
+
+    def _tell_what_stays(self) -> None:
+        away = away_of(self._hooks)
+        if away is not None and away.stays:
+            warn_of_inputs(self._label, "they are in host memory: pass 'disk'")
 
     def will_be_copied(self, i: int) -> bool:
         """Say whether later calls copy an input that this one did not, and changed."""
@@ -441,10 +448,3 @@ class SavedInputs:
             for i, (ours, later) in self.renorms.items()
         ]
         return holding_rows(pairs)
-
-
-def _packed_outside(reach: Reach, hooks: Any) -> Container[int]:
-    """Return which inputs hooks around a call may pack."""
-    # Torch's checkpoint tells tensors by position. A list may hold more by then.
-    is_torchs = hooks is not None and is_of_checkpoint(hooks[0])
-    return reach.passed if is_torchs else range(reach.first_parameter)

@@ -111,6 +111,11 @@ class Below(Program):
     def own(self) -> Container[InputIndex]:
         return self.program.own
 
+    @property
+    @override
+    def hooked(self) -> Any:  # pyrefly: ignore[bad-override]
+        return self.program.hooked
+
     @override
     def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
         return i < self.arity and self.program.may_write(i, tensor)
@@ -121,7 +126,8 @@ class Below(Program):
 
     @override
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        own, self._leaves = self._leaves, list[Tensor]()
+        own: list[Tensor] = []
+        own, self._leaves = self._leaves, own
         with no_torch_functions():  # a mode of ours refuses tensors of levels that end
             self.program.refuse_leaks(own)  # first, as they lead to leaves further out
         del own

@@ -36,7 +36,7 @@ from torch.autograd.function import FunctionCtx
 from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
-from remat._base.calls import in_place
+from remat._base.calls import in_place, in_place_again
 from remat._base.context import Context, EnteredAgain, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError
 from remat._base.source import user_line
@@ -45,6 +45,7 @@ from remat._base.tracebacks import note
 from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._live.reach import Reach, reach_of
+from remat._offload.inputs import away_hooks
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
@@ -143,9 +144,8 @@ def call_saved(
     call = Saved(reach, options, inputs, needs, vmaps)
     if call.policy is not None or options.prune is True:
         call.plan(owner, inputs)
-        fn = in_place(fn, None if reach.compiled else call.policy)
-        if call.policy is not None and call.policy.keeps_calls and not reach.compiled:
-            reach.around = functools.partial(in_place, policy=call.policy)
+        policy = None if reach.compiled else call.policy
+        fn, reach.around = in_place(fn, policy), in_place_again(policy)
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
@@ -212,8 +212,8 @@ class Saved:
         is_nested = hooks is not None and hooks[1] is unpack
         self.is_nested = is_nested and hooks[0] is not context.block_pack
         self.policy = options.policy if context.policy is None else options.joined()
-        nested = self.is_nested
-        self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=nested)
+        hooks = hooks or away_hooks(options.offload_inputs)
+        self.inputs = SavedInputs(inputs, needs, reach, hooks, nested=self.is_nested)
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True
         )

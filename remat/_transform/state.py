@@ -48,7 +48,6 @@ from remat._transform.leaves import (
     NO_CHANGES,
     LeafChanges,
     addresses_of,
-    attributes_of,
     holding,
     in_class,
     may_be_gathered,
@@ -213,6 +212,10 @@ class CallState(NamedTuple):
             refuse_needed(reach, mode.runnable.plan.needed, changed)
         return enter_refusing_reads(reach, inputs, changed, ambient)
 
+    def were_hooks_set(self) -> bool:
+        """Say whether any hooks were set since the call."""
+        return RemovableHandle.next_id != self.next_hook
+
     def has_classes(self) -> bool:
         """Say whether inputs are to be given their classes back.
 
@@ -254,8 +257,12 @@ class _Restored(AbstractContextManager[None]):
             put_back(self._streams)
 
 
-def call_state(reach: Reach, inputs: Sequence[Tensor]) -> CallState:
-    """Return what a call runs in, here and now."""
+def call_state(
+    reach: Reach,
+    inputs: Sequence[Tensor],
+    attributes: Sequence[dict[str, Any]] | None,
+) -> CallState:
+    """Return what a call runs in, here and now, with what was set on its inputs."""
     ambient = Ambient(reach.streams, reach.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
@@ -266,7 +273,7 @@ def call_state(reach: Reach, inputs: Sequence[Tensor]) -> CallState:
         classes,
         values,
         # In those of subclasses are the tensors that they wrap.
-        attributes=attributes_of(inputs) if is_plain else None,
+        attributes=attributes if is_plain else None,
         next_hook=RemovableHandle.next_id,
         modes=modes_around() if dispatch_mode_count() and not values else None,
     )

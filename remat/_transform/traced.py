@@ -16,20 +16,24 @@ import functools
 import hashlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from remat._base.calls import CallsOfNodes, in_place
 from remat._base.context import within
 from remat._base.errors import CaptureError
 from remat._base.labels import Label, label_of
+from remat._base.operators import named
 from remat._base.types import Fn, Opaque
 from remat._partial.barrier import behind
-from remat._partial.decide import warn_once
+from remat._partial.decide import warn_of_inputs, warn_once
+from remat._partial.names import BY_RULE
 from remat._partial.options import DEFAULT, Options
 from remat._partial.tape import TapedCall
 from remat._torch import (
@@ -55,6 +59,7 @@ from remat._transform.lowering import (
     call_lowered,
     lowering_of,
 )
+from remat.policies import nothing_saveable, save_only_these_names
 from remat.policies._data import (
     identity_of,
     offloads_to_disk,
@@ -85,7 +90,7 @@ def call_in_graph(
     """
     if torch.compiler.is_dynamo_compiling():
         parts, policy = policy_parts(options.policy)  # one of them is None
-        flags = options.prune, options.rng, options.higher_order
+        flags = options.prune, options.rng, options.higher_order, options.offload_inputs
         key = _key_in_trace(name, where, flags, parts, policy)
         if not key:
             return _call_uncompiled(fn, name, where, options, args, kwargs)
@@ -102,6 +107,8 @@ def call_as_node(key: str, fn: Fn, /, *args: Any, **kwargs: Any) -> Any:
 def _key_in_trace(name: str, where: str, flags: Any, parts: Any, policy: Any) -> str:
     """Return the key of a node; "" if no compiled code can follow the policy."""
     options = Options(whole(parts, policy), *flags)
+    if options.offload_inputs:
+        warn_of_inputs(label_of(name, where), "compiled code holds them")
     return "" if offloads_to_disk(options.policy) else key_of(name, where, options)
 
 
@@ -205,6 +212,9 @@ def _run_body_of_node(body: Any, label: Label, options: Options, args: Any) -> A
     if is_shared:
         warn_once(_SHARED.format(label=label))
         return _plain(functools.partial(run_body, body), label, options)(*args)
+    if _names_by_rule(body):
+        kept = save_only_these_names(BY_RULE) | (options.policy or nothing_saveable)
+        options = replace(options, policy=kept)
     fn = _of_tensors(Opaque(body), args, changed)
     # The recompute starts from what a changed input was before. The barrier copies it:
     # inductor makes a clone again in the backward, from what the input is by then.
@@ -224,6 +234,13 @@ def _run_body_of_node(body: Any, label: Label, options: Options, args: Any) -> A
         with torch.set_grad_enabled(torch.is_grad_enabled() and new.requires_grad):
             args[i].copy_(new)
     return out
+
+
+def _names_by_rule(body: Any) -> bool:
+    """Say whether a rule within keeps something (`remat.custom_vjp`)."""
+    graphs = [m.graph for m in body.modules() if isinstance(m, GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    return any(node.target is named and node.args[1:] == (BY_RULE,) for node in nodes)
 
 
 _SHARED = (

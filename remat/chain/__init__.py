@@ -9,18 +9,14 @@ saves some carries and runs the steps between them again.
     _loops, _sequential   what a step is: arguments are checked here
     _call                 calls a chain as a node, as the plain loop, or in a graph, and
                           finds the schedule for a budget of bytes
-    _chain                the node
+    _chain                the node, and its backward, which runs a schedule
     _forward              its forward, which leaves checkpoints
-    _reversal             its backward, which runs a schedule
     _segment              some of the steps, as a program
-    _stored               stored carries, and what is collected of all steps
-    _steps                what is between two steps, and how one runs
+    _steps                what is between two steps, how one runs, and what is stored
 
-    _measure    what a step takes: runs some on fake tensors
-    _budget     which schedule stays under a budget
+    _budget     what a step takes, and which schedule stays under a budget
 
-    _segments, _binomial   the schedules
-    _actions               what they say, and what is held
+    _schedules, _actions    the schedules; what they say, and what is held
 
 Called by users.
 """

@@ -10,6 +10,7 @@ Rejected: actions as named tuples. `Advance(0, 3)` would equal `Reverse(0, 3)`.
 """
 
 import abc
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -208,11 +209,21 @@ def held(schedule: Schedule, length: int) -> Iterator[Held]:
         >>> max(state.stored for state in states)
         10
     """
-    state = _Count()
-    for action in schedule.forward(length):
-        yield from state.after(action)
-    for action in schedule.backward(length):
-        yield from state.after(action)
+    run = stored = 0
+    for action in itertools.chain(schedule.forward(length), schedule.backward(length)):
+        match action:
+            case Advance(start, stop):
+                run += stop - start
+            case Save():
+                stored += 1
+            case Drop():
+                stored -= 1
+            case Reverse(start, stop):
+                run += stop - start
+                yield Held(run, stored, stop - start)
+            case Load():
+                continue
+        yield Held(run, stored, 0)
 
 
 def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
@@ -245,26 +256,3 @@ def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
     title = f"{schedule!r}, {length:,} steps"
     axes = "steps evaluated so far", "carries and steps held"
     return plots.lines(at, series, axes, title, ax)
-
-
-class _Count:
-    """Follows actions, and counts."""
-
-    def __init__(self) -> None:
-        self._run = self._stored = 0
-
-    def after(self, action: Action) -> Iterator[Held]:
-        """Do an action, and return what is held then."""
-        match action:
-            case Advance(start, stop):
-                self._run += stop - start
-            case Save():
-                self._stored += 1
-            case Drop():
-                self._stored -= 1
-            case Reverse(start, stop):
-                self._run += stop - start
-                yield Held(self._run, self._stored, stop - start)
-            case Load():
-                return
-        yield Held(self._run, self._stored, 0)

@@ -1,21 +1,49 @@
-"""Budgets of bytes: which schedule of steps that are alike stays under one.
+"""Budgets of bytes: what a step takes, and which schedule stays under one.
 
-`_loops` takes a budget, `_measure` tells the numbers of a step, and `_call` asks.
+A few steps run on fake tensors, under a meter. Then closed forms say what schedules of
+such steps hold, and how many steps run again.
 
 Invariant: bytes are those of stored carries, of the live carry, and of the steps that
-run at a time. Arguments, results and the gradients of both come on top.
+run at a time. Arguments, results and the gradients of both come on top. A step that is
+measured runs as the chain runs it, by the chain's own forward, segments and reversal.
+What it reaches is put back: objects, buffers and random streams. No dispatch mode sees
+it; a print or a write to a file is seen.
 Rejected: the peak of a whole training step as a budget. A loop does not know what else
-is alive: `remat.fit` does.
+is alive: `remat.fit` does. Rejected: a record of one step, and a formula of what
+autograd keeps of it. Policies, chains inside of steps and shared memory would each need
+one.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from remat._base.context import differentiated
+from remat._base.program import Request, replaced_at
 from remat._base.sizes import bytes_in
-from remat.chain._actions import Schedule
-from remat.chain._binomial import Binomial, Online
-from remat.chain._segments import Uniform
+from remat._base.types import TENSORS
+from remat._fit.meter import Meter, MissingValueError, has_storage
+from remat._fit.simulate import isolated
+from remat._partial.cache import CACHES
+from remat._torch import (
+    base_tensor,
+    below_all_levels,
+    empty_in,
+    fake_mode,
+    grad_mode,
+    outside_all_dispatch_modes,
+    storage_id,
+)
+from remat.chain._actions import Reverse, Schedule
+from remat.chain._chain import Chain, Reversing
+from remat.chain._forward import ChainCall, call_of
+from remat.chain._schedules import Binomial, Online, Uniform
+from remat.chain._segment import segment_from
+from remat.chain._steps import Live, Steps, tensors_and_frame
 
 
 TOGETHER = 32  # steps that are reversed together, at most
@@ -169,3 +197,227 @@ _BOTH = (
     "remat: {taker} got budget={budget!r} and {name}={value!r}: pass one of them. A "
     "budget chooses the checkpoints."
 )
+
+
+# --- What a step takes ---
+
+
+def measured(
+    fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
+) -> StepBytes | Exception:
+    """Return the numbers of the steps of a chain, as they are inside all vmaps."""
+    lengths: Sequence[int] = (steps.length or 0,)
+    if steps.length is None:  # there may be fewer than are tried
+        lengths = len(tensors_and_frame(args[0])[0]) + 2, 2, 1
+    error: Exception = RuntimeError()
+    # Fake kernels refuse some of what the real ones compute.
+    for is_real in (False,) if is_batched else (False, True):
+        for length in lengths:
+            known = replace(steps, length=length, goes_on=None)
+            try:
+                return _measured(fn, args, known, nbytes, is_real=is_real)
+            except Exception as raised:  # noqa: BLE001 - the chain raises what is wrong
+                error = raised.with_traceback(None)
+    return error
+
+
+# Only one trial at a time: what it sets aside is of the whole process.
+_ALONE = threading.RLock()
+
+
+def _measured(
+    fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_real: bool
+) -> StepBytes:
+    """Try with two steps; with more if carries after these are unlike others."""
+    with _ALONE:
+        try:
+            return _tried(_trial(fn, args, steps, 2), nbytes, is_real=is_real)
+        except Unsettled as unsettled:
+            count = unsettled.steps
+        return _tried(_trial(fn, args, steps, count), nbytes, is_real=is_real)
+
+
+def _tried(trial: ChainCall, nbytes: int, *, is_real: bool) -> StepBytes:
+    passed, needs = trial.take_inputs()
+    trial.wrapped = ()  # it runs below all levels
+    if not (is_real or TENSORS.issuperset(map(type, map(base_tensor, passed)))):
+        raise MissingValueError("of tensors of other classes there are no fakes")
+    mode = None if is_real else fake_mode()
+
+    def run() -> StepBytes:
+        inputs = [empty_in(mode, t) for t in passed] if mode else _copies(trial, passed)
+        with grad_mode(False), mode or nullcontext(), Meter() as meter:
+            for tensor in inputs:
+                meter.hold(tensor)
+            rehearsal = Rehearsal(Chain(trial), inputs, needs, meter)
+            return _step_of(rehearsal, nbytes, is_real=is_real)
+
+    with (
+        outside_all_dispatch_modes(),
+        isolated(),
+        CACHES.set_aside(),
+        _set_back(trial),
+    ):
+        return below_all_levels(run)
+
+
+def _copies(trial: ChainCall, passed: Sequence[Tensor]) -> list[Tensor]:
+    """Return the values of the inputs; of buffers, copies."""
+    updated = {*trial.reach.buffers}
+    values = [base_tensor(t).detach() for t in passed]
+    return [t.clone() if i in updated else t for i, t in enumerate(values)]
+
+
+@contextmanager
+def _set_back(trial: ChainCall) -> Iterator[None]:
+    """Put all that the steps reach back, and random streams."""
+    streams = trial.reach.streams
+    states = [stream.read() for stream in streams]
+    try:
+        # It is as for a recompute, which leaves everything as it was before.
+        with trial.reach.restored(trial.reach.alive()):
+            yield
+    finally:
+        for stream, state in zip(streams, states, strict=True):
+            stream.write(state)
+
+
+class Unsettled(Exception):  # noqa: N818
+    """Carries of the first steps are unlike those after them."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.steps = steps
+
+
+def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes:
+    """Return the numbers of a step that is like those after it."""
+    length = rehearsal.call.steps.length
+    assert length is not None
+    lives, taken = rehearsal.settled()
+    last = len(lives) - 1
+    carry = rehearsal.size(lives[-1])
+    advance = max(*taken, rehearsal.forward_bytes - carry)
+
+    def reversing(count: int) -> int:
+        start = min(last, length - count)
+        live = lives[start]
+        return rehearsal.reversed(live, Reverse(start, start + count))
+
+    reversing(1)  # from the second time on the gradients of arguments are there
+    reverse = {1: reversing(1)}
+    cotangent = rehearsal.cotangent
+    for count in counts_together(length)[1:]:
+        before = max(reverse.values())
+        # More steps take more, and real ones are not to take that much.
+        if (2 * before if is_real else before) > nbytes:
+            break
+        reverse[count] = reversing(count)
+    return StepBytes(carry, cotangent, advance, tuple(reverse.items()))
+
+
+def _trial(fn: Any, args: tuple[Any, ...], steps: Steps, count: int) -> ChainCall:
+    """Return a call of some steps of a chain, of which nothing is to stay."""
+    assert steps.length is not None
+    trial = call_of(fn, args, steps, Uniform(1))
+    assert trial is not None
+    trial.length = min(steps.length, count)
+    return trial  # what is scanned is as long as all steps
+
+
+class Rehearsal:
+    """A forward of a trial that has run, and steps of it that run again.
+
+    Attributes:
+        call: the trial.
+        run: its backward.
+        inputs: of the chain, with the values that buffers had before the forward.
+        forward_bytes: what its forward took, without what was collected.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        inputs: Sequence[Tensor],
+        needs: Sequence[bool],
+        meter: Meter,
+    ) -> None:
+        self._chain, self._meter, self.call = chain, meter, chain.call
+        request = Request(needs, at_base=True)
+        (outs, evaluation), peak = self._measured(chain.evaluate, inputs, request)
+        updated = evaluation.updated  # buffers, whose values from before come last
+        if updated:
+            inputs = replaced_at(inputs, updated, outs[-len(updated) :])
+        self.inputs = inputs
+        places = chain.call.outs
+        self.forward_bytes = peak - _nbytes([outs[j] for j in places.of_collected])
+        given = [*places.of_carry, *places.of_collected]
+        given = [j for j in given if evaluation.differentiable[j]]
+        cotangents = {j: outs[j].new_zeros(outs[j].shape) for j in given}
+        wanted = [i for i, need in enumerate(needs) if need]
+        self.run = Reversing(chain, inputs, wanted, cotangents)
+
+    def _advanced(self, live: Live, k: int) -> tuple[Live, int]:
+        """Run a step; return the carry after it, and the most bytes it took."""
+        bounds = k, k + 1
+        segment, given = segment_from(self._chain, live, self.inputs, bounds)
+        return self._measured(segment.advance, given)
+
+    def settled(self) -> tuple[list[Live], list[int]]:
+        """Run steps until carries are alike; return these, and what steps took.
+
+        The first may hold tensors that were passed, and need no gradients yet.
+        """
+        lives, taken = [self.call.first(self.inputs)], list[int]()
+        assert self.call.steps.length is not None
+        most = min(self.call.steps.length, len(lives[0].tensors) + 2)
+        while len(taken) < most:
+            live, found = self._advanced(lives[-1], len(taken))
+            taken.append(found)
+            if self._form(live) == self._form(lives[-1]) and len(taken) > 1:
+                break
+            lives.append(live)
+        if len(lives) - 1 > max(self.call.length, 1):
+            raise Unsettled(len(lives))
+        # The last one is the result where the chain has no more steps.
+        return lives[: self.call.steps.length], taken
+
+    def _form(self, live: Live) -> tuple[int, Sequence[bool]]:
+        return self.size(live), [*live.needs]
+
+    def reversed(self, live: Live, action: Reverse) -> int:
+        """Reverse steps from a carry; return the most bytes they took.
+
+        The cotangents that they were given count; new gradients of arguments do not.
+        """
+        given, before = self.cotangent, _nbytes(self.run.gradients.values())
+        self.run.live = live
+        with differentiated(), self.run.surroundings:
+            _, peak = self._measured(self.run.do, action)
+        return peak + given - _nbytes(self.run.gradients.values()) + before
+
+    @property
+    def cotangent(self) -> int:
+        """The bytes of the cotangents of a carry."""
+        return _nbytes(self.run.carried)
+
+    def size(self, live: Live) -> int:
+        """Return the bytes of a carry, without those of inputs of the chain."""
+        return _nbytes(live.tensors, self.inputs)
+
+    def _measured(self, call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+        """Call; return the result, and the most bytes beside those from before."""
+        meter = self._meter
+        before = meter.live
+        meter.begin(costs=False)
+        found = call(*args)
+        meter.end()
+        return found, meter.peak - before
+
+
+def _nbytes(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
+    """Return the bytes of the storages of tensors, without those of others."""
+    known = {storage_id(t) for t in others if has_storage(t)}
+    there = {storage_id(t): t for t in tensors if has_storage(t)}
+    left = there.keys() - known
+    return sum(there[number].untyped_storage().nbytes() for number in left)

@@ -46,13 +46,12 @@ from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat.chain._actions import Schedule
-from remat.chain._binomial import Online
-from remat.chain._budget import TOGETHER, LoopBudget, StepBytes, chosen
+from remat.chain._budget import TOGETHER, LoopBudget, StepBytes, chosen, measured
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall, Progress, call_of
-from remat.chain._measure import measured
-from remat.chain._segments import Segments, Sqrt, ranges_of
+from remat.chain._schedules import Online, Segments, Sqrt, ranges_of
 from remat.chain._steps import (
+    Columns,
     Live,
     Steps,
     form_of,
@@ -60,7 +59,6 @@ from remat.chain._steps import (
     tensors_and_frame,
     through,
 )
-from remat.chain._stored import Columns
 from remat.policies import Policy
 
 

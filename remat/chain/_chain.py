@@ -1,21 +1,30 @@
-"""A chain: a call whose function runs again and again, as one node.
+"""A chain: a call whose function runs again and again, as one node; and its backward.
 
 Its forward runs step after step, and leaves the checkpoints of its schedule behind. Its
-backward is a `Reversal`.
+backward, a `Reversal`, begins with these. A second backward of the same graph finds
+none, and runs the forward's part of the schedule again. A backward that is itself
+differentiated makes a call of each of about sqrt(n) segments: a graph holds a carry and
+a cotangent for each.
 
 Invariant: the graph holds the inputs of the chain, and a chain of any length one node.
+At most the checkpoints of the schedule are stored, one carry is live, and the residuals
+of one segment exist. Each step is reversed once, the last one first.
 Rejected: a node for each segment, as nested calls would have. A checkpoint could not be
-let go of before the whole backward has ended.
+let go of before the whole backward has ended. Rejected: the schedule in a second
+derivative. Its advances would each hold a carry.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from remat._base.context import differentiated
 from remat._base.errors import CaptureError
 from remat._base.program import (
     Evaluation,
@@ -27,14 +36,288 @@ from remat._base.program import (
     has_derivatives,
 )
 from remat._base.types import Outputs
-from remat._torch import current_layer, requires_grad_at_any_level
-from remat._transform.function import evaluate
+from remat._torch import (
+    base_dual_level_active,
+    current_layer,
+    is_forward_ad_enabled,
+    is_under_jvp,
+    requires_grad_at_any_level,
+)
+from remat._transform.checks import RefuseReads
+from remat._transform.function import Vjp, evaluate
 from remat._transform.levels import Below
+from remat.chain._actions import Action, Advance, Drop, Load, Reverse, Save
 from remat.chain._forward import CHANGED, ChainProgram
-from remat.chain._reversal import Reversal, is_recorded_at_any_level
-from remat.chain._segment import segment_from
-from remat.chain._segments import Sqrt, Uniform, ranges_of
-from remat.chain._steps import cutting
+from remat.chain._schedules import Sqrt, Uniform, ranges_of
+from remat.chain._segment import Segment, segment_from
+from remat.chain._steps import Live, Stored, can_be_written, cutting
+
+
+# --- The backward ---
+
+
+class Reversal(Program):
+    """The vjp of a chain."""
+
+    __slots__ = ("_call", "_chain", "_wanted", "_with_cotangents")
+
+    def __init__(
+        self,
+        chain: ChainProgram,
+        wanted: Sequence[InputIndex],
+        with_cotangents: Sequence[OutputIndex],
+    ) -> None:
+        self._chain, self._call = chain, chain.call
+        self._wanted, self._with_cotangents = wanted, with_cotangents
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Reverse all steps, and return the gradients."""
+        del mode
+        count = len(self._call.needs)
+        primals, cts = inputs[:count], inputs[count:]
+        cotangents = dict(zip(self._with_cotangents, cts, strict=True))
+        run = Reversing(self._chain, primals, self._wanted, cotangents)
+        with differentiated(), run.surroundings:
+            for action in run.actions(is_watched(inputs)):
+                run.do(action)
+        return tuple(run.gradient_of(i) for i in self._wanted)
+
+    @override
+    def evaluate(
+        self, inputs: Sequence[Tensor], request: Request
+    ) -> tuple[Sequence[Any], Evaluation]:
+        """Run it, without a graph: what it would reach is not asked."""
+        outs = self.run(*inputs)
+        used = range(len(inputs))
+        return outs, Evaluation(request, used, [*map(has_derivatives, outs)])
+
+
+def is_recorded_at_any_level(tensors: Sequence[Tensor]) -> bool:
+    """Say whether what is done with tensors becomes a graph."""
+    return torch.is_grad_enabled() and any(map(requires_grad_at_any_level, tensors))
+
+
+def is_watched(tensors: Sequence[Tensor]) -> bool:
+    """Say whether what is done with tensors is differentiated."""
+    if is_recorded_at_any_level(tensors):
+        return True
+    return is_under_jvp() or (base_dual_level_active() and is_forward_ad_enabled())
+
+
+class Reversing:
+    """One run of a reversal; `surroundings` refuse reads of carries that changed."""
+
+    live: Live | None = None
+
+    def __init__(
+        self,
+        chain: ChainProgram,
+        inputs: Sequence[Tensor],
+        wanted: Sequence[InputIndex],
+        cotangents: Mapping[OutputIndex, Tensor],
+    ) -> None:
+        self._chain, self._call, self._inputs = chain, chain.call, inputs
+        self._wanted = wanted
+        self._is_watched = False
+        outs = chain.call.outs
+        # Of the live carry, and of what was collected.
+        self._cts = [cotangents.get(j) for j in outs.of_carry]
+        self._collected = [cotangents.get(j) for j in outs.of_collected]
+        self._grads: dict[int, Tensor] = {}
+        # Of what is scanned: the whole of it, or parts where that cannot be written to.
+        self._whole: dict[int, Tensor] = {}
+        self._slices: dict[int, list[tuple[int, Tensor]]] = {}
+        self._stored = Stored(on_disk=False)
+        self.surroundings = ExitStack()
+        self._refused: RefuseReads | None = None
+
+    def actions(self, is_watched: bool) -> Iterator[Action]:
+        """Return what to do."""
+        call, self._is_watched = self._call, is_watched
+        length, schedule = call.length, call.schedule
+        taken = None if is_watched else call.take_stored()
+        if taken is not None:
+            self._stored = taken
+            return schedule.backward(length)
+        if is_watched:
+            schedule = Sqrt()
+        else:  # graphs do not lead through files
+            self._stored = Stored(call.steps.on_disk)
+        self.live = call.first(self._inputs)
+        saves = (a for a in schedule.forward(length) if not _ends(a, length))
+        return itertools.chain(saves, schedule.backward(length))
+
+    @property
+    def carried(self) -> list[Tensor]:
+        """The cotangents of the carry at the end of what is not reversed yet."""
+        return [ct for ct in self._cts if ct is not None]
+
+    @property
+    def gradients(self) -> dict[int, Tensor]:
+        """The gradients of inputs so far, by index."""
+        return self._grads | self._whole
+
+    def do(self, action: Action) -> None:
+        """Do one thing."""
+        match action:
+            case Advance(start, stop):
+                self._advance(start, stop)
+            case Save(step):
+                assert self.live is not None
+                self._stored.save(step, self.live)
+            case Load(step):
+                self._load(step)
+            case Drop(step):
+                self._stored.drop(step)
+            case Reverse(start, stop):
+                self._reverse(start, stop)
+
+    def _load(self, step: int) -> None:
+        """Make a stored carry the live one, and refuse reads of what was changed."""
+        self.live = None  # freed first
+        # The state of the call knows of carry 0: its tensors are inputs.
+        changed = self._stored.changed(step) if step else []
+        if changed:
+            self._refuse(step, changed)
+        self.live = self._stored.load(step)
+
+    def _refuse(self, step: int, changed: Sequence[Tensor]) -> None:
+        """Refuse reads of what was changed, in one mode for all carries."""
+        if self._refused is None:
+            self._refused = self.surroundings.enter_context(RefuseReads())
+        name = f"the carry of step {step} of {self._call.steps.label}"
+        for t in changed:
+            self._refused.refuse(t, lambda name=name: name)
+
+    def _segment(
+        self, start: int, stop: int
+    ) -> tuple[Segment, Sequence[bool], list[Tensor]]:
+        """Take the live carry; return some steps from it on, and what they are given.
+
+        Between these are the tensors of the carry that are differentiated.
+        """
+        live, self.live = self.live, None
+        assert live is not None
+        bounds = start, stop
+        segment, given = segment_from(self._chain, live, self._inputs, bounds)
+        return segment, live.needs, given
+
+    def _advance(self, start: int, stop: int) -> None:
+        segment, _, given = self._segment(start, stop)
+        if self._is_watched:
+            self.live = segment.carry_of(evaluate(segment, given))
+        else:
+            self.live = segment.advance(given)
+
+    def _reverse(self, start: int, stop: int) -> None:
+        """Pull the cotangents back over some steps."""
+        segment, needs, given = self._segment(start, stop)
+        cts = self._take_cotangents(start, stop, len(needs))
+        if not cts:
+            return
+        rule = self._rule(segment, needs, [*cts])
+        given += cts.values()
+        grads = evaluate(rule, given) if self._is_watched else rule.run(*given)
+        self._take(grads, needs, start, stop)
+
+    def _rule(
+        self, segment: Segment, needs: Sequence[bool], given: Sequence[int]
+    ) -> Vjp:
+        """Return the vjp of a segment."""
+        request = Request([*needs, *self._call.needs], at_base=False)
+        arity = len(request.needs)
+        evaluation = Evaluation(request, range(arity), asks_grad_mode=True)
+        return Vjp(segment, evaluation, arity, self._wanted_of(needs), given)
+
+    def _wanted_of(self, needs: Sequence[bool]) -> list[int]:
+        """Return which inputs of a segment are differentiated."""
+        wanted = [i for i, need in enumerate(needs) if need]
+        return wanted + [len(needs) + i for i in self._wanted]
+
+    def _take_cotangents(self, start: int, stop: int, count: int) -> dict[int, Tensor]:
+        """Take the cotangents of the outputs of a segment, by index.
+
+        Args:
+            start: the first step.
+            stop: the step after the last.
+            count: how many tensors its first carry has.
+        """
+        places = [*map(self._call.steps.place, range(start, stop))]
+        rows = [
+            None if ct is None else ct.select(0, place)
+            for place in places
+            for ct in self._collected
+        ]
+        cts = [*self._cts, *rows]
+        self._cts = [None] * count
+        return {j: ct for j, ct in enumerate(cts) if ct is not None}
+
+    def _take(
+        self, grads: Sequence[Any], needs: Sequence[bool], start: int, stop: int
+    ) -> None:
+        """Take the gradients that the vjp of a segment gave."""
+        found = dict(zip(self._wanted_of(needs), grads, strict=True))
+        count = len(needs)
+        self._cts = [found.get(i) for i in range(count)]
+        first, _ = self._call.steps.slices(start, stop)
+        for i in self._wanted:
+            self._add(i, found[count + i], first)
+
+    def _add(self, i: int, grad: Tensor | None, place: int) -> None:
+        """Add to the gradient of an input, or note that of slices."""
+        if grad is None:
+            return
+        if i in self._call.scanned:
+            self._add_slices(i, grad, place)
+        else:
+            known = self._grads.get(i)
+            self._grads[i] = grad if known is None else known + grad
+
+    def _add_slices(self, i: int, grad: Tensor, place: int) -> None:
+        """Write the gradient of slices to its place. Joined, it would be held twice."""
+        if self._is_watched or not can_be_written(grad):
+            self._slices.setdefault(i, []).append((place, grad))
+            return
+        if i not in self._whole:
+            self._whole[i] = torch.zeros_like(self._inputs[i])
+        self._whole[i].narrow(0, place, len(grad)).copy_(grad)
+
+    def gradient_of(self, i: int) -> Tensor | None:
+        """Return the gradient of an input, once all steps are reversed."""
+        slices = self._slices.pop(i, None)
+        if slices is not None:
+            self._grads[i] = self._joined(i, slices)
+        elif i in self._whole:
+            self._grads[i] = self._whole.pop(i)
+        for k, index in enumerate(self._call.initial):
+            if index == i:
+                ct, self._cts[k] = self._cts[k], None
+                self._add(i, ct, 0)
+        return self._grads.get(i)
+
+    def _joined(self, i: int, slices: list[tuple[int, Tensor]]) -> Tensor:
+        """Join the gradients of slices. Those that are missing are zero."""
+        whole = self._inputs[i]
+        parts: list[Tensor] = []
+        end = 0
+        for place, grad in sorted(slices, key=lambda pair: pair[0]):
+            if place > end:
+                parts.append(torch.zeros_like(whole.narrow(0, end, place - end)))
+            parts.append(grad)
+            end = place + grad.shape[0]
+        if end < whole.shape[0]:
+            rest = whole.narrow(0, end, whole.shape[0] - end)
+            parts.append(torch.zeros_like(rest))
+        return torch.cat(parts)
+
+
+def _ends(action: Action, length: int) -> bool:
+    """Say whether an action only computes the result of a chain, which is known."""
+    return isinstance(action, Advance) and action.stop == length
+
+
+# --- The node ---
 
 
 class Chain(ChainProgram):

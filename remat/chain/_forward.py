@@ -29,21 +29,22 @@ from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
 from remat._transform.leaves import attributes_of
 from remat.chain._actions import Action, Advance, Drop, Save, Schedule
-from remat.chain._binomial import Online
+from remat.chain._schedules import Online
 from remat.chain._steps import (
     TENSOR,
     Between,
+    Columns,
     Cut,
     Frame,
     Live,
     Steps,
+    Stored,
     form_of,
     refuse_opaque,
     refuse_other_form,
     run_step,
     tensors_and_frame,
 )
-from remat.chain._stored import Columns, Stored
 
 
 Progress: TypeAlias = Callable[[int], object] | None

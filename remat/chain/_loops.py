@@ -19,7 +19,6 @@ from remat._base import pytree
 from remat._torch import must_inline
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
-from remat.chain._binomial import Binomial, Online
 from remat.chain._budget import budget_of
 from remat.chain._call import (
     call_chain,
@@ -29,7 +28,7 @@ from remat.chain._call import (
     policed,
 )
 from remat.chain._forward import Progress
-from remat.chain._segments import EveryStep, Sqrt
+from remat.chain._schedules import Binomial, EveryStep, Online, Sqrt
 from remat.chain._steps import Steps
 
 

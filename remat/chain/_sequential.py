@@ -21,7 +21,7 @@ from remat.chain._call import (
 )
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
-from remat.chain._segments import Uniform
+from remat.chain._schedules import Uniform
 from remat.chain._steps import Steps
 
 

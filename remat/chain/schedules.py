@@ -34,12 +34,10 @@ from remat.chain._actions import (
     held as held,
     plot as plot,
 )
-from remat.chain._binomial import (
+from remat.chain._schedules import (
     Binomial as Binomial,
-    Online as Online,
-)
-from remat.chain._segments import (
     EveryStep as EveryStep,
+    Online as Online,
     Sqrt as Sqrt,
     Uniform as Uniform,
 )

@@ -33,7 +33,12 @@ from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._capture.paths import code_of_arguments
 from remat._partial.options import Options
-from remat._report.bitwise import RunOperation, argument_statics, around, same_statics
+from remat._report.check_replay import (
+    RunOperation,
+    argument_statics,
+    around,
+    same_statics,
+)
 from remat._torch import (
     checkpoint_settings,
     constant_in_traces,

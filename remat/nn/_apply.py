@@ -7,7 +7,7 @@ Rejected: to put a wrapper where each block was. Code that refers to the blocks,
 checkpoints on disk, would have to know of the wrappers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +45,7 @@ def apply(
     prune: Any = "auto",
     rng: Any = "replay",
     higher_order: bool = False,
+    offload_inputs: Any = False,
     check_fn: Callable[[nn.Module], bool] | None = None,
 ) -> M:
     """Recompute the `forward` of submodules in the backward, instead of storing values.
@@ -76,6 +77,7 @@ def apply(
         prune: as of `remat.remat`.
         rng: as of `remat.remat`.
         higher_order: as of `remat.remat`.
+        offload_inputs: as of `remat.remat`.
         check_fn: a function of a module that says whether it is selected, by torch's
             name for it, in place of `select`.
 
@@ -109,17 +111,17 @@ def apply(
     """
     refuse_no_module("apply", model)
     refuse_others(model, APPLY, (REMAT, APPLY))
+    flags = prune, rng, higher_order, offload_inputs
     if check_fn is not None:
         if select is not None:
             raise TypeError(_TWO_SELECTORS)
         select = [check_fn]
     budget = budget_in(select)
     if budget is not None:
-        options = (policy, prune, rng, higher_order)
-        if options != (None, "auto", "replay", False):
+        if (policy, *flags) != (None, "auto", "replay", False, False):
             raise ValueError(_NOT_OF_A_PLAN.format(select=select))
         return plan_at_first_call(model, budget, caller())
-    return apply_from(caller(), model, select, policy, prune, rng, higher_order)
+    return apply_from(caller(), model, select, policy, flags)
 
 
 def apply_from(
@@ -127,14 +129,12 @@ def apply_from(
     model: M,
     select: Any,
     policy: Any = None,
-    prune: Any = "auto",
-    rng: Any = "replay",
-    higher_order: bool = False,
+    flags: Sequence[Any] = (),
     by: str = APPLY,
 ) -> M:
     """Do what `apply` does, for a line of the user's."""
     found = chosen(model, select, policy)
-    options = [options_of(policy, prune, rng, higher_order) for _, _, policy in found]
+    options = [options_of(policy, *flags) for _, _, policy in found]
     for name, module, _ in found:
         _refuse(name, module)
     for (_, module, _), each in zip(found, options, strict=True):

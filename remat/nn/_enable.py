@@ -13,7 +13,7 @@ be handed a cache, and only the library knows where.
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -57,6 +57,7 @@ def enable(
     prune: Any = "auto",
     rng: Any = "replay",
     higher_order: bool = False,
+    offload_inputs: Any = False,
 ) -> M:
     """Switch on the gradient checkpointing of a model, with remat as its checkpoint.
 
@@ -78,6 +79,7 @@ def enable(
         prune: as of `remat.remat`.
         rng: as of `remat.remat`.
         higher_order: as of `remat.remat`.
+        offload_inputs: as of `remat.remat`. transformers' `offload=True` means this.
 
     Returns:
         The model.
@@ -86,7 +88,7 @@ def enable(
         TypeError: `model` is not a module; or it has no gradient checkpointing that
             takes a function. The message says what to use instead.
         ValueError: the library cannot leave out layers; or its checkpointing is on with
-            options that remat does not have, such as `offload=True`; or
+            options that remat does not have, such as `context_fn`; or
             `remat.nn.apply` or a plan recomputes modules of the model.
 
     Example:
@@ -102,7 +104,7 @@ def enable(
         ...     model = remat.nn.enable(BertModel(config))
     """
     refuse_no_module("enable", model, ", such as pipeline.unet")
-    options = options_of(policy, prune, rng, higher_order)
+    options = options_of(policy, prune, rng, higher_order, offload_inputs)
     # A module in there asks whether to call the function.
     takes = [m for m in model.modules() if _takes_function(m)]
     owners = [m for m in takes if any(True for _ in switchable(m))]
@@ -116,7 +118,7 @@ def enable(
     checkpoint = Checkpoint(caller(), options)
     chosen = [m for m in switchable(model) if _is_chosen(m)]
     for module in chosen:
-        checkpoint.refuse_in_place_of(function_of(module), module)
+        checkpoint = checkpoint.in_place_of(function_of(module), module)
     _undo(model)
     every = every_n_layers or 1
     skipping = {_EVERY: every} if every > 1 else {}
@@ -158,12 +160,19 @@ class Checkpoint:
         """Call a function so that a backward recomputes it."""
         return Rematerialized(function, self.where, self.options)(*args, **kwargs)
 
-    def refuse_in_place_of(self, function: Any, module: nn.Module) -> None:
-        """Refuse to take the place of a function that does more than recompute."""
-        if not (isinstance(function, Checkpoint) or _only_recomputes(function)):
-            shown = getattr(function, "__qualname__", repr(function))
-            of = {"kind": type(module).__name__, "library": library_of(module)}
-            raise ValueError(_OPTIONS.format(shown=shown, where=self.where, **of))
+    def in_place_of(self, function: Any, module: nn.Module) -> "Checkpoint":
+        """Return what takes the place of a function; refuse if it does something else.
+
+        That of transformers for `offload=True` offloads inputs; so does ours then.
+        """
+        if _offloads(function):
+            away = self.options.offload_inputs or True
+            return replace(self, options=replace(self.options, offload_inputs=away))
+        if isinstance(function, Checkpoint) or _only_recomputes(function):
+            return self
+        shown = getattr(function, "__qualname__", repr(function))
+        of = {"kind": type(module).__name__, "library": library_of(module)}
+        raise ValueError(_OPTIONS.format(shown=shown, where=self.where, **of))
 
 
 class _Keeping(Claiming):
@@ -176,8 +185,8 @@ class _Keeping(Claiming):
         """Put our function in again."""
         function = function_of(module)
         if is_on(module) and type(function) is not Checkpoint:
-            self.checkpoint.refuse_in_place_of(function, module)
-            setattr(module, FUNCTION, self.checkpoint)
+            checkpoint = self.checkpoint.in_place_of(function, module)
+            setattr(module, FUNCTION, checkpoint)
 
     @override
     def claim(self, module: nn.Module) -> Applied | None:
@@ -214,6 +223,19 @@ def _is_chosen(module: nn.Module) -> bool:
     if isinstance(module, RematModule) and module._remat_spec.by == ENABLE:
         return True
     return is_on(module)
+
+
+def _offloads(function: Any) -> bool:
+    """Say whether a function is that of transformers for `offload=True`."""
+    if isinstance(function, functools.partial):
+        known = {"use_reentrant"}.issuperset(function.keywords) and not function.args
+        return known and _offloads(function.func)
+    name = getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", None) or ""
+    return module.startswith("transformers.") and name.endswith(_OFFLOADING)
+
+
+_OFFLOADING = "_activation_checkpointing_enable.<locals>.checkpoint_func"
 
 
 def _only_recomputes(function: Any) -> bool:
@@ -269,7 +291,7 @@ _NO_CHOICE = (
 _OPTIONS = (
     "remat.nn.enable: {kind} has the gradient checkpointing of {library} on with "
     "{shown}, which does more than recompute. remat, which takes its place since "
-    "{where}, would not do that: options such as offload=True, context_fn, or a "
-    "function of your own. Leave them out, or call remat.nn.remove(model). With remat, "
+    "{where}, would not do that: options such as context_fn, or a function of "
+    "your own. Leave them out, or call remat.nn.remove(model). With remat, "
     "pass policy= to choose what is saved or offloaded."
 )

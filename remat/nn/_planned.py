@@ -31,13 +31,13 @@ M = TypeVar("M", bound=nn.Module)
 def plan_at_first_call(model: M, budget: int, where: str) -> M:
     """Have the first call that a backward may follow plan for a budget."""
     refuse_later(model, PLAN, where)
-    hook = _Planning(budget, where)
+    hook = _AtFirstCall(budget, where)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     mark(model)
     return model
 
 
-class _Planning(Claiming):
+class _AtFirstCall(Claiming):
     """The hook before calls that makes the plan, and takes itself out."""
 
     def __init__(self, budget: int, where: str) -> None:

@@ -25,10 +25,10 @@ from remat.nn._blocks import blocks
 from remat.policies import Decision, Policy, as_policy, within
 
 
-Chosen: TypeAlias = list[tuple[str, nn.Module, Any]]  # names, modules, policies
+Picked: TypeAlias = list[tuple[str, nn.Module, Any]]  # names, modules, policies
 
 
-def chosen(model: nn.Module, select: Any, policy: Any) -> Chosen:
+def chosen(model: nn.Module, select: Any, policy: Any) -> Picked:
     """Return the modules that are selected, by name, and the policy of each."""
     every, policy = _meaning(policy, "policy") if _is_text(policy) else (1, policy)
     mode = _mode(model, select)

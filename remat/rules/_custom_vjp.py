@@ -19,6 +19,7 @@ from typing_extensions import override
 from remat._base.program import Request
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import shown
+from remat._partial.names import BY_RULE, checkpoint_name
 from remat._torch import (
     current_layer,
     has_proxies,
@@ -197,7 +198,7 @@ def _function_of(rule: custom_vjp, rules: Any) -> Any:
         def forward(ctx: Any, *args: Any) -> Any:  # pyrefly: ignore[bad-override]
             out, res = fwd(*args)
             if rem is not None:
-                res = rem(res, *args)[1]
+                res = rem(checkpoint_name(res, BY_RULE), *args)[1]
             leaves, ctx.spec = tree_flatten(res)
             ctx.at = [k for k, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
             ctx.save_for_backward(*[leaves[k] for k in ctx.at])

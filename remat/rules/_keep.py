@@ -18,10 +18,12 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from remat._base.context import EnteredAgain
 from remat._base.pytree import Frame, tensors_and_frame
+from remat._base.tensors import versions_of
 from remat._base.unit import as_unit
 from remat._live.moment import WatchedCall
 from remat._live.reach import Reach, reach_of
@@ -32,6 +34,7 @@ from remat._torch import (
     current_layer,
     dispatch_modes,
     must_inline,
+    read_settings,
 )
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
@@ -150,8 +153,8 @@ def _called(place: KeptPlace, fn: Any, args: Any, kwargs: Any) -> Any:
     if reach is None or base_dual_level_active():
         with alone(place.policy):
             return fn(*args, **kwargs)
-    tensors = reach.take_tensors()
-    watched = WatchedCall(reach, tensors)
+    tensors, place.streams = reach.take_tensors(), reach.streams
+    watched, before = WatchedCall(reach, tensors), _beside(tensors)
     try:
         needs = True in [t.requires_grad for t in tensors]
         if current_layer() is not None or (place.is_in_function and needs):
@@ -161,12 +164,19 @@ def _called(place: KeptPlace, fn: Any, args: Any, kwargs: Any) -> Any:
             with outside():
                 result = place.run(fn, *args, **kwargs)
             place.how = _put_in_place(place, args, kwargs, result)
-        why = watched.changed()
+        why = watched.changed() or (_BESIDE if _beside(tensors) != before else "")
     finally:
         watched.done()
     if why or (place.is_unseen and place.how is None):
         place.entered_again(why or _OPAQUE)
     return result
+
+
+def _beside(tensors: Sequence[Tensor]) -> Any:
+    """Return what a call may change besides what it reaches."""
+    grads = [t.grad for t in tensors if t.is_leaf and t.requires_grad]
+    there = [g for g in grads if g is not None]
+    return read_settings(), [*map(id, grads)], versions_of(there)
 
 
 # --- Under base autograd ---
@@ -290,5 +300,6 @@ _AGAIN = (
     "remat: {name}, called at {source}, is entered again in recomputes: it "
     "changes {why}. Return it instead."
 )
+_BESIDE = "gradients, or a setting of torch"
 _OPAQUE = "an object that it returns, which is no tensor, constant or pytree of these"
 _RESULT = "its result, or that is changed in place later on"

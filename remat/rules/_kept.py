@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from remat._base.errors import CaptureError
 from remat._base.program import Evaluation, InputIndex, OutputIndex, Program, Request
 from remat._base.tensors import versions_of
 from remat._base.types import Outputs
@@ -76,6 +77,8 @@ class KeptCall(Primal):
         with outside():
             found = evaluate_forward(self.call, noting, given, total)
         self.call.forward_done()
+        if any(leaf.is_leaf and leaf.grad is not None for leaf in given.inner):
+            raise CaptureError(_BACKWARD.format(label=self.label))
         results, evaluation, self.state = found
         self.evaluation = evaluation = evaluation._replace(request=request)
         self.graph = noting.graph
@@ -131,6 +134,12 @@ class KeptCall(Primal):
         arity = len(evaluation.request.needs)
         vjp = Vjp(seen_as, evaluation, arity, wanted, given)
         return KeptVjp(self, seen_as, vjp, wanted, given)
+
+
+_BACKWARD = (
+    "remat: {label} computes gradients inside, as by .backward(), which would be lost "
+    "under torch.func and with higher_order=True. Leave keep out, or use autograd.grad."
+)
 
 
 class _Noting(Below):

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from remat._ambient.streams import global_streams, set_state, state_of
+from remat._ambient.streams import global_streams, moved_since, set_state, state_of
 from remat._base.context import here
 from remat._base.errors import RecomputeError
 from remat._base.op import Op
@@ -50,6 +49,7 @@ class PlaceInCall:
         residuals: tensors, as they are kept; None once they are not any more.
         outs: of a graph that is kept.
         policy: of rematerialized calls within.
+        streams: random ones that it reaches, besides those of the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,18 +58,18 @@ class PlaceInCall:
         self.policy: Any = None
         self.residuals: Sequence[Residual] | None = None
         self.outs: Sequence[Tensor] = ()
+        self.streams: Sequence[Any] = ()
         self._streams: Sequence[tuple[Any, Any]] = ()
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what recomputes leave out, and note what it draws."""
-        streams = global_streams()
-        before, others = streams.read(), [(g, state_of(g)) for g in device_generators()]
+        streams, own = global_streams(), (*device_generators(), *self.streams)
+        before, others = streams.read(), [(each, state_of(each)) for each in own]
         with alone(self.policy):
             result = fn(*args, **kwargs)
         each = zip(streams.streams, before, streams.read(), strict=True)
         moved: list[Any] = [(s, now) for s, then, now in each if then != now]
-        states = [(g, then, state_of(g)) for g, then in others]
-        moved += [(g, now) for g, then, now in states if not torch.equal(then, now)]
+        moved += [(each, state_of(each)) for each, _ in moved_since(others)]
         self._streams = moved  # those that it moved, where they are by now
         return result
 

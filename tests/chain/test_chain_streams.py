@@ -111,14 +111,14 @@ def test_a_key_may_be_a_part_of_the_carry():
 
 def test_states_of_streams_are_stored_only_if_something_was_drawn(monkeypatch):
     seen = []
-    load = chain._stored.Stored.load
+    load = chain._steps.Stored.load
 
     def loading(self, step):
         live = load(self, step)
         seen.append((step, live.ambient is None))
         return live
 
-    monkeypatch.setattr(chain._stored.Stored, "load", loading)
+    monkeypatch.setattr(chain._steps.Stored, "load", loading)
     x = X.clone().requires_grad_()
     for body, is_plain in ((drops, False), (by_key, True)):
         seen.clear()

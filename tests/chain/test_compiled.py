@@ -138,6 +138,12 @@ def test_a_graph_says_that_it_does_not_call_progress(runs):
     assert not done
 
 
+def test_a_graph_says_that_it_stores_nothing_on_disk(folder):
+    with pytest.warns(UserWarning, match="disk=True is not followed"):
+        assert traced_runs(disk=True) == (24, 4)
+    assert not [*folder.iterdir()]
+
+
 def test_a_while_loop_is_refused_in_compiled_code():
     @torch.compile(backend="eager", fullgraph=True)
     def compiled(x):

@@ -124,13 +124,13 @@ def test_below_a_vmap_one_more_sweep_is_needed(checkpoints):
 @pytest.mark.parametrize("checkpoints", [1, 3, 10])
 def test_no_more_carries_are_stored_than_allowed(checkpoints, monkeypatch):
     held = []
-    save = chain._stored.Stored.save
+    save = chain._steps.Stored.save
 
     def saving(self, step, live):
         save(self, step, live)
         held.append(len(self._carries))
 
-    monkeypatch.setattr(chain._stored.Stored, "save", saving)
+    monkeypatch.setattr(chain._steps.Stored, "save", saving)
     x = X.clone().requires_grad_()
     loop(Binomial(checkpoints), 100, x).sum().backward()
     assert max(held) == checkpoints

@@ -64,6 +64,29 @@ def test_carries_are_in_files_and_gradients_are_those_of_plain(way, folder, size
         assert len(sizes) >= 2
 
 
+OTHERS = {
+    "scan": lambda loops, x, **how: loops.scan(
+        lambda h, u: (h.tanh() + u, None), x, torch.arange(6.0).double(), **how
+    )[0],
+    "while_loop": lambda loops, x, **how: loops.while_loop(
+        lambda c: c[0] < 6, lambda c: (c[0] + 1, c[1].tanh()), (0, x), **how
+    )[1],
+    "sequential": lambda loops, x, **how: loops.sequential([torch.tanh] * 6, x, **how),
+}
+
+
+@rows("run", OTHERS)
+def test_each_loop_stores_its_carries_in_files(run, folder, sizes):
+    def gradient(loops, **how):
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(run(loops, x, **how).sum(), x)[0]
+
+    with leaving_nothing_open():
+        found = gradient(chain, checkpoints="all", disk=True)
+    assert_same(found, gradient(Plain))
+    assert sizes == [X.nbytes] * 5
+
+
 def test_the_graph_holds_the_files_until_they_are_read(folder, sizes):
     x = X.clone().requires_grad_()
     with leaving_nothing_open():

@@ -15,7 +15,7 @@ from support.interpreter import (
     fewest_advances,
 )
 
-from remat.chain._binomial import advances, beta, repetitions
+from remat.chain._schedules import advances, beta, repetitions
 from remat.chain.schedules import (
     Advance,
     Binomial,

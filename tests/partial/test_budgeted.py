@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 from support.records import collective, in_place, pure, record, records, view
 
+from remat import policies
 from remat._base.op import Op, Value
-from remat._partial.budget import spend
+from remat._partial.budget import spent_by
 from remat._partial.cost import work
 from remat._partial.plan import plan
 from remat._partial.values import storage_bytes
 from remat.policies import Decision
-from remat.policies._within import Budget
+from remat.policies._policy import as_policy
+from remat.policies._within import Budget, Within
 
 
 SAVE, RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
@@ -51,8 +53,10 @@ def work_of(rec, made):
 
 def spent_on(rec, nbytes, *, may=None, must=(), extra_roots=(), prune=True):
     may = [SAVE] * len(rec.steps) if may is None else may
-    budget = Budget(nbytes)
-    return spend(budget, frozenset(must), rec, may, extra_roots, prune=prune)
+    ops = {id(rec.steps[i].op) for i in must if i < len(rec.steps)}
+    must_keep = as_policy(lambda op: id(op) in ops)
+    policy = Within(Budget(nbytes), must_keep, policies.everything_saveable)
+    return spent_by(policy, rec, may, extra_roots, prune=prune)
 
 
 def plan_of(rec, spent, **options):

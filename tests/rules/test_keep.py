@@ -1,9 +1,11 @@
 """`keep`: a call that is not entered again, what stays of it, when it is entered."""
 
 import functools
+import random
 import re
 import warnings
 
+import numpy
 import pytest
 import torch
 from support.kernels import Launch, build, launches, pointers
@@ -13,7 +15,7 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from remat import keep, policies, remat
+from remat import CaptureError, keep, policies, remat
 from remat.testing import assert_same, count_ops, live_bytes
 
 
@@ -256,6 +258,91 @@ def test_what_it_changes_is_never_lost(change, region):
         lambda f: (lambda x: f(x).sin()) if region == "nested" else f, lambda f: f
     )
     torch.testing.assert_close(found, plain)
+
+
+STREAMS = {
+    "torch": lambda: (
+        (g := torch.Generator().manual_seed(0)),
+        lambda: torch.rand((), generator=g, dtype=torch.float64),
+    ),
+    "python": lambda: ((g := random.Random(0)), lambda: g.random()),
+    "numpy": lambda: ((g := numpy.random.default_rng(0)), lambda: g.random()),
+    "global": lambda: (torch.manual_seed(0), lambda: torch.rand((), dtype=X.dtype)),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_stream_that_it_draws_from_goes_on_behind_it(stream, region):
+    def run(transform, kept):
+        _, draw = STREAMS[stream]()
+
+        @kept
+        def noisy(x):
+            ran("fn")
+            return x.sin() * draw()
+
+        def block(x):
+            return (noisy(x * draw()) * draw()).exp()
+
+        (x,) = leaves_of(X)
+        return gradient(transform(block), x)[0], draw()
+
+    plain = (lambda f: lambda x: f(x).sin()) if region == "nested" else lambda f: f
+    want = run(plain, lambda f: f)
+    runs()
+    assert_same(run(REGIONS[region], keep), want, reassociated=True)
+    assert runs() == {"fn": 1}
+
+
+def test_a_setting_that_it_changes():
+    def run(transform, kept):
+        @kept
+        def setting(x):
+            torch.set_default_dtype(torch.float64)
+            return x.sin()
+
+        def block(x):
+            y = setting(x * 2)
+            return (y * torch.tensor(1 / 3)).exp()
+
+        try:
+            (x,) = leaves_of(X)
+            return gradient(transform(block), x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    with pytest.warns(UserWarning, match="gradients, or a setting of torch"):
+        found = run(remat, keep)
+    assert_same(found, run(lambda f: f, lambda f: f))
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_gradients_that_it_computes(region):
+    def run(transform, kept):
+        w = torch.ones(4, dtype=X.dtype, requires_grad=True)
+
+        @kept
+        def stepping(x):
+            w.exp().sum().backward()
+            return x.sin()
+
+        def block(x):
+            y = stepping(x * 2)
+            return (y * (1 if w.grad is None else w.grad.detach().clone())).exp()
+
+        (x,) = leaves_of(X)
+        return (*gradient(transform(block), x), w.grad)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if region == "higher_order":
+            with pytest.raises(CaptureError, match="computes gradients inside, as by"):
+                run(REGIONS[region], keep)
+            return
+        found = run(REGIONS[region], keep)
+    plain = (lambda f: lambda x: f(x).sin()) if region == "nested" else lambda f: f
+    assert_same(found, run(plain, lambda f: f), reassociated=True)
 
 
 def test_running_statistics_are_updated_once():

@@ -1,13 +1,26 @@
 """Rules and kept calls in compiled code, in blocks of a scope, and in reports."""
 
+import warnings
+
 import pytest
 import torch
+from support.traced import Graphs
 from support.zoo import X, leaves_of, make
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat as api
-from remat import custom_vjp, explain, fit, keep, remat, saved_residuals, scope
-from remat.testing import assert_same
+from remat import (
+    custom_vjp,
+    explain,
+    fit,
+    keep,
+    policies,
+    remat,
+    saved_residuals,
+    scope,
+)
+from remat.testing import assert_same, memory_timeline
 
 
 # Its derivative is not that of the function, so that it shows who follows the rule.
@@ -52,6 +65,45 @@ def test_compiled_code_follows_the_derivative(name, transform):
         torch._dynamo.reset()
         found = gradient(torch.compile(fn, backend=backend, fullgraph=True))
         torch.testing.assert_close(found, want)
+
+
+def gated_fwd(x, w):
+    h = torch.tanh(x @ w)
+    return h * x, {"h": h}
+
+
+def gated_bwd(res, ct):
+    x, w, h = res
+    inner = ct * x * (1 - h * h)
+    return inner @ w.mT + ct * h, x.mT @ inner
+
+
+def gated():
+    fn = custom_vjp(lambda x, w: gated_fwd(x, w)[0])
+    fn.defremat(
+        gated_fwd, lambda res, x, w: (res["h"] * x, (x, w, res["h"])), gated_bwd
+    )
+    return fn
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("policy", [None, "nothing", {"other": "save"}])
+def test_compiled_code_keeps_what_a_rule_keeps(policy):
+    fn = gated()
+    policy = policies.nothing_saveable if policy == "nothing" else policy
+    x, w = leaves_of(X, make(4, 4, seed=3))
+    want = torch.autograd.grad(fn.fn(x.sin(), w).exp().sum(), (x, w))
+    for each, again in ((fn, 0), (fn.fn, 1)):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        block = remat(lambda x, w, fn=each: fn(x.sin(), w).exp(), policy=policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no value is called `other`
+            out = torch.compile(block, backend=graphs, fullgraph=True)(x, w)
+            found = torch.autograd.grad(out.sum(), (x, w))
+        torch.testing.assert_close(found, want)
+        assert graphs.backward["mm"] == 2 + again
+        assert graphs.backward["tanh"] == again
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, remat])
@@ -104,6 +156,36 @@ def test_a_plan_for_a_step_is_right():
     applied = plan.apply(model)
     applied(x).square().mean().backward()
     assert_same([p.grad for p in model.parameters()], want)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.fn = nn.Parameter(make(16, 16, seed=5)), gated()
+
+    def forward(self, x):
+        return self.fn(x.sin(), self.weight).exp().clamp(max=2).sin()
+
+
+def test_a_plan_over_blocks_counts_what_rules_keep():
+    model = nn.Sequential(*[Gated() for _ in range(4)])
+    x = make(64, 16, seed=6)
+    held = sum(t.nbytes for t in (x, *model.parameters()))
+
+    def peak():
+        def step():
+            model(x).square().mean().backward()
+
+        step()
+        model.zero_grad()
+        return max(memory_timeline(step).bytes) + held
+
+    plain = peak()
+    loss = lambda y: y.square().mean()
+    options = {"over": "blocks", "select": "*", "loss": loss}
+    plan = fit(model, x, budget=int(0.9 * plain), **options)
+    plan.apply(model)
+    assert 0.6 * plain < peak() <= plan.peak <= 0.9 * plain
 
 
 # --- Reports ---

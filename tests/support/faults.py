@@ -224,7 +224,7 @@ FAULTS = [
     ),
     Fault(
         "check_replay compares no values",
-        REPORT + "bitwise.py",
+        REPORT + "check_replay.py",
         '    if not count:\n        return ""\n',
         '    return ""\n',
         ("tests/testing",),

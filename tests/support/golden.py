@@ -9,8 +9,14 @@ from functools import partial
 
 import torch
 
-from remat import remat
-from remat.policies import dots_saveable, everything_saveable, nothing_saveable
+from remat import checkpoint_name, remat
+from remat.policies import (
+    dots_saveable,
+    everything_saveable,
+    nothing_saveable,
+    save_any_names_but_these,
+    save_only_these_names,
+)
 
 
 pruned = partial(remat, prune=True)
@@ -110,10 +116,62 @@ def executed(ops):
 
 def compared(ops, row):
     """Of what ran, the operations that a row is about."""
-    about = table(", ".join(ROWS[row][2:]))
+    about = table(", ".join((ROWS | ROWS_OF_0_12)[row][2:]))
     return Counter({name: n for name, n in executed(ops).items() if name in about})
 
 
 def golden(row):
     _, _, in_forward, in_backward = ROWS[row]
     return table(in_forward) + table(in_backward)
+
+
+# --- More programs, by JAX 0.12 (0.12.0.1), and its two implementations ---
+
+
+def sines_of_products(w, x):
+    return (w @ (w @ (w @ x).sin()).sin()).sin()
+
+
+def named(w, x):
+    h = checkpoint_name(w @ x, "h")
+    return torch.tanh(w @ checkpoint_name(torch.tanh(h), "a"))
+
+
+def saves(*names):
+    return pruned(named, policy=save_only_these_names(*names))
+
+
+SINES = "sin 3, dot 3"
+# As above. All rows above are in JAX 0.12 what they are in 0.10.2.
+ROWS_OF_0_12 = {
+    "other": (
+        lambda w, x: sin2_exp2(w, x)[1],
+        lambda w, x: pruned(sin2_exp2)(w, x)[1],
+        *("sin 2, exp 2", "exp 2"),
+    ),
+    "three": (
+        *(sines_of_products, pruned(sines_of_products)),
+        *(SINES, "sin 2, cos 3, dot 9"),
+    ),
+    "three dots": (
+        *(sines_of_products, dots(sines_of_products)),
+        *(SINES, "sin 2, cos 3, dot 6"),
+    ),
+    "named h": (named, saves("h"), BLOCK, "tanh 2, dot 5"),
+    "named a": (named, saves("a"), BLOCK, "tanh 2, dot 6"),
+    "named ha": (named, saves("h", "a"), BLOCK, "tanh 2, dot 5"),
+    "named anybut h": (
+        *(named, pruned(named, policy=save_any_names_but_these("h"))),
+        *(BLOCK, "tanh 2, dot 6"),
+    ),
+    "both": (
+        named,
+        pruned(named, policy=save_only_these_names("h") | dots_saveable),
+        *(BLOCK, "tanh 2, dot 4"),
+    ),
+}
+# What the backward runs in its newer implementation (`jax_remat3`), where that differs.
+BY_REMAT3 = {
+    "remat(dots)": "dot 6, tanh 2",  # one tanh less: it asks no policy of calls within
+    "everything(remat)": "dot 6, tanh 2",  # for which it recomputes all of this
+}

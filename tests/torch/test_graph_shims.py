@@ -290,6 +290,33 @@ def test_hooks_of_all_modules_have_one_key():
             vars(nn.modules.module)[name].pop(process._KEY, None)
 
 
+@expects("answer_calls")
+def test_calls_of_modules_and_functions_are_answered():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+    seen, relu = [], nn.ReLU()
+    kinds = nn.Module, torch.autograd.Function
+    before = kinds[0].__call__, vars(kinds[1])["apply"]
+
+    def answer(plain, called, args, kwargs):
+        seen.append(called)
+        return plain(called, *args, **kwargs)
+
+    try:
+        process.answer_calls(answer, answer)
+        assert relu(torch.ones(2)).sum() == 2
+        assert Double.apply(torch.ones(2)).sum() == 4
+        assert seen == [relu, Double]
+        torch._dynamo.reset()
+        compiled = torch.compile(relu, backend="eager", fullgraph=True)
+        assert compiled(torch.ones(2)).sum() == 2
+    finally:
+        kinds[0].__call__, kinds[1].apply = before
+
+
 @expects("default_generators", "device_generators")
 def test_generators_are_found():
     more = process.device_generators()

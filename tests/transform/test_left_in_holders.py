@@ -9,12 +9,14 @@ from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from support.tables import rows
 from torch import nn
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat import CaptureError, policies, remat
 
@@ -208,6 +210,58 @@ def a_detached_one_of_a_hook():
     return block, lambda: held[-1]
 
 
+def an_attribute_of_a_constant():
+    weight = torch.ones(3, dtype=X.dtype)
+    return of(lambda h: setattr(weight, "last", weight * h), lambda: weight.last)
+
+
+def an_attribute_of_an_input():
+    held = State()
+
+    def fn(x):
+        RAN.put(1)
+        x.last = (x * 2).sin()
+        held.x = x
+        return x.last.exp()
+
+    return fn, lambda: held.x.last
+
+
+def an_attribute_of_the_result():
+    held = State()
+
+    def fn(x):
+        RAN.put(1)
+        held.y = (x * 2).sin()
+        held.y.last, held.y.tag, held.y.own = held.y.cos(), "last", held.y
+        return held.y
+
+    def kept():
+        assert held.y.own is held.y
+        return getattr(held.y, held.y.tag)
+
+    return fn, kept
+
+
+def a_weak_table():
+    held, table = State(), WeakTensorKeyDictionary()
+
+    def keep(h):
+        held.h = h
+        table[h] = h.cos()
+
+    return of(keep, lambda: table[held.h])
+
+
+def a_value_that_is_held_weakly():
+    held, table = State(), WeakValueDictionary()
+
+    def keep(h):
+        held.h = table["h"] = h
+
+    return of(keep, lambda: table["h"])
+
+
 KEPT = {
     fn.__name__.replace("_", " "): fn
     for fn in (
@@ -215,7 +269,9 @@ KEPT = {
         *(a_tuple, a_named_tuple, a_frozen_object, a_new_object, slots, a_variable),
         *(a_global, a_class, a_context_variable, an_attribute_of_a_module),
         *(a_buffer_of_a_module, a_hook, a_view, the_result, a_detached_one),
-        a_detached_one_of_a_hook,
+        *(a_detached_one_of_a_hook, an_attribute_of_a_constant),
+        *(an_attribute_of_an_input, an_attribute_of_the_result, a_weak_table),
+        a_value_that_is_held_weakly,
     )
 }
 TRANSFORMS = {
@@ -246,7 +302,7 @@ def outcome(transform, make, wrap):
     return [transform(loss), transform(loss)], ran()
 
 
-FAST = {"a tuple", "an attribute of a module", "a detached one"}
+FAST = {"a tuple", "an attribute of an input", "a detached one"}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -282,6 +338,25 @@ def test_what_is_kept_is_the_result_itself():
 
     grad(loss)(X)
     assert seen == [True]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_what_is_set_on_an_input_is_read(transform):
+    def loss(wrap):
+        def fn(x):
+            x.times += 1
+            return (x * x.times).sin()
+
+        def run(x):
+            x.times = 2
+            y = wrap(fn)(x)
+            assert x.times == 3
+            return y.sum()
+
+        return run
+
+    transform = TRANSFORMS[transform]
+    torch.testing.assert_close(transform(loss(remat)), transform(loss(lambda f: f)))
 
 
 def test_what_a_vmap_left_is_passed_over_in_another():

@@ -23,7 +23,7 @@ from remat.testing import assert_same, count_ops
 
 SECTIONS = {
     "From torch.utils.checkpoint": 9,
-    "From other trainers": 14,
+    "From other trainers": 13,
     "From JAX": 27,
     "From RETURNN's scope": 3,
 }

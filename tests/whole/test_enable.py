@@ -46,3 +46,22 @@ def test_three_steps_are_those_of_plain(client):
     assert_changed_trains_as_plain(client, remat.nn.enable)
     removed = remat.nn.remove(remat.nn.enable(built(client)))
     assert products(client, removed) == products(client, built(client))
+
+
+def test_the_option_of_transformers_that_offloads_inputs():
+    """`activation_checkpointing_enable(offload=True)`, before and after ours."""
+    client = of_transformers()
+    for first in (True, False):
+        model = built(client)
+        if first:
+            model.activation_checkpointing_enable(offload=True)
+        model = remat.nn.enable(model)
+        if not first:
+            model.activation_checkpointing_enable(offload=True)
+        # Here all is in host memory, which shows that it is asked for.
+        with pytest.warns(UserWarning, match="offload_inputs= moves no input"):
+            products(client, model)
+        remat._partial.decide._WARNED.clear()
+    model = remat.nn.enable(built(client), offload_inputs="disk")
+    model.activation_checkpointing_enable(offload=True)
+    assert products(client, model) == products(client, remat.nn.enable(built(client)))

@@ -1,0 +1,275 @@
+"""`offload_inputs=`: what only recomputes need of inputs is away until then."""
+
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from support.zoo import make
+from torch import nn
+
+import remat
+from remat import explain
+from remat._offload import inputs, offload
+from remat.testing import assert_same, count_ops
+
+
+SIZE = 64  # 16 KiB
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("table", torch.ones(SIZE, SIZE))
+
+    def forward(self, x, others=None):
+        x = x + self.down(self.up(x).tanh()) @ self.table / SIZE
+        return x if others is None else x * others
+
+
+class Model(nn.Module):
+    def __init__(self, count=5):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(count))
+        self.seen = []  # the memory of what the blocks were given
+
+    def forward(self, x, others=None):
+        x = x * 1.5
+        self.seen.clear()
+        for layer in self.layers:
+            self.seen.append(weakref.ref(x.untyped_storage()))
+            x = layer(x, others)
+        return x.sum()
+
+    def held(self):
+        """How many inputs of blocks are in memory."""
+        return sum(ref() is not None for ref in self.seen)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """What goes and comes, in order. Host memory is another place here."""
+    moves = []
+
+    class Noting(offload.Fetched):
+        def take(self, k):
+            moves.append("back")
+            return super().take(k)
+
+    def away(tensor):
+        moves.append("away")
+        return offload.in_file(tensor)
+
+    monkeypatch.setattr(inputs, "Fetched", Noting)
+    monkeypatch.setattr(inputs, "in_file", away)
+    return moves
+
+
+def wrapped(model, **options):
+    return remat.nn.apply(model, "layers.*", **options)
+
+
+def step(model, *args):
+    model.zero_grad()
+    (x,) = (make(2 * SIZE, SIZE, seed=1).float().requires_grad_(),)
+    model(x, *args).backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def forward(model, *args):
+    return model(make(2 * SIZE, SIZE, seed=1).float().requires_grad_(), *args)
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.dots_saveable])
+def test_the_inputs_of_blocks_are_gone_until_their_recomputes(policy, moved):
+    model = Model()
+    want = step(model)
+    loss = forward(wrapped(model, policy=policy))
+    assert model.held() == 5
+    del loss
+    remat.nn.remove(model)
+    wrapped(model, policy=policy, offload_inputs="disk")
+    for _ in range(2):
+        loss = forward(model)
+        assert model.held() == 0
+        assert moved == ["away"] * 5
+        del loss, moved[:]
+        assert_same(step(model), want)
+        assert moved == ["away"] * 5 + ["back"] * 5
+        moved.clear()
+
+
+def test_while_one_is_used_the_one_before_is_fetched(monkeypatch):
+    order, made = [], []
+
+    class Noting(offload.Fetched):
+        def __init__(self, stored, origins):
+            super().__init__(stored, origins)
+            made.append(stored[0])
+            order.append(("begins", len(made)))
+
+        def take(self, k):
+            order.append(
+                ("takes", [s is self._stored[0] for s in made].index(True) + 1)
+            )
+            return super().take(k)
+
+    monkeypatch.setattr(inputs, "Fetched", Noting)
+    step(wrapped(Model(3), offload_inputs="disk"))
+    assert order == [
+        ("begins", 1),
+        ("takes", 1),
+        ("begins", 2),
+        ("takes", 2),
+        ("begins", 3),
+        ("takes", 3),
+    ]
+
+
+def outside_of_torch(tensor):
+    """Move a tensor to memory that torch's profiler does not see."""
+    memory = bytearray(tensor.numpy().tobytes())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.dots_saveable])
+def test_they_are_gone_from_the_peak(policy, monkeypatch):
+    monkeypatch.setattr(inputs, "in_file", outside_of_torch)
+
+    def peak(count, **options):
+        """In inputs of blocks, of a step of so many."""
+        model = wrapped(Model(count), policy=policy, **options).requires_grad_(False)
+        x = make(2 * SIZE, SIZE, seed=1).float().requires_grad_()
+        found = explain(model, x).peak
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        kinds = {holder.kind: holder.nbytes for holder in found.holders}
+        assert kinds.get("saved inputs", 0) < x.nbytes or not options
+        return (found.nbytes - held) / x.nbytes
+
+    saved = 0 if policy is None else 4  # of each block one, which its tanh reads
+    assert round(peak(8) - peak(4) - saved) == 4
+    away = {"offload_inputs": "disk"}
+    assert round(peak(8, **away) - peak(4, **away) - saved) == 0
+
+
+def test_what_others_hold_stays(moved):
+    """Parameters, buffers, and results that the user keeps."""
+    model, kept = wrapped(Model(), offload_inputs="disk"), []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    assert_same(step(model), step(plain))
+    assert "back" not in moved
+    fn = remat.remat(lambda w, x: (w @ x).tanh(), offload_inputs="disk")
+    moved.clear()
+    w = nn.Parameter(torch.randn(SIZE, SIZE))
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    fn(w, x).sum().backward()
+    assert moved == []
+
+
+def test_what_many_blocks_are_given_goes_once(moved):
+    model = wrapped(Model(), offload_inputs="disk")
+    loss = forward(model, make(2 * SIZE, SIZE, seed=4).float())
+    assert moved == ["away"] * 6
+    loss.backward()
+    others = make(2 * SIZE, SIZE, seed=4).float()
+    want = step(model, others)
+    model.zero_grad()
+    loss = forward(model, others)
+    others.add_(1)  # the copy is as it was
+    loss.backward()
+    assert_same([p.grad for p in model.parameters()], want[1:])
+
+
+def test_small_inputs_stay(moved):
+    fn = remat.remat(lambda x: x.sin().sin(), offload_inputs="disk")
+    x = torch.ones(8, requires_grad=True) * 2
+    fn(x * 1).sum().backward()
+    assert moved == []
+
+
+def test_a_graph_that_is_kept_brings_them_back_again(moved):
+    model = wrapped(Model(2), offload_inputs="disk")
+    loss = forward(model)
+    leaves = [*model.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    moved.clear()
+    assert_same(torch.autograd.grad(loss, leaves), first)
+    assert moved == ["back"] * 2
+
+
+def test_in_host_memory_it_is_told_once_that_nothing_moves():
+    model = wrapped(Model(2), offload_inputs=True)
+    with pytest.warns(UserWarning, match=r"offload_inputs= moves no input .* 'disk'"):
+        step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+
+
+def test_where_one_node_holds_them_that_is_told():
+    def block(x):
+        return x.sin().sin()
+
+    fn = remat.remat(block, offload_inputs="disk")
+    x = torch.randn(SIZE, SIZE)
+    with pytest.warns(UserWarning, match="moves no input of .* one node holds them"):
+        found = torch.func.grad(lambda x: fn(x).sum())(x)
+    assert_same(found, torch.func.grad(lambda x: block(x).sum())(x))
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="moves no input of .* compiled code holds"):
+        torch.compile(fn, backend="eager")(x.requires_grad_()).sum().backward()
+    assert_same(x.grad, found)
+
+
+def test_calls_within_others_and_other_hooks(moved):
+    inner = remat.remat(lambda x: x.sin().sin(), offload_inputs="disk")
+    outer = remat.remat(lambda x: inner(x.exp()).sin())
+    (x,) = (make(2 * SIZE, SIZE, seed=1).requires_grad_(),)
+    outer(x * 1).sum().backward()
+    want = torch.autograd.grad((x * 1).exp().sin().sin().sin().sum(), x)
+    assert_same(x.grad, want[0])
+    with torch.autograd.graph.save_on_cpu():
+        found = torch.autograd.grad(inner((x * 1).exp()).sin().sum(), x)
+    assert_same(found, want)
+    assert moved == []
+
+
+def test_threads_share_nothing():
+    found = []
+
+    def run():
+        torch.manual_seed(0)
+        found.append(step(wrapped(Model(), offload_inputs="disk")))
+
+    with torch.random.fork_rng():
+        run()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert_same(*found)
+
+
+def test_other_values_are_refused():
+    model = nn.Sequential(Block())
+    for call in (
+        lambda: remat.remat(torch.sin, offload_inputs="cpu"),
+        lambda: remat.nn.apply(model, "0", offload_inputs="cpu"),
+    ):
+        with pytest.raises(ValueError, match="offload_inputs='cpu': use True, False"):
+            call()
+
+
+def test_operations_are_those_of_a_recompute():
+    model, counts = Model(3), []
+    for options in ({}, {"offload_inputs": "disk"}):
+        wrapped(model, **options)
+        with count_ops() as ops:
+            step(model)
+        counts.append((ops["addmm"], ops["tanh"]))
+        remat.nn.remove(model)
+    assert counts[0] == counts[1]
