@@ -100,7 +100,6 @@ class Call:
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
-        self._are_plain = False
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self.reach: Any = reach
         self._inputs = self.reach.take_tensors()
