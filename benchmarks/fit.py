@@ -444,6 +444,7 @@ def large(results: Results) -> None:
     for budget in LARGE_BUDGETS:
         plan, took = timed(fit, case, budget)
         cells.add(f"{budget // 10**9} GB", took, plan.peak / 1e9, plan.share)
+    results.show(cells)
 
 
 def timed(run: Callable[..., Any], *args: Any) -> tuple[Any, float]:
