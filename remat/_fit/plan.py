@@ -27,6 +27,7 @@ from remat._scope.following import Course, Placed
 from remat._transform.api import caller
 from remat.nn._applied import PLAN, REMAT, refuse_others
 from remat.nn._apply import apply_from
+from remat.nn._blocks import with_blocks
 from remat.nn._followed import FollowedScope, begin_scope, end_scope, follow
 from remat.policies import Policy
 
@@ -216,7 +217,7 @@ class Plan(_render.Shown):
             self._refuse_another_device(model)
             refuse_others(model, "plan.apply", (REMAT,))
             if self.applied.units:
-                apply_from(caller(), model, dict(self.applied.units), by=PLAN)
+                apply_from(caller(), *with_blocks(model, self.applied.units), by=PLAN)
         else:
             self._refuse_another_device(model)
             units = self.applied.units
@@ -225,11 +226,10 @@ class Plan(_render.Shown):
         return result
 
     def _refuse_no_model(self, model: Any) -> None:
+        kind = type(model).__name__
         if self.around is None and not isinstance(model, nn.Module):
-            kind = type(model).__name__
             raise TypeError(_OF_BLOCKS.format(label=self.label, kind=kind))
         if not callable(model):
-            kind = type(model).__name__
             raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
 
     def _refuse_another_device(self, model: nn.Module) -> None:
