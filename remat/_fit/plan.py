@@ -28,6 +28,7 @@ from remat._scope.following import Course, Placed
 from remat._transform.api import caller
 from remat.nn._applied import PLAN, REMAT, refuse_others
 from remat.nn._apply import apply_from
+from remat.nn._blocks import with_blocks
 from remat.nn._followed import FollowedScope, begin_scope, end_scope, follow
 from remat.policies import Policy
 
@@ -221,9 +222,10 @@ class Plan(_render.Shown):
         elif self.over == "blocks":
             self._refuse_another_device(model)
             refuse_others(model, "plan.apply", (REMAT,))
-            if units := dict(self.applied.units):
+            if self.applied.units:
                 flags = "auto", "replay", False, offload_inputs
-                apply_from(caller(), model, units, flags=flags, by=PLAN)
+                found = with_blocks(model, self.applied.units)
+                apply_from(caller(), *found, flags=flags, by=PLAN)
         else:
             self._refuse_another_device(model)
             courses, units = self.applied.courses, self.applied.units
@@ -232,11 +234,10 @@ class Plan(_render.Shown):
         return result
 
     def _refuse_no_model(self, model: Any) -> None:
+        kind = type(model).__name__
         if self.around is None and not isinstance(model, nn.Module):
-            kind = type(model).__name__
             raise TypeError(_OF_BLOCKS.format(label=self.label, kind=kind))
         if not callable(model):
-            kind = type(model).__name__
             raise TypeError(_NO_MODEL.format(label=self.label, kind=kind))
 
     def _refuse_another_device(self, model: nn.Module) -> None:

@@ -35,7 +35,7 @@ from remat._fit.progress import Tell
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
 from remat._fit.search import spare
-from remat._fit.simulate import TrainingStep, gradients_of, simulate
+from remat._fit.simulate import TrainingStep, begins_with_gradients, simulate
 from remat._fit.units import UnitWalker
 from remat._fit.walk import Walker
 from remat._report.labels import label_of_function
@@ -117,8 +117,7 @@ class Planning:
         # if that runs the same operations.
         self.other: StepRecord | None = None
         self._others: dict[bool, list[_Draft]] = {}
-        there = (t.grad is not None for t, _ in gradients_of(step))
-        self._counts_gradients = step.accumulates or any(there)
+        self._counts_gradients = begins_with_gradients(step)
         self._least: list[Followed] = []
 
     def over_step(self) -> Plan:

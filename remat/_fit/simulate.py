@@ -9,7 +9,6 @@ Rejected: a formula for the peak. Whatever autograd, remat and a model do with m
 done here as it is done in training.
 """
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -32,8 +31,12 @@ from remat._report.timeline import without_collections
 from remat._torch import (
     AddressAnswers,
     copied_as_fake,
+    copied_without_sending,
     fake_mode,
+    holds_gradients,
+    in_buckets,
     is_fake,
+    replicas_in,
     scales_put_back,
     without_log_of_fakes,
 )
@@ -53,6 +56,7 @@ class TrainingStep(NamedTuple):
     optimizer: Any = None  # one, or what makes it of parameters
     around: Callable[[], Any] = nullcontext  # the call and the loss
     around_call: Callable[[], Any] = nullcontext
+    buckets: tuple[Tensor, ...] = ()  # what its replicas send
 
     def model(self) -> nn.Module | None:
         """Return the model: what is called, or the first module that is passed."""
@@ -120,17 +124,44 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     if any(map(is_lazy, _leaves(step))):
         raise CaptureError(_LAZY)
 
-    is_real = isinstance(mode, nullcontext)
-    made = copy.deepcopy(step) if is_real else copied_as_fake(step, mode, device)
+    is_real, replicas = isinstance(mode, nullcontext), _replicas_of(step)
+    if is_real:
+        made = copied_without_sending(step, replicas)
+    else:
+        made = copied_as_fake(step, mode, device, replicas)
+    views = {
+        id(t) for each in replicas if holds_gradients(each) for t in in_buckets(each)
+    }
     for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
-        if tensor.grad is not None:
+        if tensor.grad is not None and id(tensor) not in views:
             grad = tensor.grad.detach()
             # A deep copy of a view has all of its storage.
             twin.grad = grad.clone() if is_real else copied_as_fake(grad, mode, device)
-        elif step.accumulates and twin.requires_grad:
+        elif (step.accumulates or id(tensor) in views) and twin.requires_grad:
             with mode:
                 twin.grad = torch.zeros_like(twin)
-    return made
+    with mode:
+        buckets = [*_buckets(replicas)]
+    return made._replace(buckets=tuple(buckets))
+
+
+def _replicas_of(step: TrainingStep) -> list[Any]:
+    owner = getattr(step.fn, "__self__", step.fn)
+    values = owner, *pytree.flatten((step.args, step.kwargs))[0]
+    return replicas_in(each for each in values if isinstance(each, nn.Module))
+
+
+def _buckets(replicas: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield what replicas send, unless it is the gradients themselves."""
+    for replica in replicas:
+        for tensor in () if holds_gradients(replica) else in_buckets(replica):
+            yield torch.empty_like(tensor, requires_grad=False)
+
+
+def begins_with_gradients(step: TrainingStep) -> bool:
+    """Say whether gradients are there when a step begins."""
+    there = any(t.grad is not None for t, _ in gradients_of(step))
+    return step.accumulates or there or any(map(holds_gradients, _replicas_of(step)))
 
 
 def is_there(step: TrainingStep) -> bool:
@@ -162,6 +193,7 @@ def without_values_if_possible(
 
 def resident(step: TrainingStep) -> Iterator[Tensor]:
     """Yield what exists before a step: parameters, buffers, gradients and arguments."""
+    yield from step.buckets
     for tensor in _leaves(step):
         yield tensor
         if tensor.is_leaf and tensor.grad is not None:

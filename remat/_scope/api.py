@@ -158,6 +158,7 @@ class _Blocks(threading.local):
     def end(self, block: Block) -> None:
         """Close a block, the innermost or another one."""
         recording, hooks = self.recording, self._hooks
+        recording.store_late()
         recording.blocks.remove(block)
         block.is_open = False
         self._table.settle()

@@ -54,7 +54,7 @@ class Course:
     is_training: bool = True  # the mode of the model that runs it
     nbytes: int = field(init=False, compare=False, repr=False)
     roots: frozenset[str] = field(init=False, compare=False, repr=False)
-    # What was said about steps that differ.
+    # What was said about steps that differ, and whether one was as planned.
     told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
     paths: frozenset[str] = field(init=False, compare=False, repr=False)
@@ -160,6 +160,8 @@ class ByPlace(Policy):
         self.calls = Calls(frozenset().union(*(each.roots for each in courses)))
         self._course = 0  # the one that is followed, until a module is called
         self._is_chosen = len(courses) < 2
+        # Until a step was as planned, what is saved is decided one operation later.
+        self.is_late = bool(courses) and _AS_PLANNED not in courses[0].told
         self._visited = set[CallPlace]()
         # The bytes that were planned and did not run, or run and were not planned.
         self._off = 0
@@ -187,6 +189,8 @@ class ByPlace(Policy):
         call = calls.current
         cursor: Cursor | None = call.cursor
         if cursor is None:
+            if self.put_off:
+                self._go_on()
             if not self._is_chosen and len(calls.running) > 1:
                 self._choose(calls.running[1].module)
             call.cursor = cursor = self._begun(self._course, call.place)
@@ -199,6 +203,8 @@ class ByPlace(Policy):
             at, placed = self._found(op, name, call)
             if at < 0:
                 self.is_passing = False
+                if self.owed and self._missing() > 0:
+                    self.owed, self.put_off = 0, self.owed
                 return Decision.RECOMPUTE
         if placed.saves[at]:
             is_spared = self._off and self._is_spared(placed, at)
@@ -227,13 +233,23 @@ class ByPlace(Policy):
 
     def _is_spared(self, placed: Placed, at: int) -> bool:
         """Say whether a saved result makes place for what was not planned."""
-        self._most_extra, self._extra = max(self._most_extra, self._extra), 0
-        missing = self._most_extra + self._courses[self._course].over - self._spared
-        is_spared = missing > 0 and at in placed.spares
+        is_spared = self._missing() > 0 and at in placed.spares
+        self._extra = 0
         if is_spared:
             self._spared += placed.sizes[at]
             self.is_passing = False
         return is_spared
+
+    def _missing(self) -> int:
+        """Return how many bytes what was not planned takes over the budget."""
+        self._most_extra = max(self._most_extra, self._extra)
+        return self._most_extra + self._courses[self._course].over - self._spared
+
+    def _go_on(self) -> None:
+        """Owe what was put off while what ran was not planned."""
+        if self.put_off:
+            self.owed, self.put_off = self.owed + self.put_off, 0
+            self.is_replaced = True
 
     def _compare(self, op: Op, name: str, placed: Placed) -> None:
         """Note whether the first result of a call has other bytes than planned."""
@@ -251,12 +267,15 @@ class ByPlace(Policy):
     def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, Placed]:
         """Return where an operation is that is not the next, or -1, and in what."""
         cursor: Cursor = call.cursor
+        self._go_on()
         if cursor.costs is None:
             other = self._other(cursor, name, call.place)
             if other is not None:
                 call.cursor, self._course = other, other.course
                 return other.at - 1, other.placed
         before, names = cursor.at, cursor.placed.names
+        self.is_late = True
+        self._courses[0].told.discard(_AS_PLANNED)
         if not self._first:
             expected = names[before] if before < len(names) else "nothing more"
             self._first = f"{expected} was planned, and {name} runs at {op.source}"
@@ -281,6 +300,7 @@ class ByPlace(Policy):
 
     def _leave(self, ended: list[ModuleCall]) -> None:
         """Note which operations calls have left out that are over."""
+        self._go_on()
         course = self._courses[self._course]
         for call in ended:
             cursor: Cursor | None = call.cursor
@@ -318,6 +338,8 @@ class ByPlace(Policy):
         for placed in course.placed:
             if placed.place not in self._visited:
                 self._pass_over(placed, 0, len(placed.names))
+        if not self._off:
+            self._courses[0].told.add(_AS_PLANNED)
         if self._off * 100 > course.nbytes:
             off, of = self._off, course.nbytes
         elif self._resized * 100 > self._sized:
@@ -342,6 +364,7 @@ def _has_gradients(model: Any) -> bool:
     return first is not None and first.grad is not None
 
 
+_AS_PLANNED = "as planned"
 _LOG = logging.getLogger("remat")
 _GRADIENTS = (
     "remat: a step that follows the plan for %s begins with gradients, as where these "

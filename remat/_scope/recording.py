@@ -34,6 +34,7 @@ from remat._partial.effects import (
     updated_statistics,
 )
 from remat._partial.values import value_of
+from remat._scope.late import LateResults
 from remat._scope.table import Operands, ValueEntry, ValueTable
 from remat._scope.values import (
     Block,
@@ -94,6 +95,7 @@ class Recording(Observer):
         self.blocks: list[Block] = []  # in the order in which they were entered
         self.exposures = _EagerExposures(self.expose)
         self.places = Places(asks=False)
+        self._late = LateResults(table)
 
     def begin(self) -> None:
         """See operations from now on."""
@@ -121,14 +123,13 @@ class Recording(Observer):
             table = self._table
             table.settle()
             if is_view_op(func) or not _may_run_again(func) or is_in_compiled_code():
-                result = call_kernel(func, *args, **kwargs)
-                self._tie(tensors_of(result))
-                return result
+                return self._run_unasked(func, args, kwargs)
             traits = traits_of(func)
             written_to = declared_writes(traits, args, kwargs)
             statistics = updated_statistics(traits, args, kwargs)
             changed = [*written_to, *statistics]
             for t in changed:
+                self.store_late()
                 if table.entry_of(t) is None:
                     table.keep_given(t)  # the block itself writes to it now
             operands = Operands(table, written_to)
@@ -153,9 +154,17 @@ class Recording(Observer):
                 self._note_new(operation, new, result, asks=asks)
                 policy = self.blocks[-1].policy
                 if policy is not None and policy.owed:
-                    self._store_read(policy, args)
+                    self._store_owed(policy, args)
             self._tie(others)
             return result
+
+    def _run_unasked(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation that no policy is asked about."""
+        if not is_view_op(func):
+            self.store_late()
+        result = call_kernel(func, *args, **kwargs)
+        self._tie(tensors_of(result))
+        return result
 
     def _sorted(
         self, results: Sequence[Tensor | None], read: set[int]
@@ -255,18 +264,24 @@ class Recording(Observer):
         decision = policy(op) if operation.operands else Decision.RECOMPUTE
         for made, _ in makes:
             made.op, made.is_passing = op, policy.is_passing
+        if policy.is_late and decision:
+            policy.owed += self._late.add(makes)
+            return [*makes]
         return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]
 
-    def _store_read(self, policy: Policy, args: Any) -> None:
-        """Store what an operation reads, as far as the policy owes bytes."""
-        owed, policy.owed = policy.owed, 0
-        for t in reversed(inputs_of(args, {})):  # `x + f(x)` has the newer one last
-            entry = self._table.entry_of(t) if owed > 0 else None
-            if entry is not None:
-                whole = entry.made.layout.view_of(t.detach())
-                if _is_stored(entry.made, whole, Decision.SAVE):
-                    self._table.drop(entry)
-                owed -= whole.nbytes
+    def _store_owed(self, policy: Policy, args: Any) -> None:
+        """Store late results, and what an operation reads, as far as bytes are owed."""
+        # `x + f(x)` has the newer one last.
+        found = map(self._table.entry_of, reversed(inputs_of(args, {})))
+        read = [entry for entry in found if entry is not None]
+        self._late.settle(read, policy.owed, policy.is_replaced)
+        policy.owed, policy.is_replaced = self._late.nbytes, False
+
+    def store_late(self) -> None:
+        """Store late results now."""
+        if self._late.nbytes and self._late.store_all():
+            policy = self.blocks[-1].policy
+            policy.owed = policy.put_off = 0
 
     def raise_error(self) -> None:
         """Raise what the policy raised, if it did."""

@@ -10,6 +10,7 @@
     nodes           nodes of Dynamo's graphs, and runs of their bodies
     operators       what `torch.ops` holds; keyed draws; classes of pytrees
     tensors         tensors without data, fake tensors and copies; storages
+    replicas        copies of replicas that send nothing
     noted           what a run does to torch's state that torch tells nobody
     process         settings, global generators, autocast, torch's checkpoint
     versions        whether torch is one that is known
@@ -203,6 +204,12 @@ from remat._torch.process import (
     twister_state as twister_state,
     unhook_all_modules as unhook_all_modules,
     write_settings as write_settings,
+)
+from remat._torch.replicas import (
+    copied_without_sending as copied_without_sending,
+    holds_gradients as holds_gradients,
+    in_buckets as in_buckets,
+    replicas_in as replicas_in,
 )
 from remat._torch.tensors import (
     DEVICE_OF as DEVICE_OF,

@@ -9,11 +9,10 @@ Rejected: tensors on the meta device: autocast and the choice of attention kerne
 depend on the device. Addresses of memory: storages without bytes share one.
 """
 
-import copy
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from remat._torch.replicas import copied_without_sending
 from remat._torch.tracing import eager_only
 
 
@@ -231,10 +231,12 @@ def empty_in(mode: Any, tensor: Tensor) -> Tensor:
 
 
 # Deleted by: a public way to copy a module as fake tensors.
-def copied_as_fake(value: T, mode: Any, device: torch.device) -> T:
+def copied_as_fake(
+    value: T, mode: Any, device: torch.device, replicas: Sequence[Any] = ()
+) -> T:
     """Return a deep copy whose tensors are fake, on `device` if they are on meta."""
     with _Copying(mode, device):
-        return copy.deepcopy(value)
+        return copied_without_sending(value, replicas)
 
 
 class _Copying(TorchFunctionMode):

@@ -7,13 +7,14 @@ layer saves nothing: it stores its input in any case.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from remat._transform.refused import has_forward
+from remat.policies import Policy
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -150,3 +151,16 @@ def _layers(module: nn.Module) -> int:
 def _kind(module: nn.Module) -> _ClassName:
     kind = type(module)
     return kind.__module__, kind.__qualname__
+
+
+def with_blocks(
+    model: nn.Module, blocks: Sequence[tuple[str, Policy | None]]
+) -> tuple[nn.Module, dict[str, Policy | None]]:
+    """Return the module that has the blocks, and their policies by its names."""
+    policies = dict(blocks)
+    while "" not in policies:
+        for module in model.modules():
+            if policies.keys() <= {name for name, _ in module.named_modules()}:
+                return module, policies
+        policies = {k.partition(".")[2]: p for k, p in policies.items()}
+    return model, dict(blocks)

@@ -59,11 +59,12 @@ class Policy(ABC):
         (dots_saveable & ~save_only_these_names('logits'))
     """
 
-    # The bytes that are saved of what the next operation reads, in place of results
-    # that are not there.
-    owed = 0
-    # Whether the last result is a value of its block only until that ends.
-    is_passing = False
+    # The bytes saved of what the operation reads, in place of results that are not there;
+    # and those that wait for another operation.
+    owed = put_off = 0
+    # Whether results are saved when it shows what reads them; whether others may have
+    # replaced them; whether the last result is its block's only until that ends.
+    is_late = is_replaced = is_passing = False
 
     @abstractmethod
     def decide(self, op: Op) -> Answer:

@@ -87,8 +87,9 @@ W = torch.randn(512, 64)
 
 CHANGES = "", "one more", "another", "another last", "one fewer"
 # With these plain code takes a third more. At a share of 0 there is no plan for them.
-MORE = {0.2: ("two more",), 0.6: ("two more", "two after")}
+MORE = dict.fromkeys((0.2, 0.35, 0.6), ("two more", "two after"))
 SHARES = [(Layers, 0.0), (Whole, 0.0), (Whole, 0.2), (Layers, 0.6), (Whole, 0.6)]
+SHARES += [(Layers, 0.2), (Layers, 0.35), (Whole, 0.35)]
 
 
 @pytest.mark.one_in(2)
