@@ -148,10 +148,10 @@ def call_saved(
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
-    noted = first_bytes(owner, inputs)
+    noted, watched = first_bytes(owner, inputs), call.inputs.may_be_written
     result = call.forward(fn, args, kwargs, inputs)
     if noted is not None:
-        checks.refuse_uncounted(reach, noted, inputs, call.inputs.may_be_written)
+        checks.refuse_uncounted(reach, noted, inputs, watched)
     return result
 
 

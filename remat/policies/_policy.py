@@ -59,8 +59,7 @@ class Policy(ABC):
         (dots_saveable & ~save_only_these_names('logits'))
     """
 
-    # The bytes saved of what the operation reads, in place of results that are not there;
-    # and those that wait for another operation.
+    # The bytes saved in place of results that are not there, and those that wait.
     owed = put_off = 0
     # Whether results are saved when it shows what reads them; whether others may have
     # replaced them; whether the last result is its block's only until that ends.
