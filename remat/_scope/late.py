@@ -19,7 +19,7 @@ from remat._scope.table import ValueEntry, ValueTable
 from remat._scope.values import Made
 
 
-class _Value(NamedTuple):
+class _Replacing(NamedTuple):
     """A value that is read, and its memory, which may be there longer than it."""
 
     entry: ValueEntry
@@ -29,7 +29,7 @@ class _Value(NamedTuple):
 class _Late(NamedTuple):
     entry: ValueEntry
     nbytes: int
-    instead: Sequence[_Value]  # what was read, while the result was there too
+    instead: Sequence[_Replacing]  # what was read, while the result was there too
 
 
 class LateResults:
@@ -64,7 +64,7 @@ class LateResults:
             owed -= late.nbytes
             entry, instead, is_read = late.entry, late.instead, late.entry in read
             if is_replaced and not (instead or is_read):
-                instead = [_Value(e, e.tied()[0].detach()) for e in read]
+                instead = [_Replacing(e, e.tied()[0].detach()) for e in read]
             late = late._replace(instead=instead)
             if not is_read and _is_there(entry) and _are_there(instead):
                 self._waiting.append(late)
@@ -110,7 +110,7 @@ class LateResults:
         return whole.nbytes
 
 
-def _are_there(values: Sequence[_Value]) -> bool:
+def _are_there(values: Sequence[_Replacing]) -> bool:
     """Say whether somebody can read any of some values."""
     return any(_is_there(each.entry) for each in values)
 
