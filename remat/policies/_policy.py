@@ -59,11 +59,9 @@ class Policy(ABC):
         (dots_saveable & ~save_only_these_names('logits'))
     """
 
-    # The bytes that are saved of what the operation reads, in place of results that are
-    # not there; and those that wait for another operation.
+    # The bytes that are saved of what the operation reads, or a later one, in place.
     owed = put_off = 0
-    # Whether results are saved late: when it shows what reads them; and whether what
-    # ran since then may have replaced them.
+    # Whether results are saved late, and others may have replaced them since.
     is_late = is_replaced = False
     # Whether the last result is a value of its block only until that ends.
     is_passing = False
