@@ -61,8 +61,7 @@ class Policy(ABC):
 
     # The bytes that are saved of what the operation reads, or a later one, in place.
     owed = put_off = 0
-    # Whether results are saved late, and others may have replaced them since.
-    is_late = is_replaced = False
+    is_late = is_replaced = False  # whether results are saved late; and others instead
     # Whether the last result is a value of its block only until that ends.
     is_passing = False
 
