@@ -247,9 +247,8 @@ class ByPlace(Policy):
 
     def _go_on(self) -> None:
         """Owe what was put off while what ran was not planned."""
-        if self.put_off:
-            self.owed, self.put_off = self.owed + self.put_off, 0
-            self.is_replaced = True
+        self.owed, self.put_off = self.owed + self.put_off, 0
+        self.is_replaced = True
 
     def _compare(self, op: Op, name: str, placed: Placed) -> None:
         """Note whether the first result of a call has other bytes than planned."""
@@ -267,7 +266,8 @@ class ByPlace(Policy):
     def _found(self, op: Op, name: str, call: ModuleCall) -> tuple[int, Placed]:
         """Return where an operation is that is not the next, or -1, and in what."""
         cursor: Cursor = call.cursor
-        self._go_on()
+        if self.put_off:
+            self._go_on()
         if cursor.costs is None:
             other = self._other(cursor, name, call.place)
             if other is not None:
@@ -300,7 +300,8 @@ class ByPlace(Policy):
 
     def _leave(self, ended: list[ModuleCall]) -> None:
         """Note which operations calls have left out that are over."""
-        self._go_on()
+        if self.put_off:
+            self._go_on()
         course = self._courses[self._course]
         for call in ended:
             cursor: Cursor | None = call.cursor

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat._torch import graphs, operators, tensors, tracing
+from remat._torch import graphs, operators, replicas, tensors, tracing
 
 
 @expects(
@@ -340,3 +340,35 @@ def test_sizes_that_vary_have_hints():
     assert tracing.are_sizes_equal((2, 3), (2, 3)) is True
     assert tracing.are_sizes_equal((2, 3), (2, 4)) is False
     assert tracing.are_sizes_equal((2, 3), (2,)) is False
+
+
+@expects("copied_without_sending", "holds_gradients", "in_buckets", "replicas_in")
+def test_replicas_are_copied_without_what_sends():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+        replica = nn.parallel.DistributedDataParallel(module)
+        model = nn.Sequential(replica)
+        assert replicas.replicas_in([model, replica]) == [replica]
+        found = replicas.in_buckets(replica)
+        assert [*map(id, found)] == [*map(id, module.parameters())]
+        assert replicas.holds_gradients(replica) is False
+        copied = replicas.copied_without_sending(model, [replica])[0]
+        assert copied.reducer is None
+        x = torch.ones(2, 3)
+        assert same(copied(x), replica(x))
+        copied(x).sum().backward()  # nobody else is asked
+        grads = [p.grad for p in copied.parameters()]
+        assert all(isinstance(g, Tensor) for g in grads)
+        assert all(p.grad is None for p in module.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@expects("DEVICE_OF", "fake_device")
+def test_fakes_say_where_they_are_without_an_operation():
+    there, mode = torch.empty(2, device="meta"), tensors.fake_mode()
+    fake = tensors.copied_as_fake(there, mode, torch.device("cuda"))
+    assert tensors.fake_device(fake) == tensors.DEVICE_OF(fake) == fake.device
+    assert fake.device.type == "cuda"
