@@ -264,7 +264,7 @@ class Recording(Observer):
         decision = policy(op) if operation.operands else Decision.RECOMPUTE
         for made, _ in makes:
             made.op, made.is_passing = op, policy.is_passing
-        if policy.is_late and decision:
+        if decision and policy.is_late:
             policy.owed += self._late.add(makes)
             return [*makes]
         return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]

@@ -119,12 +119,15 @@ def test_blocks_follow_decisions_by_place():
     assert plan.blocks[0] == name
 
 
-@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.0])  # 0: the least that there is
 def test_a_plan_for_a_step_holds_in_compiled_code(share):
     torch.manual_seed(0)
     model, x = mlps(), torch.randn(256, 8)
     high = remat.fit(model, x, budget="1GB", loss=square)
-    budget = int(high.resident + share * (high.peak - high.resident))
+    with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
+        remat.fit(model, x, budget=1, loss=square)
+    between = int(high.resident + share * (high.peak - high.resident))
+    budget = max(between, raised.value.least)
     plan = remat.fit(model, x, budget=budget, loss=square)
     real = plan.apply(copy.deepcopy(model))
     before = bytes_before(real, x)
