@@ -118,8 +118,10 @@ def _is_readable(t: Tensor) -> bool:
     is_plain = type(t) in TENSORS and t.is_cpu and t.layout is torch.strided
     if not is_plain or not t.numel() or has_no_memory(t) or is_shared(t):
         return False
-    # FSDP frees the memory of what it gathers.
-    return t.untyped_storage().nbytes() >= t.nbytes
+    try:  # FSDP frees the memory of what it gathers
+        return t.untyped_storage().nbytes() >= t.nbytes
+    except RuntimeError:
+        return False  # of a vmap that has ended
 
 
 def _held(t: Tensor) -> tuple[tuple[int, int | None], bytes]:

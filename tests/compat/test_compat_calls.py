@@ -297,7 +297,8 @@ def test_a_segment_costs_what_a_call_costs_however_many_there_are(style):
             out = compat.checkpoint(function, out)
         return functions[-1](out)
 
-    for warm_up in (one_by_one, in_sequence(64), in_sequence(16)):
+    # Three calls look for writes that torch does not count.
+    for warm_up in 3 * (one_by_one, in_sequence(64), in_sequence(16)):
         warm_up()
     of_64 = calls_of(in_sequence(64))
     assert of_64 <= 1.05 * calls_of(one_by_one)
