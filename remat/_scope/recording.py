@@ -264,8 +264,8 @@ class Recording(Observer):
         decision = policy(op) if operation.operands else Decision.RECOMPUTE
         for made, _ in makes:
             made.op, made.is_passing = op, policy.is_passing
-        # Of several results some are for the backward alone, as statistics: nothing else
-        # can stand in their place.
+        # Of several results some are for the backward alone, as statistics: no other
+        # result can stand in their place.
         if decision and policy.is_late and len(makes) == 1:
             policy.owed += self._late.add(makes)
             return [*makes]

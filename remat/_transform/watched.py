@@ -116,9 +116,10 @@ def _first_bytes_of(tensors: Sequence[Tensor]) -> list[Any]:
 def _is_readable(t: Tensor) -> bool:
     """Say whether memory of a tensor can be read, and without a write to it."""
     is_plain = type(t) in TENSORS and t.is_cpu and t.layout is torch.strided
-    if not is_plain or not t.numel() or has_no_memory(t) or is_shared(t):
-        return False
-    try:  # FSDP frees the memory of what it gathers
+    try:
+        if not is_plain or not t.numel() or has_no_memory(t) or is_shared(t):
+            return False
+        # FSDP frees the memory of what it gathers.
         return t.untyped_storage().nbytes() >= t.nbytes
     except RuntimeError:
         return False  # of a vmap that has ended
