@@ -8,6 +8,7 @@ Rejected: to copy a mask of a causal model in each call.
 """
 
 import ctypes
+import types
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -89,8 +90,8 @@ class FirstBytes:
 
 def first_bytes(owner: Any, tensors: Sequence[Tensor]) -> FirstBytes | None:
     """Note them if this is one of the first calls of an object or a function."""
-    # Functions are often made anew for a call.
-    owner = getattr(owner, "__code__", owner)
+    if type(owner) is types.FunctionType:
+        owner = owner.__code__  # functions are often made anew for a call
     known = _COUNTED.get(key := id(owner))
     if known is None:
         if not type(owner).__weakrefoffset__:
