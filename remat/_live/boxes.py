@@ -54,7 +54,7 @@ class Box(HolderParts):
     Attributes:
         ref: in place of the container itself.
         more: what an instance of a subclass holds besides.
-        is_flat: whether all that it holds is tensors and constants.
+        is_flat: whether it holds no other container.
     """
 
     __slots__ = ("is_flat", "more", "ref")

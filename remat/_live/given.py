@@ -62,9 +62,6 @@ from remat._live.walk import (
 )
 
 
-_FLAT = ATOMS | TENSORS  # all that leads nowhere
-
-
 class Given:
     """What a call is given."""
 
@@ -117,17 +114,18 @@ class Given:
         return kept
 
     def _fill(self, held: HolderParts) -> bool:
-        """Put aside what a holder holds; say whether that is tensors and constants."""
-        kinds = {*map(type, held.items)}
-        keys_are_plain = ATOMS.issuperset(map(type, held.keys))
+        """Put aside what a holder holds; say whether no container is among that."""
+        kinds, is_flat = {*map(type, held.items)}, True
         if kinds <= TENSORS:
             numbers = self.numbers_of(held.items)
             held.items = numbers if type(numbers) is range else [*map(at, numbers)]
         elif not kinds <= ATOMS:
             held.items = [*map(self._kept, held.items)]
-        if not keys_are_plain:
+            is_flat = Box not in map(type, held.items)
+        if not ATOMS.issuperset(map(type, held.keys)):
             held.keys = [*map(self._kept, held.keys)]
-        return keys_are_plain and kinds <= _FLAT
+            is_flat = is_flat and Box not in map(type, held.keys)
+        return is_flat
 
     def _kept(self, value: Any) -> Any:
         kind = type(value)
@@ -179,7 +177,8 @@ class Given:
         if how is not PART and has_user_code(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = Box(value, how)
-        self.are_found = self.are_found or box.ref.ref is not None
+        if box.ref.ref is not None and (box.more or not how.frozen):
+            self.are_found = True  # and may be written
         self.boxes[id(value)] = box, value
         self._todo.append(box)
         return box

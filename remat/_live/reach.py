@@ -52,8 +52,7 @@ class Reach:
 
     Attributes:
         label: what messages call it.
-        buffers: the tensors that the function may update in place, as it would without
-            remat: index, and whether a module holds it.
+        buffers: what it may update in place: index, and whether a module holds it.
         next_hook: the number that the next hook set anywhere was to get.
         streams: the random streams found.
         uses_stream_states: whether code reads or sets the state of a stream itself.
@@ -83,9 +82,8 @@ class Reach:
             kind = type(values[k]).__name__
             raise CaptureError(_SPENT.format(name=name, kind=kind))
         self._values = [*map(given.put_aside, (*values, fn))]
-        self._modes: Sequence[Any] = ()
-        if function_mode_count():
-            self._modes = [*map(given.put_aside, function_modes())]
+        modes = function_modes() if function_mode_count() else ()
+        self._modes = [*map(given.put_aside, modes)]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
@@ -129,10 +127,12 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks = _NONE if given.search is None else _NONE.union(given.search.asks)
-        self._asks = asks = asks.union(*[root.layout.asks for root in self._roots])
+        asks = _NONE if given.search is None else given.search.asks
+        for root in self._roots:
+            asks = asks | root.layout.asks
         if not asks:
             return
+        self._asks = asks
         end_leases()
         for root in self._roots:
             root.lease(asks)

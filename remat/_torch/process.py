@@ -367,7 +367,10 @@ def answer_calls(
     Each is given how to call it, what is called, the arguments and the keywords.
     """
     module, function = torch.nn.Module, torch.autograd.Function
-    plain, plain_apply = module.__call__, vars(function)["apply"].__func__
+    plain, found = module.__call__, vars(function)["apply"]  # of Python's, or in C
+
+    def plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return found.__get__(None, cls)(*args, **kwargs)
 
     @functools.wraps(plain)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -375,7 +378,7 @@ def answer_calls(
             return plain(self, *args, **kwargs)
         return of_module(plain, self, args, kwargs)
 
-    @functools.wraps(plain_apply)
+    @functools.wraps(function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return plain_apply(cls, *args, **kwargs)

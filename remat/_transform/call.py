@@ -52,6 +52,7 @@ from remat._torch import (
     without_dead_levels,
 )
 from remat._transform.leaves import attributes_of
+from remat._transform.watched import run_watched
 from remat.policies import Policy
 
 
@@ -71,6 +72,7 @@ class Call:
         is_differentiated_once: whether one level at most differentiates each input.
         may_read_early: says of an input, in a graph, whether a recompute may read it
             before the cotangents; None if none is.
+        rewritten: the inputs to which the forward wrote uncounted.
         structure: of the result. It is None until the forward has run: by that a
             `Primal` knows whether its next run is the forward.
         hidden: what in the result may hold a tensor that cannot be seen.
@@ -79,7 +81,7 @@ class Call:
     __slots__ = (
         *("_attributes", "_emptied", "_inputs", "_options", "_users", "_users_call"),
         *("hidden", "is_differentiated_once", "may_read_early", "policy", "prune"),
-        *("reach", "structure", "wrapped"),
+        *("reach", "rewritten", "structure", "wrapped"),
     )
     instead: Any = None  # is called with the function and its arguments, if not that
 
@@ -100,6 +102,7 @@ class Call:
         self._emptied: Emptied | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
+        self.rewritten: Sequence[int] = ()
         self.may_read_early: Callable[[Tensor], bool] | None = None
         self.reach: Any = reach
         self._inputs = self.reach.take_tensors()
@@ -243,8 +246,9 @@ class Call:
 
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
-        runs = here().runs
-        return self.reach.run(inputs, self.instead, runs, take=Result)
+        args = inputs, self.instead, here().runs
+        run = functools.partial(self.reach.run, *args, take=Result)
+        return run_watched(self.reach, self.rewritten, inputs, run)
 
     def labelled(self, fn: Fn, *args: Any) -> Any:
         """Call something, whose errors are to name the call."""

@@ -58,7 +58,6 @@ from remat._torch import (
 )
 from remat._transform.changes import changes_of
 from remat._transform.leaves import addresses_of
-from remat._transform.watched import FirstBytes
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -105,19 +104,6 @@ def changed_inside(
     option = _OPTION if change.startswith(_ACTIVATIONS) else ""
     message = _IN_PLACE.format(name=name, label=origin.label, by=by, option=option)
     return MutationError(message + _AGAIN.format(name=name) if works_again else message)
-
-
-def refuse_uncounted(
-    origin: Reach,
-    noted: FirstBytes,
-    inputs: Sequence[Tensor],
-    known: Container[InputIndex],
-) -> None:
-    """Refuse a function that wrote to an input in a way that torch does not count."""
-    for i in noted.changed(inputs):
-        if i not in known:
-            name, label = origin.name_of(i), origin.label
-            raise MutationError(_UNCOUNTED.format(name=name, label=label))
 
 
 def refuse_backward(
@@ -376,11 +362,6 @@ def _functions(codes: Iterable[Any]) -> Iterator[types.CodeType]:
 _IN_PLACE = (
     "remat: `{name}` was changed in place inside {label}{by}. A recompute would start "
     "from the changed value: work on a copy (`{name}.clone()`) and return it{option}."
-)
-_UNCOUNTED = (
-    "remat: `{name}` was changed inside {label} by a write that torch does not count, "
-    "as through `.data`, `.numpy()` or a pointer. A recompute would do it again: do it "
-    "outside, or in place on a tensor that needs no gradient (`with torch.no_grad()`)."
 )
 _OPTION = ", or pass inplace=False if a module does this"
 _AGAIN = " Or call again: from now on each call copies `{name}` before."

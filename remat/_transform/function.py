@@ -487,7 +487,7 @@ def _evaluate_below(
     evaluated = evaluate_forward(call, program, given, request)
     call.forward_done()  # before leaks are looked for: it holds tensors
     if noted is not None:
-        checks.refuse_uncounted(reach, noted, inputs, evaluated[1].updated)
+        call.rewritten = noted.changed(inputs, evaluated[1].updated)
     # The graph is gone by now, unless something of it escaped.
     checks.refuse_backward(program, given.inner, inputs)
     checks.refuse_assigned_data(reach, inputs, given.inner, request.needs)

@@ -86,7 +86,6 @@ from remat._torch import (
     when_done,
     without_node,
 )
-from remat._transform import checks
 from remat._transform.changes import changes_of
 from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
@@ -101,7 +100,7 @@ from remat._transform.leaves import (
     preserved_marks,
     preserved_memory,
 )
-from remat._transform.watched import first_bytes
+from remat._transform.watched import first_bytes, run_watched
 from remat._transform.written import (
     ENDED,
     HeldAtEnd,
@@ -148,10 +147,10 @@ def call_saved(
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
-    noted, watched = first_bytes(owner, inputs), call.inputs.may_be_written
+    noted, copied = first_bytes(owner, inputs), call.inputs.may_be_written
     result = call.forward(fn, args, kwargs, inputs)
     if noted is not None:
-        checks.refuse_uncounted(reach, noted, inputs, watched)
+        call.rewritten = noted.changed(inputs, copied)
     return result
 
 
@@ -180,6 +179,7 @@ class Saved:
         inner: what the calls within chose, in order.
         kept: what is kept of calls within by their own rules, in order.
         written: the inputs without a copy that the forward wrote to.
+        rewritten: those that it wrote to uncounted.
         seeds: those that the forward took from the machine.
         index: of the call among those within the call around; None outside of one.
     """
@@ -188,7 +188,7 @@ class Saved:
         *("__weakref__", "addresses", "ambient", "handles", "hooks", "index", "inner"),
         "inputs",
         *("is_done", "is_nested", "kept", "label", "leaf_changes", "metas", "modes"),
-        "options",
+        *("options", "rewritten"),
         *("planned", "policy", "reach", "seeds", "vmaps", "written"),
     )
 
@@ -218,6 +218,7 @@ class Saved:
             reach.streams, reach.uses_stream_states, shares_casts=True
         )
         self.leaf_changes, self.is_done = ONLY_MARKS, False
+        self.rewritten: Sequence[int] = ()
         self.addresses: list[int] | None = None
         self.planned: SavedInHandles | None = None
         self.inner: list[Any] = []
@@ -291,7 +292,8 @@ class Saved:
 
     def run_again(self, tensors: Sequence[Tensor]) -> None:
         """Call the function as it was called."""
-        self.reach.run(tensors)
+        run = functools.partial(self.reach.run, tensors)
+        run_watched(self.reach, self.rewritten, tensors, run)
 
     def value_of(self, handle: Handle) -> Tensor:
         """Return the value of a handle, by a recompute."""
@@ -378,10 +380,7 @@ class Saved:
         return result
 
     def _end(
-        self,
-        inputs: Sequence[Tensor],
-        watched: WatchedLeaves,
-        renorms: Sequence[Renorm],
+        self, inputs: Sequence[Tensor], watched: WatchedLeaves, renorms: list[Renorm]
     ) -> None:
         """Keep what a recompute needs, now that the forward has ended."""
         # First: what looks for changes below may run the function again.
@@ -675,9 +674,9 @@ def recompute(
                         mode.end()
             except Stop:
                 pass
-            except Exception:
+            except Exception as error:
                 # TorchScript's interpreter raises another error in place of `Stop`.
-                if filling.left:
+                if filling.left or isinstance(error, MutationError):
                     raise
     finally:
         # Ours is on top of those that were there: it goes first.

@@ -11,12 +11,13 @@ import ctypes
 import types
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from remat._base.errors import MutationError
 from remat._base.tensors import version_of
 from remat._base.types import TENSORS
 from remat._torch import (
@@ -76,16 +77,51 @@ class FirstBytes:
 
     Torch does not count writes through `.data` and `.numpy()`. What writes so mostly
     does in its first call, and to a tensor as a whole. To look in each call would cost
-    one that reaches 1,000 parameters as much again.
+    one that reaches 1,000 parameters as much again. A write that is the same when it is
+    done again, as clamping, is right: so it is the recompute that is watched.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._then = _first_bytes(tensors)
 
-    def changed(self, tensors: Sequence[Tensor]) -> list[int]:
+    def changed(
+        self, tensors: Sequence[Tensor], known: Container[int] = ()
+    ) -> list[int]:
         """Return which hold something else now, where they were and uncounted."""
         pairs = enumerate(zip(self._then, _first_bytes(tensors), strict=True))
-        return [i for i, (then, now) in pairs if _differ(then, now)]
+        found = [i for i, (then, now) in pairs if _differ(then, now)]
+        return [i for i in found if i not in known]
+
+
+def run_watched(
+    reach: Any, at: Sequence[int], tensors: Sequence[Tensor], run: Callable[[], Any]
+) -> Any:
+    """Run a call again; refuse a write that changes what the forward wrote.
+
+    Args:
+        reach: of the call.
+        at: the inputs to which the forward wrote and torch did not count it.
+        tensors: the inputs of the run.
+        run: runs it.
+    """
+    if not at:
+        return run()
+    written = [tensors[i] for i in at]
+    noted = FirstBytes(written)
+    try:
+        return run()
+    finally:  # also where it stops early
+        for k in noted.changed(written):
+            text = _UNCOUNTED.format(name=reach.name_of(at[k]), label=reach.label)
+            raise MutationError(text)
+
+
+_UNCOUNTED = (
+    "remat: `{name}` was changed inside {label} by a write that torch does not count, "
+    "as through `.data`, `.numpy()` or a pointer, and the recompute did it again. Its "
+    "values and these gradients are not those of plain code: do it outside, or in "
+    "place on a tensor that needs no gradient (`with torch.no_grad()`)."
+)
 
 
 def first_bytes(owner: Any, tensors: Sequence[Tensor]) -> FirstBytes | None:
