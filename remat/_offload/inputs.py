@@ -15,12 +15,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from remat._base.errors import MutationError
 from remat._base.parts import taken_apart
+from remat._base.tensors import version_of
 from remat._base.types import TENSORS
 from remat._offload.offload import (
     Fetched,
@@ -46,6 +48,13 @@ class _Away:
         self.stored = move(inner)
 
 
+class _Here(NamedTuple):
+    """A tensor that stays, and how often it had been changed."""
+
+    tensor: Tensor
+    version: int | None
+
+
 class _Known(threading.local):
     """What is away, by the tensor's memory, and the last call that sent something."""
 
@@ -69,28 +78,31 @@ class InputsAway:
         self._move = in_file if to_disk else in_host_memory
         self._to_disk = to_disk
         self._aways: list[_Away] = []
-        self._users: list[tuple[Any, int, Any]] = []  # by whom they are held or not
+        self._users: list[
+            tuple[Any, int | None, Any]
+        ] = []  # by whom they are held or not
         self._fetched: Fetched | None = None
         self._before, _KNOWN.last = _KNOWN.last, weakref.ref(self)
 
     def pack(self, tensor: Tensor) -> Any:
         """Send an input out; return its number here, or what stays in its place."""
         inner, _ = taken_apart(tensor.detach())
-        if not _may_go(inner):
-            return tensor.detach()
-        if inner.is_cpu and not self._to_disk:
+        may_go = _may_go(inner)
+        if may_go and inner.is_cpu and not self._to_disk:
             warn_of_inputs(self.label, "they are in host memory: pass 'disk'")
-            return tensor.detach()
+            may_go = False
+        if not may_go:
+            return _Here(tensor.detach(), version_of(tensor))
         self._aways.append(self._away(tensor.detach(), inner))
         storage = weakref.ref(inner.untyped_storage())
-        self._users.append((weakref.ref(tensor), tensor._version, storage))
+        self._users.append((weakref.ref(tensor), version_of(tensor), storage))
         return len(self._aways) - 1
 
     def _away(self, tensor: Tensor, inner: Tensor) -> _Away:
         """Return the copy of a tensor, which another call may have made already."""
         storage, aways = inner.untyped_storage(), _KNOWN.aways
         layout = inner.storage_offset(), inner.shape, inner.stride(), inner.dtype
-        key = id(storage), inner._version, *layout, type(tensor), self._to_disk
+        key = id(storage), version_of(inner), *layout, type(tensor), self._to_disk
         refs = aways.get(key)
         found = None if refs is None else refs[0]()
         if found is None:
@@ -105,8 +117,10 @@ class InputsAway:
 
     def unpack(self, packed: Any) -> Tensor:
         """Bring an input back."""
-        if isinstance(packed, Tensor):
-            return packed
+        if type(packed) is _Here:
+            if version_of(packed.tensor) != packed.version:
+                raise MutationError(_CHANGED.format(label=self.label))
+            return packed.tensor
         there = self._still_there(packed)
         if there is not None:
             return there
@@ -126,7 +140,7 @@ class InputsAway:
         """Return an input without its graph, if somebody holds it as it was."""
         ref, version, storage = self._users[k]
         tensor = ref()
-        if tensor is None or tensor._version != version:
+        if tensor is None or version_of(tensor) != version:
             return None
         now = taken_apart(tensor.detach())[0].untyped_storage()
         return tensor.detach() if now is storage() else None
@@ -178,3 +192,10 @@ def _may_go(tensor: Tensor) -> bool:
     return SMALL <= tensor.nbytes <= tensor.untyped_storage().nbytes() or (
         tensor.nbytes >= SMALL and 0 in tensor.stride()
     )
+
+
+_CHANGED = (
+    "remat: an input of {label} was changed in place between the forward and the "
+    "backward. A recompute would start from the changed value: change a copy "
+    "(`x = x + y` in place of `x += y`)."
+)

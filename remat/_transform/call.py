@@ -162,8 +162,9 @@ class Call:
         found = self._attributes = attributes_of(self._users)
         if found is None:
             return None
+        # A recompute that reads one of a level finds no such attribute.
         return [
-            {name: _without_levels(value) for name, value in entries.items()}
+            {name: value for name, value in entries.items() if not _is_of_level(value)}
             for entries in found
         ]
 
@@ -278,10 +279,9 @@ def users_fn(fn: Fn, label: str, options: Options, policy: Policy | None) -> Fn:
     return in_place(fn, policy)
 
 
-def _without_levels(value: Any) -> Any:
-    """Return what is set on an input; None if it is a tensor of a level."""
-    is_tensor = isinstance(value, Tensor)
-    return None if is_tensor and requires_grad_at_any_level(value) else value
+def _is_of_level(value: Any) -> bool:
+    """Say so of a tensor that some level differentiates."""
+    return isinstance(value, Tensor) and requires_grad_at_any_level(value)
 
 
 # --- Tensors and graphs of outer levels ---

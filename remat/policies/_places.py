@@ -241,7 +241,10 @@ def _text(key: Any) -> str:
     if is_operator(key):
         return _OPERATOR + name(key)
     if isinstance(key, type) and issubclass(key, nn.Module):
-        return next(iter(class_names(key)))
+        names = [*class_names(key)]
+        if not names:  # as of nn.Module, which all modules are
+            raise TypeError(_KEY.format(key=key, kind=type(key).__name__))
+        return names[0]
     if isinstance(key, type) and issubclass(key, torch.autograd.Function):
         owner = next(each for each in key.__mro__ if "forward" in vars(each))
         return full_name(owner)

@@ -273,3 +273,32 @@ def test_operations_are_those_of_a_recompute():
         counts.append((ops["addmm"], ops["tanh"]))
         remat.nn.remove(model)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("size", [4, SIZE])
+def test_an_input_that_stayed_and_changes_is_refused(size):
+    layer = nn.Linear(size, size)
+    block = remat.remat(lambda x: layer(x).tanh(), offload_inputs="disk")
+    x = torch.linspace(-1, 1, size * size).view(size, size) * 1.5
+    with count_ops() as ops:
+        expected = torch.autograd.grad(layer(x).tanh().sum(), layer.weight)
+    assert ops["tanh"] == 1
+    y = block(x)
+    x += 1
+    if size == SIZE:  # it is in a file, as it was
+        assert_same(torch.autograd.grad(y.sum(), layer.weight), expected)
+        return
+    with pytest.raises(remat.MutationError, match=r"changed in place between"):
+        torch.autograd.grad(y.sum(), layer.weight)
+
+
+def test_an_inference_tensor_may_be_an_input():
+    with torch.inference_mode():
+        x = torch.ones(SIZE, SIZE)
+    layer = nn.Linear(SIZE, SIZE)
+    block = remat.remat(lambda x: layer(x.clone()).tanh(), offload_inputs="disk")
+    with count_ops() as ops:
+        found = torch.autograd.grad(block(x).sum(), layer.weight)
+    assert ops["tanh"] == 2
+    expected = torch.autograd.grad(layer(x.clone()).tanh().sum(), layer.weight)
+    assert_same(found, expected)

@@ -173,6 +173,7 @@ def test_several_names_of_a_value_keep_it_nearest():
     [
         ({3: "save"}, "3, a int, is no place. The keys of a policy are"),
         ({"": "save"}, "is no place"),
+        ({nn.Module: "save"}, "is no place"),
         ({nn.Linear(2, 2): "save"}, "is no place"),
         (
             {"a": "dots_savable"},
