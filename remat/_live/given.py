@@ -110,6 +110,9 @@ class Given:
                     box.is_flat = False
                     for parts in box.more:
                         self._fill(parts)
+                # A method has nothing in it that may be written.
+                if box.ref.ref is not None and not (box.is_flat and box.how.frozen):
+                    self.are_found = True
             self._todo.clear()
         return kept
 
@@ -177,8 +180,6 @@ class Given:
         if how is not PART and has_user_code(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = Box(value, how)
-        if box.ref.ref is not None and (box.more or not how.frozen):
-            self.are_found = True  # and may be written
         self.boxes[id(value)] = box, value
         self._todo.append(box)
         return box
