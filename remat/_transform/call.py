@@ -248,6 +248,8 @@ class Call:
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""
         args = inputs, self.instead, here().runs
+        if not self.rewritten:
+            return self.reach.run(*args, take=Result)
         run = functools.partial(self.reach.run, *args, take=Result)
         return run_watched(self.reach, self.rewritten, inputs, run)
 

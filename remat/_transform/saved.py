@@ -147,10 +147,10 @@ def call_saved(
     if dispatch_mode_count():
         with watched_modes() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
-    noted, copied = first_bytes(owner, inputs), call.inputs.may_be_written
-    result = call.forward(fn, args, kwargs, inputs)
-    if noted is not None:
-        call.rewritten = noted.changed(inputs, copied)
+    if (noted := first_bytes(owner, inputs)) is None:
+        return call.forward(fn, args, kwargs, inputs)
+    copied, result = call.inputs.may_be_written, call.forward(fn, args, kwargs, inputs)
+    call.rewritten = noted.changed(inputs, copied)
     return result
 
 
@@ -290,10 +290,11 @@ class Saved:
         """Write where an input comes from, as the function's author would."""
         return self.reach.name_of(index)
 
-    def run_again(self, tensors: Sequence[Tensor]) -> None:
+    def run_again(self, tensors: Sequence[Tensor]) -> Any:
         """Call the function as it was called."""
-        run = functools.partial(self.reach.run, tensors)
-        run_watched(self.reach, self.rewritten, tensors, run)
+        if not self.rewritten:
+            return self.reach.run(tensors)
+        return run_watched(self.reach, self.rewritten, tensors, self.reach.run, tensors)
 
     def value_of(self, handle: Handle) -> Tensor:
         """Return the value of a handle, by a recompute."""

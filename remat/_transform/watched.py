@@ -8,10 +8,10 @@ Rejected: to copy a mask of a causal model in each call.
 """
 
 import ctypes
-import types
 import weakref
 import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from remat._base.errors import MutationError
 from remat._base.tensors import version_of
-from remat._base.types import TENSORS
+from remat._base.types import TENSORS, Fn
 from remat._torch import (
     function_mode_count,
     has_no_memory,
@@ -94,7 +94,7 @@ class FirstBytes:
 
 
 def run_watched(
-    reach: Any, at: Sequence[int], tensors: Sequence[Tensor], run: Callable[[], Any]
+    reach: Any, at: Sequence[int], tensors: Sequence[Tensor], run: Fn, *args: Any
 ) -> Any:
     """Run a call again; refuse a write that changes what the forward wrote.
 
@@ -102,14 +102,13 @@ def run_watched(
         reach: of the call.
         at: the inputs to which the forward wrote and torch did not count it.
         tensors: the inputs of the run.
-        run: runs it.
+        run: runs it, given `args`.
+        *args: what that is given.
     """
-    if not at:
-        return run()
     written = [tensors[i] for i in at]
     noted = FirstBytes(written)
     try:
-        return run()
+        return run(*args)
     finally:  # also where it stops early
         for k in noted.changed(written):
             text = _UNCOUNTED.format(name=reach.name_of(at[k]), label=reach.label)
@@ -126,7 +125,7 @@ _UNCOUNTED = (
 
 def first_bytes(owner: Any, tensors: Sequence[Tensor]) -> FirstBytes | None:
     """Note them if this is one of the first calls of an object or a function."""
-    if type(owner) is types.FunctionType:
+    if type(owner) is FunctionType:
         owner = owner.__code__  # functions are often made anew for a call
     known = _COUNTED.get(key := id(owner))
     if known is None:
