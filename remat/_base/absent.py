@@ -166,7 +166,7 @@ def may_be_absent(leaf: Tensor) -> bool:
 
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among an operation's arguments, in order."""
-    if not kwargs and PLAIN.issuperset(map(type, args)):  # as for most operations
+    if are_tensors(args, kwargs):
         return [*args]
     found: list[Tensor] = []
     _collect(args, found)

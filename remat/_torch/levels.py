@@ -125,12 +125,11 @@ def is_of_ended_vmap(tensor: Tensor) -> bool:
 
     A vmap may have the number of one that has ended. Then its size may tell.
     """
-    if not is_functorch_wrapped_tensor(tensor):
+    if is_of_level_above(tensor):
+        return True
+    if not is_batchedtensor(tensor):
         return False
-    layer, level = peek_interpreter_stack(), maybe_get_level(tensor)
-    is_above = level > (layer.level() if layer is not None else 0)
-    if is_above or not is_batchedtensor(tensor):
-        return is_above
+    level = maybe_get_level(tensor)
     layers = [ly for ly in get_interpreter_stack() or () if ly.level() == level]
     if not layers or kind_of(layers[0]) != VMAP:
         return True

@@ -60,6 +60,15 @@ class Table(nn.Module):
         return (h.square() * self.table.mean()).sum() + (self.table[1] * h).sum()
 
 
+def twins(
+    kind: str, size: str, write: Callable[[Tensor], object]
+) -> tuple[Table, Table]:
+    """Return two modules that are alike."""
+    plain, ours = (Table(kind, ROWS[size], write) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
 def given() -> Tensor:
     return torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
 
@@ -71,9 +80,7 @@ def given() -> Tensor:
 def test_a_write_is_undone_or_refused(
     kind: str, size: str, write: str, wrap: str
 ) -> None:
-    plain = Table(kind, ROWS[size], WRITES[write])
-    ours = Table(kind, ROWS[size], WRITES[write])
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = twins(kind, size, WRITES[write])
     a, b = given(), given()
     if not is_copied(kind, size, wrap):
         with pytest.raises(MutationError, match=r"table`.*does not count"):
@@ -113,9 +120,7 @@ AGAIN: dict[str, Callable[[Tensor], object]] = {
 def test_a_write_that_is_the_same_again_is_right(
     kind: str, size: str, write: str, wrap: str
 ) -> None:
-    plain = Table(kind, ROWS[size], AGAIN[write])
-    ours = Table(kind, ROWS[size], AGAIN[write])
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = twins(kind, size, AGAIN[write])
     a, b = given(), given()
     calls: list[int] = []
     ours.linear.register_forward_hook(lambda *_: calls.append(1))
