@@ -73,6 +73,28 @@ def given() -> Tensor:
     return torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
 
 
+def assert_recomputed_alike(plain: Table, ours: Table, wrap: str) -> None:
+    """Assert equal gradients and tables, and that a backward ran more than plain's."""
+    a, b = given(), given()
+    with count_ops() as once:
+        plain(a).backward()
+    with count_ops() as ops:
+        WRAPPED[wrap](ours)(b).backward()
+    assert ops.total() > once.total()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert torch.equal(a.grad, b.grad)
+    assert torch.equal(plain.table, ours.table)
+
+
+def test_the_assertion_fails_without_a_recompute() -> None:
+    plain, ours = twins("frozen", "small", AGAIN["clamped"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(WRAPPED, "none", lambda m: m)
+        with pytest.raises(AssertionError, match="total"):
+            assert_recomputed_alike(plain, ours, "none")
+
+
 @pytest.mark.parametrize("wrap", WRAPPED)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("size", ROWS)
@@ -81,17 +103,11 @@ def test_a_write_is_undone_or_refused(
     kind: str, size: str, write: str, wrap: str
 ) -> None:
     plain, ours = twins(kind, size, WRITES[write])
-    a, b = given(), given()
     if not is_copied(kind, size, wrap):
         with pytest.raises(MutationError, match=r"table`.*does not count"):
-            WRAPPED[wrap](ours)(b).backward()
+            WRAPPED[wrap](ours)(given()).backward()
         return
-    plain(a).backward()
-    WRAPPED[wrap](ours)(b).backward()
-    assert a.grad is not None
-    assert b.grad is not None
-    assert torch.equal(a.grad, b.grad)
-    assert torch.equal(plain.table, ours.table)
+    assert_recomputed_alike(plain, ours, wrap)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "parameter"])
@@ -121,16 +137,10 @@ def test_a_write_that_is_the_same_again_is_right(
     kind: str, size: str, write: str, wrap: str
 ) -> None:
     plain, ours = twins(kind, size, AGAIN[write])
-    a, b = given(), given()
     calls: list[int] = []
     ours.linear.register_forward_hook(lambda *_: calls.append(1))
-    plain(a).backward()
-    WRAPPED[wrap](ours)(b).backward()
+    assert_recomputed_alike(plain, ours, wrap)
     assert len(calls) == 1  # what the recompute appends is taken back
-    assert a.grad is not None
-    assert b.grad is not None
-    assert torch.equal(a.grad, b.grad)
-    assert torch.equal(plain.table, ours.table)
 
 
 class ActNorm(nn.Module):
@@ -212,7 +222,9 @@ def test_rows_that_an_embedding_scales_are_counted() -> None:
     a, b = torch.ones(3, 8, requires_grad=True), torch.ones(3, 8, requires_grad=True)
     f(a, table).backward()
     calls.clear()
-    remat(f)(b, twin).backward()
+    with count_ops() as ops:
+        remat(f)(b, twin).backward()
+    assert ops["embedding"] == 2
     assert len(calls) == 1  # of the recompute's no effect stays
     assert a.grad is not None
     assert b.grad is not None
