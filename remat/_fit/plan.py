@@ -203,7 +203,7 @@ class Plan(_render.Shown):
                 budget.
             TypeError: what is passed is neither a model nor a function.
             ValueError: the model follows a plan, or is recomputed, already; or it is
-                another one, or on another device, than the plan was made for.
+                another one, or on another device; or the plan is over a step (inputs).
 
         Example:
             >>> import torch
@@ -215,6 +215,8 @@ class Plan(_render.Shown):
         """
         result = model
         self._refuse_no_model(model)
+        if offload_inputs and self.over != "blocks":
+            raise ValueError(_NO_INPUTS)
         if not isinstance(model, nn.Module):
             result = _following(model, self)
         elif self.applied is None:
@@ -439,6 +441,7 @@ _OTHER_DEVICE = (
     "remat: the plan for {label} was made for {device}, and the model is on {kinds}, "
     "where kernels hold other bytes. Call remat.fit there, or with device=."
 )
+_NO_INPUTS = "remat: this plan is over a step. offload_inputs= needs over='blocks'."
 _ONLY_AROUND = (
     "remat: the plan for {label} cannot be applied to the model: it stays under its "
     "budget only if it covers the loss, or the step calls the model several times. Run "

@@ -302,3 +302,14 @@ def test_an_inference_tensor_may_be_an_input():
     assert ops["tanh"] == 2
     expected = torch.autograd.grad(layer(x.clone()).tanh().sum(), layer.weight)
     assert_same(found, expected)
+
+
+def test_a_plan_over_a_step_moves_no_inputs():
+    model, x = nn.Sequential(Block(), Block()), torch.ones(SIZE, SIZE)
+    plan = remat.fit(model, x, budget="1GB")
+    with pytest.raises(ValueError, match=r"over a step.*over='blocks'"):
+        plan.apply(model, offload_inputs="disk")
+    assert not plan.is_applied
+    with count_ops() as ops:
+        model(x).sum().backward()
+    assert ops["tanh"] == 2  # nothing was applied
