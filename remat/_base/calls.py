@@ -13,7 +13,6 @@ Rejected: to look at the stack. Two calls of one module look alike.
 """
 
 import functools
-import importlib
 import re
 import sys
 import threading
@@ -29,6 +28,7 @@ from torch import nn
 
 from remat._base.code import VIEWED, content_of
 from remat._base.context import here
+from remat._base.later import from_above
 from remat._base.module_paths import (
     ModulePaths,
     Where,
@@ -202,7 +202,7 @@ def in_place(fn: Fn, policy: Any) -> Fn:
         return fn
 
     if policy.keeps_calls:
-        importlib.import_module("remat.rules._by_place").install()
+        from_above("ask_at_calls")()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         context = here()

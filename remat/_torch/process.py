@@ -359,12 +359,17 @@ _KEY = -1  # no hook that torch registers has it
 
 
 # Deleted by: public hooks that may answer in place of a module, or of a Function.
+_ANSWER = "_remat_answer"
+
+
 def answer_calls(
     of_module: Callable[..., Any], of_function: Callable[..., Any]
 ) -> None:
     """Have functions answer all calls of modules and of custom Functions from now on.
 
-    Each is given how to call it, what is called, the arguments and the keywords.
+    Each is given how to call it, what is called, the arguments and the keywords. Who
+    answers already goes on to. A trace replaces the call of modules while it lasts, and
+    then puts back what it found: what began in it has to begin again.
     """
     module, function = torch.nn.Module, torch.autograd.Function
     plain, found = module.__call__, vars(function)["apply"]  # of Python's, or in C
@@ -384,8 +389,13 @@ def answer_calls(
             return plain_apply(cls, *args, **kwargs)
         return of_function(plain_apply, cls, args, kwargs)
 
-    setattr(module, "__call__", call)  # noqa: B010 - no method of this file
-    setattr(function, "apply", classmethod(apply))  # noqa: B010
+    # What wraps such a call, as traces do, has its attributes.
+    if getattr(plain, _ANSWER, None) is not of_module:
+        vars(call)[_ANSWER] = of_module
+        setattr(module, "__call__", call)  # noqa: B010 - no method of this file
+    if getattr(function.apply, _ANSWER, None) is not of_function:
+        vars(apply)[_ANSWER] = of_function
+        setattr(function, "apply", classmethod(apply))  # noqa: B010
 
 
 Tracked: TypeAlias = Sequence[tuple[list[Any], int]]

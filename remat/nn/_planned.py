@@ -7,13 +7,13 @@ model is trained plain by mistake. Rejected: to import `_fit` here, which import
 room. It is asked by its public name.
 """
 
-import importlib
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from remat._base.later import from_above
 from remat._torch import current_layer
 from remat.nn._applied import (
     PLAN,
@@ -52,10 +52,9 @@ class _AtFirstCall(Claiming):
         if self.is_planning or not torch.is_grad_enabled():
             return
         _refuse_elsewhere(type(module).__name__, self.where)
-        fit: Any = importlib.import_module("remat").fit
         self.is_planning = True
         try:
-            plan = fit(module, *args, budget=self.budget, **kwargs)
+            plan = from_above("fit")(module, *args, budget=self.budget, **kwargs)
         finally:
             self.is_planning = False
         unfollow(module)

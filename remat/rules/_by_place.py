@@ -9,7 +9,6 @@ Rejected: to save the operations alone. A kernel that the dispatcher does not se
 be launched again, and code that is no operation would run again.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +47,7 @@ class PlaceOfPolicy(KeptPlace):
 _CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@functools.cache
-def install() -> None:
+def ask_at_calls() -> None:
     """Have calls of modules and Functions ask, from now on, whether they are kept."""
     answer_calls(_call, _call)
 

@@ -10,6 +10,7 @@ from support.traced import Graphs
 from support.zoo import X, leaves_of, make
 from torch import nn
 from torch.func import grad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
 from remat import chain, checkpoint_name, policies
@@ -98,6 +99,18 @@ def test_a_saved_module_is_not_entered_again(case):
 @pytest.mark.parametrize("case", NOT_KEPT)
 def test_what_may_be_recomputed_is_entered_again(case):
     assert entered(Block(), NOT_KEPT[case]) == [2, 2, 2]
+
+
+# As torch defines it: what answers calls from the first such policy on is not there.
+PLAIN_CALL = nn.Module._wrapped_call_impl
+
+
+def test_a_first_call_within_a_trace_does_not_end_with_it(monkeypatch):
+    monkeypatch.setattr(nn.Module, "__call__", PLAIN_CALL)
+    fn = remat.remat(Block(), policy={"attn": "save"})
+    make_fx(lambda x: grad(lambda x: fn(x).sum())(x))(X.clone())
+    assert nn.Module.__call__ is PLAIN_CALL  # the trace put back what it found
+    assert entered(Block(), {"attn": "save"}) == [1, 1, 1]
 
 
 def test_what_it_saved_stays():
