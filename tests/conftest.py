@@ -56,6 +56,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_apart else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make no tests of slow rows where none is selected: there are 50,000 of them."""
+    if "not slow" not in metafunc.config.option.markexpr:
+        return
+    own = metafunc.definition.own_markers
+    own[:] = [_without_slow_rows(m) if m.name == "parametrize" else m for m in own]
+
+
+def _without_slow_rows(mark: pytest.Mark) -> pytest.Mark:
+    names, rows, *rest = mark.args
+    rows = [*rows]
+    others = [row for row in rows if not _is_slow(row)]
+    if "ids" in mark.kwargs or not others:  # each id is of one row; a test has a row
+        return mark
+    return pytest.mark.parametrize(names, others, *rest, **mark.kwargs).mark
+
+
+def _is_slow(row: object) -> bool:
+    return any(mark.name == "slow" for mark in getattr(row, "marks", ()))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Count the rows of each test that has the marker `one_in`."""
     config.stash[_ROWS] = collections.Counter()
