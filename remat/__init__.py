@@ -5,7 +5,7 @@ from remat._base import interpreter as _interpreter  # noqa: F401  # isort: skip
 
 import typing as _typing
 
-from remat import policies as policies, random as random
+from remat import random as random
 from remat._base import hints as _hints
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
@@ -20,20 +20,19 @@ from remat._base.errors import (
 )
 from remat._base.later import later as _later
 from remat._base.pytree import register as register
-from remat._partial.names import checkpoint_name as checkpoint_name
-from remat._transform.api import remat as remat
 
 
-# Imported where they are first used, as many programs use none of them. A type checker
-# reads the imports; tests/transform/test_import.py compares them with the table.
+# Imported where they are first used. A type checker reads the imports;
+# tests/transform/test_import.py compares them with the table.
 if _typing.TYPE_CHECKING:
-    from remat import chain as chain, compat as compat, nn as nn
+    from remat import chain as chain, compat as compat, nn as nn, policies as policies
     from remat._fit.api import fit as fit
     from remat._fit.plan import (
         FitSegment as FitSegment,
         Followed as Followed,
         Plan as Plan,
     )
+    from remat._partial.names import checkpoint_name as checkpoint_name
     from remat._report.compare import compare as compare
     from remat._report.explain import explain as explain
     from remat._report.peak import (
@@ -54,15 +53,17 @@ if _typing.TYPE_CHECKING:
         saved_residuals as saved_residuals,
     )
     from remat._scope.api import scope as scope
+    from remat._transform.api import checkpoint as checkpoint, remat as remat
     from remat.rules._custom_vjp import custom_vjp as custom_vjp
     from remat.rules._keep import keep as keep
 else:
     __getattr__, __dir__ = _later(
         __name__,
         {
-            "remat": ("chain", "compat", "nn"),
+            "remat": ("chain", "compat", "nn", "policies"),
             "remat._fit.api": ("fit",),
             "remat._fit.plan": ("FitSegment", "Followed", "Plan"),
+            "remat._partial.names": ("checkpoint_name",),
             "remat._report.compare": ("compare",),
             "remat._report.explain": ("explain",),
             "remat._report.peak": ("HeldValues", "Holder", "Peak"),
@@ -74,13 +75,12 @@ else:
                 *("SavedResidual", "print_saved_residuals", "saved_residuals"),
             ),
             "remat._scope.api": ("scope",),
+            "remat._transform.api": ("checkpoint", "remat"),
             "remat.rules._custom_vjp": ("custom_vjp",),
             "remat.rules._keep": ("keep",),
         },
     )
 
-checkpoint = remat
 __version__ = "0.2.0"
 
 _hints.at(__name__)
-_hints.on(remat, __name__)

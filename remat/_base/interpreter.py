@@ -13,7 +13,6 @@ import gc
 import itertools
 import struct
 import sys
-import sysconfig
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +26,7 @@ RUN = ("3.11", "3.13")
 
 def refuse_free_threads() -> None:
     """Raise an ImportError in a free-threaded build, even if its lock is on."""
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if "free-threading build" in sys.version:
         raise ImportError(_FREE_THREADED.format(version=_version()))
 
 

@@ -1,7 +1,7 @@
 """Modules that are imported where a name of theirs is first used.
 
-A package names them (PEP 562), or a room below them does. To import all rooms takes
-half as long again as to import what every call needs.
+A package names them (PEP 562), or a room below them does. `import remat` takes an
+eighth of what it takes to import all that a call needs.
 
 Invariant: a name is looked up once. From then on it is an attribute as any other.
 Rejected: a class of module with properties. Tools that read modules would meet a class

@@ -42,8 +42,9 @@ def _like(x: Tensor, after: Sequence[Tensor]) -> Tensor:
 
 
 for _name, _kernel in (("barrier", _copied), ("same", _same)):
-    torch.library.impl(LIBRARY, _name, "CompositeExplicitAutograd")(_kernel)
-    torch.library.register_fake(f"remat::{_name}", _like, lib=LIBRARY)
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    # Not `register_fake`, which looks up the source of what it is given.
+    LIBRARY.impl(_name, _like, "Meta")
 
 
 def _nothing(x: Tensor, name: str) -> None:
@@ -55,6 +56,6 @@ def _batched(info: Any, in_dims: Any, x: Tensor, name: str) -> Any:
     return named(x, name), None
 
 
-torch.library.register_fake("remat::named", _nothing, lib=LIBRARY)
+LIBRARY.impl("named", _nothing, "Meta")
 torch.library.register_vmap("remat::named", _batched, lib=LIBRARY)
 LIBRARY.impl("named", torch.library.fallthrough_kernel, "Autograd")

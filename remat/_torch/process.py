@@ -358,10 +358,10 @@ def unhook_all_modules() -> None:
 _KEY = -1  # no hook that torch registers has it
 
 
-# Deleted by: public hooks that may answer in place of a module, or of a Function.
 _ANSWER = "_remat_answer"
 
 
+# Deleted by: public hooks that may answer in place of a module, or of a Function.
 def answer_calls(
     of_module: Callable[..., Any], of_function: Callable[..., Any]
 ) -> None:

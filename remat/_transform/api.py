@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from remat._base import hints
 from remat._base.source import shown
 from remat._partial.options import OffloadInputs, Options, Prune, Rng
 from remat._torch import must_inline, not_scriptable
@@ -219,4 +220,6 @@ def options_of(
     return Options(checked, prune, rng, higher_order, offload_inputs)
 
 
+checkpoint = remat
 not_scriptable(remat, SCRIPTED)
+hints.on(remat, "remat")

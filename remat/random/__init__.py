@@ -8,18 +8,6 @@ import typing as _typing
 
 from remat._base import hints as _hints
 from remat._base.later import later as _later
-from remat.random._choices import (
-    categorical as categorical,
-    choice as choice,
-    permutation as permutation,
-)
-from remat.random._continuous import (
-    exponential as exponential,
-    gumbel as gumbel,
-    laplace as laplace,
-    truncated_normal as truncated_normal,
-)
-from remat.random._dropout import dropout as dropout
 from remat.random._key import (
     Key as Key,
     clone as clone,
@@ -29,25 +17,51 @@ from remat.random._key import (
     split as split,
     wrap_key_data as wrap_key_data,
 )
-from remat.random._reuse import (
-    check_key_reuse as check_key_reuse,
-    debug_key_reuse as debug_key_reuse,
-)
-from remat.random._samplers import (
-    bernoulli as bernoulli,
-    bits as bits,
-    normal as normal,
-    rademacher as rademacher,
-    randint as randint,
-    uniform as uniform,
-)
 
 
-# The rest is imported with remat: it registers operators and classes, which programs
-# and files name that another process saved.
+# Keys are imported with remat: they register operators and a class, which programs and
+# files name that another process saved.
 if _typing.TYPE_CHECKING:
     from remat.random._bind import bind as bind
+    from remat.random._choices import (
+        categorical as categorical,
+        choice as choice,
+        permutation as permutation,
+    )
+    from remat.random._continuous import (
+        exponential as exponential,
+        gumbel as gumbel,
+        laplace as laplace,
+        truncated_normal as truncated_normal,
+    )
+    from remat.random._dropout import dropout as dropout
+    from remat.random._reuse import (
+        check_key_reuse as check_key_reuse,
+        debug_key_reuse as debug_key_reuse,
+    )
+    from remat.random._samplers import (
+        bernoulli as bernoulli,
+        bits as bits,
+        normal as normal,
+        rademacher as rademacher,
+        randint as randint,
+        uniform as uniform,
+    )
 else:
-    __getattr__, __dir__ = _later(__name__, {"remat.random._bind": ("bind",)})
+    __getattr__, __dir__ = _later(
+        __name__,
+        {
+            "remat.random._bind": ("bind",),
+            "remat.random._choices": ("categorical", "choice", "permutation"),
+            "remat.random._continuous": (
+                *("exponential", "gumbel", "laplace", "truncated_normal"),
+            ),
+            "remat.random._dropout": ("dropout",),
+            "remat.random._reuse": ("check_key_reuse", "debug_key_reuse"),
+            "remat.random._samplers": (
+                *("bernoulli", "bits", "normal", "rademacher", "randint", "uniform"),
+            ),
+        },
+    )
 
 _hints.at(__name__)

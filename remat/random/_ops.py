@@ -257,7 +257,8 @@ def _register(schema: str, kernel: Any, shape: Any, rule: Any) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"remat::{name}", shape, lib=_LIBRARY)
+    # Not `register_fake`, which looks up the source of what it is given.
+    _LIBRARY.impl(name, shape, "Meta")
     op = getattr(torch.ops.remat, name).default
     torch.library.register_vmap(f"remat::{name}", rule(op), lib=_LIBRARY)
 

@@ -9,6 +9,7 @@ are different objects, and a batched key is a new object each time.
 """
 
 import functools
+import importlib
 import inspect
 import threading
 from collections import Counter
@@ -22,7 +23,6 @@ from typing_extensions import override
 
 from remat._base.context import is_recomputing
 from remat._base.errors import KeyReuseError
-from remat._base.source import user_line
 from remat._torch import base_tensor, must_inline
 
 
@@ -187,7 +187,9 @@ def consume(data: Tensor) -> None:
     if ledger is None:
         return
     rows = _rows(data)
-    here = user_line() if rows else ""
+    # Imported where it is used: few programs count their keys.
+    source: Any = importlib.import_module("remat._base.source")
+    here = source.user_line() if rows else ""
     with ledger.lock:
         for row in rows:
             if row not in ledger.used:

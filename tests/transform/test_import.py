@@ -19,11 +19,15 @@ from remat._base import hints
 
 
 ROOT = Path(__file__).parents[2]
-# What a call needs, and what registers operators and classes that files may name.
-LOADED = {
-    *("_ambient", "_base", "_capture", "_graph", "_live", "_offload", "_partial"),
-    *("_torch", "_transform", "policies", "random"),
+# What registers operators and a class that files may name.
+LOADED = {"_base", "_torch", "random"}
+# What a call needs beside.
+CALLED = {
+    *("_ambient", "_capture", "_graph", "_live", "_offload", "_partial"),
+    *("_transform", "policies"),
 }
+# Of torch, what `import torch, optree` leaves out.
+OF_TORCH = {"torch.func._random", "torch.utils.module_tracker"}
 # Beside them, a process of its own is a copy of one that has imported remat.
 FIRST_USE = """
 import os, sys, torch, remat
@@ -69,7 +73,7 @@ def in_compiled_code():
     def fn(x):
         with remat.random.bind(remat.random.key(0)):
             x = F.dropout(x, 0.5)
-        return remat.chain.fori_loop(0, 4, lambda i, x: x.sin(), x)
+        return remat.chain.fori_loop(0, 4, lambda i, x: remat.remat(torch.sin)(x), x)
     x = torch.ones(8)
     assert "remat.chain" not in sys.modules
     found = torch.compile(fn, backend="eager", fullgraph=True)(x)
@@ -77,6 +81,7 @@ def in_compiled_code():
     assert torch.equal(found, fn(x))
 
 sys.path.insert(0, "tests")
+assert "remat._transform" not in sys.modules
 for case in (at_once, with_another_device, with_fakes, in_inference_mode, in_vmap,
              in_a_call, in_compiled_code):
     if not os.fork():
@@ -102,17 +107,19 @@ def run(code, *arguments):
 
 
 NOTHING = "import remat"
+FUNCTION = "from remat import remat"
 ROOM = "from remat import nn"
 CALL = "remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
 STAR = "from remat import *; import remat; print({*dir(remat)} - {*globals()})"
 WRONG = "import remat\ntry: remat.fits\nexcept AttributeError as e: print(e)"
-# Each in a copy of a process that has imported torch, and nothing of remat.
+# Each in a copy of a process that has imported torch and optree, and nothing of remat.
 EACH = """
-import json, os, sys, torch
+import json, os, sys, torch, optree
+before = {*sys.modules}
 for code in json.loads(sys.argv[1]):
     if not os.fork():
         exec(code, {"torch": torch})
-        print(json.dumps([n[6:] for n in sys.modules if n.startswith("remat.")]))
+        print(json.dumps([*sys.modules.keys() - before]))
         sys.stdout.flush()
         os._exit(0)
     assert os.wait()[1] == 0, code
@@ -123,12 +130,19 @@ copied = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copie
 @pytest.fixture(scope="module")
 def after():
     """What each statement prints, and the modules of remat that it loads."""
-    codes = [NOTHING, ROOM, f"import remat; {CALL}", STAR, WRONG]
-    room, loaded = iter(run(EACH, json.dumps(codes)).splitlines()), []
-    for code in codes:
+    codes = [NOTHING, FUNCTION, ROOM, f"import remat; {CALL}", STAR, WRONG]
+    room, found = iter(run(EACH, json.dumps(codes)).splitlines()), {}
+    for name, code in zip(
+        (NOTHING, FUNCTION, ROOM, CALL, STAR, WRONG), codes, strict=True
+    ):
         said = next(room) if code in (STAR, WRONG) else ""
-        loaded.append((said, json.loads(next(room))))
-    return dict(zip((NOTHING, ROOM, CALL, STAR, WRONG), loaded, strict=True))
+        found[name] = said, {*json.loads(next(room))}
+    return found
+
+
+def rooms(modules):
+    of_remat = [name for name in modules if name.startswith("remat.")]
+    return {name.split(".")[1] for name in of_remat}
 
 
 def listed(path):
@@ -142,24 +156,31 @@ def listed(path):
 
 
 @copied
-def test_importing_loads_what_a_call_needs(after):
+def test_importing_loads_what_files_name(after):
     _, loaded = after[NOTHING]
-    assert {name.partition(".")[0] for name in loaded} == LOADED
-    assert "random._bind" not in loaded
-    # All of them are some 90 more.
-    assert len(loaded) < 195
+    assert rooms(loaded) == LOADED
+    assert "remat.random._samplers" not in loaded
+    # All of them are some 200 more.
+    assert len(loaded) < 40
+
+
+@copied
+def test_importing_loads_next_to_nothing_of_torch(after):
+    loaded = {name for name in after[NOTHING][1] if name.startswith("torch")}
+    assert loaded <= OF_TORCH
+
+
+@copied
+def test_the_function_loads_what_a_call_needs(after):
+    assert rooms(after[FUNCTION][1]) == LOADED | CALLED
+    more = after[CALL][1] - after[FUNCTION][1]
+    assert not [name for name in more if name.startswith("remat")]
 
 
 @copied
 def test_a_name_loads_its_room_and_what_that_needs(after):
-    more = {*after[ROOM][1]} - {*after[NOTHING][1]}
-    rooms = {name.partition(".")[0] for name in more}
-    assert rooms - {"_base", "_partial"} == {"nn", "_scope"}
-
-
-@copied
-def test_a_call_loads_no_more(after):
-    assert after[CALL] == after[NOTHING]
+    more = after[ROOM][1] - after[FUNCTION][1]
+    assert rooms(more) - {"_base", "_partial"} == {"nn", "_scope"}
 
 
 @pytest.mark.parametrize("path", ["remat/__init__.py", "remat/random/__init__.py"])
