@@ -8,7 +8,7 @@ by 7%, which can decide whether a step fits.
 import math
 import re
 from numbers import Real
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 
 _UNITS = {
@@ -39,11 +39,14 @@ def bytes_in(size: object, taker: str) -> int:
     return int(number)
 
 
+Unit: TypeAlias = Literal["B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]
+
+
 class Amount(NamedTuple):
     """A number of bytes, and the unit in which it was given."""
 
     nbytes: int
-    unit: str = "B"
+    unit: Unit = "B"
 
 
 def amount_in(size: object, taker: str) -> Amount:
@@ -56,7 +59,7 @@ def amount_in(size: object, taker: str) -> Amount:
     nbytes, found = bytes_in(size, taker), _SIZE.fullmatch(str(size))
     letters = "" if found is None else found[2].upper()
     unit = letters.replace("IB", "iB")
-    return Amount(nbytes, "kB" if unit == "KB" else unit or "B")
+    return Amount(nbytes, cast("Unit", "kB" if unit == "KB" else unit or "B"))
 
 
 def in_unit(nbytes: int, unit: str) -> str:

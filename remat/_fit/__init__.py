@@ -5,6 +5,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     api         `fit`
     planning    makes a plan: chooses, and runs the step as planned
     plan        a plan as a value, and how a model follows it
+    files       plans as files
     units       blocks as units of the walk, and the policy that a block follows
     choose      which results of a step are saved: least work whose peak fits
     search      steps from a choice to a better one

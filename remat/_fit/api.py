@@ -23,7 +23,7 @@ from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, reside
 from remat._report.labels import refuse_transforms
 from remat.nn._applied import refuse_others
 from remat.nn._followed import can_follow, has_sharded_parts
-from remat.nn._select import as_selectors, selected
+from remat.nn._select import as_selectors, refuse_no_name, selected
 
 
 def fit(
@@ -144,6 +144,7 @@ def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
         raise ValueError(_NO_MODEL)
     refuse_others(model, "remat.fit")
     if select is not None:
+        refuse_no_name("remat.fit", select)
         found = selected(model, as_selectors(select))
         return tuple(name for name, _, _ in found)
     blocks = remat_nn.blocks(model)

@@ -8,23 +8,20 @@ Rejected: a plan that keeps the model. It is followed by the real one, which may
 exist yet.
 """
 
-import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from torch import nn
 from typing_extensions import override
 
 from remat._base.errors import BudgetError, missing
-from remat._base.sizes import in_unit, number_in
-from remat._fit.units import OfBlock
+from remat._base.sizes import Unit, in_unit, number_in
+from remat._fit import files
 from remat._report import plots as _plots, render as _render
-from remat._scope.following import Course, Placed
+from remat._scope.following import Course
 from remat._transform.api import caller
 from remat.nn._applied import PLAN, REMAT, refuse_others
 from remat.nn._apply import apply_from
@@ -135,9 +132,9 @@ class Plan(_render.Shown):
     """
 
     label: str
-    over: str
+    over: Literal["step", "blocks"]
     budget: int
-    unit: str
+    unit: Unit
     resident: int
     states: int
     plain_peak: int
@@ -267,9 +264,7 @@ class Plan(_render.Shown):
             ...     remat.Plan.load(f"{folder}/plan.json") == plan
             True
         """
-        found = {_VERSION: 1, **_plain(self)}
-        del found["is_applied"]
-        Path(path).write_text(json.dumps(found), encoding="utf-8")
+        files.write(path, self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -282,19 +277,10 @@ class Plan(_render.Shown):
             The plan, which was not applied yet.
 
         Raises:
-            ValueError: the file holds no plan, or one of another version of remat.
+            ValueError: the file holds no plan, or one of another version of remat, or
+                one that was changed: the message names the key.
         """
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            version = found.pop(_VERSION)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(_NO_PLAN.format(path=path)) from error
-        if version != 1:
-            raise ValueError(_OTHER_VERSION.format(path=path, version=version))
-        for name in "applied", "around":
-            found[name] = None if found[name] is None else _followed(**found[name])
-        found["segments"] = tuple(FitSegment(**each) for each in found["segments"])
-        return cls(**found | {"blocks": tuple(found["blocks"])})
+        return files.read(path, cls)
 
     def __enter__(self) -> Self:
         if self.around is None:
@@ -371,51 +357,6 @@ class Plan(_render.Shown):
         yield f"recomputed: {self.recomputed:,} FLOPs, {self.share:.1%} of a step"
         shown = f"{self._bytes(self.again)} of results, " if self.again else ""
         yield f"that is {shown}{self.seconds * 1e3:,.3f} ms at nominal rates"
-
-
-# --- Plans as files ---
-
-_VERSION = "remat.Plan"
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
-    if isinstance(value, OfBlock):
-        value = value.placed
-    if dataclasses.is_dataclass(value):
-        each = (f.name for f in dataclasses.fields(value) if f.init)
-        return {name: _plain(getattr(value, name)) for name in each}
-    if isinstance(value, frozenset):
-        return sorted(value)
-    return [*map(_plain, value)] if isinstance(value, tuple) else value
-
-
-def _followed(courses: Any, units: Any, **numbers: Any) -> Followed:
-    return Followed(
-        **numbers,
-        courses=tuple(
-            Course(**each | {"placed": tuple(_placed(*p) for p in each["placed"])})
-            for each in courses
-        ),
-        units=tuple(
-            (name, None if placed is None else OfBlock(_placed(*placed)))
-            for name, placed in units
-        ),
-    )
-
-
-def _placed(
-    place: Any, names: Any, saves: Any, passes: Any, sizes: Any, spares: Any
-) -> Placed:
-    each = map(tuple, (place, names, saves, passes, sizes))
-    return Placed(*each, spares=frozenset(spares))
-
-
-_NO_PLAN = "remat: {path} holds no plan: plan.save(path) writes one."
-_OTHER_VERSION = (
-    "remat: {path} holds a plan of version {version!r}, and this is version 1. Make it "
-    "again: remat.fit(...)."
-)
 
 
 def _following(fn: Callable[..., Any], plan: Plan) -> Any:

@@ -14,7 +14,7 @@ Rejected: to trust the walk. A user's code may hold what no operation made.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -163,7 +163,7 @@ class Planning:
 
     def _plan(
         self,
-        over: str,
+        over: Literal["step", "blocks"],
         found: "_Attempt",
         applied: Followed | None,
         around: Followed | None,

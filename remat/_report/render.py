@@ -63,12 +63,6 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def mebibytes(nbytes: int) -> str:
-    """Write a number of bytes in MiB, rounded up, so that a budget is large enough."""
-    thousandths = -(-nbytes * 1000 // 2**20)
-    return f"{thousandths // 1000:,}.{thousandths % 1000:03} MiB"
-
-
 def text(table: Table) -> str:
     """Write a table in columns for a terminal."""
     if not table.columns:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from remat._base.context import differentiated
 from remat._base.program import Request, replaced_at
-from remat._base.sizes import bytes_in
+from remat._base.sizes import Unit, amount_in
 from remat._base.types import TENSORS
 from remat._fit.meter import Meter, MissingValueError, has_storage
 from remat._fit.simulate import isolated
@@ -56,6 +56,7 @@ class LoopBudget:
 
     nbytes: int
     policy: Any = None
+    unit: Unit = "B"  # in which it was given
 
 
 def budget_of(
@@ -68,7 +69,8 @@ def budget_of(
         if value is not None:
             shown = {"taker": taker, "budget": budget, "name": name, "value": value}
             raise ValueError(_BOTH.format(**shown))
-    return LoopBudget(bytes_in(budget, taker), policy)
+    nbytes, unit = amount_in(budget, taker)
+    return LoopBudget(nbytes, policy, unit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ from remat._ambient.ambient import Ambient
 from remat._base import pytree
 from remat._base.errors import BudgetError
 from remat._base.labels import label_of
+from remat._base.sizes import in_unit
 from remat._base.tracebacks import hide_frames
 from remat._partial.cache import metas_of
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT
-from remat._report.render import mebibytes
 from remat._torch import (
     VMAP,
     batch_size,
@@ -218,9 +218,9 @@ def _schedule_within(
     found, few = chosen(numbers, steps.length, inside.nbytes)
     if found is None:
         few *= batch
-        shown = {"budget": mebibytes(budget.nbytes), "least": mebibytes(few)}
-        message = _TOO_SMALL.format(label=steps.label, bytes=few, **shown)
-        raise BudgetError(message, few)
+        sizes = {"budget": budget.nbytes, "least": few}
+        shown = {name: in_unit(n, budget.unit) for name, n in sizes.items()}
+        raise BudgetError(_TOO_SMALL.format(label=steps.label, **shown), few)
     return found, ""
 
 
@@ -235,9 +235,9 @@ _UNMEASURED = (
     "Pass checkpoints= instead. ({error})"
 )
 _TOO_SMALL = (
-    "remat: budget={budget} is too small for {label}. The least that works is {least} "
-    "(budget={bytes}). It holds the carries that are stored, and the steps that run at "
-    "a time. Pass more, or make a step smaller, for example by policy=."
+    "remat: a budget of {budget} is too small for {label}. The least that works is "
+    "{least}. It holds the carries that are stored, and the steps that run at a time. "
+    "Pass more, or make a step smaller, for example by policy=."
 )
 
 

@@ -31,7 +31,7 @@ from remat.nn._applied import (
 from remat.nn._enable import switch_off
 from remat.nn._followed import unfollow
 from remat.nn._planned import plan_at_first_call
-from remat.nn._select import budget_in, chosen
+from remat.nn._select import budget_in, chosen, refuse_no_name
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -111,6 +111,7 @@ def apply(
     """
     refuse_no_module("apply", model)
     refuse_others(model, APPLY, (REMAT, APPLY))
+    refuse_no_name("remat.nn.apply", select)
     flags = prune, rng, higher_order, offload_inputs
     if check_fn is not None:
         if select is not None:

@@ -245,6 +245,13 @@ def as_selectors(select: Any) -> Sequence[Selector]:
     return [*select] if several else [select]
 
 
+def refuse_no_name(taker: str, select: Any) -> None:
+    """Refuse a text without a name, which would be that of the model itself."""
+    for each in as_selectors(select):
+        if isinstance(each, str) and not each.strip():
+            raise ValueError(_NO_NAME.format(taker=taker, text=each))
+
+
 def _only_container(model: nn.Module, name: str) -> str:
     kind = type(model.get_submodule(name)).__name__
     inside = f"{name}.*" if name else "*"
@@ -269,6 +276,10 @@ _NO_SELECTOR = (
     "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
     "such as 'layers.*', a module, a function of a module (or of its name and the "
     "module), or a list of these."
+)
+_NO_NAME = (
+    "{taker}: {text!r} is no name of a module. Leave it out for the repeated blocks of "
+    "the model, or pass the model itself as select= to have it recomputed as a whole."
 )
 _POLICY = (
     "remat.nn.apply: pass a policy by name: remat.nn.apply(model, policy={policy})"

@@ -60,7 +60,9 @@ LOOPS = {
 
 def least(run, *tensors, **options):
     """The least budget, which an error names."""
-    with pytest.raises(BudgetError, match=r"The least that works is .* MiB") as caught:
+    with pytest.raises(
+        BudgetError, match=r"The least that works is [\d,]+ bytes"
+    ) as caught:
         of_backward(lambda *ts: run(chain, *ts, budget=0, **options), *tensors)
     return caught.value.least
 
@@ -109,6 +111,12 @@ def test_what_is_held_stays_below_the_budget(run, steps):
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 2.5 * steps
     assert counts[-1] == 2 * steps
+
+
+def test_an_error_speaks_in_the_unit_that_was_given():
+    shown = r"0\.1 kB \(100 bytes\) is too small for .* is [\d.]+ kB \([\d,]+ bytes\)"
+    with pytest.raises(BudgetError, match=shown):
+        of_backward(lambda *ts: _scanned(chain, *ts, budget="0.1kB"), X, US, W)
 
 
 def looped(body, steps=N):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import json
 import pickle
 import re
 import sys
@@ -389,6 +390,46 @@ def test_a_file_of_something_else_is_refused(text, match, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=match):
         remat.Plan.load(path)
+
+
+def _set(*keys):
+    def change(found, value):
+        *before, last = keys
+        for key in before:
+            found = found[key]
+        found[last] = value
+
+    return change
+
+
+WRONG = {
+    "a number": (_set("budget"), "9", r"budget is '9', and should be of type int"),
+    "a key more": (_set("colour"), 1, r"colour is not known"),
+    "a word": (_set("over"), "all", r"over is 'all', and should be one of"),
+    "a unit": (_set("unit"), "XB", r"unit is 'XB', and should be one of"),
+    "no object": (_set("applied"), [], r"applied is no object with keys"),
+    "a key fewer": (_set("applied"), {}, r"applied\.\w+ is missing"),
+    "no list": (_set("applied", "units"), 3, r"applied\.units is no list"),
+    "in a list": (_set("blocks", 1), None, r"blocks\[1\] is None, and should"),
+    "a pair": (_set("applied", "units", 0), ["1.0"], r"units\[0\] has 1 items"),
+    "lengths": (
+        _set("applied", "courses", 0, "placed", 0, 1),
+        ["mm"] * 99,
+        r"applied\.courses\[0\]\.placed\[0\] has lists of several lengths",
+    ),
+}
+
+
+@rows("change, value, match", WRONG)
+def test_a_file_that_was_changed_is_refused(change, value, match, tmp_path):
+    path = tmp_path / "plan.json"
+    tight().save(path)
+    found = json.loads(path.read_text())
+    change(found, value)
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=match) as raised:
+        remat.Plan.load(path)
+    assert str(raised.value).startswith(f"remat: {path} holds a plan that was changed")
 
 
 def test_a_plan_for_a_step_says_that_it_is_not_applied():

@@ -133,7 +133,8 @@ def test_one_policy_for_all(policy):
 
 def test_the_whole_model_by_its_class():
     assert counted(applied(Model)) == (6, 2)
-    assert counted(applied("")) == (6, 2)
+    model = model_of()
+    assert counted(remat.nn.apply(model, model)) == (6, 2)
 
 
 # --- The blocks of a model ---
@@ -348,6 +349,8 @@ def test_a_refused_module_leaves_the_others_as_they_were():
 REFUSED = {
     "no such name": (lambda: applied("layer.*"), "'layer.*' selects no module of this"),
     "no such class": (lambda: applied(nn.Conv2d), "Conv2d selects no module of this"),
+    "no name": (lambda: applied(""), "'' is no name of a module"),
+    "no name among others": (lambda: applied({"head": None, " ": None}), "' ' is no"),
     "one of two": (lambda: applied([Block, "haed"]), "'haed' selects no module"),
     "a list": (
         lambda: applied("layers"),

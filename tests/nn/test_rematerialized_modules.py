@@ -312,7 +312,7 @@ def traced():
     return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
 
 
-IN_PLACE = {"view": remat, "in place": lambda m: apply(m, "")}
+IN_PLACE = {"view": remat, "in place": lambda m: apply(m, m)}
 
 
 @rows("wrap", IN_PLACE)
