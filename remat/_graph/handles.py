@@ -125,7 +125,7 @@ class PackedOutside(ReadOnce):
 def packed_outside(reach: Reach, hooks: Any) -> Container[int]:
     """Return which inputs hooks around a call may pack."""
     # Torch's checkpoint tells tensors by position. A list may hold more by then.
-    if hooks is not None and is_of_checkpoint(hooks[0]):
+    if is_of_checkpoint(hooks[0]):
         return reach.passed
     stay = away_of(hooks) is not None and reach.buffers  # those that modules hold
     return [i for i in range(reach.first_parameter) if not (stay and stay.get(i))]

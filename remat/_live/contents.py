@@ -169,7 +169,7 @@ class Contents:
         self._places: dict[int, Place] | None = None
         self._held: Sequence[tuple[Span, Place | None]] | None = None
         self._but_for_tensors: Any = None
-        self._spans: dict[int, list[Span]] = {}
+        self._spans: dict[int, list[Span]] | None = None
         self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
         keeper, keys = _Keeper(), taken.keys
         self.kept = keeper.keep_all(taken.values, as_keys=False)
@@ -318,8 +318,7 @@ class Contents:
         """Return the holders that hold something else now."""
         if self.are_in(now):
             return set()
-        then = self._marks, len(self.kept)
-        pairs = differing(self._sizes, then, marks_of(now))
+        pairs = differing(self._sizes, (self._marks, len(self.kept)), marks_of(now))
         return {(span.group, span.number) for span, _ in pairs}
 
     # --- One by one ---
@@ -336,8 +335,7 @@ class Contents:
 
     def keys_of(self, span: Span) -> list[Any]:
         """Return the keys of a holder."""
-        count = (span.end - span.start) * span.kind.keyed
-        return self.keys[span.first_key : span.first_key + count]
+        return self.keys[span.first_key : span.first_key + span.key_count]
 
     def holders(self, layout: Layout) -> Sequence[tuple[Span, Place | None]]:
         """Return the holders, and where each one is that is no owner."""
@@ -353,27 +351,31 @@ class Contents:
                 continue
             _, places, as_keys = layout.below[span.group - first]
             place = places[span.number], as_keys
-            if type(self.at(place)) is Ref:  # else there is a number by now
+            if type(self.at(place)) is Ref:
                 yield span, place
 
     def places(self, layout: Layout) -> dict[int, Place]:
         """Return where each holder that is no owner is, by its identity."""
         if self._places is None:
             self._places = places = dict[int, Place]()
-            for span, place in self.holders(layout):
-                key = self._key_of(layout, span, place)
-                if place is not None:
-                    places.setdefault(key, place)
-                if span.kind is ATTRIBUTES:
-                    span = span._replace(kind=OWNED)  # read through the object itself
-                # What a value is made of comes first, and then its attributes.
-                here = self._spans.setdefault(key, [])
-                here.insert(len(here) * span.kind.adds, span)
+            for _, found, as_keys in layout.below:
+                held = self.keys if as_keys else self.kept
+                for p in found:
+                    if type(held[p]) is Ref:  # else there is a number by now
+                        places.setdefault(held[p].id, (p, as_keys))
         return self._places
 
     def spans_by_id(self, layout: Layout) -> dict[int, list[Span]]:
         """Return where what a value holds is, by its identity."""
-        self.places(layout)
+        if self._spans is None:
+            self._spans = spans = dict[int, list[Span]]()
+            for span, place in self.holders(layout):
+                key = self._key_of(layout, span, place)
+                if span.kind is ATTRIBUTES:
+                    span = span._replace(kind=OWNED)  # read through the object itself
+                # What a value is made of comes first, and then its attributes.
+                here = spans.setdefault(key, [])
+                here.insert(len(here) * span.kind.adds, span)
         return self._spans
 
     def _key_of(self, layout: Layout, span: Span, place: Place | None) -> int:
@@ -433,7 +435,7 @@ def differing(
 def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:
     """Return the identities of the values and of the keys of a holder."""
     first = keys + span.first_key
-    last = first + (span.end - span.start) * span.kind.keyed
+    last = first + span.key_count
     return ids[span.start * 8 : span.end * 8], ids[first * 8 : last * 8]
 
 

@@ -196,8 +196,6 @@ class Given:
 
     def watched(self) -> "list[Watched]":
         """Return what a recompute may find again and write, before the forward."""
-        if not self.are_found:
-            return []
         each = (
             (b, value) for box, value in self.boxes.values() for b in (box, *box.more)
         )
@@ -267,6 +265,10 @@ class Building:
         in_place: whether others that are there are written. Else, as for names in
             errors, they are made again.
     """
+
+    __slots__ = (
+        *("_entered", "_in_place", "_made", "_new", "_run", "_tensors", "_there"),
+    )
 
     def __init__(
         self, tensors: Sequence[Any], run: Any, *, in_place: bool = True

@@ -81,6 +81,7 @@ class Layout:
             nothing of a graph can be there.
         is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
+        is_noted: whether a call notes something of the code that the root reaches.
         remade: what makes a class of remat's again, by the index of an owner of it.
         variables: context variables.
         signature: the code of functions, functions in C, and the classes of objects.
@@ -94,7 +95,8 @@ class Layout:
         *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
         *("_spaces", "_vacant", "below", "births", "cells"),
         *("class_names", "classes", "compiled", "functions", "is_contained"),
-        *("is_lazy", "is_module", "last", "linked", "objects", "odd", "owners"),
+        *("is_lazy", "is_module", "is_noted", "last", "linked", "objects", "odd"),
+        "owners",
         *("remade", "scripted", "signature", "asks", "slotted", "spans", "special"),
         *("streams", "uses_stream_states", "variables", "writes"),
     )
@@ -131,6 +133,8 @@ class Layout:
         self.asks = walk.streams.asks
         self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
         self.is_module = walk.is_module
+        noted = self.streams, self.writes, self.asks, self.compiled, self.is_lazy
+        self.is_noted = any(noted) or self.uses_stream_states
         others = len(owners) > len(functions) or walk.kinds or walk.special
         self.is_contained = not (others or closed or walk.variables)
         self.special: dict[int, str] = {}

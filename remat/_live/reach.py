@@ -82,8 +82,9 @@ class Reach:
             kind = type(values[k]).__name__
             raise CaptureError(_SPENT.format(name=name, kind=kind))
         self._values = [*map(given.put_aside, (*values, fn))]
-        modes = function_modes() if function_mode_count() else ()
-        self._modes = [*map(given.put_aside, modes)]
+        self._modes: Sequence[Any] = ()
+        if function_mode_count():
+            self._modes = [*map(given.put_aside, function_modes())]
         cache = parametrization_cache()
         self._cache = None if cache is None else given.put_aside(cache)
         self._has_iterators = given.has_iterators
@@ -101,9 +102,6 @@ class Reach:
         self._watched: Sequence[Any] = ()
         self._asks = _NONE
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
-        if given.boxes or self._roots:
-            self._lease(given)
-            self._watched = given.watched()
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
@@ -111,7 +109,11 @@ class Reach:
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = self._writes = False
         if given.search is not None or self._roots:
-            self._note_streams(given)
+            self._note_code(given)
+        if self._asks:
+            self._lease(given)
+        if given.are_found:
+            self._watched = given.watched()
         buffers = given.buffers
         for root in self._roots:
             buffers += root.buffers
@@ -127,17 +129,11 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
-        asks = _NONE if given.search is None else given.search.asks
-        for root in self._roots:
-            asks = asks | root.layout.asks
-        if not asks:
-            return
-        self._asks = asks
         end_leases()
         for root in self._roots:
-            root.lease(asks)
+            root.lease(self._asks)
         for box, value in given.boxes.values():
-            if is_told(value, asks):
+            if is_told(value, self._asks):
                 box.ref.ref = box.ref.ref or lease_of(value)
                 given.are_found = True
 
@@ -182,17 +178,21 @@ class Reach:
         # Another tensor may have the identity of one that is gone.
         return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []
 
-    def _note_streams(self, given: Given) -> None:
+    def _note_code(self, given: Given) -> None:
+        """Note what code that it reaches does, and the random streams."""
         found: dict[int, Any] = {}
         if (search := given.search) is not None:
             found, self.compiled = search.streams, search.compiled
             self.uses_stream_states = search.uses_stream_states
-            self._writes = search.writes
-        for layout in [root.layout for root in self._roots]:
-            if layout.streams:
-                alive = (stream() for stream in layout.streams)
-                found |= {id(s): s for s in alive if s is not None}
-            self._writes |= layout.writes
+            self._writes, self._asks = search.writes, search.asks
+        for root in self._roots:
+            layout = root.layout
+            if not layout.is_noted:
+                continue
+            alive = (stream() for stream in layout.streams)
+            found |= {id(s): s for s in alive if s is not None}
+            self._asks |= layout.asks
+            self._writes = self._writes or layout.writes
             self.uses_stream_states |= layout.uses_stream_states
             self.compiled = self.compiled or layout.compiled
             self.is_lazy = self.is_lazy or layout.is_lazy
@@ -293,8 +293,8 @@ class Reach:
 
         The tensors to run on stand for those of the user's that `users` returns.
         """
-        args = self._roots, self._buffers, self.next_hook, tensors
-        return Running(*args, users or self.alive)
+        users = users or self.alive
+        return Running(self._roots, self._buffers, self.next_hook, tensors, users)
 
     def run(
         self,
@@ -344,7 +344,7 @@ class Reach:
                 running.passed = building.made  # until the run has ended
             cache = None if self._cache is None else building.value(self._cache)
             *args, fn = building.values(self._values)
-            modes = building.values(modes)
+            modes = modes and building.values(modes)
         fn = fn if self.around is None else self.around(fn)
         kwargs: dict[str, Any] = {}
         if self._names:

@@ -184,19 +184,18 @@ class Running:
     def _exchange_tensors(self) -> bool:
         """Have other tensors stand in, if nothing else differs; say if that is so."""
         there: dict[int, tuple[Any, Any]] = {}
-        here: list[Any] = []
-        now: list[tuple[Root, Taken | Exchange]] = []
+        now: list[tuple[Root, Any]] = []
         for root in self._roots:
             found = root.but_for_tensors(self.tensors)
             if found is None:
                 return False
             now.append((root, found[0]))
-            here.append(partial(holding, root.layout, found[0]))
             for is_there, then in found[1]:
                 if there.setdefault(id(is_there), (is_there, then))[1] is not then:
                     return False  # one that is to be two
         pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
         if pairs:
+            here = [partial(holding, root.layout, taken) for root, taken in now]
             lifted = Lifted(here, [u for u, _ in pairs], [t for _, t in pairs])
             self._lifted = lifted.__enter__()
         self._now = now

@@ -133,27 +133,28 @@ class SavedInputs:
             self.originals_at: Sequence[int] = range(len(inputs))
             self.originals = self.values = [*inputs]
             return
-        self._packed = packed_outside(reach, hooks)
+        self._packed = () if hooks is None else packed_outside(reach, hooks)
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
-        self.values: list[Any] = []
+        copied = self.may_be_written.difference(self._memory)
+        self.values = values = list[Any]()
         self.originals_at = []
         for i, t in enumerate(entries):
             if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
                 self.originals_at.append(i)
-                self.values.append(t)
-            elif i in self.may_be_written and i not in self._memory:
-                self.values.append(self._copy(i, t))
+                values.append(t)
+            elif i in copied:
+                values.append(self._copy(i, t))
             else:
                 try:
                     value = t.detach() if hooks is None else self._value_of(i, t)
                 except RuntimeError:
                     value = in_place_of_dead(t)
-                self.values.append(value)
+                values.append(value)
         self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
         self.originals_at += range(first, len(inputs))
-        self.values += inputs[first:]
+        values += inputs[first:]
         if nested:
             # The call around has to count them. There they may be no leaves.
             for t in self.originals:
@@ -194,7 +195,7 @@ class SavedInputs:
                 self.may_be_written = self.may_be_written.difference(self._sums)
         if self.may_be_written and self._hooks is None:
             at = sorted(self.may_be_written)
-            known = zip(at, memories_of([entries[i] for i in at]), strict=True)
+            known = zip(at, memories_of([*map(entries.__getitem__, at)]), strict=True)
             self._memory = {i: memory for i, memory in known if memory is not None}
 
     def _copy(self, i: int, t: Tensor) -> Any:

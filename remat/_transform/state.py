@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
-from remat._ambient.ambient import Ambient, put_back
+from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.modes import NO_MODES, ModesAround, modes_around
 from remat._base.absent import Absent
 from remat._base.program import (
@@ -118,17 +117,6 @@ class CallState(NamedTuple):
         if changed:
             refuse_needed(reach, changed, changed)
 
-    def restored(
-        self, reach: Reach, inputs: Sequence[Tensor], mode: Any
-    ) -> AbstractContextManager[None]:
-        """Return a context in which it is restored, and changed inputs are not read."""
-        streams = self.ambient.streams_now(reach.streams)
-        self._check_moved(reach, inputs)
-        marked = None
-        if self.attributes or self.leaf_changes.marks:
-            marked = self._marked(inputs)
-        return _Restored(self._restored(reach, inputs, mode), streams, marked)
-
     def run(
         self,
         run: Callable[[Sequence[Tensor]], Any],
@@ -138,18 +126,26 @@ class CallState(NamedTuple):
         mode: Any,
     ) -> tuple[Any, Sequence[Tensor]]:
         """Run something in this state. Also return the inputs it was given."""
-        with self.restored(reach, inputs, mode):
-            if not (updated or self.classes):
-                return run(inputs), inputs
-            around: AbstractContextManager[Any] = nullcontext()
-            if updated:
-                inputs, around = buffers_to_run_on(reach, inputs, updated)
-            if self.has_classes():
-                inputs = self.in_classes(inputs)
-                with around, torch_functions():
+        streams = self.ambient.streams_now(reach.streams)
+        where, then = self.addresses
+        if then:
+            self._check_moved(reach, inputs, where, then)
+        state, around = self._restored(reach, inputs, mode), NOTHING
+        is_marked = self.attributes or self.leaf_changes.marks
+        try:
+            with state, self._marked(inputs) if is_marked else NOTHING:
+                if not (updated or self.classes):
                     return run(inputs), inputs
-            with around:
-                return run(inputs), inputs
+                if updated:
+                    inputs, around = buffers_to_run_on(reach, inputs, updated)
+                if self.has_classes():
+                    inputs = self.in_classes(inputs)
+                    with around, torch_functions():
+                        return run(inputs), inputs
+                with around:
+                    return run(inputs), inputs
+        finally:
+            put_back(streams)
 
     def under_modes(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what runs under the user's modes for operations that changed some."""
@@ -164,10 +160,15 @@ class CallState(NamedTuple):
             return run
         return functools.partial(self.modes.run_watched, run)
 
-    def _check_moved(self, reach: Reach, inputs: Sequence[Tensor]) -> None:
+    @staticmethod
+    def _check_moved(
+        reach: Reach,
+        inputs: Sequence[Tensor],
+        where: Sequence[InputIndex],
+        then: Sequence[int],
+    ) -> None:
         """Warn of leaves that were given other memory since; refuse constants."""
-        where, then = self.addresses
-        if not then or current_layer() is not None or may_be_gathered():
+        if current_layer() is not None or may_be_gathered():
             return
         now = addresses_of([inputs[i] for i in where])
         if now is None or now == then:
@@ -226,35 +227,6 @@ class CallState(NamedTuple):
     def in_classes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return inputs in the classes that they had."""
         return [*map(in_class, inputs, self.classes)]
-
-
-class _Restored(AbstractContextManager[None]):
-    """A context in which streams are drawn from, and then are where they were."""
-
-    __slots__ = "_around", "_marked", "_streams"
-
-    def __init__(
-        self,
-        around: AbstractContextManager[Any],
-        streams: Any,
-        marked: AbstractContextManager[Any] | None,
-    ) -> None:
-        self._around, self._streams, self._marked = around, streams, marked
-
-    @override
-    def __enter__(self) -> None:
-        self._around.__enter__()
-        if self._marked is not None:
-            self._marked.__enter__()
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if self._marked is not None:
-                self._marked.__exit__(*error)
-            self._around.__exit__(*error)
-        finally:
-            put_back(self._streams)
 
 
 def call_state(
