@@ -54,6 +54,7 @@ def assert_planned(run, over, *, is_function):
     assert count == once if over == "step" else once < count <= once + 3
 
 
+@pytest.mark.one_in(2)
 @kernels
 @both
 def test_steps_with_kernels_are_planned(name, is_function):

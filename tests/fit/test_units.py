@@ -78,6 +78,7 @@ ROWS = {
 CASES = [(name, share) for name, row in ROWS.items() for share in row[3]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "share"), CASES)
 def test_steps_by_blocks_are_as_predicted(name, share):
     make, args, loss, most = ROWS[name]

@@ -22,6 +22,7 @@ REGIONS = {
 
 # Of torch, in `linearize`.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("transform", ALL)
