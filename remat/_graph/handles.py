@@ -27,6 +27,7 @@ from remat._graph.residual import Offloaded, ReadOnce, Residual
 from remat._live.reach import Reach
 from remat._offload.inputs import away_of
 from remat._torch import (
+    has_no_memory,
     is_of_checkpoint,
     keeps_graph,
     leave_hooks_on,
@@ -75,6 +76,19 @@ class Handle:
         if view is None:
             return residual.detach()
         return viewed(residual, view.shape, view.stride, view.offset)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Take a value that a recompute around the call has; say whether it fits."""
+        node = tensor.grad_fn
+        # Without a node it may be a buffer, which is put back. One without memory was
+        # left out of that recompute. A nested one has no shape.
+        if node is None or tensor.is_nested or has_no_memory(tensor):
+            return False
+        meta = tensor.shape, tensor.dtype, type(node)
+        if meta != self.call.metas[self.position]:
+            return False
+        self.value, self.version = tensor.detach(), tensor._version
+        return True
 
 
 class VersionedTensor:

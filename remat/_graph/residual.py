@@ -84,7 +84,7 @@ class Residual(ReadOnce):
         if self._unpack is not None:
             return self.once(functools.partial(self._unpack, self._tensor))
         if not self.is_as_it_was:
-            raise MutationError(_CHANGED.format(op=self.op.func, where=self.op.source))
+            raise MutationError(CHANGED.format(op=self.op.func, where=self.op.source))
         return self._tensor
 
     def stored(self) -> list[Tensor]:
@@ -164,7 +164,7 @@ def store(
     return residuals
 
 
-_CHANGED = (
+CHANGED = (
     "remat: a result of {op} ({where}), which the policy saves for the backward, was "
     "changed in place since the forward. Change a copy: it was returned, or shares "
     "memory with what was."

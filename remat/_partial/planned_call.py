@@ -15,6 +15,7 @@ used, node by node.
 import contextlib
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,7 +27,7 @@ from typing_extensions import override
 from remat._base.absent import Absent, like
 from remat._base.errors import MutationError
 from remat._graph.handles import Handle
-from remat._graph.residual import OFFLOAD, Offloaded, Residual, store
+from remat._graph.residual import CHANGED, OFFLOAD, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
 from remat._partial.check import Check
@@ -175,6 +176,8 @@ class SavedInHandles(PlannedCall):
         self._is_replayed = False  # and holds no residual any more
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
+        # By position: those that wait for residuals, which the call around recomputes.
+        self._waiting: dict[int, Handle] = {}
 
     @classmethod
     def of_choice(
@@ -195,7 +198,8 @@ class SavedInHandles(PlannedCall):
             hooks=hooks,
             nested=True,
         )
-        new.cache, new.plans = choice
+        new.cache, new.plans, forward = choice
+        new._waiting = getattr(forward(), "_waiting", {})
         plans, early = choice[1], new._early
         steps, residuals = plans.record.steps, plans.full.plan.residuals
 
@@ -210,7 +214,8 @@ class SavedInHandles(PlannedCall):
     @property
     def choice(self) -> Any:
         """What the call follows, for `of_choice`."""
-        return None if self.plans is None else (self.cache, self.plans)
+        plans = self.plans
+        return None if plans is None else (self.cache, plans, weakref.ref(self))
 
     def pack(self, position: int, tensor: Tensor | None) -> None:
         """Note what the graph saves at a position; None if that has no handle."""
@@ -218,8 +223,12 @@ class SavedInHandles(PlannedCall):
         if plans is None:
             if mode is not None:
                 mode.saved_storages.pack(tensor)
-        elif position in plans.residual_of_handle and tensor is not None:
+        elif tensor is None:
+            return
+        elif position in plans.residual_of_handle:
             self._taken[position] = tensor.detach()
+        elif position in self._waiting and self._waiting[position].takes(tensor):
+            self._waiting.pop(position, None)
 
     def gives_up(self, *, accumulates: bool) -> str:
         """Return why this call, and those after it, follow nothing; "" if they do.
@@ -322,13 +331,18 @@ class SavedInHandles(PlannedCall):
             for handle in handles:
                 self.mode.saved_storages.note_copy(handle.position, handle.value)
 
-    def replay(self, handles: Iterable[Handle]) -> Replay | None:
+    def replay(self, handles: list[Handle]) -> Replay | None:
         """Return a recompute along the plan that fills handles; None without a plan."""
         plans = self.plans
         if plans is None or self._is_replayed:
             return None
+        self._waiting.update((handle.position, handle) for handle in handles)
+        try:
+            held = [None if r is None else r.value() for r in self._for_recompute]
+            handles[:] = self._waiting.values()  # the call around filled the others
+        finally:
+            self._waiting = {}
         targets = tuple(sorted(handle.position for handle in handles))
-        held = [None if r is None else r.value() for r in self._for_recompute]
         return Replay(self, plans, targets, held, held.__getitem__)
 
 
@@ -381,9 +395,9 @@ class SavedInNode(PlannedCall):
         take = self._taker(residuals)
         replaying = Replay(self, self.plans, targets, residuals, take)
         # No absent tensor is of a level of torch.func.
-        whole = current_layer() is None or not any(map(_is_of_level, inputs))
+        whole = current_layer() is None or all(base_tensor(t) is t for t in inputs)
         recorded = torch.is_grad_enabled()
-        may_stand_in = functools.partial(_may_stand_in, recorded) if whole else _never
+        may_stand_in = functools.partial(_may_stand_in, whole, recorded)
         try:
             # No name for the stand-ins: `escaped` counts who else holds them.
             grads = pull(replaying.stand_ins(inputs, may_stand_in), replaying)
@@ -418,33 +432,19 @@ class SavedInNode(PlannedCall):
         if now != self._versions:
             assert self.plans is not None
             index = [*map(operator.ne, now, self._versions)].index(True)
-            i, k = self.plans.full.plan.residuals[index]
+            i, _ = self.plans.full.plan.residuals[index]
             op = self.plans.record.steps[i].op
-            raise MutationError(_CHANGED.format(op=op.func, k=k, source=op.source))
+            raise MutationError(CHANGED.format(op=op.func, where=op.source))
         if not self._origins:
             return residuals.__getitem__
         return Fetched(residuals, self._origins).take
 
 
-def _is_of_level(tensor: Tensor) -> bool:
-    return base_tensor(tensor) is not tensor
-
-
-def _may_stand_in(recorded: bool, tensor: Tensor) -> bool:
+def _may_stand_in(may_any: bool, recorded: bool, tensor: Tensor) -> bool:
     """Say whether an absent tensor may stand for an input, under a graph or not."""
     reaches = recorded and tensor.requires_grad  # the graph has to reach it
-    return type(tensor) is Tensor and not (reaches or is_lazy(tensor))
-
-
-def _never(tensor: Tensor) -> bool:
-    del tensor
-    return False
+    return may_any and type(tensor) is Tensor and not (reaches or is_lazy(tensor))
 
 
 _FOLLOWS_NOTHING = CallCache()
 _FOLLOWS_NOTHING.reason = "it does what was decided before"
-_CHANGED = (
-    "remat: output {k} of {op} ({source}), which the policy saves for the backward, "
-    "was changed in place since the forward. Change a copy: it was returned, or shares "
-    "memory with what was."
-)

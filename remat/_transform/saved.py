@@ -598,8 +598,8 @@ def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
             _fill_fully(call, handles)
         planned.note_read(handles)
         return
-    replaying = planned.replay(handles)
-    if replaying is not None and _fill_along_plan(call, handles, replaying):
+    replaying = planned.replay(handles := [*handles])
+    if replaying and (not handles or _fill_along_plan(call, handles, replaying)):
         if current_task() >= 0 and not keeps_graph():
             planned.let_go()
         return

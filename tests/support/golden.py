@@ -175,3 +175,5 @@ BY_REMAT3 = {
     "remat(dots)": "dot 6, tanh 2",  # one tanh less: it asks no policy of calls within
     "everything(remat)": "dot 6, tanh 2",  # for which it recomputes all of this
 }
+# What it runs by `.backward()` here, where that is less than in the older one.
+BY_BACKWARD = {"remat(dots)": "dot 6, tanh 2"}
