@@ -13,10 +13,12 @@ Rejected: to look at the stack. Two calls of one module look alike.
 """
 
 import functools
+import inspect
 import re
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -277,13 +279,26 @@ def function_names() -> Iterator[str]:
     """Yield the full names of the custom Functions whose forwards run."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in _RUNS:
-        code, frame, space = frame.f_code, frame.f_back, frame.f_globals
-        is_called = frame is not None and frame.f_code.co_filename.endswith(_CALLERS)
-        if code.co_name == "forward" and is_called:
-            yield f"{space.get('__name__')}.{code.co_qualname.removesuffix('.forward')}"
+        if frame.f_code.co_name == "forward" and (name := _function_of(frame.f_code)):
+            yield name
+        frame = frame.f_back
 
 
-_CALLERS = "autograd/function.py", "autograd_function.py"
+def _function_of(code: types.CodeType) -> str:
+    """Return the full name of the Function whose forward this is; "" if of none."""
+    name = _FORWARDS.get(code)
+    if name is None:
+        kinds = [torch.autograd.Function]
+        for kind in kinds:  # which grows
+            kinds += kind.__subclasses__()
+            forward = inspect.unwrap(getattr(kind, "forward"))  # noqa: B009
+            if "forward" in vars(kind) and hasattr(forward, "__code__"):
+                _FORWARDS[forward.__code__] = full_name(kind)
+        name = _FORWARDS.setdefault(code, "")
+    return name
+
+
+_FORWARDS = weakref.WeakKeyDictionary[types.CodeType, str]()
 # What ends the part of the stack that is in what is rematerialized.
 _RUNS = [code for code in in_place.__code__.co_consts if hasattr(code, "co_name")]
 

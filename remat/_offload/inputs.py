@@ -175,6 +175,7 @@ def warn_of_inputs(label: str, why: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
+HINT = ". Name them, and have the policy of a call around offload these names"
 _TOLD = set[tuple[str, str]]()
 
 

@@ -60,9 +60,10 @@ class scope:  # noqa: N801
         policy: of the results in the block: what it saves is stored as without the
             block, and what it offloads is brought back. By default nothing is saved.
             The policy of a nested block is joined with those around it.
+        **unknown: not accepted.
 
     Raises:
-        TypeError: the policy is a budget (``within``).
+        TypeError: the policy is a budget (``within``), or there is another option.
         RematError: on entry, inside of ``torch.func.grad``, ``vmap`` or the like. There
             use ``remat(fn)``.
         MutationError: in the backward, if a tensor that the block was given was changed
@@ -85,7 +86,9 @@ class scope:  # noqa: N801
         (1, True)
     """
 
-    def __init__(self, policy: Any = None) -> None:
+    def __init__(self, policy: Any = None, **unknown: NoReturn) -> None:
+        if unknown:
+            raise TypeError(_NO_OPTION.format(name=next(iter(unknown))))
         self._policy = None if policy is None else as_policy(policy)
         if self._policy is not None and self._policy.has_budget:
             raise TypeError(_NO_BUDGET.format(policy=self._policy))
@@ -116,6 +119,10 @@ _NO_CALL = (
     "remat: remat.scope is a block: write `with remat.scope():` around the code. To "
     "recompute a function or a module, write remat.remat(fn) in place of "
     "remat.scope(fn)."
+)
+_NO_OPTION = (
+    "remat: remat.scope takes a policy, and no {name}=. Put the block in a function, "
+    "and write remat.remat(fn, {name}=...)."
 )
 _NO_BUDGET = (
     "remat: remat.scope cannot follow {policy}: what the backward reads of a block is "

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils.module_tracker import ModuleTracker
@@ -385,7 +386,8 @@ def answer_calls(
 
     @functools.wraps(function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # Modules look for the node of the hooks on their graph by its name.
+        if torch.compiler.is_compiling() or cls is BackwardHookFunction:
             return plain_apply(cls, *args, **kwargs)
         return of_function(plain_apply, cls, args, kwargs)
 

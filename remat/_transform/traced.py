@@ -31,7 +31,7 @@ from remat._base.errors import CaptureError
 from remat._base.labels import Label, label_of
 from remat._base.operators import named
 from remat._base.types import Fn, Opaque
-from remat._offload.inputs import warn_of_inputs
+from remat._offload.inputs import HINT, warn_of_inputs
 from remat._partial.barrier import behind
 from remat._partial.decide import warn_once
 from remat._partial.names import BY_RULE
@@ -109,7 +109,7 @@ def _key_in_trace(name: str, where: str, flags: Any, parts: Any, policy: Any) ->
     """Return the key of a node; "" if no compiled code can follow the policy."""
     options = Options(whole(parts, policy), *flags)
     if options.offload_inputs:
-        warn_of_inputs(label_of(name, where), "compiled code holds them")
+        warn_of_inputs(label_of(name, where), f"compiled code holds them{HINT}")
     return "" if offloads_to_disk(options.policy) else key_of(name, where, options)
 
 

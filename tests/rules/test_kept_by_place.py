@@ -151,6 +151,22 @@ def test_a_module_that_changes_something_is_saved_by_its_operations():
     assert ops["mm"] == 3 + 2
 
 
+@pytest.mark.parametrize("options", [{}, {"higher_order": True}, {"prune": True}])
+def test_a_module_with_hooks_on_its_gradients(options):
+    """The Function that torch puts around its inputs is not kept: it is looked for."""
+    block, seen = Block(), []
+    block.attn.register_full_backward_hook(lambda _, grads, __: seen.extend(grads))
+    want, _ = gradients(block, block)
+    fn = remat.remat(block, policy={"attn": "save"}, **options)
+    for _ in range(3):
+        with count_ops() as ops:
+            found, _ = gradients(fn, block)
+        assert ops["mm"] == 3 + 2
+        assert_same(found, want)
+    assert len(seen) == 4
+    assert_same(seen[1:], seen[:1] * 3)
+
+
 def test_running_statistics():
     norms = [nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()).double() for _ in range(2)]
     fn = remat.remat(lambda x: norms[0](x.exp()).sin(), policy={"0": "save"})
