@@ -137,12 +137,23 @@ class SavedInputs:
         if not TENSORS.issuperset(map(type, entries)):
             self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
-        copied = self.may_be_written.difference(self._memory)
-        self.values = values = list[Any]()
-        self.originals_at = []
+        self.values, self.originals_at = self._saved(entries)
+        self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
+        self.originals_at += range(first, len(inputs))
+        self.values += inputs[first:]
+        if nested:
+            # The call around has to count them. There they may be no leaves.
+            for t in self.originals:
+                hooks[0](t)
+
+    def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
+        """Return what is saved of each input, and which are saved themselves."""
+        copied, hooks = self.may_be_written.difference(self._memory), self._hooks
+        values: list[Any] = []
+        themselves: list[int] = []
         for i, t in enumerate(entries):
             if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
-                self.originals_at.append(i)
+                themselves.append(i)
                 values.append(t)
             elif i in copied:
                 values.append(self._copy(i, t))
@@ -152,13 +163,7 @@ class SavedInputs:
                 except RuntimeError:
                     value = in_place_of_dead(t)
                 values.append(value)
-        self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
-        self.originals_at += range(first, len(inputs))
-        values += inputs[first:]
-        if nested:
-            # The call around has to count them. There they may be no leaves.
-            for t in self.originals:
-                hooks[0](t)
+        return values, themselves
 
     def _choose_copies(
         self, entries: Sequence[Tensor], buffers: Mapping[int, bool]
