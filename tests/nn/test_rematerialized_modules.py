@@ -192,14 +192,14 @@ class Twice(nn.Module):
         return torch.tanh(self.weight @ torch.tanh(self.weight @ x))
 
 
-@pytest.mark.parametrize(("policy", "again"), [(None, 2), (policies.dots_saveable, 3)])
+@pytest.mark.parametrize(("policy", "again"), [(None, 2), (policies.dots_saveable, 0)])
 def test_a_view_of_a_view_keeps_both_policies(policy, again):
-    wrapped, x = remat(remat(Twice(), policy=policy), prune=True), make(4, 4, seed=2)
+    wrapped, x = remat(remat(Twice(), prune=True), policy=policy), make(4, 4, seed=2)
     x.requires_grad_()
     for _ in range(2):  # recorded, then with the record
         with count_ops() as ops:
             wrapped(x).sum().backward()
-        assert ops["tanh"] == 2 + again
+        assert (ops["tanh"], ops["mm"]) == (2 + 2, 6 + again)
 
 
 def test_what_is_not_there_is_an_attribute_error_of_the_module():
