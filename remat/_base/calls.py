@@ -19,10 +19,10 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 import torch
@@ -311,7 +311,8 @@ class Places:
 
     def __init__(self, asks: bool, calls: Any = None) -> None:
         self.calls: Any = (calls or Calls()) if asks else None
-        self._counts = Counter[Any]()  # of the operations of each operator
+        # Counts the operations of each operator.
+        self._counts: dict[Any, Any] = defaultdict(count)
 
     def begin(self) -> None:
         """Let the run, which follows, tell which module runs."""
@@ -326,8 +327,7 @@ class Places:
     def of(self, func: Any) -> tuple[str, tuple[str, ...], int]:
         """Return the last fields of an `Op`: its module, the classes, which it is."""
         packet = getattr(func, "overloadpacket", func)
-        nth = self._counts[packet]
-        self._counts[packet] = nth + 1
+        nth = next(self._counts[packet])
         if self.calls is None:
             return "", (), nth
         module, classes = self.calls.where

@@ -317,7 +317,7 @@ def metas_of(inputs: Sequence[Tensor]) -> Hashable:
 class CallKind:
     """What tells calls under base autograd apart, but for their policy and `prune`."""
 
-    signature: Hashable
+    signature: tuple[Any, ...]
     metas: Hashable
 
     def cache(self, policy: Policy | None, prune: Any) -> CallCache:

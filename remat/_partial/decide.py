@@ -6,6 +6,7 @@ Invariant: each answer is a function of data. Rejected: to decide in each loweri
 lowerings would differ, and reports would be wrong.
 """
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -89,7 +90,7 @@ _DEEP = f"it is inside of {_DEPTH} calls that are"
 
 def is_refused(
     cache: CallCache,
-    signature: Iterable[Any],
+    signature: tuple[Any, ...],
     policy: Policy | None,
     prune: Prune,
     label: str,
@@ -102,14 +103,15 @@ def is_refused(
     return True
 
 
-def _asks_for_modes(signature: Iterable[Any]) -> bool:
+@functools.lru_cache(512)  # calls of one signature have records for many shapes
+def _asks_for_modes(signature: tuple[Any, ...]) -> bool:
     for part in signature:
         code = part() if type(part) is weakref.ref else part
         if isinstance(code, tuple) and _asks_for_modes(code):
             return True
         if type(code) is CodeType and not is_installed(code.co_filename):
-            names = (name for inner in nested(code) for name in inner.co_names)
-            if any(name.lstrip("_").startswith(_ASKING) for name in names):
+            names = " ".join(name for inner in nested(code) for name in inner.co_names)
+            if any(asking in names for asking in _ASKING):
                 return True
     return False
 

@@ -577,9 +577,10 @@ def _planned(
     warn_if_asked(policy, prune, situation, label, why)
     if why:
         return None
+    signature = program.signature
     options = reference(policy), prune, *request.needs, state.ambient.key
-    cache = cache_of((*program.signature, *options), inputs, call.owner, policy)
-    if is_refused(cache, program.signature, policy, prune, label):
+    cache = cache_of((*signature, *options), inputs, call.owner, policy)
+    if is_refused(cache, signature, policy, prune, label):
         return None
     return SavedInNode(
         cache=cache, policy=policy, prune=prune, inputs=inputs, label=label, inner=inner

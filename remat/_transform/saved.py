@@ -245,9 +245,9 @@ class Saved:
         warn_if_asked(policy, prune, situation, self.label, why)
         if why:
             return
-        cache = self.kind(inputs).cache(policy, prune).for_owner(owner, policy)
-        signature = () if cache.plans is not None else self.reach.signature
-        if not is_refused(cache, signature, policy, prune, self.label):
+        kind = self.kind(inputs)
+        cache = kind.cache(policy, prune).for_owner(owner, policy)
+        if not is_refused(cache, kind.signature, policy, prune, self.label):
             self.planned = SavedInHandles(
                 cache=cache,
                 policy=policy,
