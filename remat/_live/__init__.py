@@ -7,7 +7,8 @@ it held at the call.
     running     one run of it again
     lifted      other tensors in place of the user's
     holding     which holders hold one of some values
-    attributes  what is set on the inputs of a forward
+    attributes  what is set on tensors
+    numbers     where each tensor is among the inputs of the call
     left        what a function leaves in holders besides its result
     identities  identities of tensors that code asks for, which are refused
     copies      copies of buffers in holders, which other threads may find

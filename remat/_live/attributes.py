@@ -1,62 +1,124 @@
-"""What is set on the inputs of a forward under torch.func, as attributes.
+"""What is set on tensors as attributes, and what it leads to.
 
-Other tensors stand in for the user's, and begin with the attributes of these. When the
-forward has run, the user's have those that the stand-ins have by then. What was
-computed is left there as in any other holder (`left`).
+The attributes of a tensor that a call reaches are put aside like its arguments. A run
+again finds them on the tensors that it is given, holding what they held. Under
+torch.func the tensors of a forward stand in for the user's, and begin with the
+attributes of these. When it has run, the user's have those that the stand-ins have by
+then. What was computed is left there as in any other holder (`left`).
 
-Invariant: afterwards no stand-in has an attribute. Rejected: one dict for both. A graph
-may hold a stand-in, and so would hold what the user sets later.
+Invariant: afterwards no stand-in has an attribute. One that leads to what was computed
+from it would be a cycle through the graph, which the garbage collector does not see.
+Rejected: one dict for both. A graph may hold a stand-in, and so would hold what the
+user sets later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from remat._base.types import TENSORS
 from remat._capture.container_kinds import ATTRIBUTES
+from remat._capture.holders import flatten
 from remat._live.exchange import are_same
+from remat._live.given import Building, Given
 from remat._live.left import ON_INPUT, Left, LeftAt
 from remat._live.lifted import LiftedForward
+from remat._live.roots import Root, roots_of
+from remat._torch import unwrap_dead
 
 
+_NOTHING: dict[str, Any] = {}
 _OWN = "retain_grad"  # of a stand-in, which asks the input
-Entries = Sequence[dict[str, Any]]
 
 
-def lend(users: Sequence[Tensor], tensors: Sequence[Tensor], entries: Entries) -> None:
-    """Set on stand-ins what is set on the user's tensors."""
-    for user, tensor, then in zip(users, tensors, entries, strict=True):
-        if then and tensor is not user:
-            vars(tensor).update(then)
-
-
-def give_back(
-    users: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    entries: Entries | None,
-    lifted: LiftedForward,
-) -> None:
-    """Set on the user's tensors what stand-ins have; note what was computed.
+def put_aside(
+    given: Given, roots: list[Root], each: list[list[Tensor]]
+) -> dict[int, dict[str, Any]]:
+    """Put aside what is set on tensors of a call, by the identity of the tensor.
 
     Args:
-        users: the user's.
-        tensors: what stands in for them.
-        entries: what was set on them before; None where nothing was.
-        lifted: tells what is the user's, and is told what was left.
+        given: what the call is given. Tensors that attributes lead to are added.
+        roots: of the call. Those that attributes lead to are added.
+        each: the tensors of each of these.
     """
-    for n, (user, tensor) in enumerate(zip(users, tensors, strict=True)):
-        if not (type(tensor) in TENSORS and type(user) in TENSORS):
-            continue  # in attributes a subclass has the tensors that it wraps
-        then: dict[str, Any] = {} if entries is None else entries[n]
-        now = {k: v for k, v in vars(tensor).items() if k != _OWN or k in then}
-        if tensor is not user:
-            vars(tensor).clear()
-        if [*now] == [*then] and are_same([*now.values()], [*then.values()]):
-            continue
-        values = lifted.owned([*now.values()])
-        ATTRIBUTES.write(vars(user), [*now], values)
-        found = [i for i, value in enumerate(values) if lifted.may_be_left(value)]
-        if found:
-            at = LeftAt((ON_INPUT, n), ATTRIBUTES, found)
-            lifted.left.append((at, Left(at, vars(user))))
+    found: dict[int, dict[str, Any]] = {}
+    while True:
+        todo = [*given.tensors, *flatten(each)]
+        marked = [(t, held) for t in todo if (held := vars(t)) and id(t) not in found]
+        if not marked:
+            return found
+        count = len(given.roots)
+        for t, held in marked:
+            # In attributes a subclass has the tensors that it wraps.
+            is_plain, is_dead = type(t) in TENSORS, unwrap_dead(t) is not t
+            found[id(t)] = {
+                name: given.put_aside(value) if is_plain and name != _OWN else value
+                for name, value in held.items()
+                # Of a level that has ended: the graph between the two is gone.
+                if not (is_dead and isinstance(value, Tensor))
+            }
+        if len(given.roots) > count:
+            roots[:] = roots_of(given.roots.values())
+            each[:] = [root.tensors() for root in roots]
+
+
+def set_again(
+    attributes: Mapping[int, dict[str, Any]], tensors: Sequence[Tensor], to: Building
+) -> None:
+    """Set on the tensors of a run what was set on those of the call."""
+    for i, held in attributes.items():
+        vars(tensors[i]).update(zip(held, to.values([*held.values()]), strict=True))
+
+
+class Lent:
+    """The attributes of the user's tensors, while a forward runs on others.
+
+    A tensor that stands for itself has them, too, around what stands in for others.
+    """
+
+    __slots__ = "_pairs", "_then"
+
+    def __init__(
+        self,
+        users: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        *,
+        were_set: bool = True,
+    ) -> None:
+        # In attributes a subclass has the tensors that it wraps.
+        self._pairs = [
+            (n, user, tensor)
+            for n, (user, tensor) in enumerate(zip(users, tensors, strict=True))
+            if type(tensor) in TENSORS and type(user) in TENSORS
+        ]
+        each = [vars(user) if were_set else _NOTHING for _, user, _ in self._pairs]
+        self._then = [held.copy() for held in each]
+
+    def call(self, lifted: LiftedForward, body: Callable[[], Any]) -> Any:
+        """Call something while the tensors of the forward have them."""
+        for (_, _, tensor), then in zip(self._pairs, self._then, strict=True):
+            vars(tensor).update((name, lifted.of(v)) for name, v in then.items())
+        try:
+            return body()
+        except BaseException:
+            for (_, user, _), then in zip(self._pairs, self._then, strict=True):
+                ATTRIBUTES.write(vars(user), [*then], [*then.values()])
+            raise
+
+    def end(self, lifted: LiftedForward) -> bool:
+        """Set on the user's what the others have; say whether that is something new."""
+        is_new = False
+        for (n, user, tensor), then in zip(self._pairs, self._then, strict=True):
+            now = {k: v for k, v in vars(tensor).items() if k != _OWN or k in then}
+            if vars(tensor) is not vars(user):  # as a constant in a level has
+                vars(tensor).clear()
+            if [*now] == [*then] and are_same([*now.values()], [*then.values()]):
+                continue
+            is_new, values = True, lifted.owned([*now.values()])
+            ATTRIBUTES.write(vars(user), [*now], values)
+            found = [i for i, value in enumerate(values) if lifted.may_be_left(value)]
+            if found:
+                at = LeftAt((ON_INPUT, n), ATTRIBUTES, found)
+                lifted.left.append((at, Left(at, vars(user))))
+        return is_new

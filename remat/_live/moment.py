@@ -82,10 +82,9 @@ class Moment:
         if self._bytes != before._bytes:
             yield "an array"
         if not _are_same_dicts(before._attributes, self._attributes):
-            yield ATTRIBUTE
+            yield "an attribute of a tensor"
 
 
-ATTRIBUTE = "an attribute of a tensor"
 _MOST = 2_000  # of the numbers of one holder
 
 

@@ -13,17 +13,20 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS, Fn
+from remat._capture.holders import flatten
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
+from remat._live.attributes import put_aside, set_again
 from remat._live.bound import BoundFunction, call_under
 from remat._live.boxes import Box
 from remat._live.contents import At
@@ -32,6 +35,7 @@ from remat._live.leases import end_leases, is_told, lease_of
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
 from remat._live.names import CallNames
+from remat._live.numbers import number_all
 from remat._live.roots import Root, code_writes, roots_of
 from remat._live.running import Running, undone
 from remat._live.walk import is_hook_of_library
@@ -44,7 +48,8 @@ from remat._torch import (
 
 
 _NONE = frozenset[str]()
-_PARAMETERS = frozenset({nn.Parameter})
+_NONE_SET: dict[int, dict[str, Any]] = {}
+_attributes = attrgetter("__dict__")
 
 
 class Reach:
@@ -61,13 +66,31 @@ class Reach:
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
         is_bare: whether it is a function of tensors and constants alone.
+        attributes: what was set on the tensors, by their numbers.
+        marks: whether a run has attributes on its tensors, or sets some.
     """
 
     __slots__ = (
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_refs"),
         *("_modes", "_names", "_roots", "_running", "_values", "_watched", "_writes"),
-        *("around", "buffers", "compiled", "first_parameter", "is_bare", "is_lazy"),
-        *("label", "left", "next_hook", "streams", "tensors", "uses_stream_states"),
+        *(
+            "around",
+            "attributes",
+            "buffers",
+            "compiled",
+            "first_parameter",
+            "is_bare",
+            "is_lazy",
+        ),
+        *(
+            "label",
+            "left",
+            "marks",
+            "next_hook",
+            "streams",
+            "tensors",
+            "uses_stream_states",
+        ),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -93,12 +116,9 @@ class Reach:
         self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
-        parameters: list[Tensor] = []
-        if given.roots:
-            if any(MODULE_HOOKS.dicts):
-                self._add_hooks_of_all_modules(given)
-            self._roots = roots_of(given.roots.values())
-            parameters = self._number_all(given)
+        parameters, attributes = list[Tensor](), _NONE_SET
+        if given.roots or any(map(_attributes, given.tensors)):
+            parameters, attributes = self._walk(given)
         self._watched: Sequence[Any] = ()
         self._asks = _NONE
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
@@ -106,8 +126,14 @@ class Reach:
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
+        self.attributes: Mapping[int, dict[str, Any]] = attributes
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = self._writes = False
+        self.marks = False
+        if attributes:
+            each = enumerate(map(id, self.tensors))
+            self.attributes = {i: attributes[k] for i, k in each if k in attributes}
+            self.marks = True
         if given.search is not None or self._roots:
             self._note_code(given)
         if self._asks:
@@ -119,7 +145,18 @@ class Reach:
             buffers += root.buffers
         self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
         beside = given.boxes or buffers or self._modes or given.has_iterators
-        self.is_bare = not (self._roots or beside)
+        self.is_bare = not (self._roots or beside or attributes)
+
+    def _walk(self, given: Given) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
+        """Return the parameters found, and what is set on tensors, by identity."""
+        if given.roots:
+            if any(MODULE_HOOKS.dicts):
+                self._add_hooks_of_all_modules(given)
+            self._roots = roots_of(given.roots.values())
+        each, attributes = [root.tensors() for root in self._roots], _NONE_SET
+        if any(map(_attributes, flatten((given.tensors, *each)))):
+            attributes = put_aside(given, self._roots, each)
+        return number_all(given, self._roots, each, self.buffers), attributes
 
     def _add_hooks_of_all_modules(self, given: Given) -> None:
         hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
@@ -136,47 +173,6 @@ class Reach:
             if is_told(value, self._asks):
                 box.ref.ref = box.ref.ref or lease_of(value)
                 given.are_found = True
-
-    def _number_all(self, given: Given) -> list[Tensor]:
-        """Give each tensor that the roots reach a number; return the parameters.
-
-        Parameters get the last numbers, a block for each root (`root.first`), and
-        nothing is noted of each by itself. Others are added to `given`. If a parameter
-        is found twice there are no blocks, and all are added to `given`.
-        """
-        each = [root.tensors() for root in self._roots]
-        if not any(each):
-            return []
-        parameters = self._parameters(given, each)
-        passed = len(given.tensors)
-        for root, tensors in zip(self._roots, each, strict=True):
-            contents = root.contents
-            if parameters and len(contents.others) < len(tensors):
-                tensors = [*map(tensors.__getitem__, contents.others)]
-            root.entries, is_module = given.numbers_of(tensors), root.layout.is_module
-            for i, t in zip(root.entries, tensors, strict=True):
-                if not t.requires_grad and (is_module or i >= passed):
-                    self.buffers[i] = self.buffers.get(i, False) or is_module
-        if parameters:
-            first = len(given.tensors)
-            for root in self._roots:
-                root.first, first = first, first + len(root.contents.refs)
-        return parameters
-
-    def _parameters(self, given: Given, each: Sequence[list[Tensor]]) -> list[Tensor]:
-        """Return the parameters that the roots reach, or none if one is found twice."""
-        found = [root.contents.parameters for root in self._roots]
-        if len(found) == 1:
-            are_apart = given.index.keys().isdisjoint(found[0])
-        else:
-            known = {*given.index}.union(*found)
-            are_apart = len(known) == len(given.index) + sum(map(len, found))
-        parameters: list[Tensor] = []
-        if are_apart:
-            for root, tensors in zip(self._roots, each, strict=True):
-                parameters += root.contents.parameters_in(tensors)
-        # Another tensor may have the identity of one that is gone.
-        return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []
 
     def _note_code(self, given: Given) -> None:
         """Note what code that it reaches does, and the random streams."""
@@ -228,7 +224,7 @@ class Reach:
             return True
         given = (*self._values, *self._modes, self._cache)
         refers_to_more = any(root.refers_to_more for root in self._roots)
-        return not (refers_to_more or Box in map(type, given))
+        return not (refers_to_more or self.attributes or Box in map(type, given))
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
@@ -313,10 +309,12 @@ class Reach:
             users: as for `restored`.
             take: takes the result apart, with what is left where the forward left it.
         """
-        if self.is_bare and not self.left:
+        if self.is_bare and not self.marks:
             found = self.call(None, tensors, body)
             return found if take is None else take(found)
         running = self.restored(tensors, users)
+        if self.marks:
+            running.note_stand_ins()
         running.__enter__()
         try:
             found = self.call(running, tensors, body)
@@ -345,6 +343,8 @@ class Reach:
             cache = None if self._cache is None else building.value(self._cache)
             *args, fn = building.values(self._values)
             modes = modes and building.values(modes)
+            if self.attributes:
+                set_again(self.attributes, tensors, building)
         fn = fn if self.around is None else self.around(fn)
         kwargs: dict[str, Any] = {}
         if self._names:

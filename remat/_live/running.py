@@ -53,6 +53,7 @@ class Running:
 
     __slots__ = (
         *("_alive", "_buffers", "_first", "_lifted", "_made", "_next_hook", "_now"),
+        "_stand_ins",
         *("_roots", "_undo", "_users", "passed", "tensors"),
     )
 
@@ -72,6 +73,7 @@ class Running:
         self._alive: dict[int, Any] = {}
         self._now: list[tuple[Root, Taken | Exchange]] = []
         self._undo: list[Callable[[], object]] = []
+        self._stand_ins: Sequence[Any] = ()  # that may have attributes
 
     def __enter__(self) -> Self:
         self._first = RemovableHandle.next_id
@@ -93,6 +95,8 @@ class Running:
         finally:
             if self._lifted is not None:
                 self._lifted.end()
+            for tensor in self._stand_ins:
+                vars(tensor).clear()
 
     def _end_run(self) -> None:
         self.passed = _nothing
@@ -128,7 +132,14 @@ class Running:
         elif self._lifted is not None:
             self._lifted = self._lifted.without(Absent)
         stay = self._lifted is not None and self._lifted.is_somewhere
-        return stay or bool(made)
+        return stay or bool(made or self._stand_ins)
+
+    def note_stand_ins(self) -> None:
+        """Have the tensors of the run lose their attributes, but for the user's own."""
+        pairs = zip(self.tensors, self._users(), strict=False)
+        self._stand_ins = [
+            t for t, user in pairs if user is None or vars(t) is not vars(user)
+        ]
 
     def _put_back(self) -> None:
         try:

@@ -31,9 +31,9 @@ from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import Program
 from remat._base.tensors import describe
-from remat._base.types import TENSORS, Fn, Outputs
+from remat._base.types import Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
-from remat._live.attributes import give_back, lend
+from remat._live.attributes import Lent
 from remat._live.copies import without_copies
 from remat._live.lifted import LiftedForward
 from remat._live.reach import Reach
@@ -51,8 +51,8 @@ from remat._torch import (
     unwrap_dead,
     without_dead_levels,
 )
-from remat._transform.leaves import attributes_of
-from remat._transform.watched import run_watched
+from remat._transform.checks import refuse_leaks
+from remat._transform.watched import FirstBytes, run_watched
 from remat.policies import Policy
 
 
@@ -76,11 +76,13 @@ class Call:
         structure: of the result. It is None until the forward has run: by that a
             `Primal` knows whether its next run is the forward.
         hidden: what in the result may hold a tensor that cannot be seen.
+        watching: what inputs held, until the forward has ended, in the first calls.
     """
 
     __slots__ = (
-        *("_attributes", "_emptied", "_inputs", "_options", "_users", "_users_call"),
-        *("hidden", "is_differentiated_once", "may_read_early", "policy", "prune"),
+        *("_emptied", "_inputs", "_options", "_users", "_users_call"),
+        *("hidden", "is_differentiated_once", "may_read_early", "watching"),
+        *("policy", "prune"),
         *("reach", "rewritten", "structure", "wrapped"),
     )
     instead: Any = None  # is called with the function and its arguments, if not that
@@ -100,6 +102,7 @@ class Call:
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None
+        self.watching: FirstBytes | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
         self.rewritten: Sequence[int] = ()
@@ -107,7 +110,6 @@ class Call:
         self.reach: Any = reach
         self._inputs = self.reach.take_tensors()
         self._users: Sequence[Tensor] | None = self._inputs
-        self._attributes: Sequence[dict[str, Any]] | None = None
 
     @property
     def owner(self) -> Any:
@@ -151,33 +153,13 @@ class Call:
         self.is_differentiated_once = max(counts, default=0) < 2
         return inputs, [count > 0 for count in counts]
 
-    def take_attributes(self) -> Sequence[dict[str, Any]] | None:
-        """Note what is set on the inputs; return it for recomputes, None if nothing is.
-
-        That is without tensors of levels: a graph holds it.
-        """
-        assert self._users is not None
-        if not TENSORS.issuperset(map(type, self._users)):
-            return None
-        found = self._attributes = attributes_of(self._users)
-        if found is None:
-            return None
-        # A recompute that reads one of a level finds no such attribute.
-        return [
-            {name: value for name, value in entries.items() if not _is_of_level(value)}
-            for entries in found
-        ]
-
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
         reach, users = self.reach, self._users
         if users is None:  # to show what it changes
             return reach.run(inputs, self.instead, take=Result)
         self._users = None
-        attributes, self._attributes = self._attributes, None
-        if attributes is not None:
-            lend(users, inputs, attributes)
-        lifted = None if reach.is_bare else reach.lifted(users, inputs)
+        lifted, lent = None if reach.is_bare else reach.lifted(users, inputs), None
         body = self._body(inputs, lifted)
         if self.wrapped:
             refused = RefuseOuterLevels(self.wrapped, inputs, reach.name_of)
@@ -185,13 +167,17 @@ class Call:
         if lifted is None:
             value = body()
         else:
+            if reach.attributes:
+                lent = Lent(users, inputs)
+                body = functools.partial(lent.call, lifted, body)
             with lifted:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
-        if attributes is not None or any(map(_attributes, inputs)):
+        if lent is not None or any(map(_attributes, inputs)):
             lifted = reach.lifted(users, inputs) if lifted is None else lifted
-            give_back(users, inputs, attributes, lifted)
+            lent = lent or Lent(users, inputs, were_set=False)
+            reach.marks = lent.end(lifted) or reach.marks
         return self._result(value, users, lifted)
 
     def _body(self, inputs: Sequence[Tensor], lifted: LiftedForward | None) -> Fn:
@@ -252,6 +238,15 @@ class Call:
             return self.reach.run(*args, take=Result)
         run = functools.partial(self.reach.run, *args, take=Result)
         return run_watched(self.reach, self.rewritten, inputs, run)
+
+    def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse a forward of which the graph is held, once it should be gone."""
+        noted, reach = self.watching, self.reach
+        if noted is None and reach.is_bare:
+            return
+        found = refuse_leaks(reach, leaves, self.hidden, is_new=noted is not None)
+        if found and noted is not None:
+            noted.look_again()
 
     def labelled(self, fn: Fn, *args: Any) -> Any:
         """Call something, whose errors are to name the call."""

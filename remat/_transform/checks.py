@@ -138,22 +138,38 @@ def refuse_assigned_data(
 
 
 def refuse_leaks(
-    reach: Reach, inner: Sequence[Tensor], hidden: Sequence[Hidden]
-) -> None:
-    """Refuse a function if something holds its graph, which should be gone by now."""
+    reach: Reach,
+    inner: Sequence[Tensor],
+    hidden: Sequence[Hidden],
+    *,
+    is_new: bool = False,
+) -> bool:
+    """Refuse a function if something holds its graph, which should be gone by now.
+
+    An attribute may hold it, of a tensor that was computed and that nobody else holds:
+    a cycle that the garbage collector does not see. That is taken off, and it is said.
+    Where nothing else can hold the graph one is only looked for if the call `is_new`.
+    """
     # A mode around this holds results for its call, which looks itself.
-    if reach.is_bare or is_under_mode() or not is_graph_held(inner):
-        return
-    if reach.is_contained:
-        return
+    if is_under_mode() or not is_graph_held(inner):
+        return False
+    if reach.is_contained and not is_new:
+        return False
     torch.clear_autocast_cache()  # it may be of an autocast that is off by now
     gc.collect()
-    if is_graph_held(inner):
+    if not is_graph_held(inner):
+        return False
+    for attributes in map(vars, _computed_from(inner)):
+        attributes.clear()
+    if not is_graph_held(inner):
+        return True
+    if not reach.is_contained:
         kept = keeper_of(inner, reach.code) or _SOMEWHERE
         message = _LEAKED.format(label=reach.label, kept=kept)
         if hidden:
             message += hidden[0].told(_MAY_HIDE, reach.label)
         raise CaptureError(message)
+    return False
 
 
 # --- What a recompute must do ---
@@ -288,20 +304,23 @@ def keeper_of(leaves: Sequence[Tensor], codes: Iterable[Any]) -> str:
     The garbage collector says what refers to it, and `codes`, which the call reaches,
     which lines store into a thing of that name. Nothing of the user's is run.
     """
-    # A mode of ours refuses to look at tensors of other levels.
-    with no_torch_functions():
-        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
-        tensors = [t for t in tensors if t.grad_fn]
-        ends = {*map(edge_of, leaves)}
-        others: set[Edge] = set()
-        held = [t for t in tensors if leads_to(edge_of(t), ends, others)]
-    places = [place for tensor in held for place in _places(tensor, [tensors, held])]
+    held = _computed_from(leaves)
+    places = [place for tensor in held for place in _places(tensor, [held])]
     name, text = min(places, key=lambda place: not place[0], default=("", ""))
     functions = _functions(codes) if name else ()
     for code in functions:
         for line in lines_storing(code, name):
             return f"{text}, at {shown(code.co_filename)}:{line}"
     return text
+
+
+def _computed_from(leaves: Sequence[Tensor]) -> list[Tensor]:
+    # A mode of ours refuses to look at tensors of other levels.
+    with no_torch_functions():
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+        ends = {*map(edge_of, leaves)}
+        others: set[Edge] = set()
+        return [t for t in tensors if t.grad_fn and leads_to(edge_of(t), ends, others)]
 
 
 def _places(value: Any, ours: list[Any], depth: int = 3) -> Iterator[tuple[str, str]]:

@@ -289,7 +289,7 @@ class Primal(Program):
 
     @override
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        checks.refuse_leaks(self.call.reach, leaves, self.call.hidden)
+        self.call.refuse_leaks(leaves)
 
     @override
     def refuse_changed(self, inputs: Sequence[Tensor]) -> None:
@@ -482,7 +482,7 @@ def _evaluate_below(
     """Run the forward of a call, as a program, and drop its graph."""
     reach = call.reach
     given = ForwardInputs(inputs, request, reach.buffers, call.wrapped)
-    noted = first_bytes(call.owner, inputs)
+    noted = call.watching = first_bytes(call.owner, inputs)
     # In a function of its own: nothing here may hold the graph.
     evaluated = evaluate_forward(call, program, given, request)
     call.forward_done()  # before leaks are looked for: it holds tensors
@@ -492,6 +492,7 @@ def _evaluate_below(
     checks.refuse_backward(program, given.inner, inputs)
     checks.refuse_assigned_data(reach, inputs, given.inner, request.needs)
     program.refuse_leaks(given.fresh())
+    call.watching = None
     return evaluated
 
 
@@ -502,7 +503,7 @@ def evaluate_forward(
     reach, needs = call.reach, request.needs
     inputs, inner = given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
-    state = call_state(reach, inputs, call.take_attributes())
+    state = call_state(reach, inputs)
     has_inference = None in state.versions
     planned = _planned(call, program, inputs, inner, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)

@@ -51,7 +51,6 @@ from remat._transform.leaves import (
     LeafChanges,
     Memory,
     addresses_of,
-    attributes_of,
     has_same_bytes,
     holding,
     holding_rows,
@@ -111,7 +110,7 @@ class SavedInputs:
         self.needs, self._hooks, self._first = needs, hooks, first
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
-        self.versions, self._attributes = versions_of(inputs), attributes_of(inputs)
+        self.versions, self._attributes = versions_of(inputs), reach.attributes
         entries = inputs[:first]
         self._refs = [*map(weakref.ref, entries)]
         # Which of those before the parameters had been computed, by a node.
@@ -325,18 +324,11 @@ class SavedInputs:
         values = enumerate(self.values)
         return [(i, t) for i, t in values if type(t) not in _NOT_OURS]
 
-    def own(
-        self, tensors: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[dict[str, Any]] | None]:
-        """Return the user's own among tensors to run on, and the originals.
-
-        Also what had been set on each; None where nothing had been.
-        """
-        known, attributes = {*self.originals_at}, self._attributes
-        refs = enumerate(self._refs)
+    def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the user's own among tensors to run on, and the originals."""
+        known, refs = {*self.originals_at}, enumerate(self._refs)
         at = [i for i, ref in refs if i not in known and tensors[i] is ref()]
-        own = [*self.originals, *(tensors[i] for i in at)]
-        return own, attributes and [attributes[i] for i in (*self.originals_at, *at)]
+        return [*self.originals, *(tensors[i] for i in at)]
 
     def to_run_on(self, changes: LeafChanges) -> list[Tensor]:
         """Return the tensors that a recompute runs on.
@@ -420,7 +412,7 @@ class SavedInputs:
         return stand_in(
             t,
             self._classes[i] if self._classes and is_entry else type(t),
-            self._attributes[i] if self._attributes else None,
+            self._attributes.get(i),
             need=need,
             is_computed=is_entry and self._had_node[i],
         )

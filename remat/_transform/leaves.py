@@ -84,16 +84,19 @@ class WatchedLeaves:
         self._then = addresses_now(leaves) if self._are_plain else None
         self._next_hook = RemovableHandle.next_id
 
-    def changes(self, inputs: Sequence[Tensor]) -> LeafChanges:
-        """Return what the forward changed of the leaves."""
+    def changes(self, inputs: Sequence[Tensor], attributes: Any = ()) -> LeafChanges:
+        """Return what the forward changed of the leaves.
+
+        Of `attributes` that inputs had at the call it may have taken some off.
+        """
         leaves = self._leaves
         self.addresses = now = addresses_now(leaves) if self._are_plain else None
         accumulates, moves = _gradients_of(leaves) != self._grads, now != self._then
         marks = RemovableHandle.next_id != self._next_hook or any(
             map(_attributes_of, inputs)
         )
-        if accumulates or moves or marks:
-            return LeafChanges(accumulates, moves, marks)
+        if accumulates or moves or marks or attributes:
+            return LeafChanges(accumulates, moves, marks or bool(attributes))
         return NO_CHANGES
 
     def moved(self) -> int | None:
@@ -242,16 +245,14 @@ class PreserveGradients:
 
 
 @contextmanager
-def preserved_marks(
-    leaves: Sequence[Tensor], attributes: list[dict[str, Any]] | None, next_hook: int
-) -> Iterator[None]:
-    """Have tensors hold the attributes and hooks of a call for the body.
+def preserved_marks(leaves: Sequence[Tensor], next_hook: int) -> Iterator[None]:
+    """Have tensors have no attributes and the hooks of a call, for the body.
 
+    Those that were set by then are set again by what runs (`_live/attributes.py`).
     Afterwards they have those of before.
 
     Args:
         leaves: the user's own.
-        attributes: what was set on them at the call; None where nothing was.
         next_hook: the number that the next hook set anywhere was to get, at the call.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
@@ -259,8 +260,8 @@ def preserved_marks(
         for key in [key for key in held if key >= next_hook]:
             del held[key]
     after = attributes_of(leaves)
-    if attributes or after:
-        _set_attributes(leaves, attributes)
+    if after:
+        _set_attributes(leaves, None)
     try:
         yield
     finally:

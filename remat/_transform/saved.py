@@ -385,7 +385,7 @@ class Saved:
     ) -> None:
         """Keep what a recompute needs, now that the forward has ended."""
         # First: what looks for changes below may run the function again.
-        self.leaf_changes = watched.changes(inputs)
+        self.leaf_changes = watched.changes(inputs, self.reach.attributes)
         self.addresses = watched.addresses
         self.ambient.forward_done(keeps_casts=True)
         planned = self.planned
@@ -740,9 +740,8 @@ def _state_restored(
         everything.enter_context(gradients)
         if leaf_changes.moves or leaf_changes.marks or saved.renorms:
             everything.enter_context(saved.rows_put_back())
-            own, attributes = saved.own(tensors)
-            then = call.reach.next_hook
-            everything.enter_context(preserved_marks(own, attributes, then))
+            own, then = saved.own(tensors), call.reach.next_hook
+            everything.enter_context(preserved_marks(own, then))
         if leaf_changes.moves:
 
             def moved(k: int) -> MutationError:

@@ -13,8 +13,8 @@ Here torch would not see them, and no hook for saved tensors could take them awa
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -64,7 +64,6 @@ class CallState(NamedTuple):
         values: of the inputs, where AOTAutograd makes functions of operations in place.
         own: the inputs that the forward ran on itself, as leaves of the user's.
         leaf_changes: what the forward changed of the user's own leaves.
-        attributes: what was set on the inputs; None where nothing was.
         next_hook: the number that the next hook set anywhere was to get.
         modes: the user's modes for operations around the call; None without any mode.
         addresses: of the user's own leaves and of small constants, which these are,
@@ -77,7 +76,6 @@ class CallState(NamedTuple):
     values: Sequence[Any] = ()
     own: Container[InputIndex] = ()
     leaf_changes: LeafChanges = NO_CHANGES
-    attributes: Sequence[dict[str, Any]] | None = None
     next_hook: int = 0
     modes: ModesAround | None = None
     addresses: tuple[Sequence[InputIndex], Sequence[int] | None] = (), None
@@ -94,12 +92,10 @@ class CallState(NamedTuple):
 
     def of_first(self, count: int) -> "CallState":
         """Return it for the first inputs: those of the call, without their tangents."""
-        attributes = self.attributes
         return self.located(range(count))._replace(
             versions=self.versions[:count],
             classes=self.classes[:count],
             values=self.values[:count],
-            attributes=attributes and attributes[:count],
         )
 
     def located(self, inputs: Collection[InputIndex]) -> "CallState":
@@ -131,7 +127,7 @@ class CallState(NamedTuple):
         if then:
             self._check_moved(reach, inputs, where, then)
         state, around = self._restored(reach, inputs, mode), NOTHING
-        is_marked = self.attributes or self.leaf_changes.marks
+        is_marked = reach.attributes or self.leaf_changes.marks
         try:
             with state, self._marked(inputs) if is_marked else NOTHING:
                 if not (updated or self.classes):
@@ -146,6 +142,13 @@ class CallState(NamedTuple):
                     return run(inputs), inputs
         finally:
             put_back(streams)
+
+    def _marked(self, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Have tensors hold the attributes that they had, and no new hooks."""
+        # Of others hooks are called with the graph of the run.
+        pairs = enumerate(inputs)
+        own = [t for i, t in pairs if i in self.own or not t.requires_grad]
+        return preserved_marks([t for t in own if type(t) in TENSORS], self.next_hook)
 
     def under_modes(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what runs under the user's modes for operations that changed some."""
@@ -178,22 +181,6 @@ class CallState(NamedTuple):
                 refuse_needed(reach, [i], [i])
             name, label = reach.name_of(i), reach.label
             warn_once(MOVED.format(name=name, label=label))
-
-    @contextmanager
-    def _marked(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Have tensors hold the attributes that they had, and no new hooks."""
-        attributes = self.attributes
-        own = [
-            i
-            for i, t in enumerate(inputs)
-            if (i in self.own or not t.requires_grad) and type(t) in TENSORS
-        ]
-        then = None if attributes is None else [attributes[i] for i in own]
-        for i, t in enumerate(inputs):
-            if attributes and i not in own:
-                vars(t).update(attributes[i])
-        with preserved_marks([inputs[i] for i in own], then, self.next_hook):
-            yield
 
     def _restored(
         self, reach: Reach, inputs: Sequence[Tensor], mode: Any
@@ -229,12 +216,8 @@ class CallState(NamedTuple):
         return [*map(in_class, inputs, self.classes)]
 
 
-def call_state(
-    reach: Reach,
-    inputs: Sequence[Tensor],
-    attributes: Sequence[dict[str, Any]] | None,
-) -> CallState:
-    """Return what a call runs in, here and now, with what was set on its inputs."""
+def call_state(reach: Reach, inputs: Sequence[Tensor]) -> CallState:
+    """Return what a call runs in, here and now."""
     ambient = Ambient(reach.streams, reach.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     classes = () if is_plain else [*map(type, inputs)]
@@ -244,8 +227,6 @@ def call_state(
         versions_of(inputs),
         classes,
         values,
-        # In those of subclasses are the tensors that they wrap.
-        attributes=attributes if is_plain else None,
         next_hook=RemovableHandle.next_id,
         modes=modes_around() if dispatch_mode_count() and not values else None,
     )

@@ -19,15 +19,14 @@ from remat._ambient.modes import are_users_modes, modes_around
 from remat._base import pytree
 from remat._base.context import here
 from remat._base.errors import CaptureError
-from remat._base.types import INERT, Fn
+from remat._base.types import Fn
 from remat._graph.edges import reached_inputs
-from remat._live.moment import ATTRIBUTE, Moment
+from remat._live.moment import Moment
 from remat._live.reach import Reach, reach_of
 from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
-from remat._transform.leaves import attributes_of
 from remat.chain._actions import Action, Advance, Drop, Save, Schedule
 from remat.chain._schedules import Online
 from remat.chain._steps import (
@@ -151,7 +150,7 @@ class ChainCall(Call):
         reach.not_as_a_whole()
         known = [i for i in numbers if i is not None]
         if len(known) == len(numbers):
-            return Between(reach, known, _state_of(inputs))
+            return Between(reach, known, modes_around() if are_users_modes() else None)
         if not self.steps.is_repeated:
             return None
         what = f"`{reach.name_of(numbers.index(None))}`"
@@ -210,20 +209,6 @@ class ChainProgram(Primal):
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
 
 
-def _state_of(inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """Return what tensors and the user's modes hold, that may change between steps."""
-    state: dict[str, Any] = {}
-    if are_users_modes():
-        state["modes"] = modes_around()
-    held = attributes_of(inputs)
-    if held is not None:
-        for entries in held:
-            entries.pop("retain_grad", None)  # remat's own, of stand-ins
-        if all(INERT.issuperset(map(type, entries.values())) for entries in held):
-            state["attributes"] = held
-    return state
-
-
 def _names(form: Frame) -> list[str]:
     """Return what errors call the tensors of the initial carry."""
     paths = pytree.paths(form.treedef)
@@ -267,14 +252,13 @@ class _Sweep:
     def _moment(self) -> Moment:
         return self._call.reach.moment(self._cut.inputs)
 
-    def change(self, since: Moment | None = None, named: str = "") -> str:
+    def change(self, since: Moment | None = None) -> str:
         """Return what changed since a moment, or since the call; "" if nothing did.
 
         Each step is followed by a look, until one has changed something: a checkpoint
         of a later step is told from what holders held then.
         """
-        found = (since or self._before).changes()
-        return next((name for name in found if named in name), "")
+        return next((since or self._before).changes(), "")
 
     def run_all(self) -> tuple[Live, Live]:
         """Run all steps; return the last carry and what was collected."""
@@ -328,20 +312,12 @@ class _Sweep:
                 refuse_leaks(reach, leaves, ())
             del leaves
             if not self.is_noting and self.change():
-                self._begin_noting()
+                self.is_noting = True
+                self._call.noted(self._fn, self._args)  # or it is refused
             self._live, self.count = live, k + 1
             self._columns.add(row)
             if self._progress is not None:
                 self._progress(k + 1)
-
-    def _begin_noting(self) -> None:
-        """Note what changes from here on; refuse what cannot be noted."""
-        self.is_noting = True
-        between = self._call.noted(self._fn, self._args)
-        is_told = between is None or "attributes" in between.state
-        if not is_told and self.change(named=ATTRIBUTE):
-            label = self._call.steps.label
-            raise CaptureError(CHANGED.format(label=label, what=ATTRIBUTE))
 
     def _store(self, step: int) -> None:
         """Store the live carry, with what objects hold and where streams are."""

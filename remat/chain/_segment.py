@@ -164,7 +164,7 @@ class Segment(Program):
             between = self._live.objects
             if between is None:
                 return reach.run(inputs, body, runs)
-            other, numbers, _ = between
+            other, numbers = between.reach, between.numbers
 
             def users() -> list[Any]:
                 return [*map(reach.alive().__getitem__, numbers)]
@@ -187,14 +187,13 @@ class Segment(Program):
         """Return what the first of the steps ran in."""
         state, live = self._chain.state, self._live
         assert state is not None
-        held: dict[str, Any] = {}
-        if live.objects is not None:
-            held |= live.objects.state
+        if live.objects is not None and (modes := live.objects.modes) is not None:
+            known = state.modes
+            modes = modes if known is None else modes.watched_with(known)
+            state = state._replace(modes=modes)
         if live.ambient is not None:
-            held["ambient"] = live.ambient
-        if state.modes is not None and "modes" in held:
-            held["modes"] = held["modes"].watched_with(state.modes)
-        return state._replace(**held) if held else state
+            state = state._replace(ambient=live.ambient)
+        return state
 
     def _region(self) -> list[Any]:
         """Return where the steps find what calls within kept, if anything."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from remat._ambient.modes import ModesAround
 from remat._base import pytree
 from remat._base.errors import MutationError
 from remat._base.program import InputIndex, leaves_for
@@ -48,12 +49,12 @@ class Between(NamedTuple):
     Attributes:
         reach: notes it.
         numbers: of its tensors, among the inputs of the chain.
-        state: what tensors and the user's modes held, by names of `CallState`.
+        modes: what the user's modes held; None where there are none.
     """
 
     reach: Reach
     numbers: Sequence[int]
-    state: dict[str, Any]
+    modes: ModesAround | None
 
 
 class Live(NamedTuple):

@@ -5,6 +5,7 @@ import threading
 import types
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from support.holders import WAYS, Module, Object, called, use, wrapping
@@ -159,9 +160,10 @@ PLACES = {
     "context variable": (lambda w: VARIABLE.set(w), lambda: VARIABLE.get()),
     "thread local": (lambda w: setattr(LOCAL, "w", w), lambda: LOCAL.w),
     "class attribute": (lambda w: setattr(Attribute, "w", w), lambda: Attribute.w),
+    "attribute of a tensor": (lambda w: setattr(TENSOR, "w", w), lambda: TENSOR.w),
 }
 HIDING_PLACES = {
-    "attribute of a tensor": (lambda w: setattr(TENSOR, "w", w), lambda: TENSOR.w),
+    "attribute of a package": (lambda w: setattr(np, "w", w), lambda: np.w),
 }
 NAMES = iter(range(10**6))
 

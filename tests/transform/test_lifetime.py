@@ -183,6 +183,54 @@ def test_bytes_return_to_zero(how):
     assert timeline.bytes[-1] == 0
 
 
+def on_the_input(q):
+    q.h = q.sin()
+    return (q.h * q).sum()
+
+
+def on_an_input_that_was_computed(fn):
+    def outer(q):
+        q.h = q.sin()
+        return fn(q)
+
+    return outer
+
+
+def on_what_is_computed(q):
+    h = q.exp()
+    h.last = h.sin()
+    return (h * h.last).sum()
+
+
+# A cycle through the graph: an attribute of a tensor that was computed from it.
+CYCLES = {
+    "on the input": (lambda wrap: wrap(on_the_input), 1),
+    "outside": (
+        lambda wrap: on_an_input_that_was_computed(
+            wrap(lambda q: (q.h * q.sin()).sum())
+        ),
+        2,
+    ),
+    "on what is computed": (lambda wrap: wrap(on_what_is_computed), 1),
+}
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f))], ids=["grad", ""])
+@rows("make, sines", CYCLES)
+def test_attributes_keep_no_more_alive_than_in_plain_code(make, sines, transform):
+    x = torch.ones(2, 1000)
+
+    def kept(wrap):
+        step = transform(make(wrap))
+        step(x)  # what torch keeps for good is kept now
+        with count_ops() as ops:
+            return live_bytes(lambda: [step(x) for _ in range(5)] and None), ops["sin"]
+
+    plain, ours = kept(lambda fn: fn), kept(remat)
+    assert ours == (plain[0], plain[1] + 5)
+    assert plain[1] == 5 * sines
+
+
 def test_after_a_backward_only_the_gradients_stay_while_the_output_lives():
     watch = Watch()
     fn = lambda x: watch(watch(x.sin()).exp()).sin()

@@ -634,6 +634,27 @@ def in_an_array_of_a_tensor():
     return n.item, by_key(n.numpy())[1], lambda: n
 
 
+def in_a_dict_of_a_tensor():
+    tensor = torch.ones(1)
+    tensor.s = {"n": 1}
+    return lambda: tensor.s["n"], by_key(tensor.s, "n")[1], lambda: tensor.s
+
+
+def in_an_object_of_a_parameter():
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.s = types.SimpleNamespace(held=[1])
+    write = by_key(parameter.s.held)[1]
+    return lambda: parameter.s.held[0], write, lambda: parameter.s
+
+
+def of_a_tensor_of_a_tensor():
+    tensor = torch.ones(1)
+    tensor.inner = torch.ones(1)
+    tensor.inner.n = 1
+    inner = tensor.inner
+    return lambda: tensor.inner.n, by_attribute(inner)[1], lambda: inner.n
+
+
 MODULES = {
     "module": of(nn.Module, n=1),
     "buffer": in_a_buffer,
@@ -643,6 +664,9 @@ MODULES = {
     "array of a tensor": in_an_array_of_a_tensor,
     "attribute of a tensor": of(lambda: torch.ones(1), n=1),
     "attribute of a parameter": of(lambda: nn.Parameter(torch.ones(1)), n=1),
+    "dict of a tensor": in_a_dict_of_a_tensor,
+    "object of a parameter": in_an_object_of_a_parameter,
+    "tensor of a tensor": of_a_tensor_of_a_tensor,
 }
 
 HOLDERS = {**CONTAINERS, **VARIABLES, **OBJECTS, **MODULES}

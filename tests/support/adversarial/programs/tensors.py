@@ -686,3 +686,86 @@ def a_vmapped_call():
 @program
 def a_gradient_checked_numerically():
     return lambda wrap: torch.autograd.gradcheck(wrap(work), (leaf(4),))
+
+
+# --- What is set on tensors ---
+
+
+def constant(value, **attributes):
+    value = value(torch.ones(16, dtype=torch.double))
+    vars(value).update(attributes)
+    return value
+
+
+ON_A_TENSOR = {
+    "dict": (lambda n: {"n": [n]}, lambda s: s["n"]),
+    "object": (lambda n: State(n=[n]), lambda s: s.n),
+    "tuple": (lambda n: ((1, [n]),), lambda s: s[0][1]),
+    "dict of a tensor": (lambda n: constant(torch.clone, n=[n]), lambda s: s.n),
+}
+
+
+@family(**ON_A_TENSOR)
+def set_on_an_argument_and_changed_between(how):
+    make, items = how
+    k = constant(torch.clone, s=make(1.0))
+    new = iter(range(2, 9))
+
+    def change():
+        items(k.s)[0] = next(new)
+
+    return loop(
+        lambda x, k: work(x, items(k.s)[0]),
+        between=change,
+        state=lambda: items(k.s),
+        args=(k,),
+    )
+
+
+@family(**ON_A_TENSOR)
+def set_on_an_argument_and_counted(how):
+    make, items = how
+    k = constant(torch.clone, s=make(1.0))
+
+    def fn(x):
+        y = work(x, items(k.s)[0])
+        items(k.s)[0] += 1
+        return y.tanh()
+
+    return reversed_loop(fn, state=lambda: items(k.s))
+
+
+@family(list=lambda k, h: setattr(k, "s", [h]), itself=lambda k, h: setattr(k, "s", h))
+def what_is_set_on_a_tensor_is_set_by_the_function(put):
+    k = constant(nn.Parameter)
+
+    def fn(x):
+        put(k, work(x * k))
+        held = k.s[0] if isinstance(k.s, list) else k.s
+        return work(held.tanh())
+
+    return loop(fn, state=lambda: [*vars(k)])
+
+
+@family(replaced=lambda k: setattr(k, "s", 5.0), taken_off=lambda k: delattr(k, "s"))
+def what_is_set_on_a_leaf_taken_off_inside(change):
+    k = constant(nn.Parameter)
+
+    def fn(x):
+        y = work(x * k, k.s)
+        del k.s
+        return y.tanh()
+
+    def step(wrap):
+        run, seen = wrap(fn), []
+        for i in range(3):
+            x = leaf(seed=i)
+            k.s = i + 1.0
+            out = run(x)
+            k.s = 9.0
+            change(k)
+            back(out)
+            seen.append(observed((out, x.grad, [*vars(k)])))
+        return seen
+
+    return step
