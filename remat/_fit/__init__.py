@@ -7,6 +7,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     plan        a plan as a value, and how a model follows it
     files       plans as files
     units       blocks as units of the walk, and the policy that a block follows
+    functional  units under torch.func
     choose      which results of a step are saved: least work whose peak fits
     search      steps from a choice to a better one
     rewritten   what calls make again, as operations and storages of a record

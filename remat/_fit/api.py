@@ -7,7 +7,7 @@ Rejected: to apply the plan at once. It is made for models that do not exist yet
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from remat import nn as remat_nn
 from remat._base.sizes import amount_in
 from remat._base.types import Fn
 from remat._fit.optimizer import refuse_optimizer
-from remat._fit.plan import Plan
+from remat._fit.plan import Over, Plan
 from remat._fit.planning import Planning
 from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
@@ -31,7 +31,7 @@ def fit(
     /,
     *args: Any,
     budget: int | str,
-    over: Literal["step", "blocks"] | None = None,
+    over: Over | None = None,
     select: Any = None,
     loss: Callable[[Any], Any] | None = None,
     device: torch.device | str | None = None,
@@ -60,8 +60,8 @@ def fit(
         *args: its arguments, of the shapes of a step.
         budget: bytes, or a text such as "8GB" (8e9) or "8GiB".
         over: "step" for the whole step, "blocks" for a policy for each block of the
-            model. By default the step, but blocks for compiled models, which cannot
-            follow a plan for a step.
+            model, "functional" for whole blocks under `torch.func.grad`. By default the
+            step, but blocks for compiled models, which cannot follow a plan for a step.
         select: of a plan by blocks: which modules are blocks, as of `remat.nn.apply`.
             None for the repeated blocks: see `remat.nn.blocks`.
         loss: a function of the result of `fn` that returns the loss. By default the
@@ -112,22 +112,25 @@ def fit(
     where = next(devices, torch.device("cpu"))
     if device is not None:
         where = _available(device)
-    if over not in (None, "step", "blocks"):
-        raise ValueError(f'remat.fit: over is "step", "blocks" or None, got {over!r}')
+    if over not in (None, "step", "blocks", "functional"):
+        raise ValueError(_OVER.format(over=over))
     model = step.model()
     if model is not None and has_sharded_parts(model):
         raise ValueError(_SHARDED.format(label=type(model).__name__))
     if over is None and model is not None and not can_follow(model):
         over = "blocks"
-    if over == "blocks":
+    if over in ("blocks", "functional"):
         blocks = _selected(model, select)
     elif select is not None:
         raise ValueError(_SELECT)
     else:
         blocks = () if model is None else tuple(remat_nn.blocks(model))
     with progress(type(model or fn).__name__) as tell, isolated():
-        planning = Planning(step, where, limit, blocks, tell)
-        return planning.over_blocks() if over == "blocks" else planning.over_step()
+        is_functional = over == "functional"
+        made = Planning(step, where, limit, blocks, tell, is_functional=is_functional)
+        if is_functional:
+            return made.over_functional()
+        return made.over_blocks() if over == "blocks" else made.over_step()
 
 
 def _has_gradients(accumulates: Any) -> bool:
@@ -156,6 +159,10 @@ def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
 _ACCUMULATES = (
     "remat.fit: accumulates is True, False, or how many micro-batches there are for a "
     "step of the optimizer, at least 1; got {got!r}."
+)
+_OVER = (
+    'remat.fit: over is "step", "blocks", "functional" (for torch.func.grad) or None, '
+    "got {over!r}"
 )
 _SHARDED = (
     "remat.fit: {label} has sharded parameters, which no copy can be made of. Plan for "

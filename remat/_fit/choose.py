@@ -43,14 +43,14 @@ def chosen_for(walker: Walker, budget: int) -> Chosen | None:
     every = frozenset(walker.choices)
     if walker(every).peak <= budget:
         return every
-    if not has_solver():
+    if not (has_solver() and walker.is_solved):
         return _found(walker, greedy(walker, budget), budget)
     return _Ladder(walker).at_most(budget)
 
 
 def least_for(walker: Walker, budget: int) -> Chosen:
     """Return the choice of the lowest peak, where none was found for a budget."""
-    if has_solver() and walker.choices:
+    if has_solver() and walker.is_solved and walker.choices:
         chosen = _Ladder(walker).first_above(budget)
         if chosen is not None:
             return chosen
@@ -61,7 +61,7 @@ def least_for(walker: Walker, budget: int) -> Chosen:
 
 def quickly_for(walker: Walker, budget: int) -> Chosen:
     """Return some choice for a budget, or one of a low peak."""
-    chosen = solved(walker, budget, gap=_ROUGH) if has_solver() else None
+    chosen = solved(walker, budget, **_SOON) if has_solver() else None
     if chosen is None:
         chosen = chosen_for(walker, budget)
     return least_for(walker, budget) if chosen is None else chosen
@@ -79,7 +79,9 @@ def _found(walker: Walker, chosen: Chosen | None, budget: int) -> Chosen | None:
     return None if chosen is None else improved(walker, chosen, budget)
 
 
-_ROUGH = 1e-2  # near enough to the optimum
+# Near enough to the optimum. Blocks that are alike have many choices of the same work,
+# and a search among them finds nothing better.
+_SOON = {"node_limit": 1, "mip_rel_gap": 1e-2}
 
 # --- The ladder ---
 
@@ -189,7 +191,7 @@ def solved(
     walker: Walker,
     budget: int,
     program: SavingProgram | None = None,
-    gap: float = 1e-3,
+    **ends: float,
 ) -> Chosen | None:
     """Solve the program, until a walk finds that the peak fits.
 
@@ -201,7 +203,7 @@ def solved(
     program, last = program or program_of(walker), None
     least, since = math.inf, 0
     for _ in range(_ROUNDS):
-        chosen = program.solve(**_ENDS | {"mip_rel_gap": gap})
+        chosen = program.solve(**_ENDS | ends)
         if chosen is None:
             break
         last, walked = chosen, walker(chosen)

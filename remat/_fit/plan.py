@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from torch import nn
 from typing_extensions import override
@@ -30,6 +30,11 @@ from remat.nn._followed import FollowedScope, begin_scope, end_scope, follow
 from remat.policies import Policy
 
 
+Over: TypeAlias = Literal["step", "blocks", "functional"]
+FLAGS = {
+    "blocks": ("auto", "replay", False, False),
+    "functional": (False, "replay", False, False),
+}
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -104,7 +109,7 @@ class Plan(_render.Shown):
 
     Attributes:
         label: the name of the model or function.
-        over: what it covers: "step", or "blocks".
+        over: what it covers: "step", "blocks", or "functional".
         budget: the bytes that a step may take.
         unit: that in which the budget was given: "MB".
         resident: the bytes that exist before the step, or before later ones.
@@ -132,7 +137,7 @@ class Plan(_render.Shown):
     """
 
     label: str
-    over: Literal["step", "blocks"]
+    over: Over
     budget: int
     unit: Unit
     resident: int
@@ -218,11 +223,11 @@ class Plan(_render.Shown):
             result = _following(model, self)
         elif self.applied is None:
             raise BudgetError(_ONLY_AROUND.format(label=self.label), self.peak)
-        elif self.over == "blocks":
+        elif self.over != "step":
             self._refuse_another_device(model)
             refuse_others(model, "plan.apply", (REMAT,))
             if self.applied.units:
-                flags = "auto", "replay", False, offload_inputs
+                flags = *FLAGS[self.over][:-1], offload_inputs
                 found = with_blocks(model, self.applied.units)
                 apply_from(caller(), *found, flags=flags, by=PLAN)
         else:

@@ -14,12 +14,11 @@ Rejected: to trust the walk. A user's code may hold what no operation made.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from remat import nn as remat_nn
 from remat._base.errors import BudgetError
 from remat._base.sizes import Amount, in_unit
 from remat._fit.choose import (
@@ -30,7 +29,8 @@ from remat._fit.choose import (
     quickly_for,
     takes_less,
 )
-from remat._fit.plan import FitSegment, Followed, Plan
+from remat._fit.functional import FunctionalWalker, record_functional
+from remat._fit.plan import FLAGS, FitSegment, Followed, Over, Plan
 from remat._fit.progress import Tell
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
@@ -41,6 +41,7 @@ from remat._fit.walk import Walker
 from remat._report.labels import label_of_function
 from remat._scope.following import Course, Placed
 from remat._transform.refused import has_forward
+from remat.nn._apply import apply_from
 from remat.nn._followed import FollowedScope, follow
 from remat.policies import Policy
 
@@ -99,6 +100,8 @@ class Planning:
         budget: Amount,
         blocks: Sequence[str],
         tell: Tell,
+        *,
+        is_functional: bool = False,
     ) -> None:
         self._tell = tell
         self._step, self._device = step._replace(optimizer=None), device
@@ -108,7 +111,9 @@ class Planning:
         self._blocks = tuple(blocks)
         self._depths = _around(model, blocks) if model is not None else []
         around = [name for names in self._depths for name in names]
-        found, self._is_real = recorded(step, device, blocks=(*blocks, *around))
+        also = record_functional if is_functional else None
+        names = *blocks, *around, *([""] if is_functional else ())
+        found, self._is_real = recorded(step, device, blocks=names, also=also)
         assert found is not None
         self.record = found
         # What is chosen for. An optimizer may need more than was asked for.
@@ -119,6 +124,7 @@ class Planning:
         self._others: dict[bool, list[_Draft]] = {}
         self._counts_gradients = begins_with_gradients(step)
         self._least: list[Followed] = []
+        self._run_as: StepRecord | None = None  # that of torch.func, if it runs there
 
     def over_step(self) -> Plan:
         """Return a plan for the whole step."""
@@ -155,6 +161,16 @@ class Planning:
             raise self._too_small()
         return self._plan("blocks", found, found.followed, None)
 
+    def over_functional(self) -> Plan:
+        """Return a plan for blocks under `torch.func.grad`."""
+        self._run_as = self.record.functional
+        assert self._run_as is not None
+        for around in (), *self._depths, ("",):
+            found = self._found(FunctionalWalker(self._run_as, self._blocks, around))
+            if found is not None:
+                return self._plan("functional", found, found.followed, None)
+        raise self._too_small()
+
     def _found_within(self, around: Sequence[str]) -> "_Attempt | None":
         """Choose for the blocks in modules that run again as a whole."""
         record = with_nests(self.record, around)
@@ -163,7 +179,7 @@ class Planning:
 
     def _plan(
         self,
-        over: Literal["step", "blocks"],
+        over: Over,
         found: "_Attempt",
         applied: Followed | None,
         around: Followed | None,
@@ -234,11 +250,13 @@ class Planning:
         def following() -> FollowedScope:
             return FollowedScope(self.label, courses)
 
+        over: Over = "blocks" if self._run_as is None else "functional"
+
         def change(step: TrainingStep) -> TrainingStep:
             model = step.model()
             if is_units:
                 if units and model is not None:
-                    remat_nn.apply(model, units)
+                    apply_from("", model, units, None, FLAGS[over])
                 return step
             if walker.span == (0, self.record.turn):
                 return step._replace(around=following)
@@ -250,8 +268,10 @@ class Planning:
         step = self._step, self._device, change, self._blocks
         # The first call of a block records, and may hold more than those after it.
         times = 2 if is_units and not self._is_real else 1
-        done = simulate(*step, is_real=self._is_real, times=times)
-        work = done.flops - self.record.flops, *walker.again(chosen)
+        run_as = self._run_as
+        how = {"is_real": self._is_real, "is_functional": run_as is not None}
+        done = simulate(*step, **how, times=times)
+        work = done.flops - (run_as or self.record).flops, *walker.again(chosen)
         peak = done.peak + self.record.update.states
         drafts: Sequence[_Draft] = ()
         if courses and peak <= self._budget:
@@ -338,7 +358,8 @@ class Planning:
         return BudgetError(_TOO_SMALL.format(label=self.label, at=at, **shown), least)
 
     def _plain_peak(self) -> int:
-        return max(Walker(self.record, (0, 0))(()).peak, self.record.update.peak)
+        record = self._run_as or self.record
+        return max(Walker(record, (0, 0))(()).peak, record.update.peak)
 
 
 def _course(walker: Walker, chosen: Chosen, spared: Chosen = frozenset()) -> Course:

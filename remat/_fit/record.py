@@ -119,6 +119,7 @@ class StepRecord:
     # Operations of the forward that run again as a whole, within the backward.
     copied: tuple[range, ...] = ()
     update: Update = NO_UPDATE  # what the optimizer takes, whose states are resident
+    functional: "StepRecord | None" = None  # the step under `torch.func.grad`
 
     @property
     def forwards(self) -> Sequence[int]:
@@ -161,6 +162,7 @@ def recorded(
     *,
     in_other_mode: bool = False,
     blocks: Iterable[str] = (),
+    also: Any = None,
 ) -> tuple[StepRecord | None, bool]:
     """Return the record of a copy of a step, and whether its tensors were real."""
 
@@ -170,7 +172,7 @@ def recorded(
         model = made.model()
         if in_other_mode and model is not None:
             model.train(not model.training)
-        return record(made, mode, unless=unless, blocks=blocks)
+        return record(made, mode, unless=unless, blocks=blocks, also=also)
 
     return without_values_if_possible(step, run)
 
@@ -181,8 +183,12 @@ def record(
     *,
     unless: Sequence[str] | None = None,
     blocks: Iterable[str] = (),
+    also: Any = None,
 ) -> StepRecord | None:
-    """Run a step twice; return what it did, or None if they are those of `unless`."""
+    """Run a step twice; return what it did, or None if they are those of `unless`.
+
+    `also` may run it again, and is given what was recorded.
+    """
     grads = gradients_of(step)
     alone = StepRecorder(costs=False)
     whole = StepRecorder(costs=True, blocks=blocks)
@@ -211,6 +217,8 @@ def record(
             found = found.updated(updated(step, result))
         del result, outs
         put_back(grads)
+        if also is not None:
+            found = replace(found, functional=also(step, found, alone))
     return found
 
 
@@ -227,7 +235,7 @@ class StepRecorder(Meter):
 
     def __init__(self, *, costs: bool, blocks: Iterable[str] = ()) -> None:
         super().__init__()
-        self._blocks = [*blocks]
+        self.blocks = [*blocks]
         self._calls_of_blocks: list[BlockCall] = []
         self._costs = costs
         self.operations: list[StepOp] = []
@@ -258,7 +266,7 @@ class StepRecorder(Meter):
                 self._names = {id(m): name for name, m in model.named_modules()}
                 for handle in self._hook(model):
                     stack.callback(handle.remove)
-                for name in self._blocks:
+                for name in self.blocks:
                     for handle in self._hook_block(model.get_submodule(name), name):
                         stack.callback(handle.remove)
             stack.enter_context(self._calls)

@@ -170,9 +170,6 @@ def _flipped(walker: Walker, chosen: Chosen) -> Iterator[Chosen]:
 
 def _neighbours(walker: Walker, chosen: Chosen) -> Iterator[Chosen]:
     """Yield choices that save one operation more, then those that exchange one."""
-    runs = walker.closure(walker.storages(chosen))[1]
-    operations = walker.record.operations
-    others = sorted(runs.intersection(walker.choices))
-    others.sort(key=lambda i: -operations[i].seconds)
+    others = walker.left_out(chosen)
     yield from (chosen | {i} for i in others)
     yield from ((chosen | {i}) - {k} for i in others for k in sorted(chosen))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from remat._base import pytree
 from remat._base.context import is_recomputing
@@ -92,6 +93,30 @@ def backward(outs: list[Tensor]) -> None:
         if "a second time" in str(error):
             raise RefusedStepError(BACKWARD) from error
         raise
+
+
+def functional_gradients(step: TrainingStep) -> Any:
+    """Return what `torch.func.grad` does of a step, by the parameters of its model."""
+    whole = _Whole(step)
+    learned = {k: p.detach() for k, p in whole.named_parameters() if p.requires_grad}
+
+    def loss(given: Any) -> Any:
+        return torch.func.functional_call(whole, given, ())
+
+    return torch.func.grad(loss)(learned)
+
+
+class _Whole(nn.Module):
+    """A step as a module, whose parameters may be exchanged."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        super().__init__()
+        self.model, self._step = step.model(), step
+
+    @override
+    def forward(self) -> Tensor:
+        each = [out.sum() for out in self._step.to_loss()[1]]
+        return each[0] if len(each) == 1 else torch.stack(each).sum()
 
 
 class RefusedStepError(ValueError):
@@ -260,6 +285,7 @@ def simulate(
     blocks: Iterable[str] = (),
     *,
     is_real: bool = False,
+    is_functional: bool = False,
     times: int = 2,
 ) -> Simulation:
     """Run a copy of a step, where it is `isolated`; return the most of its runs."""
@@ -279,19 +305,22 @@ def simulate(
                 meter.hold(tensor)
             before = meter.live
             for k in range(times):
-                _run(made, meter, costs=k == times - 1)
+                _run(made, meter, costs=k == times - 1, is_functional=is_functional)
                 peaks.append((meter.peak, meter.peak_at))
                 put_back(grads)
     peak, at = max(peaks, key=lambda each: each[0])
     return Simulation(peak, before, meter.seconds, meter.flops, at)
 
 
-def _run(step: TrainingStep, meter: Meter, *, costs: bool) -> None:
+def _run(step: TrainingStep, meter: Meter, *, costs: bool, is_functional: bool) -> None:
     """Run a step under a meter."""
     meter.begin(costs=costs)
-    result, outs = step.to_loss()
-    meter.enter("")
-    backward(outs)
+    if is_functional:
+        result, outs = functional_gradients(step), ()
+    else:
+        result, outs = step.to_loss()
+        meter.enter("")
+        backward(outs)
     del result, outs
     meter.end()
 

@@ -29,6 +29,8 @@ class Walked:
 class Walker:
     """Walks over one record, with a scope around a span of its operations."""
 
+    is_solved = True  # by a program; else by searches alone
+
     def __init__(self, record: StepRecord, span: tuple[int, int] | None = None) -> None:
         self.record, self.span = record, span or (0, record.turn)
         self._end, self._turn = len(record.operations), record.turn
@@ -194,6 +196,16 @@ class Walker:
                     runs.add(i)
                     todo += [n for n in self.touched[i] if n not in saved]
         return sum(self.record.operations[i].seconds for i in runs)
+
+    def left_out(self, chosen: Iterable[int]) -> list[int]:
+        """Return what may be saved and runs again, the most expensive first."""
+        runs, operations = (
+            self.closure(self.storages(chosen))[1],
+            self.record.operations,
+        )
+        return sorted(
+            runs.intersection(self.choices), key=lambda i: (-operations[i].seconds, i)
+        )
 
     # --- The walk ---
 

@@ -105,6 +105,7 @@ from remat._torch.levels import (
     is_of_torch_func as is_of_torch_func,
     is_shared_by_examples as is_shared_by_examples,
     kind_of as kind_of,
+    kinds_here as kinds_here,
     leaf_at as leaf_at,
     levels_requiring_grad as levels_requiring_grad,
     lifted as lifted,

@@ -1,8 +1,9 @@
 """Modules whose calls follow a plan for a whole step.
 
-A `remat.scope` around each call follows the plan. A scope can do nothing under
-torch.func, in compiled code and with FSDP. There, blocks follow policies that were
-chosen for the same budget: their calls have the option `unless_followed`.
+A `remat.scope` around each call follows the plan. A scope can do nothing in compiled
+code and with FSDP. There, blocks follow policies that were chosen for the same budget:
+their calls have the option `unless_followed`. Gradients of torch.func keep their graph,
+and take more: they are refused.
 
 Invariant: the module stays what it is, with two hooks more.
 Rejected: a class of its own for the module, as its blocks get. Hooks of the module
@@ -19,11 +20,12 @@ from torch import distributed, nn
 from typing_extensions import override
 
 from remat._base.context import here
+from remat._base.errors import RematError
 from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import awaits_backward, scope
 from remat._scope.following import ByPlace, Course, say_once
-from remat._torch import constant_in_traces, current_layer
+from remat._torch import GRAD, constant_in_traces, current_layer, kinds_here
 from remat._transform.module import recompute_in_place
 from remat.nn._applied import (
     PLAN,
@@ -44,8 +46,9 @@ class FollowedScope:
     def __init__(
         self, label: str, courses: Sequence[Course], model: Any = None
     ) -> None:
+        self._is_refused = GRAD in kinds_here() and torch.is_grad_enabled()
         why = _why_not(model)
-        if why:
+        if why and not self._is_refused:
             _warn(label, why)
         self._label, self._courses = label, courses
         self._policy = ByPlace(label, courses)
@@ -53,6 +56,8 @@ class FollowedScope:
         self._model = model
 
     def __enter__(self) -> None:
+        if self._is_refused:
+            raise RematError(_FUNCTIONAL.format(label=self._label))
         if self._scope is not None:
             if torch.is_grad_enabled() and awaits_backward(ByPlace):
                 say_once(self._courses, _TWO_GRAPHS, self._label)
@@ -94,7 +99,7 @@ def end_scope(*raised: Any) -> None:
 
 def _why_not(model: Any) -> str:
     """Say why a scope cannot follow a plan here; "" if it can."""
-    if current_layer() is not None:
+    if current_layer() is not None:  # a vmap, or forward mode
         return "under a transform of torch.func"
     is_split = model is not None and has_sharded_parts(model)
     return "with sharded parameters" if is_split else ""
@@ -140,7 +145,9 @@ class _Entering(Claiming):
         if torch.compiler.is_compiling():
             _warn(self.label, "in compiled code")
         else:
-            begin_scope(FollowedScope(self.label, self.courses, module))
+            # Ended by the hook after the call, also where it cannot begin.
+            _OPEN.scopes.append(FollowedScope(self.label, self.courses, module))
+            _OPEN.scopes[-1].__enter__()
 
 
 class _Leaving:
@@ -226,6 +233,10 @@ _TWO_GRAPHS = (
     "remat: a forward follows the plan for %s while the graph of an earlier one is "
     "alive. The budget holds for one graph: both take more. Run the backward of one "
     "before the forward of the next, or plan for a function that runs both."
+)
+_FUNCTIONAL = (
+    "remat: the plan for {label} is for `backward()`. `torch.func.grad` keeps its "
+    "graph, and takes more: pass over='functional' to remat.fit, and apply that plan."
 )
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "

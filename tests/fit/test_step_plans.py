@@ -374,19 +374,30 @@ def test_a_model_that_was_not_passed_is_refused(make, is_result):
 # --- Where no scope can follow a plan ------------------------------------------------
 
 
-def test_under_torch_func_blocks_are_recomputed():
-    plain, model, plan = applied_mlps()
-    params = dict(model.named_parameters())
-    assert plan.blocks == ("1.0", "1.1", "1.2", "1.3", "1.4")
+def _within(plan, model, x):
+    with plan:
+        return square(model(x))
 
-    def loss(params, model):
+
+def test_gradients_of_torch_func_are_refused():
+    plain, model, plan = applied_mlps()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params, model=model):
         return square(torch.func.functional_call(model, params, (X,)))
 
-    with count_ops() as ops, pytest.warns(UserWarning, match=r"under a transform of"):
-        found = torch.func.grad(loss)(params, model)
-    assert ops["relu"] == 6 + 5
-    wanted = torch.func.grad(loss)(dict(plain.named_parameters()), plain)
-    assert_same(found, wanted)
+    match = r"for `backward\(\)`.* pass over='functional' to remat\.fit"
+    with pytest.raises(remat.RematError, match=match):
+        torch.func.grad(loss)(params)
+    with pytest.raises(remat.RematError, match=match):
+        torch.func.grad(lambda x: _within(plan, plain, x))(X)
+    with count_ops() as ops, torch.no_grad():
+        assert torch.equal(torch.func.vmap(plain)(X), torch.func.vmap(model)(X))
+    assert ops["relu"] == 2 * 6
+    assert_same(
+        gradients(model, lambda: square(model(X)).backward()),
+        gradients(plain, lambda: square(plain(X)).backward()),
+    )
 
 
 def test_in_compiled_code_blocks_are_recomputed():
