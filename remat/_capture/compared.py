@@ -146,14 +146,6 @@ class Large:
         """Return its name, its keys and its values."""
         return f"`{self._name}`", *self.kind.held(self.value)
 
-    def as_it_was(self) -> Any:
-        """Return the container, or a copy without what was added to its end since."""
-        if not self.has_grown():
-            return self.value
-        new = copy.copy(self.value)
-        self.kind.write(new, self.keys, self.values)
-        return new
-
     def has_grown(self) -> bool:
         """Say whether something was added to its end since."""
         keys, values = self.kind.keys([self.value]), [*self.kind.values([self.value])]

@@ -14,7 +14,7 @@ import functools
 import sys
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -114,7 +114,6 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
 # --- Kinds: what is copied, what is walked, what is used as it is ---
 
 
-SEQUENCES = (list, tuple, set, frozenset, deque)
 # Iterators that `copy.copy` copies, rather than sharing what they iterate over.
 _EMPTY: dict[Any, Any] = {}
 COPIED_ITERATORS = frozenset(

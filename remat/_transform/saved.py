@@ -620,7 +620,7 @@ def _fill_fully(call: Saved, handles: Sequence[Handle], check: Any = None) -> No
 def _fill_along_plan(call: Saved, handles: Sequence[Handle], replaying: Replay) -> bool:
     """Recompute along a plan; say whether it fit."""
     stops = call.options.stops_early and not reads_what_is_written_late()
-    filling = Filling(handles, call, stops=stops, is_replay=True)
+    filling = Filling(handles, call, stops=stops)
     tensors = call.inputs.to_run_on(call.leaf_changes)
     try:
         # No name for the stand-ins: `escaped` counts who else holds them.
@@ -769,7 +769,7 @@ class Filling:
     """
 
     __slots__ = (
-        *("_compares", "_handles", "_is_replay", "_is_traced", "_label", "_metas"),
+        *("_compares", "_handles", "_is_traced", "_label", "_metas"),
         *("_saved", "_stops", "left", "put_back"),
     )
 
@@ -780,9 +780,8 @@ class Filling:
         *,
         stops: bool = True,
         compares: bool = True,
-        is_replay: bool = False,
     ) -> None:
-        self._stops, self._compares, self._is_replay = stops, compares, is_replay
+        self._stops, self._compares = stops, compares
         self._is_traced = is_below_tracer()
         self._handles: dict[int, Handle] = {}
         for handle in handles:

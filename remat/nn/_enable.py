@@ -42,6 +42,7 @@ from remat.nn._applied import (
     switchable,
 )
 from remat.nn._followed import unfollow
+from remat.nn._select import meaning
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,7 +73,7 @@ def enable(
 
     Args:
         model: the model.
-        policy: as of `remat.remat`.
+        policy: as of `remat.remat`, or a text as of `remat.nn.apply`, such as "dots".
         every_n_layers: recompute the first of every so many layers, and store what the
             others compute. None for the layers that are switched on already, or for all
             if none is. Only for models of transformers, from version 5.23 on.
@@ -104,6 +105,8 @@ def enable(
         ...     model = remat.nn.enable(BertModel(config))
     """
     refuse_no_module("enable", model, ", such as pipeline.unet")
+    every, policy = meaning(policy, "enable, policy")
+    every_n_layers = every if every != 1 else every_n_layers
     options = options_of(policy, prune, rng, higher_order, offload_inputs)
     # A module in there asks whether to call the function.
     takes = [m for m in model.modules() if _takes_function(m)]

@@ -30,7 +30,7 @@ Picked: TypeAlias = list[tuple[str, nn.Module, Any]]  # names, modules, policies
 
 def chosen(model: nn.Module, select: Any, policy: Any) -> Picked:
     """Return the modules that are selected, by name, and the policy of each."""
-    every, policy = _meaning(policy, "policy") if _is_text(policy) else (1, policy)
+    every, policy = meaning(policy, "apply, policy")
     mode = _mode(model, select)
     if mode is not None:
         which, under = mode
@@ -73,10 +73,6 @@ _EVERY = re.compile(r"every_([1-9]\d*)")
 _BUDGET = re.compile(r"budget\s*:(.*)")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def budget_in(select: Any) -> int | None:
     """Return the bytes of a text such as "budget:24GB"; None for anything else."""
     found = _BUDGET.fullmatch(select.strip()) if isinstance(select, str) else None
@@ -90,7 +86,7 @@ def _mode(model: nn.Module, select: Any) -> tuple[int, Any] | None:
     if not isinstance(select, str):
         return None
     if select in _MODES or _EVERY.fullmatch(select):
-        return _meaning(select, "select")
+        return meaning(select, "apply, select")
     named = {name for name, _ in model.named_modules()}
     policy = None if select in named else _constant(select)
     return None if policy is None else (1, policy)
@@ -100,28 +96,30 @@ def _checked(value: Any, key: Any) -> tuple[int, Any]:
     """Return how many modules of a key are recomputed, and under which policy."""
     shown = repr(getattr(key, "__name__", key))
     if isinstance(value, str):
-        return _meaning(value, shown)
+        return meaning(value, f"apply, {shown}")
     try:
         return 1, None if value is None else as_policy(value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"remat.nn.apply, {shown}: {error}") from None
 
 
-def _meaning(text: str, key: str) -> tuple[int, Any]:
+def meaning(policy: Any, key: str) -> tuple[int, Any]:
     """Return every how many modules are recomputed, 0 for none, and the policy."""
-    text = text.strip()
+    if not isinstance(policy, str):
+        return 1, policy
+    text = policy.strip()
     if text in ("full", "none"):
         return int(text == "full"), None
     if every := _EVERY.fullmatch(text):
         return int(every[1]), None
     if budget := _BUDGET.fullmatch(text):
-        return 1, within(bytes_in(budget[1], f"remat.nn.apply, {key}"))
-    policy = _constant(text)
-    if policy is None:
+        return 1, within(bytes_in(budget[1], f"remat.nn.{key}"))
+    found = _constant(text)
+    if found is None:
         near = get_close_matches(text, _WORDS, 1)
         advice = "".join(f"Do you mean {each!r}? " for each in near)
         raise ValueError(_NO_POLICY.format(key=key, text=text, advice=advice))
-    return 1, policy
+    return 1, found
 
 
 def _constant(text: str) -> Policy | None:
@@ -133,7 +131,7 @@ def _constant(text: str) -> Policy | None:
 
 _WORDS = *_MODES, "dots", "dots_with_no_batch_dims", "save", "recompute", "offload"
 _NO_POLICY = (
-    "remat.nn.apply, {key}: {text!r} is no policy. {advice}Write 'full', 'none', "
+    "remat.nn.{key}: {text!r} is no policy. {advice}Write 'full', 'none', "
     "'every_2', 'budget:1GB', 'dots', 'save', 'offload', 'disk', or the name of a "
     "constant of remat.policies; in Python also a policy."
 )

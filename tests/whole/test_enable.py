@@ -48,6 +48,23 @@ def test_three_steps_are_those_of_plain(client):
     assert products(client, removed) == products(client, built(client))
 
 
+def test_a_policy_may_be_a_text_as_of_apply():
+    client = of_transformers()
+    enabled = [remat.nn.enable(built(client), policy=p) for p in POLICIES]
+    first, *others = (products(client, model) for model in enabled)
+    assert others == [first] * 2
+    assert first[1] < products(client, remat.nn.enable(built(client), policy="full"))[1]
+    with pytest.raises(
+        ValueError, match=r"nn.enable, policy: 'dotz' is no policy\. Do"
+    ):
+        remat.nn.enable(built(client), policy="dotz")
+    with pytest.raises(ValueError, match="every_n_layers=0 is not a positive number"):
+        remat.nn.enable(built(client), policy="none")
+
+
+POLICIES = "dots", "dots_saveable", remat.policies.dots_saveable
+
+
 def test_the_option_of_transformers_that_offloads_inputs():
     """`activation_checkpointing_enable(offload=True)`, before and after ours."""
     client = of_transformers()

@@ -1,5 +1,10 @@
 """Trainings by other libraries' loops: transformers' Trainer, accelerate, Lightning."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from support.clients import (
@@ -185,6 +190,37 @@ def test_accelerate(name, change, precision):
     assert_same(saved, kept)
     assert more["mm"] + more["addmm"] > ops["mm"] + ops["addmm"]
     assert_recomputes_after(name, ours, plain)
+
+
+# --- Two processes ---
+
+
+ROOT = Path(__file__).parents[3]
+LAUNCHER = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["replicas", "FSDP2"])
+def test_a_trainer_in_two_processes(way, tmp_path):
+    """`gradient_checkpointing=True`, by accelerate's own preparation of the model."""
+    script = ROOT / "tests/support/launched.py"
+    command = [sys.executable, *LAUNCHER, str(script), str(tmp_path), way]
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    run = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    for rank in range(2):
+        plain, ours = torch.load(tmp_path / f"{rank}.pt")
+        assert (plain["silu"], ours["silu"]) == (2 * 2, 2 * 2 * 2)  # layers and steps
+        assert plain["shards"] is ours["shards"] is (way == "FSDP2")
+        assert ours["loss"] == plain["loss"]
+        assert_same(ours["parameters"], plain["parameters"])
 
 
 # --- Lightning ---
