@@ -46,7 +46,7 @@ class Context:
             "modes",
         ),
         *("nested_choices", "only_our_hooks", "policy", "recomputing", "regions"),
-        *("reporter", "runs"),
+        *("reporter", "rules", "runs"),
         "step_plans",
     )
 
@@ -63,6 +63,8 @@ class Context:
         # within (`remat.rules`), whether it runs again, how many of these it has met,
         # and whether the graph of its forward is dropped. A list costs no call.
         self.regions: tuple[list[Any], ...] = ()
+        # Functions with rules whose `fwd` runs in forward mode.
+        self.rules: tuple[Any, ...] = ()
         self.reporter: Reporter | None = None  # follows the run for a report
         # For a report: the calls whose forwards run, from the outermost in.
         self.inside: tuple[Any, ...] = ()

@@ -74,6 +74,8 @@ def _advice(module: types.ModuleType, name: str) -> str:
     rooms = _rooms(package)
     if name in rooms:  # one that was not imported yet
         return f"Write `import {package}.{name}`."
+    if name in _ELSEWHERE and not [*_places(package, name)]:
+        return _ELSEWHERE[name]
     known = _OTHERS.get(name)
     places = [f"{package}.{known}"] if known else [*_places(package, name)]
     if places:
@@ -133,10 +135,38 @@ _LIKE = 0.75  # of the letters of two names: then one may be meant
 # What JAX calls it.
 _OTHERS = {
     "PRNGKey": "random.key",
-    "ad_checkpoint": "checkpoint",
     "checkpoint_policies": "policies",
     "lax": "chain",
 }
+# What JAX has, and remat has not.
+_NO_SAMPLER = (
+    "Make it of remat.random.uniform or normal; torch.distributions has no keys."
+)
+_BRANCH = "Write `if`, also on values; torch.cond in compiled code."
+_ELSEWHERE = {
+    "ad_checkpoint": "Its names are in remat itself: remat.checkpoint_name.",
+    "associative_scan": "Write torch._higher_order_ops.associative_scan.",
+    "closure_convert": "Not needed: tensors that a function refers to are inputs.",
+    "cond": _BRANCH,
+    "custom_jvp": "Write a torch.autograd.Function with a jvp.",
+    "jit": "Write torch.compile.",
+    "map": "Write torch.vmap(fn, chunk_size=n), or remat.chain.scan.",
+    "stop_gradient": "Write x.detach().",
+    "switch": _BRANCH,
+    "tree_util": "Write torch.utils._pytree, or optree.",
+    "value_and_grad": "Write torch.func.grad_and_value: it returns the gradient first.",
+    "vmap": "Write torch.vmap.",
+}
+for _name in ("grad", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp"):
+    _ELSEWHERE[_name] = f"Write torch.func.{_name}."
+for _name in (
+    *("ball", "beta", "binomial", "cauchy", "chisquare", "dirichlet"),
+    *("double_sided_maxwell", "f", "gamma", "generalized_normal", "geometric"),
+    *("loggamma", "logistic", "lognormal", "maxwell", "multinomial"),
+    *("multivariate_normal", "orthogonal", "pareto", "poisson", "rayleigh"),
+    *("t", "triangular", "wald", "weibull_min"),
+):
+    _ELSEWHERE[_name] = _NO_SAMPLER
 _PACKAGE = (
     "{name}: `{name}` is the package here, which is not callable. Write `from {name} "
     "import {name}`, or {name}.{name}(fn)."

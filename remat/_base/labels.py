@@ -24,9 +24,9 @@ class Label(str):
         return str(self), self.name
 
 
-def label_of(name: str, where: str = "") -> Label:
-    """Return what to call a function that was rematerialized at a line, or nowhere."""
-    text = f"`{name}` (rematerialized at {where})" if where else f"`{name}`"
+def label_of(name: str, where: str = "", was: str = "rematerialized") -> Label:
+    """Return what to call a function, and where what was done to it."""
+    text = f"`{name}` ({was} at {where})" if where else f"`{name}`"
     return Label(text, name)
 
 

@@ -100,7 +100,7 @@ def tell_of_keys() -> None:
 
 _UNTOLD: weakref.WeakSet[PolicyKeys] = weakref.WeakSet()
 _FOUND = set[tuple[Policy, str]]()  # or told
-_PLACE = re.compile(r"\(rematerialized at (.*):(\d+)\)$")
+_PLACE = re.compile(r"\((?:rematerialized|called) at (.*):(\d+)\)$")
 _UNMATCHED = (
     "policy has the key {key!r}, but no value, module, class or operator of that name "
     "was there; torch.compile tells of no Functions. Nothing is decided by it."

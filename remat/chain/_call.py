@@ -323,7 +323,7 @@ def label_for(kind: str, f: Any = None) -> str:
         return kind
     if f is not None:
         kind = f"{kind} of {getattr(f, '__qualname__', type(f).__qualname__)}"
-    return label_of(kind, caller(3))
+    return label_of(kind, caller(3), "called")
 
 
 def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:

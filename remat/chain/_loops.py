@@ -78,7 +78,8 @@ def scan(
         reverse: whether the last slice comes first. What is collected is in the order
             of `xs`.
         unroll: how many steps the backward reverses together, of which it holds all
-            residuals at once. Only with checkpoints that are a number or `"all"`.
+            residuals at once. Not with a schedule. Without checkpoints the carries
+            between such steps are stored, as by `"all"`.
         checkpoints: how many carries are stored at a time, with the initial one: the
             backward then runs the fewest steps again (binomial checkpointing). `"all"`:
             each carry. `None`: the carries at the starts of about sqrt(length)
@@ -304,11 +305,13 @@ def _goes_on(both: tuple[Any, Any], carry: Any) -> bool:
 
 def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
     """Return the schedule that a user asks for."""
-    if checkpoints is None or isinstance(checkpoints, Schedule):
+    if isinstance(checkpoints, Schedule):
         if unroll != 1:
             raise ValueError(_UNROLL.format(unroll=unroll, checkpoints=checkpoints))
-        return checkpoints or Sqrt()
-    if checkpoints == "all":
+        return checkpoints
+    if checkpoints is None and unroll == 1:
+        return Sqrt()
+    if checkpoints is None or checkpoints == "all":
         return EveryStep(unroll)
     if isinstance(checkpoints, int) and not isinstance(checkpoints, bool):
         return Binomial(checkpoints, unroll)
@@ -379,7 +382,7 @@ _PAIR = (
     "collected (`return carry, y`, or `return carry, None`); got a {got}."
 )
 _UNROLL = (
-    "remat: unroll={unroll} needs checkpoints that are a number or 'all'; got "
+    "remat: unroll={unroll} needs checkpoints that are a number, 'all' or None; got "
     "checkpoints={checkpoints!r}."
 )
 _CHECKPOINTS = (

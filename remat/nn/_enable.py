@@ -90,7 +90,8 @@ def enable(
             takes a function. The message says what to use instead.
         ValueError: the library cannot leave out layers; or its checkpointing is on with
             options that remat does not have, such as `context_fn`; or
-            `remat.nn.apply` or a plan recomputes modules of the model.
+            `remat.nn.apply` or a plan recomputes modules of the model; or a text is no
+            policy.
 
     Example:
         >>> import remat

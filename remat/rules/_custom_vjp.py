@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from remat._base.context import here
 from remat._base.program import Request
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import shown
@@ -168,7 +169,8 @@ class custom_vjp:  # noqa: N801
                 place, is_again = place_of(RulePlace, self.label)
                 # A recompute asks for the gradients of fewer.
                 place.is_plain = is_plain = place.is_plain if is_again else is_plain
-        if is_plain:
+        # Also within `fwd` in forward mode, which would call it again.
+        if is_plain or self in here().rules:
             return self.fn(*args)
         program = Ruled(self, rules, frame, len(tensors), place, is_again=is_again)
         request = Request(needs, current_layer() is None)
@@ -176,7 +178,11 @@ class custom_vjp:  # noqa: N801
 
     def _traced(self, *args: Any) -> Any:
         """Call the function while Dynamo traces."""
-        return self._function.apply(*args)
+        if not torch.is_grad_enabled():  # as in `fwd`, which may call it
+            return self.fn(*args)
+        # Dynamo forgets that a level differentiates it, but not a view of it.
+        views = [a.view_as(a) if isinstance(a, torch.Tensor) else a for a in args]
+        return self._function.apply(*views)
 
     def _positional(self, args: Any, kwargs: dict[str, Any]) -> Any:
         bound = inspect.signature(self.fn).bind(*args, **kwargs)

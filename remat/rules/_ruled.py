@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base import pytree
+from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.program import (
     Evaluation,
@@ -159,7 +160,14 @@ class Ruled(Program):
 
     def _pair(self, which: str, *args: Any) -> Any:
         """Call a rule that returns a pair."""
-        result = self._rules[which == "rem"](*args)
+        context = here()
+        around = context.rules
+        if _has_jvp():
+            context.rules = (*around, self._rule)
+        try:
+            result = self._rules[which == "rem"](*args)
+        finally:
+            context.rules = around
         if type(result) in (tuple, list) and len(result) == 2:
             return result
         kind, label = type(result).__name__, self._rule.label

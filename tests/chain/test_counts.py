@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import chain
 from remat.chain.schedules import Binomial, EveryStep, Online, Sqrt, Uniform
-from remat.testing import assert_same, count_ops
+from remat.testing import assert_same, count_ops, peak_bytes
 
 
 SCHEDULES = {
@@ -258,6 +258,22 @@ def test_units_of_several_steps(schedule, unroll, length):
     want = torch.func.grad(lambda x: plain(0, length, body, x).sum())(X)
     assert_same(got, want, reassociated=True)
     assert runs == sum(schedule.evaluations(length))
+
+
+def test_unroll_without_checkpoints_stores_the_carries_between():
+    """As many steps are reversed together: 10 of 100 carries, and 10 steps."""
+    x = torch.ones(1000, requires_grad=True)
+    step = lambda h, _: (h.sin(), None)
+
+    def peak(**options):
+        run = lambda: chain.scan(step, x, length=100, **options)[0].sum().backward()
+        with count_ops() as ops:
+            run()
+        assert ops["sin"] == 200
+        return round(peak_bytes(run) / x.nbytes)
+
+    assert peak(unroll=10) == peak(unroll=10, checkpoints="all")
+    assert peak(unroll=10) < peak(unroll=50) < 60
 
 
 # --- What is alive ---

@@ -247,10 +247,6 @@ WRONG = {
         *(lambda: chain.scan(pair, H, H[0]), TypeError),
         "scans `xs`, which is a tensor without dimensions",
     ),
-    "unroll alone": (
-        *(lambda: chain.scan(pair, H, H, unroll=2), ValueError),
-        "unroll=2 needs checkpoints that are a number or 'all'; got checkpoints=None",
-    ),
     "unroll and schedule": (
         *(lambda: chain.scan(pair, H, H, unroll=2, checkpoints=Sqrt()), ValueError),
         r"unroll=2 needs checkpoints .*got checkpoints=Sqrt\(\)",

@@ -27,6 +27,7 @@ SCHEDULES = {
     "three": {"checkpoints": 3},
     "all": {"checkpoints": "all"},
     "pairs": {"checkpoints": 3, "unroll": 2},
+    "unrolled": {"unroll": 2},
     "sqrt": {},
 }
 

@@ -144,6 +144,17 @@ def test_what_is_switched_on_already_is_what_is_recomputed():
     assert_runs(model, tanh=3 + 3)
 
 
+def test_a_config_names_the_policy():
+    model = remat.nn.enable(Newer(), policy="dots")
+    assert_runs(model, tanh=6, addmm=6)
+    for text, told in {
+        "dotz": r"remat.nn.enable, policy: 'dotz' is no policy. Do you mean 'dots'",
+        "every_2": r"'every_2' says which layers, .* Pass every_n_layers=",
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            remat.nn.enable(Newer(), policy=text)
+
+
 @every
 def test_a_second_call_has_another_policy_and_no_more_work(kind):
     model = remat.nn.enable(remat.nn.enable(kind()), policy=policies.dots_saveable)

@@ -37,8 +37,11 @@ PAIRED.defvjp(
     lambda n, x, y: ((x * y * n, x + y), (x, y)),
     lambda n, res, cts: (cts[0] * res[1] * n + cts[1], cts[0] * res[0] * n + cts[1]),
 )
+ITSELF = custom_vjp(lambda x: x * 1.0)
+ITSELF.defvjp(lambda x: (ITSELF(x), None), lambda _, ct: (ct.clamp(-0.1, 0.1),))
 KEPT = keep(lambda x: x.exp().sin())
 FUNCTIONS = {
+    "itself": lambda x: ITSELF(x * 2).exp(),
     "clipped": lambda x: CLIPPED(x * 2).exp(),
     "tripled": lambda x: TRIPLED(x * 2).exp(),
     "paired": lambda x: sum(PAIRED(3.0, x.sin(), x.exp())),
@@ -65,6 +68,18 @@ def test_compiled_code_follows_the_derivative(name, transform):
         torch._dynamo.reset()
         found = gradient(torch.compile(fn, backend=backend, fullgraph=True))
         torch.testing.assert_close(found, want)
+
+
+# Of Dynamo, which makes an instance of a Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("transform", [lambda f: f, remat])
+@pytest.mark.parametrize("rule", [CLIPPED, ITSELF])
+def test_compiled_torch_func_follows_the_rule(rule, transform):
+    """Also of what it differentiates itself, where Dynamo leaves a Function out."""
+    slope = torch.func.grad(transform(lambda x: rule(x).exp().sum()))
+    found = torch.compile(slope, backend="aot_eager", fullgraph=True)(X)
+    assert_same(found, X.exp().clamp(-0.1, 0.1))
+    assert not found.requires_grad
 
 
 def gated_fwd(x, w):
