@@ -45,15 +45,16 @@ def put_aside(
     found: dict[int, dict[str, Any]] = {}
     while True:
         todo = [*given.tensors, *flatten(each)]
-        marked = [(t, held) for t in todo if (held := vars(t)) and id(t) not in found]
+        # In attributes a subclass has the tensors that it wraps; so have fakes.
+        plain = [t for t in todo if type(t) in TENSORS and id(t) not in found]
+        marked = [(t, held) for t in plain if (held := vars(t))]
         if not marked:
             return found
         count = len(given.roots)
         for t, held in marked:
-            # In attributes a subclass has the tensors that it wraps.
-            is_plain, is_dead = type(t) in TENSORS, unwrap_dead(t) is not t
+            is_dead = unwrap_dead(t) is not t
             found[id(t)] = {
-                name: given.put_aside(value) if is_plain and name != _OWN else value
+                name: given.put_aside(value) if name != _OWN else value
                 for name, value in held.items()
                 # Of a level that has ended: the graph between the two is gone.
                 if not (is_dead and isinstance(value, Tensor))
