@@ -176,8 +176,7 @@ class SavedInHandles(PlannedCall):
         self._is_replayed = False  # and holds no residual any more
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
-        # By position: those that wait for residuals, which the call around recomputes.
-        self._waiting: dict[int, Handle] = {}
+        self._waiting: dict[int, Handle] = {}  # for what the call around recomputes
 
     @classmethod
     def of_choice(
@@ -214,8 +213,7 @@ class SavedInHandles(PlannedCall):
     @property
     def choice(self) -> Any:
         """What the call follows, for `of_choice`."""
-        plans = self.plans
-        return None if plans is None else (self.cache, plans, weakref.ref(self))
+        return self.plans and (self.cache, self.plans, weakref.ref(self))
 
     def pack(self, position: int, tensor: Tensor | None) -> None:
         """Note what the graph saves at a position; None if that has no handle."""
@@ -336,10 +334,12 @@ class SavedInHandles(PlannedCall):
         plans = self.plans
         if plans is None or self._is_replayed:
             return None
-        self._waiting.update((handle.position, handle) for handle in handles)
+        if self._nested:  # a recompute of the call around may fill some of them
+            self._waiting.update((handle.position, handle) for handle in handles)
         try:
             held = [None if r is None else r.value() for r in self._for_recompute]
-            handles[:] = self._waiting.values()  # the call around filled the others
+            if self._nested:
+                handles[:] = self._waiting.values()
         finally:
             self._waiting = {}
         targets = tuple(sorted(handle.position for handle in handles))
