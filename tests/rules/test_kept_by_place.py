@@ -234,6 +234,22 @@ def test_under_torch_func_its_operations_are_saved():
         assert_same(found, want)
 
 
+@pytest.mark.parametrize("policy", [{"attn": "save"}, {Inner: "save"}, None])
+def test_a_scope_saves_its_operations_and_enters_nothing_again(policy):
+    def in_scope(x):
+        with remat.scope(policy):
+            return block(x)
+
+    block = Block()
+    want, _ = gradients(block, block)
+    for _ in range(2):
+        with count_ops() as ops:
+            found, count = gradients(in_scope, block)
+        assert count == 1
+        assert ops["mm"] == 3 + 2 + (policy is None)
+        assert_same(found, want)
+
+
 def test_compiled_code_saves_its_operations():
     block = Block(nn.Identity)
     block.attn = nn.Linear(4, 4).double()
