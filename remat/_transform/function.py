@@ -872,8 +872,7 @@ class Vjp(Program):
             if not pairs:
                 return (None,) * len(self._wanted)
             ends, cts = zip(*pairs, strict=True)
-        asks_grad_mode = self._evaluation.asks_grad_mode
-        if self._in_grad_mode and asks_grad_mode and not create_graph:
+        if self._in_grad_mode and self._evaluation.asks_grad_mode and not create_graph:
             pull_in_grad_mode(ends)
         inputs = tuple(map(inner.__getitem__, self._wanted))
         if create_graph:
