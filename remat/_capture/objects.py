@@ -209,10 +209,23 @@ def is_spent_by_use(kind: type) -> bool:
 
 @by_class
 def is_buffer(kind: type) -> bool:
+    """Say whether instances hold numbers that change in place, and maybe attributes."""
+    is_masked = any(cls.__name__ == "MaskedArray" for cls in kind.__mro__)
+    return not is_masked and any(map(is_bare_buffer, kind.__mro__))
+
+
+@by_class
+def is_bare_buffer(kind: type) -> bool:
     """Say whether instances of a class are numbers that change in place."""
     if kind in (bytearray, array.array):
         return True
     return kind.__name__ in _ARRAYS and str(kind.__module__).startswith("numpy")
+
+
+def size_of(buffer: Any) -> int:
+    """Return the bytes of a buffer of numbers."""
+    found = getattr(buffer, "nbytes", None)
+    return len(buffer) * getattr(buffer, "itemsize", 1) if found is None else found
 
 
 _ARRAYS = {"matrix", "memmap", "ndarray", "recarray"}
@@ -226,11 +239,11 @@ def bytes_of(buffer: Any) -> bytes:
 def set_bytes(buffer: Any, held: bytes) -> None:
     """Have a buffer of numbers hold this, in place."""
     if hasattr(buffer, "dtype"):  # of NumPy
-        array = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
-        then = array(buffer.shape, buffer.dtype, held)
-        array.__setitem__(buffer, ..., then)
+        base = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
+        then = base(buffer.shape, buffer.dtype, held)
+        base.__setitem__(buffer, ..., then)
     elif isinstance(buffer, bytearray):
-        buffer[:] = held
+        bytearray.__setitem__(buffer, slice(None), held)
     else:
-        del buffer[:]
-        buffer.frombytes(held)
+        array.array.__delitem__(buffer, slice(None))
+        array.array.frombytes(buffer, held)

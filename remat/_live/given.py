@@ -43,7 +43,7 @@ from remat._capture.holders import (
     HolderKind,
     dict_of,
 )
-from remat._capture.objects import COPIED_ITERATORS, is_buffer, slots_of
+from remat._capture.objects import COPIED_ITERATORS, is_bare_buffer, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
     has_defaults,
@@ -158,7 +158,7 @@ class Given:
         if kind in COPIED_ITERATORS:
             self.has_iterators = True
             return Copied(value)
-        if is_buffer(kind) and not has_objects(value):
+        if is_bare_buffer(kind) and not has_objects(value):
             self.buffers.append(value)
             return value
         if is_used_as_it_is(value, kind):

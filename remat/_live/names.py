@@ -35,7 +35,7 @@ from remat._capture.holders import (
 )
 from remat._capture.modules import REGISTRIES, TEMPLATE
 from remat._capture.objects import (
-    is_buffer,
+    is_bare_buffer,
     is_left_alone,
     is_rematerialized,
     is_spent_by_use,
@@ -164,7 +164,7 @@ def kinds_of(value: Any, kind: type) -> list[HolderKind]:
             return []
         how = how or PART
         return [how, *kinds_besides(value, how)]
-    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_buffer(kind):
+    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_bare_buffer(kind):
         return []
     if is_spent_by_use(kind) or is_left_alone(kind):
         return []

@@ -34,7 +34,7 @@ from remat._capture.objects import (
     by_class,
     can_be_made_anew,
     defines,
-    is_buffer,
+    is_bare_buffer,
     is_left_alone,
     is_spent_by_use,
 )
@@ -380,7 +380,7 @@ def kinds_in_result(kind: type, /) -> Visit:
         return visit_set
     if issubclass(kind, weakref.ref) and not issubclass(kind, weakref.WeakMethod):
         return visit_weak
-    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_buffer(kind):
+    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_bare_buffer(kind):
         return visit_nothing
     if _gives_parts(kind):
         return visit_iterated

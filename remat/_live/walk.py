@@ -37,6 +37,7 @@ from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
 from remat._capture.objects import (
     COPIED_ITERATORS,
     can_be_made_anew,
+    is_bare_buffer,
     is_buffer,
     is_left_alone,
     is_left_alone_in,
@@ -44,6 +45,7 @@ from remat._capture.objects import (
     is_sharded,
     is_spent_by_use,
     is_view,
+    size_of,
     slots_of,
 )
 from remat._capture.stream_search import (
@@ -58,7 +60,8 @@ from remat._torch import MODULE_HOOKS, is_compiled
 
 
 _FROZEN = tuple, frozenset
-_LARGE = 1000  # entries or bytes, above which numbers are not copied in each call
+_LARGE = 1000  # entries, above which numbers are not copied in each call
+_BUFFER = 2**16  # bytes, above which a buffer of numbers is not
 
 
 class Walk:
@@ -160,9 +163,10 @@ class Walk:
             self.streams.walk(value)
             self.special.add(id(value))
         elif is_buffer(kind):
-            size = value.size if hasattr(value, "size") else len(value)
-            if size <= _LARGE and not has_objects(value):
+            if not has_objects(value) and size_of(value) <= _BUFFER:
                 self.special.add(id(value))
+            if not is_bare_buffer(kind):
+                self._reach_object(value, kind)
         elif kind is types.CellType:
             self._hold(value, CELLS)
             self._todo += CELLS.values([value])

@@ -399,7 +399,8 @@ _SCANNED = (
     "dimension counts the steps."
 )
 _LENGTHS = (
-    "remat: {label} scans `xs{path}` of length {got}, where others have length {had}."
+    "remat: {label} scans `xs{path}` of length {got}, where `length` or others are "
+    "{had}."
 )
 _NO_LENGTH = "remat: {label} scans nothing. Pass `xs`, or `length=`."
 _COLLECTED = (

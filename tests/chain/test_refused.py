@@ -232,7 +232,7 @@ WRONG = {
     ),
     "length and slices": (
         *(lambda: chain.scan(pair, H, H, length=4), ValueError),
-        r"scans `xs` of length 3, where others have length 4",
+        r"scans `xs` of length 3, where `length` or others are 4",
     ),
     "no length": (lambda: chain.scan(pair, H), ValueError, "Pass `xs`, or `length=`"),
     "negative": (

@@ -159,6 +159,18 @@ def in_a_list_in_a_namedtuple():
     return *by_key(held.numbers)[:2], lambda: held
 
 
+class Bytes(bytearray):
+    """A buffer with attributes."""
+
+
+class Numbers(array.array):
+    """An array with attributes."""
+
+
+class Grid(np.ndarray):
+    """A NumPy array with attributes."""
+
+
 def in_a_view_of_a_dict():
     held = {"n": 1}
     view = types.MappingProxyType(held)
@@ -205,6 +217,10 @@ CONTAINERS = {
     "record array": lambda: by_key(np.ones(1, [("n", "f8")]).view(np.recarray).n),
     "matrix of NumPy": lambda: by_key(np.ones((1, 1)).view(np.matrix), (0, 0)),
     "field of a record array": lambda: by_key(np.ones(1, [("n", "f8")])["n"]),
+    "NumPy array of 64 KiB": lambda: by_key(np.ones((2, 2**12)), (0, 0)),
+    "class of a bytearray": lambda: by_key(Bytes(b"\1")),
+    "class of an array": lambda: by_key(Numbers("d", [1])),
+    "class of a NumPy array": lambda: by_key(np.ones(1).view(Grid)),
 }
 
 
@@ -676,7 +692,8 @@ _NUMBERS = {
     *("Counter", "set", "order of an OrderedDict", "length of a list", "bytearray"),
     *("list that overrides iteration", "array", "NumPy array", "environment"),
     *("NumPy array without axes", "field of a record array", "buffer", "tensor"),
-    *("record array", "matrix of NumPy"),
+    *("record array", "matrix of NumPy", "NumPy array of 64 KiB"),
+    *("class of a bytearray", "class of an array", "class of a NumPy array"),
     *("buffer that is replaced", "array of a tensor", "local of a generator"),
 }
 ANYTHING = {name: hold for name, hold in HOLDERS.items() if name not in _NUMBERS}
