@@ -58,7 +58,7 @@ from remat._transform.leaves import (
     with_bytes,
 )
 from remat._transform.overlaps import Ranges, overlapping, together
-from remat._transform.stand_ins import in_place_of_dead, stand_in
+from remat._transform.stand_ins import in_place_of_dead, stand_in, without_graph
 from remat._transform.watched import STILL, WATCHED_FROM, note_still, sum_of, to_watch
 
 
@@ -147,7 +147,7 @@ class SavedInputs:
 
     def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
         """Return what is saved of each input, and which are saved themselves."""
-        copied, hooks = self.may_be_written.difference(self._memory), self._hooks
+        copied = self.may_be_written.difference(self._memory)
         values: list[Any] = []
         themselves: list[int] = []
         for i, t in enumerate(entries):
@@ -158,7 +158,7 @@ class SavedInputs:
                 values.append(self._copy(i, t))
             else:
                 try:
-                    value = t.detach() if hooks is None else self._value_of(i, t)
+                    value = self._value_of(i, t)
                 except RuntimeError:
                     value = in_place_of_dead(t)
                 values.append(value)
@@ -219,7 +219,7 @@ class SavedInputs:
 
     def _value_of(self, i: int, t: Tensor) -> Any:
         if self._hooks is None or i not in self._packed:
-            return t.detach()
+            return without_graph(t)
         storage = storage_if_any(t)
         if storage is not None:
             self._storages[i] = weakref.ref(storage)

@@ -29,6 +29,20 @@ class Computed(torch.autograd.Function):
         return grads[0]
 
 
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor with the memory of another, without its graph.
+
+    A view stays one of its base, by which a function may know it, if that has no graph
+    and nothing was set on it that could lead to one.
+    """
+    if tensor._is_view():
+        base: Any = tensor._base
+        if not (base.requires_grad or base.__dict__ or is_of_torch_func(tensor)):
+            with torch.no_grad():
+                return tensor.view_as(tensor)
+    return tensor.detach()
+
+
 def stand_in(
     value: Tensor,
     kind: type,
@@ -42,7 +56,7 @@ def stand_in(
     if type(t) is nn.Parameter:
         new = Tensor._make_subclass(nn.Parameter, t, need)
     else:
-        new = t.detach() if t is value else t
+        new = without_graph(t) if t is value else t
         if attributes and type(new) is not Tensor:
             new.__dict__.update(attributes)  # its operations may read them
         if need:

@@ -129,6 +129,8 @@ class CallState(NamedTuple):
         state, around = self._restored(reach, inputs, mode), NOTHING
         is_marked = reach.attributes or self.leaf_changes.marks
         try:
+            if state is NOTHING and not (is_marked or updated or self.classes):
+                return run(inputs), inputs
             with state, self._marked(inputs) if is_marked else NOTHING:
                 if not (updated or self.classes):
                     return run(inputs), inputs
@@ -188,9 +190,9 @@ class CallState(NamedTuple):
         ambient = self.ambient.restored()
         if current_layer() is not None:
             inputs = [*map(base_tensor, inputs)]
-        if has_proxies():  # they passed a barrier, and were looked at before
-            return ambient
         if versions_of(inputs) == self.versions:
+            return ambient
+        if has_proxies():  # they passed a barrier, and were looked at before
             return ambient
         changed = changed_since(inputs, self.versions, (Absent,))
         if not changed:

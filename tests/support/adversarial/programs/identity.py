@@ -41,6 +41,17 @@ def asked(case):
     return step
 
 
+@family(whole=slice(None), part=slice(4, 12))
+def the_base_of_a_view_that_is_gone(elements):
+    def step(wrap):
+        run = wrap(lambda x, a, v: work(x, 2 if v._base is a else 3))
+        x, a = leaf(), torch.arange(16.0)
+        run(x, a, a[elements]).sum().backward()
+        return x.grad.tolist()
+
+    return step
+
+
 @program
 def a_memo_by_the_identity_of_an_input():
     memo = {}
