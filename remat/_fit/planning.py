@@ -40,6 +40,7 @@ from remat._fit.units import UnitWalker
 from remat._fit.walk import Walker
 from remat._report.labels import label_of_function
 from remat._scope.following import Course, Placed
+from remat._scope.values import BETWEEN, PASSING
 from remat._transform.refused import has_forward
 from remat.nn._apply import apply_from
 from remat.nn._followed import FollowedScope, follow
@@ -372,7 +373,7 @@ def _course(walker: Walker, chosen: Chosen, spared: Chosen = frozenset()) -> Cou
     spares: dict[Any, set[int]] = {}
     # Calls are counted from the first one in the span.
     first: dict[str, int] = {}
-    found: dict[Any, list[tuple[str, bool, bool, int]]] = {}
+    found: dict[Any, list[tuple[str, bool, int, int]]] = {}
     for i, op in within:
         root, turn, path, number = op.place
         place = root, turn - first.setdefault(root, turn), path, number
@@ -381,14 +382,16 @@ def _course(walker: Walker, chosen: Chosen, spared: Chosen = frozenset()) -> Cou
             is_unread = unread.issuperset(op.makes)
             is_saved = not (is_again or is_unread)
             size = sum(walker.record.sizes[n] for n in op.makes)
-            found.setdefault(place, []).append((op.name, is_saved, is_unread, size))
+            is_between = walker.targets.isdisjoint(op.makes)
+            why = PASSING if is_unread else BETWEEN if is_between else 0
+            found.setdefault(place, []).append((op.name, is_saved, why, size))
             if i in spared:
                 spares.setdefault(place, set()).add(len(found[place]) - 1)
     placed: list[Placed] = []
     for place, each in found.items():
-        names, saves, passes, sizes = zip(*each, strict=True)
+        names, saves, unread, sizes = zip(*each, strict=True)
         given = frozenset(spares.get(place, ()))
-        placed.append(Placed(place, names, saves, passes, sizes, given))
+        placed.append(Placed(place, names, saves, unread, sizes, given))
     return Course(tuple(placed))
 
 

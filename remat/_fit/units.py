@@ -310,7 +310,7 @@ class UnitWalker(Walker):
                     saves.append(any(map(kept.__contains__, op.makes)))
             none = len(names)
             placed = Placed(
-                ("", 0, name, 0), (*names,), (*saves,), (False,) * none, (0,) * none
+                ("", 0, name, 0), (*names,), (*saves,), (0,) * none, (0,) * none
             )
             found[name] = OfBlock(placed)
         return found

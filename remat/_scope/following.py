@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from remat._base.calls import OUTSIDE, CallPlace, Calls, ModuleCall
 from remat._base.op import Op
+from remat._scope.values import BETWEEN
 from remat.policies import Decision, Policy
 
 
@@ -31,9 +32,9 @@ class Placed(NamedTuple):
     place: CallPlace
     names: tuple[str, ...]
     saves: tuple[bool, ...]
-    # Which results nothing reads again. What is not planned may, so that until the
-    # forward ends they are recomputed, and not held.
-    passes: tuple[bool, ...]
+    # Why no backward reads results. Until the forward ends, what is not planned may
+    # read those that pass, so that they are recomputed, and not held.
+    unread: tuple[int, ...]
     sizes: tuple[int, ...]
     # The positions of saved results that are recomputed where what was not planned
     # takes as much.
@@ -149,6 +150,7 @@ def _with_fewer(costs: dict[int, int], count: int) -> dict[int, int]:
 
 _FAR = 1 << 30
 _APART = 8  # by how many operations two alignments may differ
+_HELD = 8  # of so many that were not planned one is held until it is read
 _SURE = 4  # operations that agree, after which there is one alignment
 
 
@@ -171,6 +173,7 @@ class ByPlace(Policy):
         # Of the first results of calls: their bytes as planned, and those that differ.
         self._sized = self._resized = 0
         self._first = ""  # difference
+        self._unplanned = 0  # operations
 
     @property
     @override
@@ -202,14 +205,16 @@ class ByPlace(Policy):
         else:
             at, placed = self._found(op, name, call)
             if at < 0:
-                self.is_passing = False
-                if self.owed and self._missing() > 0:
+                self._unplanned += 1
+                self.unread = BETWEEN if self._unplanned % _HELD else 0
+                self.is_short = bool(self._courses) and self._missing() > 0
+                if self.owed and self.is_short:
                     self.owed, self.put_off = 0, self.owed
                 return Decision.RECOMPUTE
         if placed.saves[at]:
             is_spared = self._off and self._is_spared(placed, at)
             return Decision.RECOMPUTE if is_spared else Decision.SAVE
-        self.is_passing = placed.passes[at]
+        self.unread = placed.unread[at]
         return Decision.RECOMPUTE
 
     def _choose(self, root: Any) -> None:
@@ -237,7 +242,8 @@ class ByPlace(Policy):
         self._extra = 0
         if is_spared:
             self._spared += placed.sizes[at]
-            self.is_passing = False
+            self.unread = 0
+        self.is_short = self._missing() > 0
         return is_spared
 
     def _missing(self) -> int:

@@ -15,9 +15,12 @@ handles that are alive need, and how often each value is used, by operations and
 handles. Then each handle that is read has those operations run that its value still
 needs. A value is dropped when it was used for the last time.
 
+Where a step differs from its plan, and no bytes are left, what no backward was planned
+to read is not held for its handles: each has it computed anew.
+
 Invariant: what is no value of a block is saved as without us: by the hooks around, or
-itself, with its version, since torch compares no versions under hooks. An operation
-runs at most once for a backward, whose recomputes end with it, also after an error.
+itself, with its version, since torch compares no versions under hooks. But for that, an
+operation runs at most once for a backward. Recomputes end with it, also after an error.
 Rejected: to exchange `saved_tensors_hooks.__enter__`. Hooks that are entered later, as
 torch's checkpoint has them, count what they are given, in a recompute too.
 Rejected: to run all operations for the first handle. Values would wait for handles that
@@ -52,6 +55,7 @@ from remat._scope.values import (
     TensorLayout,
     has_layout,
     mapped,
+    needed_for,
     results_of,
 )
 from remat._torch import (
@@ -287,16 +291,36 @@ class Recomputes:
         self.values: dict[Made, Tensor] = {}  # recomputed, and still needed
         # Those whose handles were read for the last time.
         self.used_up: set[BlockPart] = set()
-        alive = [handle for ref in self.unread if (handle := ref()) is not None]
-        self._uses: Counter[Made] = Counter([handle.made for handle in alive])
+        made = [handle.made for ref in self.unread if (handle := ref()) is not None]
+        blocks = {each.part.block for each in made}
+        self._is_short = any(b.policy is not None and b.policy.is_short for b in blocks)
+        self._uses = Counter(each for each in made if self._is_held(each))
         self._given_away: set[Made] = set()
-        for operation in _needed_for([*self._uses]):
-            self._uses.update(operation.reads)
+        # The operations whose reads are counted, and that have not run yet.
+        self._due: set[BlockOperation] = set()
+        self._count([*self._uses])
+
+    def _count(self, targets: Sequence[Made]) -> None:
+        """Count what is read by the operations that values need."""
+        for operation in needed_for(targets, self.values):
+            if operation not in self._due:
+                self._due.add(operation)
+                self._uses.update(operation.reads)
+
+    def _is_held(self, made: Made) -> bool:
+        """Say whether a value is held until its handles are read.
+
+        Else it is computed again for each, as a plan has no bytes for it.
+        """
+        return not (self._is_short and made.unread and made.operation is not None)
 
     def take(self, handle: ValueHandle) -> Tensor:
         """Return what a handle stands for."""
         self.unread.discard(weakref.ref(handle))
         made = handle.made
+        if not self._is_held(made):
+            self._uses[made] += 1
+            self._count([made])
         if made not in self.values:
             with no_torch_functions(), below_autograd(), grad_mode(True):
                 self._compute(made)
@@ -330,6 +354,7 @@ class Recomputes:
                     self._run(made.operation, settings)
 
     def _run(self, operation: BlockOperation, settings: Any) -> None:
+        self._due.discard(operation)
         values = self._operand_values(operation)
         operands, kwargs = iter(values), operation.kwargs
         args = mapped(operation.args, Operand, lambda _: next(operands))
@@ -394,18 +419,6 @@ def _stored(made: Made) -> Tensor:
     assert made.op is not None
     stored_tensor = stored.tensor(made.op.func, made.op.source)
     return made.layout.view_of(stored_tensor)
-
-
-def _needed_for(targets: Sequence[Made]) -> Iterator[BlockOperation]:
-    """Return the operations that some values need, each once."""
-    seen: set[Any] = set()
-    stack = [*targets]
-    while stack:
-        operation = stack.pop().operation
-        if operation is not None and operation not in seen:
-            seen.add(operation)
-            yield operation
-            stack += operation.reads
 
 
 @contextmanager

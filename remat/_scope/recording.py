@@ -214,7 +214,7 @@ class Recording(Observer):
             else:
                 made = Made(self.blocks[-1].part(), TensorLayout.of(t), operation)
                 operation.note_made(inputs.index(id(t)), made, is_operand=True)
-                made.is_passing = entry.made.is_passing
+                made.unread = entry.made.unread
                 entry.made = made
                 self._table.wrote(entry, t)
 
@@ -263,7 +263,7 @@ class Recording(Observer):
             block.asked.append(op)
         decision = policy(op) if operation.operands else Decision.RECOMPUTE
         for made, _ in makes:
-            made.op, made.is_passing = op, policy.is_passing
+            made.op, made.unread = op, policy.unread
         # Of several results some are for the backward alone, as statistics: no other
         # result can stand in their place.
         if decision and policy.is_late and len(makes) == 1:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from remat._base.tensors import version_of
 from remat._scope.values import (
+    PASSING,
     Block,
     GivenTensor,
     Made,
@@ -151,7 +152,7 @@ class ValueTable:
         for entry in [*self._entries.values()]:
             made = entry.made
             if made.part.block is block and (
-                made.is_passing
+                made.unread == PASSING
                 or (
                     _is_of_earlier(made, block, known)
                     and not any(t.requires_grad for t in entry.tied())

@@ -11,7 +11,7 @@ and has to be run from the start.
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -60,6 +60,10 @@ class BlockPart:
     def __init__(self, block: Block) -> None:
         self.block, self.is_used_up = block, False
 
+
+# Why no backward was planned to read a value: nothing needs it once its block is over;
+# it is needed only for what is recomputed, or was not planned.
+PASSING, BETWEEN = 1, 2
 
 _new: Any = tuple.__new__  # costs a third of what calling a NamedTuple does
 
@@ -156,8 +160,8 @@ class Made:
     """What an operation of a block left in a storage."""
 
     __slots__ = (
-        *("__weakref__", "is_blank", "is_passing", "layout", "op", "operation"),
-        *("part", "stored"),
+        *("__weakref__", "is_blank", "layout", "op", "operation"),
+        *("part", "stored", "unread"),
     )
 
     def __init__(
@@ -169,7 +173,7 @@ class Made:
         # Whether no operation has written to the memory. A kernel that torch does not
         # know may have.
         self.is_blank = makes_blank(operation.func)
-        self.is_passing = False  # whether it is a value only until its block ends
+        self.unread = 0  # or why no backward was planned to read it
         # Either what computes the value again, or the value itself, here or offloaded.
         self.operation: BlockOperation | None = operation
         self.stored: GivenTensor | Offloaded | None = None
@@ -245,6 +249,21 @@ class BlockOperation:
     def note_made(self, number: int, made: Made, *, is_operand: bool) -> None:
         """Note what it made."""
         self.made.append((number, is_operand, weakref.ref(made)))
+
+
+def needed_for(
+    targets: Sequence[Made], known: Container[Made]
+) -> Iterator[BlockOperation]:
+    """Return the operations that some values need, each once, where some are known."""
+    seen: set[Any] = set()
+    stack = [*targets]
+    while stack:
+        made = stack.pop()
+        operation = None if made in known else made.operation
+        if operation is not None and operation not in seen:
+            seen.add(operation)
+            yield operation
+            stack += operation.reads
 
 
 def results_of(result: Any) -> list[Tensor | None]:

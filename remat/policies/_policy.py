@@ -59,11 +59,11 @@ class Policy(ABC):
         (dots_saveable & ~save_only_these_names('logits'))
     """
 
-    # The bytes saved in place of results that are not there, and those that wait.
-    owed = put_off = 0
+    # Bytes saved instead of results that are not there; of those that wait; see `Made`.
+    owed = put_off = unread = 0
     # Whether results are saved when it shows what reads them; whether others may have
-    # replaced them; whether the last result is its block's only until that ends.
-    is_late = is_replaced = is_passing = False
+    # replaced them; whether what was not planned takes more than there is.
+    is_late = is_replaced = is_short = False
 
     @abstractmethod
     def decide(self, op: Op) -> Answer:

@@ -139,9 +139,9 @@ def course(*asked, place=OUTSIDE):
     """Return a course of operations: those in capitals are saved."""
     names = [f"aten.{name.lower()}.default" for name in asked]
     saves = [name.isupper() for name in asked]
-    passes = (False,) * len(names)
+    unread = (0,) * len(names)
     sizes = (4,) * len(names)
-    return Course((Placed(place, tuple(names), tuple(saves), passes, sizes),))
+    return Course((Placed(place, tuple(names), tuple(saves), unread, sizes),))
 
 
 def asked(policy, names):
