@@ -78,6 +78,7 @@ class Followed:
         courses: which results a scope saves: in training, in evaluation.
         units: the blocks that are recomputed at once, and which of their results are
             saved, None where none is; of a plan for a step, where no scope can act.
+        units_peak: the most bytes that are alive there; 0 if there are no units.
 
     Example:
         >>> import torch
@@ -96,6 +97,7 @@ class Followed:
     seconds: float
     courses: tuple[Course, ...] = ()
     units: tuple[tuple[str, Policy | None], ...] = ()
+    units_peak: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -232,8 +234,9 @@ class Plan(_render.Shown):
                 apply_from(caller(), *found, flags=flags, by=PLAN)
         else:
             self._refuse_another_device(model)
-            courses, units = self.applied.courses, self.applied.units
-            follow(model, self.label, courses, units, caller())
+            found = self.applied
+            over = found.units_peak - self.budget
+            follow(model, self.label, found.courses, found.units, caller(), over)
         object.__setattr__(self, "is_applied", True)
         return result
 

@@ -144,14 +144,19 @@ class Planning:
             raise self._too_small()
         in_call = None if applied is None else applied.followed
         if in_call is not None and self._blocks:
-            in_call = replace(in_call, units=self._units())
+            units, most = self._units()
+            in_call = replace(in_call, units=units, units_peak=most)
         return self._plan("step", found, in_call, (around or found).followed)
 
-    def _units(self) -> tuple[tuple[str, Policy | None], ...]:
-        """Return what blocks do where no scope can act, in the same budget."""
+    def _units(self) -> tuple[tuple[tuple[str, Policy | None], ...], int]:
+        """Return what blocks do where no scope can act, in the same budget; the peak.
+
+        It is over the budget where blocks cannot be as low as operations one by one.
+        """
         self._tell("choosing for blocks")
         walker = UnitWalker(self.record, self._blocks)
-        return tuple(walker.policies(quickly_for(walker, self._budget)).items())
+        chosen = quickly_for(walker, self._budget)
+        return tuple(walker.policies(chosen).items()), walker(chosen).peak
 
     def over_blocks(self) -> Plan:
         """Return a plan for blocks."""

@@ -44,12 +44,12 @@ class FollowedScope:
     """A context in which a plan is followed, if a scope can."""
 
     def __init__(
-        self, label: str, courses: Sequence[Course], model: Any = None
+        self, label: str, courses: Sequence[Course], model: Any = None, over: int = 0
     ) -> None:
         self._is_refused = GRAD in kinds_here() and torch.is_grad_enabled()
         why = _why_not(model)
         if why and not self._is_refused:
-            _warn(label, why)
+            _warn(label, why, over)
         self._label, self._courses = label, courses
         self._policy = ByPlace(label, courses)
         self._scope = None if why else scope(self._policy)
@@ -134,8 +134,11 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
 class _Entering(Claiming):
     """The hook before a call of a module: begins to follow a plan."""
 
-    def __init__(self, label: str, courses: Sequence[Course], where: str) -> None:
+    def __init__(
+        self, label: str, courses: Sequence[Course], where: str, over: int
+    ) -> None:
         self.label, self.courses, self.where = label, tuple(courses), where
+        self.over = over  # the bytes that blocks take more than the budget
 
     @override
     def claim(self, module: nn.Module) -> Applied:
@@ -143,11 +146,12 @@ class _Entering(Claiming):
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
-            _warn(self.label, "in compiled code")
+            _warn(self.label, "in compiled code", self.over)
         else:
             # Ended by the hook after the call, also where it cannot begin.
-            _OPEN.scopes.append(FollowedScope(self.label, self.courses, module))
-            _OPEN.scopes[-1].__enter__()
+            scope = FollowedScope(self.label, self.courses, module, self.over)
+            _OPEN.scopes.append(scope)
+            scope.__enter__()
 
 
 class _Leaving:
@@ -165,6 +169,7 @@ def follow(
     courses: Sequence[Course],
     blocks: Sequence[tuple[str, Policy | None]],
     where: str,
+    over: int = 0,
 ) -> None:
     """Have each call of a module follow a plan; blocks do where no scope can act."""
     refuse_others(model, "plan.apply")
@@ -174,7 +179,7 @@ def follow(
         recompute_in_place(module, where, options, PLAN)
     refuse_later(model, PLAN, where)
     # Last, so that it runs first: what begins here ends also after an error of a hook.
-    entering = _Entering(label, courses, where)
+    entering = _Entering(label, courses, where, over)
     model.register_forward_pre_hook(entering, prepend=True)
     model.register_forward_hook(_Leaving(), always_call=True)
     mark(model)
@@ -221,8 +226,9 @@ def unfollow(module: nn.Module) -> None:
 
 
 @constant_in_traces
-def _warn(label: str, why: str) -> None:
-    warn_once(_BY_BLOCKS.format(label=label, why=why))
+def _warn(label: str, why: str, over: int) -> None:
+    more = _MORE.format(over=over) if over > 0 else ""
+    warn_once(_BY_BLOCKS.format(label=label, why=why, more=more))
 
 
 _OTHER_MODEL = (
@@ -238,8 +244,9 @@ _FUNCTIONAL = (
     "remat: the plan for {label} is for `backward()`. `torch.func.grad` keeps its "
     "graph, and takes more: pass over='functional' to remat.fit, and apply that plan."
 )
+_MORE = " They take up to {over:,} bytes more than that."
 _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "
     "Its blocks follow what was planned for them in the same budget, each recomputed "
-    "at once. To plan for that alone, call remat.fit(..., over='blocks')."
+    "at once.{more} To plan for that alone, call remat.fit(..., over='blocks')."
 )

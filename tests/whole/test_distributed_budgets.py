@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.testing import assert_same
+from remat.testing import assert_same, memory_timeline
 
 
 pytestmark = [needs_gloo, pytest.mark.slow]
@@ -104,6 +104,55 @@ def test_replicas_stay_in_the_budget(count, tmp_path):
         for way, (budget, predicted, peak, of_plain) in found.items():
             assert peak <= 1.01 * predicted, way
             assert predicted <= budget < of_plain, way
+
+
+def sharded(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model[1]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def steps_of_shards(model, x):
+    """Run three steps of a sharded model; return the most bytes, and gradients.
+
+    Threads of gloo free what the profiler takes for alive, and no storage.
+    """
+    locally = [p.to_local() for p in model.parameters()]
+    before = x.nbytes + sum(t.untyped_storage().nbytes() for t in locally)
+
+    def run():
+        for _ in range(3):
+            model.zero_grad()
+            square(model(x)).backward()
+
+    most = before + memory_timeline(run).peak
+    return most, [p.grad.to_local() for p in model.parameters()]
+
+
+def before_sharding(rank):
+    """Plan for blocks, shard, and apply the plan: what each rank does by itself."""
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(rank))
+    options = {"loss": square, "over": "blocks"}
+    with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
+        remat.fit(built(), x, budget=1, **options)
+    of_plain, want = steps_of_shards(sharded(built()), x)
+    most, found = remat.fit(built(), x, budget="1GB", **options).plain_peak, []
+    for share in 0.0, 0.6:
+        low = raised.value.least
+        plan = remat.fit(built(), x, budget=int(low + share * (most - low)), **options)
+        peak, got = steps_of_shards(plan.apply(sharded(built())), x)
+        assert_same(got, want)
+        found.append((plan, peak))
+    return of_plain, found
+
+
+def test_a_plan_from_before_sharding_holds_with_fsdp2(tmp_path):
+    """The ranks plan by themselves, and their plans are equal."""
+    (of_plain, found), (_, others) = in_processes(2, tmp_path, before_sharding)
+    for (plan, peak), (other, _) in zip(found, others, strict=True):
+        assert plan == other
+        assert 0.9 * plan.budget < peak <= plan.budget < of_plain, (peak, of_plain)
 
 
 def refusals(_):
