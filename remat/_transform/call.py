@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
@@ -52,6 +53,7 @@ from remat._torch import (
     without_dead_levels,
 )
 from remat._transform.checks import refuse_leaks
+from remat._transform.leaves import hand_over_hooks
 from remat._transform.watched import FirstBytes, run_watched
 from remat.policies import Policy
 
@@ -174,6 +176,8 @@ class Call:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
         reach.forward_done()
+        if RemovableHandle.next_id != reach.next_hook:
+            hand_over_hooks(users, inputs)
         if lent is not None or any(map(_attributes, inputs)):
             lifted = reach.lifted(users, inputs) if lifted is None else lifted
             lent = lent or Lent(users, inputs, were_set=False)

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import string_at
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -245,7 +246,9 @@ class PreserveGradients:
 
 
 @contextmanager
-def preserved_marks(leaves: Sequence[Tensor], next_hook: int) -> Iterator[None]:
+def preserved_marks(
+    leaves: Sequence[Tensor], next_hook: int, stand_ins: Sequence[Tensor] = ()
+) -> Iterator[None]:
     """Have tensors have no attributes and the hooks of a call, for the body.
 
     Those that were set by then are set again by what runs (`_live/attributes.py`).
@@ -254,6 +257,7 @@ def preserved_marks(leaves: Sequence[Tensor], next_hook: int) -> Iterator[None]:
     Args:
         leaves: the user's own.
         next_hook: the number that the next hook set anywhere was to get, at the call.
+        stand_ins: other tensors, on which no hooks stay that are set meanwhile.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
     for held in (held for t in leaves for held in _hooks_of(t) if held):
@@ -267,12 +271,31 @@ def preserved_marks(leaves: Sequence[Tensor], next_hook: int) -> Iterator[None]:
     finally:
         if RemovableHandle.next_id != first:
             _forget_hooks_of_nodes(leaves, first)
+            for held in (held for t in stand_ins for held in _hooks_of(t) if held):
+                held.clear()
         if hooks is not None or _hooks(leaves) is not None:
             for t, before in zip(leaves, hooks or [_NONE] * len(leaves), strict=True):
                 for name, held in zip(_HOOKS, before, strict=True):
                     _put_back(t, name, held)
         if after or any(map(_attributes_of, leaves)):
             _set_attributes(leaves, after)
+
+
+def hand_over_hooks(users: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Set on the user's tensors the hooks that were set on what stood in for these.
+
+    They see all of a gradient, and not only what comes from the call. Whoever has a
+    handle of one may remove it.
+    """
+    for user, tensor in zip(users, tensors, strict=True):
+        hooks: Any = None if tensor is user else _hooks_of(tensor)[0]
+        if hooks and user.requires_grad:
+            for key in hooks:
+                user.register_hook(partial(_call_hook, hooks, key))
+
+
+def _call_hook(hooks: dict[int, Any], key: int, gradient: Any) -> Any:
+    return hooks[key](gradient) if key in hooks else None
 
 
 def _hooks(leaves: Sequence[Tensor]) -> list[Any] | None:

@@ -145,13 +145,6 @@ class CallState(NamedTuple):
         finally:
             put_back(streams)
 
-    def _marked(self, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Have tensors hold the attributes that they had, and no new hooks."""
-        # Of others hooks are called with the graph of the run.
-        pairs = enumerate(inputs)
-        own = [t for i, t in pairs if i in self.own or not t.requires_grad]
-        return preserved_marks([t for t in own if type(t) in TENSORS], self.next_hook)
-
     def under_modes(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what runs under the user's modes for operations that changed some."""
         modes = self.modes or (NO_MODES if dispatch_mode_count() else None)
@@ -183,6 +176,13 @@ class CallState(NamedTuple):
                 refuse_needed(reach, [i], [i])
             name, label = reach.name_of(i), reach.label
             warn_once(MOVED.format(name=name, label=label))
+
+    def _marked(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which the user's own have no other marks."""
+        are_own = [i in self.own or not t.requires_grad for i, t in enumerate(inputs)]
+        own = [t for t in compress(inputs, are_own) if type(t) in TENSORS]
+        others = [t for t, is_own in zip(inputs, are_own, strict=True) if not is_own]
+        return preserved_marks(own, self.next_hook, others)
 
     def _restored(
         self, reach: Reach, inputs: Sequence[Tensor], mode: Any

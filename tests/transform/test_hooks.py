@@ -17,10 +17,10 @@ from support.zoo import (
 )
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.func import grad, hessian, jacrev, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import policies, remat
-from remat.testing import assert_same
+from remat.testing import assert_same, count_ops
 
 
 # --- Hooks on tensors, modules and nodes ---
@@ -255,3 +255,63 @@ def test_a_hook_of_a_result_inside_under_torch_func(order):
     torch.testing.assert_close(found, expected)
     assert ours == times == 1
     assert len(calls) == 1  # those of recomputes are undone
+
+
+def doubled(u, kept):
+    kept.append(u.register_hook(lambda grad: 2 * grad))
+
+
+def doubled_twice(u, kept):
+    doubled(u, kept)
+    doubled(u, kept)
+
+
+def removed_inside(u, kept):
+    doubled(u, kept)
+    kept.pop().remove()
+
+
+def removed_later(u, kept):
+    doubled(u, kept)
+    kept[0:0] = [kept.pop()]
+
+
+SET_INSIDE = {
+    "one": (doubled, False),
+    "two": (doubled_twice, False),
+    "removed inside": (removed_inside, False),
+    "removed later": (removed_later, True),
+}
+AROUND = {
+    "grad": lambda f: grad(f)(X),
+    "vmap(grad)": lambda f: vmap(grad(f))(X),
+    "grad(grad)": lambda f: grad(lambda x: scalar(grad(f)(x)))(X),
+    "jvp(grad)": lambda f: jvp(grad(f), (X,), (X.cos(),)),
+}
+
+
+@rows("set_hooks, is_removed", SET_INSIDE)
+@rows("transform", AROUND)
+def test_a_hook_set_inside_on_what_was_computed_sees_all_of_its_gradient(
+    transform, set_hooks, is_removed
+):
+    def run(wrap):
+        kept = []
+
+        def fn(u):
+            set_hooks(u, kept)
+            return (u.sin() * u).sum()
+
+        def outer(x):
+            u = 3 * x
+            out = wrap(fn)(u) + (u * u).sum()
+            if is_removed:
+                kept.pop(0).remove()
+            return out
+
+        with count_ops() as ops:
+            return transform(outer), ops["sin"]
+
+    (plain, sines), (ours, more) = run(lambda fn: fn), run(remat)
+    torch.testing.assert_close(ours, plain)
+    assert more > sines
