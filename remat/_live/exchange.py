@@ -351,17 +351,17 @@ class Exchange:
 
     def _function(self, i: int) -> types.FunctionType:
         """Return a function like one that is gone, with the variables that are left."""
-        cells: dict[int, Any] = {}
         functions, layout = self._owners[self._layout.functions], self._layout
+        alive, kind = self._alive, types.CellType
+        cells = {k: c for k in layout.cells[i] if type(c := alive.get(k)) is kind}
         for fn, keys in zip(functions, layout.cells, strict=True):
             if fn is not None:
                 cells.update(zip(keys, fn.__closure__ or (), strict=True))
         for key in layout.cells[i]:
             if key not in cells:
-                cells[key] = self._made.setdefault(key, types.CellType())
+                cells[key] = self._made.setdefault(key, kind())
         closure = tuple(cells[key] for key in layout.cells[i]) or None
-        code = self._contents.code_of(i)
-        namespace = self._namespaces[i]
+        code, namespace = self._contents.code_of(i), self._namespaces[i]
         return types.FunctionType(code, namespace, code.co_name, None, closure)
 
     def _new(self, kept: Ref, values: Sequence[Any]) -> Any:

@@ -43,6 +43,7 @@ from remat._live.copies import without_copies
 from remat._live.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._live.holding import FindHolders, HolderNow, among, held_in, holding
 from remat._live.identities import refuse_of_container, refuse_of_tensors
+from remat._live.leases import end_leases
 from remat._live.left import Left, LeftAt, LeftPlace
 from remat._live.making import make
 from remat._live.roots import roots_of
@@ -296,6 +297,12 @@ class LiftedForward(Lifted):
                     self._map_back((i, (group, number)), kind, holders[number])
         if error[0] is not None:
             self.left.clear()
+
+    def lease_all(self) -> None:
+        """Refer to what the function reached, for hooks that it set."""
+        end_leases()
+        for root, taken in self._roots:
+            root.lease_all(taken)
 
     def _map_back(self, where: LeftPlace, kind: HolderKind, holder: Any) -> None:
         """Have a holder that the function wrote hold what is the user's."""

@@ -12,7 +12,7 @@ Rejected: to rebuild functions and containers. Code that no walk reaches has the
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -48,7 +48,6 @@ from remat._torch import (
 
 
 _NONE = frozenset[str]()
-_NONE_SET: dict[int, dict[str, Any]] = {}
 _attributes = attrgetter("__dict__")
 
 
@@ -73,24 +72,9 @@ class Reach:
     __slots__ = (
         *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_refs"),
         *("_modes", "_names", "_roots", "_running", "_values", "_watched", "_writes"),
-        *(
-            "around",
-            "attributes",
-            "buffers",
-            "compiled",
-            "first_parameter",
-            "is_bare",
-            "is_lazy",
-        ),
-        *(
-            "label",
-            "left",
-            "marks",
-            "next_hook",
-            "streams",
-            "tensors",
-            "uses_stream_states",
-        ),
+        *("around", "attributes", "buffers", "compiled", "first_parameter", "is_bare"),
+        *("is_lazy", "label", "left", "marks", "next_hook", "streams", "tensors"),
+        "uses_stream_states",
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -116,7 +100,8 @@ class Reach:
         self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
-        parameters, attributes = list[Tensor](), _NONE_SET
+        parameters: list[Tensor] = []
+        attributes: dict[int, dict[str, Any]] = {}
         if given.roots or any(map(_attributes, given.tensors)):
             parameters, attributes = self._walk(given)
         self._watched: Sequence[Any] = ()
@@ -149,13 +134,12 @@ class Reach:
 
     def _walk(self, given: Given) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
         """Return the parameters found, and what is set on tensors, by identity."""
-        if given.roots:
-            if any(MODULE_HOOKS.dicts):
-                self._add_hooks_of_all_modules(given)
-            self._roots = roots_of(given.roots.values())
-        each, attributes = [root.tensors() for root in self._roots], _NONE_SET
-        if any(map(_attributes, flatten((given.tensors, *each)))):
-            attributes = put_aside(given, self._roots, each)
+        if any(MODULE_HOOKS.dicts) and given.roots:
+            self._add_hooks_of_all_modules(given)
+        self._roots = roots_of(given.roots.values())
+        each = [root.tensors() for root in self._roots]
+        are_set = any(map(_attributes, flatten((given.tensors, *each))))
+        attributes = put_aside(given, self._roots, each) if are_set else {}
         return number_all(given, self._roots, each, self.buffers), attributes
 
     def _add_hooks_of_all_modules(self, given: Given) -> None:
@@ -166,13 +150,17 @@ class Reach:
 
     def _lease(self, given: Given) -> None:
         """Refer to containers that code may tell from others like them."""
+        given.are_found = True
         end_leases()
         for root in self._roots:
             root.lease(self._asks)
-        for box, value in given.boxes.values():
-            if is_told(value, self._asks):
+        self.lease_passed(self._asks)
+
+    def lease_passed(self, asks: Container[str] = ("id",)) -> None:
+        """Refer to the containers that were passed, which code tells from others."""
+        for box, value in self._boxes.values():
+            if is_told(value, asks):
                 box.ref.ref = box.ref.ref or lease_of(value)
-                given.are_found = True
 
     def _note_code(self, given: Given) -> None:
         """Note what code that it reaches does, and the random streams."""
@@ -311,7 +299,7 @@ class Reach:
         """
         if self.is_bare and not self.marks:
             found = self.call(None, tensors, body)
-            return found if take is None else take(found)
+            return take(found) if take else found
         running = self.restored(tensors, users)
         if self.marks:
             running.note_stand_ins()

@@ -103,6 +103,15 @@ class Root:
             if not type(value).__weakrefoffset__ and is_told(value, asks)
         ]
 
+    def lease_all(self, taken: Taken) -> None:
+        """Refer to all containers and variables: hooks that the forward set have them.
+
+        What such a hook changes, in the graph of a recompute, is the user's.
+        """
+        held = [value for _, holders in taken.below for value in holders]
+        held += taken.holders[1]
+        self.leases = [lease_of(v) for v in held if not type(v).__weakrefoffset__]
+
     @property
     def refers_to_more(self) -> bool:
         """Whether it reaches more than functions without variables."""

@@ -214,6 +214,8 @@ class Running:
 
     def _exchange_all(self) -> None:
         started: list[Exchange] = []
+        leased = (lease() for root in self._roots for lease in root.leases)
+        self._alive.update((id(v), v) for v in leased if v is not None)
         for root in self._roots:
             now: Any = self._with_numbers(root)
             if now is None:
@@ -222,8 +224,6 @@ class Running:
                 now.revive_owners()
                 started.append(now)
             self._now.append((root, now))
-        leased = (lease() for root in self._roots for lease in root.leases)
-        self._alive.update((id(v), v) for v in leased if v is not None)
         for exchange in started:
             exchange.look()
         for exchange in started:

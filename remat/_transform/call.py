@@ -175,9 +175,12 @@ class Call:
             with lifted:
                 value = reach.call_lifted(lifted, body)
         self.wrapped = ()
-        reach.forward_done()
         if RemovableHandle.next_id != reach.next_hook:
             hand_over_hooks(users, inputs)
+            if lifted is not None:
+                lifted.lease_all()
+                reach.lease_passed()
+        reach.forward_done()
         if lent is not None or any(map(_attributes, inputs)):
             lifted = reach.lifted(users, inputs) if lifted is None else lifted
             lent = lent or Lent(users, inputs, were_set=False)
