@@ -63,12 +63,6 @@ _attributes_of = operator.attrgetter("__dict__")
 _NONE = None, None
 
 
-def attributes_of(leaves: Sequence[Tensor]) -> list[dict[str, Any]] | None:
-    """Return what was set on leaves; None where nothing was."""
-    found = [*map(_attributes_of, leaves)]
-    return [entries.copy() for entries in found] if any(found) else None
-
-
 class WatchedLeaves:
     """What a forward may change of leaves, noted before it.
 
@@ -263,9 +257,10 @@ def preserved_marks(
     for held in (held for t in leaves for held in _hooks_of(t) if held):
         for key in [key for key in held if key >= next_hook]:
             del held[key]
-    after = attributes_of(leaves)
-    if after:
-        _set_attributes(leaves, None)
+    # Those of other classes, as fakes are, are what these are made of.
+    marked = [t for t in leaves if type(t) in TENSORS]
+    after = [vars(t).copy() for t in marked]
+    _set_attributes(marked, [{}] * len(marked))
     try:
         yield
     finally:
@@ -277,8 +272,7 @@ def preserved_marks(
             for t, before in zip(leaves, hooks or [_NONE] * len(leaves), strict=True):
                 for name, held in zip(_HOOKS, before, strict=True):
                     _put_back(t, name, held)
-        if after or any(map(_attributes_of, leaves)):
-            _set_attributes(leaves, after)
+        _set_attributes(marked, after)
 
 
 def hand_over_hooks(users: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -333,10 +327,10 @@ def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
 def _nothing(*_: Any) -> None: ...
 
 
-def _set_attributes(leaves: Sequence[Tensor], attributes: Any) -> None:
-    for t, entries in zip(leaves, attributes or [{}] * len(leaves), strict=True):
-        t.__dict__.clear()
-        t.__dict__.update(entries)
+def _set_attributes(leaves: Sequence[Tensor], each: Sequence[dict[str, Any]]) -> None:
+    for t, attributes in zip(leaves, each, strict=True):
+        vars(t).clear()
+        vars(t).update(attributes)
 
 
 @contextmanager
