@@ -40,6 +40,7 @@ class Stream(NamedTuple):
     name: str
     read: Callable[[], Any]  # its state, to be compared by ==
     write: Callable[[Any], None]
+    of: int = 0  # the identity of what draws; 0 of a global stream
 
 
 _WORDS = 624  # of 32 bits, besides a position among them: a Mersenne Twister
@@ -294,7 +295,7 @@ def _numpy_module() -> Any:
 def stream_of(value: Any) -> Stream | None:
     """Return how to read and write an object that draws; None if it is none."""
     if isinstance(value, torch.Generator):
-        return Stream("a torch.Generator", *_torch_access(value))
+        return Stream("a torch.Generator", *_torch_access(value), id(value))
     if isinstance(value, random.Random):
         return _python_stream(value)
     if str(type(value).__module__).startswith("numpy.random"):
@@ -305,7 +306,7 @@ def stream_of(value: Any) -> Stream | None:
 def _python_stream(value: random.Random) -> Stream | None:
     with contextlib.suppress(NotImplementedError):  # SystemRandom has no state
         value.getstate()
-        return Stream("a random.Random", value.getstate, value.setstate)
+        return Stream("a random.Random", value.getstate, value.setstate, id(value))
     return None
 
 
@@ -327,7 +328,7 @@ def _numpy_stream(value: Any) -> Stream | None:
         else:
             owner.state = pickle.loads(state)
 
-    return Stream(name, read, write)
+    return Stream(name, read, write, id(owner))
 
 
 # --- Whether one moved ---

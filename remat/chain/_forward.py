@@ -145,6 +145,11 @@ class ChainCall(Call):
             assert self.cut is not None
             inputs = self.cut.inputs
         reach = Reach(fn, self.steps.label, args, {})
+        known_streams = {stream.of for stream in self.reach.streams}
+        for stream in reach.streams:
+            if stream.of not in known_streams:
+                label = self.steps.label
+                raise CaptureError(_DRAWS.format(label=label, what=stream.name))
         index = {id(t): i for i, t in enumerate(inputs)}
         numbers = [index.get(id(t)) for t in reach.take_tensors()]
         reach.not_as_a_whole()
@@ -342,6 +347,11 @@ CHANGED = (
     "remat: the steps of {label} changed {what}, to a tensor that was computed in "
     "them. A recompute of a later step would not find it. Make it a part of the carry, "
     "or return it for each step."
+)
+_DRAWS = (
+    "remat: the steps of {label} made {what}, and later steps may draw from it. A "
+    "recompute of those would not find where it was. Make it before the chain, or in "
+    "each step."
 )
 _ASKED = (
     "remat: the condition of {label} changed {what}. A recompute does not ask the "
