@@ -110,12 +110,17 @@ class SavedInputs:
         self.needs, self._hooks, self._first = needs, hooks, first
         self._storages: dict[int, weakref.ref[Any]] = {}  # of what is packed outside
         self.renorms: dict[int, tuple[Sequence[Renorm], Renorms]] = {}
-        self.versions, self._attributes = versions_of(inputs), reach.attributes
+        self.versions = versions_of(inputs)
         entries = inputs[:first]
         self._refs = [*map(weakref.ref, entries)]
         # Which of those before the parameters had been computed, by a node.
         self._had_node = [*map(operator.not_, map(_is_leaf, entries))]
         self._classes: Sequence[type] = ()
+        self._attributes: Sequence[dict[str, Any]] = ()
+        if not TENSORS.issuperset(map(type, entries)):
+            self._classes = [*map(type, entries)]
+            # In them a subclass has the tensors that it wraps.
+            self._attributes = [vars(t).copy() for t in entries]
         self.may_be_written: frozenset[int] = frozenset()
         # What a nested call copies is handed to the outer hook before the forward: the
         # outer recompute, which may stop inside this call, has to count the same
@@ -133,8 +138,6 @@ class SavedInputs:
             self.originals = self.values = [*inputs]
             return
         self._packed = () if hooks is None else packed_outside(reach, hooks)
-        if not TENSORS.issuperset(map(type, entries)):
-            self._classes = [*map(type, entries)]
         self._choose_copies(entries, buffers)
         self.values, self.originals_at = self._saved(entries)
         self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
@@ -412,7 +415,7 @@ class SavedInputs:
         return stand_in(
             t,
             self._classes[i] if self._classes and is_entry else type(t),
-            self._attributes.get(i),
+            self._attributes[i] if self._attributes and is_entry else None,
             need=need,
             is_computed=is_entry and self._had_node[i],
         )
