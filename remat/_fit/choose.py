@@ -24,6 +24,7 @@ from remat._fit.search import (
     improved,
     lowered,
     lowest_by_greed,
+    lowest_of_a_kind,
     repaired,
 )
 from remat._fit.walk import Walked, Walker
@@ -124,6 +125,14 @@ class _Ladder:
 
     def first_above(self, budget: int) -> Chosen | None:
         """Return the first choice of the rungs above a budget, with less if it may."""
+        found = self._lowered_above(budget)
+        known = self._walker.known
+        if _LEAST not in known:
+            known[_LEAST] = lowest_of_a_kind(self._walker)
+        each = [chosen for chosen in (found, known[_LEAST]) if chosen is not None]
+        return min(each, key=lambda chosen: self._walker(chosen).peak)
+
+    def _lowered_above(self, budget: int) -> Chosen | None:
         for k in range(self._rung_at(budget), _RUNGS + 1):
             nbytes = self._nbytes(k)
             if self.bound(nbytes) < math.inf:
@@ -164,6 +173,7 @@ class _Ladder:
         return rung <= _NEAR or self.bound(self._nbytes(rung - _NEAR)) == math.inf
 
 
+_LEAST = 0  # bytes, which nothing fits: stands for the least
 _RUNGS = 64
 _NEAR = 16  # rungs
 _LIMITS = 12

@@ -116,6 +116,34 @@ def lowered(walker: Walker, chosen: Chosen) -> Chosen:
     return _descended(walker, chosen, candidates, peak, _STEPS)
 
 
+def lowest_of_a_kind(walker: Walker) -> Chosen:
+    """Return a choice of a low peak, from those that save all results of one kind.
+
+    Layers are alike. What is best saved of them all is often one of their results.
+    """
+    kinds: dict[Any, set[int]] = {}
+    for i, made in walker.choices.items():
+        size = sum(walker.record.sizes[n] for n in made)
+        kinds.setdefault((walker.record.operations[i].name, size), set()).add(i)
+    starts = [frozenset(kind) for kind in kinds.values() if len(kind) > 2]
+    starts.sort(key=lambda chosen: walker(chosen).peak)
+    found = [_pressed(walker, chosen) for chosen in starts[:_STARTS]]
+    best = min(found, key=lambda each: walker(each).peak, default=frozenset())
+    best = lowered(walker, best)
+    return improved(walker, best, walker(best).peak)
+
+
+_STARTS = 3
+
+
+def _pressed(walker: Walker, chosen: Chosen) -> Chosen:
+    """Change single choices while the peak becomes lower, or what is near it."""
+    found: Chosen | None = chosen
+    while found is not None:
+        chosen, found = found, repaired(walker, found, walker(found).peak - 1)
+    return chosen
+
+
 def spare(walker: Walker, chosen: Chosen) -> Chosen:
     """Return what is saved and need not be, if more is recomputed than was planned.
 

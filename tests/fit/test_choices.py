@@ -121,6 +121,21 @@ def test_more_bytes_never_cost_more_work(name, count):
     assert work == 0
 
 
+@pytest.mark.parametrize("name", ["mlps", "lm"])
+def test_no_choice_among_results_of_one_kind_is_below_the_least(name):
+    pytest.importorskip("scipy")
+    walker, _ = known(name)
+    low, kinds = walker(least_for(walker, 1)).peak, {}
+    for i in walker.choices:
+        kinds.setdefault(walker.record.operations[i].name, []).append(i)
+    for kind in kinds.values():
+        for share in range(2 ** min(len(kind), 6)):
+            saved = [i for k, i in enumerate(kind) if share >> k & 1]
+            assert walker(saved).peak >= low
+    assert walker(chosen_for(walker, low)).peak <= low
+    assert chosen_for(walker, low - 1) is None
+
+
 @pytest.mark.parametrize("name", ["lm", pytest.param("unet", marks=pytest.mark.slow)])
 def test_without_a_solver_choices_fit_and_cost_no_less(name):
     pytest.importorskip("scipy")
