@@ -157,6 +157,8 @@ _SURE = 4  # operations that agree, after which there is one alignment
 class ByPlace(Policy):
     """Answers as a plan says, operation by operation of each call."""
 
+    is_by_place = True
+
     def __init__(self, label: str, courses: Sequence[Course]) -> None:
         self._label, self._courses = label, courses
         self.calls = Calls(frozenset().union(*(each.roots for each in courses)))

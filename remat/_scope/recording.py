@@ -78,6 +78,8 @@ class _EagerExposures(Exposures):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+_NOWHERE = "", (), 0
+
 # To send or receive once more, for a backward of this process alone, would hang.
 _COMMUNICATE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 
@@ -256,7 +258,7 @@ class Recording(Observer):
             tuple(new.get(id(t)) or value_of(t) for t in tensors_of(result)),
             NO_NAMES,
             operation.line,
-            *self.places.of(operation.func),
+            *(_NOWHERE if policy.is_by_place else self.places.of(operation.func)),
         )
         block = self.blocks[-1]
         if block.asked is not None:

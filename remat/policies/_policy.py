@@ -62,8 +62,8 @@ class Policy(ABC):
     # Bytes saved instead of results that are not there; of those that wait; see `Made`.
     owed = put_off = unread = 0
     # Whether results are saved when it shows what reads them; whether others may have
-    # replaced them; whether what was not planned takes more than there is.
-    is_late = is_replaced = is_short = False
+    # replaced them; whether what was not planned takes too much; whether it has places.
+    is_late = is_replaced = is_short = is_by_place = False
 
     @abstractmethod
     def decide(self, op: Op) -> Answer:
