@@ -99,6 +99,8 @@ def end_scope(*raised: Any) -> None:
 
 def _why_not(model: Any) -> str:
     """Say why a scope cannot follow a plan here; "" if it can."""
+    if not torch.is_grad_enabled():
+        return ""
     if current_layer() is not None:  # a vmap, or forward mode
         return "under a transform of torch.func"
     is_split = model is not None and has_sharded_parts(model)
