@@ -306,11 +306,13 @@ _RUNS = [code for code in in_place.__code__.co_consts if hasattr(code, "co_name"
 class Places:
     """Tells of each operation of a run where it is, and how many like it there were.
 
-    `calls` are of modules, if somebody asks for them.
+    `calls` are of modules, if somebody asks for them. Without `is_asked`, nobody asks
+    for anything.
     """
 
-    def __init__(self, asks: bool, calls: Any = None) -> None:
+    def __init__(self, asks: bool, calls: Any = None, *, is_asked: bool = True) -> None:
         self.calls: Any = (calls or Calls()) if asks else None
+        self._is_asked = is_asked
         # Counts the operations of each operator.
         self._counts: dict[Any, Any] = defaultdict(count)
 
@@ -326,6 +328,8 @@ class Places:
 
     def of(self, func: Any) -> tuple[str, tuple[str, ...], int]:
         """Return the last fields of an `Op`: its module, the classes, which it is."""
+        if not self._is_asked:
+            return "", (), 0
         packet = getattr(func, "overloadpacket", func)
         nth = next(self._counts[packet])
         if self.calls is None:

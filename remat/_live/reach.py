@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS, Fn
-from remat._capture.holders import flatten
 from remat._capture.objects import bytes_of, is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.attributes import put_aside, set_again
@@ -138,7 +137,7 @@ class Reach:
             self._add_hooks_of_all_modules(given)
         self._roots = roots_of(given.roots.values())
         each = [root.tensors() for root in self._roots]
-        are_set = any(map(_attributes, flatten((given.tensors, *each))))
+        are_set = any(any(map(_attributes, some)) for some in (given.tensors, *each))
         attributes = put_aside(given, self._roots, each) if are_set else {}
         return number_all(given, self._roots, each, self.buffers), attributes
 

@@ -88,8 +88,8 @@ class Recorder(Observer):
         self.assigns = False
         self.misses = False  # operations
         self.begins_anew = False  # in the next call, which the user does not see
-        asks = policy is not None and policy.asks_modules
-        self._places = Places(asks or self.tells_modules)
+        asks = self.tells_modules or (policy is not None and policy.asks_modules)
+        self._places = Places(asks, is_asked=asks or policy is not None)
 
     @override
     def __enter__(self) -> Any:

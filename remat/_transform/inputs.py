@@ -150,7 +150,7 @@ class SavedInputs:
 
     def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
         """Return what is saved of each input, and which are saved themselves."""
-        copied = self.may_be_written.difference(self._memory)
+        copied, packed = self.may_be_written.difference(self._memory), self._packed
         values: list[Any] = []
         themselves: list[int] = []
         for i, t in enumerate(entries):
@@ -161,7 +161,7 @@ class SavedInputs:
                 values.append(self._copy(i, t))
             else:
                 try:
-                    value = self._value_of(i, t)
+                    value = self._value_of(i, t) if i in packed else without_graph(t)
                 except RuntimeError:
                     value = in_place_of_dead(t)
                 values.append(value)
@@ -221,7 +221,7 @@ class SavedInputs:
             return self._value_of(i, t)
 
     def _value_of(self, i: int, t: Tensor) -> Any:
-        if self._hooks is None or i not in self._packed:
+        if i not in self._packed:
             return without_graph(t)
         storage = storage_if_any(t)
         if storage is not None:
