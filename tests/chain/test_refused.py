@@ -234,7 +234,7 @@ WRONG = {
     ),
     "lengths": (
         *(lambda: chain.scan(pair, H, {"a": H, "b": [H[:2]]}), ValueError),
-        r"`scan of pair` .* scans `xs\['b'\]\[0\]` of length 2, .* have length 3",
+        r"`scan of pair` .* scans `xs\['b'\]\[0\]` of length 2, where .* are 3",
     ),
     "length and slices": (
         *(lambda: chain.scan(pair, H, H, length=4), ValueError),

@@ -203,7 +203,7 @@ ARGUMENTS = {
     ),
     "over is neither": (
         *(lambda: (mlps(2),), {"over": "layers"}),
-        *(ValueError, r"\"blocks\" or None, got 'layers'"),
+        *(ValueError, r"\"blocks\", .* or None, got 'layers'"),
     ),
     "blocks are selected for a step": (
         *(lambda: (mlps(),), {"select": "1.*"}),

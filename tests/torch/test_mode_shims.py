@@ -386,13 +386,14 @@ def _pulled_back(out, x):
     return autograd.pull_back((out,), ones, (x,), create_graph=True)[0]
 
 
-@expects("JVP", "lifted")
+@expects("JVP", "kinds_here", "lifted")
 def test_forward_levels_are_known():
     x = torch.ones(2)
     with levels.eager_transforms.jvp_increment_nesting():
         layer = levels.current_layer()
         assert layer is not None
         assert levels.kind_of(layer) == levels.JVP
+        assert levels.kinds_here() == [levels.JVP]
         (up,) = levels.lifted(layer, levels.JVP, [x])
         assert levels.maybe_get_level(up) == layer.level()
 

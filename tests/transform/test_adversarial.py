@@ -21,6 +21,14 @@ MANY = (
 )
 
 
+def known(*key):
+    """Return the mark of what is known to fail, at times or always."""
+    reason = KNOWN.get(key)
+    if reason is None:
+        return []
+    return [pytest.mark.xfail(reason=reason, strict="at times" not in reason)]
+
+
 def cases():
     """All pairs: fast are all programs by default, and one in five in another way.
 
@@ -32,8 +40,7 @@ def cases():
         if name.startswith(MANY):
             fast = {[*OURS][k // 6 % len(OURS)]} if k % 6 == 0 else set()
         for configuration in OURS:
-            reason = KNOWN.get((name, configuration))
-            marks = [] if reason is None else [pytest.mark.xfail(reason=reason)]
+            marks = known(name, configuration)
             if configuration not in fast:
                 marks.append(pytest.mark.slow)
             case = f"{configuration} {name}"
@@ -50,8 +57,7 @@ def cases_below_transforms():
     """All pairs. One program in eight is fast under vjp, and one in forty elsewhere."""
     for k, name in enumerate(PROGRAMS):
         for j, context in enumerate(CONTEXTS):
-            reason = KNOWN.get((name, context))
-            marks = [] if reason is None else [pytest.mark.xfail(reason=reason)]
+            marks = known(name, context)
             if (k % 8, j) != (0, 0) and k % 40 != 4 + 8 * j:
                 marks.append(pytest.mark.slow)
             yield pytest.param(name, context, marks=marks, id=f"{context} {name}")

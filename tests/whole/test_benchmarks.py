@@ -124,6 +124,10 @@ def test_without_a_folder_nothing_is_written(scripts, tmp_path, monkeypatch):
 # --- Counts, which do not depend on the machine --------------------------------------
 
 
+# A recompute around a call hands on what it computes, as that of JAX's remat3 does.
+FEWER = {"remat(dots)"}
+
+
 def test_remat_runs_what_the_table_beside_jax_says(scripts):
     script, golden = scripts("jax_counts"), importlib.import_module("support.golden")
     rows = scripts("_page").found()["jax_counts"]["tables"]["golden"]["rows"]
@@ -132,7 +136,8 @@ def test_remat_runs_what_the_table_beside_jax_says(scripts):
         forward, backward = (script.about(n, name) for n in script.by_remat(fn))
         found = rows[name]
         assert forward == found["remat, forward"] == found["JAX, forward"], name
-        assert backward == found["remat, backward"] == found["JAX, backward"], name
+        assert backward == found["remat, backward"], name
+        assert (backward == found["JAX, backward"]) == (name not in FEWER), name
 
 
 def test_without_jax_the_counts_of_the_golden_table_are_shown(

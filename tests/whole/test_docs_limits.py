@@ -154,8 +154,8 @@ def test_attributes_that_are_found_by_computed_names_are_read_as_they_are_by_the
     assert torch.equal(got, 2 * (5 * x).cos())
 
 
-@pytest.mark.parametrize(("size", "is_put_back"), [(1000, True), (1001, False)])
-def test_arrays_are_put_back_up_to_a_thousand_entries(size, is_put_back):
+@pytest.mark.parametrize(("size", "is_put_back"), [(8192, True), (8193, False)])
+def test_arrays_are_put_back_up_to_64_kib(size, is_put_back):
     x, array = ones(3), np.ones(size)
 
     def fn(x):
