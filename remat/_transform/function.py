@@ -388,8 +388,8 @@ def dispatch(
         results, evaluation = call_below(layer, kind, dispatch, program, below, request)
         outs = _wrapped(results, level)
         if True in map(_requires_grad, below):
-            # A constant of this level has no edge to what is differentiated below.
-            ends = lifted(layer, kind, inputs)
+            # A constant of this level, as such, leads to nothing below: nor if saved.
+            inputs = ends = lifted(layer, kind, inputs)
     ends = evaluation.ends(ends)
     if ends:
         evaluated = program, evaluation, saved or inputs, outs

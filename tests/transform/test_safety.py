@@ -403,3 +403,25 @@ def test_a_parameter_is_a_parameter_inside():
 def test_jacrev_recomputes_once_with_the_draws_of_the_forward(wrap):
     fn = wrap(lambda x: nn.functional.dropout(x.sin(), 0.5).cumsum(0))
     return jacrev(fn)(torch.ones(16))
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["all", "dots"])
+@pytest.mark.parametrize("factor", [None, 2.0], ids=["leaf", "computed"])
+def test_what_a_transform_inside_does_not_differentiate_gets_its_gradient(
+    factor, policy
+):
+    """A call within the transform saves it in a node of its level."""
+
+    def gradients(wrap):
+        h, w = (torch.linspace(-1, 1, 9).view(3, 3).double() for _ in "hw")
+        leaf = w.requires_grad_()
+        inner = wrap(lambda h, w: torch.tanh(h @ w))
+        outer = wrap(lambda w: grad(lambda h: inner(h, w).sum())(h), policy=policy)
+        with count_ops() as ops:
+            outer(leaf if factor is None else leaf * factor).sin().sum().backward()
+        return leaf.grad, ops["tanh"]
+
+    plain, once = gradients(lambda fn, policy=None: fn)
+    ours, more = gradients(remat)
+    assert_same(ours, plain)
+    assert more > once
