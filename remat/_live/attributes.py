@@ -102,9 +102,8 @@ class Lent:
             vars(tensor).update((name, lifted.of(v)) for name, v in then.items())
         try:
             return body()
-        except BaseException:
-            for (_, user, _), then in zip(self._pairs, self._then, strict=True):
-                ATTRIBUTES.write(vars(user), [*then], [*then.values()])
+        except BaseException:  # what was set before that stays
+            self.end(lifted)
             raise
 
     def end(self, lifted: LiftedForward) -> bool:

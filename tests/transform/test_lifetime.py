@@ -4,6 +4,7 @@ The collector is off in every test here. `Watch` notes what a body makes and wha
 is given; what is still alive when it should not be is a leak (or a cycle).
 """
 
+import contextlib
 import gc
 import weakref
 
@@ -229,6 +230,31 @@ def test_attributes_keep_no_more_alive_than_in_plain_code(make, sines, transform
     plain, ours = kept(lambda fn: fn), kept(remat)
     assert ours == (plain[0], plain[1] + 5)
     assert plain[1] == 5 * sines
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f))], ids=["grad", ""])
+def test_what_was_set_before_an_error_stays_and_keeps_nothing_alive(transform):
+    x = torch.ones(2, 1000)
+
+    def kept(wrap):
+        seen = torch.ones(2)
+        seen.times = 0
+
+        def fn(q):
+            seen.times += 1
+            q.h = q.sin()
+            raise ValueError
+
+        def step():
+            with contextlib.suppress(ValueError):
+                transform(wrap(fn))(x)
+
+        step()
+        return live_bytes(lambda: [step() for _ in range(5)] and None), vars(seen)
+
+    (_, plain), ours = kept(lambda fn: fn), kept(remat)
+    assert ours == (0, plain)  # plain code keeps a cycle
+    assert plain == {"times": 6}
 
 
 def test_after_a_backward_only_the_gradients_stay_while_the_output_lives():
