@@ -30,8 +30,6 @@ def number_all(
     added to `given`, and what may be updated in place to `buffers`. If a parameter is
     found twice there are no blocks, and all are added to `given`.
     """
-    if not any(each):
-        return []
     parameters = _parameters(given, roots, each)
     passed = len(given.tensors)
     for root, tensors in zip(roots, each, strict=True):

@@ -47,6 +47,7 @@ from remat._torch import (
 
 
 _NONE = frozenset[str]()
+_NONE_SET: dict[int, dict[str, Any]] = {}
 _attributes = attrgetter("__dict__")
 
 
@@ -100,7 +101,7 @@ class Reach:
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
-        attributes: dict[int, dict[str, Any]] = {}
+        attributes = _NONE_SET
         if given.roots or any(map(_attributes, given.tensors)):
             parameters, attributes = self._walk(given)
         self._watched: Sequence[Any] = ()
@@ -136,9 +137,13 @@ class Reach:
         if any(MODULE_HOOKS.dicts) and given.roots:
             self._add_hooks_of_all_modules(given)
         self._roots = roots_of(given.roots.values())
-        each = [root.tensors() for root in self._roots]
-        are_set = any(any(map(_attributes, some)) for some in (given.tensors, *each))
-        attributes = put_aside(given, self._roots, each) if are_set else {}
+        each, attributes = [root.tensors() for root in self._roots], _NONE_SET
+        for some in (given.tensors, *each):
+            if any(map(_attributes, some)):
+                attributes = put_aside(given, self._roots, each)
+                break
+        if not any(each):
+            return [], attributes
         return number_all(given, self._roots, each, self.buffers), attributes
 
     def _add_hooks_of_all_modules(self, given: Given) -> None:

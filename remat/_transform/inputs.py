@@ -161,7 +161,10 @@ class SavedInputs:
                 values.append(self._copy(i, t))
             else:
                 try:
-                    value = self._value_of(i, t) if i in packed else without_graph(t)
+                    if i in packed:
+                        value = self._value_of(i, t)
+                    else:
+                        value = without_graph(t) if t._is_view() else t.detach()
                 except RuntimeError:
                     value = in_place_of_dead(t)
                 values.append(value)
@@ -389,19 +392,23 @@ class SavedInputs:
         if i in self.may_be_written:  # on a device, copies stand in for it
             is_writable = type(t) is Tensor and t.is_cpu and not t.is_inference()
             return t if is_writable else None
-        if type(value) is Absent:  # only the tensor is needed, and not its value
-            return t if version_of(t) == self.versions[i] else None
-        if type(value) is PackedOutside:  # of which nothing else checks the version
-            version, storage = self.versions[i], self._storages.get(i)
-            is_same = version is not None and t._version == version
-            is_same = is_same and storage is not None and storage() is storage_if_any(t)
-            return t if is_same else None
+        if type(value) in _NOT_OURS:
+            return t if self._is_as_it_was(i, t, value) else None
         if type(t) is not Tensor:
             return t
         try:  # it may have got other memory, as by assigning to `.data`
             return t if t.data_ptr() == value.data_ptr() else None
         except RuntimeError:  # it has no memory, or none that can be asked for
             return t
+
+    def _is_as_it_was(self, i: int, t: Tensor, value: Any) -> bool:
+        """Say whether an input, of which no value is here, was not changed."""
+        version = self.versions[i]
+        if type(value) is Absent:  # only the tensor is needed, and not its value
+            return version_of(t) == version
+        storage = self._storages.get(i)  # nothing else checks it
+        is_same = version is not None and t._version == version
+        return is_same and storage is not None and storage() is storage_if_any(t)
 
     def is_itself(self, i: int, tensor: Tensor) -> bool:
         """Say whether a tensor is an input, and not what stands in for it."""
