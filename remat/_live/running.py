@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.absent import Absent
 from remat._base.errors import RecomputeError
+from remat._base.types import TENSORS
 from remat._capture.container_kinds import CONTAINERS
 from remat._capture.holders import HolderKind, MovedError
 from remat._capture.modules import HOOKS
@@ -138,7 +139,9 @@ class Running:
         """Have the tensors of the run lose their attributes, but for the user's own."""
         pairs = zip(self.tensors, self._users(), strict=False)
         self._stand_ins = [
-            t for t, user in pairs if user is None or vars(t) is not vars(user)
+            t
+            for t, user in pairs  # others hold what they wrap in their attributes
+            if type(t) in TENSORS and (user is None or vars(t) is not vars(user))
         ]
 
     def _put_back(self) -> None:

@@ -147,3 +147,36 @@ def test_what_does_not_run_under_torch_func_says_so():
     )
     with pytest.raises(RuntimeError, match=r"running_mean|in-place"):
         remat.fit(model, X, loss=square, budget="1MB", select="*", **OVER)
+
+
+class Turned(nn.Module):
+    """Blocks that share tensors which are computed once, as layers of llama do."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, turn, at):
+            return x + (self.linear(x).tanh() * turn[at]).sin()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block() for _ in range(4)])
+
+    def forward(self, at):
+        x, turn = at.expand(256, 8).sin(), at.cos()
+        for block in self.blocks:
+            x = block(x, turn, at)
+        return x
+
+
+def test_integers_that_blocks_share_leave_others_as_they_are():
+    """Marks are set on them in planning, and taken off: not what fake tensors have."""
+    model, at = Turned(), torch.arange(8)
+    least, most = range_of(model, at, square)
+    wanted = grad(model, at, square)
+    remat.fit(model, at, loss=square, budget=(least + most) // 2, **OVER).apply(model)
+    with count_ops() as ops:
+        assert_same(grad(model, at, square), wanted)
+    assert ops["tanh"] > 4
