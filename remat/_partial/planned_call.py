@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.absent import Absent, like
+from remat._base.context import here
 from remat._base.errors import MutationError
 from remat._graph.handles import Handle
 from remat._graph.residual import CHANGED, OFFLOAD, Offloaded, Residual, store
@@ -334,11 +335,14 @@ class SavedInHandles(PlannedCall):
         plans = self.plans
         if plans is None or self._is_replayed:
             return None
-        if self._nested:  # a recompute of the call around may fill some of them
-            self._waiting.update((handle.position, handle) for handle in handles)
+        # A recompute of the call around may fill some. While that is still recorded, its
+        # record is to have the operations that its recomputes run.
+        may_be_filled = self._nested and not here().listeners
+        if may_be_filled:
+            self._waiting = {handle.position: handle for handle in handles}
         try:
             held = [None if r is None else r.value() for r in self._for_recompute]
-            if self._nested:
+            if may_be_filled:
                 handles[:] = self._waiting.values()
         finally:
             self._waiting = {}

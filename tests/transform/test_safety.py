@@ -425,3 +425,28 @@ def test_what_a_transform_inside_does_not_differentiate_gets_its_gradient(
     ours, more = gradients(remat)
     assert_same(ours, plain)
     assert more > once
+
+
+@pytest.mark.parametrize("inner", [None, policies.dots_saveable], ids=["all", "dots"])
+def test_a_backward_inside_of_a_call_within_is_recomputed_as_it_was(inner):
+    """What runs around it hands it nothing on, while that is recorded."""
+    block = lambda h, w: torch.tanh(torch.tanh(h) @ w)
+
+    def gradients(within, wrap):
+        def around(x, w):
+            out = within(x.detach().requires_grad_(), w).sum()
+            (g,) = torch.autograd.grad(out, w, retain_graph=True)
+            return within(x, w) * g.sum()
+
+        w, x = torch.linspace(-1, 1, 9).view(3, 3).requires_grad_(), torch.eye(3)
+        found = []
+        for _ in range(3):
+            with count_ops() as ops:
+                found += torch.autograd.grad(wrap(around)(x, w).sum(), w)
+        return found, ops["tanh"]
+
+    plain, once = gradients(block, lambda fn: fn)
+    around = lambda fn: remat(fn, policy=policies.dots_saveable)
+    ours, more = gradients(remat(block, policy=inner), around)
+    assert_same(ours, plain)
+    assert more > once
