@@ -175,7 +175,7 @@ class SavedInHandles(PlannedCall):
         self._hooks, self._nested = hooks, nested
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
         self._is_replayed = False  # and holds no residual any more
-        self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
+        self._taken = dict[int, Tensor]()  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
         self._waiting: dict[int, Handle] = {}  # for what the call around recomputes
 
@@ -219,15 +219,14 @@ class SavedInHandles(PlannedCall):
     def pack(self, position: int, tensor: Tensor | None) -> None:
         """Note what the graph saves at a position; None if that has no handle."""
         mode, plans = self.mode, self.plans
-        if plans is None:
-            if mode is not None:
-                mode.saved_storages.pack(tensor)
-        elif tensor is None:
+        if plans is None and mode is not None:
+            mode.saved_storages.pack(tensor)
+        if plans is None or tensor is None:
             return
-        elif position in plans.residual_of_handle:
+        if position in plans.residual_of_handle:
             self._taken[position] = tensor.detach()
         elif position in self._waiting and self._waiting[position].takes(tensor):
-            self._waiting.pop(position, None)
+            del self._waiting[position]
 
     def gives_up(self, *, accumulates: bool) -> str:
         """Return why this call, and those after it, follow nothing; "" if they do.
@@ -335,15 +334,12 @@ class SavedInHandles(PlannedCall):
         plans = self.plans
         if plans is None or self._is_replayed:
             return None
-        # A recompute of the call around may fill some. While that is still recorded, its
-        # record is to have the operations that its recomputes run.
-        may_be_filled = self._nested and not here().listeners
-        if may_be_filled:
+        # A recompute of the call around may fill some, but while that is recorded.
+        if shares := self._nested and not here().listeners:
             self._waiting = {handle.position: handle for handle in handles}
         try:
             held = [None if r is None else r.value() for r in self._for_recompute]
-            if may_be_filled:
-                handles[:] = self._waiting.values()
+            handles[:] = self._waiting.values() if shares else handles
         finally:
             self._waiting = {}
         targets = tuple(sorted(handle.position for handle in handles))

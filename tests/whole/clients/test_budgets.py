@@ -185,7 +185,8 @@ def test_a_cache_that_was_not_planned_or_is_not_there_stays_in_the_budget(
             peak, found = steps(ours, {**batch, **options}, torch.enable_grad)
         assert_same(found, expected)
         assert peak <= plan.budget
-        assert len(caplog.messages) == said
+        ours_said = [r for r in caplog.records if r.name.startswith("remat")]
+        assert len(ours_said) == said
 
 
 class Task(lightning.LightningModule):
