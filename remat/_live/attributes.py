@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._base.types import TENSORS
+from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import ATTRIBUTES
 from remat._capture.holders import flatten
 from remat._live.exchange import are_same
@@ -46,22 +46,31 @@ def put_aside(
     while True:
         todo = [*given.tensors, *flatten(each)]
         # In attributes a subclass has the tensors that it wraps; so have fakes.
-        plain = [t for t in todo if type(t) in TENSORS and id(t) not in found]
-        marked = [(t, held) for t in plain if (held := vars(t))]
-        if not marked:
-            return found
-        count = len(given.roots)
+        marked = [
+            (t, held)
+            for t in todo
+            if (held := t.__dict__) and type(t) in TENSORS and id(t) not in found
+        ]
+        before = len(given.tensors), len(given.roots)
         for t, held in marked:
-            is_dead = unwrap_dead(t) is not t
-            found[id(t)] = {
-                name: given.put_aside(value) if name != _OWN else value
-                for name, value in held.items()
-                # Of a level that has ended: the graph between the two is gone.
-                if not (is_dead and isinstance(value, Tensor))
-            }
-        if len(given.roots) > count:
+            found[id(t)] = _aside(given, t, held)
+        if before == (len(given.tensors), len(given.roots)):
+            return found
+        if len(given.roots) > before[1]:
             roots[:] = roots_of(given.roots.values())
             each[:] = [root.tensors() for root in roots]
+
+
+def _aside(given: Given, t: Tensor, held: dict[str, Any]) -> dict[str, Any]:
+    if ATOMS.issuperset(map(type, held.values())):  # as flags of libraries are
+        return held.copy()
+    is_dead = unwrap_dead(t) is not t
+    return {
+        name: given.put_aside(value) if name != _OWN else value
+        for name, value in held.items()
+        # Of a level that has ended: the graph between the two is gone.
+        if not (is_dead and isinstance(value, Tensor))
+    }
 
 
 def set_again(
@@ -69,7 +78,9 @@ def set_again(
 ) -> None:
     """Set on the tensors of a run what was set on those of the call."""
     for i, held in attributes.items():
-        vars(tensors[i]).update(zip(held, to.values([*held.values()]), strict=True))
+        if not ATOMS.issuperset(map(type, held.values())):
+            held = dict(zip(held, to.values([*held.values()]), strict=True))
+        tensors[i].__dict__.update(held)
 
 
 class Lent:

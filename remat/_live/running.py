@@ -141,7 +141,9 @@ class Running:
         self._stand_ins = [
             t
             for t, user in pairs  # others hold what they wrap in their attributes
-            if type(t) in TENSORS and (user is None or vars(t) is not vars(user))
+            if t is not user
+            and type(t) in TENSORS
+            and (user is None or vars(t) is not vars(user))
         ]
 
     def _put_back(self) -> None:

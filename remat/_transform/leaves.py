@@ -259,8 +259,9 @@ def preserved_marks(
             del held[key]
     # Those of other classes, as fakes are, are what these are made of.
     marked = [t for t in leaves if type(t) in TENSORS]
-    after = [vars(t).copy() for t in marked]
-    _set_attributes(marked, [{}] * len(marked))
+    after = [t.__dict__.copy() for t in marked]
+    for t in marked:
+        t.__dict__.clear()
     try:
         yield
     finally:
@@ -329,8 +330,8 @@ def _nothing(*_: Any) -> None: ...
 
 def _set_attributes(leaves: Sequence[Tensor], each: Sequence[dict[str, Any]]) -> None:
     for t, attributes in zip(leaves, each, strict=True):
-        vars(t).clear()
-        vars(t).update(attributes)
+        t.__dict__.clear()
+        t.__dict__.update(attributes)
 
 
 @contextmanager
