@@ -126,7 +126,7 @@ from remat._transform import checks
 from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of
 from remat._transform.forward_inputs import ForwardInputs
-from remat._transform.levels import Batch, Dual, Duals, needs_above
+from remat._transform.levels import Batch, Dual, Duals, needs_above, to_save
 from remat._transform.state import CallState, call_state
 from remat._transform.watched import first_bytes
 
@@ -388,8 +388,8 @@ def dispatch(
         results, evaluation = call_below(layer, kind, dispatch, program, below, request)
         outs = _wrapped(results, level)
         if True in map(_requires_grad, below):
-            # A constant of this level, as such, leads to nothing below: nor if saved.
-            inputs = ends = lifted(layer, kind, inputs)
+            ends = lifted(layer, kind, inputs)  # a constant here leads to nothing below
+            inputs = [*map(to_save, inputs, ends)]
     ends = evaluation.ends(ends)
     if ends:
         evaluated = program, evaluation, saved or inputs, outs

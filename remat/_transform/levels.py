@@ -185,6 +185,11 @@ class Below(Program):
         """Note what the graph of a marked run is, before it is dropped."""
 
 
+def to_save(tensor: Tensor, lifted: Tensor) -> Tensor:
+    """Return what a node of a level saves of an input: torch saves no inference one."""
+    return tensor if tensor.is_inference() else lifted
+
+
 def needs_above(
     program: Program, request: Request, needs: PerInput, level: int
 ) -> list[bool]:
