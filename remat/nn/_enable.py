@@ -106,8 +106,11 @@ def enable(
         ...     model = remat.nn.enable(BertModel(config))
     """
     refuse_no_module("enable", model, ", such as pipeline.unet")
-    every, policy = meaning(policy, "enable, policy")
-    every_n_layers = every if every != 1 else every_n_layers
+    text, (every, policy) = policy, meaning(policy, "enable, policy")
+    if every != 1:
+        if every_n_layers is not None or not every:
+            raise ValueError(_LAYERS.format(text=text))
+        every_n_layers = every
     options = options_of(policy, prune, rng, higher_order, offload_inputs)
     # A module in there asks whether to call the function.
     takes = [m for m in model.modules() if _takes_function(m)]
@@ -283,6 +286,10 @@ _NOT_SUPPORTED = (
     "remat.nn.enable: {model} has no gradient checkpointing that calls a function of "
     "the user's. Use remat.nn.apply(model), which finds the blocks itself, or "
     "remat.compat.patch(), which replaces torch.utils.checkpoint in libraries."
+)
+_LAYERS = (
+    "remat.nn.enable, policy: {text!r} says which layers. With every_n_layers= pass a "
+    "policy that says what is saved; to recompute none, call remat.nn.remove(model)."
 )
 _NO_COUNT = (
     "remat.nn.enable: every_n_layers={every!r} is not a positive number. Pass 2 to "
