@@ -303,6 +303,9 @@ _FORWARDS = weakref.WeakKeyDictionary[types.CodeType, str]()
 _RUNS = [code for code in in_place.__code__.co_consts if hasattr(code, "co_name")]
 
 
+NOWHERE = "", (), 0
+
+
 class Places:
     """Tells of each operation of a run where it is, and how many like it there were.
 
@@ -329,7 +332,7 @@ class Places:
     def of(self, func: Any) -> tuple[str, tuple[str, ...], int]:
         """Return the last fields of an `Op`: its module, the classes, which it is."""
         if not self._is_asked:
-            return "", (), 0
+            return NOWHERE
         packet = getattr(func, "overloadpacket", func)
         nth = next(self._counts[packet])
         if self.calls is None:

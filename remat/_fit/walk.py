@@ -199,13 +199,8 @@ class Walker:
 
     def left_out(self, chosen: Iterable[int]) -> list[int]:
         """Return what may be saved and runs again, the most expensive first."""
-        runs, operations = (
-            self.closure(self.storages(chosen))[1],
-            self.record.operations,
-        )
-        return sorted(
-            runs.intersection(self.choices), key=lambda i: (-operations[i].seconds, i)
-        )
+        runs = self.closure(self.storages(chosen))[1].intersection(self.choices)
+        return sorted(runs, key=lambda i: (-self.record.operations[i].seconds, i))
 
     # --- The walk ---
 

@@ -47,7 +47,7 @@ from remat._torch import (
 
 
 _NONE = frozenset[str]()
-_NONE_SET: dict[int, dict[str, Any]] = {}
+_NO_ATTRIBUTES: dict[int, dict[str, Any]] = {}
 _attributes = attrgetter("__dict__")
 
 
@@ -101,7 +101,7 @@ class Reach:
         self.buffers: dict[int, bool] = {}
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
-        attributes = _NONE_SET
+        attributes = _NO_ATTRIBUTES
         if given.roots or any(map(_attributes, given.tensors)):
             parameters, attributes = self._walk(given)
         self._watched: Sequence[Any] = ()
@@ -111,14 +111,11 @@ class Reach:
         self._refs = [*map(weakref.ref, given.tensors)]
         self.first_parameter = len(given.tensors)
         self.tensors = given.tensors + parameters
-        self.attributes: Mapping[int, dict[str, Any]] = attributes
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = self._writes = False
-        self.marks = False
-        if attributes:
-            each = enumerate(map(id, self.tensors))
-            self.attributes = {i: attributes[k] for i, k in each if k in attributes}
-            self.marks = True
+        each = enumerate(map(id, self.tensors)) if attributes else ()
+        self.attributes = {i: attributes[k] for i, k in each if k in attributes}
+        self.marks = bool(attributes)
         if given.search is not None or self._roots:
             self._note_code(given)
         if self._asks:
@@ -137,7 +134,7 @@ class Reach:
         if any(MODULE_HOOKS.dicts) and given.roots:
             self._add_hooks_of_all_modules(given)
         self._roots = roots_of(given.roots.values())
-        each, attributes = [root.tensors() for root in self._roots], _NONE_SET
+        each, attributes = [root.tensors() for root in self._roots], _NO_ATTRIBUTES
         for some in (given.tensors, *each):
             if any(map(_attributes, some)):
                 attributes = put_aside(given, self._roots, each)

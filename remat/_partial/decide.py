@@ -110,8 +110,8 @@ def _asks_for_modes(signature: tuple[Any, ...]) -> bool:
         if isinstance(code, tuple) and _asks_for_modes(code):
             return True
         if type(code) is CodeType and not is_installed(code.co_filename):
-            names = " ".join(name for inner in nested(code) for name in inner.co_names)
-            if any(asking in names for asking in _ASKING):
+            names = (name for inner in nested(code) for name in inner.co_names)
+            if any(name.lstrip("_").startswith(_ASKING) for name in names):
                 return True
     return False
 

@@ -175,7 +175,7 @@ class SavedInHandles(PlannedCall):
         self._hooks, self._nested = hooks, nested
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
         self._is_replayed = False  # and holds no residual any more
-        self._taken = dict[int, Tensor]()  # what handles of residuals stand for
+        self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
         self._waiting: dict[int, Handle] = {}  # for what the call around recomputes
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
-from remat._base.calls import Places
+from remat._base.calls import NOWHERE, Places
 from remat._base.context import here
 from remat._base.observer import Observer
 from remat._base.op import NO_NAMES, Op
@@ -77,8 +77,6 @@ class _EagerExposures(Exposures):
     ) -> Any:
         return super().__torch_function__(func, types, args, kwargs)
 
-
-_NOWHERE = "", (), 0
 
 # To send or receive once more, for a backward of this process alone, would hang.
 _COMMUNICATE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
@@ -258,7 +256,7 @@ class Recording(Observer):
             tuple(new.get(id(t)) or value_of(t) for t in tensors_of(result)),
             NO_NAMES,
             operation.line,
-            *(_NOWHERE if policy.is_by_place else self.places.of(operation.func)),
+            *(NOWHERE if policy.is_by_place else self.places.of(operation.func)),
         )
         block = self.blocks[-1]
         if block.asked is not None:

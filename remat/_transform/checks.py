@@ -147,8 +147,11 @@ def refuse_leaks(
     """Refuse a function if something holds its graph, which should be gone by now.
 
     An attribute may hold it, of a tensor that was computed and that nobody else holds:
-    a cycle that the garbage collector does not see. That is taken off, and it is said.
-    Where nothing else can hold the graph one is only looked for if the call `is_new`.
+    a cycle that the garbage collector does not see. Such attributes are taken off.
+    Where nothing else can hold the graph, one is only looked for if the call `is_new`.
+
+    Returns:
+        Whether attributes held it, and nothing else.
     """
     # A mode around this holds results for its call, which looks itself.
     if is_under_mode() or not is_graph_held(inner):

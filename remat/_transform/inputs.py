@@ -150,7 +150,7 @@ class SavedInputs:
 
     def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
         """Return what is saved of each input, and which are saved themselves."""
-        copied, packed = self.may_be_written.difference(self._memory), self._packed
+        copied = self.may_be_written.difference(self._memory)
         values: list[Any] = []
         themselves: list[int] = []
         for i, t in enumerate(entries):
@@ -161,10 +161,7 @@ class SavedInputs:
                 values.append(self._copy(i, t))
             else:
                 try:
-                    if i in packed:
-                        value = self._value_of(i, t)
-                    else:
-                        value = without_graph(t) if t._is_view() else t.detach()
+                    value = self._value_of(i, t)
                 except RuntimeError:
                     value = in_place_of_dead(t)
                 values.append(value)
