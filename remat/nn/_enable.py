@@ -108,7 +108,7 @@ def enable(
     refuse_no_module("enable", model, ", such as pipeline.unet")
     text, (every, policy) = policy, meaning(policy, "enable, policy")
     if every != 1:
-        if every_n_layers is not None or not every:
+        if every_n_layers is not None:
             raise ValueError(_LAYERS.format(text=text))
         every_n_layers = every
     options = options_of(policy, prune, rng, higher_order, offload_inputs)
@@ -289,7 +289,7 @@ _NOT_SUPPORTED = (
 )
 _LAYERS = (
     "remat.nn.enable, policy: {text!r} says which layers. With every_n_layers= pass a "
-    "policy that says what is saved; to recompute none, call remat.nn.remove(model)."
+    "policy that says what is saved."
 )
 _NO_COUNT = (
     "remat.nn.enable: every_n_layers={every!r} is not a positive number. Pass 2 to "
