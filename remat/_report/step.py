@@ -154,10 +154,13 @@ class WatchedOp(NamedTuple):
     saves: bool  # whether a policy of a call under torch.func may save its result
 
 
+StorageNumber: TypeAlias = tuple[int, int]  # the operation that made it, and its id
+
+
 class MadeStorage(NamedTuple):
     """A storage that an operation made, and the tensor that it was made for."""
 
-    storage: int
+    storage: StorageNumber
     dtype: Any
     shape: tuple[int, ...]
 
@@ -173,9 +176,10 @@ class StepWatch(Ledger):
         self.origins: dict[int, int] = {}
         # Storages: that calls save as inputs; that policies save; of the parameters'
         # gradients.
-        self.inputs: set[int] = set()
-        self.saved: set[int] = set()
-        self.gradients: set[int] = set()
+        self.inputs: set[StorageNumber] = set()
+        self.saved: set[StorageNumber] = set()
+        self.gradients: set[StorageNumber] = set()
+        self._makers: dict[int, int] = {}  # of storages, by id: the last operation
         # Calls that were not recomputed: how many have each label; how many are in no
         # other; the index of the last operation of a forward.
         self.names: dict[str, int] = {}
@@ -202,7 +206,7 @@ class StepWatch(Ledger):
             self.differentiates = True
         if node is not None and not self.ran_backward:
             self.ran_backward = True
-            self.saved.update(_saved_by_policies(node))
+            self.saved.update(self._numbers_in(_saved_by_policies(node)))
         again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
         called = self._name_of(context.inside[-1]) if context.inside else ""
         called = called or ("a call" if context.functions else "")
@@ -215,12 +219,20 @@ class StepWatch(Ledger):
         self.origins.setdefault(nodes_made() - 1, i)
         with marked(f"{MARK}{i}"):
             result = super().call(func, args, kwargs)
+        given = {storage_id(part) for part in _parts_in((args, kwargs))}
         for part in _parts_in(result):
             if storage_id(part) not in self.entries and not part._is_zerotensor():
+                if storage_id(part) not in given:
+                    self._makers[storage_id(part)] = i
                 place = i, part.untyped_storage().data_ptr()
-                meta = storage_id(part), part.dtype, tuple(part.shape)
+                meta = self._numbers_in([part])[0], part.dtype, tuple(part.shape)
                 self.made.setdefault(place, MadeStorage(*meta))
         return result
+
+    def _numbers_in(self, tree: Any) -> list[StorageNumber]:
+        """Number storages by their makers: a freed one leaves its id to others."""
+        ids = map(storage_id, _parts_in(tree))
+        return [(self._makers.get(key, -1), key) for key in ids]
 
     @override
     def _preserve(self, tensor: Tensor) -> None:
@@ -229,7 +241,7 @@ class StepWatch(Ledger):
 
     def note_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Note what is a gradient of a parameter."""
-        self.gradients.update(map(storage_id, _parts_in([*tensors])))
+        self.gradients.update(self._numbers_in([*tensors]))
 
     # --- Calls ---
 
@@ -254,7 +266,7 @@ class StepWatch(Ledger):
         context = here()
         if context.recomputing:
             return
-        self.inputs.update(map(storage_id, _parts_in(inputs)))
+        self.inputs.update(self._numbers_in(inputs))
         count = self.names[call.label] = self.names.get(call.label, 0) + 1
         self._named[call] = f"{call.label}\0{count}"
         self.outermost += not (context.inside or context.functions)
@@ -273,8 +285,8 @@ def _parts_in(tree: Any) -> list[Tensor]:
     return [part for t in tensors_in(tree) for part in parts(base_tensor(t))]
 
 
-def _saved_by_policies(root: Any) -> Iterator[int]:
-    """Yield the storages that policies save of a graph whose backward starts."""
+def _saved_by_policies(root: Any) -> list[Tensor]:
+    """Return what policies save of a graph whose backward starts."""
     out = SimpleNamespace(grad_fn=root, requires_grad=True)
     calls: dict[int, Any] = {}
     found: list[Any] = []
@@ -285,8 +297,7 @@ def _saved_by_policies(root: Any) -> Iterator[int]:
             calls[id(handle.call)] = handle.call.planned
     for planned in calls.values():
         found += planned.residuals_held()
-    for residual in found:
-        yield from map(storage_id, _parts_in(residual.stored()))
+    return [t for residual in found for t in tensors_in(residual.stored())]
 
 
 # --- The peak ---
@@ -374,7 +385,7 @@ def _sorted(
 ) -> _OfHolder:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
-    storage, dtype, shape = made or MadeStorage(-1, None, ())
+    storage, dtype, shape = made or MadeStorage((-1, -1), None, ())
     if i >= len(watch.ops):
         return "residuals", "", HeldValues("", dtype, shape, "", 0, 0)
     op = watch.ops[i]
