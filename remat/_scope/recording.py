@@ -207,10 +207,10 @@ class Recording(Observer):
         operation.settings, operation.line = read_settings(), user_line()
         operation.grad_mode = torch.is_grad_enabled()
         for t, entry in written:
-            if Tag.inplace_view in operation.func.tags:
+            if traits_of(operation.func).is_read_by_python or _may_grow(operation.func):
+                self._table.drop(entry)  # its storage is another one, or a larger one
+            elif Tag.inplace_view in operation.func.tags:
                 self._table.wrote(entry, t)  # to its shape alone
-            elif traits_of(operation.func).is_read_by_python:
-                self._table.drop(entry)  # its storage was exchanged
             else:
                 made = Made(self.blocks[-1].part(), TensorLayout.of(t), operation)
                 operation.note_made(inputs.index(id(t)), made, is_operand=True)
@@ -309,6 +309,11 @@ class Recording(Observer):
         entry = self._table.entry_of(tensor)
         if entry is not None and _choose_named(entry.made, tensor, name):
             self._table.drop(entry)
+
+
+def _may_grow(func: Any) -> bool:
+    """Say whether an operation may give a storage more bytes, whose values are open."""
+    return func.overloadpacket.__name__ in ("resize_", "resize_as_")
 
 
 def _may_run_again(func: Any) -> bool:

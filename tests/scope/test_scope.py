@@ -275,6 +275,26 @@ def test_memory_that_python_writes_to_is_stored(block):
     return grads((x * C).sum() + (y * C).sum(), C)
 
 
+def resized(b):
+    return b.resize_(4, 3)
+
+
+def resized_as(b):
+    return b.resize_as_(torch.empty(4, 3))
+
+
+@pytest.mark.parametrize("resize", [resized, resized_as])
+def test_memory_that_grows_is_stored(resize):
+    def program(block):
+        x = leaf(4, 3)
+        with block():
+            y = x.sin()
+            y = y.cos() * resize(torch.zeros(2)).copy_(y.detach())
+        return grads(y.exp().sum(), x)
+
+    assert_scoped(program, sin=1)
+
+
 @scoped(add=1)
 def test_blank_memory_that_something_unseen_may_fill_is_stored(block):
     with block():
