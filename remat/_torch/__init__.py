@@ -72,6 +72,7 @@ from remat._torch.graphs import (
     draw_again as draw_again,
     draw_and_keep_state as draw_and_keep_state,
     finished as finished,
+    forget_saved_by_traced as forget_saved_by_traced,
     is_below_tracer as is_below_tracer,
     is_under_jvp as is_under_jvp,
     let_graphs_draw as let_graphs_draw,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms
+from torch._functorch import autograd_function, eager_transforms
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -75,6 +75,19 @@ def _counted(depth: int) -> Iterator[None]:
 
 _transforms: Any = eager_transforms
 _dual: Any = forward_ad
+
+
+# Deleted by: `autograd_function_apply` saving tensors on its context. It holds them in
+# a variable of its backward: a result that is saved leads to its node, and back.
+def forget_saved_by_traced(node: Any) -> None:
+    """Let a Function that Dynamo traced forget what it saved, if a node is of one."""
+    backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    if getattr(backward, "__module__", None) == autograd_function.__name__:
+        for name, cell in zip(
+            backward.__code__.co_freevars, backward.__closure__, strict=True
+        ):
+            if name == "saved_values":
+                cell.cell_contents = None
 
 
 def is_under_jvp() -> bool:

@@ -2,7 +2,6 @@
 
     of a forward      it changes an input, or keeps its graph
     of a recompute    it computes something else, or reads what was changed since
-    for a message     what keeps a graph, and the line that put it there
 
 `function` asks under torch.func, and `saved` under base autograd.
 
@@ -13,13 +12,11 @@ Rejected: methods of the call. What a check depends on would be hidden in its st
 import contextlib
 import gc
 import operator
-import types
 from collections.abc import (
     Callable,
     Collection,
     Container,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -35,16 +32,12 @@ from typing_extensions import override
 from remat._base.absent import DETACH
 from remat._base.context import is_under_mode
 from remat._base.errors import CaptureError, MutationError, RecomputeError
-from remat._base.installed import is_installed
-from remat._base.interpreter import lines_storing
 from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.program import InputIndex, PerInput, PerResult
-from remat._base.source import shown
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
-from remat._capture.holders import dict_of
-from remat._graph.edges import Edge, edge_of, leads_to, reached_inputs
+from remat._graph.edges import reached_inputs
 from remat._live.reach import Reach
 from remat._live.result_walk import Hidden
 from remat._torch import (
@@ -53,10 +46,10 @@ from remat._torch import (
     current_layer,
     has_no_memory,
     is_graph_held,
-    no_torch_functions,
     storage_id,
 )
 from remat._transform.changes import changes_of
+from remat._transform.keeper import keeper_of, let_go_of_computed
 from remat._transform.leaves import addresses_of
 
 
@@ -147,7 +140,8 @@ def refuse_leaks(
     """Refuse a function if something holds its graph, which should be gone by now.
 
     An attribute may hold it, of a tensor that was computed and that nobody else holds:
-    a cycle that the garbage collector does not see. Such attributes are taken off.
+    a cycle that the garbage collector does not see. Such attributes are taken off, and
+    so is what traced Functions save, which torch holds in the same way.
     Where nothing else can hold the graph, one is only looked for if the call `is_new`.
 
     Returns:
@@ -162,10 +156,9 @@ def refuse_leaks(
     gc.collect()
     if not is_graph_held(inner):
         return False
-    # Those of other classes hold what they wrap. No name for one: it would be held.
-    plain = (t for t in _computed_from(inner) if type(t) in TENSORS)
-    for attributes in map(vars, plain):
-        attributes.clear()
+    let_go_of_computed(inner)
+    if is_graph_held(inner):
+        gc.collect()  # of what is left of traced Functions, their classes lead back
     if not is_graph_held(inner):
         return True
     if not reach.is_contained:
@@ -298,89 +291,6 @@ def _storages_of(tensor: Tensor) -> list[int]:
 
 
 _OPAQUE = -1  # no storage has this number
-
-
-# --- What keeps a graph, and the line that put it there ---
-
-
-def keeper_of(leaves: Sequence[Tensor], codes: Iterable[Any]) -> str:
-    """Return what keeps a tensor computed from leaves, and the line; "" if unknown.
-
-    The garbage collector says what refers to it, and `codes`, which the call reaches,
-    which lines store into a thing of that name. Nothing of the user's is run.
-    """
-    held = _computed_from(leaves)
-    places = [place for tensor in held for place in _places(tensor, [held])]
-    name, text = min(places, key=lambda place: not place[0], default=("", ""))
-    functions = _functions(codes) if name else ()
-    for code in functions:
-        for line in lines_storing(code, name):
-            return f"{text}, at {shown(code.co_filename)}:{line}"
-    return text
-
-
-def _computed_from(leaves: Sequence[Tensor]) -> list[Tensor]:
-    # A mode of ours refuses to look at tensors of other levels.
-    with no_torch_functions():
-        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
-        ends = {*map(edge_of, leaves)}
-        others: set[Edge] = set()
-        return [t for t in tensors if t.grad_fn and leads_to(edge_of(t), ends, others)]
-
-
-def _places(value: Any, ours: list[Any], depth: int = 3) -> Iterator[tuple[str, str]]:
-    """Yield where a value is kept: its name there, if it has one, and the text."""
-    for owner in gc.get_referrers(value):
-        if isinstance(owner, types.FrameType) or any(owner is x for x in ours):
-            continue
-        name, text = _place_in(owner, value)
-        if name:
-            yield name, text
-        elif depth and isinstance(owner, (list, set, tuple, dict)):
-            for name, text in _places(owner, [*ours, value], depth - 1):
-                if name:
-                    yield name, f"in {text.removeprefix('as ').removeprefix('in ')}"
-            yield "", f"in a {type(owner).__name__}"
-
-
-def _place_in(owner: Any, value: Any) -> tuple[str, str]:
-    """Return the name of a value in its owner, if it has one, and the text."""
-    if isinstance(owner, types.CellType):
-        name = _variable(owner)
-        return name, f"as the variable `{name}`"
-    held = owner if isinstance(owner, dict) else dict_of(owner)
-    entries = held.items() if isinstance(held, dict) else ()
-    name = next((k for k, v in entries if v is value), None)
-    if not isinstance(name, str):
-        return "", ""
-    if isinstance(owner, dict):
-        if "__builtins__" in owner:
-            return name, f"as the global `{name}`"
-        owner = next((o for o in gc.get_referrers(owner) if dict_of(o) is owner), None)
-        if owner is None:
-            return "", ""
-    return name, f"as `{name}` of a {type(owner).__qualname__}"
-
-
-def _variable(cell: types.CellType) -> str:
-    """Return the name that functions have for a cell."""
-    for closure in gc.get_referrers(cell):
-        for fn in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
-            if isinstance(fn, types.FunctionType) and fn.__closure__ is closure:
-                return fn.__code__.co_freevars[[*map(id, closure)].index(id(cell))]
-    return ""
-
-
-def _functions(codes: Iterable[Any]) -> Iterator[types.CodeType]:
-    """Yield the code of the user's functions, with those inside of them."""
-    for code in codes:
-        if isinstance(code, type):
-            methods = (v for k, v in vars(code).items() if k != "__init__")
-            found = (getattr(method, "__code__", None) for method in methods)
-            yield from _functions(method for method in found if method is not None)
-        elif isinstance(code, types.CodeType) and not is_installed(code.co_filename):
-            yield code
-            yield from _functions(code.co_consts)
 
 
 _IN_PLACE = (

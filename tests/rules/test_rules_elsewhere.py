@@ -39,6 +39,11 @@ PAIRED.defvjp(
 )
 ITSELF = custom_vjp(lambda x: x * 1.0)
 ITSELF.defvjp(lambda x: (ITSELF(x), None), lambda _, ct: (ct.clamp(-0.1, 0.1),))
+GATED = custom_vjp(lambda x, w: (x @ w).tanh())
+GATED.defvjp(
+    lambda x, w: ((x @ w).tanh(), (x, w)),
+    lambda res, ct: (ct @ res[1].mT, res[0].mT @ ct),
+)
 KEPT = keep(lambda x: x.exp().sin())
 FUNCTIONS = {
     "itself": lambda x: ITSELF(x * 2).exp(),
@@ -46,6 +51,7 @@ FUNCTIONS = {
     "tripled": lambda x: TRIPLED(x * 2).exp(),
     "paired": lambda x: sum(PAIRED(3.0, x.sin(), x.exp())),
     "kept": lambda x: KEPT(x * 2).exp(),
+    "in a row": lambda x: GATED(GATED(GATED(x, x.mT @ x), x.mT @ x), x.mT).exp(),
 }
 by_name = pytest.mark.parametrize("name", FUNCTIONS)
 

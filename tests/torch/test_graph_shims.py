@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,47 @@ def test_nodes_run_what_lowers_them():
     text = _text("_dynamo", "variables", "torch_function.py")
     assert "if cls.stack_value_singleton not in tx.output.side_effects" in text
     assert "return m.scope == scope_id" in _text("_dynamo", "variables", "base.py")
+
+
+class SavesItsResult(torch.autograd.Function):
+    """What Dynamo traces to an operator that holds what it saved in a variable."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sin()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * ctx.saved_tensors[0]
+
+
+@expects("forget_saved_by_traced")
+def test_traced_functions_save_in_a_variable():
+    found = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            outs = graph(*args)
+            node = outs[0].grad_fn
+            cells = node._forward_cls.backward.__closure__
+            names = node._forward_cls.backward.__code__.co_freevars
+            held = dict(zip(names, cells, strict=True))["saved_values"]
+            found.append(held.cell_contents[0] is not None)
+            graphs.forget_saved_by_traced(node)
+            found.append(held.cell_contents)
+            return outs
+
+        return run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Dynamo
+        torch._dynamo.reset()
+        torch.compile(SavesItsResult.apply, backend=backend)(leaf())
+    assert found == [True, None]
+    graphs.forget_saved_by_traced(leaf().sin().grad_fn)
+    graphs.forget_saved_by_traced(SavesItsResult.apply(leaf()).grad_fn)
 
 
 @expects("is_below_tracer")
