@@ -6,7 +6,7 @@ from support.changes import Wrapped
 from support.runs import assert_replayed, configurations, leaf, replayed
 from support.tables import crossed, rows
 from support.zoo import ops_of
-from torch import distributed, nn
+from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, spectral_norm
@@ -173,24 +173,6 @@ def test_batched_statistics_are_used_and_not_updated_in_eval(wrap):
     return vmap(grad(wrap(lambda x: norm(x).sin().sum())))(xs), buffers(norm)
 
 
-def test_synchronized_batch_norm_is_refused_where_torch_refuses_it():
-    x, norm = leaf(4, 3), nn.SyncBatchNorm(3)
-    before = buffers(norm)
-    distributed.init_process_group(
-        "gloo", store=distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        for call in norm, remat(norm):
-            with pytest.raises(ValueError, match="expected input tensor to be on"):
-                call(x)
-    finally:
-        distributed.destroy_process_group()
-    before["num_batches_tracked"] += 2  # both counted before they looked
-    assert_same(buffers(norm), before)
-    ops = ops_of(lambda: remat(nn.Sequential(norm, Sines()))(x).sum().backward())
-    assert ops["sin"] == 2 + 1
-
-
 # --- Of kinds that torch does not show as bytes ------------------------------------
 
 
@@ -245,14 +227,6 @@ def test_quantized_buffers_are_told_apart_and_updated_once(wrap, make, writes):
         found += torch.autograd.grad(wrap(module)(x).sum(), x)
         found.append(module.table.dequantize())
     return found
-
-
-@replayed(each=True, sin=2)
-def test_a_conjugate_buffer_is_compared(wrap):
-    table = torch.randn(3, dtype=torch.complex64).conj()
-    x = leaf(3)
-    fn = wrap(lambda x: (x * table).abs().sin().exp())
-    return torch.autograd.grad(fn(x).sum(), x)
 
 
 # --- Of what forwards leave as it is -------------------------------------------------

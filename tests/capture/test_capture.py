@@ -3,15 +3,14 @@
 import contextvars
 import threading
 import types
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from support.holders import WAYS, Module, Object, called, use, wrapping
-from support.runs import assert_replayed, gradients, leaf, replayed
+from support.runs import assert_replayed, leaf, replayed
 from support.tables import crossed
-from support.zoo import Evaluations, ops_of
+from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, jvp, vmap
 
@@ -264,23 +263,6 @@ over_x = pytest.mark.parametrize(
 
 @over_transforms
 @over_x
-def test_a_transformed_tensor_of_any_place_is_an_input(
-    found, transform, differentiated
-):
-    (hide, fn), x, w = found, leaf(3), torch.randn(3)
-
-    def outer(wrap, w):
-        hide(w)
-        if differentiated:
-            return grad(wrap(fn))(x.detach())[0]
-        return wrap(fn)(x)
-
-    expected = transform(partial(outer, lambda fn: fn))(w)
-    torch.testing.assert_close(transform(partial(outer, remat))(w), expected)
-
-
-@over_transforms
-@over_x
 def test_a_transformed_tensor_out_of_reach_is_refused(
     hidden, transform, differentiated
 ):
@@ -307,19 +289,6 @@ def test_a_batched_tensor_out_of_reach_is_used_by_its_batch(wrap, hidden):
     return vmap(of_example)(ws)
 
 
-def test_it_is_refused_although_the_function_was_right_before(hidden):
-    (hide, fn), x = hidden, torch.randn(3)
-
-    def outer(w):
-        hide(w)
-        return grad(remat(fn))(x).sum()
-
-    hide(torch.randn(3))
-    assert ops_of(lambda: grad(remat(fn))(x))["sin"] == 2
-    with pytest.raises(CaptureError, match=r"no input of the call: float32\[3\]"):
-        grad(outer)(torch.randn(3))
-
-
 def test_a_constant_out_of_reach_is_fine(hidden):
     def program(wrap):
         call = wrap(fn)
@@ -332,28 +301,6 @@ def test_a_constant_out_of_reach_is_fine(hidden):
 
 # --- Leaves and modules made inside a function, and intermediate values that get out
 # ---
-
-
-def steps_by_an_inner_gradient(x):
-    w = torch.zeros(3, requires_grad=True)
-    (g,) = torch.autograd.grad((w - x).sin().sum(), w, create_graph=True)
-    return (w - 0.1 * g) * x
-
-
-def makes_a_module(x):
-    layer = nn.Linear(3, 3)
-    nn.init.ones_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer(x).sin().exp()
-
-
-@pytest.mark.parametrize(
-    ("fn", "sines"),
-    [(steps_by_an_inner_gradient, (2, 3)), (makes_a_module, (1, 2))],
-    ids=["a leaf", "a module"],
-)
-def test_what_is_made_inside_is_no_input(fn, sines):
-    assert_replayed(gradients(fn, leaf(3)), sin=sines)
 
 
 def returns_a_leaf(x):
@@ -386,51 +333,6 @@ def test_in_one_node_returning_a_leaf_made_inside_is_refused(call):
         call(returns_a_leaf, leaf(3))
 
 
-def by_nonlocal():
-    last = None
-
-    def fn(x):
-        nonlocal last
-        last = x.sin()
-        return last.exp().sum()
-
-    return fn, lambda: last
-
-
-def by_list():
-    kept = []
-
-    def fn(x):
-        kept.append(x.sin())
-        return kept[-1].exp().sum()
-
-    return fn, lambda: kept[-1]
-
-
-def by_attribute():
-    holder = types.SimpleNamespace()
-
-    def fn(x):
-        holder.last = x.sin()
-        return holder.last.exp().sum()
-
-    return fn, lambda: holder.last
-
-
-in_a_node = partial(remat, higher_order=True)
-# Each makes a function, and tells which intermediate value got out of it.
-escaping = pytest.mark.parametrize("make", [by_nonlocal, by_list, by_attribute])
-
-
-@pytest.mark.parametrize("is_leaf", [True, False])
-@escaping
-@replayed(wrap=in_a_node, reassociated=True, sin=(2, 3))
-def test_in_one_node_an_intermediate_may_get_out(wrap, make, is_leaf):
-    (fn, escaped), x = make(), leaf(3)
-    y = wrap(fn)(x if is_leaf else x * 2)
-    return torch.autograd.grad(y + escaped().cos().sum(), x)
-
-
 # --- TorchScript -------------------------------------------------------------------
 
 
@@ -447,13 +349,6 @@ def test_a_scripted_module_gets_its_gradients(scripted):
         assert_same_gradients(remat(fn), fn, x, wrt=[*scripted.parameters()])
         assert_same_gradients(remat(scripted), scripted, x)
     assert ops["sin"] == 1 + 2
-
-
-def test_a_scripted_module_under_grad(scripted):
-    loss = lambda fn: lambda x: fn(x).sin().exp().sum()
-    x = torch.randn(2)
-    expected = grad(loss(scripted))(x)
-    assert_same(grad(loss(remat(scripted)))(x), expected)
 
 
 def test_a_scripted_module_with_other_parameters_is_refused_under_grad(scripted):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from support.changes import Wrapped
-from support.runs import assert_replayed, leaf, replayed
+from support.runs import assert_replayed, replayed
 from support.tables import rows
 from support.transforms import TRANSFORMS
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from remat import remat
-from remat.testing import count_ops, live_bytes
+from remat.testing import count_ops
 
 
 class Sin(nn.Module):
@@ -97,38 +97,7 @@ def test_nothing_needs_grad():
     assert ops["sin"] == 2
 
 
-def test_only_inputs_stay_alive_after_the_forward():
-    module, x = nn.Sequential(*[Sin() for _ in range(8)]), leaf(1024)
-    assert live_bytes(lambda: module(x)) == 8 * 4096
-    assert live_bytes(lambda: remat(module)(x)) == 4096
-
-
 # --- functional_call -------------------------------------------------------------
-
-
-def tripled(module, prefix=""):
-    return {
-        prefix + name: (3 * p.detach()).requires_grad_()
-        for name, p in module.named_parameters()
-    }
-
-
-@replayed(sin=2)
-def test_functional_call_outside_with_the_backward_outside(wrap):
-    module = mlp()
-    params, x = tripled(module, "module."), torch.randn(2, 4)
-    functional_call(Wrapped(module, wrap), params, (x,)).pow(2).sum().backward()
-    assert set(grads(module).values()) == {None}
-    return [p.grad for p in params.values()]
-
-
-@replayed(sin=2)
-def test_functional_call_inside(wrap):
-    module = mlp()
-    params, x = tripled(module), torch.randn(2, 4)
-    call = wrap(lambda p, x: functional_call(module, p, (x,)).pow(2).sum())
-    call(params, x).backward()
-    return [p.grad for p in params.values()]
 
 
 # How often a transform runs the sine, plain and rematerialized.
@@ -171,21 +140,3 @@ def test_functional_call_with_one_batched_parameter(wrap):
     in_dims = ({k: 0 if k == "module.2.bias" else None for k in params},)
     loss = lambda params: functional_call(call, params, (x,)).pow(2).sum()
     return vmap(grad(loss), in_dims)(params)
-
-
-# --- Hooks -------------------------------------------------------------------------
-
-
-def test_what_forward_hooks_append_counts_once():
-    calls = []
-
-    def program(wrap):
-        module = mlp()
-        module[0].register_forward_pre_hook(lambda m, args: calls.append("pre"))
-        module[1].register_forward_hook(
-            lambda m, args, y: calls.append("post") or y * 2
-        )
-        return step(wrap(module), module, torch.randn(2, 4))
-
-    assert_replayed(program, sin=2)
-    assert calls == ["pre", "post"] * 2

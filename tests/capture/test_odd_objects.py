@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from support.runs import assert_replayed, gradients, leaf, replayed
+from support.runs import assert_replayed, gradients, leaf
 from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
@@ -149,21 +149,6 @@ class Link:
         self.value, self.rest = value, rest
 
 
-def chained(link, rest=None):
-    """Six hundred of these: more than Python calls of one another."""
-    for k in range(600):
-        rest = link(torch.tensor(float(k)), rest)
-    return rest
-
-
-def summed(link, parts):
-    total = torch.tensor(0.0)
-    while link is not None:
-        value, link = parts(link)
-        total = total + value
-    return total / 600
-
-
 CHAINS = {
     "objects": (Link, lambda link: (link.value, link.rest)),
     "lists": (lambda value, rest: [value, rest], tuple),
@@ -171,13 +156,3 @@ CHAINS = {
     "functions": (lambda value, rest: lambda: (value, rest), lambda link: link()),
 }
 chains = pytest.mark.parametrize(("link", "parts"), CHAINS.values(), ids=CHAINS)
-
-
-@pytest.mark.one_in(4)
-@chains
-@replayed(each=True, sin=2)
-def test_a_long_chain_is_no_obstacle(wrap, link, parts):
-    x = leaf(3)
-    chain = chained(link)
-    fn = wrap(lambda x: (x * summed(chain, parts)).sin().exp())
-    return torch.autograd.grad(fn(x).sum(), x)

@@ -1,13 +1,11 @@
 """Arguments and results are pytrees; what is no tensor passes through."""
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import MappingProxyType
 
 import pytest
 import torch
-from support.runs import assert_replayed, leaf, replayed
+from support.runs import leaf
 from support.tables import rows
 from support.zoo import Evaluations, leaves_of, make, ops_of
 from torch.utils._pytree import tree_leaves
@@ -23,20 +21,6 @@ def check(fn, *args, **kwargs):
     """
     ops = ops_of(lambda: assert_same_gradients(remat(fn), fn, *args, **kwargs))
     assert ops["sin"] == 1 + 2
-
-
-# --- Containers --------------------------------------------------------------------
-
-
-def test_the_order_of_a_dict_is_kept():
-    orders = Evaluations()
-
-    def fn(tree):
-        orders.note(list(tree))
-        return (tree["z"] * tree["a"]).sin().exp()
-
-    check(fn, {"z": leaf(3), "a": leaf(3)})
-    assert [*orders] == [["z", "a"]] * 3
 
 
 # --- Tensors of every kind ---------------------------------------------------------
@@ -138,30 +122,6 @@ def test_what_is_no_tensor_passes_through_in_both_runs():
     assert all(s[3] is True for s in seen)
 
 
-def test_an_object_that_is_no_pytree_is_passed_as_it_is():
-    class Opaque: ...
-
-    token, seen = Opaque(), Evaluations()
-
-    def fn(x, token):
-        seen.note(token)
-        return x.sin().exp()
-
-    check(fn, leaf(3), token)
-    assert [*seen] == [token] * 3
-
-
-def test_the_graph_of_an_argument_continues_beyond_the_call():
-    x, w = leaf(3), leaf(3)
-
-    def program(wrap):
-        call = wrap(lambda tree: tree["h"].sin().exp())
-        y = call({"h": (x * w).exp()}).cos() * x
-        return torch.autograd.grad(y.sum(), (x, w))
-
-    assert_replayed(program, sin=(2, 3))  # one is the derivative of the cosine
-
-
 def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs():
     calls = Evaluations()
 
@@ -178,20 +138,6 @@ def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs()
 
 
 # --- Results ---------------------------------------------------------------------
-
-
-@replayed(evaluations=2, sin=2)
-def test_what_a_function_without_a_result_keeps_has_its_graph(wrap):
-    x = leaf(3)
-    kept = []
-
-    def fn(x):
-        kept.append(x.sin().exp())
-
-    assert wrap(fn)(x) is None
-    found = torch.autograd.grad(kept[0].sum(), x)
-    assert len(kept) == 1
-    return found
 
 
 @pytest.mark.parametrize(
@@ -211,19 +157,6 @@ def test_an_output_may_need_no_grad(other, dtype):
     assert (out.dtype, out.requires_grad, out.grad_fn) == (dtype, False, None)
 
 
-def test_no_output_needs_grad():
-    def fn(x):
-        dead = x.sin().exp()
-        return x.detach().sin(), dead.detach()
-
-    x = leaf(3)
-    with count_ops() as ops:
-        outs = remat(fn)(x)
-    assert not any(out.requires_grad for out in outs)
-    assert_same(outs, fn(x))
-    assert ops["sin"] == 2  # and none is taken again, for there is no graph
-
-
 def test_an_input_returned_as_it_is_is_that_tensor():
     x, tree = leaf(3), {"w": torch.randn(3), "h": leaf(3) * 2}
     fn = lambda x, tree: (x, tree["w"], {"y": x.sin().exp(), "h": tree["h"]})
@@ -232,14 +165,6 @@ def test_an_input_returned_as_it_is_is_that_tensor():
     assert b is tree["w"]
     assert rest["h"] is tree["h"]
     assert ops_of(lambda: rest["y"].sum().backward())["sin"] == 1
-
-
-@replayed(sin=2)
-def test_a_captured_tensor_returned_as_it_is_is_that_tensor(wrap):
-    w, x = leaf(3), leaf(3)
-    out, y = wrap(lambda x: (w, (x * w).sin().exp()))(x)
-    assert out is w
-    return torch.autograd.grad(y.sum(), w)
 
 
 def test_the_same_tensor_twice_stays_the_same_twice():
@@ -292,13 +217,6 @@ def test_a_view_of_an_input_may_be_changed_in_place(name):
         changed(remat(fn), alone=False)
 
 
-def test_a_detached_view_of_an_input_shares_its_memory():
-    x = leaf(3)
-    y, out = remat(lambda x: (x.sin().exp(), x.detach()[1:]))(x)
-    assert out.data_ptr() == x[1:].data_ptr()
-    assert ops_of(lambda: y.sum().backward())["sin"] == 1
-
-
 def test_leaves_that_are_no_tensors_are_returned():
     static = {"n": None, "s": "text", "k": [1, True, 2.5, 1j, ...]}
     fn = lambda x: {"y": x.sin().exp()} | static
@@ -306,13 +224,6 @@ def test_leaves_that_are_no_tensors_are_returned():
     out = remat(fn)(leaf(3))
     assert {k: out[k] for k in static} == static
     assert out["k"][1] is True
-
-
-def test_an_object_that_is_no_pytree_is_returned_as_it_is():
-    token = MappingProxyType({})
-    y, out = remat(lambda x: (x.sin().exp(), token))(leaf(3))
-    assert out is token
-    assert ops_of(lambda: y.sum().backward())["sin"] == 1
 
 
 # --- Arguments of every layout, in calls one after the other ---
@@ -402,43 +313,6 @@ def test_calls_in_a_row_that_are_built_otherwise(prune):
     fn = remat(weigh, prune=prune)
     for args, kwargs in calls() + calls()[::-1]:
         assert_recomputed(fn, *args, **kwargs)
-
-
-def test_containers_of_containers_in_another_order():
-    fn = remat(weigh)
-    for order in "ab", "ba", "ab":
-        w, x = leaves_of(W, X)
-        named = {"a": w, "b": x}
-        assert_recomputed(fn, {"first": {k: named[k] for k in order}, "second": w})
-
-
-def grow(params):
-    params["c"] = params["a"].exp()
-    return params["c"].sin().sum()
-
-
-@replayed(exp=2 * 2)
-def test_a_container_is_changed_once_and_another_one_is_passed_next(wrap):
-    fn, found = wrap(grow), []
-    for _ in range(2):
-        (w,) = leaves_of(W)
-        params = {"a": w}
-        loss = fn(params) + params["c"].square().sum()
-        found += torch.autograd.grad(loss, w)
-        assert [*params] == ["a", "c"]
-    return found
-
-
-def test_threads_that_call_one_function_on_other_layouts():
-    fn = remat(weigh)
-
-    def repeat(call):
-        args, kwargs = call
-        for _ in range(50):
-            assert_recomputed(fn, *args, **kwargs)
-
-    with ThreadPoolExecutor(6) as pool:
-        assert [*pool.map(repeat, calls()[:6])] == [None] * 6
 
 
 class Key:

@@ -11,16 +11,10 @@ import pytest
 import torch
 from support.adversarial.holders import (
     ANYTHING_UNDER_FUNC,
-    HOLDERS,
     UNDER_FUNC,
 )
-from support.adversarial.observed import observed
-from support.runs import replayed
-from support.tables import crossed
-from support.zoo import make, ops_of
-from torch import nn
+from support.zoo import ops_of
 from torch.func import grad
-from torch.utils._pytree import tree_map
 
 from remat import remat
 from remat._capture import container_kinds
@@ -52,88 +46,6 @@ def with_tensors(read, write):
 
 CHANGED = [(name, numbered) for name in UNDER_FUNC]
 CHANGED += [(name, with_tensors) for name in ANYTHING_UNDER_FUNC]
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("name", "changed"), CHANGED)
-@replayed(sin=4)
-def test_what_is_held_is_changed_once_under_grad(wrap, name, changed):
-    read, write, dump = HOLDERS[name]()
-    call = wrap(changed(read, write))
-    found = grad(lambda x: (call(x) + call(x)).sum())(make(4, seed=2))
-    # Tensors may be dead ones of the transform.
-    return found, observed(dump()) if changed is numbered else None
-
-
-# --- Other changes, wherever the object is ---
-
-
-def lazy_table(state, x):
-    if state.table is None:
-        state.table = torch.linspace(1, 2, 4).double().cos()
-        x = x * 2
-    return x * state.table
-
-
-def new_attribute(state, x):
-    factor = getattr(state, "extra", 1)
-    state.extra = factor + 1
-    return x * factor
-
-
-def removed_attribute(state, x):
-    factor = 3 if hasattr(state, "count") else 5
-    vars(state).pop("count", None)
-    return x * factor
-
-
-def tensors_added(state, x):
-    state.log.append(x.detach())
-    state.named["last"] = x.detach()
-    return x * state.log[0] * len(state.log)
-
-
-def tensor_removed(state, x):
-    return x * state.log.pop(0) * len(state.log)
-
-
-CHANGES = [lazy_table, new_attribute, removed_attribute, tensors_added, tensor_removed]
-
-
-class Stateful(nn.Module):
-    """An object with state, and a module as well."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.table, self.count, self.change = None, 0, change
-        self.log, self.named = [torch.ones(4, 4)] * 7, {"first": torch.ones(4, 4)}
-
-    def forward(self, x):
-        return self.change(self, x.sin()).exp()
-
-
-# Each makes a function of an object that is somewhere.
-WHERE = {
-    "argument": lambda wrap, held: functools.partial(
-        wrap(lambda x, held: held(x)), held=held
-    ),
-    "closure": lambda wrap, held: wrap(lambda x: held(x)),
-    "default": lambda wrap, held: wrap(lambda x, held=held: held(x)),
-    "module": lambda wrap, held: wrap(held),
-    "forward": lambda wrap, held: wrap(held.forward),
-}
-
-
-@crossed("change, where", CHANGES, WHERE, each=2)
-@replayed(sin=4)
-def test_state_is_changed_once_under_grad(wrap, where, change):
-    held = Stateful(change)
-    call = WHERE[where](wrap, held)
-    found = grad(lambda x: (call(x) + call(x)).sum())(make(4, 4, seed=2))
-    names = "table", "count", "extra", "log", "named"
-    state = {name: getattr(held, name, None) for name in names}
-    # The tensors may be dead ones of the transform.
-    return tree_map(lambda value: value if type(value) is int else None, state), found
 
 
 # --- What a forward deletes, and new lists -----------------------------------------

@@ -245,39 +245,6 @@ def test_a_layout_holds_no_policy():
     assert ref() is None
 
 
-# --- Hooks ---
-
-
-def test_a_hook_that_is_set_elsewhere_when_a_module_is_gone():
-    x, seen = torch.ones(2, 4, requires_grad=True), []
-    with count_ops() as ops:
-        y = remat(Counting())(x).sum()
-        handle = nn.Linear(1, 1).register_forward_hook(lambda *_: seen.append(1))
-        y.backward()
-    handle.remove()
-    assert ops["sin"] == 2
-    assert not seen
-    assert x.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("prune", ["auto", True])
-def test_a_hook_that_comes_and_goes_between_calls(prune):
-    module = Counting()
-    expected = gradient(module, lambda m: m)
-    handles, double = [], lambda m, args, y: y * 2
-
-    def hook():
-        handles.append(module.linear.register_forward_hook(double))
-
-    wrap = lambda m: remat(m, prune=prune)
-    with count_ops() as ops:
-        assert_same(gradient(module, wrap, between=hook), expected)
-        doubled = gradient(module, wrap, between=handles[0].remove)
-    assert ops["sin"] == 4
-    hook()
-    assert_same(doubled, gradient(module, lambda m: m))
-
-
 # --- Context variables ---
 
 
@@ -326,19 +293,6 @@ class Keeping(nn.Module):
     def forward(self, x):
         self.last = self.linear(x).sin().exp()
         return self.last * 2
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_modules_that_keep_their_outputs_are_freed_without_a_backward():
-    refs = []
-    with count_ops() as ops:
-        for _ in range(50):
-            module = Keeping()
-            remat(module)(torch.ones(2, 4)).sum()
-            refs.append(weakref.ref(module))
-    del module
-    assert ops["sin"] == 50
-    assert [ref() for ref in refs] == [None] * 50
 
 
 @pytest.mark.usefixtures("_no_collector")

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.changes import ODD, Block, Inner, Wrapped, is_remembered
+from support.changes import ODD, Block, Inner, is_remembered
 from support.runs import assert_replayed, replayed
 from support.tables import rows
 from support.zoo import make, ops_of
 from torch import nn
-from torch.func import functional_call
 
 from remat import remat
 from remat._live import roots as _roots
@@ -92,17 +91,6 @@ def test_a_module_whose_numbers_change_in_each_call_is_not_walked_again(walks):
     walks.clear()
     call_and_backward(model, times=4)
     assert not walks
-
-
-@replayed(exp=2 * 4)
-def test_what_is_assigned_in_a_tree_is_assigned_once(wrap):
-    model, states = Counting().double(), []
-    for _ in range(4):
-        y = wrap(model)(leaf()).sum()
-        y.backward()
-        states += [model.count, model.first.factor, model.first.scale]
-        states += [model.shape, model.last, model.activation]
-    return states, [p.grad for p in model.parameters()]
 
 
 # --- Nothing is kept alive ---------------------------------------------------------
@@ -185,21 +173,6 @@ def test_copies_and_pickles_hold_nothing_of_a_call():
 
 
 # --- Other modules and threads -----------------------------------------------------
-
-
-def test_functional_call_puts_other_tensors_in_a_module_that_is_remembered():
-    model, x = Block().double(), leaf()
-    call_and_backward(model, times=2)
-    params = {
-        f"module.{name}": (p.detach() + 1).requires_grad_()
-        for name, p in model.named_parameters()
-    }
-
-    def program(wrap):
-        y = functional_call(Wrapped(model, wrap), params, (x,)).sum()
-        return y, torch.autograd.grad(y, [*params.values()])
-
-    assert_replayed(program, exp=2)
 
 
 TABLE = weakref.WeakKeyDictionary()

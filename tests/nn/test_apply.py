@@ -131,12 +131,6 @@ def test_one_policy_for_all(policy):
     assert ops_of(lambda: model(X).backward())["addmm"] == (7 if saves else 10)
 
 
-def test_the_whole_model_by_its_class():
-    assert counted(applied(Model)) == (6, 2)
-    model = model_of()
-    assert counted(remat.nn.apply(model, model)) == (6, 2)
-
-
 # --- The blocks of a model ---
 
 
@@ -274,22 +268,6 @@ def test_a_module_that_is_used_twice_is_selected_once():
     model = nn.Sequential(block, block, nn.ModuleList())
     model = remat.nn.apply(model[:2], Block)
     assert ops_of(lambda: model(X).sum().backward())["tanh"] == 4
-
-
-def test_a_module_with_a_forward_of_its_own():
-    model = model_of()
-    forward = model.head.forward
-    model.head.forward = lambda x: forward(x).tanh()
-    remat.nn.apply(model, Other)
-    assert counted(model) == (3 + 2, 2)
-    assert counted(remat.nn.remove(model)) == (3 + 1, 1)
-
-
-def test_parametrized_before_and_after():
-    model = model_of()
-    parametrize.register_parametrization(model.layers[0].up, "weight", nn.Tanh())
-    remat.nn.apply(model)
-    assert counted(model) == (3 + 1 + 4, 1)
 
 
 # --- Undone ---
