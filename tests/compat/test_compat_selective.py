@@ -87,14 +87,6 @@ def test_what_is_selected_is_not_computed_again(checkpoint, policy):
     assert_same(got, gradients(matrices))
 
 
-def test_without_a_selection_products_are_computed_again():
-    """31: both are, as the cosine reads the last."""
-    with count_ops() as ops:
-        got = gradients(functools.partial(ours, matrices))
-    assert (ops["mm"], ops["sin"]) == (2 + 2 + 4, 2 + 1)
-    assert_same(got, gradients(matrices))
-
-
 @with_policies
 def test_what_is_selected_is_stored_if_the_backward_reads_it(policy):
     """31: ours stores no product that the backward does not read; torch's does."""

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat import OffloadError
 from remat._offload import offload as _offload
 from remat._offload.offload import Fetched, in_file, in_host_memory, origin_of
-from remat._torch import is_shared, shared_copy, undisturbed
+from remat._torch import undisturbed
 
 
 stores = rows("store", STORES)
@@ -115,20 +115,6 @@ def test_a_stored_tensor_requires_no_gradient_and_counts_no_change(make, folder)
     assert_same_bits(taken, x.detach())
 
 
-def test_a_stored_tensor_does_not_change_with_the_original(folder):
-    x = torch.randn(4)
-    before, stored = x.clone(), in_file(x)
-    x.mul_(2)
-    assert torch.equal(stored, before)
-
-
-def test_a_copy_on_write_is_not_made_for_storing(folder):
-    x = torch.randn(6)
-    copy = shared_copy(x)
-    assert_same_bits(in_file(copy), x)
-    assert is_shared(copy)
-
-
 def test_a_file_may_be_saved_for_backward(folder):
     class Sine(torch.autograd.Function):
         @staticmethod
@@ -156,12 +142,6 @@ def test_files_come_back_in_any_order_and_more_than_once(folder):
         assert_same_bits(stored.take(k), xs[k])
 
 
-def test_a_mapped_file_is_given_as_it_is(folder):
-    x = torch.randn(4, 5).t()
-    stored = in_file(x)
-    assert back(stored, x) is stored
-
-
 @pytest.mark.skipif(_offload._LIBC is None, reason="no madvise")
 def test_the_next_file_is_read_while_one_is_used(folder, monkeypatch):
     advised, advise = [], _offload._LIBC.madvise
@@ -180,11 +160,6 @@ def test_the_next_file_is_read_while_one_is_used(folder, monkeypatch):
     for k in range(4):
         assert advised == want[: k + 1]
         files.take(k)
-
-
-def test_there_may_be_nothing_to_fetch():
-    with pytest.raises(IndexError, match="index out of range"):
-        Fetched([], []).take(0)
 
 
 # --- What is not moved ------------------------------------------------------------
