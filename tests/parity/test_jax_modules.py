@@ -1,16 +1,17 @@
 """What the tests of JAX, Equinox, flax and haiku say of residuals and custom rules.
 
-Numbers are items of the survey of JAX's tests: see `test_jax_transforms.py`. Values
-that leave a call (23) and prints (debugging_primitives) are in `whole/test_docs_*.py`;
-layers, state and what goes in and out are programs of `support.adversarial`.
+Numbers are items of the survey of JAX's tests. Those of transforms and loops are rows
+of `test_golden.py` and `test_nestings.py`. Values that leave a call (23) and prints are
+in `whole/test_docs_limits.py`; layers, state and what goes in and out are programs of
+`support.adversarial`.
 """
 
 import pytest
 import torch
-from support.compared import compared, points
+from support.compared import points
 from support.rules import TripledSinForFunc
-from support.zoo import counted, plainly
-from torch.autograd import Function, gradcheck, gradgradcheck
+from support.zoo import plainly
+from torch.autograd import Function
 from torch.func import grad, jacrev, jvp, vmap
 
 from remat import remat
@@ -48,18 +49,6 @@ def test_what_is_saved_for_the_backward_is_the_input_itself():
         saved = second._saved_self
     assert ops["sin"] == 1
     assert_same(saved.detach(), x.detach().sin())
-
-
-def test_a_backward_of_nothing_costs_nothing():
-    """equinox: with no cotangent for the call the body is not evaluated again."""
-    body, calls = counted(lambda x: x.sin().exp().sum())
-    x = points(3).requires_grad_()
-    out = remat(body)(x)
-    (got,) = torch.autograd.grad(x.cos().sum() + 0 * out.detach(), x)
-    assert len(calls) == 1
-    assert_same(got, -x.detach().sin())
-    (out + x.cos().sum()).backward()
-    assert len(calls) == 2
 
 
 # --- Custom derivatives ---
@@ -110,47 +99,6 @@ def test_custom_derivatives_are_used_though_they_are_wrong(derivative, factor, t
     assert_same(got, factor * true(x))
 
 
-def test_a_custom_derivative_by_forward_mode():
-    """58, 64: inside a loop, under remat, differentiated again."""
-
-    def f(x):
-        for _ in range(3):
-            x = sine(x) * 2.0
-        return x.sum()
-
-    def directional(wrap):
-        return grad(lambda x: jvp(wrap(f), (x,), (points(3),))[1])(points(3))
-
-    # x is used in value and tangent (promise 1).
-    assert_more_sines(directional, reassociated=True)
-
-
-class ScaledByDict(Function):
-    """Takes its tensors in a dict, and a flag that has no derivative."""
-
-    @staticmethod
-    def forward(x, scale, negative):
-        return x * scale * (-1 if negative else 1)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, scale, ctx.negative = inputs
-        ctx.save_for_backward(x, scale)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        x, scale = ctx.saved_tensors
-        return 7 * cotangent * scale.exp(), cotangent * x.exp(), None
-
-
-@compared(evaluations=2)
-def test_a_custom_rule_with_a_dict_and_a_flag(wrap, counting):
-    """custom_api_test: dictionaries and arguments that are not differentiated."""
-    body = counting(lambda d, flag: ScaledByDict.apply(d["x"], d["s"], flag).sin())
-    loss = wrap(lambda *args: body(*args).sum())
-    return grad(loss)({"x": points(3), "s": points(3) + 1}, True)
-
-
 class TwoOutputs(Function):
     """Its backward is told which cotangent is missing."""
 
@@ -178,38 +126,3 @@ def test_a_custom_rule_sees_which_cotangents_do_not_exist():
     assert TwoOutputs.missing == [(False, True)]
     assert ops["sin"] == 2 + 2
     assert_same(x.grad, x.detach().sin().cos() * x.detach().cos())
-
-
-class ImplicitSolve(Function):
-    """Solve A y = b; the derivative is another solve (custom_linear_solve)."""
-
-    @staticmethod
-    def forward(a, b):
-        return torch.linalg.solve(a, b)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0], output)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        a, y = ctx.saved_tensors
-        of_b = ImplicitSolve.apply(a.mT, cotangent)
-        return -of_b @ y.mT, of_b
-
-
-def test_an_implicit_derivative():
-    """custom_linear_solve: first and second order."""
-    a = (points(3, 3).sin() + 2 * torch.eye(3)).double()
-    b = points(3, 1).double()
-
-    def f(a, b):
-        return ImplicitSolve.apply(a * 1.0, b.sin()).square().sum()
-
-    with count_ops() as ops:
-        got = grad(remat(f), argnums=(0, 1))(a, b)
-    assert ops["sin"] == 2
-    assert_same(got, grad(f, argnums=(0, 1))(a, b))
-    leaves = a.requires_grad_(), b.requires_grad_()
-    assert gradcheck(remat(f), leaves)
-    assert gradgradcheck(remat(f), leaves)
