@@ -131,63 +131,6 @@ def test_one_policy_for_all(policy):
     assert ops_of(lambda: model(X).backward())["addmm"] == (7 if saves else 10)
 
 
-# --- The blocks of a model ---
-
-
-class Stages(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.stages = nn.ModuleList([self.Stage(2), self.Stage(3)])
-
-    class Stage(nn.Module):
-        def __init__(self, depth):
-            super().__init__()
-            self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
-            self.last = nn.Linear(4, 4)
-
-
-class Experts(nn.Module):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = nn.ModuleDict({"experts": nn.ModuleList([Block(), Block()])})
-
-        def forward(self, x):
-            return sum(expert(x) for expert in self.mlp["experts"])
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([self.Layer(), self.Layer()])
-
-
-def test_blocks_are_repeated_items_of_lists():
-    assert [*remat.nn.blocks(Model())] == ["layers.0", "layers.1", "layers.2"]
-    assert [*remat.nn.blocks(nn.Sequential(Block(), Other(), Block()))] == ["0", "2"]
-
-
-def test_the_blocks_of_stages():
-    names = [f"stages.{i}.blocks.{j}" for i, n in ((0, 2), (1, 3)) for j in range(n)]
-    assert [*remat.nn.blocks(Stages())] == names
-    nested = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)))
-    assert [*remat.nn.blocks(nested)] == ["0.0", "0.1", "1.0", "1.1"]
-
-
-def test_the_experts_of_a_layer_are_part_of_it():
-    assert [*remat.nn.blocks(Experts())] == ["layers.0", "layers.1"]
-
-
-def test_the_blocks_of_items_without_a_forward():
-    model = nn.ModuleList([nn.ModuleDict({"a": Block(), "b": Block()})])
-    model.append(nn.Module())
-    model[1].inner = nn.ModuleList([Block(), Block()])
-    assert [*remat.nn.blocks(model)] == ["0.a", "0.b", "1.inner.0", "1.inner.1"]
-
-
-def test_layers_without_submodules_are_no_blocks():
-    assert remat.nn.blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == {}
-
-
 # --- The model stays what it is ---
 
 

@@ -83,23 +83,6 @@ def test_a_table_is_the_same_after_it_was_written_and_read(scripts):
     assert read.markdown() == MARKDOWN
 
 
-def test_a_number_in_the_text_is_rounded(scripts):
-    made, results = scripts("_page"), {"example": example(scripts).as_json()}
-    places = ("bytes", "MB"), ("time", "tenths"), ("k", "count")
-    of_plain = [made.number(results, "example", "sizes", "plain", *p) for p in places]
-    assert of_plain == ["1", "1.5", "4,321"]
-
-
-def test_rows_of_a_table_are_those_with_such_names(scripts):
-    made, results = scripts("_page"), {"example": example(scripts).as_json()}
-    head, rule, plain, other = MARKDOWN.splitlines()
-    found = made.rows(results, "example", "sizes", "o*")
-    assert found.splitlines() == [head, rule, other]
-    assert plain not in found
-    with pytest.raises(KeyError, match="no row fits 'x'"):
-        made.rows(results, "example", "sizes", "x")
-
-
 def test_files_hold_numbers_by_row_and_column(scripts, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RESULTS", str(tmp_path))
     example(scripts).finish()
@@ -112,13 +95,6 @@ def test_files_hold_numbers_by_row_and_column(scripts, tmp_path, monkeypatch, ca
     printed = capsys.readouterr().out
     assert "MISSED sizes, plain: < 1; 2\n" in printed
     assert "other: < 3" not in printed
-
-
-def test_without_a_folder_nothing_is_written(scripts, tmp_path, monkeypatch):
-    monkeypatch.delenv("RESULTS", raising=False)
-    monkeypatch.chdir(tmp_path)
-    example(scripts).finish()
-    assert not [*tmp_path.iterdir()]
 
 
 # --- Counts, which do not depend on the machine --------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.clients import (
     Client,
-    assert_changed_trains_as_plain,
     built,
     changed,
     products,
@@ -19,7 +18,6 @@ from support.clients import (
 from support.runs import saved_and_loaded
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import remat
 from remat.testing import assert_same
@@ -124,10 +122,6 @@ def tied(model):
         layer.up.weight = model.layers[0].up.weight
 
 
-def frozen(model):
-    model.layers[1].requires_grad_(False).eval()
-
-
 CHANGES = [
     parametrized,
     parametrized_itself,
@@ -163,17 +157,6 @@ def test_a_model_that_torch_changes(change, way, is_before):
     assert [*model.state_dict()] == [*plain.state_dict()]
 
 
-@ways
-def test_a_frozen_block(way):
-    def change(model):
-        REMATERIALIZED[way](model)
-        frozen(model)
-
-    plain, ours = changed(CLIENT, frozen), changed(CLIENT, change)
-    assert_same(train(CLIENT, ours), train(CLIENT, plain))
-    assert products(CLIENT, ours)[1] > products(CLIENT, plain)[1]
-
-
 # --- Copies ---
 
 
@@ -185,57 +168,3 @@ def test_a_copy_trains_as_plain(way, again):
     assert_same(train(CLIENT, ours), train(CLIENT, plain))
     assert products(CLIENT, ours)[1] > products(CLIENT, plain)[1]
     assert ours.head.weight is ours.embed.weight
-
-
-@ways
-def test_an_average_of_a_model_follows_it(way):
-    """Its copy is rematerialized too."""
-    seen = []
-    for change in lambda model: None, REMATERIALIZED[way]:
-        model = changed(CLIENT, change)
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-        def update(model, step, average=average):
-            average.update_parameters(model)
-
-        run = train(CLIENT, model, before=update)
-        average.update_parameters(model)
-        seen.append([run, [p.clone() for p in average.parameters()]])
-    assert_same(seen[1], seen[0])
-    assert products(CLIENT, average.module) == products(CLIENT, model)
-    assert products(CLIENT, model)[1] > products(CLIENT, built(CLIENT))[1]
-
-
-# --- torch.compile ---
-
-
-@pytest.mark.one_in(2)
-@ways
-def test_compiled_whole(way):
-    """A compiler has its own rules of what to recompute; values are the same."""
-    seen = []
-    for change in lambda model: None, REMATERIALIZED[way]:
-        model = changed(CLIENT, change).eval()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        for _ in range(2):
-            torch.manual_seed(0)
-            model.zero_grad()
-            out = compiled(torch.randn(4, 8))
-            out.square().mean().backward()
-        seen.append([out, [p.grad for p in model.parameters()]])
-    assert_same(seen[1], seen[0])
-    assert_changed_trains_as_plain(CLIENT, REMATERIALIZED[way])
-
-
-@ways
-def test_compiled_in_place_and_block_by_block(way):
-    plain, ours = built(CLIENT).eval(), changed(CLIENT, REMATERIALIZED[way]).eval()
-    for layer in ours.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
-    seen = []
-    for model in plain, ours:
-        torch.manual_seed(0)
-        out = model(torch.randn(4, 8))
-        out.square().mean().backward()
-        seen.append([out, [p.grad for p in model.parameters()]])
-    assert_same(seen[1], seen[0])
