@@ -20,86 +20,13 @@ from support.zoo import (
     matmul,
     ops_of,
     plainly,
-    rematerialized,
 )
-from torch.utils.checkpoint import checkpoint
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
 
 
 # --- Some of the outputs, some of the inputs ---
-
-
-def branches(x, y):
-    return x.sin().cos() * 2, y.exp().tanh() * 3
-
-
-def one_after_the_other(first, second, x, y):
-    first.sum().backward(retain_graph=True)
-    second.sum().backward()
-
-
-def each_frees_its_own_graph(first, second, x, y):
-    first.sum().backward()
-    second.sum().backward()
-    for output in first, second:
-        with pytest.raises(RuntimeError, match="through the graph a second time"):
-            output.sum().backward()
-
-
-def together(first, second, x, y):
-    torch.autograd.backward((first, second), [X, W])
-
-
-def in_batches(first, second, x, y):
-    cts = make(3, 4, 4, seed=1), make(3, 4, 4, seed=2)
-    return torch.autograd.grad((first, second), (x, y), cts, is_grads_batched=True)
-
-
-BACKWARDS = {
-    one_after_the_other: 2,
-    each_frees_its_own_graph: 2,
-    together: 1,
-    in_batches: 1,
-}
-
-
-@pytest.mark.parametrize(("differentiate", "backwards"), BACKWARDS.items())
-def test_outputs_are_differentiated_by_one_backward_or_by_two(differentiate, backwards):
-    def transform(f):
-        x, y = leaves_of(W, X)
-        return differentiate(*f(x, y), x, y), x.grad, y.grad
-
-    assert_rematerialized(transform, branches, evaluations=1 + backwards)
-
-
-def test_a_node_that_gets_no_gradient_is_not_called():
-    called = []
-
-    class Noted(torch.autograd.Function):
-        @staticmethod
-        def forward(x, name):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.name = inputs[1]
-
-        @staticmethod
-        def backward(ctx, cotangent):
-            called.append(ctx.name)
-            return cotangent * 2, None
-
-    def transform(f):
-        (x,) = leaves_of(W)
-        first, _ = f(x)
-        first.sum().backward()
-        return x.grad
-
-    fn = lambda x: (Noted.apply(x, "first").sin(), Noted.apply(x, "second").sin())
-    assert_rematerialized(transform, fn, evaluations=2)
-    assert called == ["first", "first"]  # once in plain, once in remat
 
 
 def test_an_unused_input_is_an_error_unless_allowed():
@@ -125,56 +52,7 @@ def test_a_second_backward_needs_retain_graph():
     assert len(calls) == 2
 
 
-def test_gradients_share_no_memory():
-    fn, calls = counted(lambda w, x: (w + x, w.exp()))
-    w, x = leaves_of(W, X)
-    cotangent = torch.ones_like(W)
-    total, other = remat(fn)(w, x)
-    total.backward(cotangent)
-    w.grad.mul_(2)
-    x.grad.mul_(3)
-    assert (w.grad == 2).all()
-    assert (x.grad == 3).all()
-    assert (cotangent == 1).all()
-    other.backward(cotangent)
-    assert_same(w.grad, 2 + W.exp())
-    assert (cotangent == 1).all()
-    assert len(calls) == 2
-
-
 # --- Checkers ---
-
-
-def check_first_order(fn):
-    return torch.autograd.gradcheck(
-        fn, leaves_of(W[:2, :2], X[:2, :2]), check_batched_grad=True,
-        check_forward_ad=True,
-        check_batched_forward_grad=True, check_undefined_grad=True,
-    )  # fmt: skip
-
-
-def check_second_order(fn):
-    return torch.autograd.gradgradcheck(
-        fn, leaves_of(W[:2, :2], X[:2, :2]), check_batched_grad=True,
-        check_fwd_over_rev=True, check_rev_over_rev=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("fn", "check"),
-    [
-        (branches, check_first_order),
-        (matmul, check_second_order),
-        pytest.param(matmul, check_first_order, marks=pytest.mark.slow),
-        pytest.param(branches, check_second_order, marks=pytest.mark.slow),
-    ],
-)
-def test_gradcheck(check, fn):
-    evaluated, calls = counted(fn)
-    assert check(evaluated)
-    plain = len(calls)
-    assert check(remat(evaluated))
-    assert len(calls) - plain > plain
 
 
 def zero_root(x):
@@ -292,17 +170,6 @@ def test_without_grad_mode_a_batch_is_evaluated_once():
     assert len(calls) == 4
 
 
-@rematerialized(
-    lambda x: (x.sin().sin(), x.detach().cos(), torch.ones(3)), evaluations=2
-)
-def test_an_output_that_depends_on_no_input_requires_no_grad(f):
-    (x,) = leaves_of(X)
-    out = f(x)
-    assert [t.requires_grad for t in out] == [True, False, False]
-    out[0].sum().backward()
-    return out, x.grad
-
-
 # --- Remat in remat: what is kept, the peak, and functions that wrap functions ---
 # Under base autograd an outer call is run again only as far as the inputs of its
 # inner calls need it. Under torch.func, a call inside a call is evaluated once in
@@ -318,17 +185,6 @@ def chain(wrap_outer, wrap_inner):
         return x
 
     return lambda x: wrap_outer(group)(wrap_outer(group)(x)).sum()
-
-
-@pytest.mark.parametrize("how", ["backward", "grad"])
-def test_the_peak_falls_with_each_depth(how):
-    def peak(*wraps):
-        return peak_bytes(lambda: TRANSFORMS[how](chain(*wraps), BIG)) // BIG.nbytes
-
-    plain, outer = peak(plainly, plainly), peak(remat, plainly)
-    both = peak(remat, remat)
-    assert plain > 1.5 * outer
-    assert outer > 1.5 * both
 
 
 def test_only_the_inputs_of_the_outer_call_are_kept():
@@ -365,90 +221,6 @@ def test_nesting_in_halves_has_a_logarithmic_peak():
 
 
 # --- Functions that wrap others ---
-
-
-def recursive(wrap, fn):
-    wrapped = wrap(lambda n, w: w if n == 0 else wrapped(n - 1, w) @ fn(w))
-    return lambda w, x: wrapped(4, w)
-
-
-def on_constants(wrap, fn):
-    return wrap(lambda w, x: w * wrap(fn)(X))
-
-
-def capturing(wrap, fn):
-    def outer(w, x):
-        h = x @ w
-        return wrap(lambda y: fn(y) * h)(w)
-
-    return wrap(outer)
-
-
-def without_grad_mode(wrap, fn):
-    def outer(w, x):
-        with torch.no_grad():
-            constant = wrap(fn)(w)
-        return w * constant
-
-    return wrap(outer)
-
-
-# A function that wraps functions, and the evaluations of what is called innermost.
-WRAPPING = {
-    # The forward, 4; then each depth recomputes those below it: 4 + 3 + 2 + 1.
-    recursive: (4, 14),
-    # The product is all that the outer call is run again for.
-    capturing: (1, 2),
-    # An inner call is the function itself: the forward and the outer recompute.
-    on_constants: (1, 2),
-    without_grad_mode: (1, 2),
-}
-
-
-@pytest.mark.parametrize(("program", "evaluations"), WRAPPING.items())
-def test_functions_that_wrap_functions(program, evaluations):
-    counts, results = [], []
-    for wrap in (plainly, remat):
-        fn, calls = counted(torch.exp)
-        w, x = leaves_of(W, X)
-        program(wrap, fn)(w, x).sum().backward()
-        counts.append(len(calls))
-        results.append((w.grad, x.grad))
-    assert_same(results[1], results[0])
-    assert tuple(counts) == evaluations
-
-
-def test_calls_side_by_side_within_a_call_keep_only_its_inputs():
-    sines = lambda x: x.sin().sin().sin()
-    (x,) = leaves_of(BIG)
-    held = live_bytes(lambda: remat(lambda x: remat(sines)(remat(sines)(x)))(x))
-    assert held < 1.5 * x.nbytes  # its result
-
-
-# Evaluations with a checkpoint of torch and in plain: one in the other runs both again.
-@pytest.mark.parametrize(
-    ("reentrant", "evaluations", "plain"), [(True, 3, 2), (False, 3 + 3, 2 + 2)]
-)
-def test_a_call_in_a_checkpoint_of_torch_and_the_other_way_round(
-    reentrant, evaluations, plain
-):
-    def transform(f):
-        (x,) = leaves_of(W)
-        outer = lambda x: f(x).cos()
-        checkpoint(outer, x, use_reentrant=reentrant).sum().backward()
-        if not reentrant:
-            # A function that is wrapped, in which torch runs `fn` again.
-            wrap = plainly if f is fn else remat
-            inside = lambda x: checkpoint(fn, x, use_reentrant=False).cos()
-            wrap(inside)(x).sum().backward()
-        return x.grad
-
-    fn, calls = counted(lambda x: x.sin().exp().tanh())
-    expected = transform(fn)
-    assert len(calls) == plain
-    calls.clear()
-    assert_same(transform(remat(fn)), expected)
-    assert len(calls) == evaluations
 
 
 CONSTANTS = make(4, seed=7), make(4, 1, seed=8), torch.tensor(0.5).double()

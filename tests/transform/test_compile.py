@@ -7,23 +7,13 @@ import functools
 
 import pytest
 import torch
-from support.traced import TRANSFORMS, W, X, assert_traced, begins_again, block, ran
+from support.traced import W, X, begins_again, block, ran
 from support.zoo import ops_of
 from torch import nn
 from torch.func import grad
 
 from remat import remat
 from remat.testing import assert_same, count_ops
-
-
-class Decorated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    @remat
-    def forward(self, x):
-        return self.linear(x).sin()
 
 
 # Dynamo and inductor warn of their own deprecations and of slow numerics.
@@ -66,37 +56,6 @@ def again(ops, backend, name="tanh", times=1):
 def program(wrap):
     fn = wrap(block)
     return lambda w, x: fn(w, x).square().sum()
-
-
-def assert_recomputes(transform, backend, **options):
-    """Of inductor's code products are counted, since it fuses tanh into its kernels.
-
-    Inductor counts one of the six as `addmm`. Two run again.
-    """
-    if backend == "inductor":
-        options |= {"read": "mm", "factor": 7 / 5, "reassociated": True}
-    assert_traced(program, transform, backend, **options)
-
-
-def test_compiled_loss_then_backward(backend):
-    assert_recomputes(TRANSFORMS["backward"], backend)
-
-
-def test_compiled_func_grad(backend):
-    assert_recomputes(TRANSFORMS["grad"], backend)
-
-
-def test_compiled_step_that_accumulates(backend, weight):
-    """Where Dynamo breaks the graph at `.backward()`."""
-
-    def step(w):
-        remat(body)(w, x).backward()
-
-    compiled = torch.compile(step, backend=backend)
-    compiled(weight)
-    torch.testing.assert_close(weight.grad, gradient(body, weight))
-    _, ops = ran(lambda: compiled(weight))
-    assert again(ops, backend)
 
 
 def test_after_a_graph_break_within_grad_the_function_runs_uncompiled(backend):
@@ -152,29 +111,6 @@ def test_values_and_gradients_are_those_of_plain_with_other_numbers(backend):
         got, ops = ran(functools.partial(compiled, *numbers))
         assert_same(got, plain(*numbers), reassociated=True)
         assert again(ops, backend, times=4)
-
-
-def test_remat_may_be_applied_inside_compiled_code(backend):
-    x = torch.linspace(-1, 1, 4, requires_grad=True)
-    step = torch.compile(
-        lambda x: remat(torch.sin)(x).exp(), backend=backend, fullgraph=True
-    )
-    value = step(x).sum()
-    (got,), ops = ran(lambda: torch.autograd.grad(value, x))
-    (want,) = torch.autograd.grad(x.sin().exp().sum(), x)
-    assert_same(got, want, reassociated=True)
-    assert begins_again(ops) or backend == "eager"  # which has nothing to run again
-
-
-def test_a_decorated_method_is_compiled(backend):
-    module = Decorated()
-    (want,) = torch.autograd.grad(module(x).sum(), module.linear.weight)
-    for compiled in (lambda x: module(x), module):
-        compiled = torch.compile(compiled, backend=backend, fullgraph=True)
-        gradient = functools.partial(torch.autograd.grad, inputs=module.linear.weight)
-        (got,), ops = ran(functools.partial(gradient, compiled(x).sum()))
-        torch.testing.assert_close(got, want)
-        assert again(ops, backend, "addmm")
 
 
 def test_a_compiled_dropout_inside_draws_the_same_mask_again(backend, weight):

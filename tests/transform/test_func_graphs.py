@@ -7,7 +7,6 @@ import torch
 from support.tables import rows
 from support.transforms import some
 from support.zoo import (
-    Cubed,
     assert_not_vanishing,
     assert_rematerialized,
     counted,
@@ -19,7 +18,7 @@ from support.zoo import (
 from torch import nn
 from torch.autograd import functional
 from torch.autograd.function import once_differentiable
-from torch.func import grad, jacrev, vjp, vmap
+from torch.func import grad, vjp, vmap
 from torch.nn import functional as F  # noqa: N812
 
 from remat import CaptureError, remat
@@ -82,14 +81,6 @@ def test_a_call_that_holds_a_pullback_is_called_as_it_is(how):
     assert_not_vanishing(actual)
 
 
-def test_a_pullback_made_inside_is_recomputed():
-    def fn(x):
-        y, pull = vjp(lambda x: x**3, x)
-        return pull(y)[0]
-
-    assert_rematerialized(lambda f: grad_of(f)(A), fn, evaluations=2)
-
-
 def test_a_tensor_left_over_from_another_level_holds_no_graph():
     kept = []
 
@@ -138,12 +129,6 @@ def test_a_captured_edge_of_a_graph_is_refused():
     assert_not_vanishing(grad(loss(lambda f: f))(A))
 
 
-def test_a_derivative_of_what_was_computed_inside_is_recomputed():
-    fn = lambda h, x: derivative_of((h * x).sin(), h) + derivative_of(x.exp(), x)
-    transform = lambda f: grad(lambda x: scalar(f(x.sin(), x.cos())))(A)
-    assert_rematerialized(transform, fn, evaluations=2, reassociated=True)
-
-
 FUNCTIONAL = {
     "jacobian": lambda x: torch.autograd.functional.jacobian(torch.sin, x),
     "vjp": lambda x: torch.autograd.functional.vjp(torch.sin, x, x.detach())[1],
@@ -164,11 +149,6 @@ def test_what_torch_refuses_under_its_transforms_is_refused(case):
     assert len(calls) == 2
     with pytest.raises(RuntimeError, match=r"^remat: Tensor.requires_grad_\(\)"):
         grad_of(lambda x: remat(FUNCTIONAL[case])(x.sin()))(A)
-
-
-def test_autograds_functional_transforms_that_record_are_recomputed():
-    fn = lambda x: torch.autograd.functional.jacobian(torch.sin, x, create_graph=True)
-    assert_rematerialized(lambda f: grad_of(f)(A[0]), fn, evaluations=2)
 
 
 # --- Hooks, which run after the recompute has ended ---
@@ -259,14 +239,6 @@ def test_second_derivatives_beside_it_are_not_refused(function):
     (result,) = torch.autograd.grad(by_y(x, y).sum(), y)
     assert torch.equal(result, 6 * y)
     assert len(calls) == 3
-
-
-def test_functions_that_torch_batches_are_looked_into():
-    """Under vmap torch makes a Function around that of the user, and one around it."""
-    transform = lambda f: jacrev(jacrev(lambda x: scalar(f(x))))(A)
-    assert_rematerialized(
-        transform, lambda x: Cubed.apply(x.sin()), evaluations=4, reassociated=True
-    )
 
 
 @pytest.mark.parametrize("transform", [grad_over_grad, backward_over_grad])

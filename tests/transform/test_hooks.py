@@ -4,8 +4,7 @@ import gc
 
 import pytest
 import torch
-from support.as_plain import grads, leaf
-from support.runs import replayed
+from support.as_plain import leaf
 from support.tables import rows
 from support.zoo import (
     W,
@@ -14,12 +13,11 @@ from support.zoo import (
     matmul,
     ops_of,
     plainly,
-    rematerialized,
     scalar,
 )
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops
@@ -64,114 +62,7 @@ def test_hooks_fire_in_the_order_of_plain():
     assert (none, recomputed) == (0, 1)
 
 
-@replayed(evaluations=(1, 2))
-def test_hooks_of_every_kind_fire_once_and_change_gradients(wrap):
-    model = nn.Linear(4, 4).double()
-    x = leaf(2)
-    seen = []
-
-    def hook(name, factor):
-        def run(*args):
-            seen.append(name)
-            last = args[-1]
-            return last * factor if isinstance(last, torch.Tensor) else None
-
-        return run
-
-    x.register_hook(hook("input", 2))
-    model.weight.register_hook(hook("weight", 3))
-    model.weight.register_post_accumulate_grad_hook(
-        lambda p: seen.append("accumulated")
-    )
-    model.register_full_backward_hook(lambda *_: seen.append("module"))
-    model.register_full_backward_pre_hook(lambda *_: seen.append("before"))
-
-    def fn(x):
-        h = model(x).tanh()
-        h.register_hook(hook("inside", 5))
-        return h.exp()
-
-    y = wrap(fn)(x)
-    y.register_hook(hook("output", 7))
-    y.grad_fn.register_prehook(lambda _: seen.append("prehook"))
-    y.sum().backward()
-    order = torch.tensor([hash(name) % 1000 for name in seen])
-    assert len(seen) == 8
-    return order, x.grad, *grads(*model.parameters())
-
-
-@rematerialized(lambda m, x: m(x.sin()).exp(), evaluations=2)
-def test_hooks_on_a_module_see_the_gradients_of_plain(f):
-    log = []
-    layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
-    layer.weight = nn.Parameter(W.clone())
-    layer.register_full_backward_pre_hook(lambda m, out: log.append(out))
-    layer.register_full_backward_hook(lambda m, *grads: log.append(grads))
-    (x,) = leaves_of(X)
-    f(layer, x).sum().backward()
-    assert len(log) == 2
-    return log, x.grad, layer.weight.grad
-
-
-@rematerialized(matmul, plain=2, evaluations=4)
-def test_a_call_in_a_hook_of_another_backward(f):
-    log = []
-
-    def hook(grad):
-        z, x = leaves_of(W, X)
-        with torch.enable_grad():
-            value = scalar(f(z, x * grad))
-        log.extend(torch.autograd.grad(value, (z, x)))
-
-    (x,) = leaves_of(X)
-    h = x.sin()
-    h.register_hook(hook)
-    scalar(f(h, h)).backward()
-    return x.grad, log
-
-
-REMOVED = {
-    "forward": ("register_forward_hook", lambda m, args, out: out.tanh()),
-    "pre": ("register_forward_pre_hook", lambda m, args: (args[0].sin(),)),
-    "full_backward": (
-        "register_full_backward_hook",
-        lambda m, inputs, outputs: (inputs[0] * 2,),
-    ),
-}
-
-
-@rows("register, hook", REMOVED)
-@replayed(evaluations=(1, 2))
-def test_a_hook_that_is_removed_before_the_backward_is_that_of_the_forward(
-    wrap, register, hook
-):
-    model, x = nn.Linear(4, 4).double(), leaf(2)
-    handle = getattr(model, register)(hook)
-    y = wrap(lambda x: model(x.sin()).exp())(x)
-    handle.remove()
-    y.sum().backward()
-    return x.grad, *grads(*model.parameters())
-
-
 # --- Hooks for saved tensors ---
-
-
-@replayed(evaluations=(1, 2))
-def test_hooks_for_saved_tensors_around_a_call_and_in_it(wrap):
-    w, x = leaf(1), leaf(2).sin()
-    packed = []
-
-    def fn(w, x):
-        h = (x @ w).tanh()
-        with saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-            h = h.exp()
-        return h.sin()
-
-    with saved_tensors_hooks(lambda t: (packed.append(0), t * 4)[1], lambda t: t / 4):
-        y = wrap(fn)(w, x)
-    y.sum().backward()
-    assert packed
-    return w.grad
 
 
 def test_only_the_inputs_are_packed_by_hooks_around_a_call():
@@ -224,39 +115,6 @@ def test_a_hook_around_a_call_reads_what_its_graph_saved(policy):
 
 def sine_of(fn):
     return lambda x: fn(x).sin().sum()
-
-
-ORDERS = {
-    "grad": grad,
-    "grad(grad)": lambda loss: grad(sine_of(grad(loss))),
-    "grad(grad(grad))": lambda loss: grad(sine_of(grad(sine_of(grad(loss))))),
-    "hessian": hessian,
-    "jacrev(jacrev)": lambda loss: jacrev(jacrev(loss)),
-    "grad(vmap(grad))": lambda loss: grad(
-        lambda x: vmap(grad(loss))(torch.stack([x, x * 2])).sin().sum()
-    ),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_hook_of_a_result_inside_under_torch_func(order):
-    def outcome(wrap):
-        seen, calls = [], []
-
-        def fn(x):
-            calls.append(1)
-            h = x * 2
-            h.register_hook(lambda g: seen.append(1) or g * 3)
-            return h.sin()
-
-        run = wrap(fn)
-        found = ORDERS[order](lambda x: run(x).sum())(X)
-        return found, len(seen), calls
-
-    (expected, times, _), (found, ours, calls) = outcome(lambda fn: fn), outcome(remat)
-    torch.testing.assert_close(found, expected)
-    assert ours == times == 1
-    assert len(calls) == 1  # those of recomputes are undone
 
 
 def doubled(u, kept):

@@ -7,16 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from support.runs import assert_replayed, replayed
-from support.tables import rows
-from support.zoo import counted, leaves_of, make, ops_of, plainly
-from torch import nn
+from support.runs import assert_replayed
+from support.zoo import leaves_of, make, ops_of, plainly
 from torch.autograd.graph import (
     get_gradient_edge,
     register_multi_grad_hook,
-    save_on_cpu,
 )
-from torch.utils.checkpoint import checkpoint
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops
@@ -156,11 +152,6 @@ def hooks_after(w, x):
     return y
 
 
-def clears(w, x):
-    torch.optim.SGD([w], 0.1).zero_grad()
-    return net(w, x)
-
-
 def marks(w, x):
     w.count = getattr(w, "count", 0) + 1
     return net(w, x)
@@ -184,92 +175,7 @@ def test_what_a_function_does_to_its_leaves_is_done_once(fn, again):
     assert_replayed(program, tanh=(1, 1 + again))
 
 
-@pytest.mark.parametrize(("fn", "when"), [(net, "before"), (clears, "between")])
-@replayed(tanh=(1, 2))
-def test_a_gradient_from_somewhere_else_is_added_to(wrap, fn, when):
-    w, x = leaves_of(W, X)
-    if when == "before":
-        w.grad = torch.ones_like(w)
-    y = wrap(fn)(w, x)
-    if when == "between":
-        w.grad = torch.full_like(w, 100.0)
-    y.backward()
-    return w.grad, x.grad
-
-
-# --- What changes between the forward and the backward ---
-
-
-def by_checkpoint(fn, w, x):
-    return checkpoint(fn, w, x, use_reentrant=False)
-
-
-def by_save_on_cpu(fn, w, x):
-    with save_on_cpu():
-        return fn(w, x)
-
-
-@pytest.mark.parametrize(
-    ("around", "plain"),
-    # The leaves are kept here: nothing is left for the checkpoint to run again for.
-    [(by_checkpoint, (2, 2)), (by_save_on_cpu, (1, 1))],
-)
-def test_a_hook_on_what_is_given_back_as_another_tensor_runs_once(around, plain):
-    def program(wrap):
-        w, x = leaves_of(W, X)
-        fired = []
-        fn, calls = counted(net)
-        outer, outers = counted(wrap(fn))
-        y = around(outer, w, x)
-        w.register_hook(lambda grad: fired.append(1) or grad * 2)
-        y.backward()
-        assert fired == [1]
-        assert (len(outers), len(calls)) == (plain if wrap is plainly else (1, 2))
-        return w.grad, x.grad
-
-    assert_replayed(program)
-
-
 # --- Casts of leaves ---
-
-
-def narrow(w, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return (x @ w).tanh().sum()
-
-
-class Narrow(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(W.float())
-
-    def forward(self, x):
-        return narrow(self.w, x)
-
-
-@pytest.mark.parametrize("kind", ["function", "module"])
-@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
-def test_casts_of_leaves_do_not_stay_in_the_cache(kind, policy):
-    x = X.float()
-    layer = Narrow()
-    w = layer.w
-
-    def gradient(y):
-        w.grad = None
-        y.backward()
-        return w.grad
-
-    fn = remat(layer if kind == "module" else narrow, policy=policy, prune=True)
-    args = (x,) if kind == "module" else (w, x)
-    # The cache is emptied where the outermost autocast ends, which is off here.
-    with torch.autocast("cpu", enabled=False):
-        expected = gradient(narrow(w, x))
-        torch.clear_autocast_cache()
-        for call in range(4):
-            with count_ops() as ops:
-                assert_same(gradient(fn(*args)), expected)
-            # The first recompute may find that it needs more than was kept.
-            assert ops["tanh"] == 2 or (call == 0 and ops["tanh"] == 3)
 
 
 @pytest.mark.parametrize("prune", [False, True])
@@ -287,96 +193,3 @@ def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy, prune):
     again = 2 if policy is None else 0
     wrap = partial(remat, policy=policy, prune=prune)
     assert_replayed(program, wrap=wrap, mm=(6, 6 + again), tanh=(2, 4))
-
-
-# --- What a function refers to may be something else in the next call ---
-
-
-SOURCE = """
-def helper(x):
-    return abs(x).sin()
-
-def other(w, x):
-    return (x.cos() @ w).tanh().sum()
-
-def f(w, x):
-    return (helper(x) @ w).tanh().sum()
-"""
-CAPTURED = make(3, 3, seed=3).requires_grad_()
-
-
-def by_default(scope, captured):
-    scope["helper"].__defaults__ = (captured,)
-    scope["helper"].__code__ = (lambda x, y: x * y).__code__
-
-
-def set_code(name, code):
-    return lambda scope, _: setattr(scope[name], "__code__", code(scope))
-
-
-CHANGES = {
-    "helper": lambda scope, _: scope.update(helper=lambda x: x.cos()),
-    "helper_of_a_tensor": lambda scope, t: scope.update(helper=lambda x: x * t),
-    "builtin": lambda scope, t: scope.update(abs=lambda x: x * t),
-    "torch": lambda scope, _: scope.update(abs=torch.exp),
-    "code": set_code("f", lambda scope: scope["other"].__code__),
-    "code_of_a_helper": set_code("helper", lambda _: (lambda x: x.exp()).__code__),
-    "default": by_default,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@replayed(tanh=(4, 8))
-def test_what_a_function_refers_to_is_another_thing_in_the_next_call(wrap, change):
-    (captured,) = leaves_of(CAPTURED)
-    scope = {}
-    exec(SOURCE, scope)
-    fn = wrap(scope["f"])
-    found = []
-    for call in range(4):
-        if call == 2:
-            CHANGES[change](scope, captured)
-        w, x = leaves_of(W, X)
-        captured.grad = None
-        fn(w, x).backward()
-        found.append((w.grad, x.grad, captured.grad))
-    return found
-
-
-# --- A subclass, and parameters that need stand-ins ---
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-class Layer(nn.Module):
-    def __init__(self, differentiates):
-        super().__init__()
-        self.linear = nn.Linear(3, 3).double()
-        self.differentiates = differentiates
-
-    def forward(self, x):
-        if self.differentiates:
-            self.linear.weight.sum().backward()
-        return self.linear(x.sin()).cos()
-
-
-@rows(
-    "differentiates, frozen",
-    {"backward inside": (True, False), "frozen": (False, True)},
-)
-def test_parameters_beside_a_subclass(differentiates, frozen):
-    found = []
-    for wrap in (plainly, remat):
-        torch.manual_seed(0)
-        layer, x = Layer(differentiates), X.clone().requires_grad_()
-        with count_ops() as ops:
-            out = wrap(layer)((x * 2).as_subclass(Subclass)).sum()
-            layer.linear.bias.requires_grad_(not frozen)
-            out.backward()
-        grads = [t.grad for t in (x, *layer.parameters())]
-        found.append(([g for g in grads if g is not None], ops["sin"]))
-    (want, once), (got, again) = found
-    assert_same(got, want)
-    assert again > once

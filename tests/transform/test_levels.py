@@ -21,7 +21,7 @@ from support.zoo import (
     rematerialized,
 )
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
-from torch.func import grad, grad_and_value, jvp, vjp
+from torch.func import grad, jvp, vjp
 
 from remat import MutationError, policies, remat
 from remat.testing import assert_same, live_bytes
@@ -61,15 +61,6 @@ def test_a_pull_is_a_call_where_it_is_differentiated(transform):
     assert_rematerialized(transform, lambda w: w.sin() @ w, evaluations=3)
 
 
-def test_the_result_of_grad_is_no_part_of_a_graph():
-    fn, calls = counted(elementwise)
-    result, value = grad_and_value(lambda w: remat(fn)(w, X).sum())(W)
-    assert not result.requires_grad
-    assert not value.requires_grad
-    assert result.grad_fn is None
-    assert len(calls) == 2
-
-
 def test_a_call_of_constants_of_the_level_is_the_function_itself():
     of_constants = lambda f: grad(lambda w: (f(X) * w.sin()).sum())(W)
     assert_rematerialized(of_constants, torch.exp, evaluations=1)
@@ -78,42 +69,7 @@ def test_a_call_of_constants_of_the_level_is_the_function_itself():
     )
 
 
-ONCE = {
-    "grad": (lambda f: grad(lambda w: f(w, X).sum())(W), 2),
-    "jvp": (lambda f: jvp(f, (W, X), (V, V)), 1),
-}
-
-
-@rows("transform, evaluations", ONCE)
-def test_a_wrapped_function_is_used_over_and_over(transform, evaluations):
-    fn, calls = counted(elementwise)
-    wrapped = remat(fn)
-    results = [transform(f) for f in [wrapped] * 3 + [fn]]
-    assert_same(results[:3], results[3:] * 3)
-    assert len(calls) == 3 * evaluations + 1
-    wrapped(*leaves_of(W, X)).sum().backward()
-    assert len(calls) == 3 * evaluations + 1 + 2
-
-
 # --- Forward mode ---
-
-
-@rematerialized(matmul, evaluations=2)
-def test_a_backward_through_the_value_alone(f):
-    w, x = leaves_of(W, X)
-    value, _ = jvp(f, (w, x), (V, V))
-    value.sum().backward()
-    return w.grad, x.grad
-
-
-# One evaluation for the value and the tangents, and one recompute.
-@rematerialized(lambda w, x: (w.sin(), x.cos()), evaluations=2)
-def test_a_gradient_of_tangents_alone(f):
-    def loss(w):
-        _, (da, db) = jvp(f, (w, X), (V, V))
-        return (da + db).sum()
-
-    return grad(loss)(W)
 
 
 # Reassociated: second order.
@@ -144,25 +100,6 @@ def test_outputs_have_no_tangent_within_a_dual_level_where_they_have_none_in_pla
         outs[1].sum().backward()
         # Detached: a constant output of a call that is recorded may require grad.
         return [out.detach() for out in outs], first, x.grad, y.grad
-
-
-@rematerialized(matmul, evaluations=2)
-def test_a_backward_within_a_dual_level_without_tangents(f):
-    w, x = leaves_of(W, X)
-    with dual_level():
-        out = f(w, x)
-        assert unpack_dual(out).tangent is None
-        out.sum().backward()
-    return w.grad, x.grad
-
-
-@rematerialized(matmul, evaluations=2)
-def test_a_backward_after_a_dual_level_is_gone(f):
-    w, x = leaves_of(W, X)
-    with dual_level():
-        out = f(make_dual(w, V), x)
-    out.sum().backward()
-    return w.grad, x.grad
 
 
 def test_after_the_forward_only_inputs_and_tangents_are_alive():

@@ -9,7 +9,7 @@ from support.compositions import LAYOUTS
 from support.tables import rows
 from support.zoo import W, X, leaves_of, matmul, ops_of, plainly, scalar
 from torch.autograd.forward_ad import dual_level, make_dual
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 from remat import remat
 from remat.testing import assert_same, count_ops
@@ -108,23 +108,6 @@ def test_kernels_are_those_of_plain_for_any_layout(layout):
     assert all_ops(full(torch.matmul)) == all_ops(torch.matmul) + 1
 
 
-def test_a_module_under_functional_call_is_recomputed_with_the_parameters_given():
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
-    )
-    params = {k: p.detach() for k, p in layers.named_parameters()}
-
-    def loss(params, wrap):
-        return wrap(functional_call)(layers, params, (X.float(),)).sin().sum()
-
-    expected = grad(lambda p: loss(p, plainly))(params)
-    with count_ops() as ops:
-        actual = grad(lambda p: loss(p, remat))(params)
-    assert_same(actual, expected)
-    assert ops["tanh"] == 2
-    assert all(p.grad is None for p in layers.parameters())
-
-
 # --- Some of the outputs ---
 
 
@@ -160,39 +143,6 @@ def layer(x):
 
 
 inner = full(layer)
-
-
-@pytest.mark.parametrize(
-    ("fn", "forward", "backward"),
-    [
-        (layer, (2, 2), (2, 0)),
-        (inner, (2, 2), (4, 2)),
-        (full(inner), (2, 2), (4, 2)),
-        (full(full(inner)), (2, 2), (4, 2)),
-        (lambda x: inner(inner(x)), (4, 4), (8, 4)),
-        # 4 of their own, 2 recomputed in the outer call, up to the input of the second
-        # inner one, 4 in the inner ones.
-        (full(lambda x: inner(inner(x))), (4, 4), (10, 6)),
-        (full(lambda x: torch.tanh(W @ inner(x))), (3, 3), (3 + 3 + 2, 3 + 2)),
-    ],
-    ids=["plain", "one", "two_deep", "three_deep", "in_a_row", "two_in_one", "more"],
-)
-def test_operations_of_calls_in_calls(fn, forward, backward):
-    (x,) = leaves_of(X)
-    with count_ops() as ops:
-        out = fn(x).sum()
-    assert (ops["mm"], ops["tanh"]) == forward
-    ops = ops_of(out.backward)
-    assert (ops["mm"], ops["tanh"]) == backward
-
-
-def test_calls_side_by_side_within_a_call_run_again_up_to_what_is_read():
-    sines = lambda x: x.sin().sin().sin()
-    with count_ops() as ops:
-        remat(lambda x: remat(sines)(remat(sines)(x)))(*leaves_of(X)).sum().backward()
-    # The outer call runs again up to what the second one saves: its input, the result
-    # of the first. Then each runs again up to the input of its last sine.
-    assert ops["sin"] == 6 + 3 + 2 + 2
 
 
 def test_a_call_of_four_operations_is_few_calls_in_python():

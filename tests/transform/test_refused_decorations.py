@@ -1,9 +1,5 @@
 """What `remat` refuses when it is applied; and what type checkers refuse."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from support.tables import rows
@@ -165,55 +161,3 @@ POSITIONAL = {
 def test_options_are_keywords_only(args, message):
     with pytest.raises(TypeError, match=message):
         remat(*args)
-
-
-# --- Types -----------------------------------------------------------------------
-
-SNIPPET = """
-from torch import Tensor
-from remat import policies, remat
-
-@remat
-def bare(x: Tensor, n: int, *, flag: bool = False) -> Tensor: ...
-
-@remat(prune=False)
-def factory(x: Tensor, n: int, *, flag: bool = False) -> Tensor: ...
-
-def right(x: Tensor) -> Tensor:
-    remat(bare, policy=policies.dots_saveable)
-    remat(bare, policy=[print])
-    return bare(x, 1) + factory(x, n=2, flag=True)
-
-def wrong(x: Tensor) -> None:
-    bare(x, "one")
-    bare(x, 1, True)
-    factory(x)
-    factory(x, 1, flg=True)
-    y: int = bare(x, 1)
-    remat(bare, prune="yes")
-    remat(bare, policy="dots")
-"""
-
-
-def test_checkers_see_the_signature_of_the_function(tmp_path):
-    pyrefly = Path(sys.executable).with_name("pyrefly")
-    if not pyrefly.exists():
-        pytest.skip("pyrefly is not installed")
-    snippet = tmp_path / "snippet.py"
-    snippet.write_text(SNIPPET)
-    (tmp_path / "pyrefly.toml").write_text('preset = "strict"')
-    command = [
-        pyrefly,
-        "check",
-        snippet,
-        "--output-format=min-text",
-        f"--python-interpreter-path={sys.executable}",
-    ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith("ERROR")]
-    found = sorted(int(line.split("snippet.py:")[1].split(":")[0]) for line in lines)
-    first = SNIPPET.split("def wrong")[0].count("\n") + 2
-    wrong = [*range(first, SNIPPET.count("\n") + 1)]
-    assert sorted(set(found)) == wrong, result.stdout + result.stderr

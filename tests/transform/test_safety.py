@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.runs import assert_replayed, configurations, replayed
-from support.tables import rows
+from support.runs import assert_replayed, replayed
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, jacrev
@@ -67,18 +66,6 @@ def shared(wrap):
     return fn
 
 
-CHANGED = {
-    "real": (real, torch.ones(3, dtype=torch.cfloat)),
-    "view_as_real": (view_as_real, torch.ones(3, dtype=torch.cfloat)),
-    "shared": (shared, torch.linspace(0.1, 1.0, 3)),
-}
-
-
-@rows("make, x", CHANGED)
-def test_a_result_that_is_a_view_may_be_changed(make, x):
-    assert_replayed(sines_of(make, x), sin=(2, 3))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -133,15 +120,6 @@ def scaled(x, settings):
     return (x.sin() * settings.weight).sin()
 
 
-@replayed(sin=(2, 2 + 1))
-def test_a_tensor_that_an_argument_hides_gets_its_gradient(wrap):
-    x = leaf()
-    y = wrap(scaled)(x, Settings())
-    gradients = torch.autograd.grad(y.sum(), (x, Settings.weight))
-    assert Settings.weight.grad is None
-    return gradients
-
-
 # --- Containers of very many entries ---
 
 
@@ -186,36 +164,10 @@ def backward_inside(x, w):
     return (x * w).sin().sin()
 
 
-# The backward inside reads what was saved, and the recompute runs it again.
-@replayed(sin=(3, 3 + 1 + 2))
-def test_a_backward_inside_adds_its_gradients_once(wrap):
-    x, w = leaf(), leaf()
-    wrap(backward_inside)(x, w).sum().backward()
-    return x.grad, w.grad
-
-
-class Signed(nn.Linear):
-    """Takes the signs of its weight: to do so twice changes nothing."""
-
-    def forward(self, x):
-        self.weight.data = self.weight.data.sign()
-        return super().forward(x).sin().exp()
-
-
 class Halved(nn.Linear):
     def forward(self, x):
         self.weight.data = self.weight.data / 2
         return super().forward(x).sin().exp()
-
-
-@replayed(sign=(1, 2))
-def test_an_assignment_to_data_that_may_be_done_twice_is_done_once(wrap):
-    module, x = Signed(3, 3), leaf()
-    y = wrap(module)(x)
-    place = module.weight.data_ptr()
-    y.sum().backward()
-    assert module.weight.data_ptr() == place
-    return module.weight, module.weight.grad, x.grad
 
 
 def overwritten(w, x):
@@ -223,42 +175,6 @@ def overwritten(w, x):
     y = (x @ w).sin().exp()
     w.data = w.data * 1.0
     return y.sin()
-
-
-def exchanged(w, x):
-    """The weight has its own memory again when the forward ends."""
-    before = w.data
-    w.data = w.data.clone()
-    y = (x @ w).sin().exp() @ w
-    w.data = before
-    return y.cos().exp()
-
-
-def with_another(w, x):
-    before = w.data
-    w.data = x * 0.5
-    y = (x @ w).sin().exp() @ w
-    w.data = before
-    return y.cos().exp()
-
-
-@configurations
-@pytest.mark.filterwarnings("ignore:.*not followed.* assigns to the .data of a tensor")
-@pytest.mark.parametrize(
-    ("fn", "exps"), [(overwritten, 1), (exchanged, 2), (with_another, 2)]
-)
-def test_an_assignment_to_the_data_of_an_input_leaves_it_its_memory(fn, exps, ours):
-    def program(wrap):
-        w, found = torch.eye(3).requires_grad_(), []
-        for _ in range(3):
-            y = wrap(fn)(w, x)
-            place = w.data_ptr()
-            found += torch.autograd.grad(y.sum(), w)
-            assert w.data_ptr() == place
-        return found, w.detach()
-
-    x = torch.arange(9.0).view(3, 3) / 9
-    assert_replayed(program, wrap=ours, exp=(3 * exps, 2 * 3 * exps))
 
 
 @pytest.mark.parametrize(

@@ -161,13 +161,6 @@ def test_a_call_whose_graph_only_names_a_function_may_not_be_cached(monkeypatch)
     assert nodes_of_calls(program.rows(None)) == {"remat"}
 
 
-@pytest.mark.slow
-def test_what_a_graph_only_names_is_not_stored(tmp_path):
-    losses = {"once": "with_a_name_alone()", "nested": "with_a_name_inside()"}
-    for _ in range(2):
-        assert found(tmp_path, written(losses)) == dict.fromkeys(losses, BYPASS)
-
-
 BUILT_IN = {
     "nothing": "policies.nothing_saveable",
     "everything": "policies.everything_saveable",
@@ -189,13 +182,6 @@ BUILT_IN = {
     "offload_src='device', offload_dst='pinned_host')",
     "budget": "policies.within(1000)",
 }
-
-
-@pytest.mark.slow
-def test_a_second_process_finds_every_built_in_policy(tmp_path):
-    losses = written({name: f"rows({of})" for name, of in BUILT_IN.items()})
-    assert found(tmp_path, losses) == dict.fromkeys(BUILT_IN, MISS)
-    assert found(tmp_path, losses) == dict.fromkeys(BUILT_IN, HIT)
 
 
 # --- Identities ---

@@ -6,9 +6,8 @@ import sys
 import pytest
 import torch
 from support.tables import rows
-from support.traced import begins_again, operations, ran
+from support.traced import begins_again, ran
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from remat import policies, remat
@@ -210,31 +209,7 @@ def test_a_draw_that_writes_its_noise_leaves_its_input():
     assert_same(recomputed(slope), torch.full((3,), -0.5))
 
 
-def test_buffers_that_a_batch_norm_updates_are_no_changed_inputs():
-    module = nn.BatchNorm1d(4)
-    x = torch.randn(3, 4, requires_grad=True)
-    value = compiled(lambda x: remat(module)(x).square().sum())(x)
-    _, ops = ran(value.backward)
-    assert begins_again(ops)
-    assert module.num_batches_tracked == 1
-    assert module.weight.grad.any()
-
-
 # --- Traced otherwise, or with sizes that change ---
-
-
-def test_make_fx_traces_the_gradients_of_parameters():
-    module = nn.Linear(3, 3)
-
-    def gradients(wrap):
-        out = wrap(module)(torch.ones(2, 3)).sin().sum()
-        return torch.autograd.grad(out, [*module.parameters()])
-
-    graph = make_fx(lambda _: gradients(remat))(torch.ones(1))
-    assert begins_again(operations(graph))
-    with torch.no_grad():  # the graph holds the parameters
-        got = graph(torch.ones(1))
-    assert_same(got, gradients(lambda f: f))
 
 
 def test_a_policy_by_size_decides_about_sizes_that_change():

@@ -172,13 +172,6 @@ def test_both_runs_have_the_same_masks_in_inductors_code(fn, path, policy):
     assert_euler(path, loss, backend="inductor", keyed=keyed)
 
 
-@pytest.mark.one_in(3)
-@rows("fn", {k: DRAWS[k] for k in ("dropped", "bernoulli", "bound")})
-def test_the_backend_eager_has_the_same_masks(fn):
-    keyed = fn.__name__ in KEYED
-    assert_euler(by_backward, loss_of(fn), backend="eager", keyed=keyed)
-
-
 # A trace holds no state of its own: each call of it draws a new mask.
 @rows("path", TRACES, fast=["make_fx, real"])
 @rows("fn", {k: fn for k, fn in DRAWS.items() if k not in KEYED})
@@ -298,13 +291,3 @@ def test_the_identity_fails_for_other_masks():
 def test_the_identity_fails_for_masks_that_stay():
     with pytest.raises(AssertionError, match="draw anew"):
         assert_euler(by_backward, loss_of(by_key))
-
-
-def test_a_draw_is_recomputed():
-    with compiling():
-        run = by_backward(
-            lambda f: torch.compile(f, backend="aot_eager"), loss_of(like)
-        )
-        run()
-        _, ops = ran(run)
-    assert ops["rand_like"] == 2

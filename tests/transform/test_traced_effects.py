@@ -8,9 +8,8 @@ import pytest
 import torch
 from support.tables import rows
 from support.traced import TRANSFORMS, W, X, assert_traced, block, ran
-from support.zoo import leaves_of, plainly
+from support.zoo import leaves_of
 from torch._dynamo.exc import Unsupported
-from torch.func import grad
 
 from remat import remat
 from remat.testing import assert_same
@@ -183,22 +182,6 @@ def test_a_graph_may_break(program, backend):
         fullgraph=False,
         reassociated=reassociated,
     )
-
-
-# With the backend "eager" torch itself fails at a break inside `grad`.
-@pytest.mark.one_in(3)
-@pytest.mark.filterwarnings("default")
-@rows("program", {k: v for k, v in BREAKS.items() if k != "disabled_inside"})
-def test_a_graph_may_break_under_grad(program):
-    """All of it runs uncompiled then."""
-    torch._dynamo.reset()
-    compiled = torch.compile(grad(program(remat), (0, 1)), backend="aot_eager")
-    compiled(W, X)
-    got, ops = ran(lambda: compiled(W, X))
-    want, once = ran(lambda: grad(program(plainly), (0, 1))(W, X))
-    torch._dynamo.reset()
-    assert_same(got, want, reassociated=True)
-    assert ops["tanh"] == 2 * once["tanh"]
 
 
 def test_an_error_inside_is_the_users():

@@ -7,8 +7,8 @@ from support.traced import W, X, block, operations, ran
 from support.zoo import leaves_of, plainly
 from torch import nn
 from torch._dynamo import compiled_autograd
-from torch._functorch.aot_autograd import aot_function, aot_module, make_boxed_func
-from torch.func import grad, jvp, linearize, vjp, vmap
+from torch._functorch.aot_autograd import aot_module, make_boxed_func
+from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -73,16 +73,6 @@ def test_a_trace_holds_the_recompute(transform, plain, rematerialized, mode):
     assert_same(graphs[1](*other), want, reassociated=True)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_trace_of_a_training_step_holds_the_recompute(mode):
-    step = lambda w, x: torch.autograd.grad(loss_of(remat(block))(w, x), (w, x))
-    graph = make_fx(step, tracing_mode=mode)(*leaves_of(W, X))
-    assert operations(graph)["tanh"] == 4
-    got = [g.detach() for g in graph(*leaves_of(W, X))]
-    assert_same(got, [*grad(loss_of(block), (0, 1))(W, X)])
-
-
 def test_a_symbolic_trace_takes_other_sizes():
     graph = make_fx(grad(loss_of(remat(block))), tracing_mode="symbolic")(W, X)
     x = torch.cat([X, X])
@@ -140,18 +130,6 @@ def test_inputs_that_only_products_read_pass_no_barrier(fn, late, mapped):
 # --- AOTAutograd by itself ---
 
 
-def test_aot_function_recomputes_in_its_backward():
-    counts = []
-
-    def compiler(graph, _):
-        counts.append(operations(graph)["tanh"])
-        return make_boxed_func(graph.forward)
-
-    fn = aot_function(loss_of(remat(block)), fw_compiler=compiler, bw_compiler=compiler)
-    assert_same(gradients(fn), gradients(loss_of(block)))
-    assert counts == [2, 2]
-
-
 def test_aot_module_recomputes_in_its_backward():
     counts = []
 
@@ -168,22 +146,6 @@ def test_aot_module_recomputes_in_its_backward():
     module(x).square().sum().backward()
     assert_same(got, (x.grad, [p.grad for p in module.parameters()]))
     assert counts == [2, 2]
-
-
-# --- linearize: nothing is saved there ---
-
-
-# torch's own, of any function.
-linearizes = pytest.mark.filterwarnings(
-    "ignore:Attempted to insert a get_attr Node:UserWarning"
-)
-
-
-@linearizes
-def test_linearize_gives_what_plain_gives():
-    (got, push), (want, pushed) = linearize(remat(block), W, X), linearize(block, W, X)
-    assert_same(got, want)
-    assert_same(push(W, X), pushed(W, X))
 
 
 # --- torch.export: the graph is plain's, node for node ---
@@ -221,21 +183,6 @@ def test_an_export_is_plains(strict, policy):
     theirs = torch.export.export(Calling(plain), (X,), strict=strict)
     assert nodes(ours) == nodes(theirs)
     assert_same(ours.module()(X), theirs.module()(X))
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_an_export_of_a_rematerialized_module_is_plains(strict):
-    """But for the names of its parameters, which are those of the wrapper."""
-    module = Model()
-    ours = torch.export.export(remat(module), (X,), strict=strict)
-    theirs = torch.export.export(module, (X,), strict=strict)
-
-    def calls(exported):
-        return [target for op, target in nodes(exported) if op == "call_function"]
-
-    assert calls(ours) == calls(theirs)
-    assert len(nodes(ours)) == len(nodes(theirs))
-    assert_same(ours.module()(X), module(X))
 
 
 # --- Compiled autograd: nothing special ---

@@ -12,7 +12,6 @@ from support.zoo import plainly
 from torch.func import grad, jvp, vmap
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
 from remat import policies, remat
 
@@ -132,19 +131,6 @@ def test_compiled_remat_needs_a_part_of_plains_memory(how, allowed):
 @rows("how, allowed", INDUCTOR)
 def test_inductors_code_needs_a_part_of_plains_memory(how, allowed):
     assert_saves(how, allowed, "inductor")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_it_needs_about_what_torchs_checkpoint_does(backend):
-    def checkpointed(fn):
-        return lambda *args: checkpoint(fn, *args, use_reentrant=False)
-
-    theirs, most = measured(by_backward, checkpointed, backend)
-    got, ours = measured(by_backward, remat, backend)
-    torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-5)
-    assert ours <= 1.1 * most
 
 
 @pytest.mark.slow

@@ -167,30 +167,6 @@ def test_batch_norm_is_updated_once(style, backend):
     assert_module_traced(lambda wrap: program_of(style, norm=norm())(wrap), backend)
 
 
-def test_the_count_of_batches_is_right():
-    module = Block(norm=norm())
-    torch._dynamo.reset()
-    compiled = torch.compile(remat(module), backend="aot_eager", fullgraph=True)
-    for step in range(3):
-        compiled(points(4, SIZE, seed=step).requires_grad_()).sum().backward()
-        assert module.norm.num_batches_tracked == step + 1
-    x = points(4, SIZE).requires_grad_()
-    assert ran(lambda: compiled(x).sum().backward())[1]["tanh"] == 4
-
-
-def test_a_sequence_of_blocks_is_applied_and_recomputed():
-    def program(wrap):
-        torch.manual_seed(3)
-        blocks = nn.Sequential(*(Block() for _ in range(3)))
-        if not is_plain(wrap):
-            package.nn.apply(blocks, select=Block)
-        loss = lambda x: blocks(x).square().sum()
-        loss.block = blocks
-        return loss
-
-    assert_module_traced(program, "aot_eager")
-
-
 def test_weights_may_change_between_calls():
     """A step of an optimizer; the graph reads the parameters that there are."""
     losses = {}

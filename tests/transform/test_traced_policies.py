@@ -98,11 +98,6 @@ def inside(policy):
     return lambda w, x: remat(named, policy=policy())(w, x).square().sum()
 
 
-def decorated(policy):
-    fn = remat(policy=policy())(named)
-    return lambda w, x: fn(w, x).square().sum()
-
-
 def compiled(loss, transform):
     return differentiated(loss, TRANSFORMS[transform], "aot_eager")
 
@@ -160,12 +155,6 @@ def test_a_policy_is_followed_under_grad(policy, tanh, products):
 
 
 @pytest.mark.slow
-@rows("policy, tanh, products", FEW)
-def test_a_policy_of_a_decorator_is_followed(policy, tanh, products):
-    check(decorated(policy), "backward", tanh, products)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["grad", "vmap_grad", "vjp"])
 @rows("policy, tanh, products", MADE_INSIDE)
 @rows("made", {"outside": outside, "inside": inside})
@@ -179,45 +168,6 @@ def test_a_budget_counts_what_a_transform_makes(transform, size):
     for count in range(3):
         loss = outside(lambda count=count: policies.within((count + 1) * size - 1))
         check(loss, transform, 2 - count, 2 - count)
-
-
-# --- Under a level of forward mode nothing is kept: values are right ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transform", ["jvp_grad", "hessian"])
-@rows("policy, tanh, products", {k: FEW[k] for k in ("dots",)})
-def test_values_are_right_under_forward_mode(policy, tanh, products, transform):
-    del tanh, products
-
-    def program(wrap):
-        if wrap is remat:
-            return outside(policy)
-        return lambda w, x: named(w, x).square().sum()
-
-    assert_traced(program, TRANSFORMS[transform], "aot_eager")
-
-
-# --- Calls in calls: the outer policy reaches in ---
-
-
-NESTED = {
-    "remat(dots)": (lambda fn: remat(remat(fn, policy=policies.dots_saveable)), 3, 2),
-    "dots(remat)": (lambda fn: remat(remat(fn), policy=policies.dots_saveable), 2, 0),
-    "everything(remat)": (
-        lambda fn: remat(remat(fn), policy=policies.everything_saveable),
-        *(0, 0),
-    ),
-}
-
-
-@rows("nest, tanh, products", NESTED)
-@rows("transform", {k: k for k in ("backward", "grad")}, fast=["backward"])
-@pytest.mark.one_in(3)
-def test_policies_of_calls_in_calls(nest, tanh, products, transform):
-    fn = nest(block)
-    loss = lambda w, x: fn(w, x).square().sum()
-    check(loss, transform, tanh, products, block)
 
 
 # --- One function, several policies ---

@@ -155,49 +155,6 @@ def test_a_step_that_calls_backward_breaks_the_graph(backend):
     assert_traced(plain_block, Transform(step, call), backend, fullgraph=False)
 
 
-# --- Calls in calls ---
-
-
-def in_a_call(wrap):
-    inner = wrap(block)
-    fn = wrap(lambda w, x: inner(w, inner(w, x)))
-    return lambda w, x: fn(w, x).square().sum()
-
-
-def of_a_call(wrap):
-    fn = wrap(wrap(block))
-    return lambda w, x: fn(w, x).square().sum()
-
-
-def three_deep(wrap):
-    inner = wrap(block)
-    middle = wrap(lambda w, x: inner(w, x) + torch.tanh(x))
-    fn = wrap(lambda w, x: middle(w, x) * 2)
-    return lambda w, x: fn(w, x).square().sum()
-
-
-# What runs, for each tanh of plain. In graphs a recompute of a call whose results
-# another recompute already has is not there.
-NESTED = {
-    "in a call": (in_a_call, 2.5, True),
-    "of a call": (of_a_call, 2, False),
-    "three deep": (three_deep, 2, False),
-}
-
-
-@rows("program, factor, reassociated", NESTED)
-@rows("transform", {k: k for k in ("backward", "grad", "vmap_grad")}, fast=["grad"])
-@pytest.mark.one_in(3)
-def test_calls_in_calls(program, factor, reassociated, transform):
-    assert_traced(
-        program,
-        TRANSFORMS[transform],
-        "aot_eager",
-        factor=factor,
-        reassociated=reassociated,
-    )
-
-
 # --- Shapes ---
 
 
@@ -298,17 +255,6 @@ def test_without_a_gradient_nothing_runs_twice(mode, backend):
         got, ops = ran(lambda: compiled(W, X))
     assert_same(got, plain_block(plainly)(W, X))
     assert ops["tanh"] == 2
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_grad_in_no_grad_recomputes(backend):
-    def call(compiled):
-        with torch.no_grad():
-            return compiled(W, X)
-
-    kind = Transform(TRANSFORMS["grad"].of, call)
-    assert_traced(plain_block, kind, backend)
 
 
 def test_a_compiled_loss_is_called_in_both_grad_modes():

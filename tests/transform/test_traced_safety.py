@@ -10,7 +10,6 @@ from support.tables import rows
 from support.traced import (
     TRANSFORMS,
     Graphs,
-    Transform,
     W,
     X,
     assert_traced,
@@ -18,7 +17,6 @@ from support.traced import (
     compiling,
     differentiated,
     operations,
-    points,
     ran,
 )
 from support.zoo import leaves_of, plainly
@@ -184,12 +182,6 @@ def test_an_input_may_be_changed_in_place(program, backend):
     assert_traced(program, TRANSFORMS["backward"], backend)
 
 
-@pytest.mark.one_in(3)
-@rows("program", MUTATIONS)
-def test_an_input_may_be_changed_in_place_under_grad(program):
-    assert_traced(program, TRANSFORMS["grad"], "aot_eager")
-
-
 def test_an_argument_of_the_compiled_code_is_changed_once_in_each_call():
     def fn(w, x, total):
         y = torch.tanh(x @ w)
@@ -248,32 +240,6 @@ def test_a_custom_function_is_right_by_backward(wrap):
     w, _ = leaves_of(W, X)
     tripled(w, X).backward()
     assert_same(got, w.grad)
-
-
-@pytest.mark.xfail(reason="Dynamo differentiates the forward, without remat as well")
-@functions
-@pytest.mark.parametrize("wrap", [plainly, remat], ids=["plain", "remat"])
-def test_a_custom_function_under_compiled_grad(wrap):
-    with compiling():
-        got = torch.compile(grad(wrap(tripled)), backend="aot_eager")(W, X)
-    want = grad(tripled)(W, X)
-    assert_same(got, want)
-
-
-def test_tangents_are_not_zero():
-    """An operator without a rule for jvp would have tangents of zero."""
-    fn = remat(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w))
-
-    def pushed(w, x):
-        first = grad(lambda w, x: fn(w, x).square().sum())
-        return jvp(lambda w: first(w, x), (w,), (torch.ones_like(w),))
-
-    graph = make_fx(pushed)(W, X)
-    assert begins_again(operations(graph))
-    for values in (graph(W, X), torch.compile(pushed, backend="aot_eager")(W, X)):
-        assert all(t.any() for t in values)
-        assert_same(values, pushed(W, X), reassociated=True)
-    torch._dynamo.reset()
 
 
 def test_nodes_of_ours_are_right_under_two_levels_of_forward_mode():
@@ -350,12 +316,3 @@ def test_what_policies_keep_passes_the_barrier(transform):
     held = graphs.forward + graphs.backward
     assert held["remat::barrier"] == 3  # `x`, and both products
     assert held["tanh"] == 4
-
-
-def test_a_batched_barrier_is_batched():
-    kind = Transform(TRANSFORMS["vmap_grad"].of, lambda c: c(W, points(3, 4, 8)))
-    assert_traced(lambda wrap: lambda w, x: moved(wrap)(w, x), kind, "aot_eager")
-
-
-def moved(wrap):
-    return lambda w, x: wrap(lambda w, x: torch.tanh(x @ w))(w, x).square().sum()

@@ -121,12 +121,6 @@ def test_a_torchscript_trace_of_a_function_inlines_remat(fn, requires_grad):
     assert_runs_like(traced, lambda x: sine(x) * factor, recomputes=False)
 
 
-def test_outside_of_the_trace_remat_recomputes():
-    torch.jit.trace(Decorated(), (X,))
-    module = Decorated()
-    assert_runs_like(module, plainly(module), recomputes=True)
-
-
 @pytest.mark.parametrize("make_module", MODULES[1:])
 def test_a_symbolic_trace_inlines_remat(make_module):
     module = make_module()

@@ -206,27 +206,3 @@ def test_what_is_remembered_goes_with_the_module() -> None:
     del module
     gc.collect()
     assert len(watched._COUNTED) == count
-
-
-def test_rows_that_an_embedding_scales_are_counted() -> None:
-    table = nn.Embedding(10, 8, max_norm=0.5)
-    twin = nn.Embedding(10, 8, max_norm=0.5)
-    twin.load_state_dict(table.state_dict())
-    index = torch.tensor([0, 1, 0])
-    calls: list[int] = []
-
-    def f(x: Tensor, e: nn.Module) -> Tensor:
-        calls.append(1)
-        return (x * e(index)).square().sum()
-
-    a, b = torch.ones(3, 8, requires_grad=True), torch.ones(3, 8, requires_grad=True)
-    f(a, table).backward()
-    calls.clear()
-    with count_ops() as ops:
-        remat(f)(b, twin).backward()
-    assert ops["embedding"] == 2
-    assert len(calls) == 1  # of the recompute's no effect stays
-    assert a.grad is not None
-    assert b.grad is not None
-    assert torch.equal(a.grad, b.grad)
-    assert torch.equal(table.weight, twin.weight)

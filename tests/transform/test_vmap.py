@@ -2,29 +2,20 @@
 
 import pytest
 import torch
-from support.first_order import then_backward
 from support.tables import rows
 from support.zoo import (
     WS,
     XS,
-    V,
     W,
     X,
     assert_rematerialized,
-    counted,
     leaves_of,
     make,
     matmul,
     rematerialized,
     scalar,
 )
-from torch.func import grad, jvp, vmap
-
-from remat import remat
-from remat.testing import assert_same
-
-
-BOTH = (0, 1)
+from torch.func import grad, vmap
 
 
 def backward_through(batched, *tensors):
@@ -47,14 +38,6 @@ def test_any_dimensions(f, w_dim, x_dim, out_dim):
     w = WS.movedim(0, w_dim)
     x = X if x_dim is None else XS.movedim(0, x_dim)
     return backward_through(batched, w, x)
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("out_dim", [0, 1, -1])
-@rematerialized(matmul, evaluations=2)
-def test_any_dimensions_of_vmap_of_grad(f, dim, out_dim):
-    derivative = grad(lambda w, x: scalar(f(w, x)), BOTH)
-    return vmap(derivative, (None, dim), out_dim)(W, XS.movedim(0, dim))
 
 
 def test_dimensions_of_trees():
@@ -108,15 +91,6 @@ def test_outputs_that_are_no_tensors_are_returned_as_they_are(f):
     return backward_through(vmap(tensor_of, (None, 0)), W, XS)
 
 
-@rematerialized(lambda w, i, x: (x @ w)[i].sin(), evaluations=2)
-def test_an_input_of_integers_is_batched(f):
-    (w,) = leaves_of(W)
-    index = torch.tensor([[0, 1], [1, 2], [3, 3]])
-    out = vmap(f, (None, 0, 0))(w, index, XS)
-    out.sum().backward()
-    return out, w.grad
-
-
 # --- Nested, in chunks ---
 
 
@@ -127,15 +101,6 @@ def test_a_batch_in_a_batch_of_one_argument(f, outer_dim, inner_dim):
     xs = make(2, 3, 4, 4, seed=8).movedim(1, inner_dim + 1).movedim(0, outer_dim)
     inner = vmap(f, (None, inner_dim), 1)
     return backward_through(vmap(inner, (None, outer_dim), 2), W, xs)
-
-
-@rematerialized(matmul, evaluations=2)
-def test_three_batches_deep(f):
-    batched = f
-    for _ in range(3):
-        batched = vmap(batched, (None, 1), 1)
-    xs = make(4, 2, 3, 2, 4, seed=8)
-    return backward_through(batched, W, xs)
 
 
 @pytest.mark.parametrize(
@@ -194,26 +159,6 @@ def test_randomness_is_an_error_unless_asked_for(f, how):
     return RANDOM[how](f, "same")
 
 
-@rematerialized(noisy, evaluations=2)
-def test_randomness_of_a_batch_in_a_batch_is_replayed(f):
-    torch.manual_seed(3)
-    inner = vmap(f, (0, None), randomness="different")
-    batched = vmap(inner, (None, 0), randomness="same")
-    return backward_through(batched, WS, XS)
-
-
-def test_the_same_randomness_is_the_same_for_all():
-    fn, calls = counted(noisy)
-    (w,) = leaves_of(W)
-    x = X.expand(3, 4, 4)
-    same = vmap(remat(fn), (None, 0), randomness="same")(w, x)
-    different = vmap(remat(fn), (None, 0), randomness="different")(w, x)
-    assert_same(same[0], same[1])
-    assert not torch.equal(different[0], different[1])
-    (same.sum() + different.sum()).backward()
-    assert len(calls) == 4
-
-
 # --- Captured tensors ---
 
 
@@ -235,40 +180,4 @@ CAPTURED = {
 def test_captured_tensors_are_inputs_of_a_batch(fn, call, inputs):
     assert_rematerialized(
         lambda f: backward_through(lambda *xs: call(f, *xs), *inputs), fn, evaluations=2
-    )
-
-
-def of_captured(f):
-    """The wrapped function sees the batch and the variable through its closure."""
-
-    def loss(w, x):
-        h = x @ w
-        return scalar(f(lambda y: (y @ h).tanh() @ w))
-
-    return loss
-
-
-def tangents(loss, ws, xs):
-    return vmap(lambda w, x: jvp(lambda w: loss(w, x), (w,), (V,)))(ws, xs)
-
-
-# With the tangent: value, tangent, and one recompute of each.
-OF_CAPTURED = {
-    "vmap_grad": (lambda loss: vmap(grad(loss, BOTH), (None, 0))(W, XS), 2),
-    "grad_vmap": (
-        lambda loss: grad(lambda w: vmap(loss, (None, 0))(w, XS).sum())(W),
-        2,
-    ),
-    "jvp": (lambda loss: then_backward(tangents)(loss, WS, XS), 2),
-}
-
-
-@rows("transform, evaluations", OF_CAPTURED)
-def test_captured_batched_values(transform, evaluations):
-    # Reassociated: `w` is used twice inside, once through `h`, and outside.
-    assert_rematerialized(
-        lambda f: transform(of_captured(f)),
-        lambda g: g(X),
-        evaluations=evaluations,
-        reassociated=True,
     )
