@@ -22,7 +22,7 @@ class RecomputeError(RematError, CheckpointError):
 
 
 class MutationError(RematError):
-    """A tensor that the recompute reads was changed in place."""
+    """A tensor or an array that the recompute reads was changed in place."""
 
 
 class CaptureError(RematError):

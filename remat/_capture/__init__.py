@@ -1,6 +1,7 @@
 """Kinds of values: how each is told apart, read and written.
 
     objects             kinds of objects, and what they hold
+    buffers             buffers of numbers, and what a call keeps of each
     holders             how cells, globals, classes, slots are read and written
     container_kinds     how lists, dicts and sets are
     modules             what a module of torch holds by itself

@@ -8,7 +8,6 @@ Rejected: `copy.copy` for all objects, which runs `__reduce__` and `__setstate__
 """
 
 import argparse
-import array
 import contextlib
 import functools
 import sys
@@ -205,45 +204,3 @@ def is_spent_by_use(kind: type) -> bool:
         return False
     # Of an iterator that is written in Python, the slots are read.
     return type(getattr(kind, "__next__", None)) is not types.FunctionType
-
-
-@by_class
-def is_buffer(kind: type) -> bool:
-    """Say whether instances hold numbers that change in place, and maybe attributes."""
-    is_masked = any(cls.__name__ == "MaskedArray" for cls in kind.__mro__)
-    return not is_masked and any(map(is_bare_buffer, kind.__mro__))
-
-
-@by_class
-def is_bare_buffer(kind: type) -> bool:
-    """Say whether instances of a class are numbers that change in place."""
-    if kind in (bytearray, array.array):
-        return True
-    return kind.__name__ in _ARRAYS and str(kind.__module__).startswith("numpy")
-
-
-def size_of(buffer: Any) -> int:
-    """Return the bytes of a buffer of numbers."""
-    found = getattr(buffer, "nbytes", None)
-    return len(buffer) * getattr(buffer, "itemsize", 1) if found is None else found
-
-
-_ARRAYS = {"matrix", "memmap", "ndarray", "recarray"}
-
-
-def bytes_of(buffer: Any) -> bytes:
-    """Return what a buffer of numbers holds."""
-    return buffer.tobytes() if hasattr(buffer, "tobytes") else bytes(buffer)
-
-
-def set_bytes(buffer: Any, held: bytes) -> None:
-    """Have a buffer of numbers hold this, in place."""
-    if hasattr(buffer, "dtype"):  # of NumPy
-        base = next(cls for cls in type(buffer).__mro__ if cls.__name__ == "ndarray")
-        then = base(buffer.shape, buffer.dtype, held)
-        base.__setitem__(buffer, ..., then)
-    elif isinstance(buffer, bytearray):
-        bytearray.__setitem__(buffer, slice(None), held)
-    else:
-        array.array.__delitem__(buffer, slice(None))
-        array.array.frombytes(buffer, held)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
+from remat._capture.buffers import has_objects, is_bare_buffer
 from remat._capture.container_kinds import (
     OWNED,
     container_kind,
@@ -43,7 +44,7 @@ from remat._capture.holders import (
     HolderKind,
     dict_of,
 )
-from remat._capture.objects import COPIED_ITERATORS, is_bare_buffer, slots_of
+from remat._capture.objects import COPIED_ITERATORS, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
     has_defaults,
@@ -55,7 +56,6 @@ from remat._live.contents import FIRST, At, Ref, at
 from remat._live.exchange import are_same
 from remat._live.making import make
 from remat._live.walk import (
-    has_objects,
     is_of_atoms,
     is_of_library,
     is_used_as_it_is,
@@ -77,7 +77,7 @@ class Given:
         self.tensors: list[Tensor] = []
         self.roots: dict[int, Any] = {}
         self.index: dict[int, int] = {}
-        self.buffers: list[Any] = []
+        self.buffers: list[tuple[Any, str]] = []  # and how each is written
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
         self.has_iterators = False
@@ -159,7 +159,7 @@ class Given:
             self.has_iterators = True
             return Copied(value)
         if is_bare_buffer(kind) and not has_objects(value):
-            self.buffers.append(value)
+            self.buffers.append((value, ""))
             return value
         if is_used_as_it_is(value, kind):
             self.streams.walk(value)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
-from remat._capture.objects import bytes_of
+from remat._capture.buffers import Buffer, memory_of
 from remat._live.contents import differing, marks_of
 from remat._live.exchange import are_same
 from remat._live.holding import held_in
@@ -35,14 +35,14 @@ class Moment:
         self,
         roots: Sequence[Root],
         boxes: Mapping[int, tuple[Any, Any]],
-        buffers: Sequence[tuple[Any, bytes]],
+        buffers: Sequence[Buffer],
         tensors: Sequence[Tensor],
     ) -> None:
         self._of = roots, boxes, buffers, tensors
         self._attributes = _attributes_of(tensors)
         self._roots = [(root, root.taken) for root in roots if root.taken is not None]
         self._taken = [taken.again() for _, taken in self._roots]
-        self._bytes = [bytes_of(buffer) for buffer, _ in buffers]
+        self._bytes = [_bytes_of(buffer) for buffer in buffers]
         large = [one.now() for root in roots for one in root.large.values()]
         passed = [
             (f"a {type(held.holder).__name__}", held.keys, held.values)
@@ -83,6 +83,11 @@ class Moment:
             yield "an array"
         if not _are_same_dicts(before._attributes, self._attributes):
             yield "an attribute of a tensor"
+
+
+def _bytes_of(buffer: Buffer) -> bytes:
+    memory = memory_of(buffer.value)
+    return b"" if memory is None else bytes(memory)
 
 
 _MOST = 2_000  # of the numbers of one holder

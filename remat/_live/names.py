@@ -22,6 +22,7 @@ from remat._base.code import VIEWED, known_code
 from remat._base.errors import CaptureError
 from remat._base.pytree import REGISTERED, Registered
 from remat._base.types import INERT
+from remat._capture.buffers import is_bare_buffer
 from remat._capture.container_kinds import FACTORIES, OWNED, container_kind
 from remat._capture.holders import (
     CELLS,
@@ -35,7 +36,6 @@ from remat._capture.holders import (
 )
 from remat._capture.modules import REGISTRIES, TEMPLATE
 from remat._capture.objects import (
-    is_bare_buffer,
     is_left_alone,
     is_rematerialized,
     is_spent_by_use,
@@ -49,7 +49,7 @@ from remat._torch import is_compiled
 
 
 class NamedSearch:
-    """A search for tensors.
+    """A search for tensors, and for one other value if that is wanted.
 
     Attributes:
         tensors: each once, in order.
@@ -57,8 +57,9 @@ class NamedSearch:
         seen: all that was visited, by identity.
     """
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    def __init__(self, wanted: Any = None) -> None:
+        self._wanted = wanted
+        self.tensors: list[Any] = []
         self.paths: list[Path] = []
         self.seen: dict[int, Any] = {}
 
@@ -71,7 +72,7 @@ class NamedSearch:
             if kind in INERT or value is MISSING or id(value) in self.seen:
                 continue
             self.seen[id(value)] = value
-            if issubclass(kind, Tensor):
+            if issubclass(kind, Tensor) or value is self._wanted:
                 self.tensors.append(value)
                 self.paths.append(path)
             else:
@@ -81,8 +82,14 @@ class NamedSearch:
 class CallNames(NamedSearch):
     """The tensors of a call, with their names."""
 
-    def __init__(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        fn: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        wanted: Any = None,
+    ) -> None:
+        super().__init__(wanted)
         self._target, self._count = code_of_arguments(fn), len(args)
         self._names = [*kwargs]
         for k, value in enumerate((*args, *kwargs.values())):
@@ -101,8 +108,8 @@ class CallNames(NamedSearch):
         name = argument_name(self._target, self._names, root, self._count)
         return name + text, True
 
-    def name_of(self, tensor: Tensor) -> str:
-        """Return the name of a tensor that is among them."""
+    def name_of(self, tensor: Any) -> str:
+        """Return the name of what is among them."""
         return self.origin_of([t is tensor for t in self.tensors].index(True))[0]
 
 

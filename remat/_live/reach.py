@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS, Fn
-from remat._capture.objects import bytes_of, is_spent_by_use
+from remat._capture.buffers import Buffer, buffers_of, changed
+from remat._capture.objects import is_spent_by_use
 from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.attributes import put_aside, set_again
 from remat._live.bound import BoundFunction, call_under
@@ -125,7 +126,7 @@ class Reach:
         buffers = given.buffers
         for root in self._roots:
             buffers += root.buffers
-        self._buffers = [(b, bytes_of(b)) for b in buffers] if buffers else []
+        self._buffers = buffers_of(buffers) if buffers else ()
         beside = given.boxes or buffers or self._modes or given.has_iterators
         self.is_bare = not (self._roots or beside or attributes)
 
@@ -241,6 +242,8 @@ class Reach:
         for holder in self._watched:
             holder.forward_done()
         self._watched = ()
+        for buffer in self._buffers:
+            buffer.forward_done()
 
     # --- Between the steps of a chain ---
 
@@ -279,7 +282,13 @@ class Reach:
         The tensors to run on stand for those of the user's that `users` returns.
         """
         users = users or self.alive
-        return Running(self._roots, self._buffers, self.next_hook, tensors, users)
+        buffers = self._buffers, self._changed
+        return Running(self._roots, buffers, self.next_hook, tensors, users)
+
+    def _changed(self, buffer: Buffer) -> Exception:
+        with contextlib.suppress(Exception):  # what held it is gone
+            buffer.name = self._names_now(buffer.value)[0].name_of(buffer.value)
+        return changed(buffer, self.label)
 
     def run(
         self,
@@ -385,7 +394,8 @@ class Reach:
     def name_of(self, index: int) -> str:
         """Write where an input comes from, as the function's author would."""
         with contextlib.suppress(Exception):  # what held it is gone
-            return self._name_of(index)
+            names, tensors = self._names_now()
+            return names.name_of(tensors[index])
         tensor = self.alive()[index]
         return "an input" if tensor is None else describe(tensor)
 
@@ -400,8 +410,8 @@ class Reach:
         refs = (*self._refs, *(ref for root in roots for ref in root.contents.refs))
         return [ref() for ref in refs]
 
-    def _name_of(self, index: int) -> str:
-        """Search for a tensor; only an error needs its name."""
+    def _names_now(self, wanted: Any = None) -> tuple[CallNames, Sequence[Any]]:
+        """Search for all tensors, and what is wanted; only an error needs names."""
         running = self._running
         found = running if isinstance(running, Running) else StillThere
         if running is None:
@@ -413,7 +423,7 @@ class Reach:
         building = Building(tensors, found, in_place=False)
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
-        return CallNames(fn, values[: self._count], kwargs).name_of(tensors[index])
+        return CallNames(fn, values[: self._count], kwargs, wanted), tensors
 
 
 def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | None:

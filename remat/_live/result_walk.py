@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from remat._base.pytree import REGISTERED, registration_of
 from remat._base.types import INERT, TENSORS
+from remat._capture.buffers import is_bare_buffer
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import MISSING, PART, PARTS, HolderKind
 from remat._capture.objects import (
     by_class,
     can_be_made_anew,
     defines,
-    is_bare_buffer,
     is_left_alone,
     is_spent_by_use,
 )

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
+from remat._capture.buffers import is_buffer
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import VARIABLES, HolderKind, MovedError
-from remat._capture.objects import is_buffer
 from remat._live.contents import Contents, HolderIndex
 from remat._live.exchange import Exchange
 from remat._live.layout import Layout, Taken, lay_out, take
@@ -55,12 +55,12 @@ class Root:
         self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
         self.leases: Sequence[Lease] = ()
         self._iterators: dict[int, Iterated] = {}
-        self.buffers: list[Any] = []
+        self.buffers: list[tuple[Any, str]] = []
         self.large: dict[int, Large] = {}
         for p, name in layout.special.items():
             value = taken.values[p]
             if is_buffer(type(value)):
-                self.buffers.append(value)
+                self.buffers.append((value, name))
             elif container_kind(type(value)) is not None:
                 self.large[p] = Large(value, name)
             else:

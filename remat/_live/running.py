@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from remat._base.absent import Absent
 from remat._base.errors import RecomputeError
 from remat._base.types import TENSORS
+from remat._capture.buffers import Buffer
 from remat._capture.container_kinds import CONTAINERS
 from remat._capture.holders import HolderKind, MovedError
 from remat._capture.modules import HOOKS
-from remat._capture.objects import bytes_of, set_bytes
 from remat._live.classes import CLASS_OF
 from remat._live.contents import Ref, differing, marks_of
 from remat._live.exchange import LOCK, Exchange, Written, are_same, written_to
@@ -61,7 +61,7 @@ class Running:
     def __init__(
         self,
         roots: Sequence[Root],
-        buffers: Sequence[tuple[Any, bytes]],
+        buffers: tuple[Sequence[Buffer], Callable[[Buffer], Exception]],
         next_hook: int,
         tensors: Sequence[Any],
         users: Callable[[], Sequence[Any]],
@@ -83,8 +83,10 @@ class Running:
                 self._hide_hooks()
             if self._roots:
                 self._exchange()
-            for buffer, then in self._buffers:
-                self._exchange_bytes(buffer, then)
+            noted, changed = self._buffers
+            for buffer in noted:
+                if not buffer.exchange(self._undo):
+                    raise changed(buffer)
         except BaseException:
             self.__exit__()
             raise
@@ -249,12 +251,6 @@ class Running:
             if not are_same(now, then):
                 kind.write(holder, keys, then)
         return found[0]
-
-    def _exchange_bytes(self, buffer: Any, then: bytes) -> None:
-        now = bytes_of(buffer)
-        self._undo.append(lambda: bytes_of(buffer) == now or set_bytes(buffer, now))
-        if now != then:
-            set_bytes(buffer, then)
 
     def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
         """Have a holder hold this until the run has ended."""

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from remat._base.code import is_library, known_code
 from remat._base.interpreter import nested
 from remat._base.types import ATOMS, TENSORS
+from remat._capture.buffers import has_objects, is_bare_buffer, is_buffer
 from remat._capture.container_kinds import CONTAINERS, FACTORIES, OWNED, container_kind
 from remat._capture.holders import (
     CELLS,
@@ -37,15 +38,12 @@ from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
 from remat._capture.objects import (
     COPIED_ITERATORS,
     can_be_made_anew,
-    is_bare_buffer,
-    is_buffer,
     is_left_alone,
     is_left_alone_in,
     is_rematerialized,
     is_sharded,
     is_spent_by_use,
     is_view,
-    size_of,
     slots_of,
 )
 from remat._capture.stream_search import (
@@ -61,7 +59,6 @@ from remat._torch import MODULE_HOOKS, is_compiled
 
 _FROZEN = tuple, frozenset
 _LARGE = 1000  # entries, above which numbers are not copied in each call
-_BUFFER = 2**16  # bytes, above which a buffer of numbers is not
 
 
 class Walk:
@@ -163,7 +160,7 @@ class Walk:
             self.streams.walk(value)
             self.special.add(id(value))
         elif is_buffer(kind):
-            if not has_objects(value) and size_of(value) <= _BUFFER:
+            if not has_objects(value):
                 self.special.add(id(value))
             if not is_bare_buffer(kind):
                 self._reach_object(value, kind)
@@ -372,11 +369,6 @@ def _are_plain(items: Sequence[Any]) -> bool:
 
 
 # --- How a value is treated, by its class ---
-
-
-def has_objects(buffer: Any) -> bool:
-    """Say whether an array holds objects, which are no numbers."""
-    return hasattr(buffer, "dtype") and buffer.dtype.hasobject
 
 
 def can_be_revived(kind: type) -> bool:

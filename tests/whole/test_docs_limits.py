@@ -137,8 +137,8 @@ def test_attributes_that_are_found_by_computed_names_are_read_as_they_are_by_the
     assert torch.equal(got, 2 * (5 * x).cos())
 
 
-@pytest.mark.parametrize(("size", "is_put_back"), [(8192, True), (8193, False)])
-def test_arrays_are_put_back_up_to_64_kib(size, is_put_back):
+@pytest.mark.parametrize(("size", "is_put_back"), [(2**19, True), (2**19 + 1, False)])
+def test_what_a_function_changes_in_arrays_is_put_back_up_to_4_mib(size, is_put_back):
     x, array = ones(3), np.ones(size)
 
     def fn(x):

@@ -6,8 +6,10 @@ Each factory makes a holder, and returns those three functions.
 import argparse
 import array
 import contextvars
+import ctypes
 import enum
 import functools
+import mmap
 import os
 import threading
 import types
@@ -171,6 +173,26 @@ class Grid(np.ndarray):
     """A NumPy array with attributes."""
 
 
+class Coefficients(ctypes.c_double * 2):
+    """An array of C with attributes."""
+
+
+class Pair(ctypes.Structure):
+    """Numbers of C."""
+
+    _fields_ = (("n", ctypes.c_long), ("m", ctypes.c_double * 2))
+
+
+def in_a_view_of_memory():
+    return by_key(memoryview(array.array("d", [1, 0, 0, 0]))[::2])
+
+
+def in_a_mapped_memory():
+    mapped = mmap.mmap(-1, 1)
+    mapped[0] = 1
+    return by_key(mapped)
+
+
 def in_a_view_of_a_dict():
     held = {"n": 1}
     view = types.MappingProxyType(held)
@@ -221,6 +243,14 @@ CONTAINERS = {
     "class of a bytearray": lambda: by_key(Bytes(b"\1")),
     "class of an array": lambda: by_key(Numbers("d", [1])),
     "class of a NumPy array": lambda: by_key(np.ones(1).view(Grid)),
+    "NumPy array of 1 MiB": lambda: by_key(np.ones((2, 2**16)), (0, 0)),
+    "memoryview": lambda: by_key(memoryview(bytearray(b"\1\0"))),
+    "memoryview with steps": in_a_view_of_memory,
+    "mapped memory": in_a_mapped_memory,
+    "array of C": lambda: by_key((ctypes.c_long * 2)(1)),
+    "class of an array of C": lambda: by_key(Coefficients(1)),
+    "number of C": lambda: by_attribute(ctypes.c_double(1), "value"),
+    "structure of C": lambda: by_attribute(Pair(1), "n"),
 }
 
 
@@ -694,6 +724,8 @@ _NUMBERS = {
     *("NumPy array without axes", "field of a record array", "buffer", "tensor"),
     *("record array", "matrix of NumPy", "NumPy array of 64 KiB"),
     *("class of a bytearray", "class of an array", "class of a NumPy array"),
+    *("NumPy array of 1 MiB", "memoryview", "memoryview with steps", "mapped memory"),
+    *("array of C", "class of an array of C", "number of C", "structure of C"),
     *("buffer that is replaced", "array of a tensor", "local of a generator"),
 }
 ANYTHING = {name: hold for name, hold in HOLDERS.items() if name not in _NUMBERS}

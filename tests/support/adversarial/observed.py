@@ -6,6 +6,8 @@ Rejected: to keep the values. A program changes them later.
 """
 
 import array
+import ctypes
+import mmap
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +30,7 @@ def observed(value: Any) -> Any:
         return kind, length, [observed(v) for v in value]
     if isinstance(value, (set, frozenset)):
         return type(value).__name__, sorted(map(repr, map(observed, value)))
-    if isinstance(value, (bytearray, array.array)):
+    if isinstance(value, (bytearray, array.array, memoryview, mmap.mmap, ctypes.Array)):
         return type(value).__name__, bytes(value)
     if value is None or isinstance(value, (bool, int, float, str, bytes, np.number)):
         return type(value).__name__, repr(value)

@@ -1,0 +1,239 @@
+"""Buffers of numbers: put back up to 64 KiB, watched up to 4 MiB, left alone above."""
+
+import array
+import ctypes
+import mmap
+import re
+import tracemalloc
+import types
+
+import numpy as np
+import pytest
+import torch
+from support.adversarial.holders import Bytes, Grid, Numbers
+from support.runs import replayed
+from support.tables import crossed
+from support.zoo import make
+
+from remat import MutationError, chain, remat
+from remat.testing import assert_same, count_ops
+
+
+KIB, MIB = 2**10, 2**20
+
+
+def mapped(size):
+    held = mmap.mmap(-1, size)
+    held[:] = b"\1" * size
+    return held
+
+
+# Makes a buffer of so many bytes.
+BUFFERS = {
+    "bytearray": lambda size: bytearray(b"\1" * size),
+    "class of a bytearray": lambda size: Bytes(b"\1" * size),
+    "array": lambda size: array.array("d", [1]) * (size // 8),
+    "class of an array": lambda size: Numbers("d", [1] * (size // 8)),
+    "NumPy array": lambda size: np.ones(size // 8),
+    "class of a NumPy array": lambda size: np.ones(size // 8).view(Grid),
+    "NumPy array of two rows": lambda size: np.ones((2, size // 16)).T,
+    "memoryview": lambda size: memoryview(bytearray(b"\1" * size)),
+    "mapped memory": mapped,
+    "array of C": lambda size: (ctypes.c_byte * size)(*b"\1" * size),
+}
+
+
+def reading(table):
+    return lambda x: (x.sin() * float(np.ravel(table[0])[0])).exp()
+
+
+# --- A change between the forward and the backward ---
+
+
+def by_backward(wrap, fn, x, change):
+    x.requires_grad_()
+    y = wrap(fn)(x)
+    change()
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+def by_pull(wrap, fn, x, change):
+    y, pull = torch.func.vjp(wrap(fn), x)
+    change()
+    return pull(torch.ones_like(y))[0]
+
+
+def by_second_derivative(wrap, fn, x, change):
+    def first(x):
+        return by_pull(wrap, fn, x, change).sum()
+
+    return torch.func.grad(first)(x)
+
+
+def by_chain(wrap, fn, x, change):
+    x.requires_grad_()
+
+    def step(carry, _):
+        return fn(carry), None
+
+    if wrap is remat:
+        y, _ = chain.scan(step, x, length=3, checkpoints=2)
+    else:
+        y = fn(fn(fn(x)))
+    change()
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+WAYS = {
+    "backward": by_backward,
+    "pull": by_pull,
+    "second derivative": by_second_derivative,
+    "chain": by_chain,
+}
+
+
+def args_of(kind, size):
+    table = BUFFERS[kind](size)
+
+    def change():
+        table[0] = 3
+
+    return reading(table), make(4, seed=2), change
+
+
+@crossed("kind, way", BUFFERS, WAYS)
+def test_small_ones_are_put_back(kind, way):
+    found = []
+    for wrap in (lambda fn: fn, remat):
+        with count_ops() as ops:
+            found.append(WAYS[way](wrap, *args_of(kind, 64 * KIB)))
+        found.append(ops["sin"])
+    assert found[3] > found[1]
+    assert_same(found[0], found[2])
+
+
+@crossed("kind, way", BUFFERS, WAYS)
+def test_a_change_of_larger_ones_is_an_error(kind, way):
+    for size in (64 * KIB + 16, 4 * MIB):
+        with pytest.raises(
+            MutationError, match=r"table` was changed between the .* back"
+        ):
+            WAYS[way](remat, *args_of(kind, size))
+
+
+@crossed("kind, way", BUFFERS, WAYS)
+def test_the_largest_are_not_watched(kind, way):
+    with count_ops() as ops:
+        WAYS[way](remat, *args_of(kind, 4 * MIB + 16))
+    assert ops["sin"] > 1
+
+
+# --- Where it is, and what the message calls it ---
+
+
+class Table(torch.nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.held = types.SimpleNamespace(table=table)
+
+    def forward(self, x):
+        return reading(self.held.table)(x)
+
+
+def of_a_module(table):
+    module = Table(table)
+    return lambda x: remat(module)(x)
+
+
+def of_an_argument(table):
+    def fn(x, tables):
+        return reading(tables["cos"][1])(x)
+
+    return lambda x: remat(fn)(x, {"cos": [0, table]})
+
+
+NAMES = {
+    "self.held.table": of_a_module,
+    "tables['cos'][1]": of_an_argument,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_message_names_it(name):
+    table = np.ones(10**4)
+    call = NAMES[name](table)
+    loss = call(make(4, seed=2).requires_grad_()).sum()
+    table[5] = 2
+    message = (
+        rf"`{re.escape(name)}` was changed between the forward and the backward of"
+    )
+    with pytest.raises(MutationError, match=message):
+        loss.backward()
+
+
+def test_one_that_cannot_be_written_is_watched():
+    memory = bytearray(8)
+    table = memoryview(memory).toreadonly()
+    loss = remat(reading(table))(make(4, seed=2).requires_grad_()).sum()
+    memory[1] = 2
+    with pytest.raises(MutationError, match=r"`table` was changed .* of `memoryview`"):
+        loss.backward()
+
+
+def test_one_that_grew_or_was_closed_is_watched():
+    table = mapped(MIB)
+    fn = remat(reading(table))
+    x = make(4, seed=2).requires_grad_()
+    fn(x).sum().backward()
+    loss = fn(x).sum()
+    table.close()
+    with pytest.raises(MutationError, match="`table` was changed"):
+        loss.backward()
+
+
+# --- What the function itself changes, and what a call holds ---
+
+
+@pytest.mark.parametrize("size", [64 * KIB, 4 * MIB])
+@pytest.mark.parametrize("kind", BUFFERS)
+@replayed(sin=4)
+def test_what_the_function_changes_is_changed_once(wrap, kind, size):
+    table = BUFFERS[kind](size)
+
+    def fn(x):
+        y = x.sin() * float(np.ravel(table[0])[0])
+        table[0] = table[0] + table[1]
+        return y.exp() * float(np.ravel(table[0])[0])
+
+    x = make(4, seed=2).requires_grad_()
+    call = wrap(fn)
+    loss = (call(x) * call(x)).sum()
+    return torch.autograd.grad(loss, x), float(np.ravel(table[0])[0])
+
+
+def test_a_call_holds_no_large_buffer_that_is_left_alone():
+    table = np.ones(MIB // 8)
+    fns = [remat(reading(table)) for _ in range(8)]
+    x = make(4, seed=2).requires_grad_()
+    tracemalloc.start()
+    try:
+        for fn in fns:
+            x = fn(x)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < MIB
+
+
+def test_calls_share_what_small_ones_held():
+    table = np.ones(64 * KIB // 8)
+    fns = [remat(reading(table)) for _ in range(32)]
+    x = make(4, seed=2).requires_grad_()
+    tracemalloc.start()
+    try:
+        for fn in fns:
+            x = fn(x)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < MIB
