@@ -196,19 +196,29 @@ def test_accelerate(name, change, precision):
 
 
 ROOT = Path(__file__).parents[3]
-LAUNCHER = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+# By the Trainer's users, by those of accelerate, which trains on CPUs if it is told.
+LAUNCHERS = {
+    "Trainer": ("torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    "accelerate": (
+        *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
+        *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
+        "--main_process_port=0",
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["replicas", "FSDP2"])
-def test_a_trainer_in_two_processes(way, tmp_path):
-    """`gradient_checkpointing=True`, by accelerate's own preparation of the model."""
+@pytest.mark.parametrize("shards", ["replicas", "FSDP2"])
+@pytest.mark.parametrize("way", LAUNCHERS)
+def test_a_training_in_two_processes(way, shards, tmp_path):
+    """With each library's own launcher, and its preparation of the model."""
     script = ROOT / "tests/support/launched.py"
-    command = [sys.executable, *LAUNCHER, str(script), str(tmp_path), way]
+    command = sys.executable, "-m", *LAUNCHERS[way], script, tmp_path, way, shards
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    own = {"GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
     run = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+        [*map(str, command)],
+        env={**os.environ, **own, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=300,
@@ -218,8 +228,8 @@ def test_a_trainer_in_two_processes(way, tmp_path):
     for rank in range(2):
         plain, ours = torch.load(tmp_path / f"{rank}.pt")
         assert (plain["silu"], ours["silu"]) == (2 * 2, 2 * 2 * 2)  # layers and steps
-        assert plain["shards"] is ours["shards"] is (way == "FSDP2")
-        assert ours["loss"] == plain["loss"]
+        assert plain["shards"] is ours["shards"] is (shards == "FSDP2")
+        assert ours["losses"] == plain["losses"]
         assert_same(ours["parameters"], plain["parameters"])
 
 
