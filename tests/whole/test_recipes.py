@@ -28,6 +28,11 @@ TESTS = {
         f"{REFERENCE}[remat.random]",
     ],
     "lowering": ["tests/transform/test_off.py"],
+    "holder": ["tests/capture/test_state.py", "-k", "text and memory"],
+    "report": [
+        *("tests/report/test_by_line.py", "remat/_report/by_line.py"),
+        *("tests/transform/test_import.py", f"{REFERENCE}[remat]"),
+    ],
 }
 each = pytest.mark.parametrize("name", TESTS)
 
@@ -84,7 +89,7 @@ def test_the_recipe_is_of_the_code_as_it_is_and_uses_names_that_are_there(name, 
     "name",
     [
         "policy",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("sampler", "lowering")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in [*TESTS][1:]),
     ],
 )
 def test_the_recipe_passes_its_tests(name, copy):
