@@ -370,8 +370,7 @@ class Planning:
 
 def _course(walker: Walker, chosen: Chosen, spared: Chosen = frozenset()) -> Course:
     """Return what a policy answers. It saves what a scope cannot run again, too."""
-    saved = walker.storages(chosen)
-    needed = walker.closure(saved)[0]
+    saved, needed, _ = walker.closure(chosen)
     # What nobody reads again. A value that Python holds is saved.
     unread = walker.makers.keys() - needed
     within = enumerate(walker.record.operations[slice(*walker.span)], walker.span[0])
@@ -405,8 +404,8 @@ def _segments(
 ) -> tuple[tuple[FitSegment, ...], tuple[str, ...]]:
     """Return what is done with each block, and in which blocks something runs again."""
     walker, record = found.walker, found.walker.record
-    needed, runs = walker.closure(walker.storages(found.chosen))
-    kept = walker.storages(found.chosen) & needed
+    saved, needed, runs = walker.closure(found.chosen)
+    kept = saved & needed
     rows: dict[str, list[int]] = {}
     again: set[str] = set()
     for i in record.forwards:

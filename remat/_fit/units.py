@@ -255,17 +255,19 @@ class UnitWalker(Walker):
         for n in sorted(self.targets - self.always, key=self.record.born.__getitem__):
             self._groups.setdefault(self._unit_of[self.record.born[n]], []).append(n)
         self._asks = self._recomputes_at()
+        # For each unit, when that may be, and for what.
+        self._times: dict[int, list[tuple[int, set[int]]]] = {}
+        for t in sorted(self._asks):
+            for u, reads in self._asks[t]:
+                self._times.setdefault(u, []).append((t, reads))
         groups = self._groups.values()
         due = {n: min(first[m] for m in group) for group in groups for n in group}
         return first | due
 
     def _done_at(self, unit: int, saved: set[int]) -> int:
         """Return the operation before which a unit has been recomputed."""
-        return 1 + min(
-            t
-            for t, each in self._asks.items()
-            if any(u == unit and not reads <= saved for u, reads in each)
-        )
+        times = self._times[unit]
+        return 1 + next(t for t, reads in times if not reads <= saved)
 
     def _recomputes_at(self) -> dict[int, list[tuple[int, set[int]]]]:
         """Return the units that an operation of the backward may have recomputed.
@@ -290,8 +292,7 @@ class UnitWalker(Walker):
 
     def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock | None]:
         """Return the policies of the blocks in which something runs again."""
-        saved = self.storages(chosen)
-        needed, runs = self.closure(saved)
+        saved, needed, runs = self.closure(chosen)
         # What Python holds is saved, too: it is there anyway.
         kept = (saved & needed) - (self.always - self.targets)
         record = self.record

@@ -10,8 +10,17 @@ Rejected: to run the step for each set. A walk takes a thousandth of the time.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from remat._fit.record import AGAIN, ASKED, StepOp, StepRecord
+
+
+class Again(NamedTuple):
+    """What a backward needs, where some results are saved."""
+
+    saved: set[int]  # storages
+    needed: set[int]  # storages
+    runs: set[int]  # the operations that run again
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class Walker:
         # The bytes at each operation if nothing were saved, and all that the backward
         # reads were there when it does.
         self.base = self._base_bytes(first)
+        self._last: tuple[frozenset[int], Again] | None = None  # that was asked for
         # What was chosen for budgets before.
         self.known: dict[int, frozenset[int] | None] = {}
 
@@ -152,8 +162,14 @@ class Walker:
 
     # --- What runs again ---
 
-    def closure(self, saved: set[int]) -> tuple[set[int], set[int]]:
-        """Return what the backward needs, and which operations run again for it."""
+    def closure(self, chosen: Iterable[int]) -> Again:
+        """Return what runs again, if a policy saves some operations."""
+        key = frozenset(chosen)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._closure_of(self.storages(key))
+        return self._last[1]
+
+    def _closure_of(self, saved: set[int]) -> Again:
         needed, runs = set[int](), set[int]()
         todo = [*self.targets]
         while todo:
@@ -168,7 +184,7 @@ class Walker:
                     if k not in runs:
                         runs.add(k)
                         todo += self.touched[k]
-        return needed, runs
+        return Again(saved, needed, runs)
 
     def runs_with(self, i: int) -> Iterable[int]:
         """Return the operations that also run again if one does."""
@@ -177,13 +193,13 @@ class Walker:
 
     def seconds(self, chosen: Iterable[int]) -> float:
         """Return the seconds of what runs again if some operations are saved."""
-        runs = self.closure(self.storages(chosen))[1]
-        return sum(self.record.operations[i].seconds for i in runs)
+        operations = self.record.operations
+        return sum(operations[i].seconds for i in self.closure(chosen).runs)
 
     def again(self, chosen: Iterable[int]) -> tuple[int, float]:
         """Return the bytes of results that are made again, and the seconds."""
-        runs = self.closure(self.storages(chosen))[1]
-        made = {n for i in runs for n in self.record.operations[i].makes}
+        operations = self.record.operations
+        made = {n for i in self.closure(chosen).runs for n in operations[i].makes}
         return sum(self.record.sizes[n] for n in made), self.seconds(chosen)
 
     def more(self, choice: int, saved: set[int], walked: Walked) -> float:
@@ -199,7 +215,7 @@ class Walker:
 
     def left_out(self, chosen: Iterable[int]) -> list[int]:
         """Return what may be saved and runs again, the most expensive first."""
-        runs = self.closure(self.storages(chosen))[1].intersection(self.choices)
+        runs = self.closure(chosen).runs.intersection(self.choices)
         return sorted(runs, key=lambda i: (-self.record.operations[i].seconds, i))
 
     # --- The walk ---
@@ -209,18 +225,17 @@ class Walker:
 
         What is recomputed takes so many times its bytes.
         """
-        saved = self.storages(chosen)
-        needed, runs = self.closure(saved)
+        saved, needed, runs = self.closure(chosen)
         record, operations = self.record, self.record.operations
         fixed = self._with_saved(saved & needed, needed, runs)
         found = [b + op.inside for b, op in zip(fixed, operations, strict=True)]
         recomputing, filled = Recomputing(self, saved, runs), set[int]()
         for t in range(self._turn, self._end):
             recomputing.free_before(t)
-            before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
             highest = self._fill(t, saved, recomputing, filled)
             found[t] += times * recomputing.live
             if highest:
+                before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
                 found[t] = max(found[t], before + times * highest)
         at = max(range(self._end), key=found.__getitem__)
         spent = sum(operations[i].seconds for i in runs)
