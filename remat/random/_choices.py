@@ -18,13 +18,12 @@ from remat.random._continuous import gumbel
 from remat.random._draw import (
     Shape,
     as_shape,
-    consumed,
     draw,
     fits,
     is_readable,
     shape_like,
 )
-from remat.random._key import Key, KeyLike, data_of
+from remat.random._key import Key, KeyLike, consumed, data_of
 from remat.random._samplers import randint
 
 

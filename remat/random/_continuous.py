@@ -17,7 +17,6 @@ from remat.random._draw import (
     as_parameter,
     below,
     check_scale,
-    consumed,
     draw,
     float_dtype,
     moved,
@@ -26,7 +25,7 @@ from remat.random._draw import (
     shape_for,
     wide,
 )
-from remat.random._key import KeyLike
+from remat.random._key import KeyLike, consumed
 
 
 def _wide_uniform(

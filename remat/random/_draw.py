@@ -15,20 +15,13 @@ import torch
 from torch import Tensor
 
 from remat._torch import current_layer, must_inline
-from remat.random import _ops, _reuse
+from remat.random import _ops
 from remat.random._key import KeyLike, data_of, integer
 
 
 Shape: TypeAlias = int | tuple[int, ...] | Tensor | None
 Number: TypeAlias = float | Tensor
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def consumed(key: KeyLike) -> Tensor:
-    """Return the data of a key, and count the key as consumed."""
-    data = data_of(key)
-    _reuse.consume(data)
-    return data
 
 
 def draw(
@@ -298,7 +291,7 @@ def shard(
         return op(data, math.prod(lengths), kind).reshape(out)
     last = cut[-1]
     first = _starts_of_runs(shape, lengths, starts, last)
-    run, per_block = math.prod(lengths[last:]), _ops.per_block(op, kind)
+    run, per_block = math.prod(lengths[last:]), _ops.per_block(kind)
     block, lane = first // per_block, first % per_block
     seed, offset = data.view(torch.int64).unsqueeze(-2).unbind(-1)
     offset = offset + block.to(data.device)

@@ -18,14 +18,13 @@ from remat._torch import current_layer, must_inline
 from remat.random import _ops
 from remat.random._draw import (
     Number,
-    consumed,
     draw_each,
     fits,
     is_dtensor,
     is_number,
     shape_like,
 )
-from remat.random._key import KeyLike, data_of
+from remat.random._key import KeyLike, consumed, data_of
 from remat.random._samplers import check_probability
 
 

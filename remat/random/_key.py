@@ -10,9 +10,9 @@ Rejected: a tensor subclass. Operations unwrap it unless each one is refused, so
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from remat._base import pytree
 from remat._torch import base_tensor
-from remat.random import _ops, _reuse
+from remat.random import _ops
 
 
 IMPL = "philox4x32-10"
@@ -172,6 +172,7 @@ torch.serialization.add_safe_globals([_unpickle])
 pytree.register_attributes(Key, "remat.random.Key", children=["data"], static=["impl"])
 # A Key, or its data. (torch.func._random calls the data a key.)
 KeyLike: TypeAlias = Key | Tensor
+AnyKey = TypeVar("AnyKey", bound=KeyLike)
 
 
 def _dims_used(part: Any) -> int:
@@ -207,12 +208,21 @@ def data_of(key: KeyLike) -> Tensor:
     return key
 
 
-@overload
-def _like(key: Key, data: Tensor) -> Key: ...
-@overload
-def _like(key: Tensor, data: Tensor) -> Tensor: ...
-def _like(key: KeyLike, data: Tensor) -> KeyLike:
-    return Key(data, key.impl) if isinstance(key, Key) else data
+# While somebody checks keys, `_reuse` has an entry here for each block that is open.
+checks: list[Callable[..., None]] = []
+
+
+def consumed(key: KeyLike) -> Tensor:
+    """Return the data of a key, and count the key as consumed."""
+    data = data_of(key)
+    if checks:
+        checks[-1](data)
+    return data
+
+
+def _like(key: AnyKey, data: Tensor) -> AnyKey:
+    found: Any = Key(data, key.impl) if isinstance(key, Key) else data
+    return found
 
 
 def key(seed: int, *, device: torch.device | str | int | None = None) -> Key:
@@ -255,11 +265,7 @@ def integer(number: Any) -> int:
     return operator.index(number)
 
 
-@overload
-def split(key: Key, num: int | tuple[int, ...] = 2) -> Key: ...
-@overload
-def split(key: Tensor, num: int | tuple[int, ...] = 2) -> Tensor: ...
-def split(key: KeyLike, num: int | tuple[int, ...] = 2) -> KeyLike:
+def split(key: AnyKey, num: int | tuple[int, ...] = 2) -> AnyKey:
     """Return new keys, independent of one another and of draws from the key.
 
     This consumes the key. Draw from the new keys, not from it.
@@ -284,17 +290,12 @@ def split(key: KeyLike, num: int | tuple[int, ...] = 2) -> KeyLike:
     shape = tuple(map(integer, num)) if isinstance(num, Iterable) else (integer(num),)
     if any(n < 0 for n in shape):
         raise ValueError(f"remat: cannot split a key into {num} keys.")
-    data = data_of(key)
-    _reuse.consume(data)
+    data = consumed(key)
     new = _ops.split(data, math.prod(shape))
     return _like(key, new.reshape(*shape, *data.shape))
 
 
-@overload
-def fold_in(key: Key, data: int | Tensor) -> Key: ...
-@overload
-def fold_in(key: Tensor, data: int | Tensor) -> Tensor: ...
-def fold_in(key: KeyLike, data: int | Tensor) -> KeyLike:
+def fold_in(key: AnyKey, data: int | Tensor) -> AnyKey:
     """Return the key for a number, such as that of a step, a layer or an example.
 
     Distinct numbers give independent keys. This does not consume the key. But do not
@@ -323,11 +324,7 @@ def fold_in(key: KeyLike, data: int | Tensor) -> KeyLike:
     return _like(key, _ops.fold_in(data_of(key), number))
 
 
-@overload
-def clone(key: Key) -> Key: ...
-@overload
-def clone(key: Tensor) -> Tensor: ...
-def clone(key: KeyLike) -> KeyLike:
+def clone(key: AnyKey) -> AnyKey:
     """Return the same key, to consume it once more on purpose.
 
     The clone draws the same numbers. :func:`check_key_reuse` then allows one more
@@ -344,7 +341,8 @@ def clone(key: KeyLike) -> KeyLike:
         True
     """
     data = data_of(key)
-    _reuse.allow(data)
+    if checks:
+        checks[-1](data, is_cloned=True)
     return _like(key, data.clone())
 
 

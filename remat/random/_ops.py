@@ -12,7 +12,7 @@ Rejected: arithmetic on tensors instead of operators. One key would take 177 nod
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,87 +21,11 @@ from remat._torch import is_unwatched, native_random
 from remat.random import _philox
 
 
-# --- Draws ------------------------------------------------------------------------
-
-
-def split(data: Tensor, num: int) -> Tensor:
-    """Return `num` new keys for each key: uint64[num, ..., 2]."""
-    return (_split if is_unwatched(data) else torch.ops.remat.split)(data, num)
-
-
-def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
-    """Return the key that `split` would give at index `value`: uint64[..., 2]."""
-    if isinstance(value, Tensor):
-        if value.dtype.is_floating_point or value.dtype in _NO_INTEGERS:
-            raise TypeError(_NOT_INTEGERS.format(got=value.dtype))
-        alone = is_unwatched(data) and is_unwatched(value)
-        op = _fold_in_tensor if alone else torch.ops.remat.fold_in_tensor
-        return op(data, value)
-    if not 0 <= value < 2**64:
-        raise ValueError(_OUT_OF_RANGE.format(got=value))
-    op = _fold_in if is_unwatched(data) else torch.ops.remat.fold_in
-    return op(data, as_int64(value))
-
-
-def as_int64(word: int) -> int:
-    """Return the int64 with the bits of a word. Operators take words as int64."""
-    # A symbol of a trace is always below 2**63, and is returned as it is.
-    return word if word < 2**63 else word - 2**64
-
-
-def bits(data: Tensor, n: int, width: int) -> Tensor:
-    """Return random words: int64[..., n].
-
-    Those of 8, 16 or 32 bits are zero-extended; 64 bits are the pattern of an int64.
-    """
-    return (_bits if is_unwatched(data) else torch.ops.remat.bits)(data, n, width)
-
-
-def uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers uniform in [0, 1), multiples of 2**-precision: dtype[..., n]."""
-    if dtype not in _philox.UNIFORM:
-        raise TypeError(_NO_DRAW.format(name="uniform", got=dtype))
-    op = _uniform if is_unwatched(data) else torch.ops.remat.uniform
-    return op(data, n, dtype)
-
-
-def normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Return standard normal numbers: dtype[..., n]."""
-    if dtype not in _philox.NORMAL:
-        raise TypeError(_NO_DRAW.format(name="normal", got=dtype))
-    op = _normal if is_unwatched(data) else torch.ops.remat.normal
-    return op(data, n, dtype)
-
-
-def per_block(op: Callable[[Tensor, int, Any], Tensor], kind: Any) -> int:
-    """Return how many numbers of a draw come from one block of the stream."""
-    readings: Any = {
-        bits: _philox.BITS,
-        uniform: _philox.UNIFORM,
-        normal: _philox.NORMAL,
-    }
-    return readings[op][kind].per_block
-
-
-_NO_INTEGERS = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
-_NOT_INTEGERS = (
-    "remat: `fold_in` takes an integer or a tensor of integers, got a tensor of {got}. "
-    "Convert the tensor, or fold in a position instead."
-)
-_OUT_OF_RANGE = (
-    "remat: `fold_in` takes an integer from 0 to 2**64 - 1, got {got}. Take it modulo "
-    "2**64."
-)
-_NO_DRAW = (
-    "remat: `{name}` draws float64, float32, float16 or bfloat16, got dtype={got}. "
-    "Draw one of these and convert the result."
-)
-
-
 # --- Kernels ----------------------------------------------------------------------
 
 
 def _split(data: Tensor, num: int) -> Tensor:
+    """Return `num` new keys for each key: uint64[num, ..., 2]."""
     native = _native(data.device)
     if native is not None and num and data.numel():
         return native.split(data.contiguous(), num)
@@ -125,10 +49,15 @@ def _fold_in_tensor(data: Tensor, value: Tensor) -> Tensor:
 
 
 def _bits(data: Tensor, n: int, width: int) -> Tensor:
+    """Return random words: int64[..., n].
+
+    Those of 8, 16 or 32 bits are zero-extended; 64 bits are the pattern of an int64.
+    """
     return _read(data, n, torch.int64, _philox.BITS[width])
 
 
 def _uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers uniform in [0, 1), multiples of 2**-precision: dtype[..., n]."""
     native = _native(data.device)
     if native is not None:
         return _fill(native.uniform_, data, n, dtype)
@@ -136,11 +65,21 @@ def _uniform(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _normal(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Return standard normal numbers: dtype[..., n]."""
     # Torch's normal numbers agree to rounding only, so on the CPU ours are drawn.
     native = None if data.is_cpu else _native(data.device)
     if native is not None:
         return _fill(native.normal_, data, n, dtype)
     return _read(data, n, dtype, _philox.NORMAL[dtype])
+
+
+def per_block(kind: int | torch.dtype) -> int:
+    """Return how many numbers come from one block of the stream.
+
+    `kind` is a width of bits, or the dtype of uniform or of normal numbers.
+    """
+    readings: Any = _philox.BITS | _philox.UNIFORM
+    return readings[kind].per_block
 
 
 def _read(data: Tensor, n: int, dtype: torch.dtype, reading: Any) -> Tensor:
@@ -187,38 +126,13 @@ def _agrees(native: Any, device: torch.device) -> bool:
 _KEYS = [[42, 0], [2**64 - 1, 2**64 - 1], [2**40 + 3, 2**32 - 2]]
 
 
-# --- Shapes -----------------------------------------------------------------------
-
-
-def _split_shape(data: Tensor, num: int) -> Tensor:
-    return data.new_empty(num, *data.shape)
-
-
-def _fold_in_shape(data: Tensor, value: int) -> Tensor:
-    del value  # every value gives one key
-    return data.new_empty(data.shape)
-
-
-def _fold_in_tensor_shape(data: Tensor, value: Tensor) -> Tensor:
-    return data.new_empty(*torch.broadcast_shapes(data.shape[:-1], value.shape), 2)
-
-
-def _bits_shape(data: Tensor, n: int, width: int) -> Tensor:
-    del width  # int64 holds every width
-    return data.new_empty(*data.shape[:-1], n, dtype=torch.int64)
-
-
-def _draw_shape(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return data.new_empty(*data.shape[:-1], n, dtype=dtype)
-
-
 # --- vmap: a batch is more keys ---------------------------------------------------
 
 
 VmapRule = Callable[..., tuple[Tensor, int]]
 
 
-def _more_keys(op: Any, out_dim: int) -> VmapRule:
+def _more_keys(op: Any, out_dim: int = 0) -> VmapRule:
     def rule(info: Any, in_dims: Any, data: Tensor, *args: Any) -> tuple[Tensor, int]:
         del info  # the batch size is not needed
         return op(data.movedim(in_dims[0], 0), *args), out_dim
@@ -247,47 +161,105 @@ def _with_rank(batch: Tensor, ndim: int) -> Tensor:
     return batch[(slice(None), *[None] * (ndim - batch.ndim))]
 
 
-# --- Registration -----------------------------------------------------------------
+# --- Operators --------------------------------------------------------------------
 
 
 _LIBRARY = torch.library.Library("remat", "FRAGMENT")
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 
-def _register(schema: str, kernel: Any, shape: Any, rule: Any) -> None:
+def _operator(
+    schema: str,
+    kernel: F,
+    shape: Callable[[Tensor, Any, Any], Tensor],
+    vmap: Callable[[Any], VmapRule] = _more_keys,
+) -> F:
+    """Make a kernel an operator. Return the function that calls it.
+
+    Args:
+        schema: of the operator.
+        kernel: what it computes.
+        shape: the same for tensors without values; the last argument may be None.
+        vmap: given the operator, returns its rule.
+    """
+
+    def meta(data: Tensor, first: Any, second: Any = None) -> Tensor:
+        return shape(data, first, second)
+
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     # Not `register_fake`, which looks up the source of what it is given.
-    _LIBRARY.impl(name, shape, "Meta")
-    op = getattr(torch.ops.remat, name).default
-    torch.library.register_vmap(f"remat::{name}", rule(op), lib=_LIBRARY)
+    _LIBRARY.impl(name, meta, "Meta")
+    op: Any = getattr(torch.ops.remat, name)
+    torch.library.register_vmap(f"remat::{name}", vmap(op.default), lib=_LIBRARY)
+
+    def call(data: Tensor, *args: Any) -> Tensor:
+        return (kernel if is_unwatched(data) else op)(data, *args)
+
+    return call  # pyrefly: ignore[bad-return]
 
 
-_in_front = functools.partial(_more_keys, out_dim=0)
-_behind_num = functools.partial(_more_keys, out_dim=1)
+def _of_row(data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    return data.new_empty(*data.shape[:-1], n, dtype=dtype)
 
-_register("split(Tensor data, SymInt num) -> Tensor", _split, _split_shape, _behind_num)
-_register(
-    "fold_in(Tensor data, SymInt value) -> Tensor", _fold_in, _fold_in_shape, _in_front
+
+split = _operator(
+    "split(Tensor data, SymInt num) -> Tensor",
+    _split,
+    lambda data, num, _: data.new_empty(num, *data.shape),
+    functools.partial(_more_keys, out_dim=1),
 )
-_register(
+_fold_in_number = _operator(
+    "fold_in(Tensor data, SymInt value) -> Tensor",
+    _fold_in,
+    lambda data, *_: data.new_empty(data.shape),
+)
+_fold_in_each = _operator(
     "fold_in_tensor(Tensor data, Tensor value) -> Tensor",
     _fold_in_tensor,
-    _fold_in_tensor_shape,
+    lambda data, value, _: data.new_empty(
+        *torch.broadcast_shapes(data.shape[:-1], value.shape), 2
+    ),
     _more_keys_or_values,
 )
-_register(
-    "bits(Tensor data, SymInt n, int width) -> Tensor", _bits, _bits_shape, _in_front
+bits = _operator(
+    "bits(Tensor data, SymInt n, int width) -> Tensor",
+    _bits,
+    lambda data, n, _: _of_row(data, n, torch.int64),
 )
-_register(
-    "uniform(Tensor data, SymInt n, ScalarType dtype) -> Tensor",
-    _uniform,
-    _draw_shape,
-    _in_front,
+uniform = _operator(
+    "uniform(Tensor data, SymInt n, ScalarType dtype) -> Tensor", _uniform, _of_row
 )
-_register(
-    "normal(Tensor data, SymInt n, ScalarType dtype) -> Tensor",
-    _normal,
-    _draw_shape,
-    _in_front,
+normal = _operator(
+    "normal(Tensor data, SymInt n, ScalarType dtype) -> Tensor", _normal, _of_row
+)
+
+
+def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
+    """Return the key that `split` would give at index `value`: uint64[..., 2]."""
+    if isinstance(value, Tensor):
+        if value.dtype.is_floating_point or value.dtype in _NO_INTEGERS:
+            raise TypeError(_NOT_INTEGERS.format(got=value.dtype))
+        op = _fold_in_each if is_unwatched(value) else torch.ops.remat.fold_in_tensor
+        return op(data, value)
+    if not 0 <= value < 2**64:
+        raise ValueError(_OUT_OF_RANGE.format(got=value))
+    return _fold_in_number(data, as_int64(value))
+
+
+def as_int64(word: int) -> int:
+    """Return the int64 with the bits of a word. Operators take words as int64."""
+    # A symbol of a trace is always below 2**63, and is returned as it is.
+    return word if word < 2**63 else word - 2**64
+
+
+_NO_INTEGERS = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
+_NOT_INTEGERS = (
+    "remat: `fold_in` takes an integer or a tensor of integers, got a tensor of {got}. "
+    "Convert the tensor, or fold in a position instead."
+)
+_OUT_OF_RANGE = (
+    "remat: `fold_in` takes an integer from 0 to 2**64 - 1, got {got}. Take it modulo "
+    "2**64."
 )

@@ -3,13 +3,13 @@
 `check_key_reuse` checks a block of one thread. `debug_key_reuse` checks all threads.
 Consumption is counted by the bits of the key, so copies of a key count together.
 
-Invariant: where nothing is checked, a draw looks at one empty list and does no more.
+Invariant: where nothing is checked, a draw looks at one empty list and does no more:
+`_key.checks`. Who asks for a check imports this file.
 Rejected: marking the key object as consumed. Equal keys draw equal numbers even if they
 are different objects, and a batched key is a new object each time.
 """
 
 import functools
-import importlib
 import inspect
 import threading
 from collections import Counter
@@ -23,7 +23,9 @@ from typing_extensions import override
 
 from remat._base.context import is_recomputing
 from remat._base.errors import KeyReuseError
+from remat._base.source import user_line
 from remat._torch import base_tensor, must_inline
+from remat.random import _key
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,8 +40,6 @@ class _Consumed:
         self.allowed: Counter[tuple[int, int]] = Counter()
 
 
-# One entry for each open block, in any thread, and one while the program is checked.
-_open: list[None] = []
 # Where a block counts, and where `debug_key_reuse` has all others count.
 _of_block: ContextVar[_Consumed | None] = ContextVar("_of_block", default=None)
 _of_program: _Consumed | None = None
@@ -49,9 +49,9 @@ def _check_program(ledger: _Consumed | None) -> None:
     """Count in a ledger from now on, or no more."""
     global _of_program
     if ledger is not None and _of_program is None:
-        _open.append(None)
+        _key.checks.append(_count)
     if ledger is None and _of_program is not None:
-        _open.pop()
+        _key.checks.pop()
     _of_program = ledger
 
 
@@ -65,11 +65,11 @@ class _CheckedBlock(AbstractContextManager[None]):
     def __enter__(self) -> None:
         ledger = _of_block.get() or _of_program or _Consumed()
         self._tokens.append(_of_block.set(ledger))
-        _open.append(None)
+        _key.checks.append(_count)
 
     @override
     def __exit__(self, *exception: object) -> None:
-        _open.pop()
+        _key.checks.pop()
         _of_block.reset(self._tokens.pop())
 
     def __call__(self, fn: F) -> F:
@@ -181,16 +181,19 @@ class debug_key_reuse(AbstractContextManager[None]):  # noqa: N801
 _NO_BOOL = "remat: debug_key_reuse({got!r}): pass True to check keys, or False to stop."
 
 
-def consume(data: Tensor) -> None:
-    """Count each key of `data` as consumed."""
-    ledger = _ledger() if _open else None
+def _count(data: Tensor, *, is_cloned: bool = False) -> None:
+    """Count each key of `data` as consumed, or allow it to be consumed once more."""
+    if must_inline() or is_recomputing():
+        return
+    ledger = _of_block.get() or _of_program
     if ledger is None:
         return
     rows = _rows(data)
-    # Imported where it is used: few programs count their keys.
-    source: Any = importlib.import_module("remat._base.source")
-    here = source.user_line() if rows else ""
+    here = user_line() if rows else ""
     with ledger.lock:
+        if is_cloned:
+            ledger.allowed.update(rows)
+            return
         for row in rows:
             if row not in ledger.used:
                 ledger.used[row] = here
@@ -199,22 +202,6 @@ def consume(data: Tensor) -> None:
             else:
                 first = ledger.used[row]
                 raise KeyReuseError(_REUSED.format(row=row, first=first, here=here))
-
-
-def allow(data: Tensor) -> None:
-    """Allow each key of `data` to be consumed once more."""
-    ledger = _ledger() if _open else None
-    if ledger is not None:
-        rows = _rows(data)
-        with ledger.lock:
-            ledger.allowed.update(rows)
-
-
-def _ledger() -> _Consumed | None:
-    """Return the ledger that counts here, of the block or else of the program."""
-    if must_inline() or is_recomputing():
-        return None
-    return _of_block.get() or _of_program
 
 
 def _rows(data: Tensor) -> list[tuple[int, int]]:

@@ -19,7 +19,6 @@ from remat.random._draw import (
     as_shape,
     below,
     check_scale,
-    consumed,
     draw,
     float_dtype,
     is_number,
@@ -30,7 +29,7 @@ from remat.random._draw import (
     shape_for,
     wide,
 )
-from remat.random._key import KeyLike
+from remat.random._key import KeyLike, consumed
 
 
 def uniform(

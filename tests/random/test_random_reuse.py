@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import KeyReuseError, random, remat
-from remat.random import _reuse, check_key_reuse, debug_key_reuse
+from remat.random import _key, _reuse, check_key_reuse, debug_key_reuse
 from remat.testing import count_ops
 
 
@@ -194,7 +194,7 @@ def test_a_key_consumed_before_or_after_the_check_does_not_count(check):
             with is_reuse():
                 use(K)
     use(K, K)
-    assert not _reuse._open
+    assert not _key.checks
 
 
 @rows("check", CHECKS)
@@ -214,7 +214,7 @@ def test_the_check_is_left_by_an_exception(check):
     with is_reuse(), check():
         use(K, K)
     use(K, K)
-    assert not _reuse._open
+    assert not _key.checks
 
 
 WIDE = torch.zeros(7)
@@ -270,7 +270,7 @@ def test_one_block_may_be_entered_again_and_inside_itself():
             with block, is_reuse():
                 use(K)
     random.uniform(K)
-    assert not _reuse._open
+    assert not _key.checks
 
 
 def test_the_check_is_a_decorator_and_starts_anew_on_each_call():
@@ -289,7 +289,7 @@ def test_unless_the_program_is_checked_a_draw_only_looks_at_a_list(
 ):
     for enabled in switches:
         debug_key_reuse(enabled)
-    monkeypatch.setattr(_reuse, "_ledger", None)
+    monkeypatch.setattr(_reuse, "_count", None)
     monkeypatch.setattr(_reuse, "_rows", None)
     random.clone(K)
     use(K, K, random.split(K))
@@ -303,7 +303,7 @@ def checked():
     debug_key_reuse(True)
     yield
     debug_key_reuse(False)
-    assert not _reuse._open
+    assert not _key.checks
 
 
 @pytest.mark.usefixtures("checked")
@@ -319,7 +319,7 @@ def test_a_block_can_pause_the_check():
     use(K)
     with debug_key_reuse(False):
         use(K, K)
-        assert not _reuse._open
+        assert not _key.checks
     with is_reuse():
         use(K)
 
@@ -341,7 +341,7 @@ def test_of_many_threads_that_draw_from_one_key_one_may():
 def test_the_switch_takes_a_bool(enabled):
     with pytest.raises(TypeError, match="pass True to check keys, or False to stop"):
         debug_key_reuse(enabled)
-    assert not _reuse._open
+    assert not _key.checks
 
 
 # --- Transforms --------------------------------------------------------------------

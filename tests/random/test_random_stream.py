@@ -242,13 +242,6 @@ def test_normal_numbers_are_finite_for_any_block(word, dtype):
     assert _philox.NORMAL[dtype].read(words).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["uniform", "normal"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_draws_of_other_dtypes_are_refused(name, dtype):
-    with pytest.raises(TypeError, match=rf"`{name}` draws float64.*got dtype={dtype}"):
-        getattr(_ops, name)(ONE, 3, dtype)
-
-
 # --- Folding in -------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """What the tests of keys, streams and samplers share: keys, draws, known numbers."""
 
-import functools
 import math
 
 import torch
@@ -36,9 +35,9 @@ ONE = raw(42, 0)
 MANY = raw([42, 0], [0, 0], [LAST, LAST], [7, 2**32 - 2], [2**63, 2**63], [1, LAST])
 
 RAW_DRAWS = {
-    **{f"uniform {d}": functools.partial(_ops.uniform, dtype=d) for d in FLOATS},
-    **{f"normal {d}": functools.partial(_ops.normal, dtype=d) for d in FLOATS},
-    **{f"bits {w}": functools.partial(_ops.bits, width=w) for w in (8, 16, 32, 64)},
+    **{f"uniform {d}": lambda k, n, d=d: _ops.uniform(k, n, d) for d in FLOATS},
+    **{f"normal {d}": lambda k, n, d=d: _ops.normal(k, n, d) for d in FLOATS},
+    **{f"bits {w}": lambda k, n, w=w: _ops.bits(k, n, w) for w in (8, 16, 32, 64)},
     "split": lambda k, n: _ops.split(k, n).movedim(0, -2).flatten(-2),
 }
 
