@@ -47,13 +47,13 @@ from remat.random._reuse import in_block
 # --- Draws without a keyed version ------------------------------------------------
 
 
-def _refusing(name: str, plain: Any, draws: Callable[..., bool]) -> Any:
+def _refusing(plain: Any, draws: Callable[..., bool]) -> Any:
     """Return the rule of a function that is refused, by its name, if it draws."""
 
     def rule(draw: Any, *args: Any, **kwargs: Any) -> Any:
         del draw  # no key would do
         if draws(*args, **kwargs):
-            _refuse(name)
+            _refuse(plain.__name__)
         return plain(*args, **kwargs)
 
     return rule
@@ -92,25 +92,15 @@ def _has_no_samples(*_: Any, _random_samples: Any = None, **__: Any) -> bool:
     return _random_samples is None
 
 
-_DRAWS_WHERE: list[tuple[Any, str, Any]] = [
-    *((Tensor, name, _always) for name in ("cauchy_", "geometric_", "log_normal_")),
-    *((torch, name, _trains) for name in ("rrelu", "rrelu_")),
-    (functional, "rrelu", _trains),
-    *(
-        (functional, f"fractional_max_pool{dims}d{indices}", _has_no_samples)
-        for dims in (2, 3)
-        for indices in ("", "_with_indices")
-    ),
+_POOLS = [f"fractional_max_pool{d}d{i}" for d in (2, 3) for i in ("", "_with_indices")]
+_DRAWS_WHERE: list[tuple[Callable[..., bool], list[Any]]] = [
+    (_always, [Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_]),
+    (_trains, [torch.rrelu, torch.rrelu_, functional.rrelu]),
+    (_has_no_samples, [getattr(functional, name) for name in _POOLS]),
 ]
-_RULES = DRAWS | LAYERS
-_RULES |= {
-    plain: _refusing(name, plain, draws)
-    for of, name, draws in _DRAWS_WHERE
-    for plain in [getattr(of, name)]
-}
-_RULES |= {
-    f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-}
+_RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
+_RULES = DRAWS | LAYERS | {plain: _recurrent(plain) for plain in _RECURRENT}
+_RULES |= {f: _refusing(f, draws) for draws, plain in _DRAWS_WHERE for f in plain}
 
 
 # --- Composites -------------------------------------------------------------------
@@ -120,23 +110,20 @@ def _never(*_: object) -> bool:
     return False
 
 
-_ASKS = (
-    "has_torch_function",
-    "has_torch_function_unary",
-    "has_torch_function_variadic",
-)
-_UNASKED: dict[str, Any] = dict.fromkeys(_ASKS, _never)
+_UNASKED: dict[str, Any] = {
+    f"has_torch_function{kind}": _never for kind in ("", "_unary", "_variadic")
+}
 
 
 def _scope(func: Any) -> dict[str, Any]:
     """Return the globals that `func` names, with their current values."""
-    code = func.__code__
     # Without `__name__`: with it, Dynamo would use the globals of the named module.
-    names = ("__builtins__", *known_code(func).names.loaded)
-    scope = _those(names, func.__globals__) | _UNASKED
-    if "overrides" in code.co_names:
-        quiet = SimpleNamespace(**_those(code.co_names, vars(overrides)) | _UNASKED)
-        of_torch = _those(code.co_names, vars(torch)) | {"overrides": quiet}
+    loaded = known_code(func).names.loaded
+    scope = _those(("__builtins__", *loaded), func.__globals__) | _UNASKED
+    names = func.__code__.co_names
+    if "overrides" in names:
+        quiet = SimpleNamespace(**_those(names, vars(overrides)) | _UNASKED)
+        of_torch = _those(names, vars(torch)) | {"overrides": quiet}
         scope["torch"] = SimpleNamespace(**of_torch)
     return scope
 

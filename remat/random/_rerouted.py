@@ -21,7 +21,14 @@ from torch import Tensor
 from remat.random._choices import permutation
 from remat.random._draw import is_readable, shape_like
 from remat.random._key import Key
-from remat.random._samplers import bernoulli, bits, normal, randint, uniform
+from remat.random._samplers import (
+    bernoulli,
+    modulo,
+    normal,
+    randint,
+    uniform,
+    words_of,
+)
 
 
 Draw = Callable[[], Key]
@@ -296,24 +303,13 @@ def integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
     check(low < high, "integers from [low, high) need low < high", (low, high))
     if dtype in _DRAWN:
         return randint(key, shape, low, high, dtype)
-    if high - low < 2**63:
-        return randint(key, shape, low, high, torch.int64).to(dtype)
-    return _wide_integers(key, shape, low, high - low).to(dtype)
+    # Up to 2**64 of them: `randint` has no uint64.
+    return (modulo(words_of(key, shape), high - low) + low).to(dtype)
 
 
 _DRAWN = {
     *(torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32),
 }
-
-
-def _wide_integers(key: Key, shape: Any, low: int, span: int) -> Tensor:
-    """Return `low` plus words modulo a span from 2**63 to 2**64, as int64 patterns."""
-    words = bits(key, shape, torch.uint64).view(torch.int64)
-    if span < 2**64:
-        # As an int64 the span is negative, and so are the words that reach it.
-        span -= 2**64
-        words = torch.where((words < 0) & (words >= span), words - span, words)
-    return words + low
 
 
 def dtype_for_tails(x: Tensor) -> torch.dtype:

@@ -79,6 +79,21 @@ def _dropout(plain: Any, drop: Any, shape: Any) -> Rule:
     return rule
 
 
+def _named(plain: Any, in_place: Any, *, is_on: bool) -> Rule:
+    """Return the rule of a dropout of `torch.nn.functional`, of the same kernels."""
+
+    def rule(
+        draw: Draw,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = is_on,
+        inplace: bool = False,
+    ) -> Tensor:
+        return LAYERS[in_place if inplace else plain](draw, input, p, training)
+
+    return rule
+
+
 def _native_dropout(
     draw: Draw, input: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Tensor]:
@@ -88,24 +103,6 @@ def _native_dropout(
     # A clone, so that the second use draws the same numbers.
     dropped = bernoulli(clone(key), p, shape_like(input))
     return dropout(key, input, p), ~dropped
-
-
-# -- The same functions, under the names of torch.nn.functional -----------------------
-
-
-def _named(plain: Any, in_place: Any, default: bool) -> Rule:
-    """Return the rule of a function of `torch.nn.functional`."""
-
-    def rule(
-        draw: Draw,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = default,
-        inplace: bool = False,
-    ) -> Tensor:
-        return LAYERS[in_place if inplace else plain](draw, input, p, training)
-
-    return rule
 
 
 def _gumbel_softmax(
@@ -208,22 +205,18 @@ def _weights(
 
 
 _DROPOUTS = {
-    (torch.dropout, torch.dropout_): (_zeroed, shape_like),
-    (torch.alpha_dropout, torch.alpha_dropout_): (_saturated, shape_like),
-    (torch.feature_dropout, torch.feature_dropout_): (_zeroed, _features),
-    (torch.feature_alpha_dropout, torch.feature_alpha_dropout_): (
-        _saturated,
-        _features,
-    ),
+    "dropout": (_zeroed, shape_like),
+    "alpha_dropout": (_saturated, shape_like),
+    "feature_dropout": (_zeroed, _features),
+    "feature_alpha_dropout": (_saturated, _features),
 }
 LAYERS: dict[Any, Rule] = {
-    **{f: _dropout(f, *how) for both, how in _DROPOUTS.items() for f in both},
     torch.native_dropout: _native_dropout,
-    functional.dropout: _named(torch.dropout, torch.dropout_, True),
-    functional.alpha_dropout: _named(torch.alpha_dropout, torch.alpha_dropout_, False),
-    functional.feature_alpha_dropout: _named(
-        torch.feature_alpha_dropout, torch.feature_alpha_dropout_, False
-    ),
     functional.gumbel_softmax: _gumbel_softmax,
     _torch_attention: _attention,
 }
+for _name, _how in _DROPOUTS.items():
+    _both = getattr(torch, _name), getattr(torch, _name + "_")
+    LAYERS |= {plain: _dropout(plain, *_how) for plain in _both}
+    if hasattr(functional, _name):
+        LAYERS[getattr(functional, _name)] = _named(*_both, is_on=_name == "dropout")

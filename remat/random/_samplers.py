@@ -295,15 +295,14 @@ def randint(
     _check_bound("maxval", maxval, dtype, 1)
     shape = shape_for(key, shape, minval=minval, maxval=maxval)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
-        words = draw(_ops.bits, consumed(key), shape, 64)
+        words = words_of(key, shape)
         low, high = as_parameter(minval, words), as_parameter(maxval, words)
         return (low + _modulo_each(words, low, high)).to(dtype)
     _check_range(minval, maxval, dtype)
     span = maxval - minval
     if dtype.itemsize <= 4 and span < 2**28:
         return (draw(_ops.bits, consumed(key), shape, 32) % span + minval).to(dtype)
-    words = draw(_ops.bits, consumed(key), shape, 64)
-    return (_modulo(words, span) + minval).to(dtype)
+    return (modulo(words_of(key, shape), span) + minval).to(dtype)
 
 
 def _check_bound(name: str, value: Any, dtype: torch.dtype, above: int) -> None:
@@ -330,7 +329,12 @@ def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
         )
 
 
-def _modulo(words: Tensor, span: int) -> Tensor:
+def words_of(key: KeyLike, shape: tuple[int, ...]) -> Tensor:
+    """Return words of 64 bits: int64."""
+    return draw(_ops.bits, consumed(key), shape, 64)
+
+
+def modulo(words: Tensor, span: int) -> Tensor:
     """Return 64 bits, taken as unsigned, modulo an integer up to 2**64."""
     if span <= 2**31:
         # One remainder is enough: its argument is below 2**63.

@@ -1,5 +1,6 @@
 """Draws from the global streams of torch, Python and NumPy are replayed."""
 
+import functools
 import gc
 import itertools
 import random
@@ -22,7 +23,8 @@ from support.runs import (
 from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from remat import RandomnessError, remat
 from remat._ambient import streams as _streams
@@ -99,6 +101,17 @@ def by_a_second_derivative(call, x):
     return g.detach(), torch.autograd.grad(g.square().sum(), x)
 
 
+def by_a_pullback(call, x):
+    y, pull = vjp(call, x.detach())
+    torch.rand(5), random.random(), np.random.rand()
+    return pull(y), pull(y)
+
+
+def by_forward_over_reverse(call, x):
+    x = x.detach()
+    return jvp(grad(lambda x: call(x).sum()), (x,), (x,))
+
+
 # What is computed, and how often it evaluates the function, plain and rematerialized.
 WAYS = {
     "backward": (by_backward, (1, 2)),
@@ -107,6 +120,8 @@ WAYS = {
     "calls in a row": (by_calls_in_a_row, (3, 6)),
     "second derivative": (by_a_second_derivative, (1, 3)),
     "grad": (lambda call, x: grad(lambda x: call(x).sum())(x.detach()), (1, 2)),
+    "a pullback, twice": (by_a_pullback, (1, 3)),
+    "forward over reverse": (by_forward_over_reverse, (1, 2)),
 }
 
 
@@ -125,9 +140,30 @@ BATCHED = {
 
 
 @rows("transform", BATCHED)
-def test_draws_are_replayed_under_vmap(transform):
+@rows(
+    "fn", {"torch": noisy, "the host": lambda x: draw_numpy(x * random.random()).sum()}
+)
+def test_draws_are_replayed_under_vmap(transform, fn):
     x = torch.randn(4, 64)
-    assert_replayed(lambda wrap: transform(wrap(noisy))(x), sin=2)
+    assert_replayed(lambda wrap: transform(wrap(fn))(x), sin=2)
+
+
+def checkpointed(fn):
+    return functools.partial(checkpoint, fn, use_reentrant=False)
+
+
+# What is saved after a call has torch's checkpoint run it to its end.
+BESIDE = {
+    "within": lambda wrap: checkpointed(lambda x: wrap(noisy)(x).exp()),
+    "around": lambda wrap: wrap(lambda x: checkpointed(noisy)(x * 1).exp()),
+}
+
+
+@rows("beside", BESIDE)
+def test_draws_are_replayed_beside_torchs_checkpoint(beside):
+    x = leaf()
+    program = lambda wrap: torch.autograd.grad(beside(wrap)(x), x)
+    assert_replayed(program, sin=(2, 3))
 
 
 def test_randomness_is_refused_by_vmap_as_in_plain():

@@ -125,17 +125,3 @@ def test_states_of_streams_are_stored_only_if_something_was_drawn(monkeypatch):
         chain.fori_loop(0, 12, body, x, checkpoints="all").sum().backward()
         assert len(seen) == 12
         assert {plain for step, plain in seen if step} == {is_plain}
-
-
-def test_a_progress_callback_is_not_called_again():
-    done = []
-    x = X.clone().requires_grad_()
-    with count_ops() as ops:
-        y = chain.fori_loop(0, 7, by_key, x, checkpoints=2, progress=done.append)
-        y.sum().backward()
-    assert done == [*range(1, 8)]
-    assert ops["sin"] > 14
-    done.clear()
-    with torch.no_grad():
-        chain.fori_loop(0, 7, by_key, x, progress=done.append)
-    assert done == [*range(1, 8)]

@@ -1,10 +1,7 @@
 """How often steps run, and how many carries exist: what the schedule says."""
 
-import functools
-import gc
 import itertools
 import sys
-import weakref
 
 import pytest
 import torch
@@ -81,7 +78,7 @@ def runs_of(schedule, length):
 
 
 @rows("schedule", SCHEDULES)
-@pytest.mark.parametrize("length", [1, 2, 30])
+@pytest.mark.parametrize("length", [1, 3, 30])
 def test_steps_run_as_often_as_predicted(schedule, length):
     forward, backward, again = runs_of(schedule, length)
     assert (forward, backward) == schedule.evaluations(length)
@@ -119,21 +116,6 @@ def test_below_a_vmap_one_more_sweep_is_needed(checkpoints):
 
 
 # --- Live carries ---
-
-
-@pytest.mark.parametrize("checkpoints", [1, 3, 10])
-def test_no_more_carries_are_stored_than_allowed(checkpoints, monkeypatch):
-    held = []
-    save = chain._steps.Stored.save
-
-    def saving(self, step, live):
-        save(self, step, live)
-        held.append(len(self._carries))
-
-    monkeypatch.setattr(chain._steps.Stored, "save", saving)
-    x = X.clone().requires_grad_()
-    loop(Binomial(checkpoints), 100, x).sum().backward()
-    assert max(held) == checkpoints
 
 
 def peak(run):
@@ -219,45 +201,6 @@ def products_of(fn):
     with count_ops() as ops:
         found = fn()
     return found, ops["mul"]
-
-
-def test_nothing_waits_for_the_garbage_collector():
-    module = torch.nn.Linear(4, 4)
-
-    def run(x, *, backward):
-        y = chain.fori_loop(0, 9, lambda i, x: module(x).tanh(), x)
-        if backward:
-            y.sum().backward()
-
-    with count_ops() as ops:
-        run(torch.ones(3, 4, requires_grad=True), backward=True)
-    assert ops["tanh"] == 18
-    refs = []
-    gc.collect()
-    gc.disable()
-    try:
-        for backward in (False, True) * 3:
-            x = torch.randn(3, 4, requires_grad=True)
-            run(x, backward=backward)
-            refs.append(weakref.ref(x))
-            del x
-        assert not any(ref() is not None for ref in refs)
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("length", [1, 3, 7])
-@pytest.mark.parametrize("unroll", [2, 5])
-@pytest.mark.parametrize("schedule", [EveryStep, functools.partial(Binomial, 2)])
-def test_units_of_several_steps(schedule, unroll, length):
-    schedule = schedule(unroll=unroll)
-    got, runs = counted(
-        lambda: torch.func.grad(lambda x: loop(schedule, length, x).sum())(X)
-    )
-    plain = Plain.fori_loop
-    want = torch.func.grad(lambda x: plain(0, length, body, x).sum())(X)
-    assert_same(got, want, reassociated=True)
-    assert runs == sum(schedule.evaluations(length))
 
 
 def test_unroll_without_checkpoints_stores_the_carries_between():

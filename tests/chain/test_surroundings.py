@@ -352,8 +352,10 @@ def test_a_long_training_keeps_nothing_of_its_steps():
     def step(k):
         x = torch.full((4, 4), k / 100, dtype=torch.double, requires_grad=True)
         refs.append(weakref.ref(x))
-        loop(chain, body, x).sum().backward()
-        model.zero_grad()
+        y = loop(chain, body, x).sum()
+        if k % 2:
+            y.backward()
+            model.zero_grad()
 
     with count_ops() as ops:
         for k in range(10):
@@ -362,7 +364,7 @@ def test_a_long_training_keeps_nothing_of_its_steps():
         for k in range(50):
             step(k)
         after = len(gc.get_objects())
-    assert ops["tanh"] == 60 * RUNS
+    assert ops["tanh"] == 30 * (RUNS + STEPS)
     assert not any(ref() is not None for ref in refs)
     assert after - before <= 50 + 50  # the weak references, and caches of Python
 

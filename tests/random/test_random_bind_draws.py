@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from remat import random
 from remat.random import key
-from remat.random._rerouted import _wide_integers
+from remat.random._rerouted import integers
 from remat.testing import assert_same, count_ops
 
 
@@ -174,7 +174,7 @@ def test_randint_draws_unsigned_integers():
 def test_64_bits_are_taken_modulo_a_wide_range(span):
     low = -(2**63)
     words = random.bits(key(1), 1000, torch.uint64).tolist()
-    drawn = _wide_integers(key(1), (1000,), low, span)
+    drawn = integers(key(1), (1000,), low, low + span, torch.int64)
     assert drawn.tolist() == [w % span + low for w in words]
 
 

@@ -143,6 +143,9 @@ WAYS = TRANSFORMS | {
     "make_fx": lambda f, x: make_fx(lambda *a: grad(f)(*a))(x, K)(2 * x, KEYS[0, 0]),
     "remat": lambda f, x: backward(remat(f), x),
     "grad of remat": lambda f, x: grad(remat(f))(x),
+    "vmap of grad of remat, over keys": lambda f, x: vmap(grad(remat(f)), (None, 0))(
+        x, KEYS[0]
+    ),
 }
 
 
@@ -225,6 +228,15 @@ def test_the_graph_holds_the_key_and_no_mask():
     assert live_bytes(lambda: random.dropout(K, x, 0.5)) == n
     assert live_bytes(lambda: random.dropout(random.fold_in(K, 3), x, 0.5)) == n + 16
     assert live_bytes(lambda: nn.functional.dropout(x, 0.5)) >= n + x.numel()
+
+
+def test_within_remat_not_even_the_key_is_held():
+    x = leaf(torch.ones(1000))
+    fn = remat(lambda x, key: random.dropout(random.fold_in(key, 3), x.sin(), 0.5))
+    assert live_bytes(lambda: fn(x, K)) == x.nbytes
+    with count_ops() as ops:
+        fn(x, K).sum().backward()
+    assert ops["remat::uniform"] == 3  # in the forward, again, and for its derivative
 
 
 def test_the_backward_draws_again_once():
