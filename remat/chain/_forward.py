@@ -71,12 +71,14 @@ class ChainCall(Call):
         cut: how graphs end between two steps, while the forward runs.
         kept_from: by step, how much calls within had kept before it by their own rules.
         changes: whether steps change what others may read; known after the forward.
+        makes_streams: whether a step left a generator that it made, which later steps
+            may draw from.
     """
 
     __slots__ = (
         *("_form", "_progress", "_results", "_stored", "changes", "cut", "initial"),
-        *("kept_from", "length", "needs", "outs", "scanned", "schedule", "steps"),
-        "stores",
+        *("kept_from", "length", "makes_streams", "needs", "outs", "scanned"),
+        *("schedule", "steps", "stores"),
     )
 
     def __init__(
@@ -102,7 +104,7 @@ class ChainCall(Call):
         self.kept_from: list[int] = []
         self.outs = Outs((), ())
         self.needs: Sequence[bool] = ()
-        self.stores = self.changes = False
+        self.stores = self.changes = self.makes_streams = False
         self.cut: Cut | None = None
         # The last carry, and what was collected, until their places are known.
         self._results: Sequence[Live] = ()
@@ -146,10 +148,8 @@ class ChainCall(Call):
             inputs = self.cut.inputs
         reach = Reach(fn, self.steps.label, args, {})
         known_streams = {stream.of for stream in self.reach.streams}
-        for stream in reach.streams:
-            if stream.of not in known_streams:
-                label = self.steps.label
-                raise CaptureError(_DRAWS.format(label=label, what=stream.name))
+        if not known_streams.issuperset(stream.of for stream in reach.streams):
+            self.makes_streams = True
         index = {id(t): i for i, t in enumerate(inputs)}
         numbers = [index.get(id(t)) for t in reach.take_tensors()]
         reach.not_as_a_whole()
@@ -161,9 +161,14 @@ class ChainCall(Call):
         what = f"`{reach.name_of(numbers.index(None))}`"
         raise CaptureError(CHANGED.format(label=self.steps.label, what=what))
 
+    def streams_at(self, objects: Between | None, earlier: Ambient | None) -> Ambient:
+        """Note where the random streams are that steps may draw from."""
+        reach = self.reach if objects is None else objects.reach
+        return noted(reach.streams, earlier)
+
     def forget_streams(self) -> None:
         """Forget where random streams were, from which no step drew."""
-        if self._stored is not None:
+        if self._stored is not None and not self.makes_streams:
             self._stored.without_streams()
 
     def take_stored(self) -> Stored | None:
@@ -327,10 +332,10 @@ class _Sweep:
     def _store(self, step: int) -> None:
         """Store the live carry, with what objects hold and where streams are."""
         assert self.stored is not None
-        self._ambient = noted(self._call.reach.streams, self._ambient)
         objects = None
         if self.is_noting and step:
             objects = self._call.noted(self._fn, self._args)
+        self._ambient = self._call.streams_at(objects, self._ambient)
         ambient = self._ambient if step else None
         live = self._live._replace(ambient=ambient, objects=objects)
         self.stored.save(step, live)
@@ -347,11 +352,6 @@ CHANGED = (
     "remat: the steps of {label} changed {what}, to a tensor that was computed in "
     "them. A recompute of a later step would not find it. Make it a part of the carry, "
     "or return it for each step."
-)
-_DRAWS = (
-    "remat: the steps of {label} made {what}, and later steps may draw from it. A "
-    "recompute of those would not find where it was. Make it before the chain, or in "
-    "each step."
 )
 _ASKED = (
     "remat: the condition of {label} changed {what}. A recompute does not ask the "

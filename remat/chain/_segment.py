@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from remat._ambient.ambient import Ambient, noted
 from remat._base.context import here
 from remat._base.program import (
     Evaluation,
@@ -56,7 +55,7 @@ class Segment(Program):
         self._live = live._replace(tensors=())
         self._numbers = range(start, stop)
         self._offset = chain.call.steps.slices(start, stop)[0]
-        self._ambient: Ambient | None = None
+        self._ambient: Any = None
         self._objects: Between | None = None
         self._after: Live | None = None
 
@@ -157,8 +156,9 @@ class Segment(Program):
                 found = call(fn, args)
                 if all_steps.changes:
                     self._objects = all_steps.noted(fn, args, inputs)
-                if state.ambient.moved:
-                    self._ambient = noted(reach.streams, self._live.ambient)
+                if state.ambient.moved or all_steps.makes_streams:
+                    earlier = self._live.ambient
+                    self._ambient = all_steps.streams_at(self._objects, earlier)
                 return found
 
             between = self._live.objects

@@ -43,8 +43,26 @@ def by_key(i, x):
 
 
 KEY = random.key(0)
+MADE = {}
+
+
+def by_a_generator_of_a_step(i, x):
+    """The third step makes it, and later ones draw from it; the sixth makes another."""
+    if i in (2, 5):
+        MADE["generator"] = torch.Generator().manual_seed(i)
+    return by_the_latest(x) if MADE else torch.sin(x) + x
+
+
+def by_the_latest(x):
+    return torch.sin(x) * torch.rand(40, generator=MADE["generator"]).double() + x
+
+
 BODIES = {
-    f.__name__: f for f in (drops, by_generator, by_python, by_numpy, sometimes, by_key)
+    f.__name__: f
+    for f in (
+        *(drops, by_generator, by_python, by_numpy, sometimes, by_key),
+        by_a_generator_of_a_step,
+    )
 }
 
 
@@ -53,12 +71,14 @@ def seed():
     GENERATOR.manual_seed(4)
     python_random.seed(5)
     np.random.seed(6)
+    MADE.clear()
 
 
 def after():
     """The next numbers of all streams."""
     rest = python_random.random(), np.random.rand(), torch.rand(()).item()
-    return *rest, torch.rand((), generator=GENERATOR).item()
+    generators = GENERATOR, *MADE.values()
+    return *rest, *(torch.rand((), generator=g).item() for g in generators)
 
 
 @rows("name", {name: name for name in BODIES})
