@@ -196,7 +196,7 @@ class Sharded(tuple[int, ...]):
 
 def is_dtensor(value: Any) -> bool:
     """Say whether a value is a DTensor."""
-    # Who has one has imported this, which takes long.
+    # The import takes long, and a program that has a DTensor has done it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -89,12 +89,6 @@ def test_dropping_nothing_or_all_is_as_plain(fn, p):
     assert torch.equal(bound(0, fn, X, p, True), fn(X, p, True))
 
 
-@pytest.mark.parametrize("fn", [F.dropout, F.dropout2d, F.alpha_dropout])
-def test_a_probability_outside_0_and_1_is_refused(fn):
-    with pytest.raises(ValueError, match=r"1\.5"):
-        bound(0, fn, X, 1.5, True)
-
-
 def filled(dtype, count, *bounds):
     """Integers of the whole range of the dtype, or between bounds."""
     return bound(0, torch.empty(count, dtype=dtype).random_, *bounds)
@@ -135,6 +129,14 @@ BAD = {
     "dropout": (F.dropout2d, torch.ones(()), "2 dimensions"),
     "dimensions": (lambda x: x.expand(2, 2, 3).multinomial(1), ONES, "or 2 dim.*3"),
     "samples": (lambda x: x.multinomial(0), ONES, "at least 1 sample, got 0"),
+    **{
+        f"p of {fn.__name__}": (lambda x, fn=fn: fn(x, 1.5, True), X, r"1\.5")
+        for fn in (F.dropout, F.dropout2d, F.alpha_dropout)
+    },
+    "a mask, and causal": (
+        *(lambda q: attended(q, attn_mask=q, is_causal=True), Q),
+        "either attn_mask or is_causal",
+    ),
     "a layout": (
         lambda x: torch.rand_like(x, layout=torch.sparse_coo),
         ONES,
@@ -233,11 +235,6 @@ def test_attention_is_autocast_as_torchs():
         got, want = bound(0, attend, 1e-9), attend(0.0)
     assert got.dtype is want.dtype is torch.bfloat16
     torch.testing.assert_close(got, want)
-
-
-def test_attention_with_a_mask_and_causal_is_refused():
-    with pytest.raises(ValueError, match=r"either attn_mask or is_causal"):
-        bound(0, lambda: attended(Q, attn_mask=MASK, is_causal=True))
 
 
 RECURRENT = {
