@@ -53,7 +53,7 @@ def _autocast() -> dict[str, Any]:
     }
 
 
-# Alive until the cache of casts is emptied.
+# Returns an object until the cache of casts is emptied, and then None.
 _cast: Callable[[], object] = _nothing
 
 
@@ -100,7 +100,7 @@ class Ambient:
         others: list[tuple[Any, Any]] = []
         if devices or streams:
             others += [(s, state_of(s)) for s in (*devices, *streams)]
-        # Until the forward has ended.
+        # The states at the call; None once the forward has ended.
         self._before: tuple[Any, Any] | None = ours.read(), others
 
     @property
@@ -123,7 +123,7 @@ class Ambient:
         if others or present:
             moved += others if always else moved_since(others)
             known = {id(s) for s, _ in others}
-            # Those that the forward initialized.
+            # The forward initialized these.
             fresh = [g for g in present if id(g) not in known]
             moved += [(g, _initial_state(g)) for g in fresh]
         self._plain = not (always or moved or self._autocast)
@@ -187,7 +187,7 @@ class Ambient:
                 stack.enter_context(context)
         if self._casts is None or not is_inside:
             torch.clear_autocast_cache()
-            # Before autocast ends, which may be the user's own.
+            # This runs before autocast ends, which may be the user's own.
             stack.callback(torch.clear_autocast_cache)
         elif self._casts() is None:
             # What is cast here is of other code, which may have changed weights since.

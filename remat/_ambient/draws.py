@@ -47,7 +47,7 @@ class Guard(Observer):
         raise RandomnessError(self._message.format(op=func, where=user_line()))
 
 
-# Whose tags can be trusted.
+# The tags of these namespaces can be trusted.
 _TAGGED = ("aten", "prims", "prim", "remat")
 
 

@@ -133,8 +133,8 @@ class Schedule(abc.ABC):
         ...         return iter([Save(0), Advance(0, length)])
         ...     def backward(self, length):
         ...         return iter([Load(0), Drop(0), Reverse(0, length)])
-        ...     def evaluations(self, length):
-        ...         return Evaluations(length, length)
+        >>> NoCheckpoints().evaluations(10)
+        Evaluations(forward=10, backward=10)
         >>> import torch
         >>> from remat import chain
         >>> def last(x):
@@ -153,9 +153,14 @@ class Schedule(abc.ABC):
     def backward(self, length: int) -> Iterator[Action]:
         """Return what the backward does with the checkpoints of the forward."""
 
-    @abc.abstractmethod
     def evaluations(self, length: int) -> Evaluations:
         """Predict how many steps the forward and the backward run."""
+        forward, backward = self.forward(length), self.backward(length)
+        return Evaluations(_steps_of(forward), _steps_of(backward))
+
+
+def _steps_of(actions: Iterator[Action]) -> int:
+    return sum(a.stop - a.start for a in actions if isinstance(a, (Advance, Reverse)))
 
 
 def check_count(taker: str, name: str, value: object, least: int = 1) -> None:

@@ -15,7 +15,7 @@ one.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -60,11 +60,9 @@ class LoopBudget:
 
 
 def budget_of(
-    taker: str, budget: int | str | None, policy: Any, **others: object
-) -> LoopBudget | None:
-    """Return the budget that a user asks for; None if for none."""
-    if budget is None:
-        return None
+    taker: str, budget: int | str, policy: Any, others: Mapping[str, object]
+) -> LoopBudget:
+    """Return the budget that a user asks for, who passes none of the others."""
     for name, value in others.items():
         if value is not None:
             shown = {"taker": taker, "budget": budget, "name": name, "value": value}

@@ -208,13 +208,13 @@ def _schedule_within(
     batch = batch_size()
     inside = replace(budget, nbytes=budget.nbytes // batch)
     kind = _kind_of_chain(call, inputs, needs, inside)
-    numbers = _KNOWN.get(*kind)
+    numbers = _known(*kind)
     if numbers is None:
         numbers = measured(*called, steps, inside.nbytes, is_batched=batch > 1)
         if isinstance(numbers, Exception):
             other = Sqrt() if steps.length is not None else Online(_ONLINE)
             return other, _UNMEASURED.format(label=steps.label, error=numbers)
-        _KNOWN.add(*kind, numbers)
+        _remember(*kind, numbers)
     found, few = chosen(numbers, steps.length, inside.nbytes)
     if found is None:
         few *= batch
@@ -244,42 +244,35 @@ _TOO_SMALL = (
 # --- Chains that are alike ---
 
 
-class _KnownSteps:
-    """What was measured, by kind. The least recently used is forgotten first.
+# What was measured, by kind, and for each by the numbers that its steps refer to.
+_KNOWN: OrderedDict[Hashable, dict[int, StepBytes]] = OrderedDict()
+_KINDS, _TIMES = 128, 4
+_LOCK = threading.Lock()
+
+
+def _known(kind: Hashable, numbers: int) -> StepBytes | None:
+    """Return what was measured of a kind; None if nothing was.
 
     A step that counts refers to another number in each call. Once some measurements
     with other numbers were all the same, no more are made.
     """
-
-    def __init__(self, size: int) -> None:
-        self._size, self._lock = size, threading.Lock()
-        self._found: OrderedDict[Hashable, dict[int, StepBytes]]
-        self._found = OrderedDict()
-
-    def get(self, code: Hashable, numbers: int) -> StepBytes | None:
-        """Return what was measured of a kind; None if nothing was."""
-        with self._lock:
-            found = self._found.get(code)
-            if found is None:
-                return None
-            self._found.move_to_end(code)
-            if len(found) == _TIMES and len({*found.values()}) == 1:
-                return next(iter(found.values()))
-            return found.get(numbers)
-
-    def add(self, code: Hashable, numbers: int, costs: StepBytes) -> None:
-        """Remember what was measured."""
-        with self._lock:
-            found = self._found.setdefault(code, {})
-            found[numbers] = costs
-            if len(found) > _TIMES:
-                del found[next(iter(found))]
-            if len(self._found) > self._size:
-                self._found.popitem(last=False)
+    with _LOCK:
+        found = _KNOWN.get(kind, {})
+        costs = {*found.values()}
+        if len(found) == _TIMES and len(costs) == 1:
+            return costs.pop()
+        return found.get(numbers)
 
 
-_TIMES = 4
-_KNOWN = _KnownSteps(128)
+def _remember(kind: Hashable, numbers: int, costs: StepBytes) -> None:
+    """Remember what was measured; the oldest is forgotten first."""
+    with _LOCK:
+        found = _KNOWN.setdefault(kind, {})
+        found[numbers] = costs
+        if len(found) > _TIMES:
+            del found[next(iter(found))]
+        if len(_KNOWN) > _KINDS:
+            _KNOWN.popitem(last=False)
 
 
 def _kind_of_chain(
@@ -293,7 +286,7 @@ def _kind_of_chain(
     That is the code, with shapes and settings, and the numbers that it leads to.
     """
     steps = call.steps
-    # Of more steps, none more is run to measure them.
+    # A trial runs at most so many steps: longer chains are alike.
     most = TOGETHER + len(call.initial) + 2
     is_long = (steps.length or 0) > most
     rows = {*call.scanned} if is_long else ()

@@ -121,11 +121,12 @@ class Reversing:
         self._wanted = wanted
         self._is_watched = False
         outs = chain.call.outs
-        # Of the live carry, and of what was collected.
+        # The cotangents of the live carry, and those of what was collected.
         self._cts = [cotangents.get(j) for j in outs.of_carry]
         self._collected = [cotangents.get(j) for j in outs.of_collected]
         self._grads: dict[int, Tensor] = {}
-        # Of what is scanned: the whole of it, or parts where that cannot be written to.
+        # The gradients of what is scanned: whole, or in parts below a vmap, where no
+        # whole can be written to.
         self._whole: dict[int, Tensor] = {}
         self._slices: dict[int, list[tuple[int, Tensor]]] = {}
         self._stored = Stored(on_disk=False)
@@ -193,9 +194,10 @@ class Reversing:
     def _segment(
         self, start: int, stop: int
     ) -> tuple[Segment, Sequence[bool], list[Tensor]]:
-        """Take the live carry; return some steps from it on, and what they are given.
+        """Take the live carry and make a segment of it.
 
-        Between these are the tensors of the carry that are differentiated.
+        Returns:
+            The segment, which tensors of its carry are differentiated, and its inputs.
         """
         live, self.live = self.live, None
         assert live is not None
@@ -422,7 +424,7 @@ def _connected(
         # Tangents depend on all inputs, if one has a tangent. And a recompute, for a
         # level that differentiates fewer of them, is to be the same operations.
         ends = [*filter(has_derivatives, inputs)]
-    # To wait for an accelerator takes longer than to send it a zero.
+    # Waiting for an accelerator takes longer than sending it a zero.
     devices = [t.device for t in ends]
     device = next((d for d in devices if d.type != "cpu"), devices[0])
     total = functools.reduce(torch.add, (_nothing_of(t).to(device) for t in ends))

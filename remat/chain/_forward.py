@@ -297,7 +297,7 @@ class _Sweep:
 
     def _goes_on(self, asked: Callable[[Any, Any], bool]) -> bool:
         """Ask whether there is another step."""
-        # Before a step has changed anything, all is as it was at the call.
+        # Until a step changes something, everything is as it was at the call.
         before = self._moment() if self.is_noting else self._before
         goes_on = asked(self._fn, self._live.tree)
         what = self.change(before)

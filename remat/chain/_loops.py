@@ -21,6 +21,7 @@ from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
 from remat.chain._budget import budget_of
 from remat.chain._call import (
+    Strategy,
     call_chain,
     check_callable,
     label_for,
@@ -131,9 +132,7 @@ def scan(
         torch.Size([3])
     """
     check_callable("scan", [f], progress)
-    given = {"checkpoints": checkpoints, "disk": disk or None}
-    given |= {"unroll": None if unroll == 1 else unroll}
-    asked = budget_of("scan", budget, policy, **given)
+    asked = _asked("scan", checkpoints, unroll, budget, policy, disk=disk)
     label = label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
@@ -141,9 +140,8 @@ def scan(
     steps = Steps(
         _scan_step, label, count, scanned=1, is_reversed=reverse, on_disk=disk
     )
-    schedule = asked or schedule_for(checkpoints, unroll)
     args = init, map_tree(_alias, xs)
-    return call_chain(policed(f, policy), args, steps, schedule, progress)
+    return call_chain(policed(f, policy), args, steps, asked, progress)
 
 
 def fori_loop(
@@ -195,17 +193,14 @@ def fori_loop(
         (1024.0, 5120.0)
     """
     check_callable("fori_loop", [body], progress)
-    given = {"checkpoints": checkpoints, "disk": disk or None}
-    given |= {"unroll": None if unroll == 1 else unroll}
-    asked = budget_of("fori_loop", budget, policy, **given)
+    asked = _asked("fori_loop", checkpoints, unroll, budget, policy, disk=disk)
     first, stop = operator.index(lower), operator.index(upper)
     if stop <= first:
         return init
     label = label_for("fori_loop", body)
     step = functools.partial(_counted_step, first)
     steps = Steps(step, label, stop - first, on_disk=disk)
-    schedule = asked or schedule_for(checkpoints, unroll)
-    return call_chain(policed(body, policy), (init,), steps, schedule, progress)[0]
+    return call_chain(policed(body, policy), (init,), steps, asked, progress)[0]
 
 
 def while_loop(
@@ -259,13 +254,11 @@ def while_loop(
         (0.75, 0.25)
     """
     check_callable("while_loop", [cond, body], progress)
-    given = {"checkpoints": checkpoints, "disk": disk or None}
-    schedule = budget_of("while_loop", budget, policy, **given)
-    schedule = schedule or _online(checkpoints)
+    asked = _asked("while_loop", checkpoints, 1, budget, policy, disk=disk)
     label = label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on, on_disk=disk)
     both = cond, policed(body, policy)
-    return call_chain(both, (init,), steps, schedule, progress)[0]
+    return call_chain(both, (init,), steps, asked, progress)[0]
 
 
 # --- Steps ---
@@ -301,6 +294,25 @@ def _goes_on(both: tuple[Any, Any], carry: Any) -> bool:
 
 
 # --- Arguments ---
+
+
+def _asked(
+    taker: str,
+    checkpoints: Checkpoints,
+    unroll: int,
+    budget: int | str | None,
+    policy: PolicyLike,
+    *,
+    disk: bool,
+) -> Strategy:
+    """Return what a user asks for: a budget, or a schedule."""
+    if budget is not None:
+        others = {"checkpoints": checkpoints, "disk": disk or None}
+        others |= {"unroll": None if unroll == 1 else unroll}
+        return budget_of(taker, budget, policy, others)
+    if taker == "while_loop":
+        return _online(checkpoints)
+    return schedule_for(checkpoints, unroll)
 
 
 def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:

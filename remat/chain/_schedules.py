@@ -192,6 +192,7 @@ class Binomial(Schedule):
         """Reverse the chain from the carries of the first descent."""
         return reverse(self._descent(length), length, self.checkpoints, self.unroll)
 
+    @override
     def evaluations(self, length: int) -> Evaluations:
         """Count by the closed form."""
         chain = units(0, length, self.unroll)
@@ -308,10 +309,10 @@ class Online(Schedule):
             stored = self._stored(length)
         return reverse(stored, length, self.checkpoints)
 
+    @override
     def evaluations(self, length: int) -> Evaluations:
         """Count by following the places, in time proportional to the length."""
-        stored = self._stored(length)
-        intervals = itertools.pairwise([*stored, length])
+        intervals = itertools.pairwise([*self._stored(length), length])
         again = sum(
             advances(stop - start, self.checkpoints - earlier)
             for earlier, (start, stop) in enumerate(intervals)
@@ -353,10 +354,6 @@ class Segments(Schedule):
             yield Reverse(start, stop)
             yield Drop(start)
             stop = start
-
-    def evaluations(self, length: int) -> Evaluations:
-        """Count every step twice."""
-        return Evaluations(length, length)
 
 
 def ranges_of(segments: Segments, length: int) -> list[range]:

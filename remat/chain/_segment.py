@@ -1,8 +1,9 @@
-"""Some steps of a chain, as a program: from a carry on.
+"""A segment: some steps of a chain as a program, whose inputs begin with a carry.
 
-Invariant: a segment runs in the state of the chain's forward, from where the random
-streams were at its first step. Rejected: to slice what is scanned inside the segment.
-The gradient of a slice would be as large as the whole, in each step.
+Invariant: a segment runs in the state of the chain's forward, and random streams are
+where they were at its first step.
+Rejected: slicing what is scanned inside the segment. The gradient of a slice would be
+as large as the whole, in each step.
 """
 
 import functools
@@ -68,7 +69,7 @@ class Segment(Program):
         return {count + i for i, _ in known if i in own} if own else ()
 
     def carry_of(self, outs: Sequence[Tensor]) -> Live:
-        """Return the carry after the steps, of the outputs of the last run."""
+        """Return the carry that the outputs of the last run begin with."""
         assert self._after is not None
         return self._after._replace(tensors=outs[: len(self._after.needs)])
 
@@ -84,7 +85,7 @@ class Segment(Program):
 
         carry, ys = self._called(call, inputs[count:], mode, here().runs)
         tensors, frame = tensors_and_frame(carry)
-        # Who differentiates it is outside, and does not show in the tensors.
+        # The tensors do not show that a level outside differentiates them.
         needs = [*map(has_derivatives, tensors)]
         self._after = Live((), frame, needs, self._ambient, self._objects)
         return (*tensors, *(t for y in ys for t in tensors_and_frame(y)[0]))
@@ -143,10 +144,10 @@ class Segment(Program):
         """Call something with the function and the arguments of the chain.
 
         Args:
-            call: is given them, as they were at the first step.
-            inputs: of the chain.
-            mode: to run under.
-            runs: where the run is noted, if its graph is to be differentiated.
+            call: what is called.
+            inputs: of the chain, in place of the user's own tensors.
+            mode: the mode that the run is under.
+            runs: a list that gets the run, if its graph is to be differentiated.
         """
         chain, context, all_steps = self._chain, here(), self._call
         reach, state = all_steps.reach, self._state()

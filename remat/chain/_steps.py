@@ -276,7 +276,7 @@ def _leaf(tensor: Tensor, need: bool) -> Tensor:
     return new
 
 
-# Is shown the results and the leaves of a step before its graph is dropped.
+# A function of the results and the leaves of a step, called while its graph is there.
 Look: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
