@@ -8,7 +8,7 @@ from support.tables import rows
 from support.zoo import Evaluations
 from torch.func import grad
 
-from remat import RecomputeError, remat
+from remat import remat
 from remat.testing import count_ops, live_bytes
 
 
@@ -55,15 +55,6 @@ def test_what_was_cast_is_freed_when_a_call_fails(evaluation):
     failed()
     assert live_bytes(failed) == 0
     check_that_calls_work()
-
-
-def test_an_exception_carries_a_note_of_the_function_and_where_it_was_decorated():
-    y = remat(failing(2))(leaf(3, 3))
-    with pytest.raises(FailureError, match="boo") as caught:
-        y.backward()
-    (note,) = caught.value.__notes__
-    assert "recomputing `failing.<locals>.breaks`" in note
-    assert f"(rematerialized at {__file__}:" in note
 
 
 def backward(fn, x):
@@ -124,18 +115,3 @@ def test_a_forward_that_fails_leaves_the_state_alone_and_gets_no_note(transform)
     assert not hasattr(caught.value, "__notes__")
     assert state_of_now() == before
     check_that_calls_work()
-
-
-@pytest.mark.parametrize("higher_order", [False, True])
-def test_a_recomputation_that_computes_something_else_is_an_error(higher_order):
-    calls = Evaluations()
-
-    def fn(x):
-        calls.note(None)
-        return x.sin().reshape((3,) if len(calls) == 1 else (1, 3)).cos()
-
-    y = remat(fn, higher_order=higher_order)(leaf(3))
-    # The graph of the forward tells what is saved, one node what is returned.
-    differs = r"saves something else" if not higher_order else r"returned"
-    with pytest.raises(RecomputeError, match=rf"{differs}[\s\S]*\[1, 3\]"):
-        y.sum().backward()

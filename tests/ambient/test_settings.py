@@ -198,14 +198,6 @@ def test_autocast_entered_inside_is_entered_again(square):
 # --- The cache of autocast ---------------------------------------------------------
 
 
-@replayed(sin=2 * 2)
-def test_autocast_casts_a_weight_once_for_two_calls(wrap, square):
-    call, (x, w) = wrap(cast), square
-    with autocast():
-        y = call(call(x, w), w).float().sum()
-    return torch.autograd.grad(y, square)
-
-
 # The recompute casts x, w, and w again.
 @replayed(sin=2, _to_copy=(8, 8 + 3))
 def test_autocast_with_another_setting_of_its_cache(wrap, square):

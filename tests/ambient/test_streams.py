@@ -1,6 +1,5 @@
 """Streams that are objects are replayed, wherever they are held."""
 
-import functools
 import random
 
 import numpy as np
@@ -137,48 +136,15 @@ def forked(x):
         return drawn(x)
 
 
-class Forked(nn.Module):
-    def forward(self, x):
-        return forked(x)
-
-
-aliased_fork = torch.random.fork_rng
-partial_fork = functools.partial(torch.random.fork_rng, devices=[])
-get, put = random.getstate, random.setstate
-
-
-def forked_by_alias(x):
-    with aliased_fork(devices=[]):
-        return drawn(x)
-
-
-def forked_by_partial(x):
-    with partial_fork():
-        return drawn(x)
-
-
 @torch.random.fork_rng(devices=[])
 def forked_by_decorator(x):
     return drawn(x)
-
-
-class ForkedForward(nn.Module):
-    @torch.random.fork_rng(devices=[])
-    def forward(self, x):
-        return drawn(x)
 
 
 def put_back(x):
     state = random.getstate()
     y = (x * random.random()).sin().exp()
     random.setstate(state)
-    return y
-
-
-def put_back_by_alias(x):
-    state = get()
-    y = (x * random.random()).sin().exp()
-    put(state)
     return y
 
 
@@ -195,13 +161,8 @@ def reseeded(x):
 
 RESETS = {
     "fork": forked,
-    "fork in a module": Forked(),
-    "fork by another name": forked_by_alias,
-    "fork by a partial": forked_by_partial,
     "fork by a decorator": forked_by_decorator,
-    "fork by a decorator of a method": ForkedForward(),
     "put back": put_back,
-    "put back by another name": put_back_by_alias,
     "derived": derived,
     "seeded": reseeded,
 }

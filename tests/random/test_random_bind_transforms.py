@@ -254,12 +254,6 @@ def test_no_mask_is_held_for_the_backward():
     assert live_bytes(lambda: bound(0, F.dropout, x)) - x.nbytes < 1000
 
 
-def test_backward_outside_of_the_block_is_of_the_same_mask():
-    w = make(8, 8).requires_grad_()
-    (got,) = torch.autograd.grad(loss(w, key(4)), w)
-    assert torch.equal(got, torch.autograd.grad(written_out(w, key(4)), w)[0])
-
-
 def test_two_calls_in_one_block_draw_different_masks():
     x = torch.ones(64, requires_grad=True)
     with bind(key(1)):

@@ -1,5 +1,6 @@
 """Keys are made, derived, indexed and compared, and are no numbers."""
 
+import functools
 import operator
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch.func import grad, vmap
 from remat import random
 from remat.random import Key
 from remat.testing import assert_same
+
+
+FOLD = functools.partial(random.fold_in, K)
 
 
 # --- Making keys -------------------------------------------------------------------
@@ -33,21 +37,6 @@ def test_the_keys_of_a_seed_are_those_of_torch():
 )
 def test_a_seed_is_any_integer_of_64_bits(seed, word):
     assert random.key(seed).data.tolist() == [word, 0]
-
-
-NO_SEED = {
-    "too large": (2**64, OverflowError, "has more than 64 bits"),
-    "too small": (-(2**63) - 1, OverflowError, "has more than 64 bits"),
-    "a float": (1.0, TypeError, "cannot be interpreted as an integer"),
-    "a text": ("1", TypeError, "cannot be interpreted as an integer"),
-    "nothing": (None, TypeError, "cannot be interpreted as an integer"),
-}
-
-
-@rows("seed, error, match", NO_SEED)
-def test_a_seed_that_is_no_integer_of_64_bits_is_refused(seed, error, match):
-    with pytest.raises(error, match=match):
-        random.key(seed)
 
 
 def test_a_key_is_made_on_a_device():
@@ -80,12 +69,6 @@ def test_a_key_is_made_on_a_device():
 def test_data_that_is_no_key_is_refused(use, data, error, match):
     with pytest.raises(error, match=match):
         use(data)
-
-
-@pytest.mark.parametrize("make", [random.wrap_key_data, Key])
-def test_another_generator_is_refused(make):
-    with pytest.raises(NotImplementedError, match="no generator 'threefry2x32'"):
-        make(K.data, impl="threefry2x32")
 
 
 # --- Deriving keys -----------------------------------------------------------------
@@ -122,26 +105,6 @@ def test_fold_in_broadcasts_keys_and_numbers():
     assert out.shape == (2, 3)
     assert out[1, 2] == random.fold_in(KEYS[1, 2], 7)
     assert random.fold_in(KEYS[:, :1], torch.arange(4)).shape == (2, 4)
-
-
-NOT_FOLDED = {
-    "negative": (-1, ValueError, r"from 0 to 2\*\*64 - 1, got -1"),
-    "too large": (
-        2**64,
-        ValueError,
-        r"from 0 to 2\*\*64 - 1, got 18446744073709551616",
-    ),
-    "a float": (1.0, TypeError, "cannot be interpreted as an integer"),
-    "floats": (torch.ones(2), TypeError, "integers, got a tensor of torch.float32"),
-    "bools": (torch.tensor(True), TypeError, "integers, got a tensor of torch.bool"),
-    "complex": (torch.ones(2) * 1j, TypeError, "got a tensor of torch.complex64"),
-}
-
-
-@rows("number, error, match", NOT_FOLDED)
-def test_fold_in_of_what_is_no_integer_of_64_bits_is_refused(number, error, match):
-    with pytest.raises(error, match=match):
-        random.fold_in(K, number)
 
 
 def test_a_raw_key_gives_a_raw_key_of_the_same_bits():
@@ -187,20 +150,6 @@ def test_an_index_is_into_the_shape_of_the_keys(index):
     assert_same(KEYS[index].data, flat[numbers[index]])
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        *((0, 0, 0), (..., 0, 0, 0), (torch.ones(2, 3, dtype=torch.bool), 0)),
-        *((np.ones((2, 3), bool), 0), ([[True] * 3] * 2, slice(None))),
-    ],
-)
-def test_too_many_indices_are_refused(index):
-    with pytest.raises(IndexError, match=r"3 indices for keys of shape \(2, 3\)"):
-        KEYS[index]
-    with pytest.raises(IndexError, match=r"1 indices .* use remat.random.split"):
-        K[0]
-
-
 def test_keys_are_iterated_over_and_counted():
     assert len(KEYS) == 2
     assert [k.shape for k in KEYS] == [(3,)] * 2
@@ -209,26 +158,57 @@ def test_keys_are_iterated_over_and_counted():
     assert a in KEYS[1]
 
 
+# --- What is refused ---------------------------------------------------------------
+
+
+MANY = r"3 indices for keys of shape \(2, 3\)"
+NO_INTEGER = "cannot be interpreted as an integer"
+SOME = torch.ones(2, 3, dtype=torch.bool)
+# What is called, with what, and the error.
 REFUSED = {
-    "assigned to": (
-        lambda: setattr(K, "data", KEYS.data),
-        *(AttributeError, "cannot assign to field 'data'"),
-    ),
-    "split into fewer than none": (
-        lambda: random.split(K, (2, -1)),
+    "a seed too large": (random.key, 2**64, OverflowError, "has more than 64 bits"),
+    "too small": (random.key, -(2**63) - 1, OverflowError, "has more than 64 bits"),
+    "a float for a seed": (random.key, 1.0, TypeError, NO_INTEGER),
+    "a text for a seed": (random.key, "1", TypeError, NO_INTEGER),
+    "no seed": (random.key, None, TypeError, NO_INTEGER),
+    "a negative number": (FOLD, -1, ValueError, r"from 0 to 2\*\*64 - 1, got -1"),
+    "a number too large": (FOLD, 2**64, ValueError, r"0 to 2\*\*64 - 1, got 18446744"),
+    "a float": (FOLD, 1.0, TypeError, NO_INTEGER),
+    "floats": (FOLD, torch.ones(2), TypeError, "integers, got a tensor of torch.flo"),
+    "bools": (FOLD, SOME, TypeError, "integers, got a tensor of torch.bool"),
+    "complex": (FOLD, torch.ones(2) * 1j, TypeError, "a tensor of torch.complex64"),
+    "three indices": (KEYS.__getitem__, (0, 0, 0), IndexError, MANY),
+    "four indices": (KEYS.__getitem__, (..., 0, 0, 0), IndexError, MANY),
+    "a mask and an index": (KEYS.__getitem__, (SOME, 0), IndexError, MANY),
+    "of NumPy": (KEYS.__getitem__, (SOME.numpy(), 0), IndexError, MANY),
+    "a list": (KEYS.__getitem__, (SOME.tolist(), slice(None)), IndexError, MANY),
+    "an index of one": (K.__getitem__, 0, IndexError, "1 ind.*use remat.random.split"),
+    "a negative count": (
+        *(lambda n: random.split(K, n), (2, -1)),
         *(ValueError, r"cannot split a key into \(2, -1\) keys"),
     ),
-    "the length of one": (lambda: len(K), TypeError, r"len\(\) of one key"),
-    "the items of one": (lambda: iter(K), TypeError, "one key cannot be iterated over"),
-    "hashed": (lambda: {K: 1}, TypeError, "a key cannot be hashed"),
-    "asked for its truth": (lambda: bool(K), TypeError, "neither true nor false.*None"),
+    "assigned to": (
+        *(lambda data: setattr(K, "data", data), KEYS.data),
+        *(AttributeError, "cannot assign to field 'data'"),
+    ),
+    "the length of one": (len, K, TypeError, r"len\(\) of one key"),
+    "the items of one": (iter, K, TypeError, "one key cannot be iterated over"),
+    "hashed": (hash, K, TypeError, "a key cannot be hashed"),
+    "asked for its truth": (bool, K, TypeError, "neither true nor false.*None"),
+    **{
+        f"another generator of {make.__name__}": (
+            *(lambda data, make=make: make(data, impl="threefry2x32"), K.data),
+            *(NotImplementedError, "no generator 'threefry2x32'"),
+        )
+        for make in (random.wrap_key_data, Key)
+    },
 }
 
 
-@rows("use, error, match", REFUSED)
-def test_what_a_key_is_not_is_refused(use, error, match):
+@rows("use, what, error, match", REFUSED)
+def test_what_is_no_key_no_seed_and_no_index_is_refused(use, what, error, match):
     with pytest.raises(error, match=match):
-        use()
+        use(what)
 
 
 # --- Equality ----------------------------------------------------------------------
@@ -290,19 +270,6 @@ def test_a_key_is_no_number(op):
 def test_torch_does_not_take_a_key_for_a_tensor(op):
     with pytest.raises(TypeError, match="Key"):
         op(K)
-
-
-def test_fold_in_is_an_index_into_split():
-    many = random.split(K, 9)
-    assert [random.fold_in(K, i) == many[i] for i in range(9)] == [True] * 9
-    assert random.fold_in(K, torch.arange(9)) == many
-    assert random.fold_in(KEYS, 1) == random.split(KEYS)[1]
-
-
-def test_a_number_in_a_tensor_is_folded_in_modulo_64_bits():
-    word = torch.tensor(-1)
-    assert random.fold_in(K, 2**64 - 1) == random.fold_in(K, word)
-    assert random.fold_in(K, word.view(torch.uint64)) == random.fold_in(K, word)
 
 
 def test_key_data_and_wrap_key_data_are_inverse():

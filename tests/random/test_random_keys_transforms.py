@@ -10,7 +10,7 @@ import torch
 from support.draws import KEYS, K
 from support.tables import rows
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
@@ -94,36 +94,12 @@ def test_vmap_takes_and_returns_keys():
     assert vmap(lambda k: k[1])(KEYS) == KEYS[:, 1]
 
 
-def test_vmap_nests():
-    want = torch.stack([torch.stack([draws(k) for k in row]) for row in KEYS])
-    assert_same(vmap(vmap(draws))(KEYS), want)
-    assert_same(vmap(vmap(draws), in_dims=1, out_dims=1)(KEYS), want)
-    inner = vmap(lambda k, x: draws(k) * x, in_dims=(None, 0))
-    x = torch.ones(2, 4)
-    assert_same(vmap(inner)(KEYS[:, 0], x), want[:, :1].expand(2, 4, 3))
-
-
-def test_a_number_of_the_loop_is_folded_in_under_vmap():
-    assert vmap(lambda i: random.fold_in(K, i))(torch.arange(4)) == random.split(K, 4)
-    each = [random.fold_in(k, i) for i, k in enumerate(KEYS)]
-    assert [*vmap(random.fold_in)(KEYS, torch.arange(2))] == each
-
-
 X = torch.tensor([0.5, 1.0, 2.0])
 
 
 def loss(x, key=K):
     a, b = random.split(key)
     return ((draws(a) * x).sin() * random.uniform(b, (3,))).sum()
-
-
-def test_derivatives_of_functions_that_take_a_key():
-    assert_same(grad(loss)(X, K), grad(loss)(X))
-    assert_same(hessian(loss)(X, K), hessian(loss)(X))
-    got = jvp(lambda x: loss(x, K), (X,), (torch.ones(3),))
-    assert_same(got, jvp(loss, (X,), (torch.ones(3),)))
-    each = torch.stack([grad(loss)(X, k) for k in KEYS[0]])
-    assert_same(vmap(grad(loss), in_dims=(None, 0))(X, KEYS[0]), each)
 
 
 def test_remat_returns_keys():
@@ -165,12 +141,6 @@ def test_compiled_functions_take_and_return_keys(backend):
     assert got[0] == want[0]
     assert_same(got[1:], want[1:])
     assert_same(compiled(KEYS[0, 0], {"k": KEYS})[1], fn(KEYS[0, 0], {"k": KEYS})[1])
-
-
-def test_a_key_is_made_from_a_seed_in_a_compiled_function():
-    torch._dynamo.reset()
-    fn = torch.compile(lambda: random.key(7), backend="aot_eager", fullgraph=True)
-    assert fn() == random.key(7)
 
 
 def test_compiled_transforms_of_functions_that_take_keys():
