@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,6 +60,7 @@ OF_TORCH = {
     "in place": lambda x: (x * torch.empty(64).normal_()).sin(),
     "permutation": lambda x: x.sin() * torch.arange(64.0)[torch.randperm(64)],
     "several": lambda x: (x * torch.rand(64) + torch.randn(64)).sin() * torch.rand(1),
+    "after what is saved": lambda x: (x * torch.rand(64)).sin() + torch.rand(64),
 }
 OF_THE_HOST = {
     "random": draw_python,
@@ -92,6 +94,24 @@ def by_two_backwards(call, x):
     return [torch.autograd.grad(y, x, retain_graph=True) for _ in "ab"]
 
 
+def by_an_error_and_another_backward(call, x):
+    y = call(x).sum()
+    handle = x.register_hook(_fail)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        torch.autograd.grad(y, x, retain_graph=True)
+    handle.remove()
+    return states(), torch.autograd.grad(y, x)
+
+
+def _fail(_):
+    raise ZeroDivisionError("planted")
+
+
+def by_a_backward_in_a_thread(call, x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.autograd.grad, call(x).sum(), x).result()
+
+
 def by_calls_in_a_row(call, x):
     return torch.autograd.grad((call(x) + 2 * call(x) + 3 * call(x)).sum(), x)
 
@@ -117,6 +137,8 @@ WAYS = {
     "backward": (by_backward, (1, 2)),
     "other draws before the backward": (after_other_draws, (1, 2)),
     "two backwards": (by_two_backwards, (1, 3)),
+    "an error, and another backward": (by_an_error_and_another_backward, (1, 3)),
+    "a backward in a thread": (by_a_backward_in_a_thread, (1, 2)),
     "calls in a row": (by_calls_in_a_row, (3, 6)),
     "second derivative": (by_a_second_derivative, (1, 3)),
     "grad": (lambda call, x: grad(lambda x: call(x).sum())(x.detach()), (1, 2)),
