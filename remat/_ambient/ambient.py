@@ -199,11 +199,12 @@ class Ambient:
 def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     """Note the state of all streams in the middle of a forward.
 
-    If nothing was drawn since `earlier`, which knows all of them, that is returned.
+    If nothing was drawn since `earlier`, and no stream is new, that is returned.
     """
     if earlier is not None and not moved_since(earlier.moved):
-        known = {getattr(stream, "of", 0) for stream, _ in earlier.moved}
-        if known.issuperset(stream.of for stream in streams):
+        given = {stream.of for stream in streams}
+        known = (getattr(stream, "of", 0) for stream, _ in earlier.moved)
+        if not given or given.issubset(known):
             return earlier
     ambient = Ambient(streams, always=True)
     ambient.forward_done(keeps_casts=True)
