@@ -108,27 +108,6 @@ def test_a_step_draws_the_same_numbers_again(name, checkpoints, transform):
     assert again >= plain + length
 
 
-def test_a_key_may_be_a_part_of_the_carry():
-    def step(carry, _):
-        x, key = carry
-        key, now = random.split(key, 2)
-        return (random.dropout(now, torch.sin(x) + x, 0.3), key), None
-
-    def last(loop, x):
-        carry = x, KEY
-        if loop is None:
-            for _ in range(10):
-                carry, _ = step(carry, None)
-            return carry[0].sum()
-        return chain.scan(step, carry, length=10, checkpoints=3)[0][0].sum()
-
-    want = torch.func.grad(lambda x: last(None, x))(X)
-    with count_ops() as ops:
-        got = torch.func.grad(lambda x: last(chain.scan, x))(X)
-    assert_same(got, want)
-    assert ops["sin"] > 20
-
-
 def test_states_of_streams_are_stored_only_if_something_was_drawn(monkeypatch):
     seen = []
     load = chain._steps.Stored.load

@@ -171,6 +171,26 @@ def of_returned_inputs(loops, w, x, **options):
     return loops.scan(step, (x, x.cos(), w), x.sin(), **options)
 
 
+def of_one_step(loops, w, x, **options):
+    return loops.scan(lambda h, s: (torch.tanh(h @ w), h), x, x[None], **options)
+
+
+def of_keys(loops, w, x, **options):
+    """A key in the carry, and one that is folded with the number of the step."""
+    key = random.key(3)
+
+    def step(carry, i):
+        h, mine = carry
+        mine, sub = random.split(mine)
+        noise = random.normal(sub, h.shape, dtype=h.dtype)
+        h = random.dropout(random.fold_in(key, i), torch.tanh(h @ w), 0.3)
+        return (h + noise, mine), noise.sum()
+
+    numbers = torch.arange(LENGTH)
+    (h, last), sums = loops.scan(step, (x, random.key(4)), numbers, **options)
+    return h, random.key_data(last), sums
+
+
 RUNS = {
     "pytrees": (of_pytrees, LENGTH),
     "nothing": (of_nothing, 9),
@@ -186,6 +206,8 @@ RUNS = {
     "one tensor twice": (of_one_tensor_twice, 4),
     "views": (of_views, 7),
     "returned inputs": (of_returned_inputs, 4),
+    "one step": (of_one_step, 1),
+    "keys": (of_keys, LENGTH),
 }
 
 # x is used in several places besides: the loops add these up in another order.
@@ -317,50 +339,6 @@ def test_results_may_be_changed_in_place_after_the_call():
         return of_backward(run, W, X)
 
     assert_chained(program, steps=LENGTH, runs=steps_run(LENGTH, checkpoints=3))
-
-
-# --- Keys ---------------------------------------------------------------------------
-
-
-def with_keys(loops, w, x, **options):
-    """A key in the carry, and one that is folded with the number of the step."""
-    key = random.key(3)
-
-    def step(carry, i):
-        h, mine = carry
-        mine, sub = random.split(mine)
-        noise = random.normal(sub, h.shape, dtype=h.dtype)
-        h = random.dropout(random.fold_in(key, i), torch.tanh(h @ w), 0.3)
-        return (h + noise, mine), noise.sum()
-
-    numbers = torch.arange(LENGTH)
-    (h, last), sums = loops.scan(step, (x, random.key(4)), numbers, **options)
-    return h, random.key_data(last), sums
-
-
-@rows("options", SCHEDULES)
-def test_keys_are_carried_and_folded_with_the_number_of_the_step(options):
-    is_alone = options in (SCHEDULES["three"], SCHEDULES["all"])
-    assert_backward(with_keys, W, X, steps=LENGTH, reassociated=not is_alone, **options)
-
-
-@rows("options", SCHEDULES)
-def test_a_scan_of_one_step_runs_it_twice(options):
-    def run(loops, w, x, **options):
-        return loops.scan(lambda h, s: (torch.tanh(h @ w), h), x, x[None], **options)
-
-    assert_backward(run, W, X, steps=1, **options)
-
-
-def test_gradients_are_added_to_those_of_leaves():
-    def program(loops):
-        w, x = leaves_of(W, X)
-        for _ in range(2):
-            scalar(by_scan_of(loops, w, x, SLICES, checkpoints=3)).backward()
-        return w.grad, x.grad
-
-    runs = 2 * steps_run(LENGTH, checkpoints=3)
-    assert_chained(program, steps=2 * LENGTH, runs=runs, reassociated=True)
 
 
 # --- fori_loop and while_loop ---
