@@ -9,7 +9,7 @@ lowerings would differ, and reports would be wrong.
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -55,7 +55,6 @@ UNSEEN = (
 )
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
-WORTH_DROPPING = 2**16  # bytes, below which "auto" keeps inputs that nothing reads
 
 
 def has_no_reason(policy: Policy | None, prune: Prune, elements: int) -> bool:
@@ -220,24 +219,6 @@ def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:
         for step, decision in zip(record.steps, plans.decisions, strict=True)
     ]
     return plans.planned_again(decisions, plans.extra_roots)
-
-
-def inputs_to_drop(
-    made: CallPlan,
-    prune: Prune,
-    droppable: Sequence[int],
-    nbytes: Callable[[int], int],
-    *,
-    is_differentiated: Callable[[int], bool] | None,
-) -> Sequence[int]:
-    """Return the inputs that a call need not keep, if dropping them is worth it."""
-    found = droppable
-    if is_differentiated is not None:
-        sources = made.residual_sources
-        found = [i for i in found if not (i in sources and is_differentiated(i))]
-    if prune is True or not found:
-        return found
-    return found if sum(map(nbytes, found)) >= WORTH_DROPPING else []
 
 
 # --- Warnings ---

@@ -140,6 +140,14 @@ class CallPlan:
     # differentiated again.
     residual_sources: frozenset[int] = frozenset()
 
+    def may_drop(self, i: int, *, is_differentiated: bool) -> bool:
+        """Say whether no recompute reads an input, however often it is differentiated.
+
+        `is_differentiated` says whether a node leads from residuals to their inputs.
+        """
+        is_source = is_differentiated and i in self.residual_sources
+        return i not in self.needed and not is_source
+
     @property
     def saved(self) -> frozenset[int]:
         """The operations whose results are saved."""

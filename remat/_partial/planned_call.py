@@ -32,7 +32,7 @@ from remat._graph.residual import CHANGED, OFFLOAD, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
 from remat._partial.check import Check
-from remat._partial.decide import ACCUMULATES, inputs_to_drop, plan_recorded
+from remat._partial.decide import ACCUMULATES, plan_recorded
 from remat._partial.options import Prune
 from remat._partial.recorder import Recorder
 from remat._partial.replay import Replay, is_droppable
@@ -48,6 +48,9 @@ from remat._torch import (
     transforms,
 )
 from remat.policies import Policy
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class PlannedCall:
@@ -70,7 +73,9 @@ class PlannedCall:
         self._inputs, self._inner, self._label = inputs, inner, label
         self.plans: Plans | None = None if cache.reason else cache.plans
         self.statics: dict[int, Any] = {}  # of the operations whose results are saved
-        self.dropped: dict[int, Absent] = {}  # the inputs that are not kept
+        # The inputs that are not kept, and whether calls after this one may keep fewer.
+        self.dropped: dict[int, Absent] = {}
+        self.may_drop = prune is True
         self.mode: Any = None  # to run the forward in; None to run it as it is
         plans = self.plans
         if not cache.reason:
@@ -85,20 +90,17 @@ class PlannedCall:
         self._was_seen = self.mode is not None
 
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
-        """Return the inputs that the call need not keep, if that is worth it."""
-        inputs, inner = self._inputs, self._inner
-        droppable = [i for i in plans.full.unneeded if is_droppable(inputs[i])]
-        if not droppable:
+        """Return the inputs that the call need not keep."""
+        if not self.may_drop:
             return ()
-        return inputs_to_drop(
-            plans.full.plan,
-            self._prune,
-            droppable,
-            lambda i: inputs[i].numel() * inputs[i].itemsize,
-            is_differentiated=(
-                None if inner is None else lambda i: inner[i].requires_grad
-            ),
+        inputs, inner, full = self._inputs, self._inner, plans.full
+        # A node is differentiated again, and its residuals by way of the inputs.
+        needs = (
+            [False] * len(inputs) if inner is None else [*map(_requires_grad, inner)]
         )
+        may_drop = full.plan.may_drop
+        found = (i for i in full.unneeded if may_drop(i, is_differentiated=needs[i]))
+        return [i for i in found if is_droppable(inputs[i])]
 
     # --- The end of the forward ---
 
@@ -198,7 +200,7 @@ class SavedInHandles(PlannedCall):
             hooks=hooks,
             nested=True,
         )
-        new.cache, new.plans, forward = choice
+        new.cache, new.plans, new.may_drop, forward = choice
         new._waiting = getattr(forward(), "_waiting", {})
         plans, early = choice[1], new._early
         steps, residuals = plans.record.steps, plans.full.plan.residuals
@@ -214,7 +216,8 @@ class SavedInHandles(PlannedCall):
     @property
     def choice(self) -> Any:
         """What the call follows, for `of_choice`."""
-        return self.plans and (self.cache, self.plans, weakref.ref(self))
+        plans = self.plans
+        return plans and (self.cache, plans, self.may_drop, weakref.ref(self))
 
     def pack(self, position: int, tensor: Tensor | None) -> None:
         """Note what the graph saves at a position; None if that has no handle."""

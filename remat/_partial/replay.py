@@ -83,6 +83,7 @@ class Replay(Follow):
         self._cache: CallCache = call.cache
         self._plans, self._targets = plans, targets
         self._statics, self._dropped = call.statics, call.dropped
+        self._may_drop: bool = call.may_drop
         self._runs, self._fates = runnable.runs, runnable.fates
         self._residuals, self._take = residuals, take
         self._marks: dict[int, _Mark] = {}  # of absent tensors, by their identity
@@ -111,14 +112,15 @@ class Replay(Follow):
             used = [(t, s) for t, s in used if t is not None]
             numbers = (*inputs, *[s for _, s in used])
             self._known = _by_storage((*tensors, *[t for t, _ in used]), numbers)
-        # Once replays have shown that inputs are not read, only those that are written
-        # to are replaced, and those that were dropped: this replay notices who reads.
+        # Before inputs are dropped replays show that nothing reads them. Else those
+        # alone are replaced that are written to, and those that were dropped.
         # Another record may have replaced the plans.
         proven = self._cache.is_proven() and self._cache.plans is self._plans
+        proves = self._may_drop and not proven
         is_allowed = may_stand_in or is_droppable
         for i in runnable.unneeded:
             t = tensors[i]
-            replaced = not proven or inputs[i] in runnable.written
+            replaced = proves or inputs[i] in runnable.written
             if not (type(t) is Absent or (replaced and is_allowed(t))):
                 continue
             if is_users is not None and is_users(i, t):
@@ -142,6 +144,7 @@ class Replay(Follow):
     def succeeded(self, *, proves: bool = True) -> None:
         """Note that the plan was right for its targets, if the replay proves it."""
         # Handles of residuals need no replay.
+        proves = proves and self._may_drop
         shown = (self._targets, self._plans.residual_of_handle) if proves else ()
         self._cache.note_success(self._plans, *shown)
 

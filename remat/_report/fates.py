@@ -19,7 +19,7 @@ from remat._partial.budget import Spent, cost_of
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
 from remat._partial.cost import flops
-from remat._partial.decide import inputs_to_drop, verdict_of, why_no_record
+from remat._partial.decide import verdict_of, why_no_record
 from remat._partial.options import Options, Prune
 from remat._partial.plan import CallPlan, Fate, Step, plan
 from remat._report.examine import Examined
@@ -74,10 +74,13 @@ def _dropped(
     found: Examined, made: CallPlan, prune: Prune, *, is_saved: bool
 ) -> frozenset[int]:
     """Return the leaves that a call under a plan does not keep."""
-    leaves, needs = found.leaves, None if is_saved else found.needs.__contains__
-    rest = [i for i, t in enumerate(leaves) if i not in made.needed and not t.kept]
-    size = [leaf.nbytes for leaf in leaves].__getitem__
-    return frozenset(inputs_to_drop(made, prune, rest, size, is_differentiated=needs))
+    if prune is not True:
+        return frozenset()
+    needs = frozenset[int]() if is_saved else found.needs
+    may_drop = made.may_drop
+    each = enumerate(found.leaves)
+    may_go = (i for i, leaf in each if not leaf.kept)
+    return frozenset(i for i in may_go if may_drop(i, is_differentiated=i in needs))
 
 
 def _stopped(outcome: Outcome, found: Examined, filled: Container[int]) -> Outcome:
@@ -174,7 +177,7 @@ class Fates:
             why = f"nothing is left out: {outcome.unpruned}"
         elif not why and is_one_node and i in outcome.plan.residual_sources:
             why = "a saved value was computed from it, for higher derivatives"
-        why = why or leaf.why or "too small to be worth dropping"
+        why = why or leaf.why or "only prune=True lets go of it"
         self._counted |= {s} if kept else set()
         return dataclasses.replace(leaf, nbytes=nbytes, kept=kept, why=why)
 
