@@ -10,8 +10,9 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     plan, cost             what becomes of each operation, and what it costs
     budget, solver         what a number of bytes is best spent on; who chooses it
     cache                  the plans of a record, which calls of one signature share
-    runnable               a plan laid out to be run, and modes that follow it
-    replay, check          a recompute along a plan; one in full that is compared
+    runnable               a plan laid out to be run, and what is compared then
+    follow                 the modes of later forwards, and of recomputes in full
+    replay                 the mode of a recompute along a plan
     names                  `checkpoint_name`
     tape, barrier          in a graph: what is kept, and read after the cotangents
 

@@ -31,12 +31,11 @@ from remat._graph.handles import Handle
 from remat._graph.residual import CHANGED, OFFLOAD, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
-from remat._partial.check import Check
 from remat._partial.decide import ACCUMULATES, plan_recorded
+from remat._partial.follow import Check, Collect
 from remat._partial.options import Prune
 from remat._partial.recorder import Recorder
 from remat._partial.replay import Replay, is_droppable
-from remat._partial.runnable import Collect, Verify
 from remat._partial.values import key_of, value_of, viewed_as
 from remat._torch import (
     base_tensor,
@@ -48,9 +47,6 @@ from remat._torch import (
     transforms,
 )
 from remat.policies import Policy
-
-
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 class PlannedCall:
@@ -83,7 +79,7 @@ class PlannedCall:
             if plans is None:
                 self.mode = Recorder(runs_on, policy)
             elif cache.is_proven() and self._inputs_to_drop(plans):
-                self.mode = Verify(plans.full, runs_on)
+                self.mode = Collect(plans.full, runs_on)
             elif plans.destinations and not plans.each_has_handle:
                 self.mode = Collect(plans.full)
             # Else the graph saves each residual anyway.
@@ -93,13 +89,11 @@ class PlannedCall:
         """Return the inputs that the call need not keep."""
         if not self.may_drop:
             return ()
-        inputs, inner, full = self._inputs, self._inner, plans.full
+        inputs, inner, full = self._inputs, self._inner or (), plans.full
         # A node is differentiated again, and its residuals by way of the inputs.
-        needs = (
-            [False] * len(inputs) if inner is None else [*map(_requires_grad, inner)]
-        )
+        needs = {i for i, t in enumerate(inner) if t.requires_grad}
         may_drop = full.plan.may_drop
-        found = (i for i in full.unneeded if may_drop(i, is_differentiated=needs[i]))
+        found = (i for i in full.unneeded if may_drop(i, is_differentiated=i in needs))
         return [i for i in found if is_droppable(inputs[i])]
 
     # --- The end of the forward ---
@@ -139,7 +133,7 @@ class PlannedCall:
             if residuals is None:
                 self.cache.drop_record()
                 self.plans = None
-            elif may_drop and isinstance(mode, Verify):
+            elif may_drop and mode is not None and mode.verifies:
                 inputs, unread = self._inputs, self._inputs_to_drop(plans)
                 self.dropped = {i: like(inputs[i]) for i in unread}
         # The mode holds candidates, and the call is not to hold its inputs.
@@ -210,7 +204,7 @@ class SavedInHandles(PlannedCall):
             early.append(Residual(tensor, steps[i].op, hooks))
 
         if plans.destinations:
-            new.mode, new._was_seen = Collect(plans.full, on_residual), True
+            new.mode, new._was_seen = Collect(plans.full, on_residual=on_residual), True
         return new
 
     @property

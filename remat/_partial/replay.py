@@ -35,18 +35,11 @@ from remat._base.op import Value
 from remat._base.operators import named
 from remat._base.types import TENSORS
 from remat._partial.cache import CallCache, Plans
+from remat._partial.follow import Follow
 from remat._partial.plan import Fate, Slot, Step, filled
-from remat._partial.runnable import (
-    CAST,
-    CLONE,
-    UNRECORDED,
-    Follow,
-    fits_metadata,
-    statics_of,
-)
+from remat._partial.runnable import CAST, CLONE, UNRECORDED, fits_metadata, statics_of
 from remat._torch import (
     base_tensor,
-    eager_only,
     is_fake,
     is_lazy,
     is_view_op,
@@ -79,12 +72,12 @@ class Replay(Follow):
         take: Callable[[int], Tensor | None],
     ) -> None:
         runnable = plans.runnable_for(targets)
-        super().__init__(runnable)
+        super().__init__(runnable, runnable.runs)
         self._cache: CallCache = call.cache
         self._plans, self._targets = plans, targets
         self._statics, self._dropped = call.statics, call.dropped
         self._may_drop: bool = call.may_drop
-        self._runs, self._fates = runnable.runs, runnable.fates
+        self._fates = runnable.fates
         self._residuals, self._take = residuals, take
         self._marks: dict[int, _Mark] = {}  # of absent tensors, by their identity
         self._known: dict[int, int] = {}  # storages of inputs and residuals, by key
@@ -184,25 +177,7 @@ class Replay(Follow):
                 tensor.remat_number, tensor.remat_trouble = mark.number, self.trouble
 
     @override
-    @eager_only
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        i = self._next
-        if self._written and self._is_made_again(i, func, args, kwargs):
-            return self._unexpected(i, func, args, kwargs)
-        if self._funcs[i] is not func:
-            return self._unexpected(i, func, args, kwargs)
-        self._next = i + 1
-        kernel = self._runs[i]
-        if kernel is None:
-            return self._not_run(i, func, args, kwargs)
-        try:
-            return kernel(*args, **kwargs) if kwargs else kernel(*args)
-        except RuntimeError as error:
-            return self._refused(error, func, args, kwargs)
-
-    def _refused(self, error: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+    def refused(self, error: Exception, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation does that torch refuses on absent tensors."""
         numbers = map(self._number_of, inputs_of(args, kwargs))
         missed = [number for number in numbers if number is not None]
@@ -213,8 +188,17 @@ class Replay(Follow):
         self.trouble.missed += missed
         raise MissingError(func) from error
 
-    def _not_run(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
+    @override
+    def at(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         step, fate = self.runnable.record.steps[i], self._fates[i]
+        if self._written and self._is_made_again(i, func, args, kwargs):
+            self._next = i
+            return self.unexpected(i, func, args, kwargs)
+        if fate is Fate.RECOMPUTED:  # asked only once something absent was written to
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                return self.refused(error, func, args, kwargs)
         if fate is Fate.SAVED:
             self._check_wiring(i, step, args, kwargs)
             indices = self.runnable.residual_index.get(i, {})
@@ -224,7 +208,8 @@ class Replay(Follow):
             return self._on_arbitrary_values(step, args, kwargs or {})
         return self._left_out(i, step, args, kwargs)
 
-    def _unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
+    @override
+    def unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation that the record does not have next."""
         if func is named:
             return None  # the record has the name
@@ -238,7 +223,7 @@ class Replay(Follow):
             try:
                 return func(*args, **(kwargs or {}))
             except RuntimeError as error:
-                return self._refused(error, func, args, kwargs)
+                return self.refused(error, func, args, kwargs)
         if func is CLONE or func is CAST:
             return func(*args, **(kwargs or {}))
         if self._funcs[i : i + 1] in ([CLONE], [CAST]):
@@ -257,8 +242,6 @@ class Replay(Follow):
         number = self._number_of(args[0]) if args else None
         if number is None or not is_view_op(func):
             return False
-        if self._funcs[i] is not func:
-            return True
         step, expected = self.runnable.record.steps[i], self.runnable.expected.get(i)
         same = step.reads[0] == number and expected is not None
         return not (
@@ -296,7 +279,7 @@ class Replay(Follow):
             written = [t for s, t in numbers if s in step.writes]
             if not all(map(self._is_unread, written)):
                 raise self._differs(step.op.func)
-            self._written = True
+            self._written, self._kernels = True, [None] * len(self._fates)
         return self._result(step, inputs, {})
 
     def _result(
