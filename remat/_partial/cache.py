@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from remat._base.absent import Trouble
 from remat._base.calls import module_names, root_of
 from remat._base.types import TENSORS
-from remat._partial.budget import Spent, spent_by
+from remat._partial.budget import spent_by
 from remat._partial.candidates import Candidates
 from remat._partial.options import reference
 from remat._partial.plan import CallPlan, Record, plan
@@ -44,15 +44,18 @@ class Plans:
         self,
         record: Record,
         decisions: Sequence[Decision],
-        made: CallPlan,
+        policy: Policy | None,
         *,
         prune: bool,
         extra_roots: Iterable[int] = (),
-        spent: Spent | None = None,
     ) -> None:
-        self.spent = spent
         self.record, self.decisions, self.prune = record, decisions, prune
         self.extra_roots = frozenset(extra_roots)
+        roots = self.extra_roots
+        self.spent = spent_by(policy, record, decisions, roots, prune=prune)
+        kept = decisions if self.spent is None else self.spent.decisions
+        saveable = [i for i, decision in enumerate(kept) if decision]
+        made = plan(record, saveable, extra_roots=roots, prune=prune)
         self.full = RunnablePlan(record, made)
         self.destinations = [decisions[i] for i, _ in made.residuals]  # they go there
         self._narrowed: dict[tuple[int, ...], RunnablePlan] = {}
@@ -60,8 +63,7 @@ class Plans:
         count = range(len(made.residuals))
         self.each_has_handle = {*self.residual_of_handle.values()} == {*count}
         pairs = zip(record.steps, made.fates, strict=True)
-        read = {s for step, fate in pairs if fate.is_run for s in step.reads}
-        read |= self.extra_roots
+        read = {s for step, fate in pairs if fate.is_run for s in step.reads} | roots
         numbers = enumerate(_storages_of_residuals(record, made))
         self.for_recompute = frozenset(  # the residuals that it reads, by index
             index
@@ -74,13 +76,9 @@ class Plans:
         self, decisions: Sequence[Decision], extra_roots: frozenset[int]
     ) -> "Plans":
         """Return the plans of the same record for other decisions or more roots."""
-        record, prune = self.record, self.prune
         policy = None if self.spent is None else self.spent.policy
-        spent = spent_by(policy, record, decisions, extra_roots, prune=prune)
-        kept = decisions if spent is None else spent.decisions
-        made = full_plan(record, kept, prune=prune, extra_roots=extra_roots)
-        options = {"prune": prune, "extra_roots": extra_roots, "spent": spent}
-        return Plans(record, decisions, made, **options)
+        args = self.record, decisions, policy
+        return Plans(*args, prune=self.prune, extra_roots=extra_roots)
 
     def residuals_of(self, candidates: Candidates) -> list[Tensor]:
         """Return the residuals of the call that was recorded."""
@@ -102,18 +100,6 @@ class Plans:
             runnable = RunnablePlan(self.record, made, full.residuals)
             self._narrowed[key] = runnable
         return runnable
-
-
-def full_plan(
-    record: Record,
-    decisions: Sequence[Decision],
-    *,
-    prune: bool,
-    extra_roots: Iterable[int],
-) -> CallPlan:
-    """Return the plan for all targets, given what the policy says of each operation."""
-    saveable = [i for i, decision in enumerate(decisions) if decision]
-    return plan(record, saveable, extra_roots=extra_roots, prune=prune)
 
 
 def _storages_of_residuals(record: Record, made: CallPlan) -> list[int]:
@@ -163,24 +149,13 @@ class CallCache:
         self.misfits = 0  # records that did not fit the calls after them
         self.asked = ""  # by the user, what; "" if remat chooses
         # By identity: a module need not hash.
-        self._named: dict[tuple[str, ...], CallCache] = {}
         self._parts: dict[int, tuple[weakref.ref[Any], CallCache]] = {}
 
-    def for_owner(self, owner: Any, policy: Policy | None) -> "CallCache":
+    def for_owner(self, owner: Any) -> "CallCache":
         """Return the cache of one module, once modules of this signature differ.
 
-        They may differ in what is not an argument: in a shift, or a dilation. If the
-        policy asks for paths, modules whose parts have other names share nothing.
+        They may differ in what is not an argument: in a shift, or a dilation.
         """
-        if policy is not None and policy.asks_modules:
-            names = module_names(root_of(owner))
-            if len(self._named) > _MODULES:
-                self._named.clear()
-            named = self._named.setdefault(names, CallCache())
-            return named._for_owner(owner)
-        return self._for_owner(owner)
-
-    def _for_owner(self, owner: Any) -> "CallCache":
         if not self.misfits or not isinstance(owner, nn.Module):
             return self
         parts = self._parts
@@ -293,13 +268,6 @@ CACHES = _Caches(512)
 _meta = operator.attrgetter("shape", "dtype", "device")
 
 
-def cache_of(
-    signature: Hashable, inputs: Sequence[Tensor], owner: Any, policy: Policy | None
-) -> CallCache:
-    """Return what calls of one signature share whose inputs have the same metadata."""
-    return CACHES[signature, metas_of(inputs)].for_owner(owner, policy)
-
-
 def metas_of(inputs: Sequence[Tensor]) -> Hashable:
     """Return the metadata of inputs."""
     metas: list[Any] = [*map(_meta, inputs)]
@@ -315,11 +283,17 @@ def metas_of(inputs: Sequence[Tensor]) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """What tells calls under base autograd apart, but for their policy and `prune`."""
+    """What tells calls apart, but for their policy and `prune`."""
 
     signature: tuple[Any, ...]
     metas: Hashable
 
-    def cache(self, policy: Policy | None, prune: Any) -> CallCache:
-        """Return what calls of this kind share that have this policy and `prune`."""
-        return CACHES[(self.signature, reference(policy), prune), self.metas]
+    def cache(self, policy: Policy | None, prune: Any, owner: Any) -> CallCache:
+        """Return what calls of this kind share that have this policy and `prune`.
+
+        If the policy asks for paths, modules whose parts have other names share none.
+        """
+        asks = policy is not None and policy.asks_modules
+        names = module_names(root_of(owner)) if asks else ()
+        key = self.signature, reference(policy), prune, names
+        return CACHES[key, self.metas].for_owner(owner)

@@ -16,8 +16,8 @@ from typing import Any
 
 from remat._base.installed import is_installed
 from remat._base.interpreter import nested
-from remat._partial.budget import Spent, spent_by
-from remat._partial.cache import CallCache, Plans, full_plan
+from remat._partial.budget import Spent
+from remat._partial.cache import CallCache, Plans
 from remat._partial.candidates import Candidates
 from remat._partial.cost import reason_against
 from remat._partial.effects import traits_of
@@ -117,12 +117,21 @@ def _asks_for_modes(signature: tuple[Any, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the calls after a recorded one do: follow a plan, or not, and why."""
+    """What the calls after a recorded one do: follow plans, or not, and why."""
 
-    plan: CallPlan | None
+    plans: Plans | None
     why_none: str
     why_unpruned: str
-    spent: Spent | None = None  # what the budget of the policy keeps
+
+    @property
+    def plan(self) -> CallPlan | None:
+        """What becomes of each operation."""
+        return None if self.plans is None else self.plans.full.plan
+
+    @property
+    def spent(self) -> Spent | None:
+        """What the budget of the policy keeps."""
+        return None if self.plans is None else self.plans.spent
 
 
 def verdict_of(
@@ -133,16 +142,13 @@ def verdict_of(
     extra_roots: Collection[int],
 ) -> Verdict:
     """Return what the calls after a recorded one do."""
-    unpruned = _why_unpruned(prune, record)
-    pruned = not unpruned
-    budget = spent_by(policy, record, decisions, extra_roots, prune=pruned)
-    kept = decisions if budget is None else budget.decisions
-    made = full_plan(record, kept, prune=pruned, extra_roots=extra_roots)
+    unpruned, args = _why_unpruned(prune, record), (record, decisions, policy)
+    plans = Plans(*args, prune=not unpruned, extra_roots=extra_roots)
     if policy is None and prune == "auto":
-        why = reason_against(record, made)
+        why = reason_against(record, plans.full.plan)
         if why:
             return Verdict(None, why, unpruned)
-    return Verdict(made, "", unpruned, budget)
+    return Verdict(plans, "", unpruned)
 
 
 def _why_unpruned(prune: Prune, record: Record) -> str:
@@ -180,16 +186,14 @@ def plan_recorded(
     found = verdict_of(record, decisions, policy, prune, exposed)
     if found.why_unpruned and prune is True:
         warn_once(_NOT_PRUNED.format(label=label, why=found.why_unpruned))
-    if found.plan is None:
+    plans = found.plans
+    if plans is None:
         cache.reason = found.why_none
         return None
-    spent = found.spent
+    spent = plans.spent
     if spent is not None and spent.overdrawn:
         nbytes, most = spent.overdrawn, spent.policy.budget.nbytes
         warn_once(_OVERDRAWN.format(label=label, nbytes=nbytes, most=most))
-    pruned = not found.why_unpruned
-    args = record, decisions, found.plan
-    plans = Plans(*args, prune=pruned, extra_roots=exposed, spent=spent)
     if not (policy and policy.has_decisions and _decides(record)):
         # Else the next call may do something else: it is recorded, too.
         cache.plans, cache.proven, cache.targets = plans, set(), frozenset(targets)

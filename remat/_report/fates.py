@@ -48,7 +48,7 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     """Return what a call does under its options."""
     policy, prune, record = options.policy, options.prune, found.record
     is_saved = not options.higher_order
-    cache = found.kind.cache(policy, prune).for_owner(found.owner, policy)
+    cache = found.kind.cache(policy, prune, found.owner)
     given_up = (cache.reason or found.situation.given_up) if is_saved else ""
     call = dataclasses.replace(found.situation, is_saved=is_saved, given_up=given_up)
     outcome, filled = None, ()

@@ -72,7 +72,7 @@ from remat._graph.edges import (
 )
 from remat._live.reach import reach_of
 from remat._partial.barrier import behind, recomputing_after
-from remat._partial.cache import cache_of
+from remat._partial.cache import CallKind, metas_of
 from remat._partial.decide import (
     Situation,
     has_no_reason,
@@ -80,7 +80,7 @@ from remat._partial.decide import (
     warn_if_asked,
     why_no_record,
 )
-from remat._partial.options import Options, reference
+from remat._partial.options import Options
 from remat._partial.planned_call import SavedInNode
 from remat._partial.recorder import Recorder
 from remat._torch import (
@@ -579,8 +579,8 @@ def _planned(
     if why:
         return None
     signature = program.signature
-    options = reference(policy), prune, *request.needs, state.ambient.key
-    cache = cache_of((*signature, *options), inputs, call.owner, policy)
+    kind = CallKind((*signature, *request.needs, state.ambient.key), metas_of(inputs))
+    cache = kind.cache(policy, prune, call.owner)
     if is_refused(cache, signature, policy, prune, label):
         return None
     return SavedInNode(

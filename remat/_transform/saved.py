@@ -246,7 +246,7 @@ class Saved:
         if why:
             return
         kind = self.kind(inputs)
-        cache = kind.cache(policy, prune).for_owner(owner, policy)
+        cache = kind.cache(policy, prune, owner)
         if not is_refused(cache, kind.signature, policy, prune, self.label):
             self.planned = SavedInHandles(
                 cache=cache,
