@@ -46,7 +46,7 @@ def later(
 
 
 # All that rooms ask of rooms above them. The import contracts do not see these.
-_ABOVE = {"ask_at_calls": "remat.rules._by_place", "fit": "remat._fit.api"}
+_ABOVE = {"ask_at_calls": "remat.rules._keep", "fit": "remat._fit.api"}
 
 
 def from_above(name: str) -> Any:

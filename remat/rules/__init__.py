@@ -5,9 +5,8 @@ Out: a function that is called by them within rematerialized calls.
 
     _custom_vjp   `custom_vjp`: a function, its rules, and what is wrong with them
     _ruled        a call by rules, as a program with a vjp of its own
-    _keep         `keep`: a call that no recompute enters again
+    _keep         `keep`, and places of a policy: calls that no recompute enters again
     _kept         such a call under torch.func, as a program whose graph stays
-    _by_place     places of a policy that are saved: calls that are kept so
     _places       what a forward keeps of such a call, and where a recompute finds it
 
 Called by users, by the names `remat.custom_vjp` and `remat.keep`. What a private room

@@ -6,13 +6,17 @@
                           may differentiate.
     under torch.func      its graph stays, and ends at leaves of its own (`_kept`).
 
+Calls of modules and Functions that a policy saves by place are kept so, too.
+
 Invariant: whatever the call changes besides its results is there in the recompute, or
-the call is entered again, with a warning that names it.
+the call is entered again, with a warning that names it. A recompute keeps the calls
+that the forward kept.
 Rejected: to save what it saves among the residuals of the call around. A node that is
 not ours cannot be made again around saved tensors.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -21,15 +25,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.context import EnteredAgain
+from remat._base.calls import at_call
+from remat._base.context import EnteredAgain, here
+from remat._base.op import Op
 from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import versions_of
 from remat._base.unit import as_unit
 from remat._live.moment import WatchedCall
 from remat._live.reach import Reach, reach_of
 from remat._partial.decide import warn_once
+from remat._partial.names import note_found
 from remat._partial.recorder import Recorder
 from remat._torch import (
+    answer_calls,
     base_dual_level_active,
     current_layer,
     dispatch_modes,
@@ -38,8 +46,17 @@ from remat._torch import (
 )
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
+from remat.policies import everything_saveable
+from remat.policies._places import is_in, keeps_call
 from remat.rules._kept import KeptCall
-from remat.rules._places import PlaceInCall, alone, is_in_region, outside, place_of
+from remat.rules._places import (
+    PlaceInCall,
+    alone,
+    is_in_region,
+    is_noted,
+    outside,
+    place_of,
+)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,10 +107,8 @@ class KeptPlace(PlaceInCall):
             is, or was called outside of our hooks and modes and is again (`is_unseen`).
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.how: Callable[..., Any] | None = None
-        self.is_unseen = False
+    how: Callable[..., Any] | None = None
+    is_unseen = False
 
     def entered_again(self, why: str) -> None:
         """Note that recomputes enter the call, and why."""
@@ -294,6 +309,70 @@ def _by_graph(
         return None
     each = [*inputs, *outs]
     return (frame.filled([each[k] for k in index]),)
+
+
+# --- Places of a policy with the value "save" ---
+# A module or a custom Function whose nearest key is saved, with all that it may run, is
+# kept as a call: a kernel that the dispatcher does not see would be launched again, and
+# code that is no operation would run again. One that changes what it reaches is not,
+# from its next call on: its operations are saved one by one, as by any policy.
+
+
+class PlaceOfPolicy(KeptPlace):
+    """What is kept of a call that a policy keeps: of a module, or of a Function."""
+
+    owner: weakref.ref[Any]
+
+    @override
+    def warn(self, why: str) -> None:
+        owner = self.owner()
+        if owner is not None:
+            _CHANGING.add(owner)
+
+    @override
+    def note_unseen(self, recorder: Recorder) -> None:
+        recorder.begins_anew = True
+
+
+# Modules and Functions that change what they reach.
+_CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def ask_at_calls() -> None:
+    """Have calls of modules and Functions ask, from now on, whether they are kept."""
+    answer_calls(_call, _call)
+
+
+def _call(plain: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
+    context = here()
+    policy, calls = context.policy, context.calls
+    if policy is None or calls is None or not (context.regions and policy.keeps_calls):
+        return plain(owner, *args, **kwargs)
+    if must_inline() or not is_in_region():
+        return plain(owner, *args, **kwargs)
+    is_module = not isinstance(owner, type)
+    if is_module and any(is_function for *_, is_function in context.regions):
+        return plain(owner, *args, **kwargs)
+    where, modules = calls.where_of(owner)
+    name = f"{type(owner).__name__ if is_module else owner.__name__} at {where[0]!r}"
+    is_kept = is_noted(name)
+    if is_kept is None:
+        op, every = _op_at(*where), [_op_at(*each) for each in modules]
+        is_kept = owner not in _CHANGING and keeps_call(policy, op, every)
+        if is_kept:
+            note_found(policy, [op, *[m for m in every if is_in(m.module, op.module)]])
+    if not is_kept:
+        return plain(owner, *args, **kwargs)
+    place, is_again = place_of(PlaceOfPolicy, name)
+    place.policy = everything_saveable
+    place.owner = weakref.ref(owner)
+    with at_call(owner):
+        fn = owner if is_module else getattr(owner, "apply")  # noqa: B009 - of Any
+        return called(place, is_again, fn, args, kwargs)
+
+
+def _op_at(path: str, classes: tuple[str, ...]) -> Op:
+    return Op(None, module=path, classes=classes)
 
 
 _AGAIN = (

@@ -23,22 +23,18 @@ from remat._base.tensors import versions_of
 from remat._base.types import Outputs
 from remat._base.unit import as_unit
 from remat._torch import (
-    JVP,
-    base_dual_level_active,
     below_all_levels,
     current_layer,
     is_batch_of_cotangents,
     lowered,
     raised,
-    requires_grad_at_any_level,
-    transforms,
 )
 from remat._transform.below import at_dim, levels_below, note_levels, total_needs
 from remat._transform.call import Call
 from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.function import Evaluated, Primal, Vjp, evaluate_forward
 from remat._transform.levels import Batch, Below
-from remat.rules._places import outside
+from remat.rules._places import are_differentiated, outside
 
 
 class KeptCall(Primal):
@@ -196,11 +192,7 @@ class KeptVjp(Program):
     def _through_graph(self, inputs: Sequence[Tensor]) -> Outputs | None:
         end = len(inputs) - len(self._given)
         primals, cts = inputs[:end], inputs[end:]
-        is_differentiated = torch.is_grad_enabled() and any(
-            map(requires_grad_at_any_level, inputs)
-        )
-        is_forward = JVP in transforms() or base_dual_level_active()
-        if self._of.graph is None or is_differentiated or is_forward:
+        if self._of.graph is None or are_differentiated(inputs):
             return None
         if current_layer() is None or is_batch_of_cotangents(primals):
             return self._pull(cts)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat._ambient.streams import global_streams, moved_since, set_state, state_of
@@ -26,7 +27,9 @@ from remat._base.source import user_line
 from remat._graph.handles import unpack
 from remat._graph.residual import Residual
 from remat._torch import (
+    JVP,
     LeanDispatchMode,
+    base_dual_level_active,
     device_generators,
     dispatch_modes,
     hooks_here,
@@ -34,8 +37,10 @@ from remat._torch import (
     lowered,
     outside_dispatch_mode,
     raised,
+    requires_grad_at_any_level,
     resume_hooks,
     suspend_hooks,
+    transforms,
 )
 
 
@@ -52,14 +57,15 @@ class PlaceInCall:
         streams: random ones that it reaches, besides those of the process.
     """
 
+    is_in_function = False
+    policy: Any = None
+    residuals: Sequence[Residual] | None = None
+    outs: Sequence[Tensor] = ()
+    streams: Sequence[Any] = ()
+    _moved: Sequence[tuple[Any, Any]] = ()  # streams, and where the call left them
+
     def __init__(self, name: str) -> None:
         self.name, self.source = name, user_line()
-        self.is_in_function = False
-        self.policy: Any = None
-        self.residuals: Sequence[Residual] | None = None
-        self.outs: Sequence[Tensor] = ()
-        self.streams: Sequence[Any] = ()
-        self._streams: Sequence[tuple[Any, Any]] = ()
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what recomputes leave out, and note what it draws."""
@@ -70,12 +76,12 @@ class PlaceInCall:
         each = zip(streams.streams, before, streams.read(), strict=True)
         moved: list[Any] = [(s, now) for s, then, now in each if then != now]
         moved += [(each, state_of(each)) for each, _ in moved_since(others)]
-        self._streams = moved  # those that it moved, where they are by now
+        self._moved = moved
         return result
 
     def skip(self) -> None:
         """Leave the streams as the forward left them."""
-        for stream, state in self._streams:
+        for stream, state in self._moved:
             set_state(stream, state)
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
@@ -175,6 +181,18 @@ def outside() -> Iterator[None]:
         context.only_our_hooks, context.modes = before
         suspend_hooks()
         resume_hooks(hooks)
+
+
+def has_jvp() -> bool:
+    """Say whether a level of forward mode is open here."""
+    return JVP in transforms() or base_dual_level_active()
+
+
+def are_differentiated(tensors: Sequence[Tensor]) -> bool:
+    """Say whether what is computed from some tensors is differentiated in some mode."""
+    # A tensor of a vmap does not say that it requires grad below.
+    in_reverse = any(map(requires_grad_at_any_level, tensors))
+    return (torch.is_grad_enabled() and in_reverse) or has_jvp()
 
 
 def is_in_region() -> bool:

@@ -35,18 +35,16 @@ from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import describe_meta
 from remat._base.types import Outputs
 from remat._base.unit import as_unit
-from remat._torch import (
-    JVP,
-    base_dual_level_active,
-    current_task,
-    keeps_graph,
-    requires_grad_at_any_level,
-    set_grad_enabled,
-    transforms,
-)
+from remat._torch import current_task, keeps_graph, set_grad_enabled
 from remat._transform.below import BatchVjp, levels_below, note_levels
 from remat._transform.levels import Batch
-from remat.rules._places import Lowered, PlaceInCall, alone
+from remat.rules._places import (
+    Lowered,
+    PlaceInCall,
+    alone,
+    are_differentiated,
+    has_jvp,
+)
 
 
 class RulePlace(PlaceInCall):
@@ -60,16 +58,11 @@ class RulePlace(PlaceInCall):
         below: what the levels below found, for a replay that leaves the call out.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.is_plain = False
-        self.lowered = self.then = None
-        self.result = self.below = None
-
-    lowered: Lowered | None
-    then: Lowered | None
-    result: tuple[Frame, Sequence[Any]] | None
-    below: Sequence[Any] | None
+    is_plain = False
+    lowered: Lowered | None = None
+    then: Lowered | None = None
+    result: tuple[Frame, Sequence[Any]] | None = None
+    below: Sequence[Any] | None = None
 
     def raised(self, args: Sequence[Tensor]) -> Any:
         """Return the residuals at the levels here."""
@@ -132,7 +125,7 @@ class Ruled(Program):
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Run the rules; in the graph of a derivative, as plain code."""
         del mode
-        args, place, is_jvp = self._args.filled(inputs), self.place, _has_jvp()
+        args, place, is_jvp = self._args.filled(inputs), self.place, has_jvp()
         if place is None:
             out, res = self._pair("fwd", *args)
             if self._rules[1] is not None:
@@ -162,7 +155,7 @@ class Ruled(Program):
         """Call a rule that returns a pair."""
         context = here()
         around = context.rules
-        if _has_jvp():
+        if has_jvp():
             context.rules = (*around, self._rule)
         try:
             result = self._rules[which == "rem"](*args)
@@ -257,11 +250,7 @@ class Ruled(Program):
     ) -> Any:
         """Return what `bwd` is given."""
         place = self.place
-        # A tensor of a vmap does not say that it requires grad below.
-        is_differentiated = torch.is_grad_enabled() and any(
-            map(requires_grad_at_any_level, primals)
-        )
-        if not (is_differentiated or _has_jvp()):
+        if not are_differentiated(primals):
             if self._res is not None:
                 return self._res.raised(primals, kept)
             if place is not None and place.then is not None:
@@ -358,11 +347,6 @@ class _SavesAll:
 
 
 _SAVES_ALL: Any = _SavesAll()
-
-
-def _has_jvp() -> bool:
-    """Say whether a level of forward mode is open here."""
-    return JVP in transforms() or base_dual_level_active()
 
 
 def _listed(metas: Sequence[Any]) -> str:
