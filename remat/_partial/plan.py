@@ -85,6 +85,7 @@ class Pack(NamedTuple):
     # How many operations had run. A recompute that fills this handle last stops there.
     after: int = 0
     is_lazy: bool = False  # it is conjugated or negated when it is read
+    version: int = 0  # of its storage: whether it was changed in place by then
 
     def is_of(self, made: Value) -> bool:
         """Say whether it is a view of the output that was made with its storage."""

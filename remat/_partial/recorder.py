@@ -325,7 +325,8 @@ class SavedStorages:
             return
         base = base_tensor(tensor)
         number = self._storages.number(base)
-        pack = Pack(number, value_of(base), len(self._steps), is_lazy(base))
+        version = 0 if base.is_inference() else base._version
+        pack = Pack(number, value_of(base), len(self._steps), is_lazy(base), version)
         self.packs.append(pack)
         self._roots.append({number})
 
