@@ -77,17 +77,6 @@ def test_a_named_value_is_listed_by_its_name():
     assert settled(fn, points(3)) == ["from the argument x", "named 'foo'"]
 
 
-def test_naming_a_pytree_names_its_leaves():
-    """39."""
-
-    @partial(remat, policy=save_only_these_names("both"))
-    def fn(x):
-        both = checkpoint_name({"sin": x.sin(), "cos": (x.cos(), None, 3)}, "both")
-        return (both["sin"] * both["cos"][0]).exp()
-
-    assert settled(fn, points(3)) == ["from the argument x"] + 2 * ["named 'both'"]
-
-
 def constants(x):
     """Three constants with names and one without."""
     y = checkpoint_name(torch.full((3,), 2.0).double() * 2, "y")

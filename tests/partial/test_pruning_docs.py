@@ -16,7 +16,7 @@ from support.pruning import (
     of_func_grad,
     work,
 )
-from support.zoo import Evaluations, leaves_of, ops_of, scalar
+from support.zoo import Evaluations, ops_of, scalar
 from torch import Tensor
 from torch.overrides import has_torch_function
 
@@ -56,9 +56,6 @@ def test_calls_where_pruning_is_off_are_recomputed_in_full(kind, prune):
         assert work(ours, x) == work(remat(fn, prune=False), x) > work(fn, x)
     # Around what such a class sees, others may be left out: here there are none.
     assert kind is OfTheUser or nothing_is_recorded()
-
-
-# --- What a function that differs gets ---
 
 
 # --- Limits ---
@@ -153,17 +150,6 @@ def test_calls_inside_of_sixteen_are_not_recorded():
     assert all(map(torch.equal, found, of_backward(fn, (X, W))))
 
 
-def test_calls_that_reach_compiled_code_are_recomputed_in_full():
-    compiled = torch.compile(torch.sin, backend="eager")
-    fn = lambda x: dead_end(compiled(x).exp())
-    ours = remat(fn, prune=True)
-    with pytest.warns(UserWarning, match="prune=True of .* it calls compiled code"):
-        work(ours, X)
-    for _ in range(3):
-        assert work(ours, X) == work(remat(fn, prune=False), X) > work(fn, X)
-    assert nothing_is_recorded()
-
-
 def test_forward_mode_is_not_recorded():
     ours = remat(lambda x: dead_end(x.exp()), prune=True)
     got = torch.func.jvp(ours, (X,), (W,))
@@ -172,21 +158,3 @@ def test_forward_mode_is_not_recorded():
     with count_ops() as ops:
         torch.func.jvp(torch.func.grad(lambda x: scalar(ours(x))), (X,), (W,))
     assert ops["exp"] >= 2
-
-
-def test_a_change_of_state_that_is_not_seen_gives_the_function_of_the_backward():
-    state = {"on": True}
-    fn = lambda x: dead_end(x.exp() if state["on"] else x.tanh())
-
-    def gradient(wrapped):
-        state["on"] = True
-        (x,) = leaves_of(X)
-        loss = scalar(wrapped(x))
-        state["on"] = False
-        return torch.autograd.grad(loss, x)[0]
-
-    ours = remat(fn, prune=True)
-    for _ in range(2):
-        state["on"] = True
-        of_backward(ours, (X,))
-    assert_same(gradient(ours), gradient(remat(fn, prune=False)))

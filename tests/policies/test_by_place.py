@@ -397,13 +397,15 @@ def test_a_path_begins_at_what_is_rematerialized(way):
     }
 
 
+@functools.cache
+def run_by_plain_code(run):
+    return counted(run, model())
+
+
 def run_again(run, fn):
     """How many more products, tanh and sigmoid than plain code runs."""
-    counts = []
-    for each in fn, model():
-        ops = counted(run, each)
-        counts.append([ops[name] for name in ("mm", "tanh", "sigmoid")])
-    return tuple(ours - plain for ours, plain in zip(*counts, strict=True))
+    ops, plain = counted(run, fn), run_by_plain_code(run)
+    return tuple(ops[name] - plain[name] for name in ("mm", "tanh", "sigmoid"))
 
 
 def test_blocks_whose_parts_have_other_names_share_no_plan():
@@ -435,7 +437,8 @@ SAVED = {
 def test_it_saves(case, run):
     places, again = SAVED[case]
     fn = remat.remat(model(), policy=places)
-    assert [run_again(run, fn) for _ in range(2)] == [again] * 2
+    for _ in range(1 if run is compiled else 2):
+        assert run_again(run, fn) == again
 
 
 @pytest.mark.parametrize("policy", [None, dots_saveable])
@@ -446,7 +449,8 @@ def test_a_call_within_follows_the_places_of_the_call_around(run, policy):
     def nested(places):
         blocks = model(wrap=lambda block: remat.remat(block, policy=policy))
         fn = remat.remat(blocks, policy=places)
-        run_again(run, fn)
+        if run is not compiled:  # the second call follows the record of the first
+            run_again(run, fn)
         return run_again(run, fn)
 
     assert nested({"layers.*.attn": "save"}) != nested(None)

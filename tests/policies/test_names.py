@@ -25,16 +25,6 @@ from remat.policies import (
 from remat.testing import assert_same, count_ops
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(6, 8, dtype=torch.double)
-        self.down = nn.Linear(8, 6, dtype=torch.double)
-
-    def forward(self, x):
-        return self.down(checkpoint_name(self.up(x).relu(), "hidden")) + x
-
-
 def points(*shape):
     size = torch.Size(shape).numel()
     return torch.linspace(0.2, 1.3, size, dtype=torch.double).reshape(shape)
@@ -421,13 +411,3 @@ def test_a_name_from_outside_means_nothing_to_an_inner_call():
     found = [r.origin for r in saved_residuals(fn, X)]
     assert found[-1].startswith("named 'name'") or "exp" in found[-1]
     assert_equal_and_recomputed(fn, X, None, exp=1)
-
-
-def test_a_name_given_in_a_module():
-    block = Block()
-    ((origin, shape),) = [
-        (r.origin, r.shape)
-        for r in saved_residuals(remat(block, policy=save("hidden")), X)
-        if "named" in r.origin
-    ]
-    assert (origin, shape) == ("named 'hidden'", (2, 8))

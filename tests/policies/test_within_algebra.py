@@ -4,11 +4,10 @@ import copy
 import pickle
 
 import pytest
-import torch
 from support.operations import MM, OPS, SIN, op
 from support.policies import keys_of
 
-from remat import policies, remat, scope
+from remat import policies, scope
 from remat.policies import (
     Decision,
     dots_saveable,
@@ -167,8 +166,3 @@ def test_other_arguments_are_refused(args, error, message):
 def test_a_scope_refuses_a_budget(policy):
     with pytest.raises(TypeError, match=r"remat.scope cannot follow .*within\(1000\)"):
         scope(policy)
-
-
-def test_remat_takes_it_as_any_policy():
-    y = remat(torch.sin, policy=W)(torch.ones(3, requires_grad=True))
-    assert torch.equal(y, torch.ones(3).sin())
