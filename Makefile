@@ -47,7 +47,7 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	fit/test_hidden_storages.py \
 	fit/test_choices.py offload/test_offload_files.py \
 	parity/test_opinfo.py parity/test_nestings.py parity/test_opinfo_forward.py \
-	partial/test_pruning_zoo.py partial/test_pruning_draws.py \
+	partial/test_pruning_draws.py \
 	partial/test_pruning_properties.py partial/test_pruning_safety.py \
 	partial/test_pruning_state.py partial/test_under_transforms.py \
 	partial/test_pruning_layers.py partial/test_plan_random.py \

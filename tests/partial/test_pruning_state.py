@@ -86,12 +86,6 @@ class Changes(Cases):
     def another_size(x, w, value):
         return (x * (w[:2] * 2).sum(value).shape[0]).sin() + w.exp()
 
-    def written_to_another(x, w, value):
-        u, v = x @ w, w @ x
-        (u if value else v).mul_(2)
-        # A constant is made again, for which the function runs.
-        return (u.sin() * v.sin()) * torch.full((4, 4), 0.5, dtype=x.dtype)
-
     def another_shape(x, w, value):
         n = 2 if value else 8
         return (x.view(n, -1).mean(0) * 3).sum() + (x * w).view(-1, n).sum(

@@ -133,7 +133,8 @@ for _name in "abc":
 
 
 FIRST = some("backward", "retained", "of_one", "batched_cotangents", "grad", "jacrev")
-FIRST |= some("grad_and_value", "two_pulls", "vmap_grad", "grad_vmap")
+FIRST |= some("grad_and_value", "two_pulls", "vmap_grad", "grad_vmap", "accumulated")
+FIRST |= some("vjp", "vmap_grad_of_last")
 SECOND = some("twice", "grad_grad", "hessian", "jacrev_jacrev", "jacrev_jacfwd")
 SECOND |= some("jvp_grad", "vmap_hessian")
 FORWARD = some("jvp", "jacfwd", "duals", "vmap_jvp")
