@@ -1,12 +1,18 @@
-"""What functions ask of tensors: who and what they are, and what they hold."""
+"""What functions ask of tensors: who and what they are, and what they hold.
+
+A row is an expression of `x`, which is asked, of `z`, its sine, and of `seen`, a dict
+that lives as long as the program. What it gives is computed with.
+"""
 
 import copy
+import functools
 import inspect
 import io
 import math
 import operator
+import pickle
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import numpy as np
 import torch
@@ -15,399 +21,275 @@ from support.adversarial.program import (
     family,
     loop,
     reversed_loop,
-    taking,
     work,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.overrides import has_torch_function
 from torch.utils import dlpack
 
 
-# --- Who it is ---
+def last_of(held, key, value):
+    """Put a value in a dict, and return what was there."""
+    before = held.get(key)
+    held[key] = value
+    return before
 
 
-def keys_of_a_dict(x, seen):
-    table = seen.setdefault("table", {})
-    return x * table.setdefault(x, len(table) + 1.0)
+def setting(value, **attributes):
+    vars(value).update(attributes)
+    return value
 
 
-def keys_of_pairs(x, seen):
-    table = seen.setdefault("table", {})
-    return x * table.setdefault((x, "a"), len(table) + 1.0)
+@functools.singledispatch
+def factor(value):
+    return 1.0
 
 
-def one_of_a_list(x, seen):
-    kept = seen.setdefault("kept", [])
-    k = 1.0 + any(x is t for t in kept)
-    kept.append(x)
-    return x * k
+@factor.register
+def _(value: nn.Parameter):
+    return 2.0
 
 
-def position_in_a_list(x, seen):
-    kept = seen.setdefault("kept", [])
-    kept.append(x)
-    return x * (1.0 + [id(t) for t in kept].index(id(x)))
-
-
-def a_weak_reference(x, seen):
-    ref = weakref.ref(x)
-    return x * (2.0 if ref() is x else 3.0)
-
-
-def a_weak_value(x, seen):
-    table = seen.setdefault("table", weakref.WeakValueDictionary())
-    k = 2.0 if table.get("last") is x else 3.0
-    table["last"] = x
-    return x * k
-
-
-def its_hash(x, seen):
-    return x * (2.0 if hash(x) == id(x) else 3.0)
-
-
-def twice_in_one_call(x, seen):
-    kept = {}
-    for t in (x, x, x * 2, x):
-        kept.setdefault(id(t), t)
-    return sum(kept.values()) * len(kept)
-
-
-def itself_in_what_is_made(x, seen):
-    parts = OrderedDict(a=x, b=x * 2, c=x)
-    return x * sum(1.0 for t in parts.values() if t is x)
-
-
-def equal_by_operator(x, seen):
-    return x * (2.0 if operator.is_(x, x.requires_grad_(x.requires_grad)) else 3.0)
-
-
-def a_result_kept(x, seen):
-    z = x * 2
-    seen["z"] = z
-    return z * (2.0 if seen["z"] is z else 3.0)
-
-
-def its_detached_self(x, seen):
-    y = x.detach()
-    return x * (2.0 if y.untyped_storage().data_ptr() == x.data_ptr() else 3.0)
-
-
-def its_data(x, seen):
-    y = x.data
-    return x * y * (2.0 if y.data_ptr() == x.data_ptr() else 3.0)
-
-
-def contiguous_is_itself(x, seen):
-    return x * (2.0 if x.contiguous() is x else 3.0)
-
-
-def conversions_are_itself(x, seen):
-    same = x.to(torch.double) is x, x.cpu() is x, x.double() is x, x.expand(16) is x
-    return x * (1.0 + sum(same))
-
-
-# --- What it is ---
-
-
-def by_isinstance(x, seen):
-    z = x * 2
-    kinds = torch.Tensor, nn.Parameter, torch.DoubleTensor, np.ndarray
-    return z * (1.0 + sum(isinstance(z, kind) for kind in kinds))
-
-
-def by_exact_class(x, seen):
-    z = x.sin()
-    return z * (2.0 if type(z) is torch.Tensor else 3.0)
-
-
-def by_a_table_of_classes(x, seen):
-    z = x.sin()
-    return z * {torch.Tensor: 2.0, nn.Parameter: 3.0}.get(type(z), 4.0)
-
-
-def by_its_bases(x, seen):
-    z = x.sin()
-    return z * len(type(z).__mro__)
-
-
-def by_match(x, seen):
-    z = x.sin()
+def matched(z):
     match z:
         case nn.Parameter():
             return z * 2
-        case torch.Tensor(shape=(n,)):
+        case Tensor(shape=(n,)):
             return z * n
     return z
 
 
-def by_inspect(x, seen):
-    z = x.sin()
-    return z * len(inspect.getmodule(type(z)).__name__)
+def memo_by_id(x, seen):
+    last_of(seen, len(seen), x)  # else another one may get its identity
+    return x * seen.setdefault(id(x), len(seen) + 1.0)
 
 
-def by_subclass_hooks(x, seen):
-    z = x.sin()
-    return z * (
-        2.0
-        if type(z).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-        else 3.0
-    )
-
-
-def by_its_type(x, seen):
-    z = x.sin()
-    return z * len(z.type())
-
-
-def by_its_dict(x, seen):
-    z = x.sin()
-    z.note = 2.0
-    return z * z.note * len(z.__dict__)
-
-
-def by_flags(x, seen):
-    z = x.sin()
-    flags = z.is_leaf, z.is_sparse, z.is_quantized, z.is_inference(), z.is_nested
-    flags += z.is_meta, z.is_shared(), z.is_pinned(), z.is_conj(), z.is_neg()
-    return z * (1.0 + sum(k * f for k, f in enumerate(flags)))
-
-
-def by_layout(x, seen):
-    z = x.view(4, 4).t().sin()
-    return x * (1.0 + z.is_contiguous() + z.stride(0) + z.storage_offset())
-
-
-def by_numpy(x, seen):
-    z = x.sin()
-    return z * float(np.asarray(z.detach()).sum()) + z.numpy(force=True).mean()
-
-
-def by_float(x, seen):
-    z = x.sin()
-    return z * (float(z.sum()) + int(z.sum() > 0) + complex(z[0]).real)
-
-
-def by_index(x, seen):
-    z = x.sin()
-    rows = [1.0, 2.0, 3.0]
-    return z * rows[(z.argmax() % 3)]
-
-
-def by_range(x, seen):
-    z = x.sin()
-    n = (z > 0).sum()
-    return z * sum(k for k in range(n))
-
-
-def by_math(x, seen):
-    z = x.sin().sum()
-    return x * math.sin(z) * round(z.item(), 2)
-
-
-def by_branches(x, seen):
-    z = x.sin()
-    if z.isfinite().all() and (z.abs() < 2).all():
-        return z * 2 if z.mean() > 0 else z * 3
-    return z
-
-
-def by_mask(x, seen):
-    z = x.sin()
-    return z[z > 0].sum() * z + z.masked_select(z < 0).sum()
-
-
-def by_nonzero(x, seen):
-    z = x.sin()
-    (where,) = torch.where(z > 0)
-    return z * where.numel() + z[where].sum()
-
-
-def by_unique(x, seen):
-    z = (x.sin() * 3).round()
-    values, counts = z.unique(return_counts=True)
-    return x * values.numel() * counts.max()
-
-
-def by_sort(x, seen):
-    z = x.sin()
-    order = z.argsort()
-    return z[order] * z.topk(4).values.sum()
-
-
-def by_repeat(x, seen):
-    z = x.sin()
-    counts = (z > 0).long() + 1
-    return z * torch.repeat_interleave(z, counts).sum()
-
-
-def by_dlpack(x, seen):
-    z = x.sin()
-    return z * torch.from_dlpack(z.detach()).sum() + dlpack.from_dlpack(
-        dlpack.to_dlpack(z.detach())
-    )
-
-
-def by_saving(x, seen):
-    z, to = x.sin(), io.BytesIO()
-    torch.save(z.detach(), to)
+def saved(z):
+    torch.save(z.detach(), to := io.BytesIO())
     to.seek(0)
-    return z * torch.load(to)
+    return torch.load(to)
 
 
-def by_copying(x, seen):
-    z = x.sin().detach()
-    return x * copy.copy(z) * copy.deepcopy(z)
+ASKS = {
+    # Who it is.
+    "keys of a dict": lambda x, z, seen: x * seen.setdefault(x, len(seen) + 1.0),
+    "keys of pairs": lambda x, z, seen: x * seen.setdefault((x, 1), len(seen) + 1.0),
+    "memo by id": lambda x, z, seen: memo_by_id(x, seen),
+    "one of a list": lambda x, z, seen: (
+        x
+        * (1.0 + any(x is t for t in seen.values()) + bool(last_of(seen, x, x) is None))
+    ),
+    "position in a list": lambda x, z, seen: (
+        last_of(seen, len(seen), x),
+        x * (1.0 + [*map(id, seen.values())].index(id(x))),
+    )[1],
+    "a weak reference": lambda x, z, seen: x * (2.0 if weakref.ref(x)() is x else 3.0),
+    "a weak value": lambda x, z, seen: (
+        x
+        * (
+            2.0
+            if last_of(
+                seen.setdefault("table", weakref.WeakValueDictionary()), "last", x
+            )
+            is x
+            else 3.0
+        )
+    ),
+    "its hash": lambda x, z, seen: x * (2.0 if hash(x) == id(x) else 3.0),
+    "itself in what is made": lambda x, z, seen: (
+        x * sum(1.0 for t in OrderedDict(a=x, b=x * 2, c=x).values() if t is x)
+    ),
+    "equal by operator": lambda x, z, seen: (
+        x * (2.0 if operator.is_(x, x.requires_grad_(x.requires_grad)) else 3.0)
+    ),
+    "last of the calls": lambda x, z, seen: (
+        x * (2.0 if last_of(seen, "last", x) is x else 3.0)
+    ),
+    "a result kept": lambda x, z, seen: (
+        z * (2.0 if [last_of(seen, "z", z)] and seen["z"] is z else 3.0)
+    ),
+    "its detached self": lambda x, z, seen: (
+        x
+        * (2.0 if x.detach().untyped_storage().data_ptr() == x.data.data_ptr() else 3.0)
+    ),
+    "contiguous is itself": lambda x, z, seen: (
+        x * (2.0 if x.contiguous() is x else 3.0)
+    ),
+    "conversions are itself": lambda x, z, seen: (
+        x * (1.0 + (x.double() is x) + (x.cpu() is x) + (x.expand(16) is x))
+    ),
+    # What it is.
+    "by isinstance": lambda x, z, seen: (
+        z * (1.0 + sum(isinstance(z, k) for k in (Tensor, nn.Parameter, np.ndarray)))
+    ),
+    "type is": lambda x, z, seen: z * (2.0 if type(z) is Tensor else 3.0),
+    "class is": lambda x, z, seen: z * (2.0 if z.__class__ is Tensor else 3.0),
+    "by a table of classes": lambda x, z, seen: (
+        z * {Tensor: 2.0, nn.Parameter: 3.0}.get(type(z), 4.0)
+    ),
+    "by its bases": lambda x, z, seen: z * len(type(z).__mro__),
+    "by match": lambda x, z, seen: matched(z),
+    "by inspect": lambda x, z, seen: z * len(inspect.getmodule(type(z)).__name__),
+    "module of its type": lambda x, z, seen: (
+        z * {"torch": 3.0}.get(type(z).__module__, 1.0)
+    ),
+    "by subclass hooks": lambda x, z, seen: (
+        z * (1.0 + (type(z).__torch_dispatch__ is Tensor.__torch_dispatch__))
+    ),
+    "by its type": lambda x, z, seen: z * len(z.type()),
+    "by its dict": lambda x, z, seen: z * setting(z, k=2.0).k * len(z.__dict__),
+    "attribute of it": lambda x, z, seen: x * setting(x, k=getattr(x, "k", 0) + 1.0).k,
+    "dispatch by type": lambda x, z, seen: z * factor(z),
+    "torch function": lambda x, z, seen: z * (2.0 if has_torch_function((z,)) else 3.0),
+    "version": lambda x, z, seen: z * (3.0 + z._version),
+    "by flags": lambda x, z, seen: (
+        z
+        * (1.0 + z.is_leaf + 2 * z.requires_grad + 4 * z.retains_grad + 8 * x.is_leaf)
+        * (1 + len(z.grad_fn.next_functions))
+    ),
+    "by its base": lambda x, z, seen: x * (2.0 if x.view(4, 4)._base is x else 3.0),
+    "by layout": lambda x, z, seen: (
+        x * (1.0 + x.view(4, 4).t().is_contiguous() + z.stride(0) + z.storage_offset())
+    ),
+    "by its memory": lambda x, z, seen: z * (z.untyped_storage().nbytes() + z.nbytes),
+    "by its text": lambda x, z, seen: x * len(repr(z.detach())),
+    "by like": lambda x, z, seen: (
+        z * (type(torch.zeros_like(z)) is type(z)) + z.new_ones(16)
+    ),
+    "by result type": lambda x, z, seen: (
+        z * (2.0 if torch.result_type(z, 1.0) is z.dtype else 3.0)
+    ),
+    # What it holds.
+    "by NumPy": lambda x, z, seen: (
+        z * float(np.asarray(z.detach()).sum()) + z.numpy(force=True).mean()
+    ),
+    "by a buffer": lambda x, z, seen: x * memoryview(z.detach().numpy())[3],
+    "by float": lambda x, z, seen: z * (float(z.sum()) + complex(z[0]).real),
+    "by index": lambda x, z, seen: z * [1.0, 2.0, 3.0][z.argmax() % 3],
+    "by range": lambda x, z, seen: z * sum(range((z > 0).sum())),
+    "by math": lambda x, z, seen: x * math.sin(z.sum()) * round(z.sum().item(), 2),
+    "by branches": lambda x, z, seen: z * 2 if z.mean() > 0 else z * 3,
+    "by membership": lambda x, z, seen: x * (2.0 if 0.5 in z.detach().sign() else 3.0),
+    "by comparing": lambda x, z, seen: x * (2.0 if torch.equal(z, z.clone()) else 3.0),
+    "by mask": lambda x, z, seen: z[z > 0].sum() * z + z.masked_select(z < 0).sum(),
+    "by nonzero": lambda x, z, seen: z * (z > 0).nonzero().numel(),
+    "by unique": lambda x, z, seen: x * (z * 3).round().unique().numel(),
+    "by sort": lambda x, z, seen: z[z.argsort()] * z.topk(4).values.sum(),
+    "by repeat": lambda x, z, seen: (
+        z * torch.repeat_interleave(z, (z > 0).long() + 1).sum()
+    ),
+    "by dlpack": lambda x, z, seen: (
+        z * dlpack.from_dlpack(dlpack.to_dlpack(z.detach()))
+    ),
+    "by saving": lambda x, z, seen: z * saved(z),
+    "by a pickle": lambda x, z, seen: x * pickle.loads(pickle.dumps(z.detach())).sum(),
+    "by copying": lambda x, z, seen: (
+        x * copy.copy(z.detach()) * copy.deepcopy(z.detach())
+    ),
+    "by as tensor": lambda x, z, seen: (
+        x * torch.as_tensor(z.detach()) * torch.tensor(z.tolist(), dtype=torch.double)
+    ),
+    "by unpacking": lambda x, z, seen: x * next(iter(z)) * len([*z]),
+    "by set": lambda x, z, seen: (
+        z * torch.empty(0, dtype=torch.double).set_(z.detach())
+    ),
+    "by out": lambda x, z, seen: (
+        x * torch.mul(z.detach(), 2.0, out=torch.empty(16, dtype=torch.double))
+    ),
+    "by vmap": lambda x, z, seen: torch.vmap(lambda a, b: a.sin() * b)(x, z),
+    "by grad": lambda x, z, seen: (
+        x * torch.func.grad(lambda a: a.sin().sum())(x.detach())
+    ),
+    "by jacobian": lambda x, z, seen: (
+        x @ torch.autograd.functional.jacobian(torch.sin, x.detach())
+    ),
+    "by random": lambda x, z, seen: (
+        z * torch.bernoulli(z.detach().sigmoid()) + torch.randn_like(z)
+    ),
+    "by statistics": lambda x, z, seen: (z - z.mean()) / z.std() * z.median(),
+    "by transform": lambda x, z, seen: torch.fft.irfft(torch.fft.rfft(x) * 2) * x,
+    "by scatter": lambda x, z, seen: torch.zeros(16, dtype=torch.double).scatter_add(
+        0, torch.arange(16) % 4, z
+    ),
+}
+SUMS = {
+    "by cumulative": lambda x, z, seen: (
+        x.cumsum(0) * x.sigmoid().cumprod(0).flip(0).roll(1)
+    ),
+    "by decomposition": lambda x, z, seen: (
+        torch.linalg.qr(x.view(4, 4))[0].reshape(16) * torch.linalg.det(x.view(4, 4))
+    ),
+}
 
 
-def by_as_tensor(x, seen):
-    z = x.sin().detach()
-    return x * torch.as_tensor(z) * torch.tensor(z.tolist(), dtype=torch.double)
+def asking(program, *without):
+    """Add a program for each question: it is given what asks, and returns a step."""
+
+    def build(ask):
+        seen = {}
+        return program(lambda x: ask(x, x.sin(), seen))
+
+    build.__name__, build.__module__ = program.__name__, program.__module__
+    family(**SUMS, is_close=True)(build)
+    family(**{name: ask for name, ask in ASKS.items() if name not in without})(build)
 
 
-def by_length(x, seen):
-    z = x.sin()
-    return z * len(z) * z.size(0) * z.nelement()
-
-
-def by_unpacking(x, seen):
-    first, *rest = x.sin()
-    return x * first * len(rest)
-
-
-def by_zip(x, seen):
-    z = x.sin()
-    return torch.stack([a * b for a, b in zip(z, x, strict=True)])
-
-
-def by_new(x, seen):
-    z = x.sin()
-    made = z.new_zeros(16), z.new_ones(16), z.new_full((16,), 2.0), z.new_empty(0)
-    return z * sum(type(t) is torch.Tensor for t in made) + made[1]
-
-
-def by_like(x, seen):
-    z = x.sin()
-    made = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
-    return z * sum(type(t) is type(z) for t in made) + made[1]
-
-
-def by_result_type(x, seen):
-    z = x.sin()
-    return z * (2.0 if torch.result_type(z, 1.0) is z.dtype else 3.0)
-
-
-def by_set(x, seen):
-    z = x.sin()
-    y = torch.empty(0, dtype=torch.double).set_(z.detach())
-    return z * y * (2.0 if y.is_set_to(z) else 3.0)
-
-
-def by_out(x, seen):
-    z, out = x.sin().detach(), torch.empty(16, dtype=torch.double)
-    torch.mul(z, 2.0, out=out)
-    return x * out
-
-
-def by_vmap(x, seen):
-    return torch.vmap(lambda a, b: a.sin() * b)(x, x.cos())
-
-
-def by_grad(x, seen):
-    return x * torch.func.grad(lambda a: a.sin().sum())(x.detach())
-
-
-def by_jacobian(x, seen):
-    return x @ torch.autograd.functional.jacobian(torch.sin, x.detach())
-
-
-def by_counting(x, seen):
-    z = (x.sin() > 0).tolist()
-    return x * Counter(z)[True]
-
-
-def by_random(x, seen):
-    z = x.sin()
-    return z * torch.bernoulli(z.detach().sigmoid()) + torch.randn_like(z)
-
-
-def by_multinomial(x, seen):
-    z = x.sin().softmax(0)
-    return z * torch.multinomial(z.detach(), 3).sum()
-
-
-def by_cumulative(x, seen):
-    return x.cumsum(0) * x.sigmoid().cumprod(0).flip(0).roll(1)
-
-
-def by_statistics(x, seen):
-    z = x.sin()
-    return (z - z.mean()) / z.std() * z.median() + z.quantile(0.5) + z.logsumexp(0)
-
-
-def by_decomposition(x, seen):
-    z = x.view(4, 4)
-    q, r = torch.linalg.qr(z)
-    return (q @ r).view(16) * torch.linalg.svdvals(z).sum() + torch.linalg.det(z)
-
-
-def by_transform(x, seen):
-    return torch.fft.irfft(torch.fft.rfft(x) * 2) * x
-
-
-def by_scatter(x, seen):
-    z = x.sin()
-    to = torch.zeros(16, dtype=torch.double)
-    return to.scatter_add(0, torch.arange(16) % 4, z)
-
-
-ASKS = taking(globals(), "x", "seen")
-SUMS = {name: ASKS.pop(name) for name in ("by cumulative", "by decomposition")}
-
-
-@family(**SUMS, is_close=True)
-@family(**ASKS)
+@asking
 def of_a_leaf(ask):
-    seen = {}
-    return loop(lambda x: work(ask(x, seen)).tanh())
+    return loop(lambda x: work(ask(x)).tanh())
 
 
-@family(**SUMS, is_close=True)
-@family(**ASKS)
+@asking
 def of_what_was_computed_and_is_gone(ask):
     def step(wrap):
-        seen = {}
-        run = wrap(lambda x: work(ask(x, seen)).tanh())
+        run = wrap(lambda x: work(ask(x)).tanh())
         return reversed_loop(lambda x: run(x * 1.5))(lambda f: f)
 
     return step
 
 
-@family(**SUMS, is_close=True)
-@family(**ASKS)
+@asking
 def of_a_product(ask):
     """A policy may save it, and leave out what it is of."""
 
     def step(wrap):
-        seen, w = {}, torch.eye(16, dtype=torch.double) * 2
-        run = wrap(lambda x: work(ask(w @ x.sin(), seen)).tanh() @ w)
+        w = torch.eye(16, dtype=torch.double) * 2
+        run = wrap(lambda x: work(ask(w @ x.sin())).tanh() @ w)
         return loop(lambda x: run(x * 1.5))(lambda f: f)
 
     return step
 
 
-@family(**SUMS, is_close=True)
-@family(**ASKS)
+@asking
+def of_what_nobody_reads(ask):
+    def fn(x):
+        z = (x * 3).view(4, 4).t().reshape(16)
+        return work(x, ask(z).detach().mean()) + z
+
+    return loop(fn)
+
+
+@asking
+def within_a_call(ask):
+    def step(wrap):
+        run = wrap(lambda x: work(ask(x)).tanh())
+        return loop(wrap(lambda x: run(x * 1.5).tanh() + x.sum()))(lambda f: f)
+
+    return step
+
+
+# Plain code refuses torch.func under hooks.
+@lambda program: asking(program, "by grad")
 def beside_an_attribute_of_a_parameter(ask):
     module = nn.Linear(16, 16).double()
     nn.init.eye_(module.weight)
 
+    def fn(x):
+        module.weight.is_ours = True
+        return work(module(ask(x))).tanh()
+
     def step(wrap):
-        seen = {}
-
-        def fn(x):
-            module.weight.is_ours = True
-            return work(module(ask(x, seen))).tanh()
-
         run = wrap(fn)
 
         def call(x):
@@ -419,12 +301,11 @@ def beside_an_attribute_of_a_parameter(ask):
     return step
 
 
-@family(**SUMS, is_close=True)
-@family(**ASKS)
+@asking
 def of_the_second_input(ask):
     def step(wrap):
-        seen, held = {}, State(y=None)
-        run = wrap(lambda x, y: (work(ask(y, seen)) * x).tanh())
+        held = State(y=None)
+        run = wrap(lambda x, y: (work(ask(y)) * x).tanh())
 
         def call(x):
             held.y = x.cos()

@@ -1,12 +1,22 @@
 """Each way to hold a value, changed in each way between forward and recompute."""
 
 import torch
-from support.adversarial.holders import ANYTHING, HOLDERS
-from support.adversarial.program import family, loop, nothing, reversed_loop, work
+from support.adversarial.holders import ANNOTATIONS, ANYTHING, HOLDERS
+from support.adversarial.program import (
+    State,
+    back,
+    family,
+    leaf,
+    loop,
+    nothing,
+    observed,
+    reversed_loop,
+    work,
+)
 from torch import nn
 
 
-@family(**HOLDERS)
+@family(**HOLDERS, annotations=ANNOTATIONS)
 def replaced_by_the_user(hold):
     read, write, dump = hold()
     new = iter(range(2, 9))
@@ -164,3 +174,26 @@ def kept_for_the_user_only(hold):
     return loop(
         fn, between=lambda: write(next(new)), state=lambda: (read(), dump()), count=2
     )
+
+
+# These are the process's, and not gone with what holds them.
+OF_THE_PROCESS = "environment", "entry of globals", "local of a generator"
+
+
+@family(**{n: hold for n, hold in HOLDERS.items() if n not in OF_THE_PROCESS})
+def gone_and_a_leaf_that_is_gone(hold):
+    state = State()
+    state.read, state.write, _ = hold()
+
+    def step(wrap):
+        run, seen = wrap(lambda x: work(x, state.read())), []
+        for i in range(2):
+            x = leaf(seed=i)
+            out = run(x * 1.5)
+            state.read, state.write, _ = hold()
+            state.write(i + 2)
+            back(out)
+            seen.append(observed((out, x.grad)))
+        return seen
+
+    return step

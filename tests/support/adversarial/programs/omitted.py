@@ -1,7 +1,6 @@
-"""What a recompute leaves out: asked for its type, looked up, given other memory."""
+"""What a recompute leaves out: looked up, given other memory, by other functions."""
 
 import copy
-import functools
 import weakref
 
 import torch
@@ -18,72 +17,10 @@ from support.adversarial.program import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 BACKENDS = {"torch": 3.0}
-
-
-@functools.singledispatch
-def factor(value):
-    return 1.0
-
-
-@factor.register
-def _(value: nn.Parameter):
-    return 2.0
-
-
-QUESTIONS = {
-    "type is": lambda z: 3.0 if type(z) is Tensor else 1.0,
-    "class is": lambda z: 3.0 if z.__class__ is Tensor else 1.0,
-    "type in a set": lambda z: 3.0 if type(z) in {Tensor, nn.Parameter} else 1.0,
-    "module of its type": lambda z: BACKENDS.get(type(z).__module__, 1.0),
-    "name of its type": lambda z: 3.0 if type(z).__name__ == "Tensor" else 1.0,
-    "bases of its type": lambda z: float(len(type(z).__mro__)),
-    "dict": lambda z: 3.0 + len(z.__dict__),
-    "class of what it makes": lambda z: 3.0 if type(z.new_zeros(2)) is Tensor else 1.0,
-    "class of a view": lambda z: 3.0 if type(z[0]) is Tensor else 1.0,
-    "class of what is detached": lambda z: 3.0 if type(z.detach()) is Tensor else 1.0,
-    "class of its data": lambda z: 3.0 if type(z.data) is Tensor else 1.0,
-    "class of what it is like": (
-        lambda z: 3.0 if type(torch.zeros_like(z)) is Tensor else 1.0
-    ),
-    "dispatch by type": factor,
-    "attribute set before": lambda z: setattr(z, "k", 3.0) or z.k,
-    "has a torch function": lambda z: 1.0 if has_torch_function((z,)) else 3.0,
-    "version": lambda z: 3.0 + z._version,
-}
-
-
-@family(**QUESTIONS)
-def asked(question):
-    def fn(x):
-        z = x * 3  # nobody reads it
-        return work(x, question(z)) + z
-
-    return loop(fn)
-
-
-@family(**QUESTIONS)
-def asked_of_a_view(question):
-    def fn(x):
-        z = (x * 3).view(4, 4).t()
-        return work(x, question(z)) + z.reshape(16)
-
-    return loop(fn)
-
-
-@family(**QUESTIONS)
-def asked_beside_a_product(question):
-    weight = leaf(4, 4, seed=9)
-
-    def fn(x):
-        z = x @ weight
-        return work(x, question(z)) + z
-
-    return loop_on_rows(fn)
 
 
 def loop_on_rows(fn, *, between=lambda: None, count=3):

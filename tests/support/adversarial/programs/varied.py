@@ -1,13 +1,11 @@
 """Varied ways to hold, to ask for and to change what a recompute reads."""
 
 import contextlib
-import copy
 import dataclasses
 import enum
 import functools
 import gc
 import operator
-import pickle
 import threading
 import types
 import typing
@@ -319,144 +317,6 @@ def a_hook_that_counts(register):
     block, counts = Block(), {"n": 0}
     register(block, counts)
     return trained(block, state=lambda: counts)
-
-
-# --- Identity and types ---
-
-
-def memo_by_id(x, seen):
-    seen.setdefault("held", []).append(x)  # else another one may get its identity
-    return x * seen.setdefault(id(x), len(seen) + 1.0)
-
-
-def in_a_set(x, seen):
-    k = 2.0 if x in seen.setdefault("set", set()) else 3.0
-    seen["set"].add(x)
-    return x * k
-
-
-def last_of_the_calls(x, seen):
-    k = 2.0 if seen.get("last") is x else 3.0
-    seen["last"] = x
-    return x * k
-
-
-def attribute_of_it(x, seen):
-    x.count = getattr(x, "count", 0) + 1
-    return x * x.count
-
-
-def by_its_class(x, seen):
-    z = x * 2
-    k = 2.0 if z.__class__ is torch.Tensor and type(z.new_zeros(1)) is type(z) else 3.0
-    return z * k
-
-
-def by_its_class_name(x, seen):
-    z = x.sin()
-    return z * len(type(z.detach()).__name__ + type(z).__module__)
-
-
-def by_its_flags(x, seen):
-    z = x * 2
-    k = 1.0 + z.is_leaf + 2 * z.requires_grad + 4 * z.retains_grad + 8 * x.is_leaf
-    return z * k * (1 + len(z.grad_fn.next_functions))
-
-
-def by_its_address(x, seen):
-    y = x.detach()
-    return x * (2.0 if y.data_ptr() == x.data_ptr() else 3.0)
-
-
-def by_its_base(x, seen):
-    y = x.view(4, 4)
-    return x * (2.0 if y._base is x else 3.0)
-
-
-def by_a_copy(x, seen):
-    z = copy.copy((x * 2).detach())
-    return x * z
-
-
-def by_a_pickle(x, seen):
-    return x * pickle.loads(pickle.dumps((x * 2).detach())).sum()
-
-
-def by_a_deep_copy(x, seen):
-    return x * copy.deepcopy((x * 2).detach())
-
-
-def by_its_list(x, seen):
-    return x * sum((x * 2).detach().tolist())
-
-
-def by_an_array(x, seen):
-    return x * torch.from_numpy(np.sin((x * 2).detach().numpy()))
-
-
-def by_a_buffer(x, seen):
-    held = memoryview((x * 2).detach().numpy())
-    return x * held[3]
-
-
-def by_torch_function(x, seen):
-    z = x * 2
-    return z * (2.0 if torch.overrides.has_torch_function((z,)) else 3.0)
-
-
-def by_its_text(x, seen):
-    return x * len(repr((x * 2).detach()))
-
-
-def by_its_memory(x, seen):
-    z = x * 2
-    return z * (z.untyped_storage().nbytes() + z.storage_offset() + z.nbytes)
-
-
-def by_a_format(x, seen):
-    return x * len(f"{(x.sum() * 2).item():.3f}")
-
-
-def by_iterating(x, seen):
-    return sum(row.sin() for row in x.view(4, 4)) * x.view(4, 4)
-
-
-def by_membership(x, seen):
-    return x * (2.0 if 0.5 in (x > 0).double().detach() else 3.0)
-
-
-def by_comparing(x, seen):
-    y = x * 2
-    return x * (2.0 if torch.equal(y, y.clone()) and bool((y == y).all()) else 3.0)
-
-
-ASKS = taking(globals(), "x", "seen")
-
-
-@family(**ASKS)
-def asked_of_a_leaf(ask):
-    seen = {}
-    return loop(lambda x: work(ask(x, seen)))
-
-
-@family(**ASKS)
-def asked_of_what_was_computed(ask):
-    def step(wrap):
-        seen = {}
-        run = wrap(lambda x: work(ask(x, seen)))
-        return loop(lambda x: run(x * 1.5))(lambda f: f)
-
-    return step
-
-
-@family(**ASKS)
-def asked_within_a_call(ask):
-    def step(wrap):
-        seen = {}
-        run = wrap(lambda x: work(ask(x, seen)))
-        return loop(wrap(lambda x: run(x * 1.5).tanh() + x.sum()))(lambda f: f)
-
-    return step
 
 
 # --- Settings, and what torch keeps for itself ---
