@@ -35,7 +35,16 @@ STATES = {
 }
 _CALLED = "seed"  # only where it is called: many a number has this name
 # Builtins that tell an object from another one like it.
-_IDENTITY = frozenset({"hash", "id"})
+IDENTITY = frozenset({"hash", "id"})
+# Of tensors, what tells one from another one with its values. `repr` names the node.
+MARKS = frozenset(
+    {
+        *("grad_fn", "is_leaf", "output_nr", "get_gradient_edge", "gradient_edge"),
+        *("_base", "_cdata", "_is_view", "_version"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad"),
+    }
+)
+_ASKING = IDENTITY | {"repr"}
 
 
 class KnownCode(NamedTuple):
@@ -46,7 +55,7 @@ class KnownCode(NamedTuple):
     open: tuple[str, ...]  # names loaded that may stand for something of the user's
     settled: dict[str, Any]  # others, of builtins or packages, and what they were then
     uses_stream_states: bool  # it reads or sets the state of a random stream
-    asks: frozenset[str]  # "id", "hash": what tells an object from another one like it
+    asks: frozenset[str]  # names that tell an object from another one like it
     is_settled: bool  # nothing is open, assigned, or done to a stream
 
 
@@ -78,13 +87,19 @@ def _find_known(fn: types.FunctionType) -> KnownCode:
     if not is_library(scope):
         settled = {n: scope.get(n) for n in names.loaded if _is_settled(n, scope)}
         opened = tuple(n for n in names.loaded if n not in settled)
-    asks = _IDENTITY.intersection(names.loaded)
+    asks = _ASKING.intersection(names.loaded) | _marks_asked(code)
     if fn.__name__ == "__hash__":  # which mostly hashes what an object holds
         asks -= {"hash"}
     if is_standard(code.co_filename):  # as the `__repr__` of every dataclass
         asks = frozenset()
     touches = opened or names.stored or states or fn.__name__ in STATES or asks
     return KnownCode(code, names, opened, settled, states, asks, not touches)
+
+
+def _marks_asked(code: types.CodeType) -> frozenset[str]:
+    """Return which marks of tensors code names, also for `getattr`."""
+    words = (word for c in nested(code) for word in (*c.co_names, *c.co_consts))
+    return MARKS.intersection(word for word in words if type(word) is str)
 
 
 def _is_settled(name: str, scope: dict[str, Any]) -> bool:

@@ -120,7 +120,7 @@ class StreamSearch:
         self.streams: dict[int, Stream] = {}
         self.uses_stream_states = False
         self.writes = False  # whether code may change a tensor in place
-        # By which of "id" and "hash" code tells an object from another one like it.
+        # The names by which code tells an object from another one like it.
         self.asks: frozenset[str] = frozenset()
         # What was walked is held, so that its identity is not used again.
         self._seen: dict[int, Any] = {}

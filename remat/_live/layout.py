@@ -74,7 +74,7 @@ class Layout:
             containers, and how they are written.
         odd: which objects and classes cannot be made again and may be held, by index.
         streams: return the random streams, or None.
-        asks: by which of "id" and "hash" code tells an object from another one like it.
+        asks: the names by which code tells an object from another one like it.
         uses_stream_states: whether code reads or sets the state of a stream.
         compiled: whether there is compiled code.
         is_contained: whether there is nothing but functions without variables: then

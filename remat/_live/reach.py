@@ -13,6 +13,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.code import IDENTITY, MARKS
 from remat._base.errors import CaptureError
 from remat._base.tensors import describe
 from remat._base.types import TENSORS, Fn
@@ -31,6 +33,7 @@ from remat._live.bound import BoundFunction, call_under
 from remat._live.boxes import Box
 from remat._live.contents import At
 from remat._live.given import Building, Given, StillThere, structure_of
+from remat._live.identities import RefuseMarks
 from remat._live.leases import end_leases, is_told, lease_of
 from remat._live.lifted import LiftedForward
 from remat._live.moment import Moment
@@ -68,14 +71,15 @@ class Reach:
         is_bare: whether it is a function of tensors and constants alone.
         attributes: what was set on the tensors, by their numbers.
         marks: whether a run has attributes on its tensors, or sets some.
+        asks: the names by which code may tell a value from another one like it.
     """
 
     __slots__ = (
-        *("_asks", "_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_refs"),
-        *("_modes", "_names", "_roots", "_running", "_values", "_watched", "_writes"),
-        *("around", "attributes", "buffers", "compiled", "first_parameter", "is_bare"),
-        *("is_lazy", "label", "left", "marks", "next_hook", "streams", "tensors"),
-        "uses_stream_states",
+        *("_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_modes"),
+        *("_names", "_refs", "_roots", "_running", "_values", "_watched", "_writes"),
+        *("around", "asks", "attributes", "buffers", "compiled", "first_parameter"),
+        *("is_bare", "is_lazy", "label", "left", "marks", "next_hook", "streams"),
+        *("tensors", "uses_stream_states"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -106,7 +110,7 @@ class Reach:
         if given.roots or any(map(_attributes, given.tensors)):
             parameters, attributes = self._walk(given)
         self._watched: Sequence[Any] = ()
-        self._asks = _NONE
+        self.asks = _NONE
         self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
         # After all are numbered: those that are in `given` come first.
         self._refs = [*map(weakref.ref, given.tensors)]
@@ -119,7 +123,7 @@ class Reach:
         self.marks = bool(attributes)
         if given.search is not None or self._roots:
             self._note_code(given)
-        if self._asks:
+        if not IDENTITY.isdisjoint(self.asks):
             self._lease(given)
         if given.are_found:
             self._watched = given.watched()
@@ -155,8 +159,8 @@ class Reach:
         given.are_found = True
         end_leases()
         for root in self._roots:
-            root.lease(self._asks)
-        self.lease_passed(self._asks)
+            root.lease(self.asks)
+        self.lease_passed(self.asks)
 
     def lease_passed(self, asks: Container[str] = ("id",)) -> None:
         """Refer to the containers that were passed, which code tells from others."""
@@ -170,14 +174,14 @@ class Reach:
         if (search := given.search) is not None:
             found, self.compiled = search.streams, search.compiled
             self.uses_stream_states = search.uses_stream_states
-            self._writes, self._asks = search.writes, search.asks
+            self._writes, self.asks = search.writes, search.asks
         for root in self._roots:
             layout = root.layout
             if not layout.is_noted:
                 continue
             alive = (stream() for stream in layout.streams)
             found |= {id(s): s for s in alive if s is not None}
-            self._asks |= layout.asks
+            self.asks |= layout.asks
             self._writes = self._writes or layout.writes
             self.uses_stream_states |= layout.uses_stream_states
             self.compiled = self.compiled or layout.compiled
@@ -224,7 +228,7 @@ class Reach:
 
     def lifted(self, users: Sequence[Tensor], tensors: Sequence[Any]) -> LiftedForward:
         """Return a context in which other tensors stand in for the user's."""
-        return LiftedForward(self._roots, self._boxes, users, tensors, self._asks)
+        return LiftedForward(self._roots, self._boxes, users, tensors, self.asks)
 
     @property
     def code(self) -> list[Any]:
@@ -376,6 +380,8 @@ class Reach:
 
     def call_lifted(self, lifted: LiftedForward, fn: Any) -> Any:
         """Call the function for the first time, where errors find their names."""
+        if not MARKS.isdisjoint(self.asks):
+            fn = partial(RefuseMarks(lifted.users, self.name_of_tensor).around, fn)
         self._running = lifted
         try:
             return fn()

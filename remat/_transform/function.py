@@ -500,8 +500,7 @@ def evaluate_forward(
     call: Call, program: Program, given: ForwardInputs, request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
     """Run the forward."""
-    reach, needs = call.reach, request.needs
-    inputs, inner = given.inputs, given.inner
+    reach, inputs, inner = call.reach, given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
     state = call_state(reach, inputs)
     has_inference = None in state.versions
@@ -516,7 +515,7 @@ def evaluate_forward(
     # Before inputs are compared: an update of a buffer is no change that is refused.
     state, before = given.state_after(state, reach.buffers, changed_inside)
     checks.refuse_changed_inputs(
-        reach, inputs, inner, state.versions, needs, before, again
+        reach, inputs, inner, state.versions, request.needs, before, again
     )
     # While the graph is there; the results have none.
     reached = call.labelled(reached_by, reach, request, outs, inner, program.outside)
@@ -573,6 +572,7 @@ def _planned(
         is_split=request.is_split,
         kind=next((type(t).__name__ for t in others), ""),
         elements=elements,
+        asks_for_bases=not call.reach.asks.isdisjoint(("_base", "_is_view")),
     )
     why = why_no_record(policy, prune, situation)
     warn_if_asked(policy, prune, situation, label, why)

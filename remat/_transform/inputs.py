@@ -1,10 +1,10 @@
 """What a call under base autograd saves of its inputs.
 
 Leaves that require grad, and parameters, are saved themselves, others without their
-graphs. A recompute runs on the user's own tensors where these are still there, hold
-what they held, and the forward moved no leaf to other memory; else on stand-ins.
-Stand-ins take the place of leaves if the forward changed gradients, or if one no longer
-requires grad as at the call.
+graphs, unless code asks for these. A recompute runs on the user's own tensors where
+these are still there, hold what they held, and the forward moved no leaf to other
+memory; else on stand-ins. Stand-ins take the place of leaves if the forward changed
+gradients, or if one no longer requires grad as at the call.
 
 Where torch may not count a write of the forward, as to running statistics, the input is
 copied before, or its bytes noted. What is large, or one of very many, is copied only
@@ -12,8 +12,8 @@ until a forward has left it alone: from then on its version and a checksum tell 
 a forward wrote to it. The first that does is refused (`saved`), and from the next call
 on it is copied again.
 
-Invariant: no graph is held, a write is never missed, and what each call copies is
-bounded. A run that would read a value that changed since the call is refused.
+Invariant: no graph is held that no code asks for, a write is never missed, and what
+each call copies is bounded. What changed since the call is refused when it is read.
 Rejected: stand-ins for all leaves: gradients of other threads would be lost. A copy
 that shares memory until it is written: an array that NumPy made of it loses its memory.
 One class with `CallState` of `state`: this holds the tensors of a call, and that must
@@ -91,7 +91,7 @@ class SavedInputs:
     """
 
     __slots__ = (
-        *("_are_originals", "_attributes", "_classes", "_first", "_had_node"),
+        *("_are_originals", "_asked", "_attributes", "_classes", "_first", "_had_node"),
         *("_hooks", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
         *("_storages", "_sums", "_watched", "may_be_written", "needs", "originals"),
         *("originals_at", "renorms", "values", "versions"),
@@ -113,6 +113,7 @@ class SavedInputs:
         self.versions = versions_of(inputs)
         entries = inputs[:first]
         self._refs = [*map(weakref.ref, entries)]
+        self._asked = entries if reach.asks else ()  # for nodes: nothing stands in
         # Which of those before the parameters had been computed, by a node.
         self._had_node = [*map(operator.not_, map(_is_leaf, entries))]
         self._classes: Sequence[type] = ()

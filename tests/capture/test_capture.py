@@ -143,6 +143,40 @@ def test_under_grad_a_number_that_is_the_identity_of_what_was_computed_is_refuse
         derivative(remat(fn))(torch.randn(3))
 
 
+MARKS = {
+    "grad_fn": lambda x: x.grad_fn is None,
+    "is_leaf": lambda x: x.is_leaf,
+    "_base": lambda x: x._base is None,
+    "output_nr": lambda x: x.output_nr == 0,
+}
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_under_grad_a_mark_of_a_computed_tensor_is_refused(mark):
+    ask = MARKS[mark]
+
+    def fn(x):
+        return x.sin() * (1 if ask(x) else 2)
+
+    x = torch.randn(3)
+    with pytest.raises(CaptureError, match=rf"asks for `{mark}` of `x`.*pass the ans"):
+        derivative(lambda x: remat(fn)(x.chunk(2)[1]))(x)
+    # Those of a leaf of the level are those of what stands in for it, too.
+    assert torch.equal(derivative(remat(fn))(x), derivative(fn)(x))
+
+
+def test_under_grad_a_policy_is_not_followed_where_views_are_told_apart():
+    v = torch.eye(4)[2:]
+
+    def fn(x, v):
+        return x.sin() * (2 if v._is_view() else 3)
+
+    x, run = torch.randn(3), remat(fn, prune=True)
+    with pytest.warns(UserWarning, match="it asks what a tensor is a view of"):
+        gradient = derivative(lambda x: run(x, v))(x)
+    assert torch.equal(gradient, derivative(lambda x: fn(x, v))(x))
+
+
 # --- What a search cannot find ---------------------------------------------------
 
 VARIABLE = contextvars.ContextVar("VARIABLE")

@@ -4,8 +4,17 @@ import functools
 import weakref
 
 import torch
-from support.adversarial.program import family, leaf, loop, program, reversed_loop, work
+from support.adversarial.program import (
+    family,
+    leaf,
+    loop,
+    nothing,
+    program,
+    reversed_loop,
+    work,
+)
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 
 def of_an_input(fn, **cases):
@@ -37,6 +46,115 @@ def asked(case):
     def step(wrap):
         run = wrap(fn)
         return loop((lambda x: run(x * 2)) if is_made else run)(lambda f: f)
+
+    return step
+
+
+# Makes an input from a leaf. What is in the list is alive until the backward.
+MADE = {
+    "computed": lambda x, alive: x * 2,
+    "a view": lambda x, alive: _view(x * 2, alive),
+    "a view of a leaf": lambda x, alive: x[4:12],
+    "a view of constants": lambda x, alive: _view(torch.arange(16.0), alive),
+    "one of several": lambda x, alive: (x * 2).chunk(2)[1],
+    "with a hook": lambda x, alive: _after(x * 2, lambda y: y.register_hook(nothing)),
+    "retaining": lambda x, alive: _after(x * 2, torch.Tensor.retain_grad),
+    "written to": lambda x, alive: _after(x * 2, lambda y: y.mul_(2)),
+}
+# Answers with a text or a number.
+QUESTIONS = {
+    "name": lambda v: v.grad_fn is not None and v.grad_fn.name(),
+    "kind of node": lambda v: type(v.grad_fn).__name__,
+    "text of node": lambda v: str(v.grad_fn).partition(" ")[0],
+    "attribute by name": lambda v: type(getattr(v, "grad_fn")).__name__,  # noqa: B009
+    "next nodes": lambda v: (
+        v.grad_fn and [str(n)[:9] for n, _ in v.grad_fn.next_functions]
+    ),
+    "edge": lambda v: v.requires_grad and get_gradient_edge(v).node.name(),
+    "is a view": lambda v: v._is_view(),
+    "base": lambda v: None if v._base is None else [*v._base.shape],
+    "version": lambda v: v._version,
+    "output number": lambda v: v.output_nr,
+    "hooks": lambda v: len(v._backward_hooks or ()),
+    "retains": lambda v: v.retains_grad,
+}
+
+
+def _view(base, alive):
+    alive.append(base)
+    return base[4:12]
+
+
+def _after(value, change):
+    change(value)
+    return value
+
+
+TOLD = {
+    **dict.fromkeys(["computed", "a view"], QUESTIONS),
+    "a view of a leaf": ["is a view", "base", "name"],
+    "a view of constants": ["is a view", "base"],
+    "one of several": ["output number", "next nodes"],
+    "with a hook": ["hooks"],
+    "retaining": ["retains"],
+    "written to": ["version"],
+}
+
+
+@family(
+    **{
+        f"{question} of {made}": (MADE[made], QUESTIONS[question])
+        for made, questions in TOLD.items()
+        for question in questions
+    }
+)
+def told(case):
+    """What is asked of an input that is gone by the backward."""
+    make, ask = case
+    factor = lambda v: sum(f"{ask(v)}".encode()) / 1000
+
+    def step(wrap):
+        run = wrap(lambda x, v: work(x, factor(v)).sum() * work(v, factor(v)).sum())
+        x, alive = leaf(), []
+        run(x, make(x, alive)).backward()
+        return x.grad.tolist()
+
+    return step
+
+
+@family(
+    **{
+        f"{kind} of {made}": (make, is_alive)
+        for made, make in MADE.items()
+        if "view" in made and "leaf" not in made
+        for kind, is_alive in (("a base", True), ("a base that is gone", False))
+    }
+)
+def known_by(case):
+    """A view that is gone by the backward knows its base."""
+    make, is_alive = case
+
+    def step(wrap):
+        run = wrap(lambda x, a, v: work(x, 2 if v._base is a else 3) * v.sum())
+        x, alive = leaf(), []
+        v = make(x, alive)
+        out = run(x, alive[0], v)
+        del v
+        if not is_alive:
+            alive.clear()
+        out.sum().backward()
+        return x.grad.tolist()
+
+    return step
+
+
+@program
+def the_text_of_an_input_that_is_gone():
+    def step(wrap):
+        run = wrap(lambda x: work(x, len(repr(x))))
+        x = leaf()
+        run(x * 2).sum().backward()
+        return x.grad.tolist()
 
     return step
 
