@@ -1,29 +1,21 @@
 """Functions with rules, and kept ones; how often each part of them has run."""
 
-import ctypes
+from collections import Counter
 
 import torch
-from support.zoo import make
+from support.zoo import Evaluations, make
 from torch import nn
 
 from remat import custom_vjp, keep
 
 
-PARTS = ("fn", "fwd", "rem", "bwd")
-# In memory that no recompute puts back, as it does with what Python holds.
-_RUNS = (ctypes.c_int * len(PARTS))()
-
-
-def ran(part):
-    _RUNS[PARTS.index(part)] += 1
+_RUNS = Evaluations()
+ran = _RUNS.note  # with the part that runs: "fn", "fwd", "rem" or "bwd"
 
 
 def runs():
     """How often each part has run since this was asked."""
-    found = dict(zip(PARTS, _RUNS, strict=True))
-    for k in range(len(PARTS)):
-        _RUNS[k] = 0
-    return {part: count for part, count in found.items() if count}
+    return dict(Counter(_RUNS))
 
 
 def pair(w, x):
