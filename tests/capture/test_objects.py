@@ -187,26 +187,6 @@ def test_a_cycle_among_tuples_is_kept():
     both(fn, X, loss, sines=2)
 
 
-def test_results_of_nested_calls():
-    inner = lambda held: Plain(held.left.sin().exp(), held)
-
-    def outer(wrap):
-        def fn(x):
-            held = wrap(inner)(Attributes(x, None))
-            return Frozen(held, held.left * 2)
-
-        return fn
-
-    def loss(fn):
-        return lambda x: (fn(x).left.left * fn(x).right).sum()
-
-    expected = hessian(loss(outer(plainly)))(X)
-    with count_ops() as ops:
-        found = hessian(loss(remat(outer(remat))))(X)
-    assert_same(found, expected, reassociated=True)
-    assert ops["sin"] > 4
-
-
 def test_methods_partials_and_weak_references_of_a_result():
     def fn(x):
         held = Attributes(x.sin().exp(), x)

@@ -1,7 +1,6 @@
 """Arguments and results are pytrees; what is no tensor passes through."""
 
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -21,88 +20,6 @@ def check(fn, *args, **kwargs):
     """
     ops = ops_of(lambda: assert_same_gradients(remat(fn), fn, *args, **kwargs))
     assert ops["sin"] == 1 + 2
-
-
-# --- Tensors of every kind ---------------------------------------------------------
-
-
-def of_dtype(dtype):
-    return leaf(3).detach().to(dtype).requires_grad_()
-
-
-def integers(dtype):
-    return torch.tensor([2, 0, 0, 1], dtype=dtype)
-
-
-def wave(x):
-    return x.sin().exp() * x
-
-
-def weighted(x, w):
-    return x.sin().exp() * w
-
-
-def indexed(x, i):
-    return x.sin().exp()[i.long()] * i
-
-
-def masked(x, mask):
-    return torch.where(mask, x.sin().exp(), x)
-
-
-def branching(x, square):
-    return x.sin().exp() ** 2 if square else x.sin().exp()
-
-
-def of_complex(z, w):
-    return z.sin().exp() * z.conj() * w, (z * w).abs()
-
-
-def of_three_views(x):
-    y = x.sin().exp()
-    return y[0], y[1:], y.view(-1)
-
-
-SHARED = leaf(3)
-CALLS = {
-    "a flag that is on": partial(check, branching, leaf(3), True),
-    "a flag that is off": partial(check, branching, leaf(3), False),
-    "no grad": partial(check, weighted, leaf(3), torch.randn(3)),
-    "grad of a keyword only": partial(
-        check, lambda c, *, x: weighted(x, c), torch.randn(3), x=leaf(3)
-    ),
-    "int64": partial(check, indexed, leaf(3), integers(torch.int64)),
-    "int32": partial(check, indexed, leaf(3), integers(torch.int32)),
-    "uint8": partial(check, indexed, leaf(3), integers(torch.uint8)),
-    "bool": partial(check, masked, leaf(3), torch.tensor([True, False, True])),
-    "complex": partial(
-        check, of_complex, of_dtype(torch.cfloat), of_dtype(torch.cfloat)
-    ),
-    "float64": partial(check, wave, of_dtype(torch.float64)),
-    "bfloat16": partial(check, wave, of_dtype(torch.bfloat16)),
-    "float16": partial(check, wave, of_dtype(torch.float16)),
-    "no dimension": partial(check, wave, torch.tensor(0.5, requires_grad=True)),
-    "size zero": partial(
-        check, lambda x, y: (x.sin().exp(), y * 2), leaf(0, 3), leaf(3)
-    ),
-    "passed twice": partial(check, weighted, SHARED, SHARED),
-    "passed twice, nested": partial(
-        check, lambda a, *, b: weighted(a, b["k"][0]), SHARED, b={"k": [SHARED]}
-    ),
-    "result of size zero": partial(
-        check, lambda x: (x.sin().exp(), x[:0] * 2, x.detach()[:0]), leaf(3)
-    ),
-    "result that is a Python number": partial(
-        check, lambda x: (x.sin().exp(), x.detach().sum().item(), x.shape[0]), leaf(3)
-    ),
-    "result that is an input": partial(check, lambda x: (x, x.sin().exp()), leaf(3)),
-    "results that are views of one value": partial(check, of_three_views, leaf(2, 3)),
-}
-
-
-@rows("check_call", CALLS)
-def test_arguments_and_results_of_every_kind(check_call):
-    check_call()
 
 
 # --- Arguments -------------------------------------------------------------------

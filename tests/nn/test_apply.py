@@ -216,6 +216,15 @@ def test_a_module_that_is_used_twice_is_selected_once():
 # --- Undone ---
 
 
+def test_a_module_with_a_forward_of_its_own():
+    model = model_of()
+    forward = model.head.forward
+    model.head.forward = lambda x: forward(x).tanh()
+    remat.nn.apply(model, Other)
+    assert counted(model) == (3 + 2, 2)
+    assert counted(remat.nn.remove(model)) == (3 + 1, 1)
+
+
 def test_remove_undoes_it():
     model = applied([Block, Other])
     assert remat.nn.remove(model) is model

@@ -136,6 +136,16 @@ def test_views_of_a_value_are_not_stored(view):
     assert_scoped(program, add=1)
 
 
+@scoped(add=1, complex=1)
+def test_a_value_of_another_dtype_and_its_bits_are_not_stored(block):
+    with block():
+        x = A + B
+        z = torch.complex(x, B)
+    bits = torch.view_as_real(z)[..., 0]
+    conj = (z.conj() * torch.complex(C, C)).real
+    return grads((bits * C).sum() + conj.sum(), A, B, C)
+
+
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
@@ -342,6 +352,26 @@ def test_a_saved_tensor_can_be_read_outside_of_a_backward():
     assert ops["add"] == 1
 
 
+def test_a_function_that_reads_what_it_saved_twice():
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+    def program(block):
+        with block():
+            x = A + B
+        return grads((Squared.apply(x) * C).sum(), A, B, C)
+
+    # The two sums, and one more for the value that the product saves.
+    assert more_of(program)["add"] == 2
+
+
 @scoped(mul=2, sin=1)
 def test_a_backward_inside_of_a_block(block):
     with block():
@@ -492,6 +522,15 @@ def test_a_policy_says_what_is_stored():
     save_dots = policies.dots_saveable
     assert_scoped(lambda b: program(b, save_dots), sin=1)
     assert_scoped(lambda b: program(b, policies.everything_saveable))
+
+
+# The product is what the sine saves.
+@scoped(mul=1, exp=1)
+def test_a_policy_finds_results_by_name(block):
+    with block(policies.save_only_these_names("x")):
+        x = remat.checkpoint_name((A * B).sin(), "x")
+        y = x.exp()
+    return grads((x * C).sum() + (y * C).sum(), A, B, C)
 
 
 def test_a_policy_offloads(folder):

@@ -16,7 +16,6 @@ from support.zoo import (
     counted,
     leaves_of,
     make,
-    scalar,
 )
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
@@ -320,41 +319,6 @@ def test_an_operation_that_resizes_is_run_again(fn, policy):
 
 
 # --- Sizes as arguments ---
-
-
-SIZES = {
-    "positional": lambda f, x, size: f(x, size),
-    "keyword": lambda f, x, size: f(x, size=size),
-    "in_a_dict": lambda f, x, size: f({"x": x, "size": size}),
-}
-
-
-def reshaped(x, size=None):
-    if size is None:
-        x, size = x["x"], x["size"]
-    assert type(size) is torch.Size
-    return x.sin().exp().reshape(size).cumsum(0), size
-
-
-@pytest.mark.parametrize("prune", [False, True])
-@pytest.mark.parametrize("how", SIZES)
-def test_a_size_is_an_argument_like_any_other(how, prune):
-    def transform(f):
-        def gradient(*shape):
-            size = torch.Size(shape)  # of an argument torch.func makes a tuple
-
-            def loss(x):
-                value, returned = SIZES[how](f, x, size)
-                assert returned == size
-                assert type(returned) is torch.Size
-                return scalar(value)
-
-            return grad(loss)(A)
-
-        return gradient(3, 6), gradient(2, 9), gradient(3, 6)
-
-    wrap = functools.partial(remat, prune=prune)
-    assert_rematerialized(transform, reshaped, plain=3, evaluations=6, wrap=wrap)
 
 
 def test_a_function_of_the_users_may_be_named_as_the_node_of_a_call():

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.runs import assert_replayed, replayed
+from support.runs import replayed
 from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, jacrev
@@ -83,10 +83,6 @@ def test_a_result_of_one_node_that_is_a_view_may_not_be_changed(change):
 # --- Tensors that leave, or are kept, other than by being returned ---
 
 
-def normal(x):
-    return torch.distributions.Normal(x.sin().sin(), x.exp())
-
-
 def later(x):
     y = x.sin()
     return lambda: y.sin()
@@ -94,30 +90,6 @@ def later(x):
 
 def one_by_one(x):
     return (y.sin() for y in [x.sin()])
-
-
-@pytest.mark.parametrize(
-    ("make", "use", "again"),
-    [
-        (normal, lambda d: d.log_prob(torch.ones(3)), 2),
-        # Its code runs after the call, as it is.
-        (one_by_one, next, 0),
-    ],
-    ids=["an object", "a generator"],
-)
-def test_a_result_may_hide_tensors(make, use, again):
-    def using(wrap):
-        return lambda x: use(wrap(make)(x))
-
-    assert_replayed(sines_of(using, leaf()), sin=(2, 2 + again))
-
-
-class Settings:
-    weight = leaf()
-
-
-def scaled(x, settings):
-    return (x.sin() * settings.weight).sin()
 
 
 # --- Containers of very many entries ---
@@ -257,13 +229,6 @@ def test_in_one_node_a_backward_inside_adds_its_gradients_once(wrap):
     x, w = leaf(), leaf()
     wrap(backward_inside)(x, w).sum().backward()
     return x.grad, w.grad
-
-
-@replayed(wrap=IN_ONE_NODE, sin=(2, 2 + 2))
-def test_in_one_node_a_tensor_that_a_class_holds_gets_its_gradient(wrap):
-    x = leaf()
-    y = wrap(scaled)(x, Settings())
-    return torch.autograd.grad(y.sum(), (x, Settings.weight))
 
 
 @replayed(sin=(1, 2))

@@ -73,21 +73,6 @@ TRANSFORMS = {
 }
 
 
-@rows("transform", TRANSFORMS)
-def test_different_functions_in_two_threads(transform):
-    w = torch.randn(8)
-    fns = [lambda x: (x * w).sin().exp(), lambda x: (x.exp().sin() * w).sin().exp()]
-    xs = torch.randn(2, 4, 8)
-    want = [transform(fn)(x) for fn, x in zip(fns, xs, strict=True)]
-
-    def job(k):
-        return lambda: rounds(transform(remat(fns[k])), xs[k])
-
-    for k, (got, sines) in enumerate(in_threads(job(0), job(1))):
-        assert_same(got, [want[k]] * ROUNDS)
-        assert sines == 2 * (k + 1)
-
-
 def test_a_variable_that_threads_share_is_itself_below_a_level():
     """The one thread stops in its forward until the other has run."""
     w, seen, first = torch.randn(8), [], threading.Event()

@@ -94,15 +94,6 @@ def test_outputs_that_are_no_tensors_are_returned_as_they_are(f):
 # --- Nested, in chunks ---
 
 
-@pytest.mark.parametrize("inner_dim", [0, 1, 2])
-@pytest.mark.parametrize("outer_dim", [0, 1, 3])
-@rematerialized(matmul, evaluations=2)
-def test_a_batch_in_a_batch_of_one_argument(f, outer_dim, inner_dim):
-    xs = make(2, 3, 4, 4, seed=8).movedim(1, inner_dim + 1).movedim(0, outer_dim)
-    inner = vmap(f, (None, inner_dim), 1)
-    return backward_through(vmap(inner, (None, outer_dim), 2), W, xs)
-
-
 @pytest.mark.parametrize(
     ("chunk", "chunks"), [(1, 5), (2, 3), (5, 1)], ids=["1", "2", "5"]
 )
@@ -157,27 +148,3 @@ def test_randomness_is_an_error_unless_asked_for(f, how):
     with pytest.raises(RuntimeError, match="called random operation while in rand"):
         RANDOM[how](f)
     return RANDOM[how](f, "same")
-
-
-# --- Captured tensors ---
-
-
-CAPTURED = {
-    "batched_and_not": (
-        lambda g, b: g(b).tanh(),
-        lambda f, w, x: vmap(lambda x, b: f(lambda h: (h @ x) @ w + b, b))(x, x[:, 0]),
-        (W, XS),
-    ),
-    "leaf": (
-        lambda g: g(),
-        lambda f, w, x: vmap(lambda w: scalar(f(lambda: (x @ w).tanh())))(w),
-        (WS, X),
-    ),
-}
-
-
-@rows("fn, call, inputs", CAPTURED)
-def test_captured_tensors_are_inputs_of_a_batch(fn, call, inputs):
-    assert_rematerialized(
-        lambda f: backward_through(lambda *xs: call(f, *xs), *inputs), fn, evaluations=2
-    )

@@ -3,8 +3,6 @@
 import copy
 import itertools
 import random
-import subprocess
-import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
@@ -102,24 +100,6 @@ def test_a_generator_made_in_the_first_call_and_kept_is_replayed():
         with count_ops() as ops:
             assert torch.equal(gradient(y, x), y.detach())
         assert ops["rand"] == 1
-
-
-FIRST_USE_OF_NUMPY = """
-import numpy, torch
-from remat import remat
-
-x = torch.ones(3, requires_grad=True)
-for _ in range(2):
-    y = remat(lambda x: x * torch.tensor(float(numpy.random.rand())))(x)
-    print(torch.equal(torch.autograd.grad(y.sum(), x)[0], y))
-"""
-
-
-@pytest.mark.slow
-def test_the_first_use_of_numpy_random_is_replayed():
-    command = [sys.executable, "-c", FIRST_USE_OF_NUMPY]
-    out = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["True", "True"]
 
 
 # --- Batches of cotangents ---
