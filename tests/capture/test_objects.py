@@ -30,6 +30,9 @@ from remat.testing import assert_same, count_ops, live_bytes
 
 
 higher = partial(remat, higher_order=True)
+AT_BASE = [how for how, transform in TRANSFORMS.items() if transform.at_base]
+
+
 FUNC = {
     "grad": grad,
     "vmap_grad": lambda loss: lambda x: vmap(grad(loss))(x[None])[0],
@@ -63,6 +66,12 @@ def step_of(kind):
 @crossed("how, kind", TRANSFORMS, KINDS, whole=("backward", "vmap_grad"))
 def test_a_kind_is_an_argument_and_a_result(how, kind):
     assert_as_plain(how, partial(scalar_of, kind), step_of(kind))
+
+
+@crossed("how, kind", AT_BASE, KINDS)
+def test_a_kind_with_higher_order(how, kind):
+    loss_of, step = partial(scalar_of, kind), step_of(kind)
+    assert_as_plain(how, loss_of, step, wrap=higher, calls=True)
 
 
 WRONG = {
@@ -311,6 +320,25 @@ def test_another_result_in_the_recompute_is_an_error():
 
     with pytest.raises(RecomputeError, match=r"result\.right'\] where .*\.left'\]"):
         grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)
+
+
+def test_a_dict_with_tensors_as_keys_is_returned_with_what_it_holds():
+    def fn(x):
+        y = x.sin()
+        return {y: [1, 2], "a": {"b": [3]}, y.exp(): (y.cos(), "c")}
+
+    def loss(fn, seen):
+        def called(x):
+            (first, held), (name, inner), (second, pair) = fn(x).items()
+            seen.append((held, name, inner, pair[1]))
+            return (first * second * pair[0]).sum()
+
+        return called
+
+    plain, ours = [], []
+    expected = grad(loss(fn, plain))(X)
+    assert torch.equal(grad(loss(remat(fn), ours))(X), expected)
+    assert ours == plain
 
 
 def test_a_counter_is_read_from_where_it_was_at_the_call():

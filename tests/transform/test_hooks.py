@@ -17,7 +17,7 @@ from support.zoo import (
 )
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops
@@ -115,6 +115,39 @@ def test_a_hook_around_a_call_reads_what_its_graph_saved(policy):
 
 def sine_of(fn):
     return lambda x: fn(x).sin().sum()
+
+
+ORDERS = {
+    "grad": grad,
+    "grad(grad)": lambda loss: grad(sine_of(grad(loss))),
+    "grad(grad(grad))": lambda loss: grad(sine_of(grad(sine_of(grad(loss))))),
+    "hessian": hessian,
+    "jacrev(jacrev)": lambda loss: jacrev(jacrev(loss)),
+    "grad(vmap(grad))": lambda loss: grad(
+        lambda x: vmap(grad(loss))(torch.stack([x, x * 2])).sin().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_hook_of_a_result_inside_under_torch_func(order):
+    def outcome(wrap):
+        seen, calls = [], []
+
+        def fn(x):
+            calls.append(1)
+            h = x * 2
+            h.register_hook(lambda g: seen.append(1) or g * 3)
+            return h.sin()
+
+        run = wrap(fn)
+        found = ORDERS[order](lambda x: run(x).sum())(X)
+        return found, len(seen), calls
+
+    (expected, times, _), (found, ours, calls) = outcome(lambda fn: fn), outcome(remat)
+    torch.testing.assert_close(found, expected)
+    assert ours == times == 1
+    assert len(calls) == 1  # those of recomputes are undone
 
 
 def doubled(u, kept):

@@ -7,8 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.runs import assert_replayed
+from support.runs import assert_replayed, replayed
+from support.tables import rows
 from support.zoo import leaves_of, make, ops_of, plainly
+from torch import nn
 from torch.autograd.graph import (
     get_gradient_edge,
     register_multi_grad_hook,
@@ -152,6 +154,11 @@ def hooks_after(w, x):
     return y
 
 
+def clears(w, x):
+    torch.optim.SGD([w], 0.1).zero_grad()
+    return net(w, x)
+
+
 def marks(w, x):
     w.count = getattr(w, "count", 0) + 1
     return net(w, x)
@@ -178,6 +185,15 @@ def test_what_a_function_does_to_its_leaves_is_done_once(fn, again):
 # --- Casts of leaves ---
 
 
+@replayed(tanh=(1, 2))
+def test_a_gradient_from_somewhere_else_is_added_to(wrap):
+    w, x = leaves_of(W, X)
+    y = wrap(clears)(w, x)
+    w.grad = torch.full_like(w, 100.0)
+    y.backward()
+    return w.grad, x.grad
+
+
 @pytest.mark.parametrize("prune", [False, True])
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable])
 def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy, prune):
@@ -193,3 +209,39 @@ def test_a_cast_that_two_calls_share_is_not_missed_in_the_second(policy, prune):
     again = 2 if policy is None else 0
     wrap = partial(remat, policy=policy, prune=prune)
     assert_replayed(program, wrap=wrap, mm=(6, 6 + again), tanh=(2, 4))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Layer(nn.Module):
+    def __init__(self, differentiates):
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.differentiates = differentiates
+
+    def forward(self, x):
+        if self.differentiates:
+            self.linear.weight.sum().backward()
+        return self.linear(x.sin()).cos()
+
+
+@rows(
+    "differentiates, frozen",
+    {"backward inside": (True, False), "frozen": (False, True)},
+)
+def test_parameters_beside_a_subclass(differentiates, frozen):
+    found = []
+    for wrap in (plainly, remat):
+        torch.manual_seed(0)
+        layer, x = Layer(differentiates), X.clone().requires_grad_()
+        with count_ops() as ops:
+            out = wrap(layer)((x * 2).as_subclass(Subclass)).sum()
+            layer.linear.bias.requires_grad_(not frozen)
+            out.backward()
+        grads = [t.grad for t in (x, *layer.parameters())]
+        found.append(([g for g in grads if g is not None], ops["sin"]))
+    (want, once), (got, again) = found
+    assert_same(got, want)
+    assert again > once

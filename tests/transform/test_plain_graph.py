@@ -10,6 +10,7 @@ import torch
 from support.as_plain import leaf
 from support.zoo import ops_of, plainly
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from remat import MutationError, remat
 from remat.testing import assert_same, count_ops
@@ -82,3 +83,17 @@ def test_the_first_update_of_large_statistics_is_refused_and_the_next_is_right()
     assert ops["native_batch_norm"] == 2
     plain(x)
     assert_same([*norm.buffers()], [*plain.buffers()])
+
+
+def test_parametrizations_are_computed_in_a_recomputation_if_they_were():
+    """Though the backward runs where others are cached."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    parametrizations.weight_norm(layer[0])
+    x, weights = torch.randn(2, 4), [*layer.parameters()]
+    want = torch.autograd.grad(layer(x).sum(), weights)
+    y = remat(layer)(x).sum()
+    with parametrize.cached(), count_ops() as ops:
+        layer(x)
+        got = torch.autograd.grad(y, weights)
+    assert_same(got, want)
+    assert ops["_weight_norm_interface"] == 1 + 1
