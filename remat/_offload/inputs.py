@@ -155,6 +155,13 @@ class InputsAway:
                 when_done(functools.partial(_let_go, weakref.ref(self)))
 
 
+def check_where(where: Any) -> None:
+    """Check the option `offload_inputs=`."""
+    if where not in (False, True, "disk"):
+        text = f"remat: offload_inputs={where!r}: use True, False or 'disk'"
+        raise ValueError(text)
+
+
 def away_hooks(where: Any, label: str) -> Any:
     """Return hooks for the inputs of a call."""
     away = InputsAway(label, to_disk=where == "disk")

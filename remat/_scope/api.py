@@ -7,15 +7,16 @@ made `x` has saved what it was made through.
 """
 
 import threading
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 
 from remat._base.calls import Calls, Places
 from remat._base.context import here
 from remat._base.errors import RematError
-from remat._base.labels import label_of
+from remat._base.labels import Label, label_of
 from remat._base.source import user_line
+from remat._offload.inputs import InputsAway, check_where, warn_of_inputs
 from remat._partial.names import PolicyKeys
 from remat._scope.hooks import Hooks
 from remat._scope.recording import Recording
@@ -28,6 +29,7 @@ from remat._torch import (
     hooks_here,
     is_of_checkpoint,
     must_inline,
+    undisturbed,
 )
 from remat.policies import Policy, as_policy
 
@@ -60,6 +62,10 @@ class scope:  # noqa: N801
         policy: of the results in the block: what it saves is stored as without the
             block, and what it offloads is brought back. By default nothing is saved.
             The policy of a nested block is joined with those around it.
+        offload_inputs: whether what the block is given, and only its recomputes need,
+            goes to pinned host memory when the block ends (``"disk"``: to a file), and
+            comes back before its recompute. Leaves stay, as parameters, buffers and
+            batches; what somebody still holds is used itself.
         **unknown: not accepted.
 
     Raises:
@@ -86,9 +92,17 @@ class scope:  # noqa: N801
         (1, True)
     """
 
-    def __init__(self, policy: Any = None, **unknown: NoReturn) -> None:
+    def __init__(
+        self,
+        policy: Any = None,
+        *,
+        offload_inputs: Literal["disk"] | bool = False,
+        **unknown: NoReturn,
+    ) -> None:
         if unknown:
             raise TypeError(_NO_OPTION.format(name=next(iter(unknown))))
+        check_where(offload_inputs)
+        self._where = offload_inputs
         self._policy = None if policy is None else as_policy(policy)
         if self._policy is not None and self._policy.has_budget:
             raise TypeError(_NO_BUDGET.format(policy=self._policy))
@@ -106,7 +120,7 @@ class scope:  # noqa: N801
         if must_inline() or not torch.is_grad_enabled():
             self._entered.append(None)
         else:
-            self._entered.append(_begin(self._policy))
+            self._entered.append(_begin(self._policy, self._where))
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -139,13 +153,15 @@ class _Blocks(threading.local):
         self._hooks = Hooks(self._table)
         self.recording = Recording(self._table)
 
-    def begin(self, policy: Any) -> Block:
+    def begin(self, policy: Any, away: InputsAway | None) -> Block:
         """Open a block."""
         recording, hooks = self.recording, self._hooks
         hooks.remove_if_due()
         around = recording.blocks[-1].policy if recording.blocks else None
         both = policy is not None and around is not None
-        block = Block(policy | around if both else policy or around)
+        block = Block(policy | around if both else policy or around, away)
+        if away is not None:
+            self._table.sender = block
         asks = block.policy is not None and block.policy.asks_modules
         if not recording.blocks:
             recording.places = Places(asks)
@@ -178,6 +194,11 @@ class _Blocks(threading.local):
         hooks.open -= 1
         self._table.forget_running(block)
         self._table.forget_used_up()
+        if block.away is not None:
+            senders = [b for b in recording.blocks if b.away is not None]
+            self._table.sender = senders[-1] if senders else None
+            with undisturbed():
+                self._table.send_given(block.away)
         if len(self._table):
             hooks.install()
         else:
@@ -203,23 +224,28 @@ def awaits_backward(kind: type[Policy]) -> bool:
 
 
 @eager_only
-def _begin(policy: Any) -> Block | None:
+def _begin(policy: Any, where: Any) -> Block | None:
     if here().is_in_call() or any(is_of_checkpoint(p) for p, _ in hooks_here()):
+        if where:
+            warn_of_inputs(_label(), "a call around recomputes what is in it")
         return None
     if current_layer() is not None:
         raise RematError(_UNDER_TORCH_FUNC.format(where=user_line()))
     if not are_hooks_allowed():
         return None
-    return _BLOCKS.begin(policy)
+    away = InputsAway(_label(), to_disk=where == "disk") if where else None
+    return _BLOCKS.begin(policy, away)
+
+
+def _label() -> Label:
+    return label_of("scope", user_line().partition(", in ")[0])
 
 
 @eager_only
 def _end(block: Block, *, raises: bool) -> None:
     _BLOCKS.end(block)
     if block.asked is not None:
-        where = user_line().partition(", in ")[0]
-        label = label_of("scope", where)
-        PolicyKeys(block.policy, block.asked, label).tell()
+        PolicyKeys(block.policy, block.asked, _label()).tell()
         block.asked = None
     if raises:
         _BLOCKS.recording.raise_error()

@@ -173,7 +173,7 @@ class Asking:
         hooks, inner = self._hooks, self.inner
         hooks.packing += 1
         try:
-            handle = _handle_of(tensor, hooks.table)
+            handle = _handle_of(tensor, hooks.table, inner is None)
             if handle is not None:
                 return handle
             return _itself(tensor, hooks) if inner is None else inner[0](tensor)
@@ -181,13 +181,17 @@ class Asking:
             hooks.packing -= 1
 
 
-def _handle_of(tensor: Tensor, table: ValueTable) -> "ValueHandle | None":
+def _handle_of(tensor: Tensor, table: ValueTable, may_go: bool) -> Any:
+    """Return a handle of a value, or of what was given to a block that sends it out."""
     if tensor.requires_grad and tensor.is_leaf:
         return None
-    entry = table.entry_of(tensor)
-    if entry is None or entry.made.is_blank:
+    of: Any = table.entry_of(tensor)
+    of = None if of is None or of.made.is_blank else of.made
+    if of is None and may_go:
+        of = table.given_to_send(tensor)
+    if of is None:
         return None
-    return ValueHandle(table, Operand.of_layout(entry.made, TensorLayout.of(tensor)))
+    return ValueHandle(table, Operand.of_layout(of, TensorLayout.of(tensor)))
 
 
 def _itself(tensor: Tensor, hooks: Hooks) -> Any:
@@ -245,7 +249,6 @@ class ValueHandle:
     __slots__ = ("__weakref__", "made", "table", "tensor")
 
     def __init__(self, table: ValueTable, tensor: Operand) -> None:
-        assert isinstance(tensor.of, Made)
         self.table, self.made, self.tensor = table, tensor.of, tensor
         # The reference takes itself out.
         table.handles.add(weakref.ref(self, table.handles.discard))
@@ -288,26 +291,27 @@ class Recomputes:
 
     def __init__(self, handles: "set[weakref.ref[ValueHandle]]") -> None:
         self.unread = handles.copy()
-        self.values: dict[Made, Tensor] = {}  # recomputed, and still needed
+        self.values: dict[Any, Tensor] = {}  # recomputed or brought back, and needed
         # Those whose handles were read for the last time.
         self.used_up: set[BlockPart] = set()
         made = [handle.made for ref in self.unread if (handle := ref()) is not None]
         blocks = {each.part.block for each in made}
         self._is_short = any(b.policy is not None and b.policy.is_short for b in blocks)
-        self._uses = Counter(each for each in made if self._is_held(each))
-        self._given_away: set[Made] = set()
+        self._sends = any(b.away is not None for b in blocks)
+        self._uses = Counter[Any](each for each in made if self._is_held(each))
+        self._given_away: set[Any] = set()
         # The operations whose reads are counted, and that have not run yet.
         self._due: set[BlockOperation] = set()
         self._count([*self._uses])
 
-    def _count(self, targets: Sequence[Made]) -> None:
+    def _count(self, targets: Sequence[Any]) -> None:
         """Count what is read by the operations that values need."""
         for operation in needed_for(targets, self.values):
             if operation not in self._due:
                 self._due.add(operation)
-                self._uses.update(operation.reads)
+                self._uses.update(operation.needs() if self._sends else operation.reads)
 
-    def _is_held(self, made: Made) -> bool:
+    def _is_held(self, made: Any) -> bool:
         """Say whether a value is held until its handles are read.
 
         Else it is computed again for each, as a plan has no bytes for it.
@@ -329,7 +333,7 @@ class Recomputes:
         self._use(made)
         return view
 
-    def _use(self, made: Made) -> None:
+    def _use(self, made: Any) -> None:
         self._uses[made] -= 1
         if self._uses[made] <= 0:
             del self.values[made]
@@ -337,7 +341,7 @@ class Recomputes:
             del self._uses[made]
             self._given_away.discard(made)
 
-    def _compute(self, target: Made) -> None:
+    def _compute(self, target: Any) -> None:
         """Compute a value, and what it needs before it."""
         settings = read_settings()
         stack = [target]
@@ -376,9 +380,9 @@ class Recomputes:
                         _DIFFERS.format(op=operation.func, where=operation.line)
                     )
                 self.values[made] = value
-        for made in operation.reads:
-            if made in self.values:
-                self._use(made)
+        for read in operation.needs() if self._sends else operation.reads:
+            if read in self.values:
+                self._use(read)
 
     def _operand_values(self, operation: BlockOperation) -> list[Tensor]:
         """Return the tensors to run an operation on.
@@ -396,9 +400,13 @@ class Recomputes:
         return [o.tensor_in(bases[id(o.of)]) for o in operands]
 
     def _base(self, of: GivenTensor | Made, reader: BlockOperation) -> Tensor:
-        if isinstance(of, Made):
+        if of in self.values:
             return self.values[of]
-        return of.tensor(reader.func, reader.line)
+        assert isinstance(of, GivenTensor)
+        tensor = of.tensor(reader.func, reader.line)
+        if of.is_away:
+            self.values[of] = tensor
+        return tensor
 
     def _to_write(self, of: GivenTensor | Made, reader: BlockOperation) -> Tensor:
         base = self._base(of, reader)
@@ -411,7 +419,9 @@ class Recomputes:
         return TensorLayout.of(base).view_of(storage)
 
 
-def _stored(made: Made) -> Tensor:
+def _stored(made: Made | GivenTensor) -> Tensor:
+    if isinstance(made, GivenTensor):
+        return made.tensor()
     stored = made.stored
     assert stored is not None
     if isinstance(stored, Offloaded):

@@ -24,6 +24,7 @@ from remat._scope.values import (
     Operand,
     TensorLayout,
     has_layout,
+    stays,
 )
 from remat._torch import StorageRef, eager_only, storage_id
 
@@ -75,6 +76,8 @@ class ValueTable:
         # By storage and version.
         self._given: dict[int, dict[int | None, weakref.ref[GivenTensor]]] = {}
         self._unsettled: list[tuple[ValueEntry, Tensor]] = []
+        self.sender: Block | None = None  # which sends away what it is given
+        self._to_send: list[tuple[Any, Any]] = []  # with the user's own tensors
         self.handles: set[Any] = set()  # weak references to all
         self.recomputes: Any = weakref.WeakValueDictionary()  # of backwards, by number
         self.lock = threading.RLock()  # a backward may read handles in several threads
@@ -174,13 +177,40 @@ class ValueTable:
 
     def given_of(self, tensor: Tensor, layout: TensorLayout) -> GivenTensor:
         """Return a tensor that no block made, as the operations read it."""
+        sender = self.sender
+        base = None if sender is None else tensor._base
+        if base is not None and has_layout(base):
+            tensor, layout = base, TensorLayout.of(base)  # of `x.view(...)`
         known = self._given.setdefault(storage_id(tensor), {})
         ref = known.get(version_of(tensor))
         given = None if ref is None else ref()
         if given is None:
-            given = GivenTensor(tensor, layout)
+            part = None if sender is None else sender.part()
+            given = GivenTensor(tensor, layout, part)
             known[version_of(tensor)] = weakref.ref(given)
+            if part is not None and not stays(tensor):
+                self._to_send.append((weakref.ref(given), weakref.ref(tensor)))
         return given
+
+    def given_to_send(self, tensor: Tensor) -> GivenTensor | None:
+        """Return what stands for a tensor, if a block is open that sends it out."""
+        if self.sender is None or not has_layout(tensor) or stays(tensor):
+            return None
+        return self.given_of(tensor, TensorLayout.of(tensor))
+
+    def send_given(self, away: Any) -> None:
+        """Send out what blocks were given, but for parameters."""
+        each = [(given(), tensor()) for given, tensor in self._to_send]
+        self._to_send.clear()
+        for given, tensor in each:
+            if given is not None:
+                given.send(away, tensor)
+        # Another storage may get its number.
+        for known in self._given.values():
+            for version, ref in [*known.items()]:
+                given = ref()
+                if given is not None and given.is_away:
+                    del known[version]
 
     def keep_given(self, tensor: Tensor) -> None:
         """Have what was given in the storage of a tensor keep what it holds."""

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """One `with` block."""
+    """One `with` block; `away` is where what it was given goes, if it goes anywhere."""
 
-    def __init__(self, policy: Any) -> None:
-        self.policy, self.is_open = policy, True
+    def __init__(self, policy: Any, away: Any = None) -> None:
+        self.policy, self.away, self.is_open = policy, away, True
         # What the policy was asked about, to tell of keys that match nothing.
         self.asked: list[Any] | None = None
         if policy is not None and policy.keys:
@@ -120,35 +120,69 @@ def has_layout(tensor: Tensor) -> bool:
     )
 
 
+def stays(tensor: Tensor) -> bool:
+    """Say whether somebody else has a tensor: a parameter, a buffer, or a batch."""
+    return (tensor if tensor._base is None else tensor._base).is_leaf
+
+
 class GivenTensor:
     """A tensor that no block made, which operations of a block read."""
 
-    __slots__ = ("__weakref__", "_nbytes", "_tensor", "_version", "layout")
+    __slots__ = (
+        *("__weakref__", "_back", "_nbytes", "_tensor", "_version", "layout"),
+        "part",
+    )
+    operation, unread = None, 0  # as of what an operation made, and a policy stored
 
-    def __init__(self, tensor: Tensor, layout: TensorLayout | None) -> None:
+    def __init__(
+        self, tensor: Tensor, layout: TensorLayout | None, part: Any = None
+    ) -> None:
+        self.part: BlockPart = part  # of the block that was given it, if that sends it
         self._tensor, self._version = detached(tensor), version_of(tensor)
         self._nbytes = 0 if layout is None else tensor.untyped_storage().nbytes()
         self.layout = layout
+        self._back: Callable[[], Tensor] | None = None  # brings it back, if it is away
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is not held here."""
+        return self._back is not None
+
+    def send(self, away: Any, user: Tensor | None) -> None:
+        """Hold it no more; it is `user` who may."""
+        tensor, layout = self._tensor, self.layout
+        if layout is None or layout.offset or layout.is_conj or layout.is_neg:
+            return
+        if tensor.nbytes != self._nbytes or version_of(tensor) != self._version:
+            return
+        packed = away.pack(tensor if user is None else user)
+        if type(packed) is int:
+            self._back = functools.partial(away.unpack, packed)
+            self._tensor = tensor.new_empty(0)
 
     def keep(self) -> None:
         """Copy the memory, which is about to be written to."""
         tensor, layout = self._tensor, self.layout
+        if self._back is not None:
+            return
         if layout is not None and version_of(tensor) == self._version:
             with below_autograd():
                 storage = flat_view(tensor, tensor.dtype).clone()
                 self._tensor = layout.view_of(storage)
             self._version = version_of(self._tensor)
 
-    def tensor(self, reader: Any, where: str) -> Tensor:
-        """Return it, or raise a MutationError."""
+    def tensor(self, reader: Any = None, where: str = "") -> Tensor:
+        """Return it, or raise a MutationError; `reader` is what reads it, and where."""
+        if self._back is not None:
+            return self._back()
         tensor, why = self._tensor, ""
         if self._version is not None and tensor._version != self._version:
             why = _CHANGED
         elif self._nbytes and tensor.untyped_storage().nbytes() < self._nbytes:
             why = _FREED
         if why:
-            what = describe(tensor)
-            raise MutationError(why.format(what=what, op=reader, where=where))
+            reads = _RECOMPUTES.format(op=reader, where=where) if reader else "reads it"
+            raise MutationError(why.format(what=describe(tensor), reads=reads))
         return tensor
 
     def value(self) -> "Value":
@@ -246,6 +280,11 @@ class BlockOperation:
         # and the value.
         self.made: list[tuple[int, bool, weakref.ref[Made]]] = []
 
+    def needs(self) -> Sequence[Any]:
+        """Return the values that it reads, and what has to be brought back for it."""
+        given = {o.of for o in self.operands if isinstance(o.of, GivenTensor)}
+        return [*self.reads, *(of for of in given if of.is_away)]
+
     def note_made(self, number: int, made: Made, *, is_operand: bool) -> None:
         """Note what it made."""
         self.made.append((number, is_operand, weakref.ref(made)))
@@ -296,13 +335,13 @@ _CONTAINERS = {list, tuple, dict}
 
 _CHANGED = (
     "remat: {what} was changed in place between a `remat.scope` block and the backward "
-    "that recomputes what the block made of it, with {op} at {where}. Change a copy, "
-    "or change it after the backward."
+    "that {reads}. Change a copy, or change it after the backward."
 )
 _FREED = (
     "remat: the memory of {what} was freed between a `remat.scope` block and the "
-    "backward that recomputes what the block made of it, with {op} at {where}. FSDP "
-    "frees the parameters that it gathers, once the forward of a module ends. There "
-    "rematerialize the modules, which have them gathered again, and open no block: "
-    "`remat.nn.apply(model, Block)` or `remat(block)`."
+    "backward that {reads}. FSDP frees the parameters that it gathers, once the "
+    "forward of a module ends. There rematerialize the modules, which have them "
+    "gathered again, and open no block: `remat.nn.apply(model, Block)` or "
+    "`remat(block)`."
 )
+_RECOMPUTES = "recomputes what the block made of it, with {op} at {where}"

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._base import hints
 from remat._base.source import shown
+from remat._offload.inputs import check_where
 from remat._partial.options import OffloadInputs, Options, Prune, Rng
 from remat._torch import must_inline, not_scriptable
 from remat._transform.module import view_of
@@ -212,9 +213,7 @@ def options_of(
         raise ValueError(f"remat: rng={rng!r}: use 'replay' or 'error'")
     if higher_order not in (False, True):
         raise ValueError(f"remat: higher_order={higher_order!r}: use True or False")
-    if offload_inputs not in (False, True, "disk"):
-        text = f"remat: offload_inputs={offload_inputs!r}: use True, False or 'disk'"
-        raise ValueError(text)
+    check_where(offload_inputs)
     checked = as_policy(policy)
     checked = None if checked == nothing_saveable else checked
     return Options(checked, prune, rng, higher_order, offload_inputs)

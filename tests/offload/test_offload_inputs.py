@@ -334,3 +334,126 @@ def test_a_plan_over_a_step_moves_no_inputs():
     with count_ops() as ops:
         model(x).sum().backward()
     assert ops["tanh"] == 2  # nothing was applied
+
+
+# --- Blocks ---
+
+
+class Scoped(Model):
+    """Its blocks are `with` blocks, of what is made between them."""
+
+    def __init__(self, count=5, **options):
+        super().__init__(count)
+        self.options = options
+
+    def forward(self, x, others=None):
+        self.seen.clear()
+        for layer in self.layers:
+            x = x * 1.5
+            self.seen.append(weakref.ref(x.untyped_storage()))
+            with remat.scope(**self.options):
+                x = layer(x, others)
+        return x.sum()
+
+
+def scoped(**options):
+    torch.manual_seed(0)
+    return Scoped(**options)
+
+
+def test_what_blocks_are_given_is_gone_until_their_recomputes(moved):
+    with torch.random.fork_rng():
+        plain, model = scoped(), scoped(offload_inputs="disk")
+    want, loss = step(plain), forward(plain)
+    assert plain.held() == 5
+    del loss
+    for _ in range(2):
+        loss = forward(model)
+        assert model.held() == 0
+        assert moved == ["away"] * 5
+        del loss, moved[:]
+        assert_same(step(model), want)
+        assert moved == ["away"] * 5 + ["back"] * 5
+        moved.clear()
+
+
+def test_a_block_counts_operations_as_without(moved):
+    counts = []
+    for options in ({}, {"offload_inputs": "disk"}):
+        with torch.random.fork_rng():
+            model = scoped(**options)
+        with count_ops() as ops:
+            step(model)
+        counts.append((ops["addmm"], ops["tanh"]))
+    assert counts[0] == counts[1] == (2 * 10 - 5, 2 * 5)
+    assert len(moved) == 2 * 5
+
+
+def test_what_others_hold_of_blocks_stays(moved):
+    with torch.random.fork_rng():
+        model, plain = scoped(offload_inputs="disk"), scoped()
+    others = make(2 * SIZE, SIZE, seed=4).float()
+    want, found = step(plain, others), step(model, others)
+    assert_same(found, want)
+    assert moved == ["away"] * 5 + ["back"] * 5
+
+
+def test_a_block_goes_on_where_its_input_changes(moved):
+    """What is away is as it was; what stayed, as it is small, is refused."""
+    w = torch.ones(SIZE, SIZE, requires_grad=True)
+    for size in SIZE, 4:
+        x = torch.full((SIZE, size), 2.0, requires_grad=True) * 1
+        with remat.scope(offload_inputs="disk"):
+            y = (w @ x).sin()
+        loss = y.sum()
+        del y
+        with torch.no_grad():
+            x.add_(1)
+        if size == SIZE:
+            (found,) = torch.autograd.grad(loss, w)
+            (want,) = torch.autograd.grad((w @ (x - 1)).sin().sum(), w)
+            assert_same(found, want)
+            continue
+        with pytest.raises(remat.MutationError, match="was changed in place between"):
+            torch.autograd.grad(loss, w)
+    assert moved[:2] == ["away", "back"]
+
+
+def test_blocks_within_others_send_what_they_are_given(moved):
+    x = make(SIZE, SIZE, seed=1).requires_grad_()
+
+    def run(outer, inner):
+        with outer:
+            y = (x * 1.5).sin()
+            with inner:
+                z = (y.cos() * 2).sin()
+            return (z.exp() * y).sum()
+
+    def block(where):
+        return remat.scope(offload_inputs=where)
+
+    want = torch.autograd.grad(run(block(False), block(False)), x)
+    assert moved == []
+    for places in ("disk", False), (False, "disk"), ("disk", "disk"):
+        assert_same(torch.autograd.grad(run(*map(block, places)), x), want)
+
+
+def test_where_a_block_moves_nothing_that_is_told_once():
+    x = make(SIZE, SIZE, seed=1).requires_grad_()
+
+    def run(where):
+        y = x * 1.5
+        with remat.scope(offload_inputs=where):
+            y = y.sin().sin()
+        return y.sum()
+
+    with pytest.warns(UserWarning, match=r"moves no input of `scope`.* pass 'disk'"):
+        run(True).backward()
+    with pytest.warns(UserWarning, match=r"moves no input of `scope`.* a call around"):
+        remat.remat(run)("disk").backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(True).backward()
+        remat.remat(run)("disk").backward()
+    with pytest.raises(ValueError, match="offload_inputs='cpu': use True, False"):
+        run("cpu")
