@@ -2,14 +2,12 @@
 
 The peak is said to be in the block that is called, or whose backward runs.
 
-Invariant: bytes are counted by storage, from the operation that makes one until its
-last reference is gone, as an allocator counts them. Nothing is allocated.
+Invariant: the bytes of a storage are counted from the operation that makes it until its
+last reference is gone (`Alive`). Nothing is allocated.
 """
 
 import bisect
-import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,6 @@ from typing_extensions import override
 
 from remat._base.absent import Absent, tensors_of
 from remat._base.errors import CaptureError
-from remat._base.observer import Observer
 from remat._base.op import Op
 from remat._base.source import user_line
 from remat._base.tensors import describe
@@ -26,6 +23,7 @@ from remat._fit.workspace import copied_inside, held_inside, hidden_in
 from remat._partial.cost import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
+from remat._report.alive import Alive
 from remat._torch import (
     NO_VALUES,
     call_kernel,
@@ -49,19 +47,16 @@ class Measured(NamedTuple):
     inside: int  # the bytes that it holds while it runs, beside what it reads and makes
 
 
-class Meter(Observer):
+class Meter(Alive):
     """Counts bytes and work."""
 
-    is_of_call = False
     outside = "forward"  # what operations are in that are in no backward
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[int] = []  # of storages, in the order in which they were made
-        self.live = self.peak = 0
+        self.peak = 0
         self.peak_at = ""  # "in mm in the backward of layers.3"
         self.seconds, self.flops = 0.0, 0  # of its operations, at nominal rates
-        self._numbers: dict[int, tuple[int, Any]] = {}
         # The blocks that were entered, with the first node that each makes; "" where
         # one was left. In which of them the operations are that run.
         self._entered: list[tuple[int, str]] = []
@@ -89,37 +84,11 @@ class Meter(Observer):
         """Take the last operation into account."""
         self.settle()
 
-    # --- Storages ---
-
-    def hold(self, tensor: Tensor) -> int:
-        """Count the storage of a tensor until it is freed; return its number, or -1."""
-        if not has_storage(tensor):
-            return -1
-        key = storage_id(tensor)
-        known = self._numbers.get(key)
-        if known is not None:
-            return known[0]
-        storage, number = tensor.untyped_storage(), len(self.sizes)
-        size = allocated(storage.nbytes(), tensor.device)
-        freed = weakref.ref(storage, partial(self._free, key, number))
-        self._numbers[key] = number, freed
-        self.sizes.append(size)
-        self.live += size
-        return number
-
     def _grow(self, numbers: Sequence[int], at: int, nbytes: int) -> None:
         """Count bytes of a result that its fake lacks."""
         if nbytes:
             self.sizes[numbers[at]] += nbytes
             self.live += nbytes
-
-    def _free(self, key: int, number: int, _: Any) -> None:
-        del self._numbers[key]
-        self.live -= self.sizes[number]
-        self.freed(number)
-
-    def freed(self, number: int) -> None:
-        """Be told that a storage was freed."""
 
     # --- Operations ---
 
@@ -216,12 +185,9 @@ class Meter(Observer):
         for tensor in tensors_of(args):
             if type(tensor) is Absent or not tensor.requires_grad or is_fake(tensor):
                 continue
-            if not (self._is_known(tensor) or self._is_made_of_known(tensor)):
+            if not (self.is_held(tensor) or self._is_made_of_known(tensor)):
                 what = f"{operator_name(func)} reads {describe(tensor)}"
                 raise CaptureError(_REAL.format(what=what))
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        return has_storage(tensor) and storage_id(tensor) in self._numbers
 
     def _is_made_of_known(self, tensor: Tensor) -> bool:
         """Say whether the graph of a tensor leads to what was passed alone.
@@ -232,7 +198,7 @@ class Meter(Observer):
         while todo:
             node = todo.pop()
             number = -1 if node is None else sequence_number(node)
-            if number == _NO_NUMBER and self._is_known(node.variable):
+            if number == _NO_NUMBER and self.is_held(node.variable):
                 continue
             if not self._first <= number < _NO_NUMBER:
                 return False
@@ -256,13 +222,6 @@ _VALUE = (
     "the same without reading the value, or fit a part that does not read it."
 )
 _NO_NUMBER = 2**64 - 1
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Say whether the bytes of a tensor are those of one storage."""
-    if type(tensor) is Absent or tensor.layout is not torch.strided:
-        return False
-    return not tensor.is_nested
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
@@ -302,9 +261,3 @@ def may_accumulate(func: Any, args: Any, result: Any) -> bool:
 
 # Whose derivatives are sums of their own.
 _ADD = {"VarMeanBackward0", "StdMeanBackward0"}
-
-
-def allocated(nbytes: int, device: torch.device) -> int:
-    """Return the bytes that an allocator takes for a storage."""
-    block = 512 if device.type == "cuda" else 1
-    return -(-nbytes // block) * block

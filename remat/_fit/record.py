@@ -236,11 +236,12 @@ class StepRecorder(Meter):
     def __init__(self, *, costs: bool, blocks: Iterable[str] = ()) -> None:
         super().__init__()
         self.blocks = [*blocks]
-        self._calls_of_blocks: list[BlockCall] = []
+        self._calls_of_modules: list[BlockCall] = []  # also of the model, ""
         self._costs = costs
         self.operations: list[StepOp] = []
         self.turn = 0  # how many there were before the backward
-        self._ends: list[tuple[int, int]] = []
+        # The span of the function, where a plan is applied to it and not to a model.
+        self._span: tuple[int, int] | None = None
         self._dies: dict[int, int] = {}
         # Storages that only kernels which torch does not see may have written to; those
         # whose memory Python took. A scope does not recompute them.
@@ -249,7 +250,6 @@ class StepRecorder(Meter):
         self._viewed: set[int] = set()  # storages
         self._calls = Calls()
         self._names: dict[int, str] = {}  # of modules
-        self._begun: list[int] = []  # before which operation calls of the model begin
         self._resident = self._count_before = 0
         self._is_over = False
 
@@ -264,10 +264,8 @@ class StepRecorder(Meter):
             model = step.model()
             if model is not None:
                 self._names = {id(m): name for name, m in model.named_modules()}
-                for handle in self._hook(model):
-                    stack.callback(handle.remove)
-                for name in self.blocks:
-                    for handle in self._hook_block(model.get_submodule(name), name):
+                for name in dict.fromkeys(("", *self.blocks)):
+                    for handle in self._hook(model.get_submodule(name), name):
                         stack.callback(handle.remove)
             stack.enter_context(self._calls)
             yield step._replace(around_call=lambda: self._note_call(step))
@@ -279,24 +277,10 @@ class StepRecorder(Meter):
         yield
         model = step.model()
         if model is None or getattr(step.fn, "__self__", None) is model:
-            self._ends = [(0, len(self.operations))]
+            self._span = 0, len(self.operations)
 
-    def _hook(self, model: nn.Module) -> Sequence[Any]:
-        """Note which operations are those of calls of the model."""
-
-        def enter(*_: Any) -> None:
-            self._begun.append(len(self.operations))
-
-        def leave(*_: Any) -> None:
-            self._ends.append((self._begun.pop(), len(self.operations)))
-
-        return (
-            model.register_forward_pre_hook(enter, prepend=True),
-            model.register_forward_hook(leave, always_call=True),
-        )
-
-    def _hook_block(self, block: nn.Module, name: str) -> Sequence[Any]:
-        """Note which operations are those of calls of a block."""
+    def _hook(self, block: nn.Module, name: str) -> Sequence[Any]:
+        """Note which operations are those of calls of a block, or of the model."""
         begun: list[tuple[int, int]] = []
 
         def enter(*_: Any) -> None:
@@ -305,7 +289,7 @@ class StepRecorder(Meter):
         def leave(*_: Any) -> None:
             (first, node), end = begun.pop(), len(self.operations)
             call = BlockCall(name, first, end, range(node, nodes_made()))
-            self._calls_of_blocks.append(call)
+            self._calls_of_modules.append(call)
 
         return (
             block.register_forward_pre_hook(enter, prepend=True),
@@ -376,9 +360,11 @@ class StepRecorder(Meter):
         for op, other in zip(self.operations, alone.operations, strict=False):
             same.update(zip(op.makes, other.makes, strict=False))
         is_kept = self._blank | self.exposed
+        calls = self._calls_of_modules
+        spans = [(call.first, call.end) for call in calls if not call.name]
         return StepRecord(
             tuple(self.operations),
-            self._ends[0] if len(self._ends) == 1 else None,
+            self._span or (spans[0] if len(spans) == 1 else None),
             self.turn,
             tuple(self.sizes),
             tuple(born),
@@ -388,7 +374,7 @@ class StepRecorder(Meter):
             ),
             tuple(self._dies.get(n, end) for n in range(count)),
             self._resident,
-            tuple(self._calls_of_blocks),
+            tuple(calls),
             frozenset(self._viewed),
         )
 

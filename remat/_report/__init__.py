@@ -10,6 +10,7 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     suggest     the policy to write, as code
     step, peak  the record of a step: what holds its peak, and what to do about it
     residuals   what stays alive for the backward, to the byte
+    alive       counts the storages that are alive
     timeline    the bytes that are alive during a call
     check_replay
                 whether a recompute gives the bits of its forward
@@ -17,6 +18,6 @@ In: a function and arguments. Out: values that print as tables and draw themselv
     reports, render, plots
                 the values that are returned, and how they show
 
-Called by users and by `testing`. `_fit` and `chain` show results by it, and `compat`
-compares runs by it.
+Called by users and by `testing`. `_fit` and `chain` count bytes and show results by it,
+and `compat` compares runs by it.
 """

@@ -281,8 +281,7 @@ class CallNotes(Recorder):
             if is_first:
                 self.saved_storages.pack(tensor)
             if tensor is not None:
-                number = self.storages.number(base_tensor(tensor))
-                noted.packed[position] = number, len(self.steps)
+                noted.packed[position] = self._number(tensor), len(self.steps)
             if observe is not None:
                 observe(position, tensor)
 
@@ -304,7 +303,7 @@ class CallNotes(Recorder):
             for position, (number, _) in noted.packed.items()
         }
         for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
-            found = [self.storages.number(base_tensor(t)) for t in tensors]
+            found = [*map(self._number, tensors)]
             self.itself.update(found)
             found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
             for number in found:
@@ -312,8 +311,8 @@ class CallNotes(Recorder):
 
     def note_kept(self, places: Iterable[Any]) -> None:
         """Note what is kept of calls within by their own rules."""
-        for t in (t for place in places for t in place.stored()):
-            self.itself.add(self.storages.number(base_tensor(t)))
+        for place in places:
+            self.itself.update(map(self._number, place.stored()))
 
     def calls(self) -> Iterator[CallWithin]:
         """Yield the calls within, those around before those inside."""
@@ -327,13 +326,17 @@ class CallNotes(Recorder):
             runs = zip(noted.steps, fates, strict=False)
             last = max((noted.packed[h.position][1] for h in waiting), default=0)
             away = self._away(noted.steps, made) if made else ()
+            kept = inputs_kept(call) if waiting else ()
             yield CallWithin(
                 around=noted.around - 1,
-                inputs=frozenset(self._inputs_of(call) if waiting else ()),
+                inputs=frozenset(map(self._number, kept)),
                 holds=frozenset(noted.packed[h.position][0] for h in waiting),
                 away=frozenset(away),
                 again=tuple(i for i, f in runs if f.is_run and i < last),
             )
+
+    def _number(self, tensor: Tensor) -> int:
+        return self.storages.number(base_tensor(tensor))
 
     def _away(self, steps: Sequence[int], made: Any) -> Iterator[int]:
         """Yield the storages of what a call offloads."""
@@ -343,9 +346,11 @@ class CallNotes(Recorder):
             if moves(decision, step.op.outputs):
                 yield step.makes[k]
 
-    def _inputs_of(self, call: Saved) -> Iterator[int]:
-        """Yield the storages of the inputs that a call keeps."""
-        for value in call.inputs.values:
-            for t in stored_by(value) if type(value) is PackedOutside else [value]:
-                if type(t) is not Absent:
-                    yield self.storages.number(base_tensor(t))
+
+def inputs_kept(call: Saved) -> Iterator[Tensor]:
+    """Yield the tensors that a call keeps of its inputs, some as other hooks have."""
+    for value in call.inputs.values:
+        if type(value) is PackedOutside:
+            yield from stored_by(value)
+        elif type(value) is not Absent:
+            yield value

@@ -29,7 +29,7 @@ from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
-from remat._graph.handles import PackedOutside, stored_by
+from remat._report.examine import inputs_kept
 from remat._report.inputs import (
     Inputs,
     Ledger,
@@ -253,9 +253,7 @@ class StepWatch(Ledger):
     def observe(self, call: Any, observe: Observe | None) -> Observe:
         """Note a call under base autograd, and what it saves of its inputs."""
         self.packing[call.label] = None
-        values = call.inputs.values
-        stored = (stored_by(v) if type(v) is PackedOutside else [v] for v in values)
-        self._note(call, [t for each in stored for t in each])
+        self._note(call, [*inputs_kept(call)])
         return observe or (lambda _position, _tensor: None)
 
     def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """`memory_timeline`: the bytes that are alive during a call, operation by operation.
 
 The profiler reports each allocation and each free, on the CPU too, and the operations
-that were running then. Tensors without values allocate nothing: an observer notes when
+that were running then. Tensors without values allocate nothing: `Alive` notes when
 their storages are made and let go.
 
 Invariant: bytes are exact, and the function runs once, as it is.
@@ -11,7 +11,6 @@ they take while they run.
 
 import gc
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler import profile
 from typing_extensions import override
 
 from remat._base.absent import tensors_of
-from remat._base.observer import Observer
 from remat._report import plots as _plots, render as _render
+from remat._report.alive import Alive, has_storage
 from remat._report.labels import label_of_function
 from remat._torch import current_node, is_fake, storage_id
 
@@ -192,7 +191,7 @@ def _changes_without_values(fn: Callable[[], object]) -> list[MemoryChange]:
     return storages.changes
 
 
-class _MadeWithoutValues(Observer):
+class _MadeWithoutValues(Alive):
     """Notes when storages are made and freed, and in what."""
 
     def __init__(self) -> None:
@@ -200,31 +199,30 @@ class _MadeWithoutValues(Observer):
         self.changes: list[MemoryChange] = []
         self.is_done = False
         self._running = ""
-        self._alive: dict[int, Any] = {}
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = {storage_id(t) for t in tensors_of((args, kwargs))}
+        passed = filter(has_storage, tensors_of((args, kwargs)))
+        given = {storage_id(t) for t in passed}
         self._running = func.__name__.partition(".")[0]
         result = super().run(func, args, kwargs)
-        for tensor in tensors_of(result):
-            if storage_id(tensor) not in given | self._alive.keys():
-                self._hold(tensor)
+        for tensor in filter(has_storage, tensors_of(result)):
+            if not (storage_id(tensor) in given or self.is_held(tensor)):
+                self._change(self.hold(tensor), 1)
         self._running = ""
         return result
 
-    def _hold(self, tensor: Tensor) -> None:
-        storage, key = tensor.untyped_storage(), storage_id(tensor)
-        size = storage.nbytes()
-        self._alive[key] = weakref.ref(storage, partial(self._free, key, size))
-        self.changes.append(MemoryChange(size, key, (self._running,)))
+    @override
+    def freed(self, number: int) -> None:
+        if not self.is_done:
+            self._change(number, -1)
 
-    def _free(self, key: int, size: int, _: Any) -> None:
-        del self._alive[key]
+    def _change(self, number: int, sign: int) -> None:
         node = current_node()
         where = self._running or (node.name() if node is not None else "")
-        if not self.is_done:
-            self.changes.append(MemoryChange(-size, key, (where,) if where else ()))
+        running = (where,) if where else ()
+        change = MemoryChange(sign * self.sizes[number], number, running)
+        self.changes.append(change)
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from remat._base.context import differentiated
 from remat._base.program import Request, replaced_at
 from remat._base.sizes import Unit, amount_in
 from remat._base.types import TENSORS
-from remat._fit.meter import Meter, MissingValueError, has_storage
+from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
 from remat._partial.cache import CACHES
+from remat._report.alive import has_storage
 from remat._torch import (
     base_tensor,
     below_all_levels,
