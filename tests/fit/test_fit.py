@@ -1,7 +1,6 @@
 """What holds for both kinds of plans of `remat.fit`: for a step, and by blocks."""
 
 import copy
-import dataclasses
 import io
 import json
 import pickle
@@ -12,12 +11,9 @@ import threading
 import pytest
 import torch
 from support.fitted import (
-    CASES,
     IDS,
     Decoder,
     Lm,
-    Mlp,
-    ResNet,
     X,
     applied_mlps,
     bytes_before,
@@ -28,7 +24,6 @@ from support.fitted import (
     mlps,
     refused,
     square,
-    staged,
     step,
     tight,
     words,
@@ -37,7 +32,6 @@ from support.tables import rows
 from torch import nn
 
 import remat
-from remat._fit.simulate import TrainingStep, isolated, simulate
 from remat._partial.cache import CACHES
 from remat.testing import assert_same, count_ops, memory_timeline
 
@@ -504,132 +498,11 @@ def fit(*args, **options):
     return remat.fit(*args, over="blocks", **options)
 
 
-def assert_followed(plan, model, *args, loss=square, **kwargs):
-    """Assert that a model that follows a plan has its peak and plain's gradients."""
-    real = plan.apply(copy.deepcopy(model))
-    measured = measured_peak(real, args, kwargs, loss)
-    assert abs(plan.peak - measured) <= 0.01 * measured
-    assert measured <= 1.01 * plan.budget
-    found, expected = (
-        gradients(m, lambda m=m: step(m, args, kwargs, loss)) for m in (real, model)
-    )
-    assert_same(found, expected)
-
-
-def uniform_choices(model, args, kwargs, loss):
-    """Return the peak and the work of uniform choices, as (name, peak, seconds)."""
-    blocks = [*remat.nn.blocks(model)]
-    names = "nothing_saveable", "dots_saveable", "everything_saveable"
-    choices = {n: dict.fromkeys(blocks, getattr(remat.policies, n)) for n in names}
-    for k in range(2, len(blocks)):
-        kth = blocks[k - 1 :: k]
-        choices[f"every {k}th"] = dict.fromkeys(kth)
-        choices[f"others than {k}th"] = dict.fromkeys(b for b in blocks if b not in kth)
-    plain = simulated(model, args, kwargs, loss)
-    found = []
-    for name, choice in choices.items():
-        chosen = remat.nn.apply(copy.deepcopy(model), choice)
-        again = simulated(chosen, args, kwargs, loss)
-        found.append((name, again.peak, again.seconds - plain.seconds))
-    return found
-
-
-def simulated(model, args, kwargs, loss):
-    made = TrainingStep(model, args, kwargs, loss)
-    with isolated():
-        return simulate(made, torch.device("cpu"), lambda step: step)
-
-
-def assert_no_choice_costs_less(plan, choices):
-    """Assert that no choice that stays under the budget recomputes less."""
-    for name, peak, seconds in choices:
-        assert peak > plan.budget or plan.seconds <= seconds + 1e-12, name
-
-
-SLOW = "lm", "tied lm", "resnet", "unet", "llama"
-
-
-# Each takes seconds for a search.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_budgets_hold_and_no_uniform_choice_costs_less(name):
-    make, args, kwargs, loss = CASES[name]
-    model = make()
-    choices = uniform_choices(model, args, kwargs, loss)
-    low = least(model, *args, over="blocks", loss=loss, **kwargs)
-    high = simulated(model, args, kwargs, loss).peak
-    for share in (0.2, 0.4, 0.7) if name in SLOW else (0.4,):
-        model.zero_grad()  # gradients that are there count
-        budget = int(low + share * (high - low))
-        plan = fit(model, *args, budget=budget, loss=loss, **kwargs)
-        assert plan.peak <= budget < plan.plain_peak == high
-        assert plan.blocks
-        assert_no_choice_costs_less(plan, choices)
-        assert_followed(plan, model, *args, loss=loss, **kwargs)
-    applied = dataclasses.replace(plan.applied, seconds=1.0)
-    worse = dataclasses.replace(plan, budget=plan.plain_peak, applied=applied)
-    with pytest.raises(AssertionError, match=r"saveable|every|others"):
-        assert_no_choice_costs_less(worse, choices)
-
-
-@pytest.mark.slow
-def test_less_memory_never_costs_less_work():
-    model, low = mlps(), tight("blocks").budget
-    high = tight("blocks").plain_peak
-    costs = [
-        fit(model, X, budget=int(low + share * (high - low)), loss=square).seconds
-        for share in (0.4, 0.8)
-    ]
-    assert tight("blocks").seconds >= costs[0] >= costs[1] > 0
-
-
-@pytest.mark.slow
-def test_modules_around_blocks_are_recomputed_where_that_pays():
-    model, x = staged(), torch.randn(4096, 8)
-    every = remat.nn.apply(copy.deepcopy(model), [*remat.nn.blocks(model)])
-    budget = simulated(every, (x,), {}, square).peak - 1
-    plan = fit(model, x, budget=budget, loss=square)
-    assert {"1", "2", "3"} & dict(plan.applied.units).keys()
-    assert_followed(plan, model, x)
-
-
 def test_blocks_are_selected_as_by_apply():
     model = mlps(4)
     most = fit(model, X, loss=square, budget="1GB").peak
     plan = fit(model, X, loss=square, budget=int(0.8 * most), select="1.[02]")
     assert {*plan.blocks} == {"1.0", "1.2"}
-
-
-class Twice(nn.Module):
-    """Calls each block twice, and one of them under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp(8) for _ in range(3))
-        self.again = self.layers[0]
-
-    def forward(self, x):
-        for layer in [*self.layers, *self.layers]:
-            x = layer(x)
-        return self.again(x)
-
-
-@pytest.mark.slow
-def test_blocks_that_are_called_twice_have_one_option():
-    model = Twice()
-    budget = int(0.9 * simulated(model, (X,), {}, square).peak)
-    plan = fit(model, X, budget=budget, loss=square)
-    assert {*plan.blocks} <= {f"layers.{k}" for k in range(3)}
-    assert plan.blocks
-    assert_followed(plan, model, X)
-
-
-@pytest.mark.slow
-def test_a_model_in_evaluation_mode():
-    model = ResNet().eval()
-    image = torch.randn(2, 3, 16, 16)
-    budget = int(0.95 * fit(model, image, budget="1GB", loss=square).peak)
-    assert_followed(fit(model, image, budget=budget, loss=square), model, image)
 
 
 # --- What is refused -----------------------------------------------------------------

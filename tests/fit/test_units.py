@@ -55,6 +55,20 @@ class Wide(Mlp):
         self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
 
 
+class Twice(nn.Module):
+    """Calls each block twice, and one of them under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(8) for _ in range(3))
+        self.again = self.layers[0]
+
+    def forward(self, x):
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.again(x)
+
+
 # A model, its arguments, its loss; the shares it may take of what a step adds, with the
 # FLOPs that are recomputed at most.
 ROWS = {
@@ -67,7 +81,15 @@ ROWS = {
         *(Unequal, (torch.randn(256, 8),), square),
         {0.9: 8.4e6, 0.75: 20e6},
     ),
+    "blocks called twice": (
+        *(Twice, (torch.randn(256, 8),), square),
+        {0.9: 0.27e6, 0.6: 0.92e6},
+    ),
     "in place": (ResNet, (IMAGES,), square, {0.9: 0, 0.75: 38.9e6}),
+    "in evaluation mode": (
+        *(lambda: ResNet().eval(), (IMAGES,), square),
+        {0.9: 0, 0.8: 20e6},
+    ),
     "several results": (UNet, (torch.randn(2, 3, 32, 32),), square, {0.6: 37.8e6}),
     "a cache": (llama, (IDS,), lambda out: words(out.logits), {0.6: 0.6e6}),
     "modules around blocks": (
@@ -90,6 +112,7 @@ def test_steps_by_blocks_are_as_predicted(name, share):
     assert plan.peak <= budget
     assert plan.seconds > 0
     assert plan.recomputed <= most[share]
+    assert {*plan.blocks} <= {*remat.nn.blocks(model)}
     real = plan.apply(copy.deepcopy(model))
     for _ in range(3):
         before = bytes_before(real, *args)
