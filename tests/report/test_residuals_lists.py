@@ -8,12 +8,10 @@ import torch
 from support.kept import leaves, origins
 from support.zoo import make
 from torch import nn
-from torch.func import grad
 from torch.nn.functional import dropout
 from torch.testing._internal.two_tensor import TwoTensor
 
 from remat import (
-    CaptureError,
     SavedResidual,
     checkpoint_name,
     policies,
@@ -304,21 +302,6 @@ def test_a_function_that_acts_otherwise_under_a_mode_is_listed_as_it_acts_there(
 
 
 # --- What is refused ---
-
-
-def test_under_a_transform_the_report_is_refused():
-    with pytest.raises(RuntimeError, match=r"under a transform of torch\.func"):
-        grad(lambda x: (saved_residuals(torch.sin, x), x.sum())[1])(torch.ones(3))
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises(RuntimeError, match="forward-mode AD"),
-    ):
-        saved_residuals(torch.sin, torch.ones(3))
-
-
-def test_a_lazy_module_is_refused():
-    with pytest.raises(CaptureError, match="not initialized yet"):
-        saved_residuals(nn.LazyLinear(3), torch.ones(2, 3))
 
 
 # --- One entry, and how it prints ---
