@@ -147,7 +147,7 @@ def chosen(
     """
     if length is None:
         slots = max(1, _slots(step, nbytes - step.between(1), _SLOTS))
-        options = [_priced(step, Online(slots), 0, slots, 1)]
+        options = [_priced(step, Online(slots), 0)]
     else:
         options = [*_of_steps(step, length, nbytes)]
     fitting = [option for option in options if option.nbytes <= nbytes]
@@ -181,17 +181,15 @@ def _slots(step: StepBytes, free: int, most: int) -> int:
     return min(free // step.carry + 1, most) if step.carry else most
 
 
+def _priced(step: StepBytes, schedule: Binomial | Online, cost: int) -> Priced:
+    unroll = schedule.unroll if isinstance(schedule, Binomial) else 1
+    nbytes = (schedule.checkpoints - 1) * step.carry + step.between(unroll)
+    return Priced(nbytes, cost, schedule)
+
+
 def _binomial(step: StepBytes, length: int, slots: int, unroll: int) -> Priced:
     schedule = Binomial(slots, unroll)
-    cost = schedule.evaluations(length).backward
-    return _priced(step, schedule, cost, slots, unroll)
-
-
-def _priced(
-    step: StepBytes, schedule: Schedule, cost: int, slots: int, unroll: int
-) -> Priced:
-    nbytes = (slots - 1) * step.carry + step.between(unroll)
-    return Priced(nbytes, cost, schedule)
+    return _priced(step, schedule, schedule.evaluations(length).backward)
 
 
 _BOTH = (
@@ -216,7 +214,8 @@ def measured(
         for length in lengths:
             known = replace(steps, length=length, goes_on=None)
             try:
-                return _measured(fn, args, known, nbytes, is_real=is_real)
+                with _ALONE:
+                    return _measured(fn, args, known, nbytes, is_real=is_real)
             except Exception as raised:  # noqa: BLE001 - the chain raises what is wrong
                 error = raised.with_traceback(None)
     return error
@@ -227,44 +226,49 @@ _ALONE = threading.RLock()
 
 
 def _measured(
-    fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_real: bool
+    fn: Any,
+    args: tuple[Any, ...],
+    steps: Steps,
+    nbytes: int,
+    *,
+    is_real: bool,
+    count: int = 2,
 ) -> StepBytes:
-    """Try with two steps; with more if carries after these are unlike others."""
-    with _ALONE:
-        try:
-            return _tried(_trial(fn, args, steps, 2), nbytes, is_real=is_real)
-        except Unsettled as unsettled:
-            count = unsettled.steps
-        return _tried(_trial(fn, args, steps, count), nbytes, is_real=is_real)
-
-
-def _tried(trial: ChainCall, nbytes: int, *, is_real: bool) -> StepBytes:
+    """Try some steps, and more of them if carries after these are unlike others."""
+    trial = call_of(fn, args, steps, Uniform(1))
+    assert trial is not None
+    assert steps.length is not None
+    trial.length = min(steps.length, count)  # what is scanned is as long as all steps
     passed, needs = trial.take_inputs()
     trial.wrapped = ()  # it runs below all levels
     if not (is_real or TENSORS.issuperset(map(type, map(base_tensor, passed)))):
         raise MissingValueError("of tensors of other classes there are no fakes")
-    mode = None if is_real else fake_mode()
+    mode, chain = None if is_real else fake_mode(), Chain(trial)
 
     def run() -> StepBytes:
-        inputs = [empty_in(mode, t) for t in passed] if mode else _copies(trial, passed)
+        inputs = [empty_in(mode, t) for t in passed] if mode else _copies(chain, passed)
         with grad_mode(False), mode or nullcontext(), Meter() as meter:
             for tensor in inputs:
                 meter.hold(tensor)
-            rehearsal = Rehearsal(Chain(trial), inputs, needs, meter)
+            rehearsal = Rehearsal(chain, inputs, needs, meter)
             return _step_of(rehearsal, nbytes, is_real=is_real)
 
-    with (
-        outside_all_dispatch_modes(),
-        isolated(),
-        CACHES.set_aside(),
-        _set_back(trial),
-    ):
-        return below_all_levels(run)
+    try:
+        with (
+            outside_all_dispatch_modes(),
+            isolated(),
+            CACHES.set_aside(),
+            _set_back(trial),
+        ):
+            return below_all_levels(run)
+    except Unsettled as unsettled:
+        count = unsettled.steps
+    return _measured(fn, args, steps, nbytes, is_real=is_real, count=count)
 
 
-def _copies(trial: ChainCall, passed: Sequence[Tensor]) -> list[Tensor]:
+def _copies(chain: Chain, passed: Sequence[Tensor]) -> list[Tensor]:
     """Return the values of the inputs; of buffers, copies."""
-    updated = {*trial.reach.buffers}
+    updated = {*chain.call.reach.buffers}
     values = [base_tensor(t).detach() for t in passed]
     return [t.clone() if i in updated else t for i, t in enumerate(values)]
 
@@ -315,15 +319,6 @@ def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes
             break
         reverse[count] = reversing(count)
     return StepBytes(carry, cotangent, advance, tuple(reverse.items()))
-
-
-def _trial(fn: Any, args: tuple[Any, ...], steps: Steps, count: int) -> ChainCall:
-    """Return a call of some steps of a chain, of which nothing is to stay."""
-    assert steps.length is not None
-    trial = call_of(fn, args, steps, Uniform(1))
-    assert trial is not None
-    trial.length = min(steps.length, count)
-    return trial  # what is scanned is as long as all steps
 
 
 class Rehearsal:

@@ -2,6 +2,16 @@
 
 # In: a key. Out: numbers, by operators that graphs hold and that draw the same again.
 #
+#     _philox     the stream of a key: blocks of words, and numbers of these
+#     _ops        operators that draw from it, in graphs, under vmap, on each device
+#     _key        keys, and what tells of each that it is consumed
+#     _draw       what samplers share: shapes, parameters, draws of DTensors
+#     _samplers, _continuous, _choices, _dropout    what users draw
+#
+#     _reuse      finds keys that are consumed twice
+#     _bind       has torch's own functions draw from a key, by the rules of
+#     _rerouted, _rerouted_nn
+#
 # Called by users.
 
 import typing as _typing

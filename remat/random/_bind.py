@@ -353,8 +353,7 @@ def bind(key: KeyLike) -> _BindBlock:
     ``torch.rand(3)`` is ``uniform(fold_in(key, i), 3)``. A call that draws nothing,
     such as dropout in evaluation mode, runs torch's own code and is not counted. A call
     that is passed a generator draws from that generator. The global streams of torch do
-    not move unless the body seeds them: ``torch.manual_seed`` is torch's own, and does
-    not change the draws of the block.
+    not move, unless the body seeds them.
 
     These functions are keyed: ``torch.rand``, ``randn``, ``randint`` (and ``_like``),
     ``randperm``, ``bernoulli``, ``normal`` and ``multinomial``; the in-place
@@ -369,22 +368,14 @@ def bind(key: KeyLike) -> _BindBlock:
 
     Each entry, or call of a decorated function, counts from 0 again. What ``bind``
     returns may be entered any number of times. In nested blocks the inner one applies.
-    A block belongs to one thread. A thread that is started in it draws from the global
-    stream and nothing reports it, so decorate the function that the thread runs. Forked
-    workers of a ``DataLoader`` are in the block in which they are forked, and fold in
-    the seed of the worker.
+    A block belongs to one thread. To map over keys with ``torch.func.vmap``, call
+    ``bind`` inside the mapped function: each example then draws its own numbers, with
+    any ``randomness``.
 
-    To map over keys with ``torch.func.vmap``, call ``bind`` inside the mapped function:
-    each example then draws its own numbers, with any ``randomness``. Examples that
-    share a key share the draws, so ``randomness="different"`` is refused there.
-
-    ``torch.compile`` traces a block by the same rules, into one graph, and refuses
-    operators tagged ``nondeterministic_seeded``. A compiled function that is called in
-    a block from outside runs as if it were not compiled.
-
-    A recompute by :func:`remat.remat` draws the same numbers again. A recompute by
+    A recompute by :func:`remat.remat` draws the same numbers again. One by
     ``torch.utils.checkpoint`` would not: a draw inside a checkpoint is refused, unless
-    the block is inside it too.
+    the block is inside it too. ``torch.compile`` traces a block by the same rules, into
+    one graph. docs/randomness.md tells of threads, and workers of a ``DataLoader``.
 
     Args:
         key: one key, or its data. It may be batched by vmap.
