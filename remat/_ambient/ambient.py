@@ -202,9 +202,10 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     If nothing was drawn since `earlier`, and no stream is new, that is returned.
     """
     if earlier is not None and not moved_since(earlier.moved):
-        given = {stream.of for stream in streams}
-        known = (getattr(stream, "of", 0) for stream, _ in earlier.moved)
-        if not given or given.issubset(known):
+        if not streams:
+            return earlier
+        known = {getattr(stream, "of", 0) for stream, _ in earlier.moved}
+        if known.issuperset(stream.of for stream in streams):
             return earlier
     ambient = Ambient(streams, always=True)
     ambient.forward_done(keeps_casts=True)

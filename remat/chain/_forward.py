@@ -161,11 +161,6 @@ class ChainCall(Call):
         what = f"`{reach.name_of(numbers.index(None))}`"
         raise CaptureError(CHANGED.format(label=self.steps.label, what=what))
 
-    def streams_at(self, objects: Between | None, earlier: Ambient | None) -> Ambient:
-        """Note where the random streams are that steps may draw from."""
-        reach = self.reach if objects is None else objects.reach
-        return noted(reach.streams, earlier)
-
     def forget_streams(self) -> None:
         """Forget where random streams were, from which no step drew."""
         if self._stored is not None and not self.makes_streams:
@@ -335,7 +330,7 @@ class _Sweep:
         objects = None
         if self.is_noting and step:
             objects = self._call.noted(self._fn, self._args)
-        self._ambient = self._call.streams_at(objects, self._ambient)
+        self._ambient = noted((objects or self._call).reach.streams, self._ambient)
         ambient = self._ambient if step else None
         live = self._live._replace(ambient=ambient, objects=objects)
         self.stored.save(step, live)

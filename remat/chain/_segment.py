@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from remat._ambient.ambient import noted
 from remat._base.context import here
 from remat._base.program import (
     Evaluation,
@@ -158,8 +159,8 @@ class Segment(Program):
                 if all_steps.changes:
                     self._objects = all_steps.noted(fn, args, inputs)
                 if state.ambient.moved or all_steps.makes_streams:
-                    earlier = self._live.ambient
-                    self._ambient = all_steps.streams_at(self._objects, earlier)
+                    streams = (self._objects or all_steps).reach.streams
+                    self._ambient = noted(streams, self._live.ambient)
                 return found
 
             between = self._live.objects
