@@ -1,5 +1,6 @@
 """What a chain refuses: each error says which part, of which chain, and what to do."""
 
+import functools
 import operator
 
 import pytest
@@ -145,6 +146,15 @@ def test_a_step_may_not_change_its_carry_in_place(body, way):
         way(lambda x: loop(body, x * 1))
 
 
+def test_a_step_may_not_change_a_constant_part_of_its_carry_in_place():
+    def body(i, carry):
+        h, count = carry
+        return h.sin(), count.add_(1)
+
+    with pytest.raises(MutationError, match=r"in place.*return a new"):
+        loop(body, (leaves_of(V)[0], torch.zeros(())))
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_step_may_not_change_a_captured_tensor_in_place(requires_grad):
     total = (torch.zeros(4, 4).double().requires_grad_(requires_grad)) * 1
@@ -202,110 +212,81 @@ def pair(h, x):
     return h, None
 
 
+def later(fn):
+    """`later(fn)(*args)` calls it when it is called."""
+    return functools.partial(functools.partial, fn)
+
+
+LOOPS = chain.scan, chain.fori_loop, chain.while_loop, chain.sequential
+scan, fori_loop, while_loop, sequential = map(later, LOOPS)
+NO_PROGRESS = r"progress= takes a function of the number of steps done; got True\."
 WRONG = {
     "one value": (
-        *(lambda: chain.scan(lambda h, x: h, H, length=2), TypeError),
+        *(scan(lambda h, x: h, H, length=2), TypeError),
         "returns two values, the next carry and .* got a Tensor",
     ),
     "three values": (
-        *(lambda: chain.scan(lambda h, x: (h, x, x), H, length=2), TypeError),
+        *(scan(lambda h, x: (h, x, x), H, length=2), TypeError),
         "returns two values, .* got a tuple",
     ),
     "a text collected": (
-        *(lambda: chain.scan(lambda h, x: (h, "y"), H, length=2), TypeError),
+        *(scan(lambda h, x: (h, "y"), H, length=2), TypeError),
         "collects a str. Collect tensors, numbers or None",
     ),
     "lengths": (
-        *(lambda: chain.scan(pair, H, {"a": H, "b": [H[:2]]}), ValueError),
+        *(scan(pair, H, {"a": H, "b": [H[:2]]}), ValueError),
         r"`scan of pair` .* scans `xs\['b'\]\[0\]` of length 2, where .* are 3",
     ),
     "length and slices": (
-        *(lambda: chain.scan(pair, H, H, length=4), ValueError),
+        *(scan(pair, H, H, length=4), ValueError),
         r"scans `xs` of length 3, where `length` or others are 4",
     ),
-    "no length": (lambda: chain.scan(pair, H), ValueError, "Pass `xs`, or `length=`"),
-    "negative": (
-        *(lambda: chain.scan(pair, H, length=-1), ValueError),
-        "has length=-1; use 0 or more",
-    ),
-    "a number scanned": (
-        *(lambda: chain.scan(pair, H, [3]), TypeError),
-        r"scans `xs\[0\]`, which is a int",
-    ),
-    "no dimension": (
-        *(lambda: chain.scan(pair, H, H[0]), TypeError),
-        "scans `xs`, which is a tensor without dimensions",
-    ),
+    "no length": (scan(pair, H), ValueError, "Pass `xs`, or `length=`"),
+    "negative": (scan(pair, H, length=-1), ValueError, "has length=-1; use 0 or more"),
+    "a number scanned": (scan(pair, H, [3]), TypeError, r"`xs\[0\]`, which is a int"),
+    "no dimension": (scan(pair, H, H[0]), TypeError, "`xs`, .* a tensor without dim"),
     "unroll and schedule": (
-        *(lambda: chain.scan(pair, H, H, unroll=2, checkpoints=Sqrt()), ValueError),
+        *(scan(pair, H, H, unroll=2, checkpoints=Sqrt()), ValueError),
         r"unroll=2 needs checkpoints .*got checkpoints=Sqrt\(\)",
     ),
     "checkpoints": (
-        *(lambda: chain.scan(pair, H, H, checkpoints="some"), TypeError),
+        *(scan(pair, H, H, checkpoints="some"), TypeError),
         "checkpoints='some': use a number, 'all', None, or one of",
     ),
-    "a bool": (
-        *(lambda: chain.scan(pair, H, H, checkpoints=True), TypeError),
-        "checkpoints=True: use a number",
-    ),
-    "no checkpoint": (
-        *(lambda: chain.scan(pair, H, H, checkpoints=0), ValueError),
-        "Binomial",
-    ),
-    "no unroll": (
-        *(lambda: chain.scan(pair, H, H, checkpoints=1, unroll=0), ValueError),
-        "unroll",
-    ),
+    "a bool": (scan(pair, H, H, checkpoints=True), TypeError, "=True: use a number"),
+    "no checkpoint": (scan(pair, H, H, checkpoints=0), ValueError, "Binomial"),
+    "no unroll": (scan(pair, H, H, checkpoints=1, unroll=0), ValueError, "unroll"),
     "while with sqrt": (
-        *(lambda: chain.while_loop(bool, pair, H, checkpoints=None), TypeError),
+        *(while_loop(bool, pair, H, checkpoints=None), TypeError),
         "Online, as its length is .* Pass checkpoints=10, or a budget of bytes",
     ),
     "while with segments": (
-        *(lambda: chain.while_loop(bool, pair, H, checkpoints=Uniform(2)), TypeError),
+        *(while_loop(bool, pair, H, checkpoints=Uniform(2)), TypeError),
         r"while_loop takes checkpoints .*; got Uniform\(segments=2\)",
     ),
-    "scan of no function": (
-        *(lambda: chain.scan(3, H, H), TypeError),
-        "scan takes a function; got an object of type int",
-    ),
-    "fori_loop of no function": (
-        *(lambda: chain.fori_loop(0, 2, H, H), TypeError),
-        "fori_loop takes a function; got an object of type Tensor",
-    ),
+    "scan of no function": (scan(3, H, H), TypeError, "scan takes .* of type int"),
+    "fori_loop of none": (fori_loop(0, 2, H, H), TypeError, "fori_loop .* type Tensor"),
     "while_loop of no condition": (
-        *(lambda: chain.while_loop(True, pair, H, checkpoints=2), TypeError),
+        *(while_loop(True, pair, H, checkpoints=2), TypeError),
         "while_loop takes a function; got an object of type bool",
     ),
     "sequential of no function": (
-        *(lambda: chain.sequential([torch.sin, None], H), TypeError),
+        *(sequential([torch.sin, None], H), TypeError),
         r"fns\[1\] of sequential is not callable: None",
     ),
-    **{
-        f"progress of {name}": (
-            *(call, TypeError),
-            r"progress= takes a function of the number of steps done; got True\.",
-        )
-        for name, call in {
-            "scan": lambda: chain.scan(pair, H, H, progress=True),
-            "fori_loop": lambda: chain.fori_loop(0, 2, pair, H, progress=True),
-            "while_loop": lambda: chain.while_loop(
-                bool, pair, H, checkpoints=2, progress=True
-            ),
-            "sequential": lambda: chain.sequential([torch.sin], H, progress=True),
-        }.items()
-    },
+    "progress of scan": (scan(pair, H, H, progress=True), TypeError, NO_PROGRESS),
+    "of fori_loop": (fori_loop(0, 2, pair, H, progress=True), TypeError, NO_PROGRESS),
+    "progress of while_loop": (
+        *(while_loop(bool, pair, H, checkpoints=2, progress=True), TypeError),
+        NO_PROGRESS,
+    ),
+    "of sequential": (sequential([torch.sin], H, progress=1), TypeError, "got 1"),
     "segments and checkpoints": (
-        *(lambda: chain.sequential([torch.sin], H, segments=1, checkpoints=2),),
-        *(ValueError, "segments=1 and checkpoints=2: pass one of them"),
+        *(sequential([torch.sin], H, segments=1, checkpoints=2), ValueError),
+        "segments=1 and checkpoints=2: pass one of them",
     ),
-    "no segments": (
-        *(lambda: chain.sequential([torch.sin], H, segments=0), ValueError),
-        "segments",
-    ),
-    "bounds": (
-        *(lambda: chain.fori_loop(0, 2.5, pair, H), TypeError),
-        "float",
-    ),
+    "no segments": (sequential([torch.sin], H, segments=0), ValueError, "segments"),
+    "bounds": (fori_loop(0, 2.5, pair, H), TypeError, "float"),
 }
 
 

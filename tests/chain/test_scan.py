@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from remat import chain, random
 from remat.chain.schedules import EveryStep, Online
-from remat.testing import count_ops
+from remat.testing import assert_same, count_ops
 
 
 SCHEDULES = {
@@ -314,6 +314,28 @@ def test_slices_whose_gradients_are_missing_have_zeros():
         return torch.autograd.grad(scalar(ys[[2, 5, 6]]), xs)
 
     assert_chained(program, steps=LENGTH, runs=steps_run(LENGTH, checkpoints=3))
+
+
+def test_slices_that_some_steps_leave_have_zeros_in_a_second_derivative():
+    """The steps of the first and of the last segments do not use theirs."""
+
+    def program(loops):
+        (xs,) = leaves_of(SLICES)
+
+        def step(h, s):
+            h = torch.tanh(h)
+            return (h * s["x"] if 3 < s["i"] < 6 else h), None
+
+        scanned = {"x": xs, "i": torch.arange(LENGTH)}
+        (g,) = torch.autograd.grad(
+            scalar(loops.scan(step, X, scanned)[0]), xs, create_graph=True
+        )
+        return g.detach(), torch.autograd.grad(scalar(g), xs)
+
+    with count_ops() as ops:
+        found = program(chain)
+    assert_same(found, program(Plain), reassociated=True)
+    assert ops["tanh"] > 2 * LENGTH
 
 
 def test_the_result_of_one_scan_goes_into_another():
