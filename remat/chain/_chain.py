@@ -146,6 +146,8 @@ class Reversing:
         else:  # graphs do not lead through files
             self._stored = Stored(call.steps.on_disk)
         self.live = call.first(self._inputs)
+        # The checkpoints are gone, or are of another level: the steps that lead to them
+        # run again, but not those from the last one to the result.
         saves = (a for a in schedule.forward(length) if not _ends(a, length))
         return itertools.chain(saves, schedule.backward(length))
 
@@ -216,7 +218,7 @@ class Reversing:
         """Pull the cotangents back over some steps."""
         segment, needs, given = self._segment(start, stop)
         cts = self._take_cotangents(start, stop, len(needs))
-        if not cts:
+        if not cts:  # nothing that was differentiated depends on these steps
             return
         rule = self._rule(segment, needs, [*cts])
         given += cts.values()
@@ -252,7 +254,7 @@ class Reversing:
             for ct in self._collected
         ]
         cts = [*self._cts, *rows]
-        self._cts = [None] * count
+        self._cts = [None] * count  # let go of while the steps are reversed
         return {j: ct for j, ct in enumerate(cts) if ct is not None}
 
     def _take(
@@ -333,6 +335,7 @@ class Chain(ChainProgram):
     ) -> tuple[Sequence[Any], Evaluation]:
         """Evaluate for the first time, and keep the checkpoints."""
         call = self.call
+        # Before the sweep, which makes leaves of what any level differentiates.
         call.needs = _needs_of(program, request)
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
         call.stores = program is self and not request.is_jvp

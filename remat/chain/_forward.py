@@ -315,6 +315,7 @@ class _Sweep:
                 refuse_other_form(live, self._first, k, steps.label)
             if self._hides:
                 refuse_leaks(reach, leaves, ())
+            # They are the carry before. If they lived on, two carries would be alive.
             del leaves
             if not self.is_noting and self.change():
                 self.is_noting = True
@@ -331,6 +332,7 @@ class _Sweep:
         if self.is_noting and step:
             objects = self._call.noted(self._fn, self._args)
         self._ambient = noted((objects or self._call).reach.streams, self._ambient)
+        # A recompute from carry 0 finds streams and objects as at the call.
         ambient = self._ambient if step else None
         live = self._live._replace(ambient=ambient, objects=objects)
         self.stored.save(step, live)

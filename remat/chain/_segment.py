@@ -116,15 +116,13 @@ class Segment(Program):
         flags: list[bool] = []
 
         def call(cut: Cut, fn: Any, args: Sequence[Any]) -> Live:
-            now = live
+            now, called, offset = live, (fn, args), self._offset
             for k in self._numbers:
                 # Its leaves are the carry before: to hold them is to hold one more.
-                now, collected = run_step(steps, (fn, args), cut, now, k, self._offset)[
-                    :2
-                ]
+                now, row = run_step(steps, called, cut, now, k, offset)[:2]
                 if collects:
-                    values.extend(collected.tensors)
-                    flags.extend(collected.needs)
+                    values.extend(row.tensors)
+                    flags.extend(row.needs)
             return now
 
         with cutting(inputs[count:], needs[count:], self._chain.own) as cut:
@@ -174,6 +172,7 @@ class Segment(Program):
             tensors = [*map(inputs.__getitem__, numbers)]
             return other.run(tensors, body, runs, users)
 
+        # Calls within ask whether they are recomputed, and read what they kept.
         before = context.recomputing, context.regions
         context.recomputing = (*before[0], chain)
         context.regions = (*before[1], *self._region())
