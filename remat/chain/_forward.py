@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, noted
 from remat._ambient.modes import are_users_modes, modes_around
-from remat._base import pytree
 from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.types import Fn
@@ -30,7 +29,6 @@ from remat._transform.function import Primal
 from remat.chain._actions import Action, Advance, Drop, Save, Schedule
 from remat.chain._schedules import Online
 from remat.chain._steps import (
-    TENSOR,
     Between,
     Columns,
     Cut,
@@ -39,7 +37,7 @@ from remat.chain._steps import (
     Steps,
     Stored,
     form_of,
-    refuse_opaque,
+    parts_of,
     refuse_other_form,
     run_step,
     tensors_and_frame,
@@ -86,17 +84,17 @@ class ChainCall(Call):
         reach: Reach,
         fn: Fn,
         args: tuple[Any, ...],
+        carry: tuple[Sequence[Tensor], Frame],
         steps: Steps,
         schedule: Schedule,
         progress: Progress,
     ) -> None:
-        carry, self._form = tensors_and_frame(args[0])
-        # Steps read the live carry, and not the container of the initial one.
-        super().__init__(reach, fn, (None, *args[1:]), {})
+        super().__init__(reach, fn, args, {})
+        tensors, self._form = carry
         self.steps, self.schedule, self._progress = steps, schedule, progress
         self.length = steps.length or 0
         index = {id(t): i for i, t in enumerate(self._inputs)}
-        self.initial = [index[id(t)] for t in carry]
+        self.initial = [index[id(t)] for t in tensors]
         scanned = (
             () if steps.scanned is None else tensors_and_frame(args[steps.scanned])[0]
         )
@@ -196,14 +194,14 @@ def call_of(
     progress: Progress = None,
 ) -> ChainCall | None:
     """Return a call of a chain; None, with a warning, where no walk can tell."""
-    carry, form = tensors_and_frame(args[0])
-    if steps.is_repeated:
-        refuse_opaque(form, steps.label)
-    named = dict(zip(_names(form), carry, strict=True))
-    reach = reach_of(fn, steps.label, (None, *args[1:]), named)
+    carry = tensors_and_frame(args[0])
+    named = parts_of(*carry, steps.label, is_repeated=steps.is_repeated)
+    # Steps read the live carry, and not the container of the initial one.
+    args = None, *args[1:]
+    reach = reach_of(fn, steps.label, args, named)
     if reach is None:
         return None
-    return ChainCall(reach, fn, args, steps, schedule, progress)
+    return ChainCall(reach, fn, args, carry, steps, schedule, progress)
 
 
 class ChainProgram(Primal):
@@ -212,13 +210,6 @@ class ChainProgram(Primal):
     __slots__ = ()
     saves_kept = False
     call: ChainCall  # pyrefly: ignore[bad-override-mutable-attribute]
-
-
-def _names(form: Frame) -> list[str]:
-    """Return what errors call the tensors of the initial carry."""
-    paths = pytree.paths(form.treedef)
-    pairs = zip(paths, form.leaves, strict=True)
-    return [f"carry{path}" for path, leaf in pairs if leaf is TENSOR]
 
 
 class _Sweep:

@@ -81,13 +81,23 @@ class Live(NamedTuple):
         return self.frame.filled(self.tensors)
 
 
-def refuse_opaque(frame: Frame, label: str) -> None:
-    """Refuse a carry with a value that may hold a tensor, and cannot be looked into."""
+def parts_of(
+    carry: Sequence[Tensor], frame: Frame, label: str, *, is_repeated: bool
+) -> dict[str, Tensor]:
+    """Return the tensors of the initial carry, by what errors call them.
+
+    A chain that repeats one function refuses a value that may hold a tensor, and that
+    cannot be looked into.
+    """
+    names: list[str] = []
     paths = pytree.paths(frame.treedef)
     for path, leaf in zip(paths, frame.leaves, strict=True):
-        if leaf is not TENSOR and type(leaf) not in INERT:
+        if leaf is TENSOR:
+            names.append(f"carry{path}")
+        elif is_repeated and type(leaf) not in INERT:
             kind = type(leaf).__qualname__
             raise TypeError(_OPAQUE.format(label=label, path=path, kind=kind))
+    return dict(zip(names, carry, strict=True))
 
 
 # function, arguments of the chain, number of the step, carry, number of its slice
