@@ -95,8 +95,8 @@ class Replay(Follow):
     ) -> list[Tensor]:
         """Return what to run on: absent tensors in place of inputs that nobody needs.
 
-        `may_stand_in` says whether one may stand for an input; None for `is_droppable`.
-        None stands for what `is_users`: the function may know its own tensors.
+        `may_stand_in` says which inputs may be replaced; None for `is_droppable`. Those
+        that `is_users` names are never replaced: the function may hold them itself.
         """
         runnable, stand_ins = self.runnable, [*tensors]
         inputs, residuals = runnable.record.inputs, self._residuals
@@ -280,6 +280,9 @@ class Replay(Follow):
             if not all(map(self._is_unread, written)):
                 raise self._differs(step.op.func)
             self._written, self._kernels = True, [None] * len(self._fates)
+        elif step.is_view and not any(map(self._is_unread, inputs)):
+            # What is there may be changed through the view, which has to be seen.
+            return step.op.func(*args, **(kwargs or {}))
         return self._result(step, inputs, {})
 
     def _result(

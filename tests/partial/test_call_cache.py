@@ -478,6 +478,25 @@ def test_a_saved_value_is_not_changed_by_a_recompute(policy):
     assert products == [7, 7, 8, 7, 8]
 
 
+def written_through_a_view(x, w):
+    """Change, in each state, a value that the backward reads, or another one."""
+    u, v = x * 3, w * 2
+    (u if STATE["saves"] == "first" else v)[0].mul_(0.5)
+    return dead_end(u.exp()) + v
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_a_change_of_what_is_recomputed_is_not_left_out(policy):
+    ours = remat(written_through_a_view, policy=policy, prune=policy is None or "auto")
+    found = []
+    for STATE["saves"] in ("second", "first", "first", "second"):
+        with count_ops() as ops:
+            got = of_backward(ours, (X, W))
+        assert_same(got, of_backward(written_through_a_view, (X, W)))
+        found.append(ops["exp"])
+    assert found == [2, 2, 2, 2]
+
+
 VIEWS = {
     "as real": lambda z: torch.view_as_real(z).sin(),
     "conjugate": lambda z: (z.conj() * 1j).abs(),
