@@ -39,8 +39,8 @@ class Candidates:
     ) -> None:
         """Note what the policy says of an operation, and hold what it would save."""
         self.statics.append(statics)
-        # `hold_named` asks for them. Of several outputs one may be named and another
-        # be needed, which nobody else may hold by then.
+        # They are for `hold_named`. One of several outputs may be named later, and
+        # another one be needed, which is gone by then unless it is held here.
         several = len(outputs) > 1 and not (self._policy and self._policy.is_in_order)
         self._outputs.append(outputs if several else [*map(weakref.ref, outputs)])
         decision, found, storages = Decision.RECOMPUTE, outputs, step.makes

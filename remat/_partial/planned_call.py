@@ -314,7 +314,7 @@ class SavedInHandles(PlannedCall):
     def let_go(self) -> None:
         """Let go of what recomputes read: all handles are filled, and no graph stays.
 
-        Who asks again, in a backward of another part, has all of it run again.
+        A backward of another part that reads a handle later recomputes everything.
         """
         self._is_replayed, self._for_recompute = True, ()
 
@@ -334,7 +334,7 @@ class SavedInHandles(PlannedCall):
         plans = self.plans
         if plans is None or self._is_replayed:
             return None
-        # A recompute of the call around may fill some, but while that is recorded.
+        # The recompute of a call around that is not recorded may fill some of them.
         if shares := self._nested and not here().listeners:
             self._waiting = {handle.position: handle for handle in handles}
         try:
@@ -399,7 +399,7 @@ class SavedInNode(PlannedCall):
         recorded = torch.is_grad_enabled()
         may_stand_in = functools.partial(_may_stand_in, whole, recorded)
         try:
-            # No name for the stand-ins: `escaped` counts who else holds them.
+            # The stand-ins get no name: `escaped` looks for those that are still held.
             grads = pull(replaying.stand_ins(inputs, may_stand_in), replaying)
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)

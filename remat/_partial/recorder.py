@@ -80,14 +80,14 @@ class Recorder(Observer):
         self.inputs = tuple(storages.number(base_tensor(t)) for t in inputs)
         self.saved_storages = SavedStorages(storages, self.steps, self._made)
         self.candidates = Candidates(policy)
-        # Whether a backward inside copied a gradient for a leaf, which it does only
-        # while something else holds it, as candidates do.
+        # Whether a backward inside copied a gradient for a leaf. It does so only while
+        # something else holds that gradient, as candidates do.
         self.copies_gradients, self._task = False, current_task()
         # Whether a tensor was given other memory, by `.data`. No operation tells, and a
         # tensor that is held for the policy has another value by then.
         self.assigns = False
         self.misses = False  # operations
-        self.begins_anew = False  # in the next call, which the user does not see
+        self.begins_anew = False  # the next call is recorded again, without a warning
         asks = self.tells_modules or (policy is not None and policy.asks_modules)
         self._places = Places(asks, is_asked=asks or policy is not None)
 
