@@ -25,7 +25,7 @@ from support.first_order import (
     at_leaves,
     then_backward,
 )
-from support.transforms import TRANSFORMS, Transform, forward, second
+from support.transforms import TRANSFORMS, Transform, forward, second, some
 from support.zoo import WS, XS, V, W, X, assert_rematerialized, leaves_of, scalar
 from torch import Tensor
 from torch.autograd import functional
@@ -35,10 +35,6 @@ from remat import remat
 
 
 # --- Batches of derivatives, derivatives of batches ---
-
-
-def grad_of_a_batch(loss, w, x):
-    return grad(lambda w, xs: scalar(vmap(loss, OVER_X)(w, xs)), BOTH)(w, XS)
 
 
 def vmap_grad_vmap(loss, w, x):
@@ -77,7 +73,6 @@ OF_BATCHES = {
     "vmap_grad_weights": Transform(
         lambda loss, w, x: vmap(grad(loss, BOTH), OVER_W)(WS, x), batched=True
     ),
-    "grad_of_a_batch": Transform(grad_of_a_batch, batched=True),
     "vmap_vmap_grad": Transform(
         lambda loss, w, x: vmap(vmap(grad(loss, BOTH), OVER_W), OVER_X, 1)(WS, XS),
         batched=True,
@@ -98,13 +93,6 @@ OF_BATCHES = {
 # --- Second order ---
 
 
-def backward_of_backward(loss, w, x):
-    w, x = leaves_of(w, x)
-    first = torch.autograd.grad(loss(w, x), (w, x), create_graph=True)
-    scalar(first).backward()
-    return w.grad, x.grad
-
-
 def grad_of_vjp(loss, w, x):
     def of_pull(w, x):
         value, pull = vjp(loss, w, x)
@@ -122,10 +110,6 @@ def grad_of_autograd(loss, w, x):
         return first.sin().sum()
 
     return grad(penalty)(w)
-
-
-def grad_of_jvp(loss, w, x):
-    return grad(lambda w, x: jvp(loss, (w, x), (V, w))[1].sin(), BOTH)(w, x)
 
 
 def vmap_grad_grad(loss, w, x):
@@ -153,7 +137,6 @@ def grad_vmap_jvp(loss, w, x):
 
 
 SECOND = {
-    "backward_of_backward": second(backward_of_backward, backwards=2),
     # What the backward by a cotangent reads, the first backward has recomputed. With
     # calls: it differentiates the backward by its cotangent alone, not the forward.
     "double_backward_trick": second(
@@ -169,24 +152,10 @@ SECOND = {
         backwards=2,
     ),
     "grad_of_vjp": second(grad_of_vjp),
-    "backward_of_grad": second(
-        then_backward(lambda loss, w, x: grad(loss, BOTH)(w, x)), spared=3
-    ),
     "grad_of_autograd": second(grad_of_autograd),
-    "jvp_of_grad": second(
-        lambda loss, w, x: jvp(grad(loss, BOTH), (w, x), (V, V)), 2, 3
-    ),
-    "grad_of_jvp": second(grad_of_jvp, 2, 3),
-    "jacrev_jacfwd": second(
-        lambda loss, w, x: jacrev(jacfwd(loss, BOTH), BOTH)(w, x), 2, 3
-    ),
-    "jacfwd_jacrev": second(
-        lambda loss, w, x: jacfwd(jacrev(loss, BOTH), BOTH)(w, x), 2, 3
-    ),
     "jacfwd_jacfwd": forward(
         lambda loss, w, x: jacfwd(jacfwd(loss, BOTH), BOTH)(w, x), order=2
     ),
-    "vmap_hessian": second(lambda loss, w, x: vmap(hessian(loss), OVER_X)(w, XS), 2, 3),
     "vmap_grad_grad": second(vmap_grad_grad),
     "grad_vmap_grad": second(grad_vmap_grad),
     "backward_vmap_grad": second(backward_vmap_grad, spared=1),
@@ -244,8 +213,15 @@ THIRD = {
 }
 
 
+# Those of the table for all tests whose kind is not below.
+SHARED = some(
+    *("of_one", "batched_cotangents", "grad_and_value", "duals", "vmap_grad_of_last"),
+    *("grad_vmap_of_last", "twice_grad", "jvp_grad", "grad_jvp", "jacrev_jacfwd"),
+    *("jacfwd_jacrev", "vmap_hessian"),
+)
 EVERY = {
     **TRANSFORMS,
+    **SHARED,
     **BASE,
     **BATCHES,
     **GRADS,

@@ -7,7 +7,7 @@ import torch
 from support.transforms import Transform, second
 from support.zoo import WS, XS, ZOO, V, W, X, leaves_of, make, scalar
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
-from torch.func import grad, grad_and_value, jacfwd, jvp, vjp, vmap
+from torch.func import grad, jacfwd, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
 
 
@@ -43,13 +43,6 @@ def without_grad_mode(derivative: Callable[..., Any]) -> Callable[..., Any]:
 # --- Plain autograd ---
 
 
-def to_one_input(loss, w, x):
-    w, x = leaves_of(w, x)
-    loss(w, x).backward(inputs=[w])
-    assert x.grad is None
-    return w.grad
-
-
 def over_a_retained_graph(loss, w, x):
     w, x = leaves_of(w, x)
     value = loss(w, x)
@@ -67,11 +60,6 @@ def accumulated(loss, w, x):
     return w.grad, x.grad
 
 
-def batched_cotangents(loss, w, x):
-    cts = make(5, seed=9)
-    return torch.autograd.grad(loss(w, x), (w, x), cts, is_grads_batched=True)
-
-
 def of_what_is_no_leaf(loss, w, x):
     h = w * 2
     return torch.autograd.grad(loss(h, x), (h, w))
@@ -83,13 +71,7 @@ def of_a_frozen_input(loss, w, x):
     return x.grad
 
 
-def autograd(**options):
-    run = lambda loss, w, x: torch.autograd.grad(loss(w, x), (w, x), **options)
-    return Transform(at_leaves(run), backwards=1)
-
-
 BASE = {
-    "backward_inputs": Transform(to_one_input, backwards=1),
     "backward_twice": Transform(
         over_a_retained_graph, evaluations=3, nested=5, backwards=2
     ),
@@ -97,9 +79,6 @@ BASE = {
     "backward_accumulated": Transform(
         accumulated, plain=2, evaluations=4, nested=6, backwards=2
     ),
-    "autograd_grad": autograd(),
-    "create_graph": autograd(create_graph=True),
-    "is_grads_batched": Transform(at_leaves(batched_cotangents), backwards=1),
     "no_leaf": Transform(at_leaves(of_what_is_no_leaf), backwards=1),
 }
 
@@ -115,7 +94,6 @@ def batched_at_base(batch, w, x):
 
 
 BATCHES = {
-    "vmap_both": batched_at_base(vmap, WS, XS),
     "vmap_inputs": batched_at_base(lambda loss: vmap(loss, OVER_X), W, XS),
     "vmap_weights": batched_at_base(lambda loss: vmap(loss, OVER_W), WS, X),
     "vmap_vmap": batched_at_base(
@@ -149,7 +127,6 @@ def grad_within_a_graph(loss, w, x):
 GRADS = {
     "grad_0": Transform(lambda loss, w, x: grad(loss)(w, x)),
     "grad_1": Transform(lambda loss, w, x: grad(loss, 1)(w, x)),
-    "grad_and_value": Transform(lambda loss, w, x: grad_and_value(loss)(w, x)),
     "grad_has_aux": Transform(grad_with_aux),
     "grad_of_a_tree": Transform(grad_of_a_tree),
     "grad_at_leaves": Transform(at_leaves(grad_within_a_graph)),
@@ -228,11 +205,6 @@ def parts(dual):
     return primal, tangent
 
 
-def forward_ad(loss, w, x):
-    with dual_level():
-        return parts(loss(make_dual(w, V), make_dual(x, W)))
-
-
 def forward_ad_of_one(loss, w, x):
     with dual_level():
         return parts(loss(w, make_dual(x, V)))
@@ -255,7 +227,6 @@ FORWARD = {
 FORWARD_ALONE = {
     **FORWARD,
     "jvp_no_grad": without_grad_mode(FORWARD["jvp_both"]),
-    "forward_ad": forward_ad,
     "forward_ad_of_one": forward_ad_of_one,
     "forward_ad_no_grad": forward_ad_without_grad_mode,
 }

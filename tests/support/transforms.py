@@ -286,7 +286,7 @@ OTHERS = {
     "vmap_grad_of_last": Transform(vmap_grad_of_last, batched=True),
     "grad_vmap_of_last": Transform(grad_vmap_of_last, batched=True),
     "vmap_jvp": forward(vmap_jvp, batched=True),
-    "twice_grad": second(twice_grad),
+    "twice_grad": second(twice_grad, spared=3),
     "jvp_grad": mixed(jvp_grad),
     "grad_jvp": mixed(grad_jvp),
     "jacrev_jacfwd": mixed(every_of_two(jacrev, jacfwd)),
