@@ -315,7 +315,7 @@ def test_python_torch_and_remat_are_no_code_of_the_user():
 
 # --- Embeddings that scale their weight in each forward ------------------------------
 
-# Other layers of torch are in the theme `modules` of `support.adversarial`.
+# Other layers of torch are in the theme `built` of `support.adversarial`.
 
 
 def weight_of(rows=50):

@@ -189,6 +189,16 @@ CONTAINERS = {
         "view['n']",
         "held['n'] = v",
     ),
+    "dict in a frozenset of partials": holder(
+        "held = {'n': 1}; fns = frozenset({functools.partial(held.get, 'n')})",
+        "next(iter(fns))()",
+        "held['n'] = v",
+    ),
+    "dict of a default factory": holder(
+        "held = {'n': 1}; table = defaultdict(lambda: held['n'])",
+        "table[len(table)]",
+        "held['n'] = v",
+    ),
     "push of a list": holder(
         "held = [1]; owner = types.SimpleNamespace(push=held.append, pop=held.pop)",
         "owner.push.__self__[-1]",
@@ -577,6 +587,7 @@ UNDER_FUNC = {n: hold for n, hold in HOLDERS.items() if n not in _AT_BASE_ALONE}
 # Nor tensors in these.
 _OF_NUMBERS = {
     *("keyword default", "keyword of a partial", "weak reference", "weak method"),
+    *("dict in a frozenset of partials", "dict of a default factory"),
     *("value of a WeakValueDictionary", "object of a partial"),
     *("getters", "callback of an exit stack"),
 }

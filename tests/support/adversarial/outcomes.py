@@ -5,6 +5,7 @@ Rejected: closeness. Every kernel runs on the same numbers, so all bits are equa
 """
 
 import functools
+import gc
 import random
 import traceback
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ def _plain(name: str, context: Any) -> tuple[Any, int]:
 
 def _run(program: Program, wrap: Any) -> tuple[Any, int]:
     CACHES.clear()
+    gc.freeze()  # what a program collects is what it left itself, and soon found
     _seed()
     while not EVALUATIONS.empty():
         EVALUATIONS.get()

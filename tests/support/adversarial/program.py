@@ -91,6 +91,19 @@ class State:
         vars(self).update(attributes)
 
 
+class Of(torch.nn.Module):
+    """A module of a function of it and its input, with attributes."""
+
+    def __init__(self, forward, **attributes):
+        super().__init__()
+        self.fn = forward
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.fn(self, x)
+
+
 def leaf(*shape, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape or (16,), dtype=torch.double, generator=generator)
@@ -159,6 +172,30 @@ def reversed_loop(fn, *, between=nothing, state=nothing, count=3):
         return forward, observed((outs, [x.grad for x in xs], state()))
 
     return step
+
+
+def together(fn, *, state=nothing, count=3, args=()):
+    """A step with all forwards first, and then one backward of all."""
+
+    def step(wrap):
+        run, xs = wrap(fn), [leaf(seed=i) for i in range(count)]
+        outs = [run(x, *args) for x in xs]
+        back(outs)
+        return observed((outs, [x.grad for x in xs], state()))
+
+    return step
+
+
+def around(fn, outer, *, by=loop, **options):
+    """A step in which `fn` is wrapped, and what `outer` makes of it is run.
+
+    Args:
+        fn: what is wrapped.
+        outer: takes that, and returns a function of a leaf.
+        by: how that is run: `loop` or `reversed_loop`.
+        options: of `by`.
+    """
+    return lambda wrap: by(outer(wrap(fn)), **options)(lambda f: f)
 
 
 def trained(

@@ -7,7 +7,6 @@ Rejected: a process for each program. To import torch takes longer than a thousa
 programs.
 """
 
-import gc
 import json
 import os
 import select
@@ -82,7 +81,6 @@ _AGAIN = 3  # exit status of a child that a program left in another state
 def serve() -> None:
     """Run what is asked for in a child, and in a new one when that dies."""
     load()
-    gc.freeze()  # what is there is no garbage: it need not be looked at again
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # for programs that print
     while True:

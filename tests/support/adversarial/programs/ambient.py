@@ -310,50 +310,9 @@ def denormal_numbers_flushed_in_the_forward_alone():
     return step
 
 
-@program
-def errors_of_numpy_in_the_forward_alone():
-    def fn(x):
-        try:
-            k = float(np.log(np.zeros(1))[0] < 0) + 1.0
-        except FloatingPointError:
-            k = 3.0
-        return work(x, k).tanh()
-
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        with np.errstate(divide="raise"):
-            out = run(x)
-        with np.errstate(divide="ignore"):
-            back(out)
-        return observed((out, x.grad))
-
-    return step
-
-
 # --- Large tensors that are written to ---
 
 LARGE = 2**15
-
-
-def over_all(buffer, x):
-    torch.mul(x.detach(), 2, out=buffer[:16])
-    buffer[16:].fill_(0.5)
-    return buffer[:16] + buffer[16]
-
-
-def of_a_workspace(buffer, x):
-    torch.sin(x.detach().repeat(LARGE // 16), out=buffer)
-    return buffer[:16] * buffer[16:32]
-
-
-def of_slots(buffer, x):
-    buffer[torch.arange(16)] = x.detach()
-    return buffer[:16] + buffer.sum()
-
-
-def of_slots_copied(buffer, x):
-    buffer.index_copy_(0, torch.arange(8, 24), x.detach())
-    return buffer[8:24] + buffer[30]
 
 
 def of_a_permutation(buffer, x):
@@ -372,29 +331,14 @@ def read_and_then_written(buffer, x):
     return before + buffer[:16]
 
 
-WRITES = (over_all, of_a_workspace, of_slots, of_slots_copied, of_a_permutation)
-REFUSED = added_to, read_and_then_written
-
-
-@family(**{write.__name__: write for write in (*WRITES, *REFUSED)})
+@family(
+    of_a_permutation=of_a_permutation, added_to=added_to, read=read_and_then_written
+)
 def written_to(write):
     dtype = torch.long if write is of_a_permutation else torch.double
     buffer = torch.ones(LARGE, dtype=dtype)
     fn = lambda x: work(x * write(buffer, x)).tanh()
     return loop(fn, state=lambda: (buffer[:32], buffer.sum()))
-
-
-@family(over_all=over_all, of_a_workspace=of_a_workspace, of_slots=of_slots)
-def written_to_by_calls_in_a_row(write):
-    buffer = torch.ones(LARGE, dtype=torch.double)
-
-    def step(wrap):
-        run, x = wrap(lambda x: work(x * write(buffer, x).clone(), 0.5).tanh()), leaf()
-        out = run(run(x))
-        back(out)
-        return observed((out, x.grad, buffer[:32]))
-
-    return step
 
 
 @program

@@ -1,20 +1,18 @@
-"""Modules of many makes, trained while something else differs at the backward."""
+"""Modules of many makes, trained while something else differs at the backward.
+
+A row makes a module. `of` makes one of an expression of the module and its input, and
+of what it holds; what a forward changes in it is a function of its own below.
+"""
 
 import copy
 import functools
 import types
 
 import torch
-from support.adversarial.program import (
-    State,
-    family,
-    leaf,
-    observed,
-    ran,
-    taking,
-)
+from support.adversarial.program import Of, State, family, leaf, observed, ran
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, skip_init, stateless
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
@@ -33,17 +31,9 @@ class Wrapped(nn.Module):
         return self.b(self.inner(self.a(x).sin())).tanh()
 
 
-class Of(nn.Module):
-    """A module of functions."""
-
-    def __init__(self, forward, **attributes):
-        super().__init__()
-        self.fn = forward
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x):
-        return self.fn(self, x)
+def of(forward, **makes):
+    """Return what makes a module of a function, and of what it holds."""
+    return lambda: Of(forward, **{name: make() for name, make in makes.items()})
 
 
 def linear():
@@ -55,33 +45,7 @@ def batch_norm():
     return nn.BatchNorm1d(8)
 
 
-def batch_norm_without_momentum():
-    return nn.BatchNorm1d(8, momentum=None)
-
-
-def batch_norm_in_eval():
-    return nn.Sequential(nn.BatchNorm1d(8).eval(), nn.LayerNorm(8))
-
-
-def instance_norm():
-    norm = nn.InstanceNorm1d(4, track_running_stats=True, affine=True)
-    return Of(lambda m, x: norm(x.view(1, 4, 8)).view(4, 8), norm=norm)
-
-
-def spectral_norm():
-    return parametrizations.spectral_norm(linear())
-
-
-def weight_norm():
-    return parametrizations.weight_norm(linear())
-
-
-def orthogonal():
-    return parametrizations.orthogonal(linear())
-
-
-def old_spectral_norm():
-    return nn.utils.spectral_norm(linear())
+# --- What forwards change ---
 
 
 def parametrized_by_the_user():
@@ -97,150 +61,43 @@ def parametrized_by_the_user():
     return layer
 
 
-def parametrized_and_cached():
-    layer = parametrizations.weight_norm(linear())
-
-    def forward(m, x):
-        with parametrize.cached():
-            return layer(layer(x))
-
-    return Of(forward, layer=layer)
+def cached_parametrization(m, x):
+    with parametrize.cached():
+        return m.layer(m.layer(x))
 
 
-def pruned():
-    layer = linear()
-    prune.l1_unstructured(layer, "weight", 0.3)
-    return layer
+def with_state(m, x):
+    out, m.state = m.cell(x, m.state)
+    m.state = tuple(s.detach() for s in m.state)
+    return out
 
 
-def dropout():
-    return nn.Sequential(
-        nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout()
-    )
+def with_a_cell(m, x):
+    h, m.c = m.cell(x, (x.detach(), m.c))
+    m.c = m.c.detach()
+    return h
 
 
-def dropout_in_place():
-    return nn.Sequential(linear(), nn.Dropout(0.3, inplace=True))
-
-
-def relu_in_place():
-    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Softsign())
-
-
-def rrelu():
-    return nn.RReLU()
-
-
-def embedding():
-    table = nn.Embedding(10, 8, padding_idx=0)
-    return Of(lambda m, x: x + m.table(torch.arange(4)), table=table)
-
-
-def embedding_scaled():
-    torch.manual_seed(6)
-    table = nn.Embedding(10, 8, max_norm=1.0)
-    return Of(lambda m, x: x + m.table(torch.arange(4)), table=table)
-
-
-def embedding_bag():
-    table = nn.EmbeddingBag(10, 8, mode="mean")
-    return Of(lambda m, x: x + m.table(torch.arange(8).view(4, 2)), table=table)
-
-
-def rnn():
-    cell = nn.RNN(8, 8, 2, dropout=0.1)
-    return Of(lambda m, x: m.cell(x)[0], cell=cell)
-
-
-def gru():
-    cell = nn.GRU(8, 4, bidirectional=True)
-    return Of(lambda m, x: m.cell(x)[0], cell=cell)
-
-
-def lstm_with_state():
-    def forward(m, x):
-        out, m.state = m.cell(x, m.state)
-        m.state = tuple(s.detach() for s in m.state)
-        return out
-
-    return Of(forward, cell=nn.LSTM(8, 8), state=None)
-
-
-def lstm_cell():
-    def forward(m, x):
-        h, m.c = m.cell(x, (x.detach(), m.c))
-        m.c = m.c.detach()
-        return h
-
-    return Of(forward, cell=nn.LSTMCell(8, 8), c=torch.zeros(4, 8).double())
-
-
-def packed():
-    def forward(m, x):
-        rows = pack_sequence([x[:3], x[3:]], enforce_sorted=False)
-        return pad_packed_sequence(m.cell(rows)[0])[0].sum(1).repeat(2, 1)[:4]
-
-    return Of(forward, cell=nn.GRU(8, 8))
-
-
-def attention():
-    heads = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
-    return Of(lambda m, x: m.heads(*[x[None]] * 3)[0][0], heads=heads)
-
-
-def transformer():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    return Of(lambda m, x: m.layer(x[None])[0], layer=layer)
-
-
-def transformer_of_layers():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
-    stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return Of(lambda m, x: m.stack(x[None])[0], stack=stack)
-
-
-def convolution():
-    layers = nn.Sequential(
-        nn.Conv1d(1, 3, 3, padding=1), nn.BatchNorm1d(3), nn.Conv1d(3, 1, 1)
-    )
-    return Of(lambda m, x: m.layers(x[:, None])[:, 0], layers=layers)
+def packed(m, x):
+    rows = pack_sequence([x[:3], x[3:]], enforce_sorted=False)
+    return pad_packed_sequence(m.cell(rows)[0])[0].sum(1).repeat(2, 1)[:4]
 
 
 def tied():
-    layer = linear()
-
-    def forward(m, x):
-        return nn.functional.linear(m.layer(x), m.other.weight)
-
-    made = Of(forward, layer=layer, other=nn.Linear(8, 8))
-    made.other.weight = layer.weight
+    made = Of(lambda m, x: functional.linear(m.layer(x), m.other.weight))
+    made.layer, made.other = linear(), nn.Linear(8, 8)
+    made.other.weight = made.layer.weight
     return made
 
 
 def shared():
-    layer = nn.Sequential(linear(), nn.BatchNorm1d(8))
+    layer = nn.Sequential(linear(), batch_norm())
     return nn.Sequential(layer, nn.Tanh(), layer)
 
 
-def list_of_modules():
-    return Of(
-        lambda m, x: sum(layer(x) for layer in m.layers),
-        layers=nn.ModuleList([linear(), nn.Tanh(), nn.BatchNorm1d(8)]),
-    )
-
-
-def dict_of_modules():
-    def forward(m, x):
-        m.turn += 1
-        return m.layers["ab"[m.turn % 2]](x)
-
-    layers = nn.ModuleDict({"a": linear(), "b": nn.BatchNorm1d(8)})
-    return Of(forward, layers=layers, turn=0)
-
-
-def parameters_in_a_list():
-    held = nn.ParameterList([nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))])
-    return Of(lambda m, x: x * m.held[0] + m.held[1], held=held)
+def in_turn(m, x):
+    m.turn += 1
+    return m.layers["ab"[m.turn % 2]](x)
 
 
 def modules_in_a_plain_list():
@@ -248,121 +105,71 @@ def modules_in_a_plain_list():
     return Of(lambda m, x: layers[0](x))
 
 
-def module_made_at_the_first_call():
-    def forward(m, x):
-        if not hasattr(m, "late"):
-            torch.manual_seed(8)
-            m.late = nn.Linear(8, 8).double()
-        return m.late(x)
-
-    return Of(forward)
+def made_at_the_first_call(m, x):
+    if not hasattr(m, "late"):
+        torch.manual_seed(8)
+        m.late = nn.Linear(8, 8).double()
+    return m.late(x)
 
 
-def buffer_made_at_the_first_call():
-    def forward(m, x):
-        if "mask" not in m._buffers:
-            m.register_buffer("mask", torch.ones(8, dtype=x.dtype) * 2)
-        m.mask += 0.1
-        return x * m.mask.clone()  # which the next call does not change
-
-    return Of(forward)
+def buffer_made_at_the_first_call(m, x):
+    if "mask" not in m._buffers:
+        m.register_buffer("mask", torch.ones(8, dtype=x.dtype) * 2)
+    m.mask += 0.1
+    return x * m.mask.clone()  # which the next call does not change
 
 
-def moving_average():
-    def forward(m, x):
-        m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
-        return x - m.mean
-
-    return Of(forward, mean=torch.zeros(8).double())
+def moving_average(m, x):
+    m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
+    return x - m.mean
 
 
-def moving_average_in_place():
-    def forward(m, x):
-        m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x - m.mean
-
-    made = Of(forward)
-    made.register_buffer("mean", torch.zeros(8))
-    return made
+def moving_average_in_place(m, x):
+    m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - m.mean
 
 
-def schedule():
-    def forward(m, x):
-        m.step += 1
-        return x * (1 - 0.1 * int(m.step))
-
-    made = Of(forward)
-    made.register_buffer("step", torch.zeros((), dtype=torch.long))
-    return made
+def schedule(m, x):
+    m.step += 1
+    return x * (1 - 0.1 * int(m.step))
 
 
-def teacher():
-    student = linear()
-    target = copy.deepcopy(student).requires_grad_(False)
-
-    def forward(m, x):
-        with torch.no_grad():
-            for p, q in zip(m.target.parameters(), m.student.parameters(), strict=True):
-                p.lerp_(q, 0.1)
-        return m.student(x) - m.target(x).detach()
-
-    return Of(forward, student=student, target=target)
+def teacher(m, x):
+    with torch.no_grad():
+        for p, q in zip(m.target.parameters(), m.student.parameters(), strict=True):
+            p.lerp_(q, 0.1)
+    return m.student(x) - m.target(x).detach()
 
 
-def functional():
-    def forward(m, x):
-        held = {name: p * 2 for name, p in m.layer.named_parameters()}
-        return torch.func.functional_call(m.layer, held, (x,))
-
-    return Of(forward, layer=linear())
+def with_parameters_of(m, x, call):
+    held = {name: p.sin() for name, p in m.layer.named_parameters()}
+    return call(m.layer, held, (x,))
 
 
-def stateless_call():
-    def forward(m, x):
-        held = {"weight": m.layer.weight.sin()}
-        return stateless.functional_call(m.layer, held, (x,))
-
-    return Of(forward, layer=linear())
-
-
-def copied_inside():
-    def forward(m, x):
-        return copy.copy(m.layer)(x) + copy.deepcopy(m.norm)(x)
-
-    return Of(forward, layer=linear(), norm=nn.LayerNorm(8))
+def switched_inside(m, x):
+    m.norm.eval()
+    y = m.norm(x)
+    m.norm.train()
+    return y + m.norm(x)
 
 
-def switched_inside():
-    def forward(m, x):
-        m.norm.eval()
-        y = m.norm(x)
-        m.norm.train()
-        return y + m.norm(x)
-
-    return Of(forward, norm=nn.BatchNorm1d(8))
+def frozen_inside(m, x):
+    m.layer.requires_grad_(False)
+    y = m.layer(x)
+    m.layer.requires_grad_(True)
+    return y
 
 
-def frozen_inside():
-    def forward(m, x):
-        m.layer.requires_grad_(False)
-        y = m.layer(x)
-        m.layer.requires_grad_(True)
-        return y
-
-    return Of(forward, layer=linear())
-
-
-def forward_of_an_instance():
+def with_a_forward_of_its_own():
     layer = linear()
-    layer.forward = types.MethodType(
-        lambda m, x: nn.functional.linear(x, m.weight).sin(), layer
-    )
+    forward = lambda m, x: functional.linear(x, m.weight).sin()
+    layer.forward = types.MethodType(forward, layer)
     return layer
 
 
 def forward_by_a_partial():
     layer = linear()
-    layer.forward = functools.partial(nn.functional.linear, weight=layer.weight)
+    layer.forward = functools.partial(functional.linear, weight=layer.weight)
     return layer
 
 
@@ -379,133 +186,90 @@ def hook_that_keeps():
     return Of(lambda m, x: m.layer(x) + len(kept), layer=layer)
 
 
-def hook_that_is_removed_inside():
-    def forward(m, x):
-        handle = m.layer.register_forward_hook(lambda m, args, out: out * 2)
-        y = m.layer(x)
-        handle.remove()
-        return y
-
-    return Of(forward, layer=linear())
+def hook_that_is_removed_inside(m, x):
+    handle = m.layer.register_forward_hook(lambda m, args, out: out * 2)
+    y = m.layer(x)
+    handle.remove()
+    return y
 
 
-def hooks_on_many_gradients():
-    def forward(m, x):
-        y, z = x.sin(), x.cos()
-        register_multi_grad_hook((y, z), lambda grads: m.seen.append(len(grads)))
-        return y * z
-
-    return Of(forward, seen=[])
+def hooks_on_many_gradients(m, x):
+    y, z = x.sin(), x.cos()
+    register_multi_grad_hook((y, z), lambda grads: m.seen.append(len(grads)))
+    return y * z
 
 
-def skipped_layer():
-    def forward(m, x):
-        return x if torch.rand(()) < 0.5 else m.layer(x)
-
-    return Of(forward, layer=linear())
-
-
-def routed():
-    def forward(m, x):
-        scores = m.gate(x).softmax(-1)
-        top = scores.topk(2)
-        out = torch.zeros_like(x)
-        for k, expert in enumerate(m.experts):
-            rows, at = (top.indices == k).nonzero(as_tuple=True)
-            if rows.numel():
-                out = out.index_add(
-                    0, rows, expert(x[rows]) * top.values[rows, at, None]
-                )
-                m.counts[k] += rows.numel()
-        return out
-
-    experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-    return Of(forward, gate=nn.Linear(8, 3), experts=experts, counts=[0, 0, 0])
+def routed(m, x):
+    scores = m.gate(x).softmax(-1)
+    top = scores.topk(2)
+    out = torch.zeros_like(x)
+    for k, expert in enumerate(m.experts):
+        rows, at = (top.indices == k).nonzero(as_tuple=True)
+        if rows.numel():
+            given = expert(x[rows]) * top.values[rows, at, None]
+            out = out.index_add(0, rows, given)
+            m.counts[k] += rows.numel()
+    return out
 
 
-def quantized():
-    def forward(m, x):
-        near = torch.cdist(x.detach(), m.codes.weight).argmin(1)
-        m.used[near] += 1
-        return x + (m.codes(near) - x).detach()
-
-    return Of(forward, codes=nn.Embedding(5, 8), used=torch.zeros(5))
+def quantized(m, x):
+    near = torch.cdist(x.detach(), m.codes.weight).argmin(1)
+    m.used[near] += 1
+    return x + (m.codes(near) - x).detach()
 
 
-def cached_by_shape():
-    def forward(m, x):
-        key = x.shape[0], x.dtype
-        if key not in m.tables:
-            m.tables[key] = torch.arange(8, dtype=x.dtype).sin()
-        return x * m.tables[key]
-
-    return Of(forward, tables={})
+def cached_by_shape(m, x):
+    key = x.shape[0], x.dtype
+    if key not in m.tables:
+        m.tables[key] = torch.arange(8, dtype=x.dtype).sin()
+    return x * m.tables[key]
 
 
-def by_a_method():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-            self.run = self.once
+class Switching(nn.Module):
+    """A module that runs another of its methods after the first call."""
 
-        def once(self, x):
-            self.run = self.twice
-            return self.layer(x)
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+        self.run = self.once
 
-        def twice(self, x):
-            return self.layer(self.layer(x))
+    def once(self, x):
+        self.run = self.twice
+        return self.layer(x)
 
-        def forward(self, x):
-            return self.run(x)
+    def twice(self, x):
+        return self.layer(self.layer(x))
 
-    return Block()
-
-
-def with_getattr():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-
-        def __getattr__(self, name):
-            if name == "scale":
-                return 2.0
-            return super().__getattr__(name)
-
-        def forward(self, x):
-            return self.layer(x) * self.scale
-
-    return Block()
+    def forward(self, x):
+        return self.run(x)
 
 
-def with_setattr():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.log = linear(), []
+class Dynamic(nn.Module):
+    """A module with attributes that nobody set, and a log of those that are set."""
 
-        def __setattr__(self, name, value):
-            if "log" in vars(self):
-                self.log.append(name)
-            super().__setattr__(name, value)
+    def __init__(self):
+        super().__init__()
+        self.layer, self.log = linear(), []
 
-        def forward(self, x):
-            self.k = len(self.log)
-            return self.layer(x) * self.k
+    def __getattr__(self, name):
+        return 2.0 if name == "scale" else super().__getattr__(name)
 
-    return Block()
+    def __setattr__(self, name, value):
+        if "log" in vars(self):
+            self.log.append(name)
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        self.k = len(self.log)
+        return self.layer(x) * self.k * self.scale
 
 
-def with_slots():
-    class Block(nn.Module):
-        __slots__ = ("count",)
+class WithSlots(nn.Module):
+    __slots__ = ("count",)
 
-        def forward(self, x):
-            self.count = getattr(self, "count", 0) + 1
-            return x * self.count
-
-    return Block()
+    def forward(self, x):
+        self.count = getattr(self, "count", 0) + 1
+        return x * self.count
 
 
 def lazily():
@@ -514,34 +278,145 @@ def lazily():
     return layer
 
 
-def skip_initialized():
+def initialized_later():
     layer = skip_init(nn.Linear, 8, 8)
     nn.init.constant_(layer.weight, 0.1)
     nn.init.constant_(layer.bias, 0.1)
     return layer
 
 
-def scripted():
-    return torch.jit.script(linear().double())
-
-
-def traced():
-    return torch.jit.trace(linear().double(), torch.ones(4, 8).double())
-
-
-def complex_inside():
-    return Of(lambda m, x: torch.view_as_real(torch.fft.fft(x)).sum(-1))
-
-
-def sparse_inside():
-    return Of(lambda m, x: torch.sparse.mm(torch.eye(4).double().to_sparse(), x))
-
-
-def compiled_nothing():
-    return Of(lambda m, x: torch.compiler.disable(lambda y: y.sin())(x))
-
-
-KINDS = taking(globals())
+KINDS = {
+    "linear": linear,
+    "batch norm": batch_norm,
+    "batch norm without momentum": lambda: nn.BatchNorm1d(8, momentum=None),
+    "batch norm in eval": lambda: nn.Sequential(batch_norm().eval(), nn.LayerNorm(8)),
+    "instance norm": of(
+        lambda m, x: m.norm(x.view(1, 4, 8)).view(4, 8),
+        norm=lambda: nn.InstanceNorm1d(4, track_running_stats=True, affine=True),
+    ),
+    "spectral norm": lambda: parametrizations.spectral_norm(linear()),
+    "weight norm": lambda: parametrizations.weight_norm(linear()),
+    "orthogonal": lambda: parametrizations.orthogonal(linear()),
+    "old spectral norm": lambda: nn.utils.spectral_norm(linear()),
+    "parametrized by the user": parametrized_by_the_user,
+    "parametrized and cached": of(
+        cached_parametrization, layer=lambda: parametrizations.weight_norm(linear())
+    ),
+    "pruned": lambda: prune.l1_unstructured(linear(), "weight", 0.3),
+    "dropout": lambda: nn.Sequential(
+        nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout()
+    ),
+    "dropout in place": lambda: nn.Sequential(linear(), nn.Dropout(0.3, inplace=True)),
+    "relu in place": lambda: nn.Sequential(linear(), nn.ReLU(True), nn.Softsign()),
+    "rrelu": nn.RReLU,
+    "embedding": of(
+        lambda m, x: x + m.table(torch.arange(4)),
+        table=lambda: nn.Embedding(10, 8, padding_idx=0),
+    ),
+    "embedding scaled": of(
+        lambda m, x: x + m.table(torch.arange(4)),
+        table=lambda: nn.Embedding(10, 8, max_norm=1.0),
+    ),
+    "embedding bag": of(
+        lambda m, x: x + m.table(torch.arange(8).view(4, 2)),
+        table=lambda: nn.EmbeddingBag(10, 8, mode="mean"),
+    ),
+    "rnn": of(lambda m, x: m.cell(x)[0], cell=lambda: nn.RNN(8, 8, 2, dropout=0.1)),
+    "gru": of(lambda m, x: m.cell(x)[0], cell=lambda: nn.GRU(8, 4, bidirectional=True)),
+    "lstm with state": of(with_state, cell=lambda: nn.LSTM(8, 8), state=lambda: None),
+    "lstm cell": of(
+        with_a_cell,
+        cell=lambda: nn.LSTMCell(8, 8),
+        c=lambda: torch.zeros(4, 8).double(),
+    ),
+    "packed": of(packed, cell=lambda: nn.GRU(8, 8)),
+    "attention": of(
+        lambda m, x: m.heads(*[x[None]] * 3)[0][0],
+        heads=lambda: nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True),
+    ),
+    "transformer": of(
+        lambda m, x: m.layer(x[None])[0],
+        layer=lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    ),
+    "convolution": of(
+        lambda m, x: m.layers(x[:, None])[:, 0],
+        layers=lambda: nn.Sequential(
+            nn.Conv1d(1, 3, 3, padding=1), nn.BatchNorm1d(3), nn.Conv1d(3, 1, 1)
+        ),
+    ),
+    "tied": tied,
+    "shared": shared,
+    "list of modules": of(
+        lambda m, x: sum(layer(x) for layer in m.layers),
+        layers=lambda: nn.ModuleList([linear(), nn.Tanh(), batch_norm()]),
+    ),
+    "dict of modules": of(
+        in_turn,
+        layers=lambda: nn.ModuleDict({"a": linear(), "b": batch_norm()}),
+        turn=int,
+    ),
+    "parameters in a list": of(
+        lambda m, x: x * m.held[0] + m.held[1],
+        held=lambda: nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in "ab"]),
+    ),
+    "modules in a plain list": modules_in_a_plain_list,
+    "module made at the first call": of(made_at_the_first_call),
+    "buffer made at the first call": of(buffer_made_at_the_first_call),
+    "moving average": of(moving_average, mean=lambda: torch.zeros(8).double()),
+    "moving average in place": of(
+        moving_average_in_place, mean=lambda: nn.Buffer(torch.zeros(8))
+    ),
+    "schedule": of(schedule, step=lambda: nn.Buffer(torch.zeros((), dtype=torch.long))),
+    "teacher": of(
+        teacher, student=linear, target=lambda: linear().requires_grad_(False)
+    ),
+    "functional": of(
+        functools.partial(with_parameters_of, call=torch.func.functional_call),
+        layer=linear,
+    ),
+    "stateless call": of(
+        functools.partial(with_parameters_of, call=stateless.functional_call),
+        layer=linear,
+    ),
+    "copied inside": of(
+        lambda m, x: copy.copy(m.layer)(x) + copy.deepcopy(m.norm)(x),
+        layer=linear,
+        norm=lambda: nn.LayerNorm(8),
+    ),
+    "switched inside": of(switched_inside, norm=batch_norm),
+    "frozen inside": of(frozen_inside, layer=linear),
+    "forward of an instance": with_a_forward_of_its_own,
+    "forward by a partial": forward_by_a_partial,
+    "hook that scales": hook_that_scales,
+    "hook that keeps": hook_that_keeps,
+    "hook that is removed inside": of(hook_that_is_removed_inside, layer=linear),
+    "hooks on many gradients": of(hooks_on_many_gradients, seen=list),
+    "skipped layer": of(
+        lambda m, x: x if torch.rand(()) < 0.5 else m.layer(x), layer=linear
+    ),
+    "routed": of(
+        routed,
+        gate=lambda: nn.Linear(8, 3),
+        experts=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+        counts=lambda: [0, 0, 0],
+    ),
+    "quantized": of(
+        quantized, codes=lambda: nn.Embedding(5, 8), used=lambda: torch.zeros(5)
+    ),
+    "cached by shape": of(cached_by_shape, tables=dict),
+    "by a method": Switching,
+    "with attributes of its own": Dynamic,
+    "with slots": WithSlots,
+    "lazily": lazily,
+    "initialized later": initialized_later,
+    "scripted": lambda: torch.jit.script(linear().double()),
+    "traced": lambda: torch.jit.trace(linear().double(), torch.ones(4, 8).double()),
+    "complex inside": of(lambda m, x: torch.view_as_real(torch.fft.fft(x)).sum(-1)),
+    "sparse inside": of(
+        lambda m, x: torch.sparse.mm(torch.eye(4).double().to_sparse(), x)
+    ),
+    "compiled nothing": of(lambda m, x: torch.compiler.disable(torch.sin)(x)),
+}
 COUNT = State(n=0)
 
 

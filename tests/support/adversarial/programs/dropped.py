@@ -1,4 +1,7 @@
-"""Values of many classes that only a call holds, and that are gone by its backward."""
+"""Values of many classes that only a call holds, and that are gone by its backward.
+
+A row makes a function of `x`, which holds the value.
+"""
 
 import abc
 import collections
@@ -9,7 +12,6 @@ import dataclasses
 import datetime
 import decimal
 import enum
-import fractions
 import functools
 import gc
 import io
@@ -17,26 +19,33 @@ import itertools
 import operator
 import pathlib
 import re
-import string
 import struct
 import threading
 import types
 import typing
-import uuid
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
-from support.adversarial.program import (
-    State,
-    family,
-    leaf,
-    observed,
-    taking,
-    work,
-)
-from torch import nn
+from support.adversarial.program import State, back, family, leaf, observed, work
+from torch import Tensor, nn
 from torch.nn.utils import prune
+
+
+TWOS = torch.full((16,), 2.0, dtype=torch.double)
+
+
+class Scaled:
+    """A callable object, of which the others are."""
+
+    k = 2.0
+
+    def __call__(self, x):
+        return x * self.k
+
+    def method(self, x):
+        return x * self.k
 
 
 class Base(abc.ABC):
@@ -45,53 +54,43 @@ class Base(abc.ABC):
 
 
 class Number(float):
-    __slots__ = ("note",)
+    """A number with attributes."""
 
 
 class Word(str):
     """A word with attributes."""
 
 
-class Closes:
+class Closes(Scaled):
     """An object that has a finalizer."""
 
-    def __init__(self, k):
-        self.k = k
+    def __init__(self):
+        self.k = 2.0
 
     def __del__(self):
         self.k = None
 
-    def __call__(self, x):
-        return x * self.k
 
-
-class Unhashable:
+class Unhashable(Scaled):
     __hash__ = None
-    k = 2.0
 
     def __eq__(self, other):
         raise RuntimeError
 
-    def __call__(self, x):
-        return x * self.k
 
-
-class Strict:
+class Strict(Scaled):
     """An object that refuses to be written to."""
 
-    def __init__(self, k):
-        self.__dict__["k"] = k
+    def __init__(self):
+        self.__dict__["k"] = 3.0
 
     def __setattr__(self, name, value):
         raise AttributeError(name)
 
     __delattr__ = None
 
-    def __call__(self, x):
-        return x * self.k
 
-
-class Built:
+class Built(Scaled):
     """An object that is made by `__new__` with arguments, and cached."""
 
     held: typing.ClassVar = weakref.WeakValueDictionary()
@@ -102,11 +101,8 @@ class Built:
         cls.held[k] = made
         return made
 
-    def __call__(self, x):
-        return x * self.k * len(Built.held)
 
-
-class Own(torch.Tensor):
+class Own(Tensor):
     """A tensor of the user's."""
 
 
@@ -118,17 +114,6 @@ class Counted(nn.Module):
 
     def forward(self, x):
         return x * self.k * self.b
-
-
-def of_local_class():
-    class Local:
-        def __init__(self):
-            self.k = 2.0
-
-        def __call__(self, x):
-            return x * self.k
-
-    return Local()
 
 
 def of_local_class_with_super():
@@ -144,14 +129,11 @@ def of_local_class_with_super():
 
 def of_local_dataclass():
     @dataclasses.dataclass
-    class Local:
+    class Local(Scaled):
         k: float = 2.0
         rest: list = dataclasses.field(default_factory=list)
 
-        def __call__(self, x):
-            return x * self.k * (1 + len(self.rest))
-
-    return Local(rest=[1])
+    return Local(3.0)
 
 
 def of_local_slots():
@@ -178,12 +160,14 @@ def of_local_tuple():
 
 def of_local_module():
     class Local(nn.Module):
+        gain = 2.0
+
         def __init__(self):
             super().__init__()
             self.l = nn.Linear(16, 16).double()
 
         def forward(self, x):
-            return self.l(x)
+            return self.l(x) * self.gain
 
     torch.manual_seed(1)
     return Local()
@@ -241,128 +225,30 @@ def a_local_function_of_autograd():
     return Local.apply
 
 
-def a_number():
-    made = Number(2.0)
-    made.note = 3.0
-    return lambda x: x * made * made.note
-
-
-def a_word():
-    made = Word("ab")
-    made.k = 2.0
-    return lambda x: x * len(made) * made.k
-
-
-def closes():
-    return Closes(2.0)
-
-
-def unhashable():
-    return Unhashable()
-
-
-def strict():
-    return Strict(2.0)
-
-
-def built():
-    return Built(2.0)
-
-
-def own_tensor():
-    made = torch.full((16,), 2.0, dtype=torch.double).as_subclass(Own)
-    made.note = 3.0
-    return lambda x: (x * made).as_subclass(torch.Tensor) * made.note
-
-
-def frozen_parameter():
-    made = nn.Parameter(torch.full((16,), 2.0, dtype=torch.double), requires_grad=False)
-    return lambda x: x * made
-
-
-def buffer():
-    made = nn.Buffer(torch.full((16,), 2.0, dtype=torch.double))
-    return lambda x: x * made
-
-
-def sparse():
-    made = torch.eye(16, dtype=torch.double).to_sparse()
-    return lambda x: made @ x
-
-
-def generator():
-    made = torch.Generator().manual_seed(1)
-    return lambda x: x * torch.rand(16, generator=made, dtype=torch.double)
-
-
-def scripted():
-    @torch.jit.script
-    def made(x: torch.Tensor) -> torch.Tensor:
-        return x * 2.0
-
+def with_attributes(made: Any, **attributes: object) -> Any:
+    for name, value in attributes.items():
+        setattr(made, name, value)
     return made
 
 
-def scripted_module():
-    return torch.jit.script(nn.Linear(16, 16).double())
+def linear():
+    layer = nn.Linear(16, 16).double()
+    nn.init.constant_(layer.weight, 0.1)
+    return layer
 
 
-def traced():
-    return torch.jit.trace(lambda x: x.sin() * 2, torch.ones(16, dtype=torch.double))
-
-
-def module():
-    return Counted()
-
-
-def module_with_a_hook():
+def with_a_hook():
     made = Counted()
     made.register_forward_hook(lambda m, a, out: out * m.k)
     return made
 
 
-def parametrized():
-    made = nn.Linear(16, 16).double()
-    nn.init.constant_(made.weight, 0.1)
-    nn.utils.parametrizations.weight_norm(made)
-    return made
+def weight_normed():
+    return nn.utils.parametrizations.weight_norm(linear())
 
 
 def pruned():
-    made = nn.Linear(16, 16).double()
-    nn.init.constant_(made.weight, 0.1)
-    prune.random_unstructured(made, "weight", 0.5)
-    return made
-
-
-def rolled():
-    made = np.full(16, 2.0)
-    return lambda x: x * torch.from_numpy(made)
-
-
-def array_of_objects():
-    made = np.array([Counted(), Counted(3.0)], dtype=object)
-    return lambda x: made[1](made[0](x))
-
-
-def vectorized():
-    made = np.vectorize(lambda k: k * 2)
-    return lambda x: x * float(made(1.5))
-
-
-def generator_of_numpy():
-    made = np.random.default_rng(1)
-    return lambda x: x * made.random()
-
-
-def memory():
-    made = memoryview(bytearray(b"\2\3"))
-    return lambda x: x * made[1]
-
-
-def of_ctypes():
-    made = (ctypes.c_double * 2)(2.0, 3.0)
-    return lambda x: x * made[1]
+    return prune.random_unstructured(linear(), "weight", 0.5)
 
 
 def structure_of_ctypes():
@@ -373,154 +259,28 @@ def structure_of_ctypes():
     return lambda x: x * made.k
 
 
-def pattern():
-    made = re.compile("a+")
-    return lambda x: x * len(made.findall("aabaa"))
+def entered(manager, x):
+    """Return twice `x`, or what a context manager gives, times `x`."""
+    with manager as k:
+        return x * (k if isinstance(k, float) else 2)
 
 
-def match():
-    made = re.match("a+", "aab")
-    return lambda x: x * made.end()
-
-
-def date():
-    made = datetime.datetime(2024, 1, 2)
-    return lambda x: x * made.day
-
-
-def number_of_decimal():
-    made = decimal.Decimal(2)
-    return lambda x: x * float(made)
-
-
-def fraction():
-    made = fractions.Fraction(3, 2)
-    return lambda x: x * float(made)
-
-
-def path():
-    made = pathlib.Path("a") / "b"
-    return lambda x: x * len(made.parts)
-
-
-def unique():
-    made = uuid.UUID(int=3)
-    return lambda x: x * made.int
-
-
-def template():
-    made = string.Template("$k")
-    return lambda x: x * float(made.substitute(k=2))
-
-
-def packed():
-    made = struct.Struct("d")
-    return lambda x: x * made.unpack(made.pack(2.0))[0]
-
-
-def text():
-    made = io.StringIO("2.0")
-    return lambda x: x * float(made.getvalue())
-
-
-def data():
-    made = io.BytesIO(b"ab")
-    return lambda x: x * len(made.getvalue())
-
-
-def lock():
-    made = threading.Lock()
-
-    def fn(x):
-        with made:
-            return x * 2
-
-    return fn
-
-
-def condition():
-    made = threading.Condition()
-
-    def fn(x):
-        with made:
-            return x * 2
-
-    return fn
-
-
-def local_of_a_thread():
-    made = threading.local()
-    made.k = 2.0
-    return lambda x: x * made.k
-
-
-def variable():
-    made = contextvars.ContextVar("made", default=2.0)
-    return lambda x: x * made.get()
-
-
-def context():
-    made = contextvars.copy_context()
-    return lambda x: made.run(torch.sin, x)
-
-
-def exit_stack():
-    made = contextlib.ExitStack()
-
-    def fn(x):
-        with made:
-            made.callback(int)
-            return x * 2
-
-    return fn
-
-
-def managed():
-    @contextlib.contextmanager
-    def made():
-        yield 2.0
-
-    def fn(x):
-        with made() as k:
-            return x * k
-
-    return fn
-
-
-def redirected():
-    made = io.StringIO()
-
-    def fn(x):
-        with contextlib.redirect_stdout(made):
-            made.write("a")
-        return x * 2
-
-    return fn
+@contextlib.contextmanager
+def managing():
+    yield 2.0
 
 
 def cached_property():
     class Local:
-        @functools.cached_property
-        def k(self):
-            return 2.0
+        k = functools.cached_property(lambda self: 2.0)
 
     made = Local()
     return lambda x: x * made.k
 
 
-def cached():
-    @functools.lru_cache
-    def made(n):
-        return n * 2.0
-
-    return lambda x: x * made(1)
-
-
 def cached_method():
     class Local:
-        @functools.cache  # noqa: B019 - it is gone with the class
-        def k(self, n):
-            return n * 2.0
+        k = functools.cache(lambda self, n: n * 2.0)  # it is gone with the class
 
     made = Local()
     return lambda x: x * made.k(1)
@@ -529,119 +289,35 @@ def cached_method():
 def dispatched():
     @functools.singledispatch
     def made(x):
-        return x * 2
+        raise TypeError
 
-    made.register(int, lambda x: x)
+    made.register(Tensor, lambda x: x * 2)
     return made
 
 
 def partial_method():
-    class Local:
-        def of(self, x, k):
-            return x * k
-
-        half = functools.partialmethod(of, k=0.5)
+    class Local(Scaled):
+        half = functools.partialmethod(Scaled.__call__)
 
     return Local().half
 
 
-def compared():
-    made = functools.cmp_to_key(lambda a, b: b - a)
-    return lambda x: x * min([1.0, 2.0], key=made)
+def raised(error, x):
+    try:
+        raise error
+    except ValueError as found:
+        return x * found.args[1]
 
 
-def getter():
-    made = operator.attrgetter("real")
-    return lambda x: x * made(2.0)
-
-
-def caller():
-    return operator.methodcaller("mul", torch.full((16,), 2.0, dtype=torch.double))
-
-
-def method_of_a_tensor():
-    return torch.full((16,), 2.0, dtype=torch.double).mul
-
-
-def method_of_a_dict():
-    made = {"k": 2.0}.get
-    return lambda x: x * made("k")
-
-
-def method_of_a_deque():
-    made = collections.deque([2.0, 3.0]).__getitem__
-    return lambda x: x * made(1)
-
-
-def views_of_a_dict():
-    made = {"a": 2.0, "b": 3.0}
-    keys, values, items = made.keys(), made.values(), made.items()
-    return lambda x: x * (sum(values) + len(keys) + len(items))
-
-
-def sliced():
-    made = slice(2, None)
-    return lambda x: x.repeat(2)[made][:16]
-
-
-def ellipsis_of_indices():
-    made = (..., None, slice(0, 4))
-    return lambda x: x.view(4, 4)[made].sum() * x
-
-
-def alias():
-    made = list[int]
-    return lambda x: x * len(made([1, 2]))
-
-
-def exception():
-    made = ValueError("a", 2.0)
-
-    def fn(x):
-        try:
-            raise made
-        except ValueError as error:
-            return x * error.args[1]
-
-    return fn
-
-
-def group_of_exceptions():
-    made = ExceptionGroup("a", [ValueError(2.0)])
-    return lambda x: x * made.exceptions[0].args[0]
-
-
-def property_of_its_own():
-    made = property(lambda self: 2.0)
-    return lambda x: x * made.fget(None)
-
-
-def space():
-    made = types.ModuleType("made")
-    exec("def fn(x):\n    return x * k\nk = 2.0", vars(made))
-    return lambda x: made.fn(x)
-
-
-def code():
-    made = compile("x * 2.0", "a", "eval")
-    return lambda x: eval(made, {"x": x})
+def in_a_module_of_its_own():
+    space = types.ModuleType("made")
+    exec("def fn(x):\n    return x * k\nk = 2.0", vars(space))
+    return lambda x: space.fn(x)
 
 
 def evaluated():
-    space = {}
-    exec("def fn(x):\n    return x * K\nK = 2.0", space)
+    exec("def fn(x):\n    return x * K", space := {"K": 2.0})
     return space["fn"]
-
-
-def zipped():
-    made = [zip([1.0], [2.0], strict=True)]
-    pairs = [*made[0]]
-    return lambda x: x * pairs[0][1]
-
-
-def counting():
-    made = itertools.count(2)
-    return lambda x: x * next(made)
 
 
 def weak_set():
@@ -656,11 +332,6 @@ def finalized():
     return lambda x: x * owner.k
 
 
-def chained():
-    made = collections.ChainMap({}, {"k": 2.0})
-    return lambda x: x * made["k"]
-
-
 def recursive():
     def fn(x, n=3):
         return x.sin() if not n else fn(x * 1.1, n - 1)
@@ -669,13 +340,13 @@ def recursive():
 
 
 def mutual():
-    def even(x, n):
+    def even(x, n=4):
         return x.sin() if not n else odd(x * 1.1, n - 1)
 
     def odd(x, n):
         return even(x.cos(), n - 1)
 
-    return lambda x: even(x, 4)
+    return even
 
 
 def asynchronous():
@@ -699,7 +370,150 @@ def generated():
     return lambda x: sum(made(x))
 
 
-KINDS = taking(globals())
+def of(make, read):
+    """Return what makes a value, and a function that multiplies by what it reads."""
+
+    def hold():
+        made = make()
+        return lambda x: x * read(made)
+
+    return hold
+
+
+KINDS = {
+    # Functions and classes.
+    "lambda": lambda: lambda x: x * 2,
+    "default": lambda: lambda x, k=2.0: x * k,
+    "closure": lambda: (lambda k: lambda x: x * k)(2.0),
+    "closure of a closure": lambda: (lambda f: lambda x: f(f(x)))(lambda x: x * 1.5),
+    "partial": lambda: functools.partial(lambda k, x: x * k, 2.0),
+    "partial in a partial": lambda: functools.partial(
+        functools.partial(lambda a, x, b: x * a * b, 2.0), b=1.5
+    ),
+    "wrapper": lambda: functools.wraps(work)(lambda x: x * 2),
+    "method": lambda: Scaled().method,
+    "method of a function": lambda: types.MethodType(lambda k, x: x * k, 2.0),
+    "recursive": recursive,
+    "mutual": mutual,
+    "evaluated": evaluated,
+    "dispatched": dispatched,
+    "generated": generated,
+    "asynchronous": asynchronous,
+    "object": Scaled,
+    "of local class with super": of_local_class_with_super,
+    "of local dataclass": of_local_dataclass,
+    "of local slots": of_local_slots,
+    "of local tuple": of_local_tuple,
+    "of local module": of_local_module,
+    "of local enum": of_local_enum,
+    "of local abstract": of_local_abstract,
+    "of local meta": of_local_meta,
+    "a local class": a_local_class,
+    "a local function of autograd": a_local_function_of_autograd,
+    "closes": Closes,
+    "unhashable": Unhashable,
+    "strict": Strict,
+    "built": lambda: Built(2.0),
+    "cached property": cached_property,
+    "cached": of(lambda: functools.lru_cache(lambda n: n * 2.0), lambda f: f(1)),
+    "cached method": cached_method,
+    "partial method": partial_method,
+    "compared": of(
+        lambda: functools.cmp_to_key(lambda a, b: b - a), lambda f: min([1.0, 2], key=f)
+    ),
+    "getter": of(lambda: operator.attrgetter("real"), lambda get: get(2.0)),
+    "caller": lambda: operator.methodcaller("mul", TWOS.clone()),
+    "property of its own": of(lambda: property(lambda _: 2.0), lambda p: p.fget(None)),
+    "module of its own": in_a_module_of_its_own,
+    "code": of(lambda: compile("2.0", "a", "eval"), eval),
+    # Containers, and what they make.
+    "list": of(lambda: [2.0], lambda v: v[0]),
+    "method of a dict": of(lambda: {"k": 2.0}.get, lambda get: get("k")),
+    "method of a deque": of(
+        lambda: collections.deque([3.0]).__getitem__, lambda f: f(0)
+    ),
+    "views of a dict": of(
+        lambda: (d := {"a": 2.0}, d.keys(), d.values(), d.items()),
+        lambda v: sum(v[2]) + len(v[1]) + len(v[3]),
+    ),
+    "chained": of(lambda: collections.ChainMap({}, {"k": 2.0}), lambda v: v["k"]),
+    "sliced": lambda: lambda x, part=slice(2, None): x.repeat(2)[part][:16],
+    "ellipsis of indices": lambda: (
+        lambda x, at=(..., None, slice(0, 4)): x.view(4, 4)[at].sum() * x
+    ),
+    "alias": of(lambda: list[int], lambda kind: len(kind([1, 2]))),
+    "exception": lambda: functools.partial(raised, ValueError("a", 2.0)),
+    "group of exceptions": of(
+        lambda: ExceptionGroup("a", [ValueError(2.0)]),
+        lambda e: e.exceptions[0].args[0],
+    ),
+    "zipped": of(lambda: [*zip([1.0], [2.0], strict=True)], lambda v: v[0][1]),
+    "counting": of(lambda: itertools.count(2), next),
+    "weak set": weak_set,
+    "finalized": finalized,
+    # Numbers, texts, memory.
+    "a number": of(
+        lambda: with_attributes(Number(2.0), note=3.0), lambda k: k * k.note
+    ),
+    "a word": of(lambda: with_attributes(Word("ab"), k=2.0), lambda v: len(v) * v.k),
+    "rolled": of(lambda: np.full(16, 2.0), torch.from_numpy),
+    "array of objects": of(
+        lambda: np.array([Counted(), Counted(3.0)], dtype=object), lambda v: v[1].k
+    ),
+    "vectorized": of(lambda: np.vectorize(lambda k: k * 2), lambda f: float(f(1.5))),
+    "generator of NumPy": of(lambda: np.random.default_rng(1), lambda v: v.random()),
+    "memory": of(lambda: memoryview(bytearray(b"\2\3")), lambda v: v[1]),
+    "of ctypes": of(lambda: (ctypes.c_double * 2)(2.0, 3.0), lambda v: v[1]),
+    "structure of ctypes": structure_of_ctypes,
+    "pattern": of(lambda: re.compile("a+"), lambda v: len(v.findall("aabaa"))),
+    "match": of(lambda: re.match("a+", "aab"), lambda v: v.end()),
+    "date": of(lambda: datetime.datetime(2024, 1, 2), lambda v: v.day),
+    "number of decimal": of(lambda: decimal.Decimal(2), float),
+    "path": of(lambda: pathlib.Path("a") / "b", lambda v: len(v.parts)),
+    "packed": of(lambda: struct.Struct("d"), lambda v: v.unpack(v.pack(2.0))[0]),
+    "text": of(lambda: io.StringIO("2.0"), lambda v: float(v.getvalue())),
+    # What is entered, and what is a thread's.
+    "lock": lambda: functools.partial(entered, threading.Lock()),
+    "condition": lambda: functools.partial(entered, threading.Condition()),
+    "managed": lambda: lambda x: entered(managing(), x),
+    "exit stack": lambda: functools.partial(entered, contextlib.ExitStack()),
+    "redirected": lambda: functools.partial(
+        entered, contextlib.redirect_stdout(io.StringIO())
+    ),
+    "local of a thread": of(
+        lambda: with_attributes(threading.local(), k=2.0), lambda v: v.k
+    ),
+    "variable": of(
+        lambda: contextvars.ContextVar("made", default=2.0), lambda v: v.get()
+    ),
+    "context": lambda: functools.partial(contextvars.copy_context().run, torch.sin),
+    # Tensors and modules.
+    "tensor": of(TWOS.clone, lambda k: k),
+    "parameter": of(lambda: leaf(seed=3), lambda k: k),
+    "intermediate": of(lambda: leaf(seed=3) * 2, lambda k: k),
+    "own tensor": of(
+        lambda: with_attributes(TWOS.as_subclass(Own), note=3.0),
+        lambda k: k.as_subclass(Tensor) * k.note,
+    ),
+    "frozen parameter": of(
+        lambda: nn.Parameter(TWOS.clone(), requires_grad=False), lambda k: k
+    ),
+    "buffer": of(lambda: nn.Buffer(TWOS.clone()), lambda k: k),
+    "method of a tensor": lambda: TWOS.clone().mul,
+    "sparse": lambda: (lambda made: lambda x: made @ x)(
+        torch.eye(16).double().to_sparse()
+    ),
+    "generator": of(
+        lambda: torch.Generator().manual_seed(1),
+        lambda g: torch.rand(16, generator=g, dtype=torch.double),
+    ),
+    "scripted module": lambda: torch.jit.script(nn.Linear(16, 16).double()),
+    "traced": lambda: torch.jit.trace(lambda x: x.sin() * 2, TWOS),
+    "module": Counted,
+    "module with a hook": with_a_hook,
+    "parametrized": weight_normed,
+    "pruned": pruned,
+}
 
 
 def calls(fn_of, *, made):
@@ -709,19 +523,13 @@ def calls(fn_of, *, made):
         seen = []
         for i in range(2):
             x = leaf(seed=i)
-            gc.freeze()  # what is collected is what this program leaves
             out = fn_of(wrap, made)(x)
             gc.collect()
-            gc.unfreeze()
-            back_of(out)
+            back(out)
             seen.append(observed((out, x.grad)))
         return seen
 
     return step
-
-
-def back_of(out):
-    out.sin().sum().backward()
 
 
 @family(**KINDS)

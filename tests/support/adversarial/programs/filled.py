@@ -7,7 +7,6 @@ from support.adversarial.program import (
     leaf,
     loop,
     observed,
-    taking,
     work,
 )
 from torch import nn
@@ -21,181 +20,75 @@ def rows(x, i):
     return (x.detach() * (i + 1)).expand(ROWS, 16)
 
 
-def copy(space, x, i):
-    space.copy_(rows(x, i))
-
-
-def fill(space, x, i):
-    space.fill_(i + 0.5)
-
-
-def zero_and_add(space, x, i):
-    space.zero_().add_(rows(x, i))
-
-
-def slices(space, x, i):
-    space[:] = rows(x, i)
-
-
-def halves(space, x, i):
-    space[:500], space[500:] = i, i + 1
-
-
-def every_second(space, x, i):
-    space[::2], space[1::2] = i, x.detach()
-
-
-def columns(space, x, i):
-    for k in range(16):
-        space[:, k] = x.detach()[k] * i
-
-
-def unbound(space, x, i):
-    for k, column in enumerate(space.unbind(1)):
-        column.copy_(x.detach()[k].expand(ROWS))
-
-
-def chunks(space, x, i):
-    for k, part in enumerate(space.chunk(4)):
-        part.fill_(k + i)
-
-
-def transposed(space, x, i):
-    space.t().copy_(rows(x, i).t())
-
-
-def viewed(space, x, i):
-    space.view(-1)[:] = rows(x, i).reshape(-1)
-
-
-def strided(space, x, i):
-    space.as_strided((ROWS, 16), (16, 1)).copy_(rows(x, i))
-
-
-def masked(space, x, i):
-    mask = torch.arange(ROWS)[:, None].expand(ROWS, 16) % 2 == 0
-    space.masked_fill_(mask, 1.0 + i).masked_fill_(~mask, 2.0)
-
-
-def by_a_mask(space, x, i):
-    space[torch.arange(ROWS) < 2 + i] = x.detach()
-
-
-def scattered(space, x, i):
-    index = torch.arange(ROWS)[:, None].expand(ROWS, 16)
-    space.scatter_(0, index, rows(x, i))
-
-
-def indexed(space, x, i):
-    space.index_copy_(0, torch.arange(ROWS).flip(0), rows(x, i))
-
-
-def index_filled(space, x, i):
-    space.index_fill_(0, torch.arange(ROWS), 2.0 + i)
-
-
-def put(space, x, i):
-    space.put_(torch.arange(ROWS * 16), rows(x, i).reshape(-1))
-
-
-def one_row(space, x, i):
-    space[i] = x.detach()
-
-
-def one_row_by_index(space, x, i):
-    space[torch.tensor([i])] = x.detach()
-
-
-def one_row_by_narrow(space, x, i):
-    space.narrow(0, i, 1).copy_(x.detach())
-
-
-def one_row_by_select(space, x, i):
-    space.select(0, i).copy_(x.detach())
-
-
-def one_row_by_slice(space, x, i):
-    space[i : i + 1, :] = x.detach()
-
-
-def one_column(space, x, i):
-    space[:, i] = x.detach()[i]
-
-
-def diagonal(space, x, i):
-    space.fill_diagonal_(1.0 + i)
-
-
-def product(space, x, i):
-    torch.mm(torch.ones(ROWS, 1).double(), x.detach()[None] * i, out=space)
-
-
-def sum_of(space, x, i):
-    torch.add(rows(x, i), 1.0, out=space)
-
-
-def joined(space, x, i):
-    torch.cat([rows(x, i)[:100], rows(x, i)[100:]], out=space)
-
-
-def stacked(space, x, i):
-    torch.stack([*rows(x, i)], out=space)
-
-
-def chosen(space, x, i):
-    torch.clamp(rows(x, i), min=0.0, out=space)
-
-
-def cumulated(space, x, i):
-    torch.cumsum(rows(x, i), 0, out=space)
-
-
-def sorted_into(space, x, i):
-    index = torch.empty(ROWS, 16, dtype=torch.long)
-    torch.sort(rows(x, i), out=(space, index))
-
-
-def drawn(space, x, i):
-    space.normal_()
-
-
-def drawn_uniformly(space, x, i):
-    space.uniform_(0, 1)
-
-
-def drawn_by_out(space, x, i):
-    torch.randn(ROWS, 16, out=space)
-
-
-def drawn_discretely(space, x, i):
-    space.bernoulli_(0.5)
-
-
-def foreach(space, x, i):
-    torch._foreach_copy_(
-        [space[:600], space[600:]], [rows(x, i)[:600], rows(x, i)[600:]]
-    )
-
-
-def rolled(space, x, i):
-    space.copy_(torch.roll(rows(x, i), 1, 0))
-
-
-def padded(space, x, i):
-    space.copy_(nn.functional.pad(rows(x, i)[1:], (0, 0, 1, 0)))
-
-
-def reshaped_in_place(space, x, i):
-    space.t_().copy_(rows(x, i).t())
-    space.t_()
-
-
-def written_twice(space, x, i):
-    space.copy_(rows(x, i))
-    space[:10] = 3.0
-
-
-WRITES = taking(globals(), "space", "x", "i")
+EACH = torch.arange(ROWS)[:, None].expand(ROWS, 16)
+EVEN = EACH % 2 == 0
+
+# What fills a space, of `x` and the number of the call.
+WRITES = {
+    "copy": "space.copy_(rows(x, i))",
+    "fill": "space.fill_(i + 0.5)",
+    "zero and add": "space.zero_().add_(rows(x, i))",
+    "slices": "space[:] = rows(x, i)",
+    "halves": "space[:500], space[500:] = (i, i + 1)",
+    "every second": "space[::2], space[1::2] = (i, x.detach())",
+    "columns": "for k in range(16): space[:, k] = x.detach()[k] * i",
+    "unbound": "for k, at in enumerate(space.unbind(1)): at.fill_(x.detach()[k])",
+    "chunks": "for k, part in enumerate(space.chunk(4)): part.fill_(k + i)",
+    "transposed": "space.t().copy_(rows(x, i).t())",
+    "viewed": "space.view(-1)[:] = rows(x, i).reshape(-1)",
+    "strided": "space.as_strided((ROWS, 16), (16, 1)).copy_(rows(x, i))",
+    "masked": "space.masked_fill_(EVEN, 1.0 + i).masked_fill_(~EVEN, 2.0)",
+    "by a mask": "space[torch.arange(ROWS) < 2 + i] = x.detach()",
+    "scattered": "space.scatter_(0, EACH, rows(x, i))",
+    "indexed": "space.index_copy_(0, torch.arange(ROWS).flip(0), rows(x, i))",
+    "index filled": "space.index_fill_(0, torch.arange(ROWS), 2.0 + i)",
+    "put": "space.put_(torch.arange(ROWS * 16), rows(x, i).reshape(-1))",
+    "one row": "space[i] = x.detach()",
+    "one row by index": "space[torch.tensor([i])] = x.detach()",
+    "one row by narrow": "space.narrow(0, i, 1).copy_(x.detach())",
+    "one row by select": "space.select(0, i).copy_(x.detach())",
+    "one row by slice": "space[i:i + 1, :] = x.detach()",
+    "one column": "space[:, i] = x.detach()[i]",
+    "diagonal": "space.fill_diagonal_(1.0 + i)",
+    "product": (
+        "torch.mm(torch.ones(ROWS, 1).double(), x.detach()[None] * i, out=space)"
+    ),
+    "sum of": "torch.add(rows(x, i), 1.0, out=space)",
+    "joined": "torch.cat([rows(x, i)[:100], rows(x, i)[100:]], out=space)",
+    "stacked": "torch.stack([*rows(x, i)], out=space)",
+    "chosen": "torch.clamp(rows(x, i), min=0.0, out=space)",
+    "cumulated": "torch.cumsum(rows(x, i), 0, out=space)",
+    "sorted into": "torch.sort(rows(x, i), out=(space, torch.empty_like(EACH)))",
+    "added by an index": (
+        "space.zero_().index_add_(0, torch.tensor([1, 1, i]), x.detach().expand(3, 16))"
+    ),
+    "scattered and added": "space.zero_().scatter_add_(0, EACH[:1], x.detach()[None])",
+    "scattered and reduced": (
+        'space.fill_(1.0).scatter_reduce_(0, EACH[:9], rows(x, i), "amax")'
+    ),
+    "masked and scattered": "space.masked_scatter_(EVEN | ~EVEN, rows(x, i))",
+    "two lists": "space.fill_(0.5); space[[0, 1, 2], [3, 4, 5]] = 2.5 + i",
+    "by a list of tensors": "torch._foreach_zero_([space]); space[i] = x.detach()",
+    "drawn": "space.normal_()",
+    "drawn uniformly": "space.uniform_(0, 1)",
+    "drawn by out": "torch.randn(ROWS, 16, out=space)",
+    "drawn discretely": "space.bernoulli_(0.5)",
+    "foreach": "torch._foreach_copy_([*space.chunk(2)], [*rows(x, i).chunk(2)])",
+    "rolled": "space.copy_(torch.roll(rows(x, i), 1, 0))",
+    "padded": "space.copy_(nn.functional.pad(rows(x, i)[1:], (0, 0, 1, 0)))",
+    "reshaped in place": "space.t_().copy_(rows(x, i).t()); space.t_()",
+    "written twice": "space.copy_(rows(x, i)); space[:10] = 3.0",
+}
+
+
+def writing(statement):
+    """Return a function that runs a statement."""
+    found = {}
+    exec(f"def write(space, x, i):\n    {statement}", globals(), found)
+    return found["write"]
+
+
+WRITES = {name: writing(statement) for name, statement in WRITES.items()}
 WHOLE = {n: w for n, w in WRITES.items() if not n.startswith(("one ", "by a", "diag"))}
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from support.adversarial.program import (
     State,
+    around,
     back,
     family,
     leaf,
@@ -161,30 +162,6 @@ def grown_by_the_function_and_the_user(make):
 
 
 @program
-def attributes_of_a_passed_list_changed_between():
-    log = Log([1])
-    log.k = 2
-
-    def fn(x, given):
-        given.k += 1
-        return work(x, given.k if given is log else 9)
-
-    def between():
-        log.k = 7
-
-    return loop(fn, args=(log,), between=between, state=lambda: log.k)
-
-
-@program
-def a_passed_partial_with_keywords_changed_between():
-    scaled = functools.partial(work, k=2.0)
-    table = {id(scaled): 3}
-    fn = lambda x, scale: scale(x) * table.get(id(scale), 9)
-    between = lambda: scaled.keywords.update(k=scaled.keywords["k"] + 1)
-    return loop(fn, args=(scaled,), between=between)
-
-
-@program
 def a_passed_list_that_holds_itself():
     held = [2]
     held.append(held)
@@ -205,37 +182,6 @@ def a_passed_tuple_around_an_input_that_is_gone():
         del y
         back(out)
         return observed((out, x.grad))
-
-    return step
-
-
-@program
-def a_passed_object_with_slots_that_the_user_changes():
-    value = Slotted(2)
-    table = {value: 1}
-
-    def fn(x, given):
-        given.k += 1
-        return work(x, given.k + table.get(given, 9))
-
-    def between():
-        value.k = 8
-
-    return loop(fn, args=(value,), between=between, state=lambda: value.k)
-
-
-@program
-def a_passed_value_in_an_inner_call():
-    values = [[1], [2]]
-    table = {id(value): i for i, value in enumerate(values, 2)}
-
-    def step(wrap):
-        inner = wrap(lambda x, value: work(x, table.get(id(value), 9)))
-        outer = wrap(lambda x, value: inner(work(x, 1) * 2, value))
-        x = leaf()
-        outs = [outer(x, value) for value in values]
-        back(outs)
-        return observed((outs, x.grad))
 
     return step
 
@@ -316,14 +262,13 @@ def _within(wrap, fn):
     save_on_cpu=_packed,
     hooks_for_saved_tensors=_within,
 )
-def an_input_is_itself_in(around):
+def an_input_is_itself_in(within):
     def step(wrap):
         x = leaf()
         made = [x * i for i in range(1, 4)]
         table = {id(y): i for i, y in enumerate(made, 2)}
-        run = around(wrap, lambda y: work(y, table.get(id(y), 9)))
-        outs = [run(y) for y in made]
-        back(outs)
+        run = within(wrap, lambda y: work(y, table.get(id(y), 9)))
+        back(outs := [run(y) for y in made])
         return observed((outs, x.grad))
 
     return step
@@ -331,10 +276,10 @@ def an_input_is_itself_in(around):
 
 @program(recomputes=False)  # once, as torch's checkpoint around it does in plain code
 def an_input_is_itself_in_torchs_checkpoint():
-    def around(wrap, fn):
+    def within(wrap, fn):
         return functools.partial(checkpoint, wrap(fn), use_reentrant=False)
 
-    return an_input_is_itself_in(around)
+    return an_input_is_itself_in(within)
 
 
 @program
@@ -424,12 +369,7 @@ class Wrapper(torch.Tensor):
 def a_wrapper_with_attributes(dtype):
     fn = lambda x, index: work(x * index.size_ * index.data_)
     make = lambda: Wrapper(torch.arange(16, dtype=dtype).add_(1), 3)
-
-    def step(wrap):
-        run = wrap(fn)
-        return loop(lambda x: run(x, make()))(lambda f: f)
-
-    return step
+    return around(fn, lambda run: lambda x: run(x, make()))
 
 
 @program
@@ -500,21 +440,6 @@ def a_weak_proxy():
 
 
 @program
-def a_weak_proxy_in_a_module():
-    class Child(nn.Module):
-        def __init__(self, parent):
-            super().__init__()
-            self.parent = weakref.proxy(parent)
-
-        def forward(self, x):
-            return work(x, self.parent.k)
-
-    parent = State(k=2)
-    between = lambda: setattr(parent, "k", parent.k + 1)
-    return loop(Child(parent), between=between)
-
-
-@program
 def a_passed_weak_proxy():
     owner = State(k=2)
     between = lambda: setattr(owner, "k", owner.k + 1)
@@ -548,16 +473,3 @@ def attributes_of_a_mock():
         held.return_value += 1
 
     return loop(fn, between=between, state=lambda: held.call_count)
-
-
-@program
-def a_traced_module():
-    layer = nn.Linear(16, 16).double()
-    traced = torch.jit.trace(layer, leaf())
-
-    def step(wrap):
-        run = wrap(traced)
-        fn = lambda x: work(run(x.sin()))
-        return loop(fn, state=lambda: layer.weight.grad)(wrap)
-
-    return step

@@ -35,18 +35,6 @@ def an_output_in_a_dict_of_a_closure():
 
 
 @program
-def an_output_in_a_nonlocal():
-    layer, last = nn.Tanh(), None
-
-    def hook(_m, _x, y):
-        nonlocal last
-        last = y
-
-    layer.register_forward_hook(hook)
-    return loop(lambda x: work(layer(x)).sin() * last)
-
-
-@program
 def an_output_in_an_attribute_of_the_layer():
     layer = nn.Tanh()
     layer.register_forward_hook(lambda m, _x, y: nothing(setattr(m, "last", y)))
@@ -92,25 +80,6 @@ def a_hook_that_fills_a_dict_reset_by_the_function():
 
 
 @program
-def a_hook_that_changes_the_output():
-    layer = nn.Tanh()
-    layer.register_forward_hook(lambda _m, _x, y: y * 3)
-    return loop(lambda x: work(layer(x)))
-
-
-@program
-def a_pre_hook_that_changes_the_input():
-    layer, count = nn.Tanh(), [0]
-
-    def hook(_m, xs):
-        count[0] += 1
-        return (xs[0] * 2,)
-
-    layer.register_forward_pre_hook(hook)
-    return loop(lambda x: work(layer(x)), state=lambda: count)
-
-
-@program
 def a_hook_removed_between():
     layer = nn.Tanh()
     handles = []
@@ -135,22 +104,6 @@ def a_hook_added_between():
         layer.register_forward_hook(hook)
 
     return loop(lambda x: work(layer(x)), between=between, state=lambda: count)
-
-
-@program
-def a_hook_added_by_the_function():
-    layer, count = nn.Tanh(), [0]
-
-    def hook(*_):
-        count[0] += 1
-
-    def fn(x):
-        handle = layer.register_forward_hook(hook)
-        y = work(layer(x))
-        handle.remove()
-        return y
-
-    return loop(fn, state=lambda: (count, len(layer._forward_hooks)))
 
 
 @program
@@ -198,39 +151,6 @@ def a_hook_for_all_modules():
             handle.remove()
 
     return step
-
-
-@program
-def a_full_backward_hook_that_counts():
-    layer, count = nn.Tanh(), [0]
-
-    def hook(*_):
-        count[0] += 1
-
-    layer.register_full_backward_hook(hook)
-    return loop(lambda x: work(layer(x)), state=lambda: count)
-
-
-@program
-def a_full_backward_hook_that_scales():
-    layer = nn.Linear(16, 16).double()
-    layer.register_full_backward_hook(lambda _m, gs, _: (gs[0] * 2,))
-    return loop(lambda x: work(layer(x)), state=lambda: layer.weight.grad)
-
-
-@program
-def a_forward_hook_with_keywords():
-    class Layer(nn.Module):
-        def forward(self, x, *, scale):
-            return x.tanh() * scale
-
-    layer, scales = Layer(), []
-
-    def hook(_m, _xs, kwargs, _y):
-        scales.append(kwargs["scale"])
-
-    layer.register_forward_hook(hook, with_kwargs=True)
-    return loop(lambda x: work(layer(x, scale=2)) * len(scales), state=lambda: scales)
 
 
 @program
@@ -361,16 +281,6 @@ def a_hook_of_an_intermediate():
 
 
 @program
-def a_hook_of_an_intermediate_that_scales():
-    def fn(x):
-        y = work(x)
-        y.register_hook(lambda g: g * 2)
-        return y.tanh()
-
-    return loop(fn)
-
-
-@program
 def a_hook_of_the_input_set_inside():
     norms = []
 
@@ -382,20 +292,6 @@ def a_hook_of_the_input_set_inside():
 
 
 @program
-def a_hook_of_an_input_that_is_no_leaf():
-    norms = []
-
-    def fn(x):
-        x.register_hook(lambda g: norms.append(g.sum().item()))
-        return work(x)
-
-    def step(wrap):
-        return loop(lambda x: wrap(fn)(x * 2).tanh(), state=lambda: norms)(lambda f: f)
-
-    return step
-
-
-@program
 def a_hook_that_closes_over_an_intermediate():
     def fn(x):
         y = work(x)
@@ -404,18 +300,6 @@ def a_hook_that_closes_over_an_intermediate():
         return z.sin()
 
     return loop(fn)
-
-
-@program
-def a_hook_after_accumulation():
-    count = [0]
-    weight = leaf(seed=9)
-
-    def hook(_):
-        count[0] += 1
-
-    weight.register_post_accumulate_grad_hook(hook)
-    return loop(lambda x: work(x * weight), state=lambda: (count, weight.grad))
 
 
 @program
@@ -473,17 +357,6 @@ def hooks_on_saved_tensors_around():
             return loop(work)(wrap)
 
     return step
-
-
-@program(recomputes=False)
-def hooks_on_saved_tensors_inside():
-    packed = []
-
-    def fn(x):
-        with hooks_that_note(packed):
-            return work(x)
-
-    return loop(fn, state=lambda: packed)
 
 
 @program

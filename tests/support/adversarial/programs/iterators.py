@@ -1,7 +1,6 @@
 """Iterators, generators and counters that the function reads."""
 
 import itertools
-import random
 
 import torch
 from support.adversarial.program import (
@@ -98,57 +97,6 @@ def an_index_given_at_the_first_call():
 
 
 @program
-def an_index_given_by_the_class_of_the_layer():
-    class Layer(torch.nn.Module):
-        count, idx = 0, None
-
-        def forward(self, x):
-            if self.idx is None:
-                self.idx = Layer.count
-                Layer.count += 1
-            return work(x, self.idx + 1)
-
-    layers = [Layer() for _ in range(3)]
-
-    def step(wrap):
-        wrapped = [wrap(layer) for layer in layers]
-
-        def model(x):
-            for layer in wrapped:
-                x = layer(x)
-            return x
-
-        state = lambda: (Layer.count, [layer.idx for layer in layers])
-        return loop(model, state=state)(lambda fn: fn)
-
-    return step
-
-
-@program
-def an_index_from_a_shared_counter():
-    ids = itertools.count(1)
-
-    class Layer(torch.nn.Module):
-        idx = None
-
-        def forward(self, x):
-            if self.idx is None:
-                self.idx = next(ids)
-            return work(x, self.idx)
-
-    model = torch.nn.Sequential(Layer(), Layer())
-    return loop(model, state=lambda: [layer.idx for layer in model])
-
-
-@program
-def an_iterator_of_a_class():
-    class Ids:
-        ids = itertools.count(1)
-
-    return loop(lambda x: work(x, next(Ids.ids)), state=lambda: next(Ids.ids))
-
-
-@program
 def an_iterator_made_inside():
     def fn(x):
         for k in itertools.islice(itertools.cycle([1, 2]), 5):
@@ -156,22 +104,6 @@ def an_iterator_made_inside():
         return x
 
     return loop(fn)
-
-
-@program
-def an_object_that_iterates_itself():
-    class Counting:
-        n = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.n += 1
-            return self.n
-
-    counting = Counting()
-    return loop(lambda x: work(x, next(counting)), state=lambda: counting.n)
 
 
 @program
@@ -199,14 +131,3 @@ def a_generator_that_is_sent_tensors():
         return y
 
     return loop(fn)
-
-
-@program
-def shuffled_in_place():
-    order = [1, 2, 3, 4, 5]
-
-    def fn(x):
-        random.shuffle(order)
-        return work(x, order[0]).tanh() * order[-1]
-
-    return reversed_loop(fn, state=lambda: order)

@@ -14,7 +14,6 @@ from support.adversarial.program import (
     observed,
     program,
     reversed_loop,
-    taking,
     work,
 )
 from torch import nn
@@ -51,40 +50,6 @@ def a_static_cache_read_as_a_whole_by_several_calls():
         return attended(x, cache, at.i)
 
     return reversed_loop(fn, state=lambda: (cache, at.i))
-
-
-@program
-def a_static_cache_written_and_read_in_order():
-    cache, at = large(), State(i=0)
-
-    def fn(x):
-        at.i += 1
-        return attended(x, cache, at.i)
-
-    def step(wrap):
-        run, xs = wrap(fn), [leaf(seed=i) for i in range(3)]
-        out = sum(run(x) for x in xs)
-        out.sum().backward()
-        return observed((out, [x.grad for x in xs], cache))
-
-    return step
-
-
-@program
-def a_static_cache_of_two_layers():
-    cache, at = large(), State(i=0)
-
-    def fn(x):
-        at.i += 1
-        return attended(x, cache, at.i)
-
-    def step(wrap):
-        run = wrap(fn)
-        return loop(lambda x: run(run(x).tanh()), state=lambda: (cache, at.i))(
-            lambda f: f
-        )
-
-    return step
 
 
 @program
@@ -165,145 +130,6 @@ def a_workspace_made_in_a_call_around():
         return loop(wrap(outer))(lambda f: f)
 
     return step
-
-
-def by_mask(buf, row):
-    buf[torch.arange(ROWS) < 5] = row
-    return buf[:5].mean(0)
-
-
-def by_scatter(buf, row):
-    buf.scatter_(0, torch.zeros(1, 16, dtype=torch.long), row[None])
-    return buf[0].clone()
-
-
-def by_scatter_of_a_number(buf, row):
-    buf.scatter_(0, torch.zeros(1, 16, dtype=torch.long), 2.0)
-    return buf[0] * row
-
-
-def by_index_copy(buf, row):
-    buf.index_copy_(0, torch.tensor([3, 4]), row.expand(2, 16))
-    return buf[3:5].mean(0)
-
-
-def by_index_fill(buf, row):
-    buf.index_fill_(0, torch.tensor([3, 4]), 0.5)
-    return buf[3:5].mean(0) * row
-
-
-def by_foreach_zero(buf, row):
-    torch._foreach_zero_([buf])
-    buf[2] = row
-    return buf[1:3].sum(0)
-
-
-def by_foreach_copy(buf, row):
-    torch._foreach_copy_([buf], [row.expand(ROWS, 16)])
-    return buf[1:3].sum(0)
-
-
-def by_masked_fill(buf, row):
-    buf[:9].masked_fill_(torch.ones(9, 1, dtype=torch.bool), 2.0)
-    return buf[1:3].sum(0) * row
-
-
-def by_masked_scatter(buf, row):
-    buf[:9].masked_scatter_(torch.ones(9, 16, dtype=torch.bool), row.expand(9, 16))
-    return buf[1:3].sum(0)
-
-
-def by_put(buf, row):
-    buf.put_(torch.arange(16), row)
-    return buf[0].clone()
-
-
-def by_slices_of_a_mask(buf, row):
-    buf[5:9][:, torch.arange(16) < 8] = 1.0
-    return torch.cat([buf[6, :8], row[8:]])
-
-
-def by_out(buf, row):
-    torch.mul(row, 2, out=buf[4])
-    return buf[4] + 1
-
-
-def by_noise_like_it(buf, row):
-    buf.copy_(torch.rand_like(buf))
-    return buf[4] * row
-
-
-def by_triangle(buf, row):
-    return buf.copy_(row.expand(ROWS, 16)).tril_()[5].clone()
-
-
-def by_eye(buf, row):
-    buf[:16].zero_().fill_diagonal_(2.0)
-    return (buf[:16] @ row).clone()
-
-
-def by_numbers_of_rows(buf, row):
-    for k in range(4):
-        buf[k] = row * k
-    return buf[:4].sum(0)
-
-
-def by_adding_to_its_own(buf, row):
-    buf.zero_()
-    buf[:4] += row
-    return buf[:4].sum(0)
-
-
-def by_index_add(buf, row):
-    buf.zero_()
-    buf.index_add_(0, torch.tensor([1, 1, 2]), row.expand(3, 16))
-    return buf[:4].sum(0)
-
-
-def by_scatter_add(buf, row):
-    buf[:4] = 0
-    buf[:4].scatter_add_(0, torch.zeros(1, 16, dtype=torch.long), row[None])
-    return buf[:4].sum(0)
-
-
-def by_scatter_reduce(buf, row):
-    buf[:4] = 0
-    index = torch.zeros(1, 16, dtype=torch.long)
-    buf[:4].scatter_reduce_(0, index, row[None], "amax", include_self=False)
-    return buf[:4].sum(0)
-
-
-def by_set_item_of_two_lists(buf, row):
-    buf[[1, 2], [3, 4]] = 2.5
-    return row * buf[1, 3] + buf[2, 4]
-
-
-def by_a_trainable_row(buf, row):
-    buf[:] = 1
-    return buf[torch.tensor([3])].squeeze(0) * row
-
-
-WRITES = taking(globals(), "buf", "row")
-
-
-@family(**WRITES)
-def a_large_buffer_written_and_read(write):
-    buf = large()
-
-    def fn(x):
-        return work(x * write(buf, work(x).detach()))
-
-    return loop(fn, state=lambda: buf)
-
-
-@family(**WRITES)
-def a_large_buffer_shared_by_calls(write):
-    buf = large()
-
-    def fn(x):
-        return work(x * write(buf, work(x).detach()))
-
-    return reversed_loop(fn, state=lambda: buf)
 
 
 @program
@@ -435,19 +261,6 @@ def a_higher_order_operator_where_an_input_changes(operator):
         return operator(work(x), other).exp() + other
 
     return loop(fn, between=lambda: other.add_(1), state=lambda: other, count=1)
-
-
-@program
-def a_higher_order_operator_on_a_row_of_a_cache():
-    cache, at = large(), State(i=0)
-
-    def fn(x):
-        at.i += 1
-        cache[at.i] = work(x).detach()
-        row = cache[at.i].clone()
-        return work(torch.cond(row.sum() > 0, torch.sin, torch.cos, (x * row,)))
-
-    return loop(fn, state=lambda: cache, count=2)
 
 
 @program

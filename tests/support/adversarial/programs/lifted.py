@@ -12,7 +12,6 @@ from support.adversarial.program import (
     family,
     leaf,
     loop,
-    nothing,
     program,
     work,
 )
@@ -112,17 +111,6 @@ class OfMeta(metaclass=Meta):
 
 
 @program
-def a_class_attribute_that_is_counted():
-    OfMeta.k = 1.0
-
-    def fn(x):
-        OfMeta.k += 1
-        return work(x, OfMeta.k).tanh()
-
-    return loop(fn, state=lambda: OfMeta.k)
-
-
-@program
 def a_tensor_of_a_metaclass():
     w, Meta.scale = computed()
     return loop(lambda x: work(x, OfMeta.scale).tanh(), state=lambda: w.grad)
@@ -159,19 +147,6 @@ def a_hook_that_multiplies_by_a_computed_tensor():
         return y.tanh()
 
     return loop(fn)
-
-
-@program
-def a_hook_that_counts():
-    log = []
-
-    def fn(x):
-        y = work(x)
-        if y.requires_grad:
-            y.register_hook(lambda g: log.append(1))
-        return y.tanh()
-
-    return loop(fn, state=lambda: len(log) > 0)
 
 
 class Scaled(torch.autograd.Function):
@@ -224,18 +199,6 @@ def a_computed_tensor_of_a_hook(how):
 
     layer = hooked(how, hook)
     return loop(lambda x: work(layer(x)), state=lambda: w.grad)
-
-
-@family(before="register_forward_pre_hook", after="register_forward_hook")
-def a_count_of_a_hook(how):
-    held = State(n=1)
-
-    def hook(*_):
-        held.n += 1
-        return nothing()
-
-    layer = hooked(how, hook)
-    return loop(lambda x: work(layer(x), held.n), state=lambda: held.n)
 
 
 # --- Memory ---

@@ -425,25 +425,6 @@ def a_list_that_inner_hooks_fill_and_outer_ones_read():
 
 
 @program
-def a_buffer_of_a_module_that_a_hook_holds():
-    model, norm = model_of_three(), nn.BatchNorm1d(4).double()
-    model[0].register_forward_hook(lambda _m, _x, y: norm(y))
-    return trained(model, state=norm.state_dict)
-
-
-@program
-def a_tensor_that_a_hook_holds_and_replaces():
-    model, held = model_of_three(), State(y=torch.ones(4, dtype=torch.double))
-
-    def hook(_m, _x, y):
-        held.y, last = y.mean(0).detach(), held.y
-        return y * last
-
-    model[1].register_forward_hook(hook)
-    return trained(model, state=lambda: held.y)
-
-
-@program
 def a_hook_that_is_registered_and_removed_by_the_function():
     layer, log = linear(), []
 

@@ -1,6 +1,5 @@
 """What a recompute leaves out: looked up, given other memory, by other functions."""
 
-import copy
 import weakref
 
 import torch
@@ -64,14 +63,6 @@ def an_input_looked_up(make):
     mask = torch.linspace(0, 1, 16, dtype=torch.double)
     table = make(mask)
     fn = lambda x, mask: work(x, looked_up(table, mask)) + mask
-    return loop(fn, args=(mask,))
-
-
-@program
-def an_attribute_of_an_input():
-    mask = torch.linspace(0, 1, 16, dtype=torch.double)
-    mask.k = 3.0
-    fn = lambda x, mask: work(x, getattr(mask, "k", 1.0)) + mask
     return loop(fn, args=(mask,))
 
 
@@ -161,25 +152,6 @@ def data_of_a_product_assigned(make):
     return loop_on_rows(fn)
 
 
-@family(**DATA)
-def data_of_a_value_assigned(make):
-    def fn(x):
-        h = x * 3
-        h.data = make(h)
-        return work(h.cos()) + h
-
-    return loop_on_rows(fn)
-
-
-@program
-def a_copy_of_what_is_left_out():
-    def fn(x):
-        z = (x * 3).detach()
-        return work(x, float(copy.deepcopy(z).sum())) + z
-
-    return loop(fn)
-
-
 # --- A library's function that is replaced over the forward ---
 
 
@@ -218,13 +190,6 @@ def a_function_of_torch_replaced_over_the_forward():
 def a_function_of_torch_replaced_by_one_of_as_many_operations():
     return replaced(
         functional, "gelu", torch.sigmoid, lambda x: work(x) + functional.gelu(x * 2)
-    )
-
-
-@program
-def a_function_replaced_by_one_that_nobody_reads():
-    return replaced(
-        functional, "relu", lambda x: x * 3, lambda x: work(x) + functional.relu(x * 2)
     )
 
 
@@ -282,29 +247,6 @@ def storages_read_by_a_mode_in_the_second_step(inside):
 
 
 # --- Libraries, made small ---
-
-
-class Integrator:
-    """As torchquad's: it finds what computes by the module of a tensor's class."""
-
-    def evaluate(self, fn, points):
-        backend = type(points).__module__.split(".")[0]
-        if backend not in BACKENDS:
-            raise ValueError(f"backend {backend!r}")
-        return fn(points) * BACKENDS[backend]
-
-
-@program
-def a_backend_by_the_module_of_a_type():
-    integrator = Integrator()
-
-    def fn(x):
-        ran()
-        points = x * 3 + 1
-        inner = integrator.evaluate(torch.sin, points)
-        return inner.exp() + integrator.evaluate(lambda p: p, points * 2)
-
-    return loop(fn)
 
 
 @program

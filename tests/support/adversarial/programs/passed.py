@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from support.adversarial.program import (
+    around,
     back,
     family,
     leaf,
     loop,
     observed,
     program,
+    reversed_loop,
     work,
 )
 from torch import nn
@@ -156,17 +158,8 @@ def filled_with_outputs(case):
 @family(**PASSED)
 def gone_after_the_call(case):
     make, get = case
-
-    def step(wrap):
-        run, xs = (
-            wrap(lambda x, v: work(x, get(v)[0])),
-            [leaf(seed=i) for i in range(3)],
-        )
-        outs = [run(x, make()) for x in xs]
-        back(outs)
-        return observed((outs, [x.grad for x in xs]))
-
-    return step
+    fn = lambda x, value: work(x, get(value)[0])
+    return around(fn, lambda run: lambda x: run(x, make()), by=reversed_loop)
 
 
 @program
@@ -175,11 +168,7 @@ def keywords_that_are_collected():
         options["n"] = options.get("n", 0) + len(rest)
         return work(x, options["n"])
 
-    def step(wrap):
-        run = wrap(fn)
-        return loop(lambda x: run(x, 1, 2, n=1))(lambda f: f)
-
-    return step
+    return around(fn, lambda run: lambda x: run(x, 1, 2, n=1))
 
 
 @program
@@ -280,49 +269,9 @@ def a_returned_object_that_is_made():
 
 
 @program
-def a_passed_function_that_is_a_closure():
-    fn = lambda x, act: act(work(x))
-
-    def step(wrap):
-        run, seen = wrap(fn), []
-        for k in range(1, 4):
-            x = leaf(seed=k)
-            out = run(x, lambda y: y.tanh() * k)  # noqa: B023
-            back(out)
-            seen.append(observed((out, x.grad)))
-        return seen
-
-    return step
-
-
-@program
 def a_passed_iterator_of_a_list():
     fn = lambda x, it: work(x, sum(it))
-
-    def step(wrap):
-        x = leaf()
-        out = wrap(fn)(x, iter([1, 2]))
-        back(out)
-        return observed((out, x.grad))
-
-    return step
-
-
-@program
-def a_passed_slice_and_a_range():
-    fn = lambda x, part, ks: sum(work(x[part], k) for k in ks)
-    return loop(fn, args=(slice(2, 9), range(1, 4)))
-
-
-@program
-def a_passed_set_of_names():
-    names = {"a", "b"}
-
-    def fn(x, names):
-        names.add(str(len(names)))
-        return work(x, len(names))
-
-    return loop(fn, args=(names,), state=lambda: names)
+    return around(fn, lambda run: lambda x: run(x, iter([1, 2])))
 
 
 @program
@@ -338,30 +287,6 @@ def the_order_of_a_passed_set_of_layers():
     in_order = [*map(id, held)]
     fn = lambda x, held: work(x, 2 if [*map(id, held)] == in_order else 3)
     return loop(fn, args=(held,))
-
-
-@program
-def what_is_no_tensor_comes_and_goes():
-    def fn(x, flag, *, name, pair, scale=None):
-        return work(x, 2 if flag else 3), name, pair, scale, x.shape
-
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        outs = [run(x, flag, name="a", pair=(1, None)) for flag in (True, False)]
-        back([out[0] for out in outs])
-        return observed((outs, x.grad))
-
-    return step
-
-
-@program
-def a_keyword_that_requires_grad():
-    def step(wrap):
-        x, scale = leaf(), leaf(seed=2)
-        back(wrap(lambda x, *, scale, k=2: work(x * scale, k))(x, scale=scale, k=3))
-        return observed((x.grad, scale.grad))
-
-    return step
 
 
 @program

@@ -48,14 +48,6 @@ def a_passed_list_that_a_hook_fills(make):
     return loop(fn, after=held.clear, args=(held,))
 
 
-@program
-def a_passed_dict_that_a_hook_fills():
-    layer, held = nn.Tanh(), {}
-    layer.register_forward_hook(lambda _m, _x, y: nothing(held.update(y=y)))
-    fn = lambda x, given: work(layer(x)) * given["y"].sin()
-    return loop(fn, args=(held,), state=lambda: [*held])
-
-
 # --- Rows that an embedding scales ---
 
 
@@ -94,14 +86,11 @@ def rows_that_plain_code_scales_between(rows):
 
 @family(**OTHERS)
 def rows_that_two_calls_scale(rows):
-    table = table_of()
-    other = torch.tensor(rows)
+    table, other = table_of(), torch.tensor(rows)
 
     def step(wrap):
-        run, around = (
-            wrap(embedded(table)),
-            wrap(lambda x: work(x * table(other).sum())),
-        )
+        run = wrap(embedded(table))
+        around = wrap(lambda x: work(x * table(other).sum()))
         return loop(lambda x: run(x).sum() + around(x))(lambda fn: fn)
 
     return step

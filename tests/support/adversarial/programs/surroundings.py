@@ -1,19 +1,15 @@
 """Streams, threads, exceptions, nested calls and the order of backwards."""
 
-import copy
-import gc
-import pickle
+import functools
 import queue
-import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 
-import numpy as np
 import torch
 from support.adversarial.program import (
     State,
+    around,
     back,
     family,
     leaf,
@@ -22,7 +18,6 @@ from support.adversarial.program import (
     program,
     ran,
     reversed_loop,
-    trained,
     work,
 )
 from torch import nn
@@ -31,102 +26,78 @@ from torch import nn
 # --- Random numbers ---
 
 
-def by_a_generator():
-    generator = torch.Generator().manual_seed(5)
-    return lambda: torch.rand(16, generator=generator, dtype=torch.double)
+# What the rows use besides, which are text.
+exec("import random\nimport numpy as np")
 
 
-def by_random_random():
-    stream = random.Random(5)
-    return stream.random
-
-
-def by_a_generator_of_numpy():
-    stream = np.random.default_rng(5)
-    return lambda: stream.uniform()
-
-
-def by_a_list_of_generators():
-    streams = [torch.Generator().manual_seed(s) for s in range(3)]
-
-    def draw():
-        streams.append(streams.pop(0))
-        return torch.rand(16, generator=streams[0], dtype=torch.double)
-
-    return draw
-
-
-def by_a_class():
-    class Noise:
-        stream = random.Random(5)
-
-    return lambda: Noise.stream.random()
-
-
-def by_a_shuffled_list():
-    order = [1, 2, 3, 4]
-
-    def draw():
-        random.shuffle(order)
-        return order[0]
-
-    return draw
-
-
-def seeded_inside():
-    def draw():
-        torch.manual_seed(3)
-        return torch.rand(16, dtype=torch.double)
-
-    return draw
-
-
-def forked():
-    def draw():
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            k = torch.rand(())
-        return (k + torch.rand(())).item()
-
-    return draw
-
-
+# What draws, and what makes a stream `held` of which it does.
 STREAMS = {
-    "torch": lambda: lambda: torch.rand(16, dtype=torch.double),
-    "dropout": lambda: (
-        lambda: nn.functional.dropout(torch.ones(16, dtype=torch.double), 0.5)
+    "torch": "torch.rand(16, dtype=torch.double)",
+    "dropout": "nn.functional.dropout(torch.ones(16, dtype=torch.double), 0.5)",
+    "bernoulli": "torch.ones(16, dtype=torch.double).bernoulli_(0.5)",
+    "random": "random.random()",
+    "gauss": "random.gauss(0, 1)",
+    "NumPy": "np.random.rand()",
+    "generator": (
+        "torch.rand(16, generator=held, dtype=torch.double)",
+        "torch.Generator().manual_seed(5)",
     ),
-    "bernoulli": lambda: lambda: torch.ones(16, dtype=torch.double).bernoulli_(0.5),
-    "random": lambda: random.random,
-    "gauss": lambda: lambda: random.gauss(0, 1),
-    "NumPy": lambda: np.random.rand,
-    "generator": by_a_generator,
-    "list of generators": by_a_list_of_generators,
-    "Random": by_random_random,
-    "generator of NumPy": by_a_generator_of_numpy,
-    "Random of a class": by_a_class,
-    "shuffled list": by_a_shuffled_list,
-    "seeded inside": seeded_inside,
-    "forked": forked,
+    "list of generators": (
+        "held.append(held.pop(0)) or torch.rand((), generator=held[0]).double()",
+        "[torch.Generator().manual_seed(s) for s in range(3)]",
+    ),
+    "Random": ("held.random()", "random.Random(5)"),
+    "generator of NumPy": ("held.uniform()", "np.random.default_rng(5)"),
+    "Random of a class": (
+        "held.stream.random()",
+        "type('Noise', (), {'stream': random.Random(5)})",
+    ),
+    "shuffled list": ("random.shuffle(held) or held[0]", "[1, 2, 3, 4]"),
+    "seeded inside": "torch.manual_seed(3) and torch.rand(16, dtype=torch.double)",
+    "forked": "forked() + torch.rand(()).item()",
 }
 
 
+def forked():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return torch.rand(()).item()
+
+
+def drawing(row):
+    """Return a function that draws."""
+    draw, make = (row, "None") if isinstance(row, str) else row
+    return eval(f"(lambda held: lambda: {draw})({make})")
+
+
 @family(**STREAMS)
-def drawn_twice(make):
-    draw = make()
+def drawn_twice(row):
+    draw = drawing(row)
     return loop(lambda x: work(work(x, draw()).tanh(), draw()))
 
 
 @family(**STREAMS)
-def drawn_and_recomputed_later(make):
-    draw = make()
+def drawn_and_recomputed_later(row):
+    draw = drawing(row)
     return reversed_loop(lambda x: work(x, draw()).tanh())
 
 
 @family(**STREAMS)
-def drawn_between(make):
-    draw = make()
+def drawn_between(row):
+    draw = drawing(row)
     return loop(lambda x: work(x, draw()).tanh(), between=draw)
+
+
+def counted(*, curved=True):
+    """A state, and a function that counts in it and computes with the number."""
+    state = State(n=0)
+
+    def fn(x):
+        state.n += 1
+        y = work(x, state.n)
+        return y.tanh() if curved else y
+
+    return state, fn
 
 
 # --- Exceptions ---
@@ -195,19 +166,6 @@ def an_exception_in_a_hook_of_the_backward():
 
 
 @program
-def a_finally_that_writes():
-    log = []
-
-    def fn(x):
-        try:
-            return work(x, len(log) + 1).tanh()
-        finally:
-            log.append(1)
-
-    return reversed_loop(fn, state=lambda: log)
-
-
-@program
 def a_flag_that_an_early_stop_leaves_set():
     busy = [0]
 
@@ -237,29 +195,19 @@ def a_lock_of_the_user():
 
 @program
 def a_forward_in_another_thread():
-    state = State(n=0)
-
-    def fn(x):
-        state.n += 1
-        return work(x, state.n)
+    state, fn = counted()
 
     def step(wrap):
-        run = wrap(fn)
         with ThreadPoolExecutor(1) as pool:
-            return loop(lambda x: pool.submit(run, x).result(), state=lambda: state)(
-                lambda f: f
-            )
+            outer = lambda run: lambda x: pool.submit(run, x).result()
+            return around(fn, outer, state=lambda: state)(wrap)
 
     return step
 
 
 @program
 def a_backward_in_another_thread():
-    state = State(n=0)
-
-    def fn(x):
-        state.n += 1
-        return work(x, state.n)
+    state, fn = counted()
 
     def step(wrap):
         run, x = wrap(fn), leaf()
@@ -331,38 +279,6 @@ def a_queue_read_by_the_function():
     return loop(fn)
 
 
-@program
-def a_context_variable_set_inside():
-    depth = ContextVar("depth", default=1)
-
-    def fn(x):
-        token = depth.set(depth.get() + 1)
-        try:
-            return work(x, depth.get()).tanh()
-        finally:
-            depth.reset(token)
-
-    return reversed_loop(fn, state=depth.get)
-
-
-@program
-def a_context_variable_that_counts():
-    depth = ContextVar("depth", default=1)
-
-    def fn(x):
-        depth.set(depth.get() + 1)
-        return work(x, depth.get())
-
-    def step(wrap):
-        token = depth.set(1)
-        try:
-            return reversed_loop(fn, state=depth.get)(wrap)
-        finally:
-            depth.reset(token)
-
-    return step
-
-
 # --- Calls in calls, and orders ---
 
 
@@ -394,23 +310,11 @@ def calls_in_calls(depth):
 
 @program
 def a_call_in_a_call_with_dropout():
-    def step(wrap):
-        inner = wrap(lambda x: nn.functional.dropout(work(x), 0.5))
-        return loop(wrap(lambda x: nn.functional.dropout(inner(inner(x)).sin(), 0.5)))(
-            lambda f: f
-        )
-
-    return step
-
-
-@program
-def a_wrapped_module_in_a_wrapped_function():
-    norm = nn.BatchNorm1d(4).double()
+    dropout = functools.partial(nn.functional.dropout, p=0.5)
 
     def step(wrap):
-        inner = wrap(norm)
-        outer = wrap(lambda x: work(inner(inner(x))))
-        return trained(norm, call=outer)(lambda f: f)
+        inner = wrap(lambda x: dropout(work(x)))
+        return loop(lambda x: dropout(inner(inner(x)).sin()))(wrap)
 
     return step
 
@@ -430,47 +334,14 @@ def a_call_that_wraps_in_the_body():
 
 
 @program
-def layers_in_a_row_that_share_a_list():
-    log = []
-
-    def step(wrap):
-        def layer(x):
-            log.append(len(log) + 1)
-            return work(x, 1 / log[-1])
-
-        fn = in_turn([wrap(layer) for _ in range(4)])
-        return loop(fn, state=lambda: log)(lambda f: f)
-
-    return step
-
-
-@program
 def a_call_whose_output_is_dropped():
-    state = State(n=0)
-
-    def fn(x):
-        state.n += 1
-        return work(x, state.n)
-
-    def step(wrap):
-        run = wrap(fn)
-
-        def twice(x):
-            run(x)
-            return run(x)
-
-        return loop(twice, state=lambda: state)(lambda f: f)
-
-    return step
+    state, fn = counted()
+    return around(fn, lambda run: lambda x: [run(x), run(x)][1], state=lambda: state)
 
 
 @program
 def a_backward_in_the_middle_of_forwards():
-    state = State(n=0)
-
-    def fn(x):
-        state.n += 1
-        return work(x, state.n).tanh()
+    state, fn = counted()
 
     def step(wrap):
         run, xs = wrap(fn), [leaf(seed=i) for i in range(4)]
@@ -487,11 +358,7 @@ def a_backward_in_the_middle_of_forwards():
 
 @program
 def a_graph_that_is_kept():
-    state = State(n=0)
-
-    def fn(x):
-        state.n += 1
-        return work(x, state.n).tanh()
+    state, fn = counted()
 
     def step(wrap):
         run, x = wrap(fn), leaf()
@@ -500,19 +367,6 @@ def a_graph_that_is_kept():
             out.sum().backward(retain_graph=True)
             state.n += 10
         return observed((out, x.grad, state))
-
-    return step
-
-
-@program
-def gradients_that_are_accumulated():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)).double()
-
-    def step(wrap):
-        run = wrap(lambda x: work(model(x)))
-        for i in range(3):
-            back(run(leaf(4, 4, seed=i)))
-        return observed([p.grad for p in model.parameters()])
 
     return step
 
@@ -562,50 +416,6 @@ def an_optimizer_that_calls_again():
 
 
 @program
-def an_input_that_is_gone():
-    def step(wrap):
-        x = leaf()
-        run = wrap(lambda y: work(y).tanh())
-        out = run(x * 2)
-        gc.collect()
-        back(out)
-        return observed((out, x.grad))
-
-    return step
-
-
-@program
-def an_object_replaced_between():
-    holder = State(data=State(k=1, items=[1, 2]))
-
-    def fn(x):
-        holder.data.items.append(3)
-        return work(x, len(holder.data.items))
-
-    def between():
-        holder.data = State(k=2, items=[])
-
-    return loop(fn, between=between, state=lambda: holder.data)
-
-
-@program
-def a_state_replaced_by_the_function():
-    class State:
-        def __init__(self, k):
-            self.k = k
-
-    class Model:
-        state = State(1)
-
-        def __call__(self, x):
-            self.state = State(self.state.k + 1)
-            return work(x, self.state.k)
-
-    model = Model()
-    return reversed_loop(model, state=lambda: model.state.k)
-
-
-@program
 def a_finalizer_that_counts():
     count = [0]
 
@@ -646,33 +456,6 @@ def a_weak_set_of_objects():
 
 
 @program
-def a_weak_dict_of_modules():
-    class Scale(nn.Module):
-        def forward(self, x):
-            return work(x, 2)
-
-    layer = Scale()
-    counts = weakref.WeakKeyDictionary({layer: 0})
-
-    def fn(x):
-        counts[layer] += 1
-        return layer(x) * counts[layer]
-
-    return reversed_loop(fn, state=lambda: [*counts.values()])
-
-
-@program
-def a_list_of_a_thousand_numbers():
-    held = [*range(1500)]
-
-    def fn(x):
-        held.append(1)
-        return work(x, held[1])
-
-    return loop(fn, state=lambda: len(held))
-
-
-@program
 def a_list_of_a_thousand_numbers_changed_between():
     held = [*range(1500)]
 
@@ -686,46 +469,6 @@ def a_list_of_a_thousand_numbers_changed_between():
 def a_dict_of_a_thousand_tensors():
     held = {i: torch.full((), float(i), dtype=torch.double) for i in range(1500)}
     return loop(lambda x: work(x * held[3] + held[7]))
-
-
-@program
-def a_hundred_small_tensors():
-    held = [leaf(seed=i).detach() for i in range(100)]
-    return loop(lambda x: work(x * held[3] + sum(held[40:50])), between=held.reverse)
-
-
-@program
-def three_hundred_objects():
-    held = [State(k=i % 3) for i in range(300)]
-
-    def fn(x):
-        held[3].k += 1
-        return work(x, held[3].k)
-
-    return reversed_loop(fn, state=lambda: held[3])
-
-
-@program
-def a_copied_and_a_pickled_state():
-    state = {"k": 1}
-
-    def fn(x):
-        state["k"] += 1
-        saved = pickle.loads(pickle.dumps(copy.deepcopy(state)))
-        return work(x, saved["k"])
-
-    return reversed_loop(fn, state=lambda: state)
-
-
-@program
-def a_text_that_is_written_to():
-    log = []
-
-    def fn(x):
-        log.append(f"mean {x.mean().item():.6f}")
-        return work(x, len(log[-1]) / 10)
-
-    return loop(fn, state=lambda: log)
 
 
 @program(recomputes=False)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from support.adversarial.program import (
     State,
+    around,
     back,
     family,
     leaf,
@@ -18,10 +19,6 @@ from torch import nn
 
 
 # --- In place ---
-
-
-def row(x):
-    return x.mul_(2)
 
 
 @family(
@@ -54,16 +51,7 @@ def an_input_that_is_no_leaf_changed_in_place(first):
         y.add_(1)
         return z * 2
 
-    def step(wrap):
-        run = wrap(fn)
-
-        def outer(x):
-            y = x * 3
-            return run(y) + y
-
-        return loop(outer)(lambda f: f)
-
-    return step
+    return around(fn, lambda run: lambda x: run(y := x * 3) + y)
 
 
 @program
@@ -75,23 +63,6 @@ def an_input_without_gradient_changed_in_place():
         return work(x * k)
 
     return loop(fn, args=(scale,), state=lambda: scale)
-
-
-@program
-def a_captured_tensor_counted_in_place():
-    k = torch.ones((), dtype=torch.double)
-
-    def fn(x):
-        k.add_(1)
-        return work(x * k.item())
-
-    return reversed_loop(fn, state=lambda: k)
-
-
-@program
-def a_captured_tensor_changed_between():
-    k = torch.ones(16, dtype=torch.double)
-    return loop(lambda x: work(x + k), between=lambda: k.mul_(2), state=lambda: k)
 
 
 @program
@@ -290,20 +261,6 @@ def a_backward_of_the_input_inside():
 
 
 @program
-def an_inner_step_of_sgd():
-    w = torch.ones(16, dtype=torch.double)
-
-    def fn(x):
-        fast = w.clone().requires_grad_()
-        for _ in range(2):
-            (g,) = torch.autograd.grad((work(x.detach() * fast)).sum(), fast)
-            fast = (fast - 0.1 * g).detach().requires_grad_()
-        return work(x * fast.detach())
-
-    return loop(fn)
-
-
-@program
 def an_inner_step_of_sgd_with_its_graph():
     w = leaf(seed=4)
 
@@ -347,16 +304,12 @@ def a_mode_around_the_forward(mode):
         k = torch.ones(4, 4) * 0.5
         return work((x.float().reshape(4, 4) @ k.float()).flatten() + 0.1)
 
-    def step(wrap):
-        run = wrap(fn)
+    return around(fn, lambda run: lambda x: mode_entered(mode, run, x))
 
-        def entered(x):
-            with mode():
-                return run(x)
 
-        return loop(entered)(lambda f: f)
-
-    return step
+def mode_entered(mode, run, x):
+    with mode():
+        return run(x)
 
 
 class DefaultDtype:
@@ -368,11 +321,6 @@ class DefaultDtype:
 
 
 @program
-def the_grad_mode_is_read():
-    return loop(lambda x: work(x, 2 if torch.is_grad_enabled() else 3))
-
-
-@program
 def a_forward_without_grad_first():
     state = State(n=0)
 
@@ -380,29 +328,12 @@ def a_forward_without_grad_first():
         state.n += 1
         return work(x, state.n)
 
-    def step(wrap):
-        run = wrap(fn)
+    def outer(run):
         with torch.no_grad():
             run(leaf())
-        return loop(run, state=lambda: state)(lambda f: f)
+        return run
 
-    return step
-
-
-@program
-def an_inference_tensor_captured():
-    with torch.inference_mode():
-        k = torch.ones(16, dtype=torch.double) * 3
-
-    return loop(lambda x: work(x + k))
-
-
-@program
-def an_inference_tensor_passed():
-    with torch.inference_mode():
-        k = torch.ones(16, dtype=torch.double) * 3
-
-    return loop(lambda x, k: work(x + k), args=(k,))
+    return around(fn, outer, state=lambda: state)
 
 
 # --- Graphs ---
@@ -449,137 +380,64 @@ def attributes_of_a_context():
     return reversed_loop(fn, state=lambda: k)
 
 
-@program
-def saved_tensors_read_twice():
-    return loop(lambda x: Saving.apply(work(x)).tanh())
-
-
-@program
-def a_count_in_a_function_of_autograd():
+@family(forward=0, backward=1)
+def a_count_in_a_function_of_autograd(where):
     class Counting(torch.autograd.Function):
         count = 0
 
         @staticmethod
         def forward(ctx, x):
-            ran()
-            Counting.count += 1
+            Counting.count += where == 0
             ctx.k = Counting.count
             ctx.save_for_backward(x)
-            return x * Counting.count
+            return x.sin() * (1 + Counting.count)
 
         @staticmethod
         def backward(ctx, grad):
+            Counting.count += where == 1
             (x,) = ctx.saved_tensors
-            return grad * ctx.k + 0 * x
-
-    return loop(lambda x: work(Counting.apply(x)), state=lambda: Counting.count)
-
-
-@program
-def a_count_in_a_backward():
-    class Counting(torch.autograd.Function):
-        count = 0
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, grad):
-            Counting.count += 1
-            (x,) = ctx.saved_tensors
-            return grad * x.cos() * Counting.count
+            return grad * x.cos() * (1 + (Counting.count if where else ctx.k))
 
     return loop(lambda x: Counting.apply(work(x)), state=lambda: Counting.count)
 
 
 @program
-def a_view_that_is_returned():
-    return loop(lambda x: work(x).view(4, 4).t()[1:])
-
-
-@program
-def the_input_that_is_returned():
-    return loop(lambda x: (x, work(x)))
-
-
-@program
-def a_view_of_the_input_that_is_returned():
-    return loop(lambda x: (x[:4], work(x), x.view(4, 4)))
-
-
-@program
 def a_returned_view_changed_in_place():
-    def step(wrap):
-        run = wrap(lambda x: (work(x) * 2).view(4, 4))
-
-        def outer(x):
+    def outer(run):
+        def call(x):
             y = run(x)
             y[0].mul_(3)
             return y.sin()
 
-        return loop(outer)(lambda f: f)
+        return call
 
-    return step
-
-
-@program
-def an_output_that_is_not_used():
-    return loop(lambda x: (work(x).sin(), x.cos().exp(), work(x, 3))[0])
+    return around(lambda x: (work(x) * 2).view(4, 4), outer)
 
 
-@program
-def an_output_without_a_gradient():
-    def fn(x):
-        y = work(x)
-        return y, y.detach().argmax()
-
-    def step(wrap):
-        x = leaf()
-        out, i = wrap(fn)(x)
-        back(out)
-        return observed((out, i, x.grad))
-
-    return step
+RETURNED = {
+    "a view": lambda x: work(x).view(4, 4).t()[1:],
+    "the input": lambda x: (x, work(x)),
+    "a view of the input": lambda x: (x[:4], work(x), x.view(4, 4)),
+    "one of three outputs": lambda x: (work(x).sin(), x.cos().exp(), work(x, 3))[0],
+    "one with no elements before it": lambda x: torch.cat([x[:0], work(x)]),
+    "a complex one as two": lambda x: torch.view_as_real(
+        torch.complex(work(x), x).exp()
+    ),
+    "one that was saved twice": lambda x: Saving.apply(work(x)).tanh(),
+}
 
 
-@program
-def a_tensor_without_elements():
-    return loop(lambda x: torch.cat([x[:0], work(x)]))
-
-
-@program
-def a_scalar_tensor_and_its_item():
-    def fn(x):
-        k = x.detach().abs().max()
-        return work(x, k.item()) if k > 0 else x
-
+@family(**RETURNED)
+def returned(fn):
     return loop(fn)
 
 
-@program
-def a_branch_by_a_captured_flag():
-    flags = {"deep": True}
-    fn = lambda x: work(work(x).tanh()) if flags["deep"] else work(x)
-    return loop(fn, between=lambda: flags.update(deep=not flags["deep"]))
-
-
-@program
-def a_complex_tensor():
-    return loop(lambda x: torch.view_as_real(torch.complex(work(x), x).exp()))
-
-
-@program
-def a_sparse_tensor():
-    m = torch.eye(16, dtype=torch.double).to_sparse()
-    return loop(lambda x: work(torch.sparse.mm(m, x[:, None]).flatten()))
-
-
-@program
-def a_quantized_tensor():
-    q = torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.qint8)
-    return loop(lambda x: work(x * q.dequantize().double()))
+@family(captured=False, passed=True)
+def an_inference_tensor(is_passed):
+    with torch.inference_mode():
+        k = torch.ones(16, dtype=torch.double) * 3
+    fn = lambda x, k=k: work(x + k)
+    return loop(fn, args=(k,) if is_passed else ())
 
 
 @program
@@ -607,18 +465,6 @@ def a_gradient_by_grad(kept):
         grads = torch.autograd.grad(out.sum(), x, retain_graph=kept)
         more = torch.autograd.grad(out.sin().sum(), x) if kept else ()
         return observed((out, grads, more))
-
-    return step
-
-
-@program
-def a_second_derivative():
-    def step(wrap):
-        x = leaf()
-        out = wrap(work)(x)
-        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        g.sin().sum().backward()
-        return observed((out, g, x.grad))
 
     return step
 
@@ -666,26 +512,6 @@ def batched_gradients():
         return observed((out, rows))
 
     return step
-
-
-@program
-def a_vmapped_call():
-    k = State(value=2)
-
-    def step(wrap):
-        run = wrap(lambda x: work(x, k.value))
-        return loop(
-            lambda x: torch.vmap(run)(x.view(4, 4)),
-            between=lambda: setattr(k, "value", 3),
-            count=1,
-        )(lambda f: f)
-
-    return step
-
-
-@program
-def a_gradient_checked_numerically():
-    return lambda wrap: torch.autograd.gradcheck(wrap(work), (leaf(4),))
 
 
 # --- What is set on tensors ---
