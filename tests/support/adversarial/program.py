@@ -81,6 +81,60 @@ def taking(space, *parameters):
     }
 
 
+@dataclass(frozen=True)
+class Text:
+    """A program of one function, as text.
+
+    Attributes:
+        make: what makes the state, of which `held` is observed.
+        reads: what is computed with, of the input `x`.
+        before, after: what the function does before and after that.
+        between: what the user does between forward and backward.
+        state: what is observed in the end.
+        later: whether the forwards are first, and then the backwards.
+        count: how often it is run.
+    """
+
+    make: str
+    reads: str
+    before: str = "pass"
+    after: str = "pass"
+    between: str = "pass"
+    state: str = "held"
+    later: bool = False
+    count: int = 3
+
+    def build(self, scope: dict[str, Any]) -> Step:
+        """Make the state, and return what runs the program."""
+        source = f"""
+def build():
+    {self.make}
+
+    def fn(x):
+        {self.before}
+        y = work({self.reads})
+        {self.after}
+        return y.tanh()
+
+    def between():
+        {self.between}
+
+    return fn, between, lambda: {self.state}
+"""
+        found: dict[str, Any] = {}
+        exec(compile(source, f"<{self.make}>", "exec"), scope, found)
+        fn, between, state = found["build"]()
+        by = reversed_loop if self.later else loop
+        return by(fn, between=between, state=state, count=self.count)
+
+
+def texts(scope: dict[str, Any], rows: dict[str, Text]) -> None:
+    """Add the programs that are text, whose names are those of a module."""
+    theme = scope["__name__"].rpartition(".")[2]
+    for name, row in rows.items():
+        add(f"{theme}/{name}", functools.partial(row.build, scope))
+
+
 # --- What programs do ---
 
 

@@ -78,44 +78,6 @@ def plain_code_after_a_backward_in_the_region():
     return in_a_region(body)
 
 
-@program
-def a_backward_in_another_region():
-    def step(wrap):
-        w = leaf(4, 4).detach().float().requires_grad_()
-        other = leaf(4, 4, seed=5).detach().float().requires_grad_()
-        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
-        run = wrap(lambda x: work((x @ w).sin() @ w))
-        with torch.autocast("cpu", torch.bfloat16):
-            out = run(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            first = x @ other
-            back(out)
-            stepped(other)
-            second = x @ other
-        return observed((out, first, second, w.grad, x.grad))
-
-    return step
-
-
-@program
-def stepped_and_cast_in_another_region():
-    """Not to be wrong: the recompute must not read what that region cast."""
-
-    def step(wrap):
-        w = leaf(4, 4).detach().float().requires_grad_()
-        x = leaf(4, 4, seed=2).detach().float().requires_grad_()
-        run = wrap(lambda x: work((x @ w).sin() @ w))
-        with torch.autocast("cpu", torch.bfloat16):
-            out = run(x)
-        stepped(w)
-        with torch.autocast("cpu", torch.bfloat16):
-            first = x @ w
-            back(out)
-        return observed((out, first, w.grad, x.grad))
-
-    return step
-
-
 # --- Streams ---
 
 

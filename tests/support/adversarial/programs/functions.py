@@ -4,19 +4,23 @@ import contextlib
 import functools
 import gc
 import types
-from collections import defaultdict
 
 from support.adversarial.program import (
+    Text,
     back,
     family,
     leaf,
     loop,
     observed,
     program,
-    reversed_loop,
+    texts,
     work,
 )
 from torch import nn
+
+
+# What a row uses, which is text.
+exec("from collections import defaultdict")
 
 
 def per_call(make, count=3):
@@ -126,125 +130,10 @@ def a_name_deleted_between():
 
 
 @program
-def a_cache_of_results():
-    calls = []
-
-    @functools.lru_cache(maxsize=2)
-    def scale(n):
-        calls.append(n)
-        return n + len(calls)
-
-    return reversed_loop(lambda x: work(x, scale(2)), state=lambda: calls)
-
-
-@program
-def a_cache_of_results_cleared_between():
-    @functools.cache
-    def scale(n):
-        return n * 2
-
-    state = lambda: scale.cache_info().currsize
-    fn = lambda x: work(x, scale(2))
-    return loop(fn, between=scale.cache_clear, state=state)
-
-
-@program
 def a_cache_of_a_graph():
     weight = leaf(seed=5)
     scaled = functools.cache(lambda: work(weight))
     return loop(lambda x: work(x * scaled()), state=lambda: weight.grad, count=1)
-
-
-@program
-def a_cached_property():
-    class Model:
-        made = 0
-
-        @functools.cached_property
-        def k(self):
-            self.made += 1
-            return 2 + self.made
-
-        def __call__(self, x):
-            return work(x, self.k)
-
-    model = Model()
-    return loop(model, state=lambda: vars(model))
-
-
-@program
-def code_replaced_between():
-    def act(x):
-        return work(x, 2)
-
-    def other(x):
-        return work(x, 3)
-
-    def between():
-        act.__code__ = other.__code__
-
-    return loop(lambda x: act(x), between=between)
-
-
-@program
-def a_class_attribute_shadowed_by_the_function():
-    class Model:
-        k = 1
-
-        def __call__(self, x):
-            self.k = self.k + 1
-            return work(x, self.k)
-
-    model = Model()
-    return reversed_loop(model, state=lambda: vars(model))
-
-
-@program
-def an_attribute_deleted_by_the_function():
-    class Model:
-        k = 1
-
-    model = Model()
-    model.k = 5
-
-    def fn(x):
-        y = work(x, model.k)
-        vars(model).pop("k", None)
-        return y
-
-    return reversed_loop(fn, state=lambda: vars(model))
-
-
-@program
-def a_registry_filled_by_new_classes():
-    registry = {}
-
-    class Base:
-        def __init_subclass__(cls):
-            registry[cls.__name__] = cls
-
-    def fn(x):
-        type(f"Made{len(registry)}", (Base,), {})
-        return work(x, len(registry))
-
-    return loop(fn, state=lambda: [*registry])
-
-
-@program
-def a_singleton_made_at_the_first_call():
-    class Config:
-        instance = None
-
-        @classmethod
-        def get(cls):
-            if cls.instance is None:
-                cls.instance = cls()
-                cls.instance.k = 2
-            else:
-                cls.instance.k += 1
-            return cls.instance
-
-    return reversed_loop(lambda x: work(x, Config.get().k))
 
 
 @family(**{"600": 600, "3,000": 3000})
@@ -260,59 +149,6 @@ def a_linked_list_of_nodes(count):
         return work(x, 1 + total / count)
 
     return loop(fn, between=lambda: setattr(head, "k", 5))
-
-
-@program
-def nested_lists_600_deep():
-    held = [1]
-    for _ in range(600):
-        held = [held]
-
-    def fn(x):
-        at = held
-        while isinstance(at[0], list):
-            at = at[0]
-        at[0] += 1
-        return work(x, at[0])
-
-    return loop(fn)
-
-
-@program
-def closures_400_deep():
-    def added(fn):
-        return lambda: fn() + 0.01
-
-    fn = lambda: 1
-    for _ in range(400):
-        fn = added(fn)
-    return loop(lambda x: work(x, fn()))
-
-
-@program
-def a_list_that_holds_itself():
-    held = [1]
-    held.append(held)
-
-    def fn(x):
-        held[0] += 1
-        return work(x, held[1][1][0])
-
-    return loop(fn, state=lambda: held[0])
-
-
-@program
-def a_tree_that_grows():
-    root = {"k": 1}
-
-    def fn(x):
-        at = root
-        while "next" in at:
-            at = at["next"]
-        at["next"] = {"k": at["k"] + 1}
-        return work(x, at["next"]["k"])
-
-    return reversed_loop(fn, state=lambda: root)
 
 
 @program
@@ -337,8 +173,128 @@ def a_stack_that_is_pushed_and_popped():
     return loop(fn, state=lambda: stack)
 
 
-@program
-def a_missing_entry_is_made():
-    held = defaultdict(lambda: len(held) + 1)
-    fn = lambda x: work(x, held["a"] + held["b"] + held[len(held)])
-    return reversed_loop(fn, state=lambda: held)
+# --- What they remember ---
+
+
+class Cached:
+    made = 0
+
+    @functools.cached_property
+    def k(self):
+        self.made += 1
+        return 2 + self.made
+
+
+class Config:
+    instance = None
+
+    @classmethod
+    def get(cls):
+        if cls.instance is None:
+            cls.instance = cls()
+            cls.instance.k = 1
+        cls.instance.k += 1
+        return cls.instance
+
+
+class Registered:
+    def __init_subclass__(cls, registry):
+        registry[cls.__name__] = cls
+
+
+def last_of(tree):
+    while "next" in tree:
+        tree = tree["next"]
+    return tree
+
+
+def nested(value, depth=600):
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def innermost(value):
+    while isinstance(value[0], list):
+        value = value[0]
+    return value
+
+
+def added(fn):
+    return lambda: fn() + 0.01
+
+
+texts(
+    globals(),
+    {
+        "a cache of results": Text(
+            "held = []; scale = functools.cache(lambda n: held.append(n) or n + 1)",
+            "x, scale(2)",
+            later=True,
+        ),
+        "a cache of results cleared between": Text(
+            "held = functools.cache(lambda n: n * 2)",
+            "x, held(2)",
+            between="held.cache_clear()",
+            state="held.cache_info().currsize",
+        ),
+        "a cached property": Text("held = Cached()", "x, held.k", state="vars(held)"),
+        "a class attribute shadowed by the function": Text(
+            "held = type('Model', (), {'k': 1})()",
+            "x, held.k",
+            before="held.k = held.k + 1",
+            state="vars(held)",
+            later=True,
+        ),
+        "an attribute deleted by the function": Text(
+            "held = type('Model', (), {'k': 1})(); held.k = 5",
+            "x, held.k",
+            after="vars(held).pop('k', None)",
+            state="vars(held)",
+            later=True,
+        ),
+        "code replaced between": Text(
+            "held = lambda: 2; other = lambda: 3",
+            "x, held()",
+            between="held.__code__ = other.__code__",
+            state="held()",
+        ),
+        "a registry filled by new classes": Text(
+            "held = {}",
+            "x, len(held)",
+            before="type(f'Made{len(held)}', (Registered,), {}, registry=held)",
+            state="[*held]",
+        ),
+        "a singleton made at the first call": Text(
+            "Config.instance = None", "x, Config.get().k", state="None", later=True
+        ),
+        "a list that holds itself": Text(
+            "held = [1]; held.append(held)",
+            "x, held[1][1][0]",
+            before="held[0] += 1",
+            state="held[0]",
+        ),
+        "a missing entry is made": Text(
+            "held = defaultdict(lambda: len(held) + 1)",
+            "x, held['a'] + held['b'] + held[len(held)]",
+            later=True,
+        ),
+        "a tree that grows": Text(
+            "held = {'k': 1}",
+            "x, last_of(held)['k']",
+            before="at = last_of(held); at['next'] = {'k': at['k'] + 1}",
+            later=True,
+        ),
+        "nested lists 600 deep": Text(
+            "held = nested(1)",
+            "x, innermost(held)[0]",
+            before="innermost(held)[0] += 1",
+            state="innermost(held)",
+        ),
+        "closures 400 deep": Text(
+            "held = functools.reduce(lambda fn, _: added(fn), range(400), int)",
+            "x, 1 + held()",
+            state="held()",
+        ),
+    },
+)

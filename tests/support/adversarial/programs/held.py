@@ -92,6 +92,19 @@ def an_intermediate_written_and_read(hold):
     return reversed_loop(fn, state=dump)
 
 
+@family(**ANYTHING)
+def an_output_that_a_hook_leaves(hold):
+    read, write, _ = hold()
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda _m, _x, y: nothing(write(y)))
+
+    def fn(x):
+        y = work(layer(x))
+        return y * read().sin()
+
+    return loop(fn, count=2)
+
+
 # --- Set anew in each forward: what torch's checkpoint gets right ---
 
 

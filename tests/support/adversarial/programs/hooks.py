@@ -23,25 +23,6 @@ from torch import nn
 
 
 @program
-def an_output_in_a_dict_of_a_closure():
-    layer, held = nn.Tanh(), {}
-    layer.register_forward_hook(lambda _m, _x, y: nothing(held.update(y=y)))
-
-    def fn(x):
-        work(layer(x))
-        return held["y"].exp() * 2
-
-    return loop(fn, state=lambda: [*held])
-
-
-@program
-def an_output_in_an_attribute_of_the_layer():
-    layer = nn.Tanh()
-    layer.register_forward_hook(lambda m, _x, y: nothing(setattr(m, "last", y)))
-    return loop(lambda x: work(layer(x)) * layer.last.sin(), state=lambda: layer.last)
-
-
-@program
 def outputs_appended_to_a_list_that_is_cleared():
     layer, held = nn.Tanh(), []
     layer.register_forward_hook(lambda _m, _x, y: held.append(y))
@@ -64,19 +45,6 @@ def outputs_collected_from_three_layers():
         return sum(held[i] * i for i in sorted(held)) * y
 
     return loop(fn, state=lambda: [*held])
-
-
-@program
-def a_hook_that_fills_a_dict_reset_by_the_function():
-    layer, held = nn.Tanh(), {"n": 0, "ys": []}
-    layer.register_forward_hook(lambda _m, _x, y: held["ys"].append(y))
-
-    def fn(x):
-        held["ys"] = []
-        layer(layer(x))
-        return work(held["ys"][0] * held["ys"][1])
-
-    return loop(fn, state=lambda: len(held["ys"]))
 
 
 @program
@@ -119,24 +87,6 @@ def a_hook_added_once_by_the_function():
 
 
 @program
-def a_hook_that_is_a_method_of_the_model():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.seen = nn.Tanh(), []
-            self.layer.register_forward_hook(self.note)
-
-        def note(self, _m, _x, y):
-            self.seen = [y]
-
-        def forward(self, x):
-            y = work(self.layer(x))
-            return y * self.seen[-1]
-
-    return loop(Model())
-
-
-@program
 def a_hook_for_all_modules():
     layer, held = nn.Tanh(), {}
 
@@ -151,24 +101,6 @@ def a_hook_for_all_modules():
             handle.remove()
 
     return step
-
-
-@program
-def a_hook_whose_closure_nobody_else_holds():
-    layer = nn.Tanh()
-
-    def install():
-        count = 0
-
-        def hook(m, _x, _y):
-            nonlocal count
-            count += 1
-            m.count = count
-
-        layer.register_forward_hook(hook)
-
-    install()
-    return loop(lambda x: work(layer(x)) * layer.count, state=lambda: layer.count)
 
 
 @program

@@ -97,26 +97,6 @@ def an_index_given_at_the_first_call():
 
 
 @program
-def an_iterator_made_inside():
-    def fn(x):
-        for k in itertools.islice(itertools.cycle([1, 2]), 5):
-            x = work(x, k).tanh()
-        return x
-
-    return loop(fn)
-
-
-@program
-def a_generator_inside():
-    def outputs(x):
-        for k in range(1, 4):
-            x = work(x, k).tanh()
-            yield x
-
-    return loop(lambda x: sum(outputs(x)))
-
-
-@program
 def a_generator_that_is_sent_tensors():
     def accumulating():
         total = 0

@@ -302,6 +302,10 @@ def in_regions(fn_of, *, steps, casts):
     return step
 
 
+def without_a_region(w):
+    return lambda x: work((x @ w).sin() @ w)
+
+
 def with_a_region_inside(w):
     def fn(x):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
@@ -319,23 +323,24 @@ def with_a_part_in_a_region(w):
     return fn
 
 
-@family(
-    **{
-        "stepped and cast": {"steps": True, "casts": True},
-        "stepped": {"steps": True, "casts": False},
-        "cast": {"steps": False, "casts": True},
-        "neither": {"steps": False, "casts": False},
-    }
-)
+HOW = {
+    "stepped and cast": {"steps": True, "casts": True},
+    "stepped": {"steps": True, "casts": False},
+    "cast": {"steps": False, "casts": True},
+    "neither": {"steps": False, "casts": False},
+}
+
+
+@family(**HOW)
+def a_backward_in_another_region(how):
+    return in_regions(without_a_region, **how)
+
+
+@family(**HOW)
 def a_region_inside_and_a_backward_in_another(how):
     return in_regions(with_a_region_inside, **how)
 
 
-@family(
-    **{
-        "stepped and cast": {"steps": True, "casts": True},
-        "cast": {"steps": False, "casts": True},
-    }
-)
+@family(**HOW)
 def a_part_in_a_region_and_a_backward_in_another(how):
     return in_regions(with_a_part_in_a_region, **how)

@@ -1,14 +1,18 @@
 """Objects in C, keys that compare, iterators that do more, weak references."""
 
-import csv
 import functools
-import itertools
 import sqlite3
 import weakref
 
 import numpy as np
-import torch
-from support.adversarial.program import State, family, leaf, loop, program, work
+from support.adversarial.program import (
+    Text,
+    family,
+    loop,
+    program,
+    texts,
+    work,
+)
 
 
 class Numbers:
@@ -25,30 +29,6 @@ class Numbers:
     def __next__(self):
         self.n += 1
         return self.n
-
-
-@program
-def a_slot_of_an_iterator():
-    numbers = Numbers()
-    return loop(lambda x: work(x, numbers.n))
-
-
-@program
-def an_iterator_with_slots():
-    numbers = Numbers()
-    return loop(lambda x: work(x, next(numbers)), state=lambda: numbers.n)
-
-
-@program
-def the_class_of_an_iterator():
-    numbers = map(int, "123")
-    return loop(lambda x: work(x, 2 if isinstance(numbers, map) else 3))
-
-
-@program
-def a_reader_of_a_file_that_is_not_read():
-    reader = csv.reader(["a", "b"])
-    return loop(lambda x: work(x, 2 + reader.line_num))
 
 
 @program
@@ -76,69 +56,6 @@ class Key:
 
     def __hash__(self):
         return hash(self.k)
-
-
-@program
-def keys_that_compare_with_their_kind_alone():
-    held, new = {Key(0): 2}, iter(range(1, 9))
-
-    def change():
-        held.clear()
-        held[Key(next(new))] = 3
-
-    return loop(lambda x: work(x, sum(held.values())), between=change)
-
-
-@program
-def an_iterator_that_is_not_read():
-    unread = itertools.cycle([2.0])
-    return loop(lambda x: work(x) if unread is not None else x)
-
-
-@program
-def a_list_replaced_by_an_array_between():
-    held = State(values=[1.0, 2.0])
-    change = lambda: setattr(held, "values", np.arange(3))
-    return loop(
-        lambda x: work(x, sum(held.values)), between=change, state=lambda: held.values
-    )
-
-
-@family(five=5, a_hundred=100)
-def the_order_of_a_set_that_the_function_changes(count):
-    names = {f"name {k}" for k in range(count)}
-
-    def fn(x):
-        y = work(x, 1 + int(next(iter(names)).split()[1]))
-        names.add("name 7000")
-        names.discard(next(iter(names)))
-        return y
-
-    return loop(fn, state=lambda: len(names), count=1)
-
-
-@program
-def a_hook_of_a_leaf_set_by_the_function():
-    w, seen = leaf(seed=5), []
-
-    def fn(x):
-        w.register_hook(seen.append)
-        return work(x * w)
-
-    return loop(fn, state=lambda: (len(seen), len(w._backward_hooks)), count=1)
-
-
-@program
-def a_tensor_resized_by_the_function():
-    held = torch.zeros(4)
-
-    def fn(x):
-        held.resize_(8).fill_(2)
-        y = work(x, held.sum())
-        held.resize_(4)
-        return y
-
-    return loop(fn, state=lambda: held)
 
 
 @program
@@ -181,7 +98,71 @@ def an_object_without_attributes_that_is_passed():
     return loop(lambda x, m: work(x, 2 if m is MISSING else 3), args=(MISSING,))
 
 
-@program
-def a_parameter_in_a_list_of_a_thousand():
-    held = [leaf(seed=2) for _ in range(1001)]
-    return loop(lambda x: work(x * held[1000]), state=lambda: held[1000].grad)
+# What the rows use besides, which are text.
+exec(
+    """
+import csv, itertools, torch
+import numpy as np
+from support.adversarial.program import State, leaf
+"""
+)
+
+texts(
+    globals(),
+    {
+        "a slot of an iterator": Text("held = Numbers()", "x, held.n", state="held.n"),
+        "an iterator with slots": Text(
+            "held = Numbers()", "x, next(held)", state="held.n"
+        ),
+        "the class of an iterator": Text(
+            "held = map(int, '123')", "x, 2 if isinstance(held, map) else 3", state="1"
+        ),
+        "a reader of a file that is not read": Text(
+            "held = csv.reader(['a', 'b'])",
+            "x, 2 + held.line_num",
+            state="held.line_num",
+        ),
+        "an iterator that is not read": Text(
+            "held = itertools.cycle([2])", "x, 3 if held is None else 2", state="None"
+        ),
+        "keys that compare with their kind alone": Text(
+            "held = {Key(0): 2}",
+            "x, sum(held.values())",
+            between="held.clear(); held[Key(1)] = 3",
+            state="[*held.values()]",
+        ),
+        "a list replaced by an array between": Text(
+            "held = State(values=[1.0, 2.0])",
+            "x, sum(held.values)",
+            between="held.values = np.arange(3)",
+        ),
+        "a hook of a leaf set by the function": Text(
+            "held = leaf(seed=5); seen = []",
+            "x * held",
+            before="held.register_hook(seen.append)",
+            state="(len(seen), len(held._backward_hooks))",
+            count=1,
+        ),
+        "a tensor resized by the function": Text(
+            "held = torch.zeros(4)",
+            "x, held.sum()",
+            before="held.resize_(8).fill_(2)",
+            after="held.resize_(4)",
+        ),
+        "a parameter in a list of a thousand": Text(
+            "held = [leaf(seed=2) for _ in range(1001)]",
+            "x * held[1000]",
+            state="held[1000].grad",
+        ),
+        **{
+            f"the order of a set that the function changes: {count}": Text(
+                f"held = {{f'name {{k}}' for k in range({count})}}",
+                "x, 1 + int(next(iter(held)).split()[1])",
+                after="held.add('name 7000'); held.discard(next(iter(held)))",
+                state="len(held)",
+                count=1,
+            )
+            for count in (5, 100)
+        },
+    },
+)

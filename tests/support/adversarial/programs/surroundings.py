@@ -1,14 +1,13 @@
 """Streams, threads, exceptions, nested calls and the order of backwards."""
 
 import functools
-import queue
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from support.adversarial.program import (
     State,
+    Text,
     around,
     back,
     family,
@@ -18,6 +17,7 @@ from support.adversarial.program import (
     program,
     ran,
     reversed_loop,
+    texts,
     work,
 )
 from torch import nn
@@ -27,7 +27,7 @@ from torch import nn
 
 
 # What the rows use besides, which are text.
-exec("import random\nimport numpy as np")
+exec("import queue, random, weakref\nimport numpy as np")
 
 
 # What draws, and what makes a stream `held` of which it does.
@@ -126,22 +126,6 @@ def an_exception_in_the_first_forward():
 
 
 @program
-def an_exception_that_the_function_catches():
-    tries = [0]
-
-    def fn(x):
-        try:
-            tries[0] += 1
-            if tries[0] % 2:
-                raise ValueError
-            return work(x, 2)
-        except ValueError:
-            return work(x, 3)
-
-    return reversed_loop(fn, state=lambda: tries)
-
-
-@program
 def an_exception_in_a_hook_of_the_backward():
     def fn(x):
         y = work(x)
@@ -163,19 +147,6 @@ def an_exception_in_a_hook_of_the_backward():
         return observed((out, x.grad))
 
     return step
-
-
-@program
-def a_flag_that_an_early_stop_leaves_set():
-    busy = [0]
-
-    def fn(x):
-        busy[0] += 1
-        y = work(x, 2)
-        busy[0] -= 1
-        return y
-
-    return loop(fn, state=lambda: busy)
 
 
 @program
@@ -266,17 +237,6 @@ def threads_that_share_a_module():
         return observed([x.grad for x in xs])
 
     return step
-
-
-@program
-def a_queue_read_by_the_function():
-    waiting = queue.Queue()
-
-    def fn(x):
-        waiting.put(1)
-        return work(x, 2)
-
-    return loop(fn)
 
 
 # --- Calls in calls, and orders ---
@@ -431,46 +391,6 @@ def a_finalizer_that_counts():
     return loop(fn)
 
 
-@program
-def an_owner_with_a_finalizer():
-    class Owner:
-        k = 2
-
-        def __del__(self):
-            self.k = None
-
-    holder = State(owner=Owner())
-    return loop(lambda x: work(x, holder.owner.k))
-
-
-@program
-def a_weak_set_of_objects():
-    class Item:
-        def __init__(self, k):
-            self.k = k
-
-    items = [Item(k) for k in range(3)]
-    held = weakref.WeakSet(items)
-    fn = lambda x: work(x, 1 + sum(item.k for item in held))
-    return loop(fn, between=lambda: items.pop() and None, count=2)
-
-
-@program
-def a_list_of_a_thousand_numbers_changed_between():
-    held = [*range(1500)]
-
-    def between():
-        held[1] += 1
-
-    return loop(lambda x: work(x, held[1]), between=between, state=lambda: held[1])
-
-
-@program
-def a_dict_of_a_thousand_tensors():
-    held = {i: torch.full((), float(i), dtype=torch.double) for i in range(1500)}
-    return loop(lambda x: work(x * held[3] + held[7]))
-
-
 @program(recomputes=False)
 def nothing_that_requires_grad():
     state = State(n=0)
@@ -496,3 +416,56 @@ def no_backward_at_all():
         return observed((outs, state))
 
     return step
+
+
+class Closing:
+    k = 2
+
+    def __del__(self):
+        self.k = None
+
+
+def tried(tries):
+    """Raise every other time, and catch it."""
+    try:
+        tries[0] += 1
+        return 2 // (tries[0] % 2)
+    except ZeroDivisionError:
+        return 3
+
+
+texts(
+    globals(),
+    {
+        "a flag that an early stop leaves set": Text(
+            "held = [0]", "x", before="held[0] += 1", after="held[0] -= 1; return y"
+        ),
+        "an exception that the function catches": Text(
+            "held = [0]", "x, tried(held)", later=True
+        ),
+        "a queue read by the function": Text(
+            "held = queue.Queue()", "x", before="held.put(1)", state="held.qsize() > 0"
+        ),
+        "an owner with a finalizer": Text(
+            "held = State(owner=Closing())", "x, held.owner.k", state="None"
+        ),
+        "a weak set of objects": Text(
+            "items = [State(k=k) for k in range(3)]; held = weakref.WeakSet(items)",
+            "x, 1 + sum(item.k for item in held)",
+            between="items.pop()",
+            state="len(held)",
+            count=2,
+        ),
+        "a list of a thousand numbers changed between": Text(
+            "held = [*range(1500)]",
+            "x, held[1]",
+            between="held[1] += 1",
+            state="held[1]",
+        ),
+        "a dict of a thousand tensors": Text(
+            "held = {i: torch.full((), i / 9).double() for i in range(1500)}",
+            "x * held[3] + held[7]",
+            state="len(held)",
+        ),
+    },
+)

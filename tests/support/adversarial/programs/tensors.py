@@ -1,9 +1,9 @@
 """Tensors: in place, views, what shares memory, `.data`, gradients, modes, graphs."""
 
-import numpy as np
 import torch
 from support.adversarial.program import (
     State,
+    Text,
     around,
     back,
     family,
@@ -13,6 +13,7 @@ from support.adversarial.program import (
     program,
     ran,
     reversed_loop,
+    texts,
     work,
 )
 from torch import nn
@@ -65,214 +66,106 @@ def an_input_without_gradient_changed_in_place():
     return loop(fn, args=(scale,), state=lambda: scale)
 
 
-@program
-def a_captured_view_changed_by_its_base():
-    base = torch.ones(4, 16, dtype=torch.double)
-    row = base[1]
-
-    def fn(x):
-        base[1, 0] += 1
-        return work(x + row)
-
-    return loop(fn, state=lambda: base)
-
-
-@program
-def a_captured_base_changed_by_its_view():
-    base = torch.ones(16, dtype=torch.double)
-    part = base[:4]
-
-    def fn(x):
-        part.add_(1)
-        return work(x + base)
-
-    return reversed_loop(fn, state=lambda: (base, part))
-
-
-@program
-def an_array_and_its_tensor():
-    held = np.ones(16)
-    k = torch.from_numpy(held)
-
-    def fn(x):
-        held[0] += 1
-        return work(x + k)
-
-    return loop(fn, state=lambda: (held, k))
-
-
-@program
-def an_array_and_its_tensor_changed_between():
-    held = np.ones(16)
-    k = torch.from_numpy(held)
-
-    def between():
-        held[:] = held * 2
-
-    return loop(lambda x: work(x + k), between=between, state=lambda: k)
-
-
-@program
-def a_tensor_and_its_array_in_a_closure():
-    k = torch.ones(16, dtype=torch.double)
-    held = k.numpy()
-
-    def fn(x):
-        held[1] += 1
-        return work(x + torch.from_numpy(held) + k)
-
-    return loop(fn, state=lambda: k)
-
-
-@program
-def a_tensor_of_detached_memory():
-    k = torch.ones(16, dtype=torch.double)
-    shared = k.detach()
-
-    def fn(x):
-        shared.add_(1)
-        return work(x * k)
-
-    return loop(fn, state=lambda: (k, shared))
-
-
-@program
-def a_result_written_into_an_outer_tensor():
-    out = torch.zeros(3, 16, dtype=torch.double)
-    at = [0]
-
-    def fn(x):
-        y = work(x)
-        out[at[0] % 3] = y.detach()
-        at[0] += 1
-        return y.tanh()
-
-    return loop(fn, state=lambda: (out, at))
-
-
-# --- Data, gradients and flags ---
-
-
-@program
-def data_replaced_between():
-    k = torch.ones(16, dtype=torch.double)
-
-    def between():
-        k.data = k.data * 2
-
-    return loop(lambda x: work(x + k), between=between, state=lambda: k)
-
-
-@program
-def data_replaced_by_the_function():
-    k = torch.ones(16, dtype=torch.double)
-
-    def fn(x):
-        k.data = k.data + 1
-        return work(x + k)
-
-    return reversed_loop(fn, state=lambda: k)
-
-
-@program
-def data_of_a_parameter_replaced_and_put_back():
-    w = nn.Parameter(torch.ones(16, dtype=torch.double))
-
-    def fn(x):
-        held = w.data
-        w.data = held * 2
-        y = work(x * w.detach().clone())
-        w.data = held
-        return y
-
-    return loop(fn, state=lambda: w)
-
-
-@program
-def a_parameter_frozen_between():
-    w = leaf(seed=4)
-
-    def between():
-        w.requires_grad_(requires_grad=False)
-
-    return loop(lambda x: work(x * w), between=between, state=lambda: w.grad, count=1)
-
-
-@program
-def a_parameter_frozen_by_the_function():
-    w = leaf(seed=4)
-
-    def fn(x):
-        y = work(x * w)
-        w.requires_grad_(requires_grad=False)
-        return y
-
-    state = lambda: (w.grad, w.requires_grad)
-    return loop(fn, state=state, count=1)
-
-
-@program
-def a_parameter_unfrozen_by_the_function():
-    w = leaf(seed=4).detach()
-
-    def fn(x):
-        w.requires_grad_()
-        return work(x * w)
-
-    return loop(fn, state=lambda: (w.grad, w.requires_grad))
-
-
-@program
-def a_gradient_read_by_the_function():
-    w = leaf(seed=4)
-    w.grad = torch.ones_like(w)
-    fn = lambda x: work(x * w * w.grad.detach().mean())
-    return loop(fn, state=lambda: w.grad, count=1)
-
-
-@program
-def a_gradient_set_to_none_between():
-    w = leaf(seed=4)
-
-    def between():
-        w.grad = None
-
-    return loop(lambda x: work(x * w), between=between, state=lambda: w.grad)
-
-
-@program
-def a_backward_inside():
-    w = leaf(seed=4)
-
-    def fn(x):
-        (w * 2).sin().sum().backward()
-        return work(x * w)
-
-    return loop(fn, state=lambda: w.grad)
-
-
-@program
-def a_backward_of_the_input_inside():
-    def fn(x):
-        x.sin().sum().backward()
-        return work(x)
-
-    return loop(fn)
-
-
-@program
-def an_inner_step_of_sgd_with_its_graph():
-    w = leaf(seed=4)
-
-    def fn(x):
-        fast = w
-        for _ in range(2):
-            loss = work(x * fast, 0.5).sum()
-            (g,) = torch.autograd.grad(loss, fast, create_graph=True)
-            fast = fast - 0.1 * g
-        return work(x * fast, 0.5)
-
-    return loop(fn, state=lambda: w.grad)
+# --- Memory, data, gradients and flags ---
+
+
+def ones(*shape):
+    return torch.ones(*shape, dtype=torch.double)
+
+
+def inner_step(w, x):
+    """A step of SGD inside, with its graph."""
+    (g,) = torch.autograd.grad(work(x * w, 0.5).sum(), w, create_graph=True)
+    return w - 0.1 * g
+
+
+ARRAY = "held = ones(16); numbers = held.numpy()"
+WEIGHT = "held = leaf(seed=4)"
+
+texts(
+    globals(),
+    {
+        "a captured view changed by its base": Text(
+            "held = ones(4, 16); row = held[1]", "x + row", before="held[1, 0] += 1"
+        ),
+        "a captured base changed by its view": Text(
+            "held = ones(16); part = held[:4]",
+            "x + held",
+            before="part.add_(1)",
+            later=True,
+        ),
+        "a tensor of detached memory": Text(
+            "held = ones(16); shared = held.detach()",
+            "x * held",
+            before="shared.add_(1)",
+        ),
+        "an array and its tensor": Text(ARRAY, "x + held", before="numbers[0] += 1"),
+        "an array and its tensor changed between": Text(
+            ARRAY, "x + held", between="numbers[:] = numbers * 2"
+        ),
+        "a tensor and its array in a closure": Text(
+            ARRAY, "x + torch.from_numpy(numbers) + held", before="numbers[1] += 1"
+        ),
+        "a result written into an outer tensor": Text(
+            "held = torch.zeros(3, 16).double(); at = [0]",
+            "x",
+            after="held[at[0] % 3] = y.detach(); at[0] += 1",
+        ),
+        "data replaced between": Text(
+            "held = ones(16)", "x + held", between="held.data = held.data * 2"
+        ),
+        "data replaced by the function": Text(
+            "held = ones(16)",
+            "x + held",
+            before="held.data = held.data + 1",
+            later=True,
+        ),
+        "data of a parameter replaced and put back": Text(
+            "held = nn.Parameter(ones(16))",
+            "x * held.detach().clone()",
+            before="then = held.data; held.data = then * 2",
+            after="held.data = then; return y",
+        ),
+        "a parameter frozen between": Text(
+            WEIGHT,
+            "x * held",
+            between="held.requires_grad_(False)",
+            state="held.grad",
+            count=1,
+        ),
+        "a parameter frozen by the function": Text(
+            WEIGHT,
+            "x * held",
+            after="held.requires_grad_(False)",
+            state="(held.grad, held.requires_grad)",
+            count=1,
+        ),
+        "a parameter unfrozen by the function": Text(
+            "held = ones(16)",
+            "x * held",
+            before="held.requires_grad_()",
+            state="(held.grad, held.requires_grad)",
+        ),
+        "a gradient read by the function": Text(
+            "held = leaf(seed=4); held.grad = ones(16)",
+            "x * held * held.grad.detach().mean()",
+            state="held.grad",
+            count=1,
+        ),
+        "a gradient set to none between": Text(
+            WEIGHT, "x * held", between="held.grad = None", state="held.grad"
+        ),
+        "a backward inside": Text(
+            WEIGHT, "x * held", before="held.sin().sum().backward()", state="held.grad"
+        ),
+        "a backward of the input inside": Text(
+            "held = None", "x", before="x.sin().sum().backward()"
+        ),
+        "an inner step of sgd with its graph": Text(
+            WEIGHT, "x * inner_step(inner_step(held, x), x), 0.5", state="held.grad"
+        ),
+    },
+)
 
 
 # --- Modes ---
