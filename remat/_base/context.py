@@ -36,18 +36,9 @@ class Context:
     """The calls that one thread is inside of."""
 
     __slots__ = (
-        *(
-            "after",
-            "block_pack",
-            "calls",
-            "functions",
-            "inside",
-            "listeners",
-            "modes",
-        ),
-        *("nested_choices", "only_our_hooks", "policy", "recomputing", "regions"),
-        *("reporter", "rules", "runs"),
-        "step_plans",
+        *("after", "block_pack", "calls", "functions", "hooks_apart", "inside"),
+        *("listeners", "modes", "nested_choices", "only_our_hooks", "policy"),
+        *("recomputing", "regions", "reporter", "rules", "runs", "step_plans"),
     )
 
     def __init__(self) -> None:
@@ -73,6 +64,8 @@ class Context:
         self.listeners: list[Any] = []  # told of the names that `checkpoint_name` gives
         # Runs whose graphs are being differentiated; None where no graph is.
         self.runs: list[Any] | None = None
+        # Whether the next recompute is for a level around that of its call.
+        self.hooks_apart = False
         # Whether all hooks for saved tensors here are of calls of remat. Those leave
         # alone what torch.func saves at levels inside the call.
         self.only_our_hooks = False

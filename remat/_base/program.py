@@ -49,6 +49,7 @@ class Request(NamedTuple):
     # below. A record would be of both.
     is_split: bool = False
     is_batched: bool = False  # a vmap is around the call
+    is_below: bool = False  # a level further in asks, whose graph the hooks are in
 
 
 class Planned(Protocol):
@@ -87,6 +88,7 @@ class Evaluation(NamedTuple):
     asks_grad_mode: bool = False
     certain: Collection[InputIndex | None] = ()  # that the outputs did depend on
     has_inference: bool = False  # some input is an inference tensor
+    is_below: bool = False  # for a node: as in its `Request`
 
     def ends(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the inputs that a node has edges to; none if it is not to be."""

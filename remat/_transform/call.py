@@ -15,7 +15,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, filterfalse
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
-from remat._base.absent import inputs_of
+from remat._base.absent import inputs_of, may_be_absent
 from remat._base.calls import in_place
 from remat._base.context import here
 from remat._base.errors import CaptureError
-from remat._base.program import Program
+from remat._base.program import Program, Request
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
@@ -40,10 +40,19 @@ from remat._live.lifted import LiftedForward
 from remat._live.reach import Reach
 from remat._live.result_walk import Hidden, Own
 from remat._live.results import Emptied, Out, Result, slots_of
-from remat._partial.cache import owner_of
+from remat._partial.cache import CallKind, metas_of, owner_of
+from remat._partial.decide import (
+    Situation,
+    has_no_reason,
+    is_refused,
+    warn_if_asked,
+    why_no_record,
+)
 from remat._partial.options import DEFAULT, Options
+from remat._partial.planned_call import SavedInNode
 from remat._torch import (
     current_layer,
+    is_below_tracer,
     is_of_ended_vmap,
     is_of_level_above,
     is_of_torch_func,
@@ -53,7 +62,9 @@ from remat._torch import (
     without_dead_levels,
 )
 from remat._transform.checks import refuse_leaks
+from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.leaves import hand_over_hooks
+from remat._transform.state import CallState
 from remat._transform.watched import FirstBytes, run_watched
 from remat.policies import Policy
 
@@ -226,6 +237,46 @@ class Call:
         # Only now: the tensors were found in what is emptied.
         self._emptied = result.without_tensors()
         return outs
+
+    def planned(
+        self,
+        signature: tuple[Any, ...],
+        given: ForwardInputs,
+        request: Request,
+        state: CallState,
+    ) -> SavedInNode | None:
+        """Return what the forward does with records of calls like it, if anything."""
+        policy, prune, label = self.policy, self.prune, self.reach.label
+        inputs = given.inputs
+        elements = sum(map(Tensor.numel, inputs))
+        if has_no_reason(policy, prune, elements):
+            return None
+        others = filterfalse(may_be_absent, inputs if state.classes else ())
+        situation = Situation(
+            is_saved=False,
+            is_compiled=self.reach.compiled,
+            is_traced=is_below_tracer(),
+            is_split=request.is_split,
+            kind=next((type(t).__name__ for t in others), ""),
+            elements=elements,
+            asks_for_bases=not self.reach.asks.isdisjoint(("_base", "_is_view")),
+        )
+        why = why_no_record(policy, prune, situation)
+        warn_if_asked(policy, prune, situation, label, why)
+        if why:
+            return None
+        rest = (*signature, *request.needs, state.ambient.key)
+        cache = CallKind(rest, metas_of(inputs)).cache(policy, prune, self.owner)
+        if is_refused(cache, signature, policy, prune, label):
+            return None
+        return SavedInNode(
+            cache=cache,
+            policy=policy,
+            prune=prune,
+            inputs=inputs,
+            label=label,
+            inner=given.inner,
+        )
 
     def forward_done(self) -> None:
         """Let go of what only the forward needs."""

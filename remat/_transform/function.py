@@ -36,7 +36,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import compress, filterfalse
+from itertools import compress
 from types import NoneType
 from typing import Any, TypeAlias
 
@@ -44,7 +44,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from remat._base.absent import may_be_absent
 from remat._base.context import differentiated, here, within
 from remat._base.labels import Label
 from remat._base.parts import taken_apart
@@ -72,16 +71,7 @@ from remat._graph.edges import (
 )
 from remat._live.reach import reach_of
 from remat._partial.barrier import behind, recomputing_after
-from remat._partial.cache import CallKind, metas_of
-from remat._partial.decide import (
-    Situation,
-    has_no_reason,
-    is_refused,
-    warn_if_asked,
-    why_no_record,
-)
 from remat._partial.options import Options
-from remat._partial.planned_call import SavedInNode
 from remat._partial.recorder import Recorder
 from remat._torch import (
     GRAD,
@@ -239,6 +229,8 @@ class Primal(Program):
         context.recomputing = (*before[0], self)
         context.regions = (*before[1], [self.kept, True, 0, True])
         try:
+            if context.hooks_apart:
+                return self._recompute_with_hooks_apart(inputs, mode)
             return self.recompute(inputs, mode)
         except Exception as error:
             note(error, f"remat: raised while recomputing {self.label}.")
@@ -264,6 +256,21 @@ class Primal(Program):
         assert self.call.structure is not None
         result, inputs = self.again(self.call.run_again, inputs, mode, self.state)
         return self.call.structure.split_again(result, inputs)
+
+    def _recompute_with_hooks_apart(
+        self, inputs: Sequence[Tensor], mode: Any
+    ) -> Outputs:
+        """Recompute in one level more, whose graph nobody pulls: hooks are set there.
+
+        The function's own are in the graph of the level that it was called in.
+        """
+        here().hooks_apart = False
+        with grad_level() as level:
+            flags = map(requires_grad_at_any_level, inputs)
+            each = zip(inputs, flags, strict=True)
+            leaves = [leaf_at(level, t, requires_grad=flag) for t, flag in each]
+            outs = self.recompute(leaves, mode)
+            return tuple(None if o is None else unwrap_for_grad(o, level) for o in outs)
 
     def again(
         self, run: Fn, inputs: Sequence[Tensor], mode: Any, state: CallState | None
@@ -385,14 +392,16 @@ def dispatch(
     else:
         level = layer.level()
         below = [unwrap_for_grad(t, level) for t in inputs]
-        results, evaluation = call_below(layer, kind, dispatch, program, below, request)
+        asked = request._replace(is_below=True)
+        results, evaluation = call_below(layer, kind, dispatch, program, below, asked)
         outs = _wrapped(results, level)
         if True in map(_requires_grad, below):
             ends = lifted(layer, kind, inputs)  # a constant here leads to nothing below
             inputs = [*map(to_save, inputs, ends)]
     ends = evaluation.ends(ends)
     if ends:
-        evaluated = program, evaluation, saved or inputs, outs
+        here_evaluated = evaluation._replace(is_below=request.is_below)
+        evaluated = program, here_evaluated, saved or inputs, outs
         outs = _with_node(layer, evaluated, ends)
     return outs, evaluation
 
@@ -504,7 +513,7 @@ def evaluate_forward(
     # Before the function draws or changes anything: recomputes start from here.
     state = call_state(reach, inputs)
     has_inference = None in state.versions
-    planned = _planned(call, program, inputs, inner, request, state)
+    planned = call.planned(program.signature, given, request, state)
     outs = _run(call, program, inner, None if planned is None else planned.mode, state)
     again = functools.partial(call.run_on_copies, program)
 
@@ -549,43 +558,6 @@ def evaluate_forward(
         has_inference=has_inference,
     )
     return results, evaluation, state
-
-
-def _planned(
-    call: Call,
-    program: Program,
-    inputs: Sequence[Tensor],
-    inner: Sequence[Tensor],
-    request: Request,
-    state: CallState,
-) -> SavedInNode | None:
-    """Return what the forward does with the records of calls like it, if anything."""
-    policy, prune, label = call.policy, call.prune, call.reach.label
-    elements = sum(map(Tensor.numel, inputs))
-    if has_no_reason(policy, prune, elements):
-        return None
-    others = filterfalse(may_be_absent, inputs if state.classes else ())
-    situation = Situation(
-        is_saved=False,
-        is_compiled=call.reach.compiled,
-        is_traced=is_below_tracer(),
-        is_split=request.is_split,
-        kind=next((type(t).__name__ for t in others), ""),
-        elements=elements,
-        asks_for_bases=not call.reach.asks.isdisjoint(("_base", "_is_view")),
-    )
-    why = why_no_record(policy, prune, situation)
-    warn_if_asked(policy, prune, situation, label, why)
-    if why:
-        return None
-    signature = program.signature
-    kind = CallKind((*signature, *request.needs, state.ambient.key), metas_of(inputs))
-    cache = kind.cache(policy, prune, call.owner)
-    if is_refused(cache, signature, policy, prune, label):
-        return None
-    return SavedInNode(
-        cache=cache, policy=policy, prune=prune, inputs=inputs, label=label, inner=inner
-    )
 
 
 def _run(
@@ -794,7 +766,8 @@ class Vjp(Program):
     ) -> Outputs:
         program, evaluation = self._program, self._evaluation
         create_graph, is_checked = is_recorded((*primals, *cts)), False
-        if create_graph and self.hooked and not evaluation.request.at_base:
+        acts_alone = create_graph and not evaluation.request.at_base
+        if self.hooked and (acts_alone or evaluation.is_below):
             # In a level of their own they see its gradients, and no second derivatives.
             inner, outs = self._recompute_at_level(primals, mode)
         elif current_layer() is None:
@@ -854,7 +827,12 @@ class Vjp(Program):
                 leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
             ]
             inner = replaced_at(primals, self._wanted, leaves)
-            return inner, self._program.run(*inner, mode=mode)
+            context = here()
+            context.hooks_apart = bool(self.hooked) and self._evaluation.is_below
+            try:
+                return inner, self._program.run(*inner, mode=mode)
+            finally:
+                context.hooks_apart = False
 
     def _pull_back(
         self,

@@ -26,6 +26,7 @@ from remat._base.tensors import version_of
 from remat._base.types import TENSORS
 from remat._torch import (
     Renorm,
+    below_all_levels,
     function_mode_count,
     is_shared,
     no_torch_functions,
@@ -317,7 +318,7 @@ def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
     """Remove the hooks from a number on that were set on what accumulates gradients."""
     for t in leaves:
         if t.requires_grad:
-            node = get_gradient_edge(t).node
+            node = below_all_levels(get_gradient_edge, t).node  # those see no leaves
             for register in (node.register_prehook, node.register_hook):
                 handle = register(_nothing)  # which has all that there are
                 hooks: Any = handle.hooks_dict_ref()

@@ -279,3 +279,69 @@ def test_what_a_hook_inside_changes_is_the_users_although_the_function_is_gone(m
     assert_same(ours[0], plain[0])
     assert ours[1:] == (0, 1, 1)
     assert plain[1:] == (0, 1, 0)
+
+
+# --- Of more than one level: a hook sees the gradients of the level it was set in ---
+
+WEIGHT = torch.eye(4, dtype=torch.double) + 0.5
+CAPTURED = (WEIGHT * 2).requires_grad_()
+
+
+def on_a_result(x):
+    y = (x @ WEIGHT).tanh()
+    y.register_hook(lambda g: g * 2)
+    return y.sin()
+
+
+def on_a_node(x):
+    y = (x @ WEIGHT).tanh()
+    y.grad_fn.register_hook(lambda grads, _: tuple(g * 2 for g in grads))
+    return y.sin()
+
+
+def on_an_input(x):
+    x.register_hook(lambda g: g * 2)
+    return (x @ WEIGHT).tanh().sin()
+
+
+def beside_a_captured_leaf(x):
+    y = (x @ CAPTURED).tanh()
+    y.register_hook(lambda g: g * 2)
+    return y.sin()
+
+
+def of(fn):
+    return grad(lambda x: fn(x).square().sum())
+
+
+def backward_of(fn):
+    def run(x):
+        x = x.clone().requires_grad_()
+        fn(x).square().sum().backward()
+        return x.grad
+
+    return run
+
+
+LEVELS = {
+    "grad(grad)": lambda fn: of(of(fn)),
+    "grad(grad(grad))": lambda fn: of(of(of(fn))),
+    "grad(vmap(grad))": lambda fn: of(vmap(of(fn))),
+    "backward of grad": lambda fn: backward_of(of(fn)),
+    "backward of vmap(grad)": lambda fn: backward_of(vmap(of(fn))),
+}
+
+
+@pytest.mark.parametrize("order", LEVELS)
+@pytest.mark.parametrize(
+    "hooked", [on_a_result, on_a_node, on_an_input, beside_a_captured_leaf]
+)
+def test_a_hook_acts_in_the_level_it_was_set_in_alone(hooked, order):
+    x = torch.linspace(-1, 1, 16, dtype=torch.double).view(4, 4)
+    derivative = LEVELS[order]
+    with count_ops() as plain:
+        expected = derivative(hooked)(x)
+    for run in remat(hooked), remat(remat(hooked)):
+        with count_ops() as ops:
+            torch.testing.assert_close(derivative(run)(x), expected)
+        assert ops["tanh"] > plain["tanh"]
