@@ -11,9 +11,11 @@ from support.zoo import Evaluations, ops_of
 from torch import nn
 from torch.func import grad, vmap
 from torch.utils import _python_dispatch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from remat import remat
 from remat._transform import forward_inputs, function
+from remat.compat import checkpoint
 from remat.testing import assert_same, count_ops
 
 
@@ -242,3 +244,42 @@ def test_a_copy_of_a_large_buffer_is_never_left(
     expected = [k * (x * k).cos() * (k + 1) for k in (1, 2)]
     assert torch.equal(found[0], expected[0])
     assert any(torch.equal(found[1], e) for e in expected)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_backward_that_ends_meanwhile_takes_no_value_from_another(early):
+    """In each recompute a backward of the other output begins and ends."""
+    runs, requests, answers = Evaluations(), queue.SimpleQueue(), queue.SimpleQueue()
+
+    def fn(x, z):
+        y, other = x.sin().exp(), z.sin().exp()
+        runs.note(1)
+        if (
+            2 <= len(runs) <= 8
+            and threading.current_thread() is threading.main_thread()
+        ):
+            requests.put(True)
+            answers.get(timeout=60)
+        return y.tanh(), other.tanh()
+
+    def gradient(out, x):
+        return torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+
+    x, z = (torch.linspace(0, k, 4).requires_grad_() for k in (1, 2))
+    with set_checkpoint_early_stop(early):
+        out, other = checkpoint(fn, x, z, use_reentrant=False)
+
+    def serve():
+        while requests.get(timeout=60):
+            gradient(other, z)  # which may find values that others left
+            answers.put(gradient(other, z))
+
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        try:
+            found = gradient(out, x)
+        finally:
+            requests.put(False)
+        served.result(timeout=60)
+    assert torch.equal(found, gradient(x.sin().exp().tanh(), x))
+    assert len(runs) > 2
