@@ -57,7 +57,6 @@ from remat._torch import (
     is_of_level_above,
     is_of_torch_func,
     levels_requiring_grad,
-    requires_grad_at_any_level,
     unwrap_dead,
     without_dead_levels,
 )
@@ -332,11 +331,6 @@ def users_fn(fn: Fn, label: str, options: Options, policy: Policy | None) -> Fn:
     if options.rng == "error":
         fn = without_draws(fn, label)
     return in_place(fn, policy)
-
-
-def _is_of_level(value: Any) -> bool:
-    """Say so of a tensor that some level differentiates."""
-    return isinstance(value, Tensor) and requires_grad_at_any_level(value)
 
 
 # --- Tensors and graphs of outer levels ---
