@@ -12,7 +12,10 @@ Rejected: one dict for both. A graph may hold a stand-in, and so would hold what
 user sets later.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +31,7 @@ from remat._live.roots import Root, roots_of
 from remat._torch import unwrap_dead
 
 
+_attributes = attrgetter("__dict__")
 _NOTHING: dict[str, Any] = {}
 _OWN = "retain_grad"  # of a stand-in, which asks the input
 
@@ -42,6 +46,13 @@ def put_aside(
         roots: of the call. Those that attributes lead to are added.
         each: the tensors of each of these.
     """
+    todo = [*given.tensors, *flatten(each)]
+    dicts = [*map(_attributes, todo)]
+    marked_at = [*map(bool, dicts)]
+    marked, held_by = [*compress(todo, marked_at)], [*compress(dicts, marked_at)]
+    if are_atoms(held_by) and TENSORS.issuperset(map(type, marked)):
+        # At the speed of C: libraries set a flag on each parameter.
+        return dict(zip(map(id, marked), map(dict.copy, held_by), strict=True))
     found: dict[int, dict[str, Any]] = {}
     while True:
         todo = [*given.tensors, *flatten(each)]
@@ -61,6 +72,11 @@ def put_aside(
             each[:] = [root.tensors() for root in roots]
 
 
+def are_atoms(dicts: Iterable[dict[str, Any]]) -> bool:
+    """Say whether all that dicts hold are constants."""
+    return ATOMS.issuperset(map(type, flatten(map(dict.values, dicts))))
+
+
 def _aside(given: Given, t: Tensor, held: dict[str, Any]) -> dict[str, Any]:
     if ATOMS.issuperset(map(type, held.values())):  # as flags of libraries are
         return held.copy()
@@ -77,6 +93,10 @@ def set_again(
     attributes: Mapping[int, dict[str, Any]], tensors: Sequence[Tensor], to: Building
 ) -> None:
     """Set on the tensors of a run what was set on those of the call."""
+    if are_atoms(attributes.values()):
+        dicts = map(_attributes, map(tensors.__getitem__, attributes))
+        deque(map(dict.update, dicts, attributes.values()), maxlen=0)
+        return
     for i, held in attributes.items():
         if not ATOMS.issuperset(map(type, held.values())):
             held = dict(zip(held, to.values([*held.values()]), strict=True))

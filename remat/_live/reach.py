@@ -14,7 +14,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from itertools import chain, compress
+from operator import attrgetter, call
 from typing import Any
 
 import torch
@@ -118,8 +119,10 @@ class Reach:
         self.tensors = given.tensors + parameters
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = self._writes = False
-        each = enumerate(map(id, self.tensors)) if attributes else ()
-        self.attributes = {i: attributes[k] for i, k in each if k in attributes}
+        self.attributes: dict[int, dict[str, Any]] = {}
+        if attributes:
+            held: list[Any] = [*map(attributes.get, map(id, self.tensors))]
+            self.attributes = dict(compress(enumerate(held), held))
         self.marks = bool(attributes)
         if given.search is not None or self._roots:
             self._note_code(given)
@@ -413,8 +416,7 @@ class Reach:
     def alive(self) -> list[Tensor | None]:
         """Return the tensors of the call that are still there."""
         roots = [root for root in self._roots if root.first is not None]
-        refs = (*self._refs, *(ref for root in roots for ref in root.contents.refs))
-        return [ref() for ref in refs]
+        return [*map(call, chain(self._refs, *(root.contents.refs for root in roots)))]
 
     def _names_now(self, wanted: Any = None) -> tuple[CallNames, Sequence[Any]]:
         """Search for all tensors, and what is wanted; only an error needs names."""

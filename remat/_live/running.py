@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import compress
+from operator import is_not
 from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
@@ -139,13 +141,14 @@ class Running:
 
     def note_stand_ins(self) -> None:
         """Have the tensors of the run lose their attributes, but for the user's own."""
-        pairs = zip(self.tensors, self._users(), strict=False)
+        users = self._users()
+        pairs = compress(
+            zip(self.tensors, users, strict=False), map(is_not, self.tensors, users)
+        )
         self._stand_ins = [
             t
             for t, user in pairs  # others hold what they wrap in their attributes
-            if t is not user
-            and type(t) in TENSORS
-            and (user is None or vars(t) is not vars(user))
+            if type(t) in TENSORS and (user is None or vars(t) is not vars(user))
         ]
 
     def _put_back(self) -> None:

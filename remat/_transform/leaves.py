@@ -11,6 +11,7 @@ gradients of the other threads would be lost.
 
 import ctypes
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import string_at
@@ -255,14 +256,18 @@ def preserved_marks(
         stand_ins: other tensors, on which no hooks stay that are set meanwhile.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
-    for held in (held for t in leaves for held in _hooks_of(t) if held):
+    # Without any, nothing is done for each leaf.
+    for held in (
+        (held for t in leaves for held in _hooks_of(t) if held) if hooks else ()
+    ):
         for key in [key for key in held if key >= next_hook]:
             del held[key]
     # Those of other classes, as fakes are, are what these are made of.
-    marked = [t for t in leaves if type(t) in TENSORS]
-    after = [t.__dict__.copy() for t in marked]
-    for t in marked:
-        t.__dict__.clear()
+    are_plain = TENSORS.issuperset(map(type, leaves))
+    marked = leaves if are_plain else [t for t in leaves if type(t) in TENSORS]
+    dicts = [*map(_attributes_of, marked)]
+    after = [*map(dict.copy, dicts)]
+    deque(map(dict.clear, dicts), maxlen=0)
     try:
         yield
     finally:
@@ -274,7 +279,9 @@ def preserved_marks(
             for t, before in zip(leaves, hooks or [_NONE] * len(leaves), strict=True):
                 for name, held in zip(_HOOKS, before, strict=True):
                     _put_back(t, name, held)
-        _set_attributes(marked, after)
+        dicts = [*map(_attributes_of, marked)]  # others, if these were assigned
+        deque(map(dict.clear, dicts), maxlen=0)
+        deque(map(dict.update, dicts, after), maxlen=0)
 
 
 def hand_over_hooks(users: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -327,12 +334,6 @@ def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
 
 
 def _nothing(*_: Any) -> None: ...
-
-
-def _set_attributes(leaves: Sequence[Tensor], each: Sequence[dict[str, Any]]) -> None:
-    for t, attributes in zip(leaves, each, strict=True):
-        t.__dict__.clear()
-        t.__dict__.update(attributes)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 Hooks, gradients and errors are those of plain code.
 """
 
+import sys
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -245,3 +247,40 @@ def test_parameters_beside_a_subclass(differentiates, frozen):
     (want, once), (got, again) = found
     assert_same(got, want)
     assert again > once
+
+
+def opcodes_of(fn, *args):
+    """Return how many instructions of Python a call takes."""
+    counts = Counter()
+
+    def trace(frame, event, _):
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        counts[event] += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = fn(*args)
+    finally:
+        sys.settrace(before)
+    return counts["opcode"], result
+
+
+def test_flags_on_parameters_cost_no_instruction_for_each():
+    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(500))
+    run = remat(lambda x: (x * model[0]).sin().sum())
+
+    def cost():
+        x = torch.ones(2, requires_grad=True)
+        forward, out = opcodes_of(run, x)
+        backward, gradient = opcodes_of(torch.autograd.grad, out, x)
+        assert torch.equal(gradient[0], torch.ones(2).cos())
+        return forward + backward
+
+    cost()  # it finds what the function reaches
+    without = cost()
+    for k, parameter in enumerate(model):
+        parameter.number = k
+    assert cost() - without < 4 * len(model)
+    assert [parameter.number for parameter in model] == [*range(len(model))]
