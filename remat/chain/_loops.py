@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat._base import pytree
+from remat._base.tracebacks import note
 from remat._torch import must_inline
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
@@ -200,7 +201,12 @@ def fori_loop(
     label = label_for("fori_loop", body)
     step = functools.partial(_counted_step, first)
     steps = Steps(step, label, stop - first, on_disk=disk)
-    return call_chain(policed(body, policy), (init,), steps, asked, progress)[0]
+    try:
+        return call_chain(policed(body, policy), (init,), steps, asked, progress)[0]
+    except (AttributeError, TypeError) as error:
+        if not str(error).startswith("remat:"):
+            note(error, "remat: fori_loop calls body(i, carry), the number first.")
+        raise
 
 
 def while_loop(

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from remat._base.tracebacks import note
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
 from remat.chain._call import (
@@ -93,7 +94,12 @@ def sequential(
     label = label_for(f"sequential of {len(layers)} {name}")
     steps = Steps(_apply_layer, label, len(layers), is_repeated=False, on_disk=disk)
     called = tuple(policed(fn, policy) for fn in layers)
-    return call_chain(called, (x, args), steps, schedule, progress)[0]
+    try:
+        return call_chain(called, (x, args), steps, schedule, progress)[0]
+    except (AttributeError, TypeError) as error:
+        if type(x) is int and args:  # as checkpoint_sequential takes them
+            note(error, _ORDER.format(segments=x))
+        raise
 
 
 def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
@@ -111,6 +117,10 @@ def _apply_layer(
     return layers[k](carry, *args[1]), None
 
 
+_ORDER = (
+    "remat: the number of segments is no second argument here: write "
+    "sequential(functions, input, segments={segments})."
+)
 _BOTH = (
     "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass "
     "one of them."

@@ -87,6 +87,7 @@ def checked(operator: object, taker: str) -> Any:
         f"torch.ops.aten.mm.default (one overload); got {operator!r}, a "
         f"{type(operator).__name__}."
         + (f" Do you mean torch.ops.aten.{base}?" if known else "")
+        + (" Join policies with `|`: p | q." if hasattr(operator, "decide") else "")
     )
 
 
