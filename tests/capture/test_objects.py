@@ -215,6 +215,19 @@ def test_methods_partials_and_weak_references_of_a_result():
 # --- The user's own objects ---
 
 
+def test_a_set_of_computed_tensors_that_are_returned_besides():
+    def fn(x):
+        a, b = x.sin().exp(), x.sin().exp() * 2
+        return a, b, {a, b}
+
+    def loss(fn, x):
+        a, b, both_of_them = fn(x)
+        assert both_of_them == {a, b}
+        return (a * 3 + b).sum()
+
+    both(fn, X, loss, sines=4)
+
+
 class Cache:
     """Starts empty, and grows."""
 

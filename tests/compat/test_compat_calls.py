@@ -27,7 +27,7 @@ from support.checkpoints import (
     theirs,
     wrapped,
 )
-from support.compared import leaf, points
+from support.compared import assert_compared, leaf, points
 from support.tables import rows
 from support.zoo import Evaluations, counted
 from torch import nn
@@ -325,3 +325,21 @@ def test_options_under_torch_func(options):
     got = grad(loss(functools.partial(ours, fn, **options)))(points(3))
     assert len(calls) == 2
     assert_same(got, grad(loss(body))(points(3)))
+
+
+def test_a_generator_that_is_passed():
+    """torch's recompute draws the next numbers from it."""
+
+    def program(wrap, counting):
+        generator = torch.Generator().manual_seed(3)
+
+        def noisy(x, generator):
+            return (x * torch.rand(50, generator=generator)).sin()
+
+        x = leaf(50)
+        wrap(counting(noisy))(x, generator).sum().backward()
+        return x.grad, torch.rand(3, generator=generator)
+
+    assert_compared(program, 2, wrap=wrapped(ours))
+    with pytest.raises(AssertionError, match="differs in value"):
+        assert_compared(program, 2, wrap=wrapped(theirs))

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.runs import replayed
 from support.tables import rows
 from support.zoo import Evaluations, ops_of
 from torch import nn
@@ -175,6 +176,27 @@ def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
 
 
 # --- A large buffer, of which a forward under torch.func has a copy in its place ---
+
+
+def in_a_new_pool(w, x):
+    with ThreadPoolExecutor(1) as pool:
+        a, b = pool.map(lambda k: (x @ w * k).sin() @ w, (1.0, 2.0))
+    return (a * b).exp()
+
+
+def in_the_middle(w, x):
+    y = (x @ w).sin()
+    with ThreadPoolExecutor(1) as pool:
+        z = pool.submit(lambda: (y.detach() * x).cos()).result()
+    return (y * z @ w).exp()
+
+
+@pytest.mark.parametrize("fn", [in_a_new_pool, in_the_middle])
+@replayed(each=True, exp=(4, 8))
+def test_a_pool_of_threads_inside_computes_what_it_does_in_plain(wrap, fn):
+    x = torch.randn(8, 8)
+    w = torch.eye(8).requires_grad_()
+    return [torch.autograd.grad(wrap(fn)(w, x).sum(), w) for _ in range(4)]
 
 
 TODO = queue.SimpleQueue(), queue.SimpleQueue()  # which no recompute puts back
