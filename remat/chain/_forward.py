@@ -16,9 +16,11 @@ from typing_extensions import override
 
 from remat._ambient.ambient import Ambient, noted
 from remat._ambient.modes import are_users_modes, modes_around
+from remat._base import pytree
 from remat._base.context import here
 from remat._base.errors import CaptureError
-from remat._base.types import Fn
+from remat._base.pytree import TENSOR
+from remat._base.types import INERT, Fn
 from remat._graph.edges import reached_inputs
 from remat._live.moment import Moment
 from remat._live.reach import Reach, reach_of
@@ -37,7 +39,6 @@ from remat.chain._steps import (
     Steps,
     Stored,
     form_of,
-    parts_of,
     refuse_other_form,
     run_step,
     tensors_and_frame,
@@ -195,13 +196,32 @@ def call_of(
 ) -> ChainCall | None:
     """Return a call of a chain; None, with a warning, where no walk can tell."""
     carry = tensors_and_frame(args[0])
-    named = parts_of(*carry, steps.label, is_repeated=steps.is_repeated)
+    named = _parts_of(*carry, steps.label, is_repeated=steps.is_repeated)
     # Steps read the live carry, and not the container of the initial one.
     args = None, *args[1:]
     reach = reach_of(fn, steps.label, args, named)
     if reach is None:
         return None
     return ChainCall(reach, fn, args, carry, steps, schedule, progress)
+
+
+def _parts_of(
+    carry: Sequence[Tensor], frame: Frame, label: str, *, is_repeated: bool
+) -> dict[str, Tensor]:
+    """Return the tensors of the initial carry, by what errors call them.
+
+    A chain that repeats one function refuses a value that may hold a tensor, and that
+    cannot be looked into.
+    """
+    names: list[str] = []
+    paths = pytree.paths(frame.treedef)
+    for path, leaf in zip(paths, frame.leaves, strict=True):
+        if leaf is TENSOR:
+            names.append(f"carry{path}")
+        elif is_repeated and type(leaf) not in INERT:
+            kind = type(leaf).__qualname__
+            raise TypeError(_OPAQUE.format(label=label, path=path, kind=kind))
+    return dict(zip(names, carry, strict=True))
 
 
 class ChainProgram(Primal):
@@ -336,6 +356,10 @@ class _Sweep:
         self._call.labelled(reached_inputs, computed, known)
 
 
+_OPAQUE = (
+    "remat: `carry{path}` of {label} is a {kind}. A carry is made of tensors, numbers "
+    "and containers: make the class a dataclass, or register it with remat.register."
+)
 CHANGED = (
     "remat: the steps of {label} changed {what}, to a tensor that was computed in "
     "them. A recompute of a later step would not find it. Make it a part of the carry, "

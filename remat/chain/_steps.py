@@ -25,9 +25,8 @@ from remat._ambient.modes import ModesAround
 from remat._base import pytree
 from remat._base.errors import MutationError
 from remat._base.program import InputIndex, leaves_for
-from remat._base.pytree import TENSOR, Frame, tensors_and_frame
+from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import describe_meta, versions_of
-from remat._base.types import INERT
 from remat._live.reach import Reach
 from remat._offload.offload import Fetched, Origin, in_file, origin_of
 from remat._torch import (
@@ -79,25 +78,6 @@ class Live(NamedTuple):
     def tree(self) -> Any:
         """The pytree, as a step is given it."""
         return self.frame.filled(self.tensors)
-
-
-def parts_of(
-    carry: Sequence[Tensor], frame: Frame, label: str, *, is_repeated: bool
-) -> dict[str, Tensor]:
-    """Return the tensors of the initial carry, by what errors call them.
-
-    A chain that repeats one function refuses a value that may hold a tensor, and that
-    cannot be looked into.
-    """
-    names: list[str] = []
-    paths = pytree.paths(frame.treedef)
-    for path, leaf in zip(paths, frame.leaves, strict=True):
-        if leaf is TENSOR:
-            names.append(f"carry{path}")
-        elif is_repeated and type(leaf) not in INERT:
-            kind = type(leaf).__qualname__
-            raise TypeError(_OPAQUE.format(label=label, path=path, kind=kind))
-    return dict(zip(names, carry, strict=True))
 
 
 # function, arguments of the chain, number of the step, carry, number of its slice
@@ -215,10 +195,6 @@ def refuse_other_form(
             raise TypeError(_FORM.format(label=label, k=k, **shown, **what))
 
 
-_OPAQUE = (
-    "remat: `carry{path}` of {label} is a {kind}. A carry is made of tensors, numbers "
-    "and containers: make the class a dataclass, or register it with remat.register."
-)
 _TREEDEF = (
     "remat: step {k} of {label} returned {kind} that is built otherwise than the one "
     "{first}.\n  first:    {then}\n  returned: {now}\nReturn the same structure in "

@@ -34,8 +34,6 @@ from remat.testing import assert_same, count_ops
 N = 20_000
 # Mean and standard deviation of a draw, where they exist; else quartiles.
 MOMENTS = {
-    "rand": (lambda: torch.rand(N), 0.5, 12**-0.5),
-    "randn": (lambda: torch.randn(N), 0, 1),
     "complex": (lambda: torch.randn(N, dtype=torch.complex64).abs().square(), 1, 1),
     "uniform_": (lambda: torch.empty(N).uniform_(-1, 3), 1, 4 * 12**-0.5),
     "normal_": (lambda: torch.empty(N).normal_(3, 2), 3, 2),
@@ -43,13 +41,11 @@ MOMENTS = {
     "exponential_": (lambda: torch.empty(N).exponential_(2.0), 0.5, 0.5),
     "random_": (lambda: torch.empty(N).random_(10), 4.5, 8.25**0.5),
     "randint": (lambda: torch.randint(-5, 5, (N,)), -0.5, 8.25**0.5),
-    "bernoulli": (lambda: torch.bernoulli(torch.full((N,), 0.3)), 0.3, 0.21**0.5),
     "multinomial": (
         lambda: torch.multinomial(torch.tensor([1.0, 0.0, 3.0]), N, True),
         1.5,
         0.75**0.5,
     ),
-    "dropout": (lambda: F.dropout(torch.ones(N), 0.2), 1, 0.5),
     "dropout2d": (lambda: F.dropout2d(torch.ones(N, 1, 1, 1), 0.2), 1, 0.5),
     "alpha_dropout": (lambda: F.alpha_dropout(torch.randn(N), 0.3, True), 0, 1),
     "feature_alpha_dropout": (
