@@ -241,10 +241,11 @@ def test_a_recompute_leaves_the_casts_of_the_user_s_region():
     assert_same(found, expected)
 
 
-def test_a_recompute_after_the_casts_are_gone_leaves_none_in_the_region():
+@pytest.mark.parametrize("higher_order", [False, True])
+def test_a_recompute_after_the_casts_are_gone_leaves_none_in_the_region(higher_order):
     x, w = leaf(8, 8), leaf(8, 8)
     with autocast():
-        y = remat(cast)(x, w).float().sum()
+        y = remat(cast, higher_order=higher_order)(x, w).float().sum()
     with autocast(), count_ops() as ops:
         y.backward()
         during = ops["_to_copy"]
