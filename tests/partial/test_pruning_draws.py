@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.functional import alpha_dropout, dropout, feature_alpha_dropout, rrelu
 from torch.utils.checkpoint import checkpoint
 
-import remat.random as keyed
 from remat import remat
 
 
@@ -157,17 +156,6 @@ def test_a_generator_is_an_argument(case, policy):
     generator = torch.Generator()
     fn = lambda x: case.fn(x, generator)
     assert_exact(fn, X, policy=policy, before=generator.manual_seed, pruned=True)
-
-
-def test_a_key_is_data():
-    key = keyed.key(3)
-
-    def fn(x):
-        a, b = keyed.split(key, 2)
-        keyed.normal(a, (4, 4))
-        return dead_end((x * keyed.uniform(b, (4, 4), dtype=x.dtype)).exp())
-
-    assert_exact(fn, X, pruned=True)
 
 
 # --- What looks where a stream stands ---

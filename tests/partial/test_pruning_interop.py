@@ -119,14 +119,6 @@ def test_inputs_are_wrappers_in_some_calls(policy):
         assert_same(gradients(ours, wrapped), gradients(fn, wrapped))
 
 
-def test_python_asks_for_the_class():
-    def fn(x, w):
-        plain = isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
-        return x * 2 + (w * (1.0 if plain else 2.0)).sin().exp()
-
-    assert_exact(fn, X, W, pruned=True)
-
-
 ATTRIBUTES = [
     *(Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.storage_offset),
     *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_pinned),

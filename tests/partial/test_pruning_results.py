@@ -20,9 +20,8 @@ from support.pruning import (
 )
 from support.tables import rows
 from support.zoo import leaves_of, make, ops_of, scalar
-from torch import nn
 
-from remat import policies, remat
+from remat import remat
 from remat.testing import assert_same, count_ops
 
 
@@ -222,48 +221,3 @@ def test_a_result_is_changed_in_place_before_the_backward(policy):
         (y,) = leaves_of(X)
         want = torch.autograd.grad(scalar((fn(y)[0] * 3, fn(y)[1])), y)
         assert_same([got], [*want])
-
-
-@each_policy
-def test_a_value_that_is_returned_twice_and_kept_is_not_shared(policy):
-    def fn(x):
-        h = x.exp()
-        return h, h.view(-1), h.detach()
-
-    ours = remat(fn, policy=policy, prune=True)
-
-    def gradient(fn, touch):
-        (x,) = leaves_of(X)
-        h, flat, kept = fn(x)
-        with torch.no_grad():
-            kept.data.add_(touch)
-        return torch.autograd.grad(scalar((h, flat)), x)
-
-    for _ in range(3):
-        assert_same(gradient(ours, 0), gradient(fn, 0))
-
-
-def test_a_module_has_every_layer():
-    torch.manual_seed(0)
-    module = nn.Sequential(
-        nn.Conv2d(1, 3, 3),
-        nn.BatchNorm2d(3),
-        nn.SiLU(),
-        nn.MaxPool2d(2),
-        nn.GroupNorm(1, 3),
-        nn.Dropout(0.3),
-        nn.Flatten(),
-        nn.Linear(12, 4),
-        nn.LayerNorm(4),
-        nn.Softmax(-1),
-    ).double()
-    x = make(2, 1, 6, 6, seed=1)
-    state = {k: v.clone() for k, v in module.state_dict().items()}
-
-    assert_exact(
-        lambda x: dead_end(module(x)),
-        x,
-        policy=policies.everything_saveable,
-        before=lambda call: module.load_state_dict(state),
-        pruned=True,
-    )

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 from support.operations import MM, OPS, SIN, op
 from support.policies import keys_of
 
@@ -89,6 +90,10 @@ def test_expressions_that_are_equal(one, other):
 
 def test_it_says_of_an_operation_what_it_may_do():
     assert [W(each) for each in OPS] == [SAVE] * len(OPS)
+    # Other ranks may keep others, and all have to repeat a collective.
+    reduce = op(torch.ops._c10d_functional.all_reduce.default)
+    assert W(reduce) is RECOMPUTE
+    assert (W | policies.save_collectives)(reduce) is SAVE
     assert (W & dots_saveable)(op(SIN)) is RECOMPUTE
     assert (W & dots_saveable)(op(MM, (2, 3), (3, 4), out=(2, 4))) is SAVE
     assert ((W & dots_saveable) | A)(op(SIN, names={"a"})) is SAVE

@@ -216,22 +216,6 @@ def test_hooks_for_saved_tensors_have_what_is_kept():
     assert torch.equal(x.grad, 2 * X.cos() * (X.sin() * 2).exp())
 
 
-def test_graphs_that_are_kept_give_the_same_again():
-    (x,) = leaves_of(X)
-    y = remat(lambda x: KEEPS(x).exp())(x).sum()
-    first = torch.autograd.grad(y, x, retain_graph=True)
-    assert torch.equal(first[0], torch.autograd.grad(y, x)[0])
-
-
-def test_two_partial_backwards():
-    (x,) = leaves_of(X)
-    first, second = remat(lambda x: (KEEPS(x).exp(), KEEPS(x * 2).sin()))(x)
-    found = [torch.autograd.grad(y.sum(), x)[0] for y in (first, second)]
-    plain = KEEPS.fn(x).exp(), KEEPS.fn(x * 2).sin()
-    want = [torch.autograd.grad(y.sum(), x)[0] for y in plain]
-    torch.testing.assert_close(found, want)
-
-
 def test_torchs_checkpoint_inside_and_outside():
     fn, (w, x) = ruled(remat=(fwd, rem, bwd)), leaves_of(W, X)
     want = torch.autograd.grad(sum(o.sum() for o in pair(w, x)), (w, x))

@@ -12,7 +12,7 @@ from support.kernels import Launch, build, launches, pointers
 from support.ruled import ran, runs
 from support.zoo import X, leaves_of, make
 from torch import nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import CaptureError, keep, policies, remat
@@ -454,15 +454,6 @@ def test_parameters_that_it_closes_over_and_functional_call():
         assert_same(found, want)
 
 
-def test_per_example_gradients_of_its_arguments():
-    xs = torch.stack([X, X * 2, -X])
-    loss = lambda f: lambda x: f(x).sum()
-    runs()
-    found = vmap(grad(loss(remat(body))))(xs)
-    assert runs() == {"fn": 1}
-    torch.testing.assert_close(found, vmap(grad(loss(body)))(xs))
-
-
 def test_a_parameter_that_examples_share():
     layer, xs = nn.Linear(4, 4).double(), torch.stack([X, X * 2, -X])
     params = {k: p.detach() for k, p in layer.named_parameters()}
@@ -479,14 +470,6 @@ def test_a_parameter_that_examples_share():
         params, xs
     )
     torch.testing.assert_close(per_example(remat), per_example(lambda f: f))
-
-
-def test_reverse_over_forward_mode():
-    pushed = lambda f: lambda x: jvp(lambda x: f(x).sum(), (x,), (x,))[1]
-    runs()
-    found = grad(pushed(remat(body)))(X)
-    assert runs() == {"fn": 1}
-    torch.testing.assert_close(found, grad(pushed(body))(X))
 
 
 def test_what_is_no_function():
