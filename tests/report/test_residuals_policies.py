@@ -103,7 +103,6 @@ def network(w, x, bias):
 
 def inputs():
     w, x = make(SIZE, SIZE, seed=1), make(SIZE, SIZE, seed=2)
-    # `bias` is large: to drop less, "auto" does not follow a forward.
     return w.requires_grad_(), x.requires_grad_(), make(2 * SIZE, SIZE, seed=3)
 
 
@@ -147,19 +146,13 @@ def test_the_total_under_a_policy_is_what_the_graph_keeps_alive(policy, prune, w
     # The graph is plain's, whose nodes hold inputs, and the call holds them besides.
     assert readers["from the argument w"] == ("mm", "remat(network)")
     dropped = "from the argument bias" not in readers
-    assert dropped == (when == "warm" and fn_prunes(policy, prune))
+    assert dropped == (when == "warm" and prune is True)
 
 
 def measured_once(fn, args):
     """As `measured`, of one call: one more would be another than the first."""
     live_bytes(lambda: torch.ones(1))
     return live_bytes(lambda: fn(*fresh(args)).grad_fn)
-
-
-def fn_prunes(policy, prune):
-    """Whether inputs may be let go: "auto" makes no record where nothing is kept."""
-    nothing = policy in (None, policies.nothing_saveable)
-    return prune is True or (prune == "auto" and not nothing)
 
 
 def test_every_policy_is_reported_on():
