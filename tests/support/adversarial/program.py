@@ -185,7 +185,16 @@ def back(out):
     sum((t.sin() * (i + 1)).sum() for i, t in enumerate(outs)).backward()
 
 
-def loop(fn, *, between=nothing, after=nothing, state=nothing, count=3, args=()):
+def loop(
+    fn,
+    *,
+    between=nothing,
+    after=nothing,
+    state=nothing,
+    count=3,
+    args=(),
+    shape=(16,),
+):
     """A step that wraps `fn` once, and runs it forward and backward a few times.
 
     Args:
@@ -195,12 +204,13 @@ def loop(fn, *, between=nothing, after=nothing, state=nothing, count=3, args=())
         state: returns what to observe besides the output and the gradient.
         count: how often to run it.
         args: more arguments.
+        shape: of the leaf.
     """
 
     def step(wrap):
         run, seen = wrap(fn), []
         for i in range(count):
-            x = leaf(seed=i + 1)
+            x = leaf(*shape, seed=i + 1)
             out = run(x, *args)
             between()
             back(out)

@@ -5,11 +5,12 @@ import types
 import weakref
 from collections import OrderedDict, UserList, defaultdict, deque
 from typing import Any, NamedTuple
-from unittest import mock
+from unittest.mock import MagicMock  # noqa: F401 -- a row makes one
 
 import torch
 from support.adversarial.program import (
     State,
+    Text,
     around,
     back,
     family,
@@ -17,6 +18,7 @@ from support.adversarial.program import (
     loop,
     observed,
     program,
+    texts,
     work,
 )
 from torch import nn
@@ -427,19 +429,6 @@ def a_memo_that_is_cleared_whose_keys_hold(key_of):
 
 
 @program
-def a_weak_proxy():
-    owner = State(k=2)
-    proxy = weakref.proxy(owner)
-
-    def fn(x):
-        proxy.k += 1
-        return work(x, proxy.k)
-
-    between = lambda: setattr(owner, "k", owner.k + 4)
-    return loop(fn, between=between, state=lambda: owner.k)
-
-
-@program
 def a_passed_weak_proxy():
     owner = State(k=2)
     between = lambda: setattr(owner, "k", owner.k + 1)
@@ -460,16 +449,21 @@ def a_weak_proxy_of_what_is_gone():
     return loop(fn)
 
 
-@program
-def attributes_of_a_mock():
-    held = mock.MagicMock(return_value=2)
-    held.config.k = 3
-
-    def fn(x):
-        return work(x, held() + held.config.k + held.call_count)
-
-    def between():
-        held.config.k += 1
-        held.return_value += 1
-
-    return loop(fn, between=between, state=lambda: held.call_count)
+texts(
+    globals(),
+    {
+        "a weak proxy": Text(
+            "held = State(k=2); proxy = weakref.proxy(held)",
+            "x, proxy.k",
+            before="proxy.k += 1",
+            between="held.k += 4",
+            state="held.k",
+        ),
+        "attributes of a mock": Text(
+            "held = MagicMock(return_value=2); held.config.k = 3",
+            "x, held() + held.config.k + held.call_count",
+            between="held.config.k += 1; held.return_value += 1",
+            state="held.call_count",
+        ),
+    },
+)

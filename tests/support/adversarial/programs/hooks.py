@@ -6,6 +6,7 @@ import weakref
 import torch
 from support.adversarial.program import (
     State,
+    Text,
     back,
     leaf,
     loop,
@@ -14,24 +15,13 @@ from support.adversarial.program import (
     program,
     ran,
     reversed_loop,
+    texts,
     work,
 )
 from torch import nn
 
 
 # How a hook of a layer puts the output of the layer where the function reads it.
-
-
-@program
-def outputs_appended_to_a_list_that_is_cleared():
-    layer, held = nn.Tanh(), []
-    layer.register_forward_hook(lambda _m, _x, y: held.append(y))
-
-    def fn(x):
-        work(layer(x))
-        return sum(held[-1:]).exp().sin()
-
-    return loop(fn, between=held.clear, state=lambda: held)
 
 
 @program
@@ -61,32 +51,6 @@ def a_hook_removed_between():
 
 
 @program
-def a_hook_added_between():
-    layer, count = nn.Tanh(), [0]
-
-    def hook(_m, _x, y):
-        count[0] += 1
-        return y * 3
-
-    def between():
-        layer.register_forward_hook(hook)
-
-    return loop(lambda x: work(layer(x)), between=between, state=lambda: count)
-
-
-@program
-def a_hook_added_once_by_the_function():
-    layer = nn.Tanh()
-
-    def fn(x):
-        if not layer._forward_hooks:
-            layer.register_forward_hook(lambda _m, _x, y: y * 3)
-        return work(layer(x))
-
-    return loop(fn, state=lambda: len(layer._forward_hooks))
-
-
-@program
 def a_hook_for_all_modules():
     layer, held = nn.Tanh(), {}
 
@@ -112,6 +76,64 @@ def a_weak_hook():
     ref = weakref.ref(collector)
     layer.register_forward_hook(lambda _m, _x, y: setattr(ref(), "ys", (y,)))
     return loop(lambda x: work(layer(x)) * collector.ys[0])
+
+
+def tripled(module, args, out):
+    return out * 3
+
+
+LAYER = "layer, held = nn.Tanh(), []"
+KEEPING = f"{LAYER}; layer.register_forward_hook(lambda m, x, y: held.append(y))"
+
+texts(
+    globals(),
+    {
+        "outputs appended to a list that is cleared": Text(
+            KEEPING,
+            "layer(x)",
+            after="return sum(held[-1:]).exp().sin()",
+            between="held.clear()",
+        ),
+        "a hook added between": Text(
+            LAYER,
+            "layer(x)",
+            between="layer.register_forward_hook(tripled)",
+            state="len(layer._forward_hooks)",
+        ),
+        "a hook added once by the function": Text(
+            LAYER,
+            "layer(x)",
+            before="layer._forward_hooks or layer.register_forward_hook(tripled)",
+            state="len(layer._forward_hooks)",
+        ),
+        "a hook of an intermediate": Text(
+            "held = []",
+            "x",
+            after="y.register_hook(lambda g: held.append(g.norm().item()))",
+        ),
+        "a hook of the input set inside": Text(
+            "held = []",
+            "x",
+            before="x.register_hook(lambda g: held.append(g.sum().item()))",
+        ),
+        "a hook that closes over an intermediate": Text(
+            "held = None",
+            "x",
+            after="z = y.tanh(); z.register_hook(lambda g: g * y.detach()); y = z",
+        ),
+        "a hook of a node": Text(
+            "held = []",
+            "x",
+            after="y.grad_fn.register_hook(lambda *_: held.append(1))",
+        ),
+        "a retained gradient of an intermediate": Text(
+            "held = []",
+            "x",
+            after="y.retain_grad(); held.append(y)",
+            state="[y.grad for y in held]",
+        ),
+    },
+)
 
 
 # --- Signals ---
@@ -198,65 +220,6 @@ def a_signal_in_the_function_counts_for_the_user():
 
 
 # --- Hooks of tensors ---
-
-
-@program
-def a_hook_of_an_intermediate():
-    norms = []
-
-    def fn(x):
-        y = work(x)
-        y.register_hook(lambda g: norms.append(g.norm().item()))
-        return y.tanh()
-
-    return loop(fn, state=lambda: norms)
-
-
-@program
-def a_hook_of_the_input_set_inside():
-    norms = []
-
-    def fn(x):
-        x.register_hook(lambda g: norms.append(g.sum().item()))
-        return work(x)
-
-    return loop(fn, state=lambda: norms)
-
-
-@program
-def a_hook_that_closes_over_an_intermediate():
-    def fn(x):
-        y = work(x)
-        z = y.tanh()
-        z.register_hook(lambda g: g * y.detach())
-        return z.sin()
-
-    return loop(fn)
-
-
-@program
-def a_hook_of_a_node():
-    count = [0]
-
-    def fn(x):
-        y = work(x)
-        y.grad_fn.register_hook(lambda *_: count.append(1))
-        return y.tanh()
-
-    return loop(fn, state=lambda: count)
-
-
-@program
-def a_retained_gradient_of_an_intermediate():
-    held = []
-
-    def fn(x):
-        y = work(x)
-        y.retain_grad()
-        held.append(y)
-        return y.tanh()
-
-    return loop(fn, state=lambda: [y.grad for y in held])
 
 
 @program

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from support.adversarial.program import (
     State,
+    Text,
     back,
     family,
     leaf,
@@ -14,6 +15,7 @@ from support.adversarial.program import (
     observed,
     program,
     reversed_loop,
+    texts,
     work,
 )
 from torch import nn
@@ -132,30 +134,6 @@ def a_workspace_made_in_a_call_around():
     return step
 
 
-@program
-def a_large_buffer_counted_up():
-    """Not even its first call has a copy: it reads what it adds to."""
-    buf = large()
-
-    def fn(x):
-        buf.add_(1)
-        return work(x * buf[3].clone())
-
-    return reversed_loop(fn, state=lambda: buf)
-
-
-@program
-def a_large_buffer_added_to_by_a_list():
-    """Under a mode torch does not count these writes."""
-    buf = large()
-
-    def fn(x):
-        torch._foreach_add_([buf], 1)
-        return work(x * buf[3].clone())
-
-    return loop(fn, state=lambda: buf)
-
-
 # --- Code of packages ---
 
 
@@ -188,21 +166,31 @@ def package():
     return module
 
 
-@program
-def a_list_that_a_method_of_a_package_closes_over():
-    box = [1.0]
-    module = package().boxed(box)
-
-    def change():
-        box[0] += 1
-
-    return loop(module, between=change, state=lambda: box)
-
-
-@program
-def a_dict_that_a_method_of_a_package_counts_in():
-    counts = {"calls": 0}
-    return reversed_loop(package().counted(counts), state=lambda: counts)
+texts(
+    globals(),
+    {
+        # Not even its first call has a copy: it reads what it adds to.
+        "a large buffer counted up": Text(
+            "held = large()", "x * held[3].clone()", before="held.add_(1)", later=True
+        ),
+        # Under a mode torch does not count these writes.
+        "a large buffer added to by a list": Text(
+            "held = large()",
+            "x * held[3].clone()",
+            before="torch._foreach_add_([held], 1)",
+        ),
+        "a list that a method of a package closes over": Text(
+            "held = [1.0]; module = package().boxed(held)",
+            "module(x)",
+            between="held[0] += 1",
+        ),
+        "a dict that a method of a package counts in": Text(
+            "held = {'calls': 0}; called = package().counted(held)",
+            "called(x)",
+            later=True,
+        ),
+    },
+)
 
 
 # --- Higher-order operators ---
