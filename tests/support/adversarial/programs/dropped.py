@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
-import datetime
 import decimal
 import enum
 import functools
@@ -17,9 +16,7 @@ import gc
 import io
 import itertools
 import operator
-import pathlib
 import re
-import struct
 import threading
 import types
 import typing
@@ -278,14 +275,6 @@ def cached_property():
     return lambda x: x * made.k
 
 
-def cached_method():
-    class Local:
-        k = functools.cache(lambda self, n: n * 2.0)  # it is gone with the class
-
-    made = Local()
-    return lambda x: x * made.k(1)
-
-
 def dispatched():
     @functools.singledispatch
     def made(x):
@@ -416,7 +405,6 @@ KINDS = {
     "built": lambda: Built(2.0),
     "cached property": cached_property,
     "cached": of(lambda: functools.lru_cache(lambda n: n * 2.0), lambda f: f(1)),
-    "cached method": cached_method,
     "partial method": partial_method,
     "compared": of(
         lambda: functools.cmp_to_key(lambda a, b: b - a), lambda f: min([1.0, 2], key=f)
@@ -441,12 +429,7 @@ KINDS = {
     "ellipsis of indices": lambda: (
         lambda x, at=(..., None, slice(0, 4)): x.view(4, 4)[at].sum() * x
     ),
-    "alias": of(lambda: list[int], lambda kind: len(kind([1, 2]))),
     "exception": lambda: functools.partial(raised, ValueError("a", 2.0)),
-    "group of exceptions": of(
-        lambda: ExceptionGroup("a", [ValueError(2.0)]),
-        lambda e: e.exceptions[0].args[0],
-    ),
     "zipped": of(lambda: [*zip([1.0], [2.0], strict=True)], lambda v: v[0][1]),
     "counting": of(lambda: itertools.count(2), next),
     "weak set": weak_set,
@@ -466,20 +449,12 @@ KINDS = {
     "of ctypes": of(lambda: (ctypes.c_double * 2)(2.0, 3.0), lambda v: v[1]),
     "structure of ctypes": structure_of_ctypes,
     "pattern": of(lambda: re.compile("a+"), lambda v: len(v.findall("aabaa"))),
-    "match": of(lambda: re.match("a+", "aab"), lambda v: v.end()),
-    "date": of(lambda: datetime.datetime(2024, 1, 2), lambda v: v.day),
     "number of decimal": of(lambda: decimal.Decimal(2), float),
-    "path": of(lambda: pathlib.Path("a") / "b", lambda v: len(v.parts)),
-    "packed": of(lambda: struct.Struct("d"), lambda v: v.unpack(v.pack(2.0))[0]),
     "text": of(lambda: io.StringIO("2.0"), lambda v: float(v.getvalue())),
     # What is entered, and what is a thread's.
     "lock": lambda: functools.partial(entered, threading.Lock()),
-    "condition": lambda: functools.partial(entered, threading.Condition()),
     "managed": lambda: lambda x: entered(managing(), x),
     "exit stack": lambda: functools.partial(entered, contextlib.ExitStack()),
-    "redirected": lambda: functools.partial(
-        entered, contextlib.redirect_stdout(io.StringIO())
-    ),
     "local of a thread": of(
         lambda: with_attributes(threading.local(), k=2.0), lambda v: v.k
     ),
