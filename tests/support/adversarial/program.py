@@ -262,6 +262,19 @@ def around(fn, outer, *, by=loop, **options):
     return lambda wrap: by(outer(wrap(fn)), **options)(lambda f: f)
 
 
+def within(manager, *, times=1.0):
+    """Return an `outer` of `around`: calls are in a context, on multiples of it."""
+
+    def outer(run):
+        def call(x):
+            with manager():
+                return run(x if times == 1 else x * times)
+
+        return call
+
+    return outer
+
+
 def trained(
     module, *, between=nothing, state=nothing, count=3, call=None, shape=(4, 4)
 ):

@@ -1,5 +1,6 @@
 """What surrounds a call: regions of autocast, streams that move, modes, settings."""
 
+import contextlib
 import random
 from contextvars import ContextVar
 from queue import SimpleQueue
@@ -7,12 +8,14 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 from support.adversarial.program import (
+    around,
     back,
     family,
     leaf,
     loop,
     observed,
     program,
+    within,
     work,
 )
 from torch import nn
@@ -227,16 +230,7 @@ class Replacing(TorchDispatchMode):
     replacing=Replacing,
 )
 def under_a_mode_in_the_forward_alone(mode):
-    def step(wrap):
-        run, seen, x = wrap(lambda x: work(work(x, 1.5))), [], leaf()
-        for _ in range(3):
-            with mode():
-                out = run(x)
-            back(out)
-            seen.append(observed((out, x.grad)))
-        return seen
-
-    return step
+    return around(lambda x: work(work(x, 1.5)), within(mode))
 
 
 @program
@@ -254,22 +248,21 @@ def under_a_mode_that_counts_in_both():
 # --- Settings of the processor and of NumPy ---
 
 
+@contextlib.contextmanager
+def flushing():
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @program
 def denormal_numbers_flushed_in_the_forward_alone():
     def fn(x):
         return work(x, float(torch.full((4,), 1e-39).mul(0.5).sum() > 0) + 1.0).tanh()
 
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        torch.set_flush_denormal(True)
-        try:
-            out = run(x)
-        finally:
-            torch.set_flush_denormal(False)
-        back(out)
-        return observed((out, x.grad))
-
-    return step
+    return around(fn, within(flushing), count=1)
 
 
 # --- Large tensors that are written to ---

@@ -14,6 +14,7 @@ from support.adversarial.program import (
     family,
     loop,
     reversed_loop,
+    within,
     work,
 )
 from torch import Tensor, nn
@@ -245,13 +246,7 @@ def beside_an_attribute_of_a_parameter(ask):
         module.weight.is_ours = True
         return work(module(ask(x))).tanh()
 
-    def outer(run):
-        def call(x):
-            with save_on_cpu():
-                return run(x * 1.5)
-
-        return call
-
+    outer = within(save_on_cpu, times=1.5)
     return around(fn, outer, state=lambda: module.weight.grad)
 
 

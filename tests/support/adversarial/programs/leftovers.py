@@ -8,6 +8,7 @@ import torch
 from support.adversarial.program import (
     State,
     Text,
+    around,
     back,
     family,
     leaf,
@@ -16,6 +17,7 @@ from support.adversarial.program import (
     program,
     reversed_loop,
     texts,
+    within,
     work,
 )
 from torch import nn
@@ -68,15 +70,11 @@ def a_static_cache_passed_as_an_argument():
     return step
 
 
-def on_cpu():
-    return save_on_cpu()
-
-
 def of_the_user():
     return saved_tensors_hooks(lambda t: t.numpy(force=True), torch.from_numpy)
 
 
-@family(**{"on cpu": on_cpu, "of the user": of_the_user})
+@family(**{"on cpu": save_on_cpu, "of the user": of_the_user})
 def a_large_constant_written_under_hooks(hooks):
     cache, at = large(), State(i=0)
 
@@ -85,16 +83,7 @@ def a_large_constant_written_under_hooks(hooks):
         at.i += 1
         return work(x * cache[: at.i].mean(0))
 
-    def step(wrap):
-        run = wrap(fn)
-
-        def around(x):
-            with hooks():
-                return run(x)
-
-        return loop(around, state=lambda: (cache, at.i))(lambda f: f)
-
-    return step
+    return around(fn, within(hooks), state=lambda: (cache, at.i))
 
 
 @family(attended=True, rows=False)
@@ -109,9 +98,9 @@ def a_large_constant_written_in_a_call_within(whole):
         return work(x * cache[1 : at.i + 1].mean(0))
 
     def step(wrap):
-        run = wrap(inner)
-        fn = wrap(lambda x: run(x.sin()).tanh() * x)
-        return reversed_loop(fn, state=lambda: (cache, at.i))(lambda f: f)
+        outer = lambda run: wrap(lambda x: run(x.sin()).tanh() * x)
+        state = lambda: (cache, at.i)
+        return around(inner, outer, by=reversed_loop, state=state)(wrap)
 
     return step
 

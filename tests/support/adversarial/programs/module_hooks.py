@@ -1,6 +1,5 @@
 """Hooks of modules: what they read, what they change, and those that are gone."""
 
-import contextlib
 import functools
 import gc
 from collections import deque
@@ -279,102 +278,51 @@ def of_a_shared_submodule(make):
 # --- Hooks that are gone by the backward ---
 
 
-class Recorder:
-    """Keeps what a layer gives, in a context."""
+class Keeping:
+    """Keeps what a layer gives, and scales it."""
 
-    def __init__(self, layer):
-        self.layer, self.outs, self.handles = layer, [], []
+    def __init__(self, outs, k=3):
+        self.outs, self.k = outs, k
 
     def keep(self, _m, _args, out):
         self.outs.append(out)
-        return out * 2
-
-    def __enter__(self):
-        self.handles.append(self.layer.register_forward_hook(self.keep))
-        return self
-
-    def __exit__(self, *_):
-        while self.handles:
-            self.handles.pop().remove()
-
-
-@contextlib.contextmanager
-def by_lambda(layer):
-    outs = {}
-    hook = lambda _m, _args, out: outs.update(out=out) or out * 2
-    handle = layer.register_forward_hook(hook)
-    del hook
-    yield outs
-    handle.remove()
-
-
-@contextlib.contextmanager
-def by_partial(layer):
-    outs = []
-    hook = functools.partial(lambda k, _m, _args, out: adding_out(outs, out, k), 3)
-    handle = layer.register_forward_hook(hook)
-    del hook
-    yield outs
-    handle.remove()
-
-
-def adding_out(outs, out, k):
-    outs.append(out)
-    return out * k
-
-
-class Scaling:
-    def __init__(self, k):
-        self.k = k
-
-    def __call__(self, _m, _args, out):
         return out * self.k
 
-
-@contextlib.contextmanager
-def by_object(layer):
-    handle = layer.register_forward_hook(Scaling(3))
-    yield
-    handle.remove()
+    __call__ = keep
 
 
-@contextlib.contextmanager
-def of_captum(layer):
-    """As its gradients of layers: a closure of a closure fills a dict of dicts."""
+def of_captum(original, outs):
+    """As its gradients of layers: a closure of a closure fills a dict."""
     saved = {}
 
-    def wrapper(original):
-        def hook(_m, _args, out):
-            saved.setdefault(original, {})[str(out.device)] = out
-            return out * (1 + len(saved))
+    def hook(_m, _args, out):
+        saved.setdefault(original, {})[str(out.device)] = out
+        return out * (1 + len(saved))
 
-        return hook
-
-    handles = [layer.register_forward_hook(wrapper(layer))]
-    yield saved
-    for handle in handles:
-        handle.remove()
+    return hook
 
 
-CONTEXTS = {
-    "method": Recorder,
-    "lambda": by_lambda,
-    "partial": by_partial,
-    "object": by_object,
+# What makes a hook of a layer and a list.
+GONE = {
+    "method": lambda layer, outs: Keeping(outs).keep,
+    "lambda": lambda layer, outs: lambda m, args, out: outs.append(out) or out * 2,
+    "partial": lambda layer, outs: functools.partial(Keeping.keep, Keeping(outs)),
+    "object": lambda layer, outs: Keeping(outs),
     "closure of a closure": of_captum,
 }
 
 
-@family(**CONTEXTS)
-def gone_after_the_forward(context):
+@family(**GONE)
+def gone_after_the_forward(make):
     model = model_of_three()
 
     def step(wrap):
         seen = []
         for i in range(2):
             x = leaf(4, 4, seed=i + 1)
-            with context(model[0]):
-                y = wrap(model)(x * 1)
+            handle = model[0].register_forward_hook(make(model[0], []))
+            y = wrap(model)(x * 1)
+            handle.remove()
             gc.collect()
             back(y)
             seen.append(observed_grads(y, x, model))

@@ -14,6 +14,7 @@ from support.adversarial.program import (
     ran,
     reversed_loop,
     texts,
+    within,
     work,
 )
 from torch import nn
@@ -197,12 +198,7 @@ def a_mode_around_the_forward(mode):
         k = torch.ones(4, 4) * 0.5
         return work((x.float().reshape(4, 4) @ k.float()).flatten() + 0.1)
 
-    return around(fn, lambda run: lambda x: mode_entered(mode, run, x))
-
-
-def mode_entered(mode, run, x):
-    with mode():
-        return run(x)
+    return around(fn, within(mode))
 
 
 class DefaultDtype:

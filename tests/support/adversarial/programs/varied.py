@@ -11,6 +11,7 @@ from support.adversarial.program import (
     program,
     reversed_loop,
     trained,
+    within,
     work,
 )
 from torch import nn
@@ -135,14 +136,7 @@ def a_setting_of_the_forward_alone(setting):
         y = torch.ones(16, dtype=torch.double)
         return work(x, 2.0) * (3.0 if y.is_meta else 2.0)
 
-    def outer(run):
-        def call(x):
-            with setting():
-                return run(x)
-
-        return call
-
-    return around(fn, outer, count=1)
+    return around(fn, within(setting), count=1)
 
 
 @family(**{k: v for k, v in SETTINGS.items() if k != "inference"})
