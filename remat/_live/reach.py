@@ -244,13 +244,9 @@ class Reach:
     def forward_done(self) -> None:
         """Note what the forward changed."""
         self._boxes = {}
-        for root in self._roots:
-            root.forward_done()
-        for holder in self._watched:
-            holder.forward_done()
+        for each in (*self._roots, *self._watched, *self._buffers):
+            each.forward_done()
         self._watched = ()
-        for buffer in self._buffers:
-            buffer.forward_done()
 
     # --- Between the steps of a chain ---
 
@@ -422,12 +418,9 @@ class Reach:
         """Search for all tensors, and what is wanted; only an error needs names."""
         running = self._running
         found = running if isinstance(running, Running) else StillThere
-        if running is None:
-            # In place of one that is gone is an empty one, so that a path is known.
-            there = self.alive()
-            tensors = [torch.empty(0) if t is None else t for t in there]
-        else:
-            tensors = running.tensors
+        there = self.alive() if running is None else running.tensors
+        # In place of one that is gone is an empty one, so that a path is known.
+        tensors = [torch.empty(0) if t is None else t for t in there]
         building = Building(tensors, found, in_place=False)
         *values, fn = building.values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))

@@ -2,5 +2,6 @@
 
 In: tensors. Out: a tensor for each in the other place, which gives it back (`offload`).
 Called by `_graph` and `_partial`, for residuals that a policy offloads, by `chain`, for
-carries, and by `_transform` and `_scope`, for what calls and blocks are given.
+carries, and by `_transform` and `_scope`, for what calls and blocks are given
+(`inputs`).
 """
