@@ -132,8 +132,12 @@ def _next_word(product: Tensor, last: Tensor, key: Tensor, *, out: Tensor) -> No
 
 def _chunks(
     keys: Tensor, start: int, count: int
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield chunks: a slice of keys, a slice of blocks, and the blocks, padded."""
+) -> Iterator[tuple[slice, slice, bool, Tensor]]:
+    """Yield chunks: a slice of keys, a slice of blocks, whether flipped, padded blocks.
+
+    A chunk with more keys than blocks of each key is flipped: the keys vary fastest,
+    because operations are faster along the longer dimension.
+    """
     few, many = CHUNK
     total = len(keys) * count
     size = min(total, many, max(few, total // 8))
@@ -145,9 +149,14 @@ def _chunks(
         offset = offset + start
         for left in range(0, count, width):
             right = min(left + width, count)
-            words = _by_tensors(seed, offset, places[: right - left], scratch)
+            index = places[: right - left]
+            flipped = len(offset) > len(index)
+            if flipped:
+                words = _by_tensors(seed.T, offset.T, index.unsqueeze(1), scratch)
+            else:
+                words = _by_tensors(seed, offset, index, scratch)
             offset = offset + width
-            yield slice(top, top + height), slice(left, right), words
+            yield slice(top, top + height), slice(left, right), flipped, words
 
 
 # --- Blocks as values -------------------------------------------------------------
@@ -176,14 +185,15 @@ def draw(
     if not out.numel():
         return out
     if keys.is_cpu and len(keys) * count <= FEW:
-        _write(out, _by_integers(keys.tolist(), start, count), reading)
+        _write(out, _by_integers(keys.tolist(), start, count), False, reading)
         return out
-    for rows, i, words in _chunks(keys.view(torch.int64), start, count):
-        _write(out[rows, i.start * per_block : i.stop * per_block], words, reading)
+    for rows, i, flipped, words in _chunks(keys.view(torch.int64), start, count):
+        part = out[rows, i.start * per_block : i.stop * per_block]
+        _write(part, words, flipped, reading)
     return out
 
 
-def _write(out: Tensor, words: Tensor, reading: BlockReading) -> None:
+def _write(out: Tensor, words: Tensor, flipped: bool, reading: BlockReading) -> None:
     """Write the values of some padded blocks of some keys."""
     rows, n = out.shape
     per_block, read, low, step = reading
@@ -191,6 +201,9 @@ def _write(out: Tensor, words: Tensor, reading: BlockReading) -> None:
     values = read(words)
     if low is not None:
         values.bitwise_and_(low)
+    if flipped:
+        strides = per_block, rows * per_block, 1
+        values = values.as_strided((rows, count, per_block), strides).reshape(-1)
     out.copy_(values.as_strided((rows, n), (count * per_block, 1)))
     if step is not None:
         out.mul_(step)
