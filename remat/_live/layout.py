@@ -13,6 +13,7 @@ Rejected: a search in each call. What a call reaches is mostly what it does not 
 import contextlib
 import enum
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -53,6 +54,10 @@ OwnersHolders = tuple[
 # Holders that are no owners: how they are read, where they are, and whether as keys.
 HoldersBelow = tuple[HolderKind, list[int], bool]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
+
+_attributes = operator.attrgetter("__dict__")
+_closure = operator.attrgetter("__closure__")
+_held_by_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Layout:
@@ -157,12 +162,11 @@ class Layout:
     def holders(self, owners: list[Any]) -> OwnersHolders:
         """Return the holders that owners are or have."""
         try:
-            tables = [owner.__dict__ for owner in owners[: self._dicted]]
+            tables = [*map(_attributes, owners[: self._dicted])]
         except Exception:  # noqa: BLE001 - whatever a proxy raises
             tables = [*map(dict_of, owners[: self._dicted])]
         cells: list[Any] = []
-        for fn in owners[self._closed]:
-            cells += fn.__closure__
+        cells += flatten(map(_closure, owners[self._closed]))
         scopes: list[Any] = []
         for i, names in self._names:
             scopes.append((owners[i].__globals__, names))
@@ -230,12 +234,10 @@ class Taken(Holdings):
         # Read here at once, as most calls reach few of each kind.
         values, keys, lengths = self.values, self.keys, self.lengths
         tables, cells, scopes, functions, classes, others = holders
-        for table in tables:
-            length = len(table)
-            lengths.append(length)
-            if length:  # most are empty
-                values += table.values()
-                keys += table
+        lengths += map(len, tables)
+        for table in filter(None, tables):  # most are empty
+            values += table.values()
+            keys += table
         if len(keys) != len(values) or len(keys) != sum(lengths):
             raise MovedError
         if cells:
@@ -244,8 +246,7 @@ class Taken(Holdings):
             lengths.append(len(names))
             for name in names:
                 values.append(scope.get(name, MISSING))
-        for fn in functions:
-            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
+        values += flatten(map(_held_by_function, functions))
         if classes:
             CLASSES.read(classes, self)
         for kind, found in others:
@@ -293,7 +294,7 @@ def groups_of(holders: OwnersHolders) -> list[Group]:
 def take(layout: Layout) -> Taken:
     """Return what the holders of a layout hold now, where they were found, or raise."""
     try:
-        owners = [ref() for ref in layout.owners]
+        owners = [*map(operator.call, layout.owners)]
         taken = Taken(owners, layout.holders(owners))
         if RemovableHandle.next_id != layout.hooks_known:
             layout.check_hooks(owners)
