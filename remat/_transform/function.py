@@ -247,6 +247,10 @@ class Primal(Program):
         context.regions = (*regions, [self.kept, False, 0, True])
         try:
             result = self._under(mode, self.call.run_forward, inputs)
+        except RecursionError as error:
+            if not getattr(error, "__notes__", ()):
+                note(error, _DEEP.format(depth=context.functions))
+            raise
         finally:
             context.regions, context.functions = regions, context.functions - 1
         return self.call.split(result, inputs)
@@ -872,6 +876,10 @@ def is_recorded(inputs: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and True in map(_requires_grad, inputs)
 
 
+_DEEP = (
+    "remat: {depth} calls of remat are in one another here. Each takes about 20 frames "
+    "under torch.func: call sys.setrecursionlimit, or wrap fewer functions."
+)
 _ONCE = (
     "remat: trying to differentiate twice a function that was marked with "
     "@once_differentiable: {name}. Its second derivative would be lost."

@@ -343,3 +343,18 @@ def test_a_function_of_the_users_may_be_named_as_the_node_of_a_call():
         got = grad(loss(remat))(x)
     assert_same(got, grad(loss(lambda fn: fn))(x))
     assert ops["sin"] == 2
+
+
+def within_calls(fn, depth):
+    for _ in range(depth):
+        fn = remat(lambda x, inner=fn: inner(x).sin())
+    return fn
+
+
+def test_calls_nested_too_deep_for_python_say_so():
+    derivative = grad(lambda x: within_calls(torch.cos, 60)(x).sum())
+    with pytest.raises(RecursionError, match="maximum recursion depth") as info:
+        derivative(torch.ones(3))
+    (told,) = info.value.__notes__
+    assert "calls of remat are in one another" in told
+    assert "call sys.setrecursionlimit" in told
