@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.tables import crossed
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
@@ -25,6 +26,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "numpy": lambda t: t.detach().numpy().__imul__(0.5),
 }
 ROWS = {"small": 16, "large": 4000}  # of eight
+KINDS = "buffer", "frozen", "parameter"
 
 
 def is_copied(kind: str, size: str, wrap: str) -> bool:
@@ -95,10 +97,7 @@ def test_the_assertion_fails_without_a_recompute() -> None:
             assert_recomputed_alike(plain, ours, "none")
 
 
-@pytest.mark.parametrize("wrap", WRAPPED)
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("size", ROWS)
-@pytest.mark.parametrize("kind", ["buffer", "frozen", "parameter"])
+@crossed("write, wrap, kind, size", WRITES, WRAPPED, KINDS, ROWS, each=2)
 def test_a_write_is_undone_or_refused(
     kind: str, size: str, write: str, wrap: str
 ) -> None:
@@ -129,10 +128,7 @@ AGAIN: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPPED)
-@pytest.mark.parametrize("write", AGAIN)
-@pytest.mark.parametrize("size", ROWS)
-@pytest.mark.parametrize("kind", ["buffer", "frozen", "parameter"])
+@crossed("write, wrap, kind, size", AGAIN, WRAPPED, KINDS, ROWS, each=2)
 def test_a_write_that_is_the_same_again_is_right(
     kind: str, size: str, write: str, wrap: str
 ) -> None:

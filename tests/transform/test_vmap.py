@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tables import rows
+from support.tables import crossed, rows
 from support.zoo import (
     WS,
     XS,
@@ -29,9 +29,7 @@ def backward_through(batched, *tensors):
 # --- Dimensions ---
 
 
-@pytest.mark.parametrize("out_dim", [0, 1, -1])
-@pytest.mark.parametrize("x_dim", [0, 1, 2, -1, None])
-@pytest.mark.parametrize("w_dim", [0, 1, -1])
+@crossed("w_dim, x_dim, out_dim", [0, 1, -1], [0, 1, 2, -1, None], [0, 1, -1])
 @rematerialized(matmul, evaluations=2)
 def test_any_dimensions(f, w_dim, x_dim, out_dim):
     batched = vmap(f, (w_dim, x_dim), out_dim)
