@@ -8,10 +8,6 @@ def leaf(seed=1, shape=(4, 4)):
     return make(*shape, seed=seed).requires_grad_()
 
 
-def grads(*leaves):
-    return [t.grad for t in leaves]
-
-
 class Router(nn.Module):
     """Leaves a loss, and the attention, on itself."""
 

@@ -3,20 +3,6 @@
 from torch.autograd import Function
 
 
-class TripledSin(Function):
-    """A sine whose gradient is three times too large, in reverse mode only."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        (x,) = ctx.saved_tensors
-        return 3 * cotangent * x.cos()
-
-
 class SinByRule(Function):
     """A sine with right rules, in reverse and in forward mode."""
 
@@ -52,16 +38,3 @@ class TripledSinForFunc(SinByRule):
     def jvp(ctx, tangent):
         (x,) = ctx.saved_tensors
         return 3 * tangent * x.cos()
-
-
-class StashedSin(Function):
-    """The wrong one, which keeps a tensor on its context past torch's saved tensors."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x = x.detach()
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return 3 * cotangent * ctx.x.cos()
