@@ -9,6 +9,8 @@ in another attribute at each block. The switch of the model sets both. What has 
 attributes has the switch, of whatever library and version: none is imported.
 """
 
+import inspect
+import types
 import weakref
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from remat._capture.objects import by_class
+from remat._live.walk import names_in
 from remat._transform.module import RematModule, prefix
 from remat.policies import Policy
 
@@ -244,9 +248,20 @@ def is_layer(module: nn.Module) -> bool:
 
 def recomputes(module: nn.Module) -> bool:
     """Say whether a module is recomputed by its switch, or calls what is."""
-    # A stack of layers has a switch, too, but does nothing with it.
+    if not is_on(module):
+        return False
+    # A stack of layers has a switch, too, but does nothing with it. An attention of T5
+    # has one, which is read nowhere.
     inside = (m for m in switchable(module) if m is not module)
-    return is_on(module) and (is_layer(module) or not any(inside))
+    return is_layer(module) or (_calls_blocks(type(module)) and not any(inside))
+
+
+@by_class
+def _calls_blocks(kind: type) -> bool:
+    """Say whether methods of a class name the function that recomputes blocks."""
+    found = (inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values())
+    fns = (fn for fn in found if isinstance(fn, types.FunctionType))
+    return any(FUNCTION in names_in(fn.__code__) for fn in fns)
 
 
 def library_of(module: nn.Module) -> str:

@@ -62,6 +62,18 @@ def test_a_policy_may_be_a_text_as_of_apply():
         remat.nn.enable(built(client), policy="none")
 
 
+def test_what_has_a_switch_and_reads_it_nowhere_is_not_listed():
+    """The attentions of T5."""
+    from support.decoders import CLIENTS
+
+    model = remat.nn.enable(built(CLIENTS["t5"]))
+    stacks = (model.encoder, "encoder"), (model.decoder, "decoder")
+    blocks = {
+        f"{at}.block.{i}" for stack, at in stacks for i in range(len(stack.block))
+    }
+    assert remat.nn.applied(model).keys() == blocks
+
+
 POLICIES = "dots", "dots_saveable", remat.policies.dots_saveable
 
 
