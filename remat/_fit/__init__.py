@@ -13,9 +13,9 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     rewritten   what calls make again, as operations and storages of a record
     walk        the peak for any set of saved results
     record      a step: its operations, storages, and when these are freed
-    simulate    a step as data, and what a copy of it does
+    simulate    a step as data, and the peak of a copy of it
     optimizer   the states of an optimizer, and what its step holds
-    meter       the observer that counts bytes and work while a step runs
+    meter       the observer that counts bytes while a step runs
     progress    shows what is done, if that takes long
     workspace   bytes that operations hold while they run
     convolutions   those of convolutions

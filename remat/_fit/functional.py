@@ -82,6 +82,12 @@ class FunctionalWalker(UnitWalker):
         return sorted(self.choices.keys() - chosen)
 
     @override
+    def _all_again(self, chosen: Iterable[int]) -> Iterable[int]:
+        units = {self._unit_of[i] for i in self.closure(chosen).runs}
+        whole = [i for u in sorted(units) for i in self._calls[u].operations]
+        return [*whole, *(i for each in self.record.copied for i in each)]
+
+    @override
     def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock | None]:
         return dict.fromkeys(super().policies(chosen))
 

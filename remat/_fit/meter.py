@@ -1,4 +1,4 @@
-"""Sees the operations of a step: counts the bytes that are alive, and work.
+"""Sees the operations of a step, and counts the bytes that are alive.
 
 The peak is said to be in the block that is called, or whose backward runs.
 
@@ -42,13 +42,12 @@ class Measured(NamedTuple):
 
     reads: Sequence[int]  # the storages of its arguments, if a meter asks for them
     makes: Sequence[int]  # those that it made
-    seconds: float
-    flops: int
     inside: int  # the bytes that it holds while it runs, beside what it reads and makes
+    result: Any
 
 
 class Meter(Alive):
-    """Counts bytes and work."""
+    """Counts bytes, and finds their peak."""
 
     outside = "forward"  # what operations are in that are in no backward
 
@@ -56,22 +55,19 @@ class Meter(Alive):
         super().__init__()
         self.peak = 0
         self.peak_at = ""  # "in mm in the backward of layers.3"
-        self.seconds, self.flops = 0.0, 0  # of its operations, at nominal rates
         # The blocks that were entered, with the first node that each makes; "" where
         # one was left. In which of them the operations are that run.
         self._entered: list[tuple[int, str]] = []
         self._current = ""
         # What an accumulation of gradients replaced, and the bytes alive beside it.
         self._replaced: tuple[int, int, str] | None = None
-        self._costs = False
         self._first = nodes_made()  # the number of the first node of the step
         self._found: set[int] = set()  # nodes that lead to what was passed, by number
 
-    def begin(self, *, costs: bool) -> None:
-        """Forget the work and the peak before."""
+    def begin(self) -> None:
+        """Forget the peak before."""
         self.settle()
-        self._costs = costs
-        self.peak, self.seconds, self.flops = self.live, 0.0, 0
+        self.peak = self.live
         self._entered, self._current = [(nodes_made(), "")], ""
 
     def enter(self, name: str) -> None:
@@ -124,8 +120,7 @@ class Meter(Alive):
             self._replaced = storage_id(args[0]), self.live, operator_name(func)
         else:
             self._note(max(self.live, before + held) + copies, operator_name(func))
-        work = self._work(func, args, kwargs, result)
-        self.measured(func, args, kwargs, Measured(reads, makes, *work, inside))
+        self.measured(func, args, kwargs, Measured(reads, makes, inside, result))
         return result
 
     def reads(self, args: Any, kwargs: dict[str, Any]) -> Sequence[int]:
@@ -169,16 +164,6 @@ class Meter(Alive):
             phase = self.outside if current_task() == -1 else "backward"
             of = f" of {self._current}" if self._current else ""
             self.peak_at = f"in {name} in the {phase}{of}"
-
-    def _work(
-        self, func: Any, args: Any, kwargs: Any, result: Any
-    ) -> tuple[float, int]:
-        if not self._costs or is_view_op(func):
-            return 0.0, 0
-        spent, count = work_of(func, args, kwargs, result)
-        self.seconds += spent
-        self.flops += count
-        return spent, count
 
     def _refuse_others(self, func: Any, args: Any) -> None:
         """Refuse a parameter of the user's: the backward would give it a gradient."""

@@ -47,7 +47,7 @@ def updated(step: TrainingStep, result: Any) -> Update:
         before = meter.live
         _hold(meter, _parts(optimizer))
         for _ in range(2):
-            meter.begin(costs=False)
+            meter.begin()
             optimizer.step()
             meter.end()
             peaks.append((meter.peak, meter.peak_at))

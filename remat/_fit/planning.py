@@ -277,14 +277,13 @@ class Planning:
         run_as = self._run_as
         how = {"is_real": self._is_real, "is_functional": run_as is not None}
         done = simulate(*step, **how, times=times)
-        work = done.flops - (run_as or self.record).flops, *walker.again(chosen)
         peak = done.peak + self.record.update.states
         drafts: Sequence[_Draft] = ()
         if courses and peak <= self._budget:
             drafts = self._drafts(walker, chosen, peak)
             courses = tuple(draft.course() for draft in drafts)
         which = courses, tuple(units.items())
-        followed = Followed(peak, done.peak_at, *work, *which)
+        followed = Followed(peak, done.peak_at, *walker.again(chosen), *which)
         return _Attempt(followed, chosen, walker, drafts)
 
     def _drafts(self, walker: Walker, chosen: Chosen, peak: int) -> list[_Draft]:

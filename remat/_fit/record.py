@@ -22,7 +22,7 @@ from typing_extensions import override
 from remat._base.absent import inputs_of
 from remat._base.calls import CallPlace, Calls
 from remat._base.context import here
-from remat._fit.meter import Measured, Meter
+from remat._fit.meter import Measured, Meter, work_of
 from remat._fit.optimizer import NO_UPDATE, Update, updated
 from remat._fit.simulate import (
     BACKWARD,
@@ -326,7 +326,7 @@ class StepRecorder(Meter):
             StepOp(
                 *(str(func), module, call.place),
                 *(reads, tuple(found.makes), tuple(writes)),
-                *(found.seconds, found.flops, found.inside, STORED),
+                *(*self._work(func, args, kwargs, found.result), found.inside, STORED),
                 traits.is_read_by_python
                 or DrawDetector(func, args, kwargs).has_drawn(),
                 -1 if node is None else sequence_number(node),
@@ -334,6 +334,13 @@ class StepRecorder(Meter):
             )
         )
         self._sum = found.reads[0] if found.reads else -1
+
+    def _work(
+        self, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> tuple[float, int]:
+        if not self._costs or is_view_op(func):
+            return 0.0, 0
+        return work_of(func, args, kwargs, result)
 
     def _is_view_from_before(self, tensor: Tensor) -> bool:
         return tensor._is_view() and self.hold(tensor) < self._count_before

@@ -1,4 +1,4 @@
-"""A training step as data, and what a copy of it does: its peak and its work.
+"""A training step as data, and the peak of a copy of it.
 
 The copy is changed as a plan says. Where calls have policies it runs twice: the first
 call of a policy records what the function does, and may hold more than those after it.
@@ -257,8 +257,6 @@ class Simulation:
 
     peak: int
     resident: int  # the bytes that are there before
-    seconds: float  # the time of its operations, at nominal rates
-    flops: int
     peak_at: str  # "in mm in the backward of layers.3"
 
 
@@ -304,17 +302,17 @@ def simulate(
             for tensor in resident(made):
                 meter.hold(tensor)
             before = meter.live
-            for k in range(times):
-                _run(made, meter, costs=k == times - 1, is_functional=is_functional)
+            for _ in range(times):
+                _run(made, meter, is_functional=is_functional)
                 peaks.append((meter.peak, meter.peak_at))
                 put_back(grads)
     peak, at = max(peaks, key=lambda each: each[0])
-    return Simulation(peak, before, meter.seconds, meter.flops, at)
+    return Simulation(peak, before, at)
 
 
-def _run(step: TrainingStep, meter: Meter, *, costs: bool, is_functional: bool) -> None:
+def _run(step: TrainingStep, meter: Meter, *, is_functional: bool) -> None:
     """Run a step under a meter."""
-    meter.begin(costs=costs)
+    meter.begin()
     if is_functional:
         result, outs = functional_gradients(step), ()
     else:

@@ -225,11 +225,9 @@ class UnitWalker(Walker):
         return ends
 
     @override
-    def again(self, chosen: Iterable[int]) -> tuple[int, float]:
-        record, (nbytes, seconds) = self.record, super().again(chosen)
-        copied = [record.operations[i] for each in record.copied for i in each]
-        nbytes += sum(record.sizes[n] for op in copied for n in op.makes)
-        return nbytes, seconds + sum(op.seconds for op in copied)
+    def _all_again(self, chosen: Iterable[int]) -> Iterable[int]:
+        copied = [i for each in self.record.copied for i in each]
+        return [*super()._all_again(chosen), *copied]
 
     # --- The walk ---
 

@@ -196,11 +196,15 @@ class Walker:
         operations = self.record.operations
         return sum(operations[i].seconds for i in self.closure(chosen).runs)
 
-    def again(self, chosen: Iterable[int]) -> tuple[int, float]:
-        """Return the bytes of results that are made again, and the seconds."""
-        operations = self.record.operations
-        made = {n for i in self.closure(chosen).runs for n in operations[i].makes}
-        return sum(self.record.sizes[n] for n in made), self.seconds(chosen)
+    def again(self, chosen: Iterable[int]) -> tuple[int, int, float]:
+        """Return the FLOPs that run again, the bytes that are made, the seconds."""
+        ops = [self.record.operations[i] for i in self._all_again(chosen)]
+        nbytes = sum(self.record.sizes[n] for op in ops for n in op.makes)
+        return sum(op.flops for op in ops), nbytes, sum(op.seconds for op in ops)
+
+    def _all_again(self, chosen: Iterable[int]) -> Iterable[int]:
+        """Return the operations that run again, also those that always do."""
+        return self.closure(chosen).runs
 
     def more(self, choice: int, saved: set[int], walked: Walked) -> float:
         """Return the seconds of what also runs again if a choice is not saved."""

@@ -405,7 +405,7 @@ class Rehearsal:
         """Call; return the result, and the most bytes beside those from before."""
         meter = self._meter
         before = meter.live
-        meter.begin(costs=False)
+        meter.begin()
         found = call(*args)
         meter.end()
         return found, meter.peak - before

@@ -45,6 +45,12 @@ def grad_and_value(model, x, loss):
     return func.grad_and_value(value)(given)[0]
 
 
+def flops_of(model):
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        grad(model, X, square)
+    return counter.get_total_flops()
+
+
 def range_of(model, x, loss):
     """Return the least budget, and the peak of the step as it is."""
     most = remat.fit(model, x, loss=loss, budget="1GB", **OVER).plain_peak
@@ -97,6 +103,7 @@ def test_blocks_are_recomputed_as_a_whole():
     with count_ops() as ops:
         grad(real, X, square)
     assert ops["relu"] == 6 + len(names)
+    assert flops_of(real) - flops_of(model) == plan.recomputed
     assert plan.over == "functional"
     found = gradients(real, lambda: step(real, (X,), {}, square))
     assert_same(found, gradients(model, lambda: step(model, (X,), {}, square)))
@@ -108,9 +115,11 @@ def test_the_least_budget_runs_the_model_again_as_a_whole():
     least, _ = range_of(model, X, square)
     plan = remat.fit(model, X, loss=square, budget=least, **OVER)
     assert plan.applied.units[0] == ("", None)
+    real = plan.apply(copy.deepcopy(model))
     with count_ops() as ops:
-        grad(plan.apply(copy.deepcopy(model)), X, square)
+        grad(real, X, square)
     assert ops["relu"] == 12 + len(plan.applied.units) - 1 > 12
+    assert flops_of(real) - flops_of(model) == plan.recomputed
 
 
 def test_per_sample_gradients_are_right():

@@ -252,18 +252,7 @@ def test_an_accelerator_allocates_blocks():
     assert allocated(513, CPU) == 513
 
 
-# --- Work ---
-
-
-def test_recomputed_work_is_counted():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-    plain = simulated(model, (WIDE,))
-    again = simulated(model, (WIDE,), change=lambda p: p._replace(fn=remat.remat(p.fn)))
-    # The backward of the first layer does not ask for the gradient of its input.
-    one = 2 * 128 * 64 * 64
-    assert plain.flops == 5 * one
-    assert again.flops == 7 * one
-    assert again.seconds > plain.seconds
+# --- Where the peak is ---
 
 
 def test_the_peak_is_in_a_block():

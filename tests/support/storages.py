@@ -102,7 +102,7 @@ def bytes_not_known(op, sample):
         for tensor in tensors:
             meter.hold(tensor)
         before = meter.live
-        meter.begin(costs=False)
+        meter.begin()
         ran(op, sample)
         meter.end()
     return measured - (meter.peak - before)
