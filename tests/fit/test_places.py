@@ -298,22 +298,15 @@ def wide():
 
 
 Y = torch.rand(256, 64)
-LOSSES = {
-    "mse_loss": lambda out: functional.mse_loss(out, Y),
-    "mse_loss, a sum": lambda out: functional.mse_loss(out, Y, reduction="sum"),
-    "smooth_l1_loss": lambda out: functional.smooth_l1_loss(out, Y),
-    "binary_cross_entropy": lambda out: functional.binary_cross_entropy(out, Y),
-    "huber_loss": lambda out: functional.huber_loss(out, Y),
-}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_sums_of_losses_are_predicted(name):
-    loss = LOSSES[name]
-    model = wide()
-    plan = remat.fit(model, torch.randn(256, 8), loss=loss, budget="1GB")
-    x = torch.randn(256, 8)
-    assert abs(peak_and_gradients(model, x, loss=loss)[0] - plan.peak) <= 200
+# One whose sum lies in the memory of its terms, and one whose does not.
+@pytest.mark.parametrize("loss", [functional.mse_loss, functional.huber_loss])
+def test_sums_of_losses_are_predicted(loss):
+    model, x = wide(), torch.randn(256, 8)
+    plan = remat.fit(model, x, loss=lambda out: loss(out, Y), budget="1GB")
+    found, _ = peak_and_gradients(model, x, loss=lambda out: loss(out, Y))
+    assert abs(found - plan.peak) <= 200
 
 
 def test_an_lstm_stays_in_its_budget():

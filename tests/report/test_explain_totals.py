@@ -181,12 +181,6 @@ def test_it_explains_all_kinds_of_functions(name):
     assert all(row.why for row in report.inputs)
 
 
-# --- What it shows ---
-
-
-MIB = 2**20
-
-
 # --- Offloading ---
 
 
@@ -213,6 +207,9 @@ def test_what_is_kept_elsewhere_is_counted_apart():
 
 
 # --- How it shows ---
+
+
+MIB = 2**20
 
 
 def test_it_is_a_value():
