@@ -3,14 +3,13 @@
 Each takes the value and returns a function of `x` that calls `use(x, value)`.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
 import random
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from support.adversarial.holders import ANYTHING, ANYTHING_UNDER_FUNC
 from torch import nn
 
 from remat import remat
@@ -42,65 +42,9 @@ def noise_of(x, value):
     return torch.from_numpy(value.uniform(size=len(x)))
 
 
-# --- Variables of functions ---
-
-
-def by_wrapper(value):
-    def passing(fn):
-        @functools.wraps(fn)
-        def wrapper(x):
-            return fn(x, value)
-
-        return wrapper
-
-    return passing(use)
-
-
-def by_recursion(value):
-    def fn(x, depth=3):
-        return use(x, value) if depth == 0 else fn(x, depth - 1)
-
-    return fn
-
-
-def by_mutual_recursion(value):
-    def even(x, n=4):
-        return use(x, value) if n == 0 else odd(x, n - 1)
-
-    def odd(x, n):
-        return even(x, n - 1) if n else use(x, value)
-
-    return even
-
-
-def by_attribute_of_a_function(value):
-    def fn(x):
-        return use(x, fn.value)
-
-    fn.value = value
-    return fn
-
-
 def called(fn):
     """A function that calls `fn`, which holds the value."""
     return lambda x: fn(x)
-
-
-FUNCTIONS: dict[str, Hold] = {
-    "closure": lambda v: lambda x: use(x, v),
-    "closure of a closure": lambda v: lambda x: (lambda: use(x, v))(),
-    "function in a closure": lambda v: called(lambda x, value=v: use(x, value)),
-    "default": lambda v: lambda x, value=v: use(x, value),
-    "keyword default": lambda v: lambda x, *, value=v: use(x, value),
-    "partial": lambda v: functools.partial(lambda v, x: use(x, v), v),
-    "partial keyword": lambda v: functools.partial(use, value=v),
-    "partial of a closure": lambda v: functools.partial(lambda _, x: use(x, v), 1),
-    "decorator": by_wrapper,
-    "recursion": by_recursion,
-    "mutual recursion": by_mutual_recursion,
-    "attribute of a function": by_attribute_of_a_function,
-    "attribute of a helper": lambda v: called(by_attribute_of_a_function(v)),
-}
 
 
 # --- Containers ---
@@ -156,43 +100,8 @@ def reading(put: Callable[[Any], Any], get: Callable[[Any], Any]) -> Hold:
     return hold
 
 
-def of_pytree(put, get):
-    return reading(lambda v: put(0, v), lambda t: [*get(t)][1])
-
-
-class Words(dict):
-    pass
-
-
-class Names(tuple):
-    pass
-
-
-def with_attribute(container, value):
-    container.value = value
-    return container
-
-
 def value_of(holder):
     return holder.value
-
-
-CONTAINERS: dict[str, Hold] = {
-    **{name: of_pytree(*both) for name, both in PYTREES.items()},
-    "set": reading(lambda v: {v}, lambda t: next(iter(t))),
-    "frozenset": reading(lambda v: frozenset([v]), lambda t: next(iter(t))),
-    "deque": reading(lambda v: deque([v]), lambda t: t[0]),
-    "key of a dict": reading(lambda v: (v, {v: 1}), lambda t: next(iter(t[1]))),
-    "namespace": reading(lambda v: types.SimpleNamespace(value=v), value_of),
-    "arguments of a program": reading(lambda v: argparse.Namespace(value=v), value_of),
-    "list of functions": reading(lambda v: [lambda: v, len], lambda t: t[0]()),
-    "default factory": reading(lambda v: defaultdict(lambda: v), lambda t: t["new"]),
-    "attribute of a dict": reading(lambda v: with_attribute(Words(a=1), v), value_of),
-    "dict with an attribute": reading(
-        lambda v: with_attribute(Words(a=v), None), lambda t: t["a"]
-    ),
-    "attribute of a tuple": reading(lambda v: with_attribute(Names("a"), v), value_of),
-}
 
 
 # --- Objects and modules ---
@@ -220,18 +129,6 @@ class Slots:
         self.value = value
 
 
-class SubSlots(Slots):
-    __slots__ = ("more",)
-
-
-class Frozen:
-    def __init__(self, value):
-        self.__dict__["value"] = value
-
-    def __setattr__(self, name, value):
-        raise AttributeError("frozen")
-
-
 class Module(nn.Module):
     def __init__(self, value):
         super().__init__()
@@ -241,38 +138,10 @@ class Module(nn.Module):
         return use(x, self.value)
 
 
-def holding_itself(value):
-    o = Object(value)
-    o.me = [o]
-    return o
-
-
-OBJECTS: dict[str, Hold] = {
-    "object": reading(Object, value_of),
-    "object in a list": reading(lambda v: [Object(v)], lambda t: t[0].value),
-    "property": reading(Object, lambda o: o.computed),
-    "object that refuses assignment": reading(Frozen, value_of),
-    "slots": reading(Slots, value_of),
-    "inherited slots": reading(SubSlots, value_of),
-    "object that holds itself": reading(holding_itself, lambda o: o.me[0].me[0].value),
-    "bound self": lambda v: Object(v).method,
-    "bound self that is a list": lambda v: types.MethodType(
-        lambda values, x: use(x, values[0]), [v]
-    ),
-    "callable object": Object,
-    "method in a closure": lambda v: called(Object(v).method),
-    "module attribute": Module,
-    "module in a list": reading(lambda v: [Module(v)], lambda t: t[0].value),
-    "submodule": lambda v: nn.Sequential(nn.Identity(), Module(v)),
-}
-
-
 # --- Globals ---
 
 VALUE = None
-TABLE = {}
 MODULE = types.ModuleType("settings_of_the_user")
-HELPERS = [lambda: VALUE]
 
 
 def reads(x):
@@ -285,24 +154,43 @@ def in_global(make: Callable[[], Any]) -> Hold:
     def hold(value):
         global VALUE
         VALUE = MODULE.value = OfClass.value = value
-        TABLE["value"] = [value]
         return make()
 
     return hold
 
 
-GLOBALS: dict[str, Hold] = {
-    "global": in_global(lambda: reads),
-    "global of a function that is called": in_global(lambda: lambda x: reads(x)),
-    "global container": in_global(lambda: lambda x: use(x, TABLE["value"][0])),
-    "global list of functions": in_global(lambda: lambda x: use(x, HELPERS[0]())),
-    "global in a comprehension": in_global(
-        lambda: lambda x: torch.stack([use(x, VALUE) for _ in "a"]).sum(0)
-    ),
-    "global in a lambda": in_global(lambda: lambda x: (lambda: use(x, VALUE))()),
-}
+def held_in(make: Callable[[], Any]) -> Hold:
+    """Return how to hold a value in one of the holders of the table of programs."""
 
-HOLDERS = FUNCTIONS | CONTAINERS | OBJECTS | GLOBALS
+    def hold(value):
+        read, write, _ = make()
+        write(value)
+        return lambda x: use(x, read())
+
+    return hold
+
+
+# A class that is gone with the function cannot be made again, and of what holds weakly
+# nothing but what writes keeps the owner.
+_KEPT = "global", "default", "attribute of a function", "context variable"
+HOLDERS: dict[str, Hold] = {
+    name: held_in(ANYTHING[name]) for name in (*ANYTHING_UNDER_FUNC, *_KEPT)
+}
+# What is called itself, and holds the value.
+HOLDERS |= {
+    "partial": lambda v: functools.partial(lambda v, x: use(x, v), v),
+    "default": lambda v: lambda x, value=v: use(x, value),
+    "keyword default": lambda v: lambda x, *, value=v: use(x, value),
+    "bound self": lambda v: Object(v).method,
+    "callable object": Object,
+    "module attribute": Module,
+    "submodule": lambda v: nn.Sequential(nn.Identity(), Module(v)),
+    "global of a function that is called": in_global(lambda: lambda x: reads(x)),
+    "set": reading(lambda v: {v}, lambda t: next(iter(t))),
+    "frozenset": reading(lambda v: frozenset([v]), lambda t: next(iter(t))),
+    "key of a dict": reading(lambda v: (v, {v: 1}), lambda t: next(iter(t[1]))),
+    "list of functions": reading(lambda v: [lambda: v, len], lambda t: t[0]()),
+}
 
 
 # --- Where only streams are looked for: the code of methods, and more ---
