@@ -333,6 +333,26 @@ def test_a_second_backward_starts_from_the_statistics_of_the_call(sets_a_hook):
     assert_replayed(program, native_batch_norm=(1, 3), sin=(2, 4))
 
 
+class Summing(nn.Module):
+    """Reads what it has written to a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.ones(3))
+
+    def forward(self, x):
+        self.total.add_(1)
+        return (x * self.total).sin().exp()
+
+
+@replayed(sin=(1, 1 + 2))
+def test_a_second_backward_starts_from_a_buffer_of_a_module_that_is_gone(wrap):
+    x = leaf(3)
+    y = wrap(Summing())(x).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)
+    return first, torch.autograd.grad(y, x)
+
+
 # --- Many buffers, and hooks around the call ---
 
 
