@@ -4,7 +4,6 @@
     buffers             buffers of numbers, and what a call keeps of each
     holders             how cells, globals, classes, slots are read and written
     container_kinds     how lists, dicts and sets are
-    modules             what a module of torch holds by itself
     compared            iterators and large containers, which are not copied
     stream_search       random streams in what is not walked
     paths               how the author of a function writes where a value is

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from torch import nn
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
@@ -28,6 +29,15 @@ from remat._capture.objects import members_of
 
 
 flatten = itertools.chain.from_iterable
+# What `nn.Module` sets itself: by hand, a new name would be missed.
+TEMPLATE = vars(nn.Module())
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Hooks that run in a forward, or that change its graph.
+HOOKS = tuple(
+    name
+    for name in TEMPLATE
+    if name.startswith(("_forward_", "_backward_")) and "hook" in name
+)
 # In place of what is not there: an empty variable, a name that a namespace lacks.
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 

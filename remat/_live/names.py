@@ -29,12 +29,13 @@ from remat._capture.holders import (
     MISSING,
     PART,
     PARTS,
+    REGISTRIES,
     SLOTS,
+    TEMPLATE,
     HolderKind,
     dict_of,
     names_of,
 )
-from remat._capture.modules import REGISTRIES, TEMPLATE
 from remat._capture.objects import (
     is_left_alone,
     is_rematerialized,

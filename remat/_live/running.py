@@ -25,8 +25,7 @@ from remat._base.errors import RecomputeError
 from remat._base.types import TENSORS
 from remat._capture.buffers import Buffer
 from remat._capture.container_kinds import CONTAINERS
-from remat._capture.holders import HolderKind, MovedError
-from remat._capture.modules import HOOKS
+from remat._capture.holders import HOOKS, HolderKind, MovedError
 from remat._live.classes import CLASS_OF
 from remat._live.contents import Ref, differing, marks_of
 from remat._live.exchange import LOCK, Exchange, Written, are_same, written_to

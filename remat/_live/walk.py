@@ -25,16 +25,18 @@ from remat._capture.buffers import has_objects, is_bare_buffer, is_buffer
 from remat._capture.container_kinds import CONTAINERS, FACTORIES, OWNED, container_kind
 from remat._capture.holders import (
     CELLS,
+    HOOKS,
     MISSING,
     PART,
     PARTS,
+    REGISTRIES,
     SLOTS,
+    TEMPLATE,
     HolderKind,
     dict_of,
     refers_to,
     variable_value,
 )
-from remat._capture.modules import HOOKS, REGISTRIES, TEMPLATE
 from remat._capture.objects import (
     COPIED_ITERATORS,
     can_be_made_anew,
