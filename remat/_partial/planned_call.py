@@ -64,6 +64,7 @@ class PlannedCall:
         inputs: Sequence[Tensor],
         label: str,
         inner: Sequence[Tensor] | None = None,
+        nested: bool = False,
     ) -> None:
         self.cache, self._policy, self._prune = cache, policy, prune
         self._inputs, self._inner, self._label = inputs, inner, label
@@ -80,9 +81,9 @@ class PlannedCall:
                 self.mode = Recorder(runs_on, policy)
             elif cache.is_proven() and self._inputs_to_drop(plans):
                 self.mode = Collect(plans.full, runs_on)
-            elif plans.destinations and not plans.each_has_handle:
+            elif plans.destinations and (nested or not plans.each_has_handle):
                 self.mode = Collect(plans.full)
-            # Else the graph saves each residual anyway.
+            # Else the graph has all, but not in the order that a call around needs.
         self._was_seen = self.mode is not None
 
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
@@ -167,7 +168,7 @@ class SavedInHandles(PlannedCall):
     """
 
     def __init__(self, *, hooks: Any, nested: bool, **call: Any) -> None:
-        super().__init__(**call)
+        super().__init__(nested=nested, **call)
         self._hooks, self._nested = hooks, nested
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
         self._is_replayed = False  # and holds no residual any more
@@ -242,8 +243,7 @@ class SavedInHandles(PlannedCall):
 
         They are given by position: None where the tensor itself is saved, or is gone.
         """
-        gone: set[int] = set()
-        targets: list[int] = []
+        gone, targets = set[int](), list[int]()
         if isinstance(self.mode, Recorder):
             gone = {p for p, handle in enumerate(handles) if handle is None}
             targets = [p for p in range(len(handles)) if p not in gone]
@@ -324,7 +324,7 @@ class SavedInHandles(PlannedCall):
         return contextlib.nullcontext() if mode is None else outside_dispatch_mode(mode)
 
     def note_read(self, handles: Iterable[Handle]) -> None:
-        """Note that the forward itself reads what handles stand for."""
+        """Note what the forward itself reads."""
         if isinstance(self.mode, Recorder):
             for handle in handles:
                 self.mode.saved_storages.note_copy(handle.position, handle.value)
