@@ -8,6 +8,5 @@
     stream_search       random streams in what is not walked
     paths               how the author of a function writes where a value is
 
-Called by `_live` for each call, and by `_transform`, `compat` and `nn` for facts of
-classes.
+Called by `_live` for each call, and by `_transform` and `compat` for facts of classes.
 """

@@ -30,5 +30,5 @@ it held at the call.
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
 looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`
-name it. `nn` asks which names code reads.
+name it.
 """

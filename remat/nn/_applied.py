@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from remat._capture.objects import by_class
-from remat._live.walk import names_in
+from remat._base.interpreter import nested
 from remat._transform.module import RematModule, prefix
 from remat.policies import Policy
 
@@ -256,12 +255,11 @@ def recomputes(module: nn.Module) -> bool:
     return is_layer(module) or (_calls_blocks(type(module)) and not any(inside))
 
 
-@by_class
 def _calls_blocks(kind: type) -> bool:
     """Say whether methods of a class name the function that recomputes blocks."""
     found = (inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values())
     fns = (fn for fn in found if isinstance(fn, types.FunctionType))
-    return any(FUNCTION in names_in(fn.__code__) for fn in fns)
+    return any(FUNCTION in code.co_names for fn in fns for code in nested(fn.__code__))
 
 
 def library_of(module: nn.Module) -> str:
