@@ -13,7 +13,6 @@ Rejected: a search in each call. What a call reaches is mostly what it does not 
 import contextlib
 import enum
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -54,10 +53,6 @@ OwnersHolders = tuple[
 # Holders that are no owners: how they are read, where they are, and whether as keys.
 HoldersBelow = tuple[HolderKind, list[int], bool]
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
-
-_attributes = operator.attrgetter("__dict__")
-_closure = operator.attrgetter("__closure__")
-_held_by_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Layout:
@@ -162,11 +157,12 @@ class Layout:
     def holders(self, owners: list[Any]) -> OwnersHolders:
         """Return the holders that owners are or have."""
         try:
-            tables = [*map(_attributes, owners[: self._dicted])]
+            tables = [owner.__dict__ for owner in owners[: self._dicted]]
         except Exception:  # noqa: BLE001 - whatever a proxy raises
             tables = [*map(dict_of, owners[: self._dicted])]
         cells: list[Any] = []
-        cells += flatten(map(_closure, owners[self._closed]))
+        for fn in owners[self._closed]:
+            cells += fn.__closure__
         scopes: list[Any] = []
         for i, names in self._names:
             scopes.append((owners[i].__globals__, names))
@@ -234,10 +230,12 @@ class Taken(Holdings):
         # Read here at once, as most calls reach few of each kind.
         values, keys, lengths = self.values, self.keys, self.lengths
         tables, cells, scopes, functions, classes, others = holders
-        lengths += map(len, tables)
-        for table in filter(None, tables):  # most are empty
-            values += table.values()
-            keys += table
+        for table in tables:
+            length = len(table)
+            lengths.append(length)
+            if length:  # most are empty
+                values += table.values()
+                keys += table
         if len(keys) != len(values) or len(keys) != sum(lengths):
             raise MovedError
         if cells:
@@ -246,7 +244,8 @@ class Taken(Holdings):
             lengths.append(len(names))
             for name in names:
                 values.append(scope.get(name, MISSING))
-        values += flatten(map(_held_by_function, functions))
+        for fn in functions:
+            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
         if classes:
             CLASSES.read(classes, self)
         for kind, found in others:
@@ -294,7 +293,7 @@ def groups_of(holders: OwnersHolders) -> list[Group]:
 def take(layout: Layout) -> Taken:
     """Return what the holders of a layout hold now, where they were found, or raise."""
     try:
-        owners = [*map(operator.call, layout.owners)]
+        owners = [ref() for ref in layout.owners]
         taken = Taken(owners, layout.holders(owners))
         if RemovableHandle.next_id != layout.hooks_known:
             layout.check_hooks(owners)
