@@ -446,7 +446,7 @@ def adds_to(array):
 
 
 def test_memory_that_numpy_changed_is_found():
-    f = adds_to(np.arange(9000.0))  # too large to be copied in each call
+    f = adds_to(np.arange(600_000.0))  # too large to be watched
     text = difference(f, make(3, seed=1))
     where = f"at {line_of(f, 2)}, differs: input 0 (float64[3]) differs in 1 of 3 "
     assert where + "elements, by up to 0.25. It is from outside of the function" in text
