@@ -14,7 +14,8 @@ from remat.testing import assert_same, count_ops
 HOWS = [
     "backward", "twice", "backward_vmap", "grad", "vjp", "jvp",
     "backward_jvp_both", "jacrev", "vmap_grad", "vmap_vmap_grad", "grad_vmap",
-    "forward_ad", "forward_over_reverse", "grad_grad", "hessian", "jacrev_jacrev",
+    "forward_ad_of_one", "forward_over_reverse", "grad_grad", "hessian",
+    "jacrev_jacrev",
 ]  # fmt: skip
 (UNUSED,) = leaves_of(X)
 
@@ -46,14 +47,14 @@ def with_captured(fn, w, x):
 
 
 # Where a leaf of base is an input, forward mode is recorded after all.
-RECORDED = ("jvp", "forward_ad", "hessian")
+RECORDED = ("jvp", "forward_ad_of_one", "hessian")
 # What plain torch refuses, or what is another case.
 LEFT_OUT = {
     "unused_input": ("forward_over_reverse",),
     "unused_leaf": RECORDED,
     "captured_leaf": RECORDED,
-    "jvp": ("forward_ad", "forward_over_reverse"),
-    "jvp_jvp": ("forward_ad", "forward_over_reverse"),
+    "jvp": ("forward_ad_of_one", "forward_over_reverse"),
+    "jvp_jvp": ("forward_ad_of_one", "forward_over_reverse"),
 }
 
 
