@@ -4,7 +4,6 @@ import functools
 import inspect
 import sys
 import types
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from support.shims import expects, leaf, replaced, same
 from torch import fx, nn
-from torch._functorch import predispatch
+from torch._functorch import autograd_function, predispatch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
@@ -59,45 +58,20 @@ def test_nodes_run_what_lowers_them():
     assert "return m.scope == scope_id" in _text("_dynamo", "variables", "base.py")
 
 
-class SavesItsResult(torch.autograd.Function):
-    """What Dynamo traces to an operator that holds what it saved in a variable."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sin()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct * ctx.saved_tensors[0]
-
-
 @expects("forget_saved_by_traced")
 def test_traced_functions_save_in_a_variable():
-    found = []
-
-    def backend(graph, inputs):
-        def run(*args):
-            outs = graph(*args)
-            node = outs[0].grad_fn
-            cells = node._forward_cls.backward.__closure__
-            names = node._forward_cls.backward.__code__.co_freevars
-            held = dict(zip(names, cells, strict=True))["saved_values"]
-            found.append(held.cell_contents[0] is not None)
-            graphs.forget_saved_by_traced(node)
-            found.append(held.cell_contents)
-            return outs
-
-        return run
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Dynamo
-        torch._dynamo.reset()
-        torch.compile(SavesItsResult.apply, backend=backend)(leaf())
-    assert found == [True, None]
+    fwd = fx.symbolic_trace(lambda x: (x.sin(), (x.cos(),)))
+    bwd = fx.symbolic_trace(lambda ct, cos: ct * cos)
+    options = {"non_differentiable_idx": [], "saved_for_backward_idx": [0]}
+    apply = autograd_function.autograd_function_apply
+    node = apply(fwd, bwd, leaf(), **options).grad_fn
+    backward = node._forward_cls.backward
+    names = backward.__code__.co_freevars
+    held = dict(zip(names, backward.__closure__, strict=True))["saved_values"]
+    assert len(held.cell_contents) == 1
+    graphs.forget_saved_by_traced(node)
+    assert held.cell_contents is None
     graphs.forget_saved_by_traced(leaf().sin().grad_fn)
-    graphs.forget_saved_by_traced(SavesItsResult.apply(leaf()).grad_fn)
 
 
 @expects("is_below_tracer")
