@@ -239,11 +239,9 @@ class SavedInHandles(PlannedCall):
         return ""
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
-        """End the forward: give handles their residuals.
-
-        They are given by position: None where the tensor itself is saved, or is gone.
-        """
-        gone, targets = set[int](), list[int]()
+        """End the forward; a handle is None where a tensor itself is saved, or gone."""
+        gone: set[int] = set()
+        targets: list[int] = []
         if isinstance(self.mode, Recorder):
             gone = {p for p, handle in enumerate(handles) if handle is None}
             targets = [p for p in range(len(handles)) if p not in gone]
