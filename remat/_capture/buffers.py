@@ -1,27 +1,39 @@
 """Buffers of numbers: one definition, and how a recompute finds what one held.
 
-A call notes the bytes. Up to 64 KiB they are put back for a recompute, and so are those
-that the forward itself changed. Of larger ones that it left alone a checksum is kept:
-one that differs at the recompute is an error. Above 4 MiB nothing is noted.
+A call notes the bytes. Those of a buffer that was passed are put back for a recompute.
+Of one that something holds they are up to 64 KiB, and if the forward itself changed
+them. Of a larger one that it left alone, and that code names, a checksum is kept: one
+that differs at the recompute is an error. Above 4 MiB nothing is noted of it.
 
 Invariant: what is here leads to the buffer and to its bytes, and to nothing else.
 Rejected: to hold the bytes of all. A table of 4 MiB that each block of a model reads
-would be held by each call.
+would be held by each call. To watch what no code names: it may be a log.
 """
 
 import array
 import ctypes
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from remat._base.errors import MutationError
 from remat._capture.objects import by_class
 
 
-COPIED = 2**16  # bytes of a buffer, up to which they are put back
-WATCHED = 2**22  # bytes, above which a change is not noticed
+class Limits(NamedTuple):
+    """Up to how many bytes a buffer is put back, and a change is noticed."""
+
+    copied: float
+    watched: float
+
+
+PASSED = Limits(math.inf, math.inf)
+HELD = Limits(2**16, 2**22)
+UNNAMED = Limits(2**16, 2**16)  # held by something, and no code names it
+# A buffer, how its author would write it, where that is known, and what holds it.
+Noted: TypeAlias = tuple[Any, str, Limits]
 
 
 @by_class
@@ -72,10 +84,10 @@ class Buffer:
         name: how its author would write it, where that is known.
     """
 
-    __slots__ = "__weakref__", "_held", "_sum", "name", "value"
+    __slots__ = "__weakref__", "_held", "_limits", "_sum", "name", "value"
 
-    def __init__(self, value: Any, memory: Any, name: str) -> None:
-        self.value, self._sum, self.name = value, 0, name
+    def __init__(self, value: Any, memory: Any, name: str, limits: Limits) -> None:
+        self.value, self._sum, self.name, self._limits = value, 0, name, limits
         # What another call found is shared: blocks of a model read the same table.
         last = _LAST.get(id(value))
         known = None if last is None or last.value is not value else last._held
@@ -83,17 +95,21 @@ class Buffer:
         self._held = known if is_known else bytearray(memory)
         _LAST[id(value)] = self
 
+    def memory(self) -> Any:
+        """Return what it holds now, as `memory_of` does."""
+        return memory_of(self.value, self._limits.watched)
+
     def forward_done(self) -> None:
         """Keep no more than a checksum of what is large and was left alone."""
         held = self._held
-        if held is not None and len(held) > COPIED:
-            memory = memory_of(self.value)
+        if held is not None and len(held) > self._limits.copied:
+            memory = self.memory()
             if memory is not None and _is_same(held, memory):
                 self._held, self._sum = None, zlib.crc32(held)
 
     def exchange(self, undo: list[Callable[[], object]]) -> bool:
         """Have it hold what it held, and say whether it does; add what undoes that."""
-        value, then, memory = self.value, self._held, memory_of(self.value)
+        value, then, memory = self.value, self._held, self.memory()
         if memory is None:
             return False
         if then is None:
@@ -108,14 +124,16 @@ class Buffer:
 _LAST: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 
-def buffers_of(values: Iterable[tuple[Any, str]]) -> list[Buffer]:
+def buffers_of(values: Iterable[Noted]) -> list[Buffer]:
     """Note what buffers hold now, but for those that are closed or too large."""
-    each = {id(value): (value, name) for value, name in values}
-    noted = [(value, memory_of(value), name) for value, name in each.values()]
-    return [Buffer(*one) for one in noted if one[1] is not None]
+    each: dict[int, Noted] = {}
+    for noted in values:
+        each.setdefault(id(noted[0]), noted)  # those that were passed come first
+    found = ((b, memory_of(b, of.watched), name, of) for b, name, of in each.values())
+    return [Buffer(*one) for one in found if one[1] is not None]
 
 
-def memory_of(buffer: Any) -> Any:
+def memory_of(buffer: Any, most: float = math.inf) -> Any:
     """Return the memory of a buffer, or a copy if that is in parts.
 
     None if the buffer is closed, or too large to be read.
@@ -123,10 +141,10 @@ def memory_of(buffer: Any) -> Any:
     try:
         view = memoryview(buffer)
     except ValueError:  # it is closed, or of numbers that Python does not know
-        if not hasattr(buffer, "dtype") or buffer.nbytes > WATCHED:
+        if not hasattr(buffer, "dtype") or buffer.nbytes > most:
             return None
         return buffer.tobytes()
-    if view.nbytes > WATCHED:
+    if view.nbytes > most:
         return None
     return view if view.c_contiguous else view.tobytes()
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
-from remat._capture.buffers import has_objects, is_bare_buffer
+from remat._capture.buffers import PASSED, Noted, has_objects, is_bare_buffer
 from remat._capture.container_kinds import (
     OWNED,
     container_kind,
@@ -77,7 +77,7 @@ class Given:
         self.tensors: list[Tensor] = []
         self.roots: dict[int, Any] = {}
         self.index: dict[int, int] = {}
-        self.buffers: list[tuple[Any, str]] = []  # and how each is written
+        self.buffers: list[Noted] = []
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
         self.has_iterators = False
@@ -159,7 +159,7 @@ class Given:
             self.has_iterators = True
             return Copied(value)
         if is_bare_buffer(kind) and not has_objects(value):
-            self.buffers.append((value, ""))
+            self.buffers.append((value, "", PASSED))
             return value
         if is_used_as_it_is(value, kind):
             self.streams.walk(value)

@@ -13,6 +13,7 @@ Rejected: a search in each call. What a call reaches is mostly what it does not 
 import contextlib
 import enum
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import AGAIN, recipe_of, static_of
-from remat._base.interpreter import identities
+from remat._base.interpreter import identities, nested
 from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import ATTRIBUTES
 from remat._capture.holders import (
@@ -98,6 +99,7 @@ class Layout:
         *("is_lazy", "is_module", "is_noted", "last", "linked", "objects", "odd"),
         "owners",
         *("remade", "scripted", "signature", "asks", "slotted", "spans", "special"),
+        "unnamed",
         *("streams", "uses_stream_states", "variables", "writes"),
     )
 
@@ -138,6 +140,7 @@ class Layout:
         others = len(owners) > len(functions) or walk.kinds or walk.special
         self.is_contained = not (others or closed or walk.variables)
         self.special: dict[int, str] = {}
+        self.unnamed: set[int] = set()  # those of them that no code names
         kinds = enumerate(map(type, owners))
         self.remade = {i: recipe_of(kind) for i, kind in kinds if AGAIN in vars(kind)}
         kinds = enumerate(map(type, walk.objects))
@@ -322,7 +325,9 @@ def _lay_out(root: Any) -> tuple[Layout, Taken]:
     while True:
         for p, value in enumerate(taken.values[first:], first):
             if id(value) in walk.special:
-                layout.special[p] = written(layout, taken, p)
+                name = layout.special[p] = written(layout, taken, p)
+                if not _may_be_read(name, walk.functions):
+                    layout.unnamed.add(p)
         values, keys = taken.values[first:], taken.keys[first_key:]
         below = [
             *_found(walk, values, first, done, as_keys=False),
@@ -378,6 +383,18 @@ def written(layout: Layout, taken: Taken, p: int) -> str:
                 return f"{written(layout, taken, above)}[{name!r}]"
             start, key = start + length, key + length * kind.keyed
     return ""
+
+
+def _may_be_read(name: str, functions: Iterable[types.FunctionType]) -> bool:
+    """Say whether code of functions may read what it would write like this."""
+    first = name.partition("[")[0]
+    words = {first, *_LOOKING_UP}
+    called = [fn.__code__ for fn in functions if fn.__name__ != "__init__"]
+    each = (code for outer in called for code in nested(outer))
+    return any(not words.isdisjoint((*c.co_names, *c.co_freevars)) for c in each)
+
+
+_LOOKING_UP = "getattr", "vars", "__dict__", "globals"  # by a name that is a value
 
 
 def _variable(layout: Layout, taken: Taken, p: int) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
-from remat._capture.buffers import Buffer, memory_of
+from remat._capture.buffers import Buffer
 from remat._live.contents import differing, marks_of
 from remat._live.exchange import are_same
 from remat._live.holding import held_in
@@ -86,7 +86,7 @@ class Moment:
 
 
 def _bytes_of(buffer: Buffer) -> bytes:
-    memory = memory_of(buffer.value)
+    memory = buffer.memory()
     return b"" if memory is None else bytes(memory)
 
 

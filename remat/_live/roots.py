@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
-from remat._capture.buffers import is_buffer
+from remat._capture.buffers import HELD, UNNAMED, Noted, is_buffer
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import VARIABLES, HolderKind, MovedError
@@ -55,12 +55,13 @@ class Root:
         self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
         self.leases: Sequence[Lease] = ()
         self._iterators: dict[int, Iterated] = {}
-        self.buffers: list[tuple[Any, str]] = []
+        self.buffers: list[Noted] = []
         self.large: dict[int, Large] = {}
         for p, name in layout.special.items():
             value = taken.values[p]
             if is_buffer(type(value)):
-                self.buffers.append((value, name))
+                how = UNNAMED if p in layout.unnamed else HELD
+                self.buffers.append((value, name, how))
             elif container_kind(type(value)) is not None:
                 self.large[p] = Large(value, name)
             else:

@@ -62,8 +62,11 @@ class Follow(LeanDispatchMode):
             return self.at(i, func, args, kwargs)
         try:
             return kernel(*args, **kwargs) if kwargs else kernel(*args)
-        except RuntimeError as error:
-            return self.refused(error, func, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised there
+            self._next = i  # no record has what raises
+            result = self.refused(error, func, args, kwargs)
+            self._next = i + 1
+            return result
 
     def at(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of the operation that the record has next."""
@@ -156,7 +159,9 @@ class Collect(Follow):
     @override
     def at(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         kernel = self.runnable.kernels[i]
+        self._next = i
         result = kernel(*args, **kwargs) if kwargs else kernel(*args)
+        self._next = i + 1
         outputs = tensors_of(result)
         if i in self.runnable.residual_index:
             self._collect(i, args, kwargs, outputs)
@@ -166,9 +171,10 @@ class Collect(Follow):
 
     @override
     def unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if func not in UNRECORDED:
             self._give_up()
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return result
 
     def _collect(
         self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
@@ -244,10 +250,11 @@ class Check(Follow):
         if not is_optional(func):
             while self._funcs[i] is not func and self._may_be_missing[i]:
                 i += 1
-            self._next = i
             if self._funcs[i] is not func:
+                call_kernel(func, *args, **(kwargs or {}))  # no record has what raises
+                self._next = i
                 raise self._differs(func)
-            self._next += 1
+            self._next = i + 1
         return call_kernel(func, *args, **(kwargs or {}))
 
     @override

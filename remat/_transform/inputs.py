@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from remat._base.absent import Absent
+from remat._base.code import IDENTITY
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside, packed_outside
@@ -113,7 +114,8 @@ class SavedInputs:
         self.versions = versions_of(inputs)
         entries = inputs[:first]
         self._refs = [*map(weakref.ref, entries)]
-        self._asked = entries if reach.asks else ()  # for nodes: nothing stands in
+        # For what is asked of nodes, in whose place nothing stands.
+        self._asked = () if reach.asks <= IDENTITY else entries
         # Which of those before the parameters had been computed, by a node.
         self._had_node = [*map(operator.not_, map(_is_leaf, entries))]
         self._classes: Sequence[type] = ()

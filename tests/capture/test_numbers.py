@@ -145,16 +145,18 @@ def of_a_module(table):
     return lambda x: remat(module)(x)
 
 
-def of_an_argument(table):
-    def fn(x, tables):
+def of_a_variable(table):
+    tables = {"cos": [0, table]}
+
+    def fn(x):
         return reading(tables["cos"][1])(x)
 
-    return lambda x: remat(fn)(x, {"cos": [0, table]})
+    return lambda x: remat(fn)(x)
 
 
 NAMES = {
     "self.held.table": of_a_module,
-    "tables['cos'][1]": of_an_argument,
+    "tables['cos'][1]": of_a_variable,
 }
 
 
@@ -237,3 +239,42 @@ def test_calls_share_what_small_ones_held():
     finally:
         tracemalloc.stop()
     assert held < MIB
+
+
+@pytest.mark.parametrize("size", [10**4, 6 * 10**5])
+def test_what_was_passed_is_put_back_at_any_size(size):
+    table = np.ones(size)
+    x = make(4, seed=2).requires_grad_()
+    (want,) = torch.autograd.grad((x * table[0]).sin().sum(), x)
+    with count_ops() as ops:
+        loss = remat(lambda x, table: (x * table[0]).sin())(x, table).sum()
+        table[0] = 5.0
+        (found,) = torch.autograd.grad(loss, x)
+    assert_same(found, want)
+    assert (ops["sin"], table[0]) == (1, 5.0)
+
+
+class Logging(torch.nn.Module):
+    """A log that the forward does not name, and a table that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.log, self.table = np.zeros(10**4), np.ones(10**4)
+
+    def forward(self, x):
+        return (x * self.table[0]).sin().cos()
+
+
+@pytest.mark.parametrize("name", ["log", "table"])
+def test_what_no_code_names_is_not_watched(name):
+    module, x = Logging(), make(4, seed=2).requires_grad_()
+    (want,) = torch.autograd.grad(module(x).sum(), x)
+    with count_ops() as ops:
+        loss = remat(module)(x).sum()
+        getattr(module, name)[3] = 5.0
+        if name == "table":
+            with pytest.raises(MutationError, match=r"`self\.table` was changed"):
+                loss.backward()
+            return
+        assert_same(torch.autograd.grad(loss, x)[0], want)
+    assert ops["sin"] == 3  # one is of the derivative of the cosine
