@@ -180,12 +180,6 @@ def mapping_of(proxy: Any) -> Any:
     return next(iter(gc.get_referents(proxy)), None)
 
 
-def repeated_by(iterator: Any) -> Any:
-    """Return what an `itertools.repeat` gives."""
-    # Behind its class, from Python 3.12 on.
-    return gc.get_referents(iterator)[-1]
-
-
 # --- What is checked ---
 
 
@@ -220,12 +214,6 @@ def _finds_what_a_view_is_of() -> bool:
     return mapping_of(view) is mapping and mapping_of(vars(NamesUsed)) is None
 
 
-def _finds_what_is_repeated() -> bool:
-    item = object()
-    repeats = itertools.repeat(item), itertools.repeat(item, 2)
-    return all(repeated_by(repeat) is item for repeat in repeats)
-
-
 def _counts_references() -> bool:
     value = object()
     before = sys.getrefcount(value)
@@ -237,7 +225,6 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "bytecode": _reads_bytecode,
     "flags of classes": _knows_classes,
     "read-only views of mappings": _finds_what_a_view_is_of,
-    "itertools.repeat": _finds_what_is_repeated,
     "reference counts": _counts_references,
 }
 

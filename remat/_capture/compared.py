@@ -1,83 +1,56 @@
-"""Iterators and large containers: compared, and not copied like other values.
+"""Iterators and large containers: not copied like other values.
 
-To copy them in each call would cost what they hold.
+To copy a container would cost what it holds, and most iterators cannot be copied.
 
 Invariant: a recompute that would read one in another state gets an error.
-Rejected: to compare how far an iterator was read. Most cannot tell.
+Rejected: to copy the iterators that can be, but for counts. Which ones these are nobody
+remembers. To compare how far one was read: most cannot tell.
 """
 
 import ast
-import copy
 import itertools
 import operator
 import types
+from collections.abc import Sequence
+from operator import length_hint
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
-from remat._base.interpreter import repeated_by
 from remat._base.tensors import versions_of
-from remat._base.types import INERT
 from remat._capture.container_kinds import container_kind
-from remat._capture.holders import MISSING
-from remat._capture.objects import COPIED_ITERATORS, by_class
-from remat._capture.stream_search import StreamSearch
+from remat._capture.objects import by_class
 
 
 class Iterated:
-    """An iterator, as far as it was read at a call."""
+    """An iterator that a call reached."""
 
-    __slots__ = ("_copy", "_name", "_spent", "_stays")
+    __slots__ = "_count", "_instead"
 
     def __init__(self, value: Any, name: str) -> None:
-        self._name = f"the {type(value).__name__} `{name}`"
-        # One that is read to its end gives nothing again.
-        is_spent = type(value) is types.GeneratorType and value.gi_frame is None
-        self._stays = is_spent or _gives_streams(value)
-        self._copy = value if self._stays else _copy_of(value)
-        self._spent = _UsedUp(value, self._name)
+        self._count = _next_and_step(value) if type(value) is itertools.count else ()
+        # These give the same each time, or nothing.
+        is_endless = type(value) is itertools.repeat and length_hint(value, -1) < 0
+        is_at_end = type(value) is types.GeneratorType and value.gi_frame is None
+        self._instead = value if is_endless or is_at_end else _UsedUp(value, name)
 
     def again(self) -> Any:
-        """Return an iterator that was read as far, or one that must not be read."""
-        if self._stays:
-            return self._copy
-        if self._copy is MISSING:
-            return self._spent
-        return _copy_of(self._copy)
+        """Return what a recompute finds in its place."""
+        return itertools.count(*self._count) if self._count else self._instead
 
 
-def _gives_streams(value: Any) -> bool:
-    """Say whether an iterator gives streams: the same one again, most often.
+def _next_and_step(value: Any) -> Sequence[Any]:
+    """Return what a count gives next, and its step if that is not 1; () if unknown.
 
-    That is put back, so the iterator may stay as it is.
+    Objects get their numbers from it. Python 3.14 cannot copy it.
     """
-    search = StreamSearch()
-    search.walk(value)
-    return bool(search.streams) and type(value) is not itertools.cycle
-
-
-def _copy_of(value: Any) -> Any:
-    """Return an iterator that gives what this one gives; MISSING if that cannot be."""
-    kind = type(value)
-    if kind in COPIED_ITERATORS:
-        return copy.copy(value)
-    if kind is itertools.count:
-        # Python 3.14 cannot copy it.
-        try:
-            start = ast.literal_eval(repr(value).removeprefix("count"))
-        except (SyntaxError, ValueError):
-            return MISSING
-        return itertools.count(*start if isinstance(start, tuple) else (start,))
-    if kind is itertools.repeat:
-        left = operator.length_hint(value, -1)
-        if left < 0:
-            return value
-        item = repeated_by(value)
-        if type(item) in INERT:
-            return itertools.repeat(item, left)
-    return MISSING
+    try:
+        found = ast.literal_eval(repr(value).removeprefix("count"))
+    except (SyntaxError, ValueError):
+        return ()
+    return found if isinstance(found, tuple) else (found,)
 
 
 class _UsedUp:
@@ -105,7 +78,8 @@ class _UsedUp:
         return self
 
     def __next__(self) -> Any:
-        raise RecomputeError(_SPENT.format(name=self._name))
+        text = _SPENT.format(kind=self._kind.__name__, name=self._name)
+        raise RecomputeError(text)
 
     def send(self, _: Any) -> Any:
         return next(self)
@@ -160,8 +134,9 @@ class Large:
 
 
 _SPENT = (
-    "remat: a recompute reads {name}, which the forward may have read already. Pass "
-    "what was read as an argument, or make the iterator inside the function."
+    "remat: a recompute reads the {kind} `{name}`, which the forward may have read "
+    "already. Use a list or a tuple, pass what was read as an argument, or make the "
+    "iterator inside the function."
 )
 _LARGE = (
     "remat: `{name}` changed since the call. It has {count} entries, too many to be "

@@ -113,15 +113,6 @@ def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
 # --- Kinds: what is copied, what is walked, what is used as it is ---
 
 
-# Iterators that `copy.copy` copies, rather than sharing what they iterate over.
-_EMPTY: dict[Any, Any] = {}
-COPIED_ITERATORS = frozenset(
-    {
-        *map(type, map(iter, ([], (), range(0), range(2**64), "", b"", {}, set()))),
-        *(type(iter(_EMPTY.values())), type(iter(_EMPTY.items()))),
-        type(reversed([0])),
-    }
-)
 # Classes of the standard library whose instances are searched all the same, and modules
 # of it all of whose classes are.
 _OPEN = (
@@ -198,9 +189,9 @@ def is_rematerialized(kind: type) -> bool:
 @by_class
 def is_spent_by_use(kind: type) -> bool:
     """Say whether instances of a class are iterators that can be read only once."""
-    if kind in COPIED_ITERATORS or kind in weakref.ProxyTypes:
+    if not issubclass(kind, Iterator) or kind in weakref.ProxyTypes:
         return False
-    if not issubclass(kind, Iterator) or kind.__dictoffset__:
+    if kind.__dictoffset__:
         return False
     # Of an iterator that is written in Python, the slots are read.
     return type(getattr(kind, "__next__", None)) is not types.FunctionType

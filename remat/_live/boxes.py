@@ -10,7 +10,6 @@ threads put there meanwhile would be lost.
 """
 
 import contextlib
-import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,15 +20,6 @@ from remat._capture.container_kinds import CONTAINERS, FACTORIES, OWNED
 from remat._capture.holders import PART, SLOTS, VARIABLES, HolderKind, dict_of
 from remat._capture.objects import slots_of
 from remat._live.contents import Ref
-
-
-class Copied:
-    """In place of an iterator that was passed: a copy of it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = copy.copy(value)
 
 
 class HolderParts:

@@ -26,7 +26,7 @@ from remat._base.interpreter import may_refer_to_others
 from remat._base.types import ATOMS, TENSORS
 from remat._capture.container_kinds import ATTRIBUTES, OWNED
 from remat._capture.holders import FUNCTIONS, MISSING, SLOTS, HolderKind, dict_of
-from remat._capture.objects import COPIED_ITERATORS
+from remat._capture.objects import is_spent_by_use
 from remat._live.layout import Layout, Taken
 from remat._live.walk import is_of_atoms, is_opaque
 
@@ -91,7 +91,7 @@ class _Keeper:
 
     def _keep(self, value: Any, place: Place) -> Any:
         kind = type(value)
-        if kind in _OF_CLASSES or kind in COPIED_ITERATORS:
+        if kind in _OF_CLASSES:
             return Ref(value)
         if (kind in ATOMS and kind is not threading.Thread) or value is MISSING:
             return value
@@ -121,8 +121,8 @@ def _is_number(value: Any, kind: type) -> bool:
         return is_of_atoms(value)
     if issubclass(kind, (str, bytes, int, float, complex)):
         return not dict_of(value)
-    has_attributes = kind.__weakrefoffset__ or kind.__dictoffset__
-    return not (has_attributes or may_refer_to_others(kind))
+    is_other = kind.__weakrefoffset__ or kind.__dictoffset__ or is_spent_by_use(kind)
+    return not (is_other or may_refer_to_others(kind))
 
 
 # What a class has made of itself leads to it.

@@ -17,7 +17,7 @@ but those that are used as they are. The walk is a queue: nesting may be deep.
 Rejected: a list of leaves and a treedef. It would lose that two arguments share a list.
 """
 
-import copy
+import contextlib
 import operator
 import types
 import weakref
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
 from remat._capture.buffers import PASSED, Noted, has_objects, is_bare_buffer
+from remat._capture.compared import Iterated
 from remat._capture.container_kinds import (
     OWNED,
     container_kind,
@@ -44,17 +45,18 @@ from remat._capture.holders import (
     HolderKind,
     dict_of,
 )
-from remat._capture.objects import COPIED_ITERATORS, slots_of
+from remat._capture.objects import is_spent_by_use, slots_of
 from remat._capture.stream_search import (
     StreamSearch,
     has_defaults,
     has_user_code,
     is_stream,
 )
-from remat._live.boxes import Box, Copied, HolderParts, Watched
+from remat._live.boxes import Box, HolderParts, Watched
 from remat._live.contents import FIRST, At, Ref, at
 from remat._live.exchange import are_same
 from remat._live.making import make
+from remat._live.names import CallNames
 from remat._live.walk import (
     is_of_atoms,
     is_of_library,
@@ -66,12 +68,12 @@ class Given:
     """What a call is given."""
 
     __slots__ = (
-        *("_todo", "are_found", "boxes", "buffers", "has_iterators", "index", "roots"),
-        "search",
-        "tensors",
+        *("_called", "_todo", "are_found", "boxes", "buffers", "has_iterators"),
+        *("index", "roots", "search", "tensors"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._called = fn, args, kwargs
         # Whether a recompute may find some of what was passed.
         self.are_found = False
         self.tensors: list[Tensor] = []
@@ -155,9 +157,9 @@ class Given:
         how = VARIABLES if kind is ContextVar else container_kind(kind)
         if how is not None:
             return self._box(value, how)
-        if kind in COPIED_ITERATORS:
+        if is_spent_by_use(kind):
             self.has_iterators = True
-            return Copied(value)
+            return Iterated(value, self._name_of(value))
         if is_bare_buffer(kind) and not has_objects(value):
             self.buffers.append((value, "", PASSED))
             return value
@@ -174,6 +176,11 @@ class Given:
         if issubclass(kind, (int, float, complex, str, bytes)):
             return value  # which cannot be made again
         return self._box(value, OWNED)
+
+    def _name_of(self, value: Any) -> str:
+        with contextlib.suppress(ValueError):  # a mode has it
+            return CallNames(*self._called, value).name_of(value)
+        return type(value).__name__
 
     def _box(self, value: Any, how: HolderKind) -> Box:
         kind = type(value)
@@ -305,8 +312,8 @@ class Building:
                 found.append(made[k.ref.id])
             elif kind is Ref:
                 found.append(self._run.found(k))
-            elif kind is Copied:
-                found.append(copy.copy(k.value))
+            elif kind is Iterated:
+                found.append(k.again())
             else:
                 found.append(k)
         return found

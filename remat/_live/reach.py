@@ -23,12 +23,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import IDENTITY, MARKS
-from remat._base.errors import CaptureError
 from remat._base.tensors import describe
-from remat._base.types import TENSORS, Fn
+from remat._base.types import Fn
 from remat._capture.buffers import Buffer, buffers_of, changed
-from remat._capture.objects import is_spent_by_use
-from remat._capture.paths import argument_name, code_of_arguments
 from remat._live.attributes import put_aside, set_again
 from remat._live.bound import BoundFunction, call_under
 from remat._live.boxes import Box
@@ -85,16 +82,8 @@ class Reach:
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
-        self.next_hook, given = RemovableHandle.next_id, Given()
-        values = *args, *kwargs.values()
-        kinds = {*map(type, values)} - TENSORS
-        if kinds and True in map(is_spent_by_use, kinds):
-            k = [is_spent_by_use(type(v)) for v in values].index(True)
-            target = code_of_arguments(fn)
-            name = argument_name(target, self._names, k, self._count)
-            kind = type(values[k]).__name__
-            raise CaptureError(_SPENT.format(name=name, kind=kind))
-        self._values = [*map(given.put_aside, (*values, fn))]
+        self.next_hook, given = RemovableHandle.next_id, Given(fn, args, kwargs)
+        self._values = [*map(given.put_aside, (*args, *kwargs.values(), fn))]
         self._modes: Sequence[Any] = ()
         if function_mode_count():
             self._modes = [*map(given.put_aside, function_modes())]
@@ -439,10 +428,6 @@ def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | 
     return None
 
 
-_SPENT = (
-    "remat: the argument `{name}` is a {kind}, which can be read only once, and a "
-    "recompute reads the arguments again. Pass a list or a tuple."
-)
 _UNHASHABLE = (
     "remat: {label} reaches an object of an {error}, whose metaclass has no "
     "`__hash__`. The function is called as it is, and no memory is saved. Give the "

@@ -38,7 +38,6 @@ from remat._capture.holders import (
     variable_value,
 )
 from remat._capture.objects import (
-    COPIED_ITERATORS,
     can_be_made_anew,
     is_left_alone,
     is_left_alone_in,
@@ -158,7 +157,7 @@ class Walk:
             self._reach_container(value, how)
         elif issubclass(kind, PARTS):
             self._reach_part(value)
-        elif is_spent_by_use(kind) or kind in COPIED_ITERATORS:
+        elif is_spent_by_use(kind):
             self.streams.walk(value)
             self.special.add(id(value))
         elif is_buffer(kind):
@@ -405,8 +404,7 @@ def is_opaque(value: Any, kind: type) -> bool:
         return True
     if issubclass(kind, (*_WALKED, *PARTS)) or container_kind(kind) is not None:
         return issubclass(kind, PARTS) and is_of_library(value)
-    is_iterator = is_spent_by_use(kind) or kind in COPIED_ITERATORS
-    return not is_iterator and is_used_as_it_is(value, kind)
+    return not is_spent_by_use(kind) and is_used_as_it_is(value, kind)
 
 
 _WALKED = types.FunctionType, types.CellType, nn.Module, type, ContextVar

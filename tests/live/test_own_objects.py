@@ -6,23 +6,29 @@ What it can read are programs of `support.adversarial`.
 import csv
 import gc
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
+from support.adversarial.program import State
 from support.runs import configurations, leaf
 from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
 
-from remat import RecomputeError
+from remat import RecomputeError, remat
 
 
 def curve(x, factor):
     """Needs a recompute, and a right one: its slope depends on the factor."""
-    return (x * factor).sin().exp()
+    return (x * float(factor)).sin().exp()
 
 
 ITERATORS = {
+    "count of fractions": lambda: itertools.count(Fraction(2), Fraction(1)),
+    "repeat": lambda: itertools.repeat(2.0, 2),
+    "list iterator": lambda: iter([2.0, 3.0]),
+    "range iterator": lambda: iter(range(2, 4)),
     "cycle": lambda: itertools.cycle([2.0, 3.0]),
     "islice": lambda: itertools.islice([2.0, 3.0, 4.0], 3),
     "chain": lambda: itertools.chain([2.0], [3.0]),
@@ -33,12 +39,36 @@ ITERATORS = {
 
 @configurations
 @rows("make", ITERATORS)
-def test_an_iterator_that_cannot_be_read_again_is_named(make, ours):
+def test_an_iterator_that_a_recompute_reads_is_named(make, ours):
     numbers, results = make(), []
     fn, x = ours(lambda x: curve(x, next(numbers))), leaf()
     assert ops_of(lambda: results.append(fn(x).sum()))["sin"] == 1
     with pytest.raises(RecomputeError, match=r"reads the \w+ `numbers`, which"):
         results[0].backward()
+
+
+PASSED = {
+    "alone": (lambda held: held, lambda found: found, "numbers"),
+    "in a list": (lambda held: [0, held], lambda found: found[1], r"numbers\[1\]"),
+    "of an object": (lambda held: State(k=held), lambda found: found.k, "k"),
+}
+
+
+@rows("make", ITERATORS)
+@rows("put, get, name", PASSED)
+def test_a_passed_iterator_is_read_once_and_named(put, get, name, make):
+    numbers, results = put(make()), []
+    fn, x = remat(lambda x, numbers: curve(x, next(get(numbers)))), leaf()
+    assert ops_of(lambda: results.append(fn(x, numbers).sum()))["sin"] == 1
+    with pytest.raises(RecomputeError, match=rf"reads the \w+ `{name}`, which"):
+        results[0].backward()
+
+
+def test_a_passed_iterator_that_is_not_read_stays():
+    x, numbers = leaf(), iter([2.0])
+    y = remat(lambda x, numbers: curve(x, 2.0 if numbers else 3.0))(x, numbers)
+    assert ops_of(lambda: y.sum().backward())["sin"] == 1
+    assert [*numbers] == [2.0]
 
 
 @configurations

@@ -231,11 +231,6 @@ class OfProperty(nn.Module):
         return use(x, self.value)
 
 
-def endless(value):
-    while True:
-        yield value
-
-
 def weak(value):
     """Refer weakly to a torch.Generator; other streams do not allow it."""
     return weakref.ref(value) if isinstance(value, torch.Generator) else [value]
@@ -374,8 +369,6 @@ HOLDERS_OF_STREAMS: dict[str, Hold] = {
     "global of a property": in_global(OfProperty),
     "proxy": reading(lambda v: types.MappingProxyType({"v": v}), lambda t: t["v"]),
     "iterator": reading(itertools.repeat, next),
-    "map": reading(lambda v: map(lambda _: v, itertools.count()), next),  # noqa: C417
-    "generator": reading(endless, next),
     "closure and iterator": reading(
         lambda v: (v, itertools.repeat(v)), lambda t: (next(t[1]), t[0])[0]
     ),

@@ -9,7 +9,7 @@ from support.claims import gradient, ones, scaled
 from torch import nn
 from torch.autograd import forward_ad
 
-from remat import CaptureError, MutationError, RecomputeError, remat
+from remat import MutationError, RecomputeError, remat
 from remat.testing import count_ops
 
 
@@ -195,11 +195,9 @@ def test_generators_are_read_once():
         return scaled(x, next(numbers))
 
     numbers, x = (n for n in (2.0, 3.0)), ones(3)
-    with pytest.raises(CaptureError, match="`numbers` is a generator"):
-        remat(fn)(x, numbers)
-    y = remat(lambda x: fn(x, numbers))(x)
-    with pytest.raises(RecomputeError, match="reads the generator `numbers`"):
-        gradient(y, x)
+    for y in (remat(fn)(x, numbers), remat(lambda x: fn(x, numbers))(x)):
+        with pytest.raises(RecomputeError, match="reads the generator `numbers`"):
+            gradient(y, x)
 
 
 class Halving(nn.Linear):

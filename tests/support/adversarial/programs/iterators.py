@@ -17,26 +17,17 @@ MADE = {
     "count": lambda: itertools.count(1),
     "count with a step": lambda: itertools.count(1, 2),
     "cycle": lambda: itertools.cycle([1, 2, 3]),
-    "repeat": lambda: itertools.repeat(2, 50),
     "repeat for ever": lambda: itertools.repeat(2),
-    "chain": lambda: itertools.chain([1, 2, 3], [4, 5, 6], range(7, 30)),
     "islice": lambda: itertools.islice(itertools.count(1), 50),
-    "accumulate": lambda: itertools.accumulate(range(1, 50)),
-    "takewhile": lambda: itertools.takewhile(lambda n: n < 99, itertools.count(1)),
     "starmap": lambda: itertools.starmap(pow, [(n, 2) for n in range(1, 30)]),
     "tee": lambda: itertools.tee(range(1, 50))[0],
     "list iterator": lambda: iter([*range(1, 50)]),
     "range iterator": lambda: iter(range(1, 50)),
     "reversed list": lambda: reversed([*range(1, 50)]),
     "dict iterator": lambda: iter(dict.fromkeys(range(1, 50))),
-    "dict items": lambda: (k + v for k, v in {n: n for n in range(1, 30)}.items()),
     "zip": lambda: map(sum, zip(range(1, 30), range(1, 30), strict=True)),
-    "enumerate": lambda: (i + 1 for i, _ in enumerate("abcdefghijklmnop")),
-    "map": lambda: map(abs, range(1, 50)),
-    "filter": lambda: filter(None, range(50)),
     "generator expression": lambda: (n for n in range(1, 50)),
     "callable iterator": lambda: iter(itertools.count(1).__next__, 99),
-    "string iterator": lambda: map(ord, "\1\2\3\4\5\6\7\10\11\12\13\14"),
 }
 
 
@@ -69,6 +60,23 @@ def of_an_object_and_read_later(make):
             return work(x, next(self.ids)).tanh()
 
     return reversed_loop(Numbered())
+
+
+@program
+def an_object_that_a_count_numbers():
+    class Part:
+        ids = itertools.count()
+
+        def __init__(self):
+            self.id = next(self.ids)
+
+    made = []
+
+    def fn(x):
+        made.append(Part())
+        return work(x, 2)
+
+    return loop(fn, state=lambda: [part.id for part in made])
 
 
 # --- Layers that number themselves ---
