@@ -13,7 +13,7 @@ Under base autograd: plain's own graph, which holds handles.
 
     saved               the whole lowering, from the call to the end of a recompute
     inputs              what it saves of the inputs of a call
-    watched, overlaps   those that it may have written to: large ones, shared memory
+    watched, overlaps   writes that torch does not count; inputs that share memory
     stand_ins           what takes their place where they are gone
     leaves              what a recompute must leave as it was
 

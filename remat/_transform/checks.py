@@ -84,19 +84,14 @@ def changed_inside(
     origin: Reach,
     index: InputIndex | None,
     changes: Mapping[InputIndex, str] | None = None,
-    *,
-    works_again: bool = False,
 ) -> MutationError:
-    """Return the error that a function changed an input in place.
-
-    If it `works_again`, later calls copy that input.
-    """
+    """Return the error that a function changed an input in place."""
     name = "an input" if index is None else origin.name_of(index)
     change = changes.get(index, "") if changes and index is not None else ""
     by = f", by {change}" if change else ""
     option = _OPTION if change.startswith(_ACTIVATIONS) else ""
     message = _IN_PLACE.format(name=name, label=origin.label, by=by, option=option)
-    return MutationError(message + _AGAIN.format(name=name) if works_again else message)
+    return MutationError(message)
 
 
 def refuse_backward(
@@ -298,7 +293,6 @@ _IN_PLACE = (
     "from the changed value: work on a copy (`{name}.clone()`) and return it{option}."
 )
 _OPTION = ", or pass inplace=False if a module does this"
-_AGAIN = " Or call again: from now on each call copies `{name}` before."
 # What the modules of torch that have the option `inplace` call.
 _ACTIVATIONS = tuple(
     f"aten.{name}_."

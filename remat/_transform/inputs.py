@@ -7,15 +7,13 @@ memory; else on stand-ins. Stand-ins take the place of leaves if the forward cha
 gradients, or if one no longer requires grad as at the call.
 
 Where torch may not count a write of the forward, as to running statistics, the input is
-copied before, or its bytes noted. What is large, or one of very many, is copied only
-until a forward has left it alone: from then on its version and a checksum tell whether
-a forward wrote to it. The first that does is refused (`saved`), and from the next call
-on it is copied again.
+copied before, or its bytes noted, and dropped after a forward that left it alone.
 
-Invariant: no graph is held that no code asks for, a write is never missed, and what
-each call copies is bounded. What changed since the call is refused when it is read.
+Invariant: no graph is held that no code asks for, and a write is never missed. What
+changed since the call is refused when it is read.
 Rejected: stand-ins for all leaves: gradients of other threads would be lost. A copy
 that shares memory until it is written: an array that NumPy made of it loses its memory.
+A checksum of what is large: it takes longer than to note the bytes.
 One class with `CallState` of `state`: this holds the tensors of a call, and that must
 hold none, since the node does. The two take copies in other ways and at other times.
 """
@@ -60,7 +58,6 @@ from remat._transform.leaves import (
 )
 from remat._transform.overlaps import Ranges, overlapping, together
 from remat._transform.stand_ins import in_place_of_dead, stand_in, without_graph
-from remat._transform.watched import STILL, WATCHED_FROM, note_still, sum_of, to_watch
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -94,8 +91,8 @@ class SavedInputs:
     __slots__ = (
         *("_are_originals", "_asked", "_attributes", "_classes", "_first", "_had_node"),
         *("_hooks", "_memory", "_outside", "_overlaps", "_packed", "_refs"),
-        *("_storages", "_sums", "_watched", "may_be_written", "needs", "originals"),
-        *("originals_at", "renorms", "values", "versions"),
+        *("_storages", "may_be_written", "needs", "originals", "originals_at"),
+        *("renorms", "values", "versions"),
     )
 
     def __init__(
@@ -130,8 +127,6 @@ class SavedInputs:
         # tensors.
         self._outside: dict[int, Any] | None = {} if nested else None
         self._memory: dict[int, Memory] = {}  # of inputs, until the forward has ended
-        self._watched: Sequence[int] = ()  # may be known by a checksum, in later calls
-        self._sums: dict[int, int] = {}
         self._overlaps: Sequence[Ranges] = ()  # of those that were written to
         # Whether all are saved themselves.
         are_leaves = True not in self._had_node and False not in needs[:first]
@@ -196,16 +191,10 @@ class SavedInputs:
                     found.append(i)
             except RuntimeError:
                 in_place_of_dead(t)
-        if found:
-            self.may_be_written = frozenset(found)
-            if sum(entries[i].nbytes for i in found) > WATCHED_FROM:
-                self._watched = to_watch(entries, found)
-                known = [i for i in self._watched if id(entries[i]) in STILL]
-                self._sums = {i: sum_of(entries[i]) for i in known}
-                self.may_be_written = self.may_be_written.difference(self._sums)
-        if self.may_be_written and self._hooks is None:
-            at = sorted(self.may_be_written)
-            known = zip(at, memories_of([*map(entries.__getitem__, at)]), strict=True)
+        self.may_be_written = frozenset(found)
+        if found and self._hooks is None:
+            each = memories_of([*map(entries.__getitem__, found)])
+            known = zip(found, each, strict=True)
             self._memory = {i: memory for i, memory in known if memory is not None}
 
     def _copy(self, i: int, t: Tensor) -> Any:
@@ -251,25 +240,13 @@ class SavedInputs:
                     packed = None if self._outside is None else self._outside.pop(i)
                     self.values[i] = packed or self._value_of(i, inputs[i])
                     self.may_be_written -= {i}
-        for i in self._watched:
-            t = inputs[i]
-            if i not in self.may_be_written and t.is_cpu and not t.is_quantized:
-                note_still(t)
-        changed = [i for i, was in self._sums.items() if sum_of(inputs[i]) != was]
-        if now != then:
-            pairs = enumerate(zip(then, now, strict=True))
-            changed += [
-                i for i, (a, b) in pairs if a != b and i not in self.may_be_written
-            ]
+        if now == then:
+            return []
+        pairs, copied = enumerate(zip(then, now, strict=True)), self.may_be_written
+        changed = [i for i, (a, b) in pairs if a != b and i not in copied]
         if renorms:
             changed = [i for i in changed if not self._is_renormed(i, now[i], renorms)]
-        for i in changed:  # those that a forward wrote to are copied in later calls
-            STILL.pop(id(inputs[i]), None)
         return changed
-
-    def will_be_copied(self, i: int) -> bool:
-        """Say whether later calls copy an input that this one did not, and changed."""
-        return i in self._sums
 
     def _copy_written(
         self, inputs: Sequence[Tensor], now: Sequence[int | None]

@@ -410,8 +410,7 @@ class Saved:
                 inputs,
                 lambda copies: _run_batched_on_buffers(self, *copies),
             )
-            again = self.inputs.will_be_copied(changed)
-            raise changed_inside(self.reach, changed, changes, works_again=again)
+            raise changed_inside(self.reach, changed, changes)
         if written:
             self.written = note_written(inputs, self.inputs, written)
             self.planned = None

@@ -1,15 +1,13 @@
-"""Tensors that forwards leave as they are: watched by some bytes, and not copied.
+"""Writes that torch does not count, seen by the first bytes of tensors.
 
-Buffers are watched by a checksum in each call, all tensors by their first bytes in the
-first calls of some code.
-
-Invariant: what is remembered of a buffer goes with it.
-Rejected: to copy a mask of a causal model in each call.
+Invariant: it is the recompute that is watched, so a write that is the same when it is
+done again, as clamping, is right.
+Rejected: to look in each call. That would cost one that reaches 1,000 parameters as
+much again. So it is looked in the first calls of an object, or of some code.
 """
 
 import ctypes
 import weakref
-import zlib
 from collections.abc import Container, Sequence
 from types import FunctionType
 from typing import Any
@@ -25,45 +23,7 @@ from remat._torch import (
     has_no_memory,
     is_shared,
     no_torch_functions,
-    unseen,
 )
-
-
-# Of the inputs that may be written to, small ones are copied in each call, up to some
-# bytes in all. The others are watched, if they are more than some bytes.
-_COPIED_EACH = 2**13
-_COPIED_IN_ALL = 2**18
-WATCHED_FROM = 2**16
-# Those that the last forward left as they were.
-STILL: dict[int, weakref.ref[Tensor]] = {}
-
-
-def note_still(tensor: Tensor) -> None:
-    """Note that a forward left a tensor as it was."""
-    key = id(tensor)
-    if key not in STILL:
-        STILL[key] = weakref.ref(tensor, lambda _: STILL.pop(key, None))
-
-
-def to_watch(inputs: Sequence[Tensor], found: Sequence[int]) -> list[int]:
-    """Return which of some inputs are not copied in each call, but watched."""
-    left = _COPIED_IN_ALL
-    later: list[int] = []
-    for i in sorted(found, key=lambda i: inputs[i].nbytes):
-        left -= inputs[i].nbytes
-        if left < 0 or inputs[i].nbytes > _COPIED_EACH:
-            later.append(i)
-    return later if sum(inputs[i].nbytes for i in later) > WATCHED_FROM else []
-
-
-def sum_of(tensor: Tensor) -> int:
-    with unseen():
-        held = tensor.contiguous()
-        memory = (ctypes.c_char * held.nbytes).from_address(held.data_ptr())
-        return zlib.crc32(memory)
-
-
-# --- Writes that torch does not count ---
 
 
 _CALLS = 3  # in which they are looked for
@@ -76,9 +36,7 @@ class FirstBytes:
     """The first bytes of tensors in the first calls of an object, or of some code.
 
     Torch does not count writes through `.data` and `.numpy()`. What writes so mostly
-    does in its first call, and to a tensor as a whole. To look in each call would cost
-    one that reaches 1,000 parameters as much again. A write that is the same when it is
-    done again, as clamping, is right: so it is the recompute that is watched.
+    does in its first call, and to a tensor as a whole.
     """
 
     key = 0  # the identity of what is called
