@@ -4,7 +4,7 @@ In: a function and its arguments. Out: a context in which all that they reach ho
 it held at the call.
 
     reach       all of this for one call
-    running     one run of it again
+    running     one run of it again, and what that is called under
     lifted      other tensors in place of the user's
     holding     which holders hold one of some values
     attributes  what is set on tensors
@@ -23,7 +23,6 @@ it held at the call.
     contents    what holders held at a call, and what a forward changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
-    bound       a function with its arguments, and what it is called under
     names       where tensors are, as the author of a function writes it
     result_walk, results
                 a result taken apart, and put together around other tensors

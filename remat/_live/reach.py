@@ -27,7 +27,6 @@ from remat._base.tensors import describe
 from remat._base.types import Fn
 from remat._capture.buffers import Buffer, buffers_of, changed
 from remat._live.attributes import put_aside, set_again
-from remat._live.bound import BoundFunction, call_under
 from remat._live.boxes import Box
 from remat._live.contents import At
 from remat._live.given import Building, Given, StillThere, structure_of
@@ -38,7 +37,7 @@ from remat._live.moment import Moment
 from remat._live.names import CallNames
 from remat._live.numbers import number_all
 from remat._live.roots import Root, code_writes, roots_of
-from remat._live.running import Running, undone
+from remat._live.running import BoundFunction, Running, call_under, undone
 from remat._live.walk import is_hook_of_library
 from remat._torch import (
     MODULE_HOOKS,

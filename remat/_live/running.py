@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
-from operator import is_not
-from typing import Any, Self
+from operator import is_, is_not
+from typing import Any, NamedTuple, Self
 
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.absent import Absent
 from remat._base.errors import RecomputeError
-from remat._base.types import TENSORS
+from remat._base.types import TENSORS, Fn
 from remat._capture.buffers import Buffer
 from remat._capture.container_kinds import CONTAINERS
 from remat._capture.holders import HOOKS, HolderKind, MovedError
@@ -35,7 +35,14 @@ from remat._live.left import ON_INPUT, Left, LeftAt
 from remat._live.lifted import Lifted
 from remat._live.roots import Root
 from remat._live.walk import is_hook_of_library
-from remat._torch import MODULE_HOOKS
+from remat._torch import (
+    MODULE_HOOKS,
+    function_mode_count,
+    function_modes,
+    parametrization_cache,
+    swap_parametrization_cache,
+    under_function_modes,
+)
 
 
 def _among_holders(
@@ -310,6 +317,42 @@ def _put_back_all(then: Taken, classes: Sequence[type]) -> None:
         keys = then.keys[span.first_key : span.first_key + span.key_count]
         with LOCK:
             kind.put_back(holder, keys, then.values[span.start : span.end])
+
+
+class BoundFunction(NamedTuple):
+    """A function and its arguments. A partial joins its own to those of another one."""
+
+    fn: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.fn(*self.args, **self.kwargs)
+
+
+def call_under(fn: Fn, modes: Sequence[Any], cache: Any) -> Any:
+    """Call a function under these modes, and this cache of parametrizations alone."""
+    if not (cache is None and parametrization_cache() is None):
+        fn = _with_cache(fn, cache)
+    if modes or function_mode_count():
+        now = function_modes()
+        if len(now) != len(modes) or not all(map(is_, now, modes)):
+            return under_function_modes(modes, fn)
+    return fn()
+
+
+def _with_cache(fn: Fn, cache: dict[Any, Any] | None) -> Fn:
+    """Return what calls a function with a cache of parametrizations, or with none."""
+    state = ({}, 0) if cache is None else (dict(cache), 1)
+
+    def run() -> Any:
+        before = swap_parametrization_cache(state)
+        try:
+            return fn()
+        finally:
+            swap_parametrization_cache(before)
+
+    return run
 
 
 def _nothing(_: int) -> None:

@@ -13,7 +13,7 @@ Under base autograd: plain's own graph, which holds handles.
 
     saved               the whole lowering, from the call to the end of a recompute
     inputs              what it saves of the inputs of a call
-    watched, overlaps   writes that torch does not count; inputs that share memory
+    watched             writes to them that torch does not count
     stand_ins           what takes their place where they are gone
     leaves              what a recompute must leave as it was
 

@@ -56,8 +56,14 @@ from remat._transform.leaves import (
     memories_of,
     with_bytes,
 )
-from remat._transform.overlaps import Ranges, overlapping, together
-from remat._transform.stand_ins import in_place_of_dead, stand_in, without_graph
+from remat._transform.stand_ins import (
+    Ranges,
+    in_place_of_dead,
+    overlapping,
+    stand_in,
+    together,
+    without_graph,
+)
 
 
 _requires_grad = operator.attrgetter("requires_grad")
