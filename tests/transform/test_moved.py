@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from remat import remat
+from remat import MutationError, remat
 from remat.testing import count_ops
 
 
@@ -33,3 +33,13 @@ def test_the_same_values_in_other_memory_give_the_gradients_of_plain_code():
         grads.append(w.grad)
     assert ops["sin"] == 2
     assert torch.equal(*grads)
+
+
+def test_other_memory_for_a_computed_input_is_refused_where_another_stands_in():
+    def fn(h):
+        h.data = h.detach() * 2  # plain code's caller reads it afterwards
+        return h.square().sin()
+
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(MutationError, match=r"`h` was changed in place inside"):
+        remat(fn, higher_order=True)(x * 2)
