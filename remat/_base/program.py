@@ -118,6 +118,8 @@ class Program:
     outside: tuple[OutsideVmap, ...] = ()
     # The `Reach` of a call whose forward set hooks, on tensors inside or on inputs.
     hooked: Any = None
+    # What sends inputs of its nodes away (`offload_inputs=`).
+    offloading: Any = None
 
     @property
     def passed(self) -> Sequence[Tensor]:

@@ -14,11 +14,12 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 from remat._base.errors import MutationError
 from remat._base.parts import taken_apart
@@ -31,7 +32,19 @@ from remat._offload.offload import (
     in_host_memory,
     origin_of,
 )
-from remat._torch import current_task, when_done
+from remat._torch import (
+    SingleLevelFunction,
+    Wrapping,
+    below_all_levels,
+    current_task,
+    dual_level_active,
+    held_by,
+    is_of_torch_func,
+    pack_saved,
+    undisturbed,
+    unwrapped,
+    when_done,
+)
 
 
 SMALL = 2**12  # bytes: what is smaller stays
@@ -86,34 +99,49 @@ class InputsAway:
 
     def pack(self, tensor: Tensor) -> Any:
         """Send an input out; return its number here, or what stays in its place."""
-        inner, _ = taken_apart(tensor.detach())
-        may_go = _may_go(inner)
-        if may_go and inner.is_cpu and not self._to_disk:
-            warn_of_inputs(self.label, "they are in host memory: pass 'disk'")
-            may_go = False
-        if not may_go:
+        number = self.sent(tensor)
+        if number is None:
             return _Here(tensor.detach(), version_of(tensor))
-        self._aways.append(self._away(tensor.detach(), inner))
+        return number
+
+    def sent(self, tensor: Tensor, *, again: bool = False) -> int | None:
+        """Send an input out and return its number, or None if it stays.
+
+        `again`: only if there is a copy of it.
+        """
+        inner, _ = taken_apart(tensor.detach())
+        if not _may_go(inner):
+            return None
+        if inner.is_cpu and not self._to_disk:
+            warn_of_inputs(self.label, "they are in host memory: pass 'disk'")
+            return None
+        key = self._key(tensor, inner)
+        refs = _KNOWN.aways.get(key)
+        found = None if refs is None else refs[0]()
+        if found is None:
+            if again:
+                return None
+            found = _Away(tensor.detach(), self._move)
+            _note(key, found, inner)
+        if found in self._aways:
+            return self._aways.index(found)
+        self._aways.append(found)
         storage = weakref.ref(inner.untyped_storage())
         self._users.append((weakref.ref(tensor), version_of(tensor), storage))
         return len(self._aways) - 1
 
-    def _away(self, tensor: Tensor, inner: Tensor) -> _Away:
-        """Return the copy of a tensor, which another call may have made already."""
-        storage, aways = inner.untyped_storage(), _KNOWN.aways
+    def _key(self, tensor: Tensor, inner: Tensor) -> Any:
+        """Return what tells a copy: another call may have made it already."""
         layout = inner.storage_offset(), inner.shape, inner.stride(), inner.dtype
-        key = id(storage), version_of(inner), *layout, type(tensor), self._to_disk
-        refs = aways.get(key)
-        found = None if refs is None else refs[0]()
-        if found is None:
-            found = _Away(tensor, self._move)
+        number = id(inner.untyped_storage())
+        return number, version_of(inner), *layout, type(tensor), self._to_disk
 
-            def forget(_: Any) -> None:
-                aways.pop(key, None)
-
-            # Another storage may get its number.
-            aways[key] = weakref.ref(found, forget), weakref.ref(storage, forget)
-        return found
+    def fetched(self, number: int) -> Tensor:
+        """Bring an input back, which may be sent again and has its copy."""
+        value = self.unpack(number)
+        inner, _ = taken_apart(value)
+        _note(self._key(value, inner), self._aways[number], inner)
+        return value
 
     def unpack(self, packed: Any) -> Tensor:
         """Bring an input back."""
@@ -155,6 +183,17 @@ class InputsAway:
                 when_done(functools.partial(_let_go, weakref.ref(self)))
 
 
+def _note(key: Any, away: _Away, inner: Tensor) -> None:
+    """Note that there is a copy of a tensor."""
+    aways, storage = _KNOWN.aways, inner.untyped_storage()
+
+    def forget(_: Any) -> None:
+        aways.pop(key, None)
+
+    # Another storage may get its number.
+    aways[key] = weakref.ref(away, forget), weakref.ref(storage, forget)
+
+
 def check_where(where: Any) -> None:
     """Check the option `offload_inputs=`."""
     if where not in (False, True, "disk"):
@@ -180,6 +219,124 @@ def warn_of_inputs(label: str, why: str) -> None:
         _TOLD.add((label, why))
         text = f"remat: offload_inputs= moves no input of {label}, for {why}."
         warnings.warn(text, stacklevel=3)
+
+
+# --- In nodes, as under torch.func ---
+
+
+class Offloading:
+    """Sends away what the nodes of a call save, one at each level, and only they hold.
+
+    A backward is a call again, whose nodes save what came back.
+
+    Attributes:
+        gone: the inputs that went.
+    """
+
+    __slots__ = ("_away", "_end", "_is_again", "_label", "_stay", "_where", "gone")
+
+    def __init__(self, label: str, where: Any, *, is_again: bool = False) -> None:
+        self._label, self._where, self._is_again = label, where, is_again
+        self._end: int | None = None  # from there on all are parameters
+        self._stay: Container[int] = ()  # those that modules hold
+        self.gone: set[int] = set()
+        self._away: Callable[[], InputsAway | None] = lambda: None  # its nodes hold it
+
+    @classmethod
+    def of(cls, reach: Any, where: Any) -> "Offloading":
+        """Return it for the nodes of a call."""
+        new, buffers = cls(reach.label, where), reach.buffers.items()
+        new._end, new._stay = reach.first_parameter, [i for i, of in buffers if of]
+        return new
+
+    def again(self) -> "Offloading":
+        """Return it for nodes of a backward, from which only goes what has a copy."""
+        return Offloading(self._label, self._where, is_again=True)
+
+    def send(self, inputs: Sequence[Tensor], outs: Sequence[Any]) -> None:
+        """Send away inputs that a node saved, given what it has just computed."""
+        made = [o for o in outs if o is not None and o.requires_grad]
+        if not made:
+            return
+        if dual_level_active():
+            warn_of_inputs(self._label, f"forward mode is on{HINT}")
+            return
+        each = [(i, t) for i, t in enumerate(inputs[: self._end]) if not _is_owned(t)]
+        may_go = {id(t): i for i, t in each if i not in self._stay}
+        away = self._away() or InputsAway(self._label, to_disk=self._where == "disk")
+        self._away = weakref.ref(away)
+        pack_saved(made[0].grad_fn, functools.partial(self._pack, away, may_go))
+
+    def _pack(self, away: InputsAway, may_go: Mapping[int, int], saved: Any) -> Any:
+        if id(saved) not in may_go:
+            return None
+        packed = _packed(away, self._is_again, saved)
+        if packed is not None:
+            self.gone.add(may_go[id(saved)])
+        return packed
+
+    def read(self, node: Any, values: Sequence[Any]) -> Sequence[Tensor]:
+        """Return what a node saved. What is of a level that has ended has no edges."""
+        if not all(isinstance(value, Tensor) for value in values):
+            # One that stayed was changed, and so torch gave what is held.
+            raise MutationError(_CHANGED.format(label=self._label))
+        return [
+            p.below() if type(p) is _OfLevel and p.wrapping.is_dead else value
+            for value, p in zip(values, held_by(node), strict=True)
+        ]
+
+
+def _is_owned(tensor: Tensor) -> bool:
+    """Say whether a tensor is a parameter, or what some level differentiates by."""
+    while True:
+        if type(tensor) is nn.Parameter or (tensor.requires_grad and tensor.is_leaf):
+            return True
+        if not is_of_torch_func(tensor):
+            return False
+        tensor = unwrapped(tensor)
+
+
+class _OfLevel(NamedTuple):
+    """What brings a tensor of a level back."""
+
+    below: Callable[[], Tensor]  # brings back what it wraps
+    wrapping: Wrapping
+
+    def __call__(self) -> Tensor:
+        is_dead = self.wrapping.is_dead  # then `read` asks what is below
+        return _NOTHING if is_dead else self.wrapping.wrap(self.below())
+
+
+class _Carrier(SingleLevelFunction):
+    """Saves a tensor with its edge."""
+
+    @staticmethod
+    @override
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, tensor: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return _NOTHING.detach()
+
+
+_NOTHING = torch.empty(0)
+
+
+def _packed(away: InputsAway, again: bool, tensor: Tensor) -> Any:
+    """Send a tensor away; return what brings it back, or None if it stays."""
+    if not is_of_torch_func(tensor):
+        number = below_all_levels(functools.partial(away.sent, again=again), tensor)
+        back = functools.partial(below_all_levels, away.fetched, number)
+        return None if number is None else back
+    inner, pack = unwrapped(tensor), functools.partial(_packed, away, again)
+    if inner.requires_grad:
+        with undisturbed(), torch.enable_grad():
+            carrier: Any = below_all_levels(_Carrier.apply, inner)
+        is_away = pack_saved(carrier.grad_fn, pack)
+        below = (lambda: carrier.grad_fn.saved_tensors[0]) if is_away else None
+    else:
+        below = pack(inner)
+    return None if below is None else _OfLevel(below, Wrapping.of(tensor))
 
 
 HINT = ". Name them, and have the policy of a call around offload these names"

@@ -36,6 +36,7 @@ from remat._torch.autograd import (
     dual_level_active as dual_level_active,
     execution_group as execution_group,
     grad_mode as grad_mode,
+    held_by as held_by,
     hooks_here as hooks_here,
     is_for_transforms as is_for_transforms,
     is_forward_ad_enabled as is_forward_ad_enabled,
@@ -46,6 +47,7 @@ from remat._torch.autograd import (
     marked as marked,
     nodes_made as nodes_made,
     once_differentiable_function as once_differentiable_function,
+    pack_saved as pack_saved,
     pop_hooks as pop_hooks,
     pull_back as pull_back,
     pull_in_grad_mode as pull_in_grad_mode,
@@ -62,7 +64,12 @@ from remat._torch.autograd import (
     when_done as when_done,
     without_hooks as without_hooks,
 )
-from remat._torch.batches import lowered as lowered, raised as raised
+from remat._torch.batches import (
+    Wrapping as Wrapping,
+    lowered as lowered,
+    raised as raised,
+    unwrapped as unwrapped,
+)
 from remat._torch.graphs import (
     CollectivesInGraph as CollectivesInGraph,
     FunctionalValue as FunctionalValue,

@@ -5,6 +5,7 @@ some. They check again what is known here, which is a third of the cost of a sma
 """
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
@@ -178,6 +179,28 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
         if not all(hasattr(s, "data") for s in raw):
             raise
         return tuple(s.data for s in raw)
+
+
+# Deleted by: hooks for single tensors of `ctx.save_for_backward`.
+def pack_saved(node: Any, pack: Callable[[Any], Any]) -> bool:
+    """Have a node hold what `pack` gives in place of tensors that it saved, if any.
+
+    A call of that brings the tensor back, and the node has its edge.
+    """
+    each = [(saved, pack(saved.data)) for saved in node._raw_saved_tensors]
+    packed = [(saved, new) for saved, new in each if new is not None]
+    for saved, new in packed:
+        saved.register_hooks(functools.partial(_instead, new), operator.call)
+    return bool(packed)
+
+
+def _instead(new: Any, _: Tensor) -> Any:
+    return new
+
+
+def held_by(node: Any) -> list[Any]:
+    """Return what a node holds of what it saved: tensors, or what was packed."""
+    return [saved.data for saved in node._raw_saved_tensors]
 
 
 # Deleted by: nodes that tell when they were made: AccumulateGrad has no sequence

@@ -5,12 +5,23 @@ arguments in both places. Rejected: the numbers of levels. A backward has others
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
-from torch._C._functorch import _unwrap_for_grad, get_interpreter_stack
+from torch._C._functorch import (
+    _add_batch_dim,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    maybe_get_bdim,
+    maybe_get_level,
+)
 from torch._functorch.vmap import unwrap_batched, wrap_batched
 
-from remat._torch.levels import VMAP, Flat, kind_of
+from remat._torch.levels import VMAP, Flat, kind_of, unwrap_dead
 
 
 # Deleted by: a public stack of the transforms that are active.
@@ -55,3 +66,37 @@ def _levels_of(args: Sequence[Tensor]) -> list[tuple[int, bool, bool]]:
             args, dims = unwrap_batched(tuple(args), level)
         found.append((level, is_vmap, any(d is not None for d in dims)))
     return found
+
+
+unwrapped = get_unwrapped
+
+
+# Deleted by: public wrappers of torch.func that can be made again.
+class Wrapping(NamedTuple):
+    """How a tensor of torch.func wraps another one."""
+
+    level: int
+    dim: int | None  # of a batch
+    shell: Tensor  # of that level, if it is one of grad
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Wrapping":
+        """Return how a tensor wraps another one."""
+        level = maybe_get_level(tensor)
+        if is_batchedtensor(tensor):
+            return cls(level, maybe_get_bdim(tensor), _EMPTY)
+        return cls(level, None, _wrap_for_grad(_EMPTY, level))
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is of a level of grad that has ended."""
+        return unwrap_dead(self.shell) is not self.shell
+
+    def wrap(self, tensor: Tensor) -> Tensor:
+        """Wrap another tensor so, where the level is."""
+        if self.dim is not None:
+            return _add_batch_dim(tensor, self.dim, self.level)
+        return _wrap_for_grad(tensor, self.level)
+
+
+_EMPTY = torch.empty(0)

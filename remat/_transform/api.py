@@ -132,8 +132,8 @@ def remat(
             under "torch.func and higher order" what `higher_order=True` refuses.
         offload_inputs: whether what only the recompute needs of the inputs goes to
             pinned host memory, or with `"disk"` to a file, until then. The next call's
-            comes back meanwhile. Parameters stay, and what is still there is used. Only
-            under `.backward()`; it warns where it moves nothing.
+            comes back meanwhile. Parameters stay, and what is still there is used. In
+            forward mode and in compiled code nothing moves, which is told once.
         *others: not accepted.
         **unknown: not accepted.
 

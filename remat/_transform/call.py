@@ -40,6 +40,7 @@ from remat._live.lifted import LiftedForward
 from remat._live.reach import Reach
 from remat._live.result_walk import Hidden, Own
 from remat._live.results import Emptied, Out, Result, slots_of
+from remat._offload.inputs import Offloading
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
     Situation,
@@ -78,6 +79,7 @@ class Call:
     Attributes:
         policy: of the call, joined with those of the calls around.
         prune: as passed to `remat`.
+        offloading: what sends inputs away; None if nothing does.
         reach: what it reaches, without the tensors.
         wrapped: the inputs as they were passed, where the function runs below levels
             that they are of; empty at the base, and once the forward has run.
@@ -94,7 +96,7 @@ class Call:
     __slots__ = (
         *("_emptied", "_inputs", "_options", "_users", "_users_call"),
         *("hidden", "is_differentiated_once", "may_read_early", "watching"),
-        *("policy", "prune"),
+        *("offloading", "policy", "prune"),
         *("reach", "rewritten", "structure", "wrapped"),
     )
     instead: Any = None  # is called with the function and its arguments, if not that
@@ -111,6 +113,8 @@ class Call:
         self._users_call: Any = fn, args, kwargs
         self._options = options
         self.policy, self.prune = policy, options.prune
+        where = options.offload_inputs
+        self.offloading = Offloading.of(reach, where) if where else None
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
         self._emptied: Emptied | None = None

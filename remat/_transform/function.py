@@ -156,13 +156,15 @@ class Primal(Program):
     """A user's call as a program: its first run is the forward, others recompute."""
 
     __slots__ = (
-        *("__weakref__", "_counts", "call", "evaluation", "hooked", "kept", "state"),
+        *("__weakref__", "_counts", "call", "evaluation", "hooked", "kept"),
+        *("offloading", "state"),
     )
     saves_kept = True  # in its node, what calls within keep by their own rules
 
     def __init__(self, call: Call) -> None:
         # How many inputs and outputs it has, without tangents; the forward sets it.
         self.call, self._counts, self.hooked = call, (0, 0), None
+        self.offloading = call.offloading
         self.kept: list[Any] = []  # of calls within, by their own rules
         self.state: CallState | None = None
         self.evaluation: Evaluation | None = None
@@ -213,6 +215,8 @@ class Primal(Program):
             differentiable = evaluation.differentiable[:count]
             self.evaluation = evaluation._replace(differentiable=differentiable)
             self.state = state.of_first(arity)
+        if self.offloading is not None:
+            self.state = self.state._replace(away=self.offloading.gone)
         if self.kept and self.saves_kept:
             return self.kept[0].in_node(self.kept, results, evaluation)
         return results, evaluation
@@ -413,8 +417,13 @@ def dispatch(
 def _with_node(layer: Any, evaluated: Any, ends: Sequence[Tensor]) -> Sequence[Any]:
     """Return results behind a node at a level, or at the base."""
     if layer is None:
-        return _apply(evaluated, *ends)
-    return apply_at_level(_apply, evaluated, *ends)
+        outs = _apply(evaluated, *ends)
+    else:
+        outs = apply_at_level(_apply, evaluated, *ends)
+    offloading = evaluated[0].offloading
+    if offloading is not None:
+        offloading.send(evaluated[2], outs)
+    return outs
 
 
 def _wrapped(results: Sequence[Any], level: int) -> list[Any]:
@@ -654,10 +663,13 @@ class Remat(SingleLevelFunction):
             wanted = [i for i in wanted if i in needed]
         if not (wanted and given):
             return (None,) * len(needs)
+        program = ctx.program
         primals: Sequence[Tensor] = saved_tensors(ctx)
+        if program.offloading is not None:
+            primals = program.offloading.read(ctx, primals)
         if not evaluation.request.at_base:  # their level may be gone
             primals = [*map(unwrap_dead, primals)]
-        program, arity = ctx.program, len(primals)
+        arity = len(primals)
         rule = program.own_vjp(program, evaluation, wanted, given)
         rule = rule or Vjp(program, evaluation, arity, wanted, given)
         there: Any = map(cotangents.__getitem__, given)
@@ -692,7 +704,7 @@ class Vjp(Program):
 
     __slots__ = (
         *("_arity", "_at_base", "_evaluation", "_has_run", "_in_grad_mode", "_program"),
-        *("_wanted", "_with_cotangents", "hooked", "once"),
+        *("_wanted", "_with_cotangents", "hooked", "offloading", "once"),
     )
     once: Mapping[int, Any]
 
@@ -710,7 +722,8 @@ class Vjp(Program):
         self._in_grad_mode = torch.is_grad_enabled()
         self._at_base, self._has_run = current_layer() is None, False
         self.once = {}
-        self.hooked = program.hooked
+        self.hooked, offloading = program.hooked, program.offloading
+        self.offloading = offloading and offloading.again()
 
     @override
     def uses(self, count: int) -> Sequence[InputIndex]:

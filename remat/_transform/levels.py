@@ -65,10 +65,11 @@ class Below(Program):
         needs: which of its inputs some level differentiates that does not show below.
     """
 
-    __slots__ = ("_leaves", "needs", "program")
+    __slots__ = ("_leaves", "needs", "offloading", "program")
 
     def __init__(self, program: Program, needs: PerInput) -> None:
         self.program, self.needs = program, needs
+        self.offloading = program.offloading
         self._leaves: list[Tensor] = []  # of a forward, until it has ended
 
     @property

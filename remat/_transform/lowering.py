@@ -24,7 +24,6 @@ from remat._ambient.draws import without_draws
 from remat._base.context import here
 from remat._base.labels import Label
 from remat._base.types import Fn
-from remat._offload.inputs import HINT, warn_of_inputs
 from remat._partial.options import Options
 from remat._torch import (
     are_all_vmaps,
@@ -90,7 +89,5 @@ def call_lowered(
         return call_saved(fn, label, args, kwargs, options)
     plain = without_draws(fn, label) if options.rng == "error" else fn
     if lowering is Lowering.FUNCTION:
-        if options.offload_inputs:
-            warn_of_inputs(label, f"one node holds them, as under torch.func{HINT}")
         return call_as_function(fn, label, args, kwargs, options, plain)
     return plain(*args, **kwargs)

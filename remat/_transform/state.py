@@ -68,6 +68,7 @@ class CallState(NamedTuple):
         modes: the user's modes for operations around the call; None without any mode.
         addresses: of the user's own leaves and of small constants, which these are,
             and where in memory.
+        away: the inputs that nodes sent away: these come back as they were.
     """
 
     ambient: Ambient
@@ -79,6 +80,7 @@ class CallState(NamedTuple):
     next_hook: int = 0
     modes: ModesAround | None = None
     addresses: tuple[Sequence[InputIndex], Sequence[int] | None] = (), None
+    away: Container[InputIndex] = ()
 
     def updated(self, before: Mapping[int, Tensor]) -> "CallState":
         """Return it for recomputes on inputs as they were before some were updated."""
@@ -108,7 +110,8 @@ class CallState(NamedTuple):
 
     def refuse_changed(self, reach: Reach, inputs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since, while a graph is made."""
-        changed = changed_since(map(base_tensor, inputs), self.versions, (Absent,))
+        inputs = [*map(base_tensor, inputs)]
+        changed = changed_since(inputs, self.versions, (Absent,), self.away)
         changed += [i for i, value in enumerate(self.values) if value.has_changed()]
         if changed:
             refuse_needed(reach, changed, changed)
@@ -194,7 +197,7 @@ class CallState(NamedTuple):
             return ambient
         if has_proxies():  # they passed a barrier, and were looked at before
             return ambient
-        changed = changed_since(inputs, self.versions, (Absent,))
+        changed = changed_since(inputs, self.versions, (Absent,), self.away)
         if not changed:
             return ambient
         if isinstance(mode, Replay):

@@ -8,12 +8,14 @@ import pytest
 import torch
 from support.zoo import make
 from torch import nn
+from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 import remat
 from remat import explain
 from remat._offload import inputs, offload
 from remat._report import step as report_step
-from remat.testing import assert_same, count_ops
+from remat._torch import base_tensor
+from remat.testing import assert_same, count_ops, peak_bytes
 
 
 SIZE = 64  # 16 KiB
@@ -40,7 +42,7 @@ class Model(nn.Module):
         x = x * 1.5
         self.seen.clear()
         for layer in self.layers:
-            self.seen.append(weakref.ref(x.untyped_storage()))
+            self.seen.append(weakref.ref(base_tensor(x).untyped_storage()))
             x = layer(x, others)
         return x.sum()
 
@@ -232,15 +234,25 @@ def test_in_host_memory_it_is_told_once_that_nothing_moves():
         step(model)
 
 
-def test_where_one_node_holds_them_that_is_told():
+def test_where_compiled_code_or_forward_mode_holds_them_that_is_told(moved):
     def block(x):
         return x.sin().sin()
 
     fn = remat.remat(block, offload_inputs="disk")
-    x = torch.randn(SIZE, SIZE)
-    with pytest.warns(UserWarning, match="moves no input of .* one node holds them"):
-        found = torch.func.grad(lambda x: fn(x).sum())(x)
-    assert_same(found, torch.func.grad(lambda x: block(x).sum())(x))
+    x, ones = torch.randn(SIZE, SIZE), torch.ones(SIZE, SIZE)
+
+    def tangent(fn):
+        gradient = torch.func.grad(lambda x: fn(x * 1.5).sum())
+        return torch.func.jvp(gradient, (x,), (ones,))
+
+    with pytest.warns(UserWarning, match="moves no input of .* forward mode is on"):
+        found = tangent(fn)
+    assert_same(found, tangent(block))
+    with count_ops() as ops:
+        assert_same(tangent(fn), found)  # told once
+    assert ops["sin"] > 2
+    assert moved == []
+    found = torch.func.grad(lambda x: block(x).sum())(x)
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="moves no input of .* compiled code holds"):
         torch.compile(fn, backend="eager")(x.requires_grad_()).sum().backward()
@@ -336,6 +348,172 @@ def test_a_plan_over_a_step_moves_no_inputs():
     assert ops["tanh"] == 2  # nothing was applied
 
 
+# --- Under torch.func ---
+
+
+def at_end(model, held):
+    """Return the model as a function of its parameters and its input."""
+
+    def loss(parameters, x):
+        found = functional_call(model, parameters, (x,))
+        held.append(model.held())
+        return found
+
+    return loss
+
+
+def parameters_of(model, requires_grad):
+    found = {k: p.detach() for k, p in Model.named_parameters(model)}
+    return {k: p.requires_grad_(requires_grad) for k, p in found.items()}
+
+
+def twice(loss):
+    """Return the gradient of a function of the gradient."""
+    first = grad(loss, argnums=1)
+    return grad(lambda p, x: (first(p, x) ** 2).sum(), argnums=(0, 1))
+
+
+def within_level(loss):
+    """Return the same, by a second derivative in the graph of one level."""
+
+    def squares(p, x):
+        (first,) = torch.autograd.grad(loss(p, x), x, create_graph=True)
+        return (first**2).sum()
+
+    return grad(squares, argnums=(0, 1))
+
+
+def after_its_end(loss):
+    def pulled(p, x):
+        out, pull = vjp(loss, p, x)
+        first, second = pull(torch.ones_like(out)), pull(torch.ones_like(out))
+        assert_same(first, second)
+        return second
+
+    return pulled
+
+
+def batched_within(loss):
+    each = vmap(loss, (None, 0))
+    return grad(lambda p, x: each(p, torch.stack([x, x + 1])).sum(), argnums=(0, 1))
+
+
+def batched_outside(loss):
+    each = vmap(grad(loss, argnums=(0, 1)), (None, 0))
+    return lambda p, x: each(p, torch.stack([x, x + 1]))
+
+
+TRANSFORMS = {
+    "grad": lambda loss: grad(loss, argnums=(0, 1)),
+    "of the input": lambda loss: grad(loss, argnums=1),
+    "vjp": after_its_end,
+    "jacrev": lambda loss: jacrev(lambda p, x: loss(p, x) * torch.ones(3), argnums=1),
+    "twice": twice,
+    "within a level": within_level,
+    "of a vmap": batched_within,
+    "in a vmap": batched_outside,
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_under_transforms_they_are_gone_until_their_recomputes(
+    how, requires_grad, moved, monkeypatch
+):
+    model, held, came, alive = Model(), [], [], []
+    parameters = parameters_of(model, requires_grad)
+    x = make(2 * SIZE, SIZE, seed=1).float()
+    wrapped(model)
+    gradient = TRANSFORMS[how](at_end(model, held))
+    want = gradient(parameters, x)
+    remat.nn.remove(model)
+    assert {*held} == {5}
+
+    class Copying(inputs.Fetched):
+        def take(self, k):
+            value = super().take(k).clone()
+            came.append(weakref.ref(value.untyped_storage()))
+            alive.append(sum(ref() is not None for ref in came))
+            return value
+
+    monkeypatch.setattr(inputs, "Fetched", Copying)
+    wrapped(model, offload_inputs="disk")
+    held.clear()
+    assert_same(gradient(parameters, x), want)
+    assert {*held} == {0}
+    assert moved.count("away") == 5
+    assert max(alive) == 1  # nodes of the backward hold none that came back
+
+
+def test_under_grad_they_are_gone_from_the_peak(monkeypatch):
+    monkeypatch.setattr(inputs, "in_file", outside_of_torch)
+    x = make(2 * SIZE, SIZE, seed=1).float()
+
+    def peak(count, **options):
+        """In inputs of blocks."""
+        model = wrapped(Model(count), **options)
+        gradient = grad(at_end(model, []), argnums=1)
+        parameters = parameters_of(model, False)
+        gradient(parameters, x)
+        return peak_bytes(lambda: gradient(parameters, x)) / x.nbytes
+
+    assert round(peak(9) - peak(4)) >= 5
+    away = {"offload_inputs": "disk"}
+    assert round(peak(9) - peak(9, **away)) >= 5
+
+
+def test_a_node_at_the_base_sends_them_too(moved):
+    model = Model()
+    x = make(2 * SIZE, SIZE, seed=1).float().requires_grad_()
+
+    def derivatives(**options):
+        wrapped(model, higher_order=True, **options)
+        loss, leaves = model(x), [x, *model.parameters()]
+        held = model.held()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        second = torch.autograd.grad(sum((t**2).sum() for t in first), x)
+        remat.nn.remove(model)
+        return held, [*first, *second]
+
+    (held, want), (left, found) = derivatives(), derivatives(offload_inputs="disk")
+    assert (held, left) == (5, 0)
+    assert_same(found, want)
+    assert moved.count("away") == 5
+
+
+def test_under_transforms_what_is_away_is_as_it_was():
+    """What stayed, as it is small, is refused."""
+    block = remat.remat(lambda w, x: (w @ x).sin(), offload_inputs="disk")
+    w = torch.ones(SIZE, SIZE)
+    for size in SIZE, 4:
+        x = torch.ones(SIZE, size)
+        want = grad(lambda w, x=x: (w @ x).sin().sum())(w)
+        with count_ops() as ops:
+            out, pull = vjp(lambda w, x=x: block(w * 1, x).sum(), w)
+            x.add_(1)
+            if size == SIZE:
+                assert_same(pull(torch.ones_like(out))[0], want)
+                assert ops["mm"] > 2  # of the forward, the recompute, the gradient
+            else:
+                with pytest.raises(remat.MutationError, match="changed in place"):
+                    pull(torch.ones_like(out))
+
+    def changed_in_level(fn, size):
+        def loss(w):
+            x, y = w * 1.5, (w * 2)[:, :size].clone()
+            out = fn(x, y).sum()
+            x.add_(1)
+            y.add_(1)
+            return out
+
+        return grad(loss)(w)
+
+    want = grad(lambda w: ((w * 1.5) @ (w * 2)).sin().sum())(w)
+    assert_same(changed_in_level(block, SIZE), want)
+    with pytest.raises(remat.MutationError, match="was changed in place between"):
+        changed_in_level(block, 4)
+
+
 # --- Blocks ---
 
 
@@ -350,7 +528,7 @@ class Scoped(Model):
         self.seen.clear()
         for layer in self.layers:
             x = x * 1.5
-            self.seen.append(weakref.ref(x.untyped_storage()))
+            self.seen.append(weakref.ref(base_tensor(x).untyped_storage()))
             with remat.scope(**self.options):
                 x = layer(x, others)
         return x.sum()

@@ -188,6 +188,25 @@ def test_nodes_tell_what_they_saved():
     assert changed.data_ptr() == x.data_ptr()
 
 
+@expects("pack_saved", "held_by")
+def test_a_node_holds_what_brings_its_tensor_back():
+    x = leaf() * 1
+    out, copy, asked = _Sine.apply(x), x.detach().clone(), []
+    node: Any = out.grad_fn
+
+    def pack(saved):
+        asked.append(saved)
+        return copy.detach
+
+    assert autograd.pack_saved(node, pack) is True
+    assert asked[0] is x
+    assert autograd.held_by(node) == [copy.detach]
+    (found,) = node.saved_tensors
+    assert found.data_ptr() == copy.data_ptr()
+    assert found.grad_fn is x.grad_fn
+    assert autograd.pack_saved(_Sine.apply(x).grad_fn, lambda _: None) is False
+
+
 def _pack(tensor):
     return tensor
 

@@ -452,6 +452,28 @@ def test_a_level_is_opened():
         torch._C._vmapmode_decrement_nesting()
 
 
+@expects("Wrapping", "unwrapped")
+def test_a_tensor_is_wrapped_again():
+    x, ones = torch.ones(2, 3), torch.ones(3, 2)
+    with levels.grad_level() as level:
+        t = levels.wrap_for_grad(x, level)
+        assert batches.unwrapped(t) is x
+        wrapping = batches.Wrapping.of(t)
+        assert wrapping.is_dead is False
+        again = wrapping.wrap(ones)
+        assert levels.maybe_get_level(again) == level
+        assert batches.unwrapped(again) is ones
+    assert wrapping.is_dead is True
+
+    def each(t):
+        again = batches.Wrapping.of(t).wrap(x)
+        assert batches.unwrapped(t) is ones
+        assert batches.unwrapped(again) is x
+        return again
+
+    assert torch.func.vmap(each, 1)(ones).tolist() == x.T.tolist()
+
+
 @expects("is_legacy_batch")
 def test_the_vmap_of_gradients_makes_batches_of_its_own():
     level = torch._C._vmapmode_increment_nesting()
