@@ -2,12 +2,13 @@
 
 With full recomputation the inputs of the blocks are what is left: one for each. The one
 of a block goes out when it is called, and comes back before its recompute; meanwhile
-that of the block before is copied.
+that of the block before is copied. Hooks of the call do that (`InputsAway`), and where
+its graph is one node at each level, that node's (`Offloading`).
 
 Invariant: a tensor has one copy, however many calls are given it. Where it is still
 there it is used itself, which is for the call to see (`SavedInputs`).
 Rejected: to ask, when a call ends, who else holds an input. Its caller does, until it
-goes on.
+goes on. To save other tensors in a node: they would not have the edges of the inputs.
 """
 
 import functools

@@ -104,7 +104,13 @@ def test_the_inputs_of_blocks_are_gone_until_their_recomputes(policy, moved):
         moved.clear()
 
 
-def test_while_one_is_used_the_one_before_is_fetched(monkeypatch):
+def gradients_by_grad(model):
+    gradient = grad(lambda p, x: functional_call(model, p, (x,)))
+    return gradient(parameters_of(model, True), make(2 * SIZE, SIZE, seed=1).float())
+
+
+@pytest.mark.parametrize("gradients", [step, gradients_by_grad])
+def test_while_one_is_used_the_one_before_is_fetched(gradients, monkeypatch):
     order, made = [], []
 
     class Noting(offload.Fetched):
@@ -120,7 +126,7 @@ def test_while_one_is_used_the_one_before_is_fetched(monkeypatch):
             return super().take(k)
 
     monkeypatch.setattr(inputs, "Fetched", Noting)
-    step(wrapped(Model(3), offload_inputs="disk"))
+    gradients(wrapped(Model(3), offload_inputs="disk"))
     assert order == [
         ("begins", 1),
         ("takes", 1),
