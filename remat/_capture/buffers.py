@@ -33,7 +33,7 @@ PASSED = Limits(math.inf, math.inf)
 HELD = Limits(2**16, 2**22)
 UNNAMED = Limits(2**16, 2**16)  # held by something, and no code names it
 # A buffer, how its author would write it, where that is known, and what holds it.
-Noted: TypeAlias = tuple[Any, str, Limits]
+HeldBuffer: TypeAlias = tuple[Any, str, Limits]
 
 
 @by_class
@@ -124,9 +124,9 @@ class Buffer:
 _LAST: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 
-def buffers_of(values: Iterable[Noted]) -> list[Buffer]:
+def buffers_of(values: Iterable[HeldBuffer]) -> list[Buffer]:
     """Note what buffers hold now, but for those that are closed or too large."""
-    each: dict[int, Noted] = {}
+    each: dict[int, HeldBuffer] = {}
     for noted in values:
         each.setdefault(id(noted[0]), noted)  # those that were passed come first
     found = ((b, memory_of(b, of.watched), name, of) for b, name, of in each.values())

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
-from remat._capture.buffers import PASSED, Noted, has_objects, is_bare_buffer
+from remat._capture.buffers import PASSED, HeldBuffer, has_objects, is_bare_buffer
 from remat._capture.compared import Iterated
 from remat._capture.container_kinds import (
     OWNED,
@@ -79,7 +79,7 @@ class Given:
         self.tensors: list[Tensor] = []
         self.roots: dict[int, Any] = {}
         self.index: dict[int, int] = {}
-        self.buffers: list[Noted] = []
+        self.buffers: list[HeldBuffer] = []
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
         self.has_iterators = False

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
-from remat._capture.buffers import HELD, UNNAMED, Noted, is_buffer
+from remat._capture.buffers import HELD, UNNAMED, HeldBuffer, is_buffer
 from remat._capture.compared import Iterated, Large
 from remat._capture.container_kinds import container_kind
 from remat._capture.holders import VARIABLES, HolderKind, MovedError
@@ -55,7 +55,7 @@ class Root:
         self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
         self.leases: Sequence[Lease] = ()
         self._iterators: dict[int, Iterated] = {}
-        self.buffers: list[Noted] = []
+        self.buffers: list[HeldBuffer] = []
         self.large: dict[int, Large] = {}
         for p, name in layout.special.items():
             value = taken.values[p]
