@@ -64,7 +64,9 @@ class Context:
         self.listeners: list[Any] = []  # told of the names that `checkpoint_name` gives
         # Runs whose graphs are being differentiated; None where no graph is.
         self.runs: list[Any] | None = None
-        # Whether the next recompute is for a level around that of its call.
+        # Whether a level around that of a call differentiates. The hooks that its
+        # function sets are in the graph of its own level, so its next recompute sets
+        # them where nobody pulls.
         self.hooks_apart = False
         # Whether all hooks for saved tensors here are of calls of remat. Those leave
         # alone what torch.func saves at levels inside the call.

@@ -108,7 +108,10 @@ class Buffer:
                 self._held, self._sum = None, zlib.crc32(held)
 
     def exchange(self, undo: list[Callable[[], object]]) -> bool:
-        """Have it hold what it held, and say whether it does; add what undoes that."""
+        """Put the bytes of the call back, and say whether the buffer holds them now.
+
+        What puts back those of just before is added to `undo`.
+        """
         value, then, memory = self.value, self._held, self.memory()
         if memory is None:
             return False

@@ -39,7 +39,7 @@ class Situation:
     is_split: bool = False  # forward mode differentiates its backward
     kind: str = ""  # the class of an input that sees the operations done with it
     elements: int = 0  # of all inputs
-    asks_for_bases: bool = False  # and no tensor of the user's is kept to answer
+    asks_for_views: bool = False  # and no tensor of the user's is kept to answer
     given_up: str = ""  # why it is not recorded, or calls like it are not any more
     modes: int = field(default_factory=dispatch_mode_count)  # that are entered
 
@@ -80,8 +80,8 @@ def why_no_record(policy: Policy | None, prune: Prune, call: Situation) -> str:
         return "forward mode differentiates its backward"
     if call.kind:
         return f"an input is a {call.kind}, which sees what is done with it"
-    if call.asks_for_bases:
-        return "it asks what a tensor is a view of (_base, _is_view)"
+    if call.asks_for_views:
+        return "it asks whether a tensor is a view (_is_view)"
     # Each operation passes all modes, and Python allows no more frames.
     return call.given_up or (_DEEP if call.modes >= _DEPTH else "")
 

@@ -262,7 +262,7 @@ class Call:
             is_split=request.is_split,
             kind=next((type(t).__name__ for t in others), ""),
             elements=elements,
-            asks_for_bases=not self.reach.asks.isdisjoint(("_base", "_is_view")),
+            asks_for_views="_is_view" in self.reach.asks,
         )
         why = why_no_record(policy, prune, situation)
         warn_if_asked(policy, prune, situation, label, why)

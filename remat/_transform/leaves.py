@@ -256,12 +256,10 @@ def preserved_marks(
         stand_ins: other tensors, on which no hooks stay that are set meanwhile.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
-    # Without any, nothing is done for each leaf.
-    for held in (
-        (held for t in leaves for held in _hooks_of(t) if held) if hooks else ()
-    ):
-        for key in [key for key in held if key >= next_hook]:
-            del held[key]
+    if hooks is not None:  # without any, nothing is done for each leaf
+        for held in (held for t in leaves for held in _hooks_of(t) if held):
+            for key in [key for key in held if key >= next_hook]:
+                del held[key]
     # Those of other classes, as fakes are, are what these are made of.
     are_plain = TENSORS.issuperset(map(type, leaves))
     marked = leaves if are_plain else [t for t in leaves if type(t) in TENSORS]

@@ -560,12 +560,12 @@ def _value_alone(call: Saved, asked: Handle) -> Tensor:
     """Return a value that was changed in place: a run for it alone stops before."""
     fill = _fill_fully if call.planned is None else _fill_planned
     fill = fill if call.modes is None else functools.partial(call.modes.call, fill)
-    value = None
-    while value is None:  # or another backward ended since, which takes all values
+    for _ in range(100):  # a backward of another thread that ends takes all values
         with torch_functions():
             outside_inference_mode(below_all_levels, fill, call, [asked])
-        value = asked.value
-    if value._version > asked.version:
+        if (value := asked.value) is not None:
+            break
+    if value is None or value._version > asked.version:
         raise MutationError(_CHANGED.format(label=call.label))
     return value
 

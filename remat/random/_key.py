@@ -187,17 +187,22 @@ KeyLike: TypeAlias = Key | Tensor
 AnyKey = TypeVar("AnyKey", bound=KeyLike)
 
 
-def _joined(func: Any, keys: Any, dim: int = 0) -> Key:
+def _joined(func: Any, tensors: Any = (), dim: int = 0, **more: Any) -> Key:
     """Return what `torch.stack` or `torch.cat` makes of keys."""
-    if func not in (torch.stack, torch.cat):
+    if func not in (torch.stack, torch.cat) or more:
         raise TypeError(_NO_TENSOR.format(name=getattr(func, "__name__", func)))
-    data = [key.data for key in keys]
+    if func is torch.cat and not all(key.ndim for key in tensors):
+        raise TypeError(_SINGLE)
+    data = [key.data for key in tensors]
     return Key(func(data, dim if dim >= 0 else dim - 1))
 
 
 _NO_TENSOR = (
     "remat: {name} takes tensors, and a key is none. Of keys, torch.stack and "
     "torch.cat make an array; key.data is their tensor."
+)
+_SINGLE = (
+    "remat: torch.cat joins arrays of keys. Of single keys, torch.stack makes one."
 )
 
 

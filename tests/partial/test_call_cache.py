@@ -6,6 +6,7 @@ record; what does not fit is given up after three times, with a reason.
 
 import gc
 import re
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -329,6 +330,42 @@ def test_an_error_in_a_recording_leaves_no_recorder_behind():
     (x,) = leaves_of(X)
     assert ops_of(lambda: checkpoint_name(x.sin(), "h"))["sin"] == 1
     assert_like_plain(remat(fn, prune=True), fn, X, W)
+
+
+def caught(name):
+    """A function that catches what `mm` raises; next it runs another one, or `mm`."""
+
+    def fn(x, w):
+        h = x @ w
+        try:
+            h = h @ torch.zeros(7, 7, dtype=h.dtype)
+        except RuntimeError:
+            h = h * 0.7 if name == "another" else h @ w
+        return (h @ w).sin()
+
+    return fn
+
+
+@pytest.mark.parametrize("name", ["another", "the next one"])
+@pytest.mark.parametrize(
+    "options", [{"policy": policies.dots_saveable}, {"prune": True}]
+)
+@pytest.mark.parametrize("higher_order", [False, True])
+def test_an_operation_that_raises_is_in_no_record(name, options, higher_order):
+    plain, x = caught(name), make(4, 4, seed=1)
+    (w,) = leaves_of(make(4, 4, seed=2))
+    (want,) = torch.autograd.grad(plain(x, w).sum(), w)
+    fn, evaluations = counted(plain)
+    run = remat(fn, higher_order=higher_order, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may be followed no more
+        for _ in range(4):
+            run(x, w).sum().backward()
+            assert_same(w.grad, want)
+            w.grad = None
+    # Where `mm` is the last one, all that a backward reads is saved.
+    is_all_saved = name != "another" and "policy" in options and not higher_order
+    assert len(evaluations) == 4 if is_all_saved else len(evaluations) >= 8
 
 
 def test_a_block_records_once():

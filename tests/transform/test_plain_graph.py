@@ -12,7 +12,7 @@ from support.zoo import ops_of, plainly
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from remat import MutationError, remat
+from remat import remat
 from remat.testing import assert_same, count_ops
 
 
@@ -67,16 +67,12 @@ def test_a_result_that_the_backward_reads_may_be_changed():
 # --- Modules ---
 
 
-def test_the_first_update_of_large_statistics_is_refused_and_the_next_is_right():
-    """After calls that left them alone, which do not copy them."""
+def test_an_update_of_large_statistics_after_calls_that_left_them_alone():
     norm = nn.BatchNorm1d(2**14 + 1).double()
     recomputed, x = remat(norm), leaf(shape=(3, 2**14 + 1))
     norm.eval()
     recomputed(x).sum().backward()
     norm.train()
-    again = "Or call again: from now on each call copies `self.running_mean` before"
-    with pytest.raises(MutationError, match=again):
-        recomputed(x)
     plain = copy.deepcopy(norm)
     with count_ops() as ops:
         recomputed(x).square().sum().backward()
