@@ -30,7 +30,13 @@ from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
-from remat._capture.buffers import PASSED, HeldBuffer, has_objects, is_bare_buffer
+from remat._capture.buffers import (
+    PASSED,
+    HeldBuffer,
+    has_objects,
+    is_bare_buffer,
+    is_buffer,
+)
 from remat._capture.compared import Iterated
 from remat._capture.container_kinds import (
     OWNED,
@@ -160,8 +166,7 @@ class Given:
         if is_spent_by_use(kind):
             self.has_iterators = True
             return Iterated(value, self._name_of(value))
-        if is_bare_buffer(kind) and not has_objects(value):
-            self.buffers.append((value, "", PASSED))
+        if self._note_buffer(value, kind):
             return value
         if is_used_as_it_is(value, kind):
             self.streams.walk(value)
@@ -181,6 +186,13 @@ class Given:
         with contextlib.suppress(ValueError):  # a mode has it
             return CallNames(*self._called, value).name_of(value)
         return type(value).__name__
+
+    def _note_buffer(self, value: Any, kind: type) -> bool:
+        """Note a buffer of numbers; say whether it has nothing else, as attributes."""
+        if not is_buffer(kind) or has_objects(value):
+            return False
+        self.buffers.append((value, "", PASSED))
+        return is_bare_buffer(kind)
 
     def _box(self, value: Any, how: HolderKind) -> Box:
         kind = type(value)

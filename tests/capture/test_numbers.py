@@ -254,6 +254,23 @@ def test_what_was_passed_is_put_back_at_any_size(size):
     assert (ops["sin"], table[0]) == (1, 5.0)
 
 
+@pytest.mark.parametrize("table", [Grid((4,)), Numbers("d", [1, 1]), Bytes(b"11")])
+def test_a_passed_subclass_is_put_back_with_its_attributes(table):
+    x = make(4, seed=2).requires_grad_()
+    table[0], table.scale = 1, 2.0
+
+    def fn(x, table):
+        table[0] += 1
+        return (x * float(table[0]) * table.scale).sin().sin()
+
+    (want,) = torch.autograd.grad((x * 4).sin().sin().sum(), x)
+    with count_ops() as ops:
+        loss = remat(fn)(x, table).sum()
+        table[0], table.scale = 7, 9.0
+        assert_same(torch.autograd.grad(loss, x)[0], want)
+    assert (ops["sin"], table[0], table.scale) == (3, 7, 9.0)
+
+
 class Logging(torch.nn.Module):
     """A log that the forward does not name, and a table that it reads."""
 
