@@ -88,7 +88,7 @@ class PlannedCall:
 
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
         """Return the inputs that the call need not keep."""
-        if not self.may_drop:
+        if not (self.may_drop and plans.full.unneeded):
             return ()
         inputs, inner, full = self._inputs, self._inner or (), plans.full
         # A node is differentiated again, and its residuals by way of the inputs.
@@ -352,7 +352,8 @@ class SavedInNode(PlannedCall):
 
     def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
         """End the forward: return the residuals; None to recompute in full."""
-        self._count, self._origins = len(self._inputs), list[Origin]()
+        self._count = len(self._inputs)
+        self._origins: list[Origin] = []
         targets: list[int] = []
         if isinstance(self.mode, Recorder):
             targets = [j for j, o in enumerate(outs) if o.requires_grad]

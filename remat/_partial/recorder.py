@@ -275,7 +275,7 @@ def _completed(
 
 def _named(step: Step, names: Mapping[int, Iterable[str]]) -> Step:
     made = {*step.makes}.difference(step.reads)
-    own = frozenset[str]().union(*(names.get(s, ()) for s in made))
+    own: frozenset[str] = frozenset().union(*(names.get(s, ()) for s in made))
     if not own:
         return step
     return step._replace(op=dataclasses.replace(step.op, names=own))
@@ -351,7 +351,8 @@ class SavedStorages:
 
     def _saved(self, outs: Iterable[Any]) -> set[int]:
         """Return the storages that the backward of some outputs reads."""
-        found, known = set[int](), self._storages.known
+        found: set[int] = set()
+        known = self._storages.known
         for node, tensors in nodes_of(outs):
             kind = type(node).__name__
             if kind in SILENT:
