@@ -243,7 +243,7 @@ class Call:
 
     def planned(
         self,
-        signature: tuple[Any, ...],
+        program: Program,
         given: ForwardInputs,
         request: Request,
         state: CallState,
@@ -268,6 +268,7 @@ class Call:
         warn_if_asked(policy, prune, situation, label, why)
         if why:
             return None
+        signature = program.signature
         rest = (*signature, *request.needs, state.ambient.key)
         cache = CallKind(rest, metas_of(inputs)).cache(policy, prune, self.owner)
         if is_refused(cache, signature, policy, prune, label):
