@@ -126,12 +126,11 @@ class RunnablePlan:
     ) -> None:
         self.record, self.plan = record, plan
         self.funcs = [*[step.op.func for step in record.steps], None]
-        # What each operation calls; what it calls where results are collected, and in
-        # a recompute; None where more is done, or something else.
+        # What each operation calls, and what it calls in a recompute; None where more
+        # is done, or something else.
         self.kernels = [_kernel_of(step.op) for step in record.steps]
         self.fates = [*plan.fates]
-        pairs = [*zip(self.kernels, self.fates, strict=True)]
-        self.collecting = [k if fate is not Fate.SAVED else None for k, fate in pairs]
+        pairs = zip(self.kernels, self.fates, strict=True)
         self.runs = [k if fate is Fate.RECOMPUTED else None for k, fate in pairs]
         self.unneeded = sorted({*range(len(record.inputs))} - plan.needed)
         self.written = {s for step in record.steps for s in step.writes}
@@ -152,6 +151,12 @@ class RunnablePlan:
             if (i, k) in used:
                 self.residual_index.setdefault(i, {})[k] = index
                 self.residual_storages.append((index, record.steps[i].makes[k]))
+
+    @functools.cached_property
+    def collecting(self) -> list[Kernel | None]:
+        """What each operation calls where results are collected."""
+        pairs = zip(self.kernels, self.plan.fates, strict=True)
+        return [kernel if fate is not Fate.SAVED else None for kernel, fate in pairs]
 
     @functools.cached_property
     def may_be_missing(self) -> list[bool]:
