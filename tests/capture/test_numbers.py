@@ -213,23 +213,14 @@ def test_what_the_function_changes_is_changed_once(wrap, kind, size):
     return torch.autograd.grad(loss, x), float(np.ravel(table[0])[0])
 
 
-def test_a_call_holds_no_large_buffer_that_is_left_alone():
-    table = np.ones(MIB // 8)
-    fns = [remat(reading(table)) for _ in range(8)]
-    x = make(4, seed=2).requires_grad_()
-    tracemalloc.start()
-    try:
-        for fn in fns:
-            x = fn(x)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held < MIB
-
-
-def test_calls_share_what_small_ones_held():
-    table = np.ones(64 * KIB // 8)
-    fns = [remat(reading(table)) for _ in range(32)]
+@pytest.mark.parametrize(
+    ("size", "calls"),
+    [(MIB, 8), (64 * KIB, 32)],
+    ids=["none hold large ones", "small ones are shared"],
+)
+def test_calls_hold_no_buffer_each_that_is_left_alone(size, calls):
+    table = np.ones(size // 8)
+    fns = [remat(reading(table)) for _ in range(calls)]
     x = make(4, seed=2).requires_grad_()
     tracemalloc.start()
     try:
