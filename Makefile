@@ -29,12 +29,12 @@ TORCHES := 2.14.1
 # The other versions of Python, each with the last of these, where they are installed.
 PYTHONS := python3.13
 # What `make full` runs with those: the transform, what it keeps and counts, keys.
-ROOMS := $(addprefix tests/,torch transform live capture policies random parity compat nn scope)
+ROOMS := $(addprefix tests/,torch transform reach policies random parity compat nn scope)
 # What `make core` runs with another torch: what the shims expect, and ten files on what
 # is built on them.
 CORE := $(addprefix tests/,torch parity/test_golden.py transform/test_every_transform.py \
 	transform/test_plain_graph.py transform/test_orders.py transform/test_traced_golden.py \
-	capture/test_capture.py live/test_own_objects.py policies/test_policies.py \
+	reach/test_capture.py reach/test_own_objects.py policies/test_policies.py \
 	random/test_random_keys.py scope/test_scope.py)
 
 # The tests for the loop of changing and trying: files of every room, but for those that
@@ -63,7 +63,7 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	transform/test_compile.py transform/test_tracebacks.py \
 	transform/test_type_checkers.py transform/test_import.py \
 	transform/test_kept_tensors.py transform/test_growth.py transform/test_orders.py \
-	capture/test_module_changes.py chain/test_disk.py chain/test_surroundings.py \
+	reach/test_module_changes.py chain/test_disk.py chain/test_surroundings.py \
 	nn/test_applied.py parity/test_interpreter.py parity/test_policy_savings.py \
 	random/test_random_bind.py random/test_random_stream_ops.py \
 	testing/test_client_helpers.py whole/%

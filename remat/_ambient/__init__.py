@@ -8,6 +8,6 @@ and restores it around a recompute, and `without_draws` for `rng="error"`.
     modes       the user's modes for operations, those that change results
     draws       draws from global streams, refused by name and line
 
-Called by `_transform` and `chain`. `_capture`, `_partial`, `_report`, `_scope`,
+Called by `_transform` and `chain`. `_partial`, `_reach`, `_report`, `_scope`,
 `random` and `rules` ask for streams and draws.
 """

@@ -33,7 +33,7 @@ from remat._base.program import (
     Request,
 )
 from remat._base.tensors import describe
-from remat._live.reach import Reach
+from remat._reach.reach import Reach
 from remat._torch import (
     NODES_ASKING_GRAD_MODE,
     AccumulateGrad,

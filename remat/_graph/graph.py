@@ -25,7 +25,7 @@ from remat._graph.handles import (
     stored_by,
     unpack,
 )
-from remat._live.names import NamedSearch
+from remat._reach.names import NamedSearch
 from remat._torch import AccumulateGrad, saved_by, unpack_hooks_of
 
 

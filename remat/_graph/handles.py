@@ -24,8 +24,8 @@ from remat._base.errors import MutationError
 from remat._base.tensors import describe
 from remat._base.tracebacks import hide_frames
 from remat._graph.residual import Offloaded, ReadOnce, Residual
-from remat._live.reach import Reach
 from remat._offload.inputs import away_of
+from remat._reach.reach import Reach
 from remat._torch import (
     has_no_memory,
     is_of_checkpoint,

@@ -32,11 +32,11 @@ from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.tensors import describe_meta
 from remat._base.types import CONSTANTS, Fn
-from remat._live.reach import Reach
-from remat._live.results import Out, Result
 from remat._partial.cache import CACHES
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
+from remat._reach.reach import Reach
+from remat._reach.results import Out, Result
 from remat._report.inputs import Inputs, has_values
 from remat._report.labels import one_by_one, refuse_transforms, unwrapped
 from remat._torch import below_all_levels, undisturbed, unwrap_dead

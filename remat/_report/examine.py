@@ -29,7 +29,6 @@ from remat._base.parts import parts
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by
-from remat._live.reach import Reach
 from remat._partial.cache import CallKind, owner_of
 from remat._partial.candidates import moves
 from remat._partial.decide import ACCUMULATES, Situation
@@ -38,6 +37,7 @@ from remat._partial.plan import Fate, Record
 from remat._partial.recorder import Recorder
 from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
+from remat._reach.reach import Reach
 from remat._report.inputs import is_parameter, tensors_in, undoing
 from remat._report.labels import reader_of, stream_name
 from remat._report.reports import ExplainedInput

@@ -26,9 +26,9 @@ from remat._base.observer import Observer
 from remat._base.parts import parts
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._live.names import CallNames
-from remat._live.reach import Reach
 from remat._partial.effects import written_by
+from remat._reach.names import CallNames
+from remat._reach.reach import Reach
 from remat._torch import (
     StorageRef,
     base_tensor,

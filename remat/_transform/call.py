@@ -34,12 +34,6 @@ from remat._base.program import Program, Request
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
-from remat._live.attributes import Lent
-from remat._live.copies import without_copies
-from remat._live.lifted import LiftedForward
-from remat._live.reach import Reach
-from remat._live.result_walk import Hidden, Own
-from remat._live.results import Emptied, Out, Result, slots_of
 from remat._offload.inputs import Offloading
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
@@ -51,6 +45,12 @@ from remat._partial.decide import (
 )
 from remat._partial.options import DEFAULT, Options
 from remat._partial.planned_call import SavedInNode
+from remat._reach.attributes import Lent
+from remat._reach.copies import without_copies
+from remat._reach.lifted import LiftedForward
+from remat._reach.reach import Reach
+from remat._reach.result_walk import Hidden, Own
+from remat._reach.results import Emptied, Out, Result, slots_of
 from remat._torch import (
     current_layer,
     is_below_tracer,

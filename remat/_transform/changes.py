@@ -21,8 +21,8 @@ from remat._base.observer import Observer
 from remat._base.parts import taken_apart
 from remat._base.source import user_line
 from remat._base.types import TENSORS
-from remat._live.reach import Reach
 from remat._partial.effects import written_by
+from remat._reach.reach import Reach
 from remat._torch import (
     base_tensor,
     faking,

@@ -38,8 +38,8 @@ from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.edges import reached_inputs
-from remat._live.reach import Reach
-from remat._live.result_walk import Hidden
+from remat._reach.reach import Reach
+from remat._reach.result_walk import Hidden
 from remat._torch import (
     base_tensor,
     call_kernel,

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.errors import CaptureError
 from remat._base.program import InputIndex, PerInput, Request, leaves_for
-from remat._live.copies import note_copy, value_at_copy
+from remat._reach.copies import note_copy, value_at_copy
 from remat._torch import (
     base_tensor,
     is_below_tracer,

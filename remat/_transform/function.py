@@ -69,10 +69,10 @@ from remat._graph.edges import (
     root_of,
     sharing_memory,
 )
-from remat._live.reach import reach_of
 from remat._partial.barrier import behind, recomputing_after
 from remat._partial.options import Options
 from remat._partial.recorder import Recorder
+from remat._reach.reach import reach_of
 from remat._torch import (
     GRAD,
     JVP,

@@ -34,8 +34,8 @@ from remat._base.code import IDENTITY
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside, packed_outside
-from remat._live.reach import Reach
 from remat._partial.values import storage_if_any
+from remat._reach.reach import Reach
 from remat._torch import (
     Renorm,
     Renorms,

@@ -15,8 +15,8 @@ from remat._base.installed import is_installed
 from remat._base.interpreter import lines_storing
 from remat._base.source import shown
 from remat._base.types import TENSORS
-from remat._capture.holders import dict_of
 from remat._graph.edges import Edge, edge_of, leads_to
+from remat._reach.holders import dict_of
 from remat._torch import forget_saved_by_traced, no_torch_functions
 
 

@@ -247,7 +247,7 @@ def preserved_marks(
 ) -> Iterator[None]:
     """Have tensors have no attributes and the hooks of a call, for the body.
 
-    Those that were set by then are set again by what runs (`_live/attributes.py`).
+    Those that were set by then are set again by what runs (`_reach/attributes.py`).
     Afterwards they have those of before.
 
     Args:

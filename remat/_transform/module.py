@@ -24,8 +24,8 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.code import AGAIN, MADE
-from remat._capture.objects import set_attributes, slots_in
 from remat._partial.options import Options
+from remat._reach.objects import set_attributes, slots_in
 from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
 from remat._transform.traced import call_traced
 from remat.policies import Policy

@@ -44,7 +44,6 @@ from remat._base.tensors import outside_inference_mode, version_of
 from remat._base.tracebacks import note
 from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
-from remat._live.reach import Reach, reach_of
 from remat._offload.inputs import away_hooks
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
@@ -57,6 +56,7 @@ from remat._partial.decide import (
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
 from remat._partial.replay import Replay
+from remat._reach.reach import Reach, reach_of
 from remat._torch import (
     Noted,
     Renorm,

@@ -29,9 +29,9 @@ from remat._base.program import (
 )
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import TENSORS
-from remat._live.reach import Reach
 from remat._partial.decide import warn_once
 from remat._partial.replay import Replay
+from remat._reach.reach import Reach
 from remat._torch import (
     FunctionalValue,
     base_tensor,

@@ -22,8 +22,8 @@ from remat._base.errors import CaptureError
 from remat._base.pytree import TENSOR
 from remat._base.types import INERT, Fn
 from remat._graph.edges import reached_inputs
-from remat._live.moment import Moment
-from remat._live.reach import Reach, reach_of
+from remat._reach.moment import Moment
+from remat._reach.reach import Reach, reach_of
 from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks

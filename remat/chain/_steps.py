@@ -27,8 +27,8 @@ from remat._base.errors import MutationError
 from remat._base.program import InputIndex, leaves_for
 from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import describe_meta, versions_of
-from remat._live.reach import Reach
 from remat._offload.offload import Fetched, Origin, in_file, origin_of
+from remat._reach.reach import Reach
 from remat._torch import (
     batched_here,
     current_layer,

@@ -31,8 +31,8 @@ from remat._base.observer import Observer
 from remat._base.source import shown, user_line
 from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
-from remat._capture.paths import code_of_arguments
 from remat._partial.options import Options
+from remat._reach.paths import code_of_arguments
 from remat._report.check_replay import (
     RunOperation,
     argument_statics,

@@ -31,11 +31,11 @@ from remat._base.op import Op
 from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import versions_of
 from remat._base.unit import as_unit
-from remat._live.moment import WatchedCall
-from remat._live.reach import Reach, reach_of
 from remat._partial.decide import warn_once
 from remat._partial.names import note_found
 from remat._partial.recorder import Recorder
+from remat._reach.moment import WatchedCall
+from remat._reach.reach import Reach, reach_of
 from remat._torch import (
     answer_calls,
     base_dual_level_active,

@@ -397,7 +397,7 @@ def test_the_stream_of_every_initialized_device_is_replayed(monkeypatch, initial
     found = []
     monkeypatch.setattr(_process, "_STREAMS", [lambda: found])
     # The search is not to find it: only the registry knows of it.
-    for search in ("_capture.stream_search", "_live.walk"):
+    for search in ("_reach.stream_search", "_reach.walk"):
         monkeypatch.setattr(f"remat.{search}.is_stream", lambda _: False)
 
     def program(wrap):

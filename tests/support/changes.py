@@ -6,7 +6,7 @@ from operator import setitem
 import torch
 from torch import nn
 
-from remat._live import roots as _roots
+from remat._reach import roots as _roots
 
 
 def is_remembered(model: nn.Module) -> bool:

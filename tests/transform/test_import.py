@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 LOADED = {"_base", "_torch", "random"}
 # What a call needs beside.
 CALLED = {
-    *("_ambient", "_capture", "_graph", "_live", "_offload", "_partial"),
+    *("_ambient", "_graph", "_offload", "_partial", "_reach"),
     *("_transform", "policies"),
 }
 # Of torch, what `import torch, optree` leaves out.

@@ -28,7 +28,7 @@ TESTS = {
         f"{REFERENCE}[remat.random]",
     ],
     "lowering": ["tests/transform/test_off.py"],
-    "holder": ["tests/capture/test_state.py", "-k", "text and memory"],
+    "holder": ["tests/reach/test_state.py", "-k", "text and memory"],
     "report": [
         *("tests/report/test_by_line.py", "remat/_report/by_line.py"),
         *("tests/transform/test_import.py", f"{REFERENCE}[remat]"),

@@ -1,0 +1,43 @@
+"""What a call reaches, and how it runs again on the user's own objects.
+
+In: a function and its arguments. Out: a context in which all that they reach holds what
+it held at the call.
+
+    reach       all of this for one call
+    running     one run of it again, and what that is called under
+    lifted      other tensors in place of the user's
+    holding     which holders hold one of some values
+    attributes  what is set on tensors
+    numbers     where each tensor is among the inputs of the call
+    left        what a function leaves in holders besides its result
+    identities  identities of tensors that code asks for, which are refused
+    copies      copies of buffers in holders, which other threads may find
+    roots       one root of a call
+    given       the function and the arguments, put aside and made again
+    boxes       what is held of containers that were passed
+    leases      references to what has no weak references
+    exchange    has holders hold what they held, in place, and puts them back
+    classes     of objects that changed theirs, and which a call may hold
+    making      makes values again, each after what it holds
+    moment      what all holds at one moment of a forward, compared with another
+    contents    what holders held at a call, and what a forward changed of it
+    layout      which holders a root reaches, and where each one is
+    walk        the walk over what a root reaches: how each value is treated
+    names       where tensors are, as the author of a function writes it
+    result_walk, results
+                a result taken apart, and put together around other tensors
+
+Kinds of values, how each is told apart, read and written:
+
+    objects             kinds of objects, and what they hold
+    buffers             buffers of numbers, and what a call keeps of each
+    holders             how cells, globals, classes, slots are read and written
+    container_kinds     how lists, dicts and sets are
+    compared            iterators and large containers, which are not copied
+    stream_search       random streams in what is not walked
+    paths               how the author of a function writes where a value is
+
+Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
+looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`
+name it. `compat` asks for facts of classes.
+"""

@@ -1,0 +1,155 @@
+"""What is set on tensors as attributes, and what it leads to.
+
+The attributes of a tensor that a call reaches are put aside like its arguments. A run
+again finds them on the tensors that it is given, holding what they held. Under
+torch.func the tensors of a forward stand in for the user's, and begin with the
+attributes of these. When it has run, the user's have those that the stand-ins have by
+then. What was computed is left there as in any other holder (`left`).
+
+Invariant: afterwards no stand-in has an attribute. One that leads to what was computed
+from it would be a cycle through the graph, which the garbage collector does not see.
+Rejected: one dict for both. A graph may hold a stand-in, and so would hold what the
+user sets later.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from remat._base.types import ATOMS, TENSORS
+from remat._reach.container_kinds import ATTRIBUTES
+from remat._reach.exchange import are_same
+from remat._reach.given import Building, Given
+from remat._reach.holders import flatten
+from remat._reach.left import ON_INPUT, Left, LeftAt
+from remat._reach.lifted import LiftedForward
+from remat._reach.roots import Root, roots_of
+from remat._torch import unwrap_dead
+
+
+_attributes = attrgetter("__dict__")
+_NOTHING: dict[str, Any] = {}
+_OWN = "retain_grad"  # of a stand-in, which asks the input
+
+
+def put_aside(
+    given: Given, roots: list[Root], each: list[list[Tensor]]
+) -> dict[int, dict[str, Any]]:
+    """Put aside what is set on tensors of a call, by the identity of the tensor.
+
+    Args:
+        given: what the call is given. Tensors that attributes lead to are added.
+        roots: of the call. Those that attributes lead to are added.
+        each: the tensors of each of these.
+    """
+    todo = [*given.tensors, *flatten(each)]
+    dicts = [*map(_attributes, todo)]
+    marked_at = [*map(bool, dicts)]
+    marked, held_by = [*compress(todo, marked_at)], [*compress(dicts, marked_at)]
+    if are_atoms(held_by) and TENSORS.issuperset(map(type, marked)):
+        # At the speed of C: libraries set a flag on each parameter.
+        return dict(zip(map(id, marked), map(dict.copy, held_by), strict=True))
+    found: dict[int, dict[str, Any]] = {}
+    while True:
+        todo = [*given.tensors, *flatten(each)]
+        # In attributes a subclass has the tensors that it wraps; so have fakes.
+        marked = [
+            (t, held)
+            for t in todo
+            if (held := t.__dict__) and type(t) in TENSORS and id(t) not in found
+        ]
+        before = len(given.tensors), len(given.roots)
+        for t, held in marked:
+            found[id(t)] = _aside(given, t, held)
+        if before == (len(given.tensors), len(given.roots)):
+            return found
+        if len(given.roots) > before[1]:
+            roots[:] = roots_of(given.roots.values())
+            each[:] = [root.tensors() for root in roots]
+
+
+def are_atoms(dicts: Iterable[dict[str, Any]]) -> bool:
+    """Say whether all that dicts hold are constants."""
+    return ATOMS.issuperset(map(type, flatten(map(dict.values, dicts))))
+
+
+def _aside(given: Given, t: Tensor, held: dict[str, Any]) -> dict[str, Any]:
+    if ATOMS.issuperset(map(type, held.values())):  # as flags of libraries are
+        return held.copy()
+    is_dead = unwrap_dead(t) is not t
+    return {
+        name: given.put_aside(value) if name != _OWN else value
+        for name, value in held.items()
+        # Of a level that has ended: the graph between the two is gone.
+        if not (is_dead and isinstance(value, Tensor))
+    }
+
+
+def set_again(
+    attributes: Mapping[int, dict[str, Any]], tensors: Sequence[Tensor], to: Building
+) -> None:
+    """Set on the tensors of a run what was set on those of the call."""
+    if are_atoms(attributes.values()):
+        dicts = map(_attributes, map(tensors.__getitem__, attributes))
+        deque(map(dict.update, dicts, attributes.values()), maxlen=0)
+        return
+    for i, held in attributes.items():
+        if not ATOMS.issuperset(map(type, held.values())):
+            held = dict(zip(held, to.values([*held.values()]), strict=True))
+        tensors[i].__dict__.update(held)
+
+
+class Lent:
+    """The attributes of the user's tensors, while a forward runs on others.
+
+    A tensor that stands for itself has them, too, around what stands in for others.
+    """
+
+    __slots__ = "_pairs", "_then"
+
+    def __init__(
+        self,
+        users: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        *,
+        were_set: bool = True,
+    ) -> None:
+        # In attributes a subclass has the tensors that it wraps.
+        self._pairs = [
+            (n, user, tensor)
+            for n, (user, tensor) in enumerate(zip(users, tensors, strict=True))
+            if type(tensor) in TENSORS and type(user) in TENSORS
+        ]
+        each = [vars(user) if were_set else _NOTHING for _, user, _ in self._pairs]
+        self._then = [held.copy() for held in each]
+
+    def call(self, lifted: LiftedForward, body: Callable[[], Any]) -> Any:
+        """Call something while the tensors of the forward have them."""
+        for (_, _, tensor), then in zip(self._pairs, self._then, strict=True):
+            vars(tensor).update((name, lifted.of(v)) for name, v in then.items())
+        try:
+            return body()
+        except BaseException:  # what was set before that stays
+            self.end(lifted)
+            raise
+
+    def end(self, lifted: LiftedForward) -> bool:
+        """Set on the user's what the others have; say whether that is something new."""
+        is_new = False
+        for (n, user, tensor), then in zip(self._pairs, self._then, strict=True):
+            now = {k: v for k, v in vars(tensor).items() if k != _OWN or k in then}
+            if vars(tensor) is not vars(user):  # as a constant in a level has
+                vars(tensor).clear()
+            if [*now] == [*then] and are_same([*now.values()], [*then.values()]):
+                continue
+            is_new, values = True, lifted.owned([*now.values()])
+            ATTRIBUTES.write(vars(user), [*now], values)
+            found = [i for i, value in enumerate(values) if lifted.may_be_left(value)]
+            if found:
+                at = LeftAt((ON_INPUT, n), ATTRIBUTES, found)
+                lifted.left.append((at, Left(at, vars(user))))
+        return is_new

@@ -1,0 +1,448 @@
+"""What a call is given: its function and its arguments, put aside and found again.
+
+A function, a module or an object is a root, which a weak reference finds again. Of a
+passed container there is a copy, as it may hold what the graph of the call holds. A
+recompute gets the container itself, with what it held, if one of these finds it:
+
+    a holder that a root leads to, also as a key there
+    a weak reference, as to a deque, a partial or an instance of a subclass
+    a container that is found and holds it still, as a partial around a list
+    a lease, where code asks for identities (`leases`)
+
+Else it is made again from the copy. Then nobody can tell it from the one of the call,
+but code of an installed package, which is not searched for `id`.
+
+Invariant: what `put_aside` returns leads to no tensor, and to no container or object
+but those that are used as they are. The walk is a queue: nesting may be deep.
+Rejected: a list of leaves and a treedef. It would lose that two arguments share a list.
+"""
+
+import contextlib
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from remat._base.code import known_code, static_of
+from remat._base.types import ATOMS, TENSORS
+from remat._reach.boxes import Box, HolderParts, Watched
+from remat._reach.buffers import (
+    PASSED,
+    HeldBuffer,
+    has_objects,
+    is_bare_buffer,
+    is_buffer,
+)
+from remat._reach.compared import Iterated
+from remat._reach.container_kinds import (
+    OWNED,
+    container_kind,
+)
+from remat._reach.contents import FIRST, At, Ref, at
+from remat._reach.exchange import are_same
+from remat._reach.holders import (
+    MISSING,
+    PART,
+    PARTS,
+    SLOTS,
+    VARIABLES,
+    HolderKind,
+    dict_of,
+)
+from remat._reach.making import make
+from remat._reach.names import CallNames
+from remat._reach.objects import is_spent_by_use, slots_of
+from remat._reach.stream_search import (
+    StreamSearch,
+    has_defaults,
+    has_user_code,
+    is_stream,
+)
+from remat._reach.walk import (
+    is_of_atoms,
+    is_of_library,
+    is_used_as_it_is,
+)
+
+
+class Given:
+    """What a call is given."""
+
+    __slots__ = (
+        *("_called", "_todo", "are_found", "boxes", "buffers", "has_iterators"),
+        *("index", "roots", "search", "tensors"),
+    )
+
+    def __init__(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._called = fn, args, kwargs
+        # Whether a recompute may find some of what was passed.
+        self.are_found = False
+        self.tensors: list[Tensor] = []
+        self.roots: dict[int, Any] = {}
+        self.index: dict[int, int] = {}
+        self.buffers: list[HeldBuffer] = []
+        self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
+        self._todo: list[Box] = []
+        self.has_iterators = False
+        self.search: StreamSearch | None = None
+
+    @property
+    def streams(self) -> StreamSearch:
+        """The search for random streams, which is started."""
+        if self.search is None:
+            self.search = StreamSearch()
+        return self.search
+
+    def put_aside(self, value: Any) -> Any:
+        """Return what is held of a value."""
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        if kind in TENSORS:
+            number = self.index.setdefault(id(value), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(value)
+            return FIRST[number] if number < len(FIRST) else At(number)
+        if kind is types.FunctionType:
+            return self._root(value)
+        kept = self._kept(value)
+        if self._todo:
+            for box in self._todo:  # which grows
+                box.is_flat = self._fill(box)
+                if box.more:
+                    box.is_flat = False
+                    for parts in box.more:
+                        self._fill(parts)
+                # A method has nothing in it that may be written.
+                if box.ref.ref is not None and not (box.is_flat and box.how.frozen):
+                    self.are_found = True
+            self._todo.clear()
+        return kept
+
+    def _fill(self, held: HolderParts) -> bool:
+        """Put aside what a holder holds; say whether no container is among that."""
+        kinds, is_flat = {*map(type, held.items)}, True
+        if kinds <= TENSORS:
+            numbers = self.numbers_of(held.items)
+            held.items = numbers if type(numbers) is range else [*map(at, numbers)]
+        elif not kinds <= ATOMS:
+            held.items = [*map(self._kept, held.items)]
+            is_flat = Box not in map(type, held.items)
+        if not ATOMS.issuperset(map(type, held.keys)):
+            held.keys = [*map(self._kept, held.keys)]
+            is_flat = is_flat and Box not in map(type, held.keys)
+        return is_flat
+
+    def _kept(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in TENSORS or issubclass(kind, Tensor):
+            return at(self._number_of(value))
+        if kind in ATOMS:
+            return value
+        if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
+            return self._root(value)
+        if id(value) in self.boxes:
+            return self.boxes[id(value)][0]
+        if issubclass(kind, PARTS):
+            if is_of_library(value) or is_of_atoms(value):
+                return value
+            return self._box(value, PART)
+        if is_stream(kind):
+            self.streams.add(value)
+            return value
+        return self._kept_other(value, kind)
+
+    def _kept_other(self, value: Any, kind: type) -> Any:
+        if value is MISSING:
+            return value
+        how = VARIABLES if kind is ContextVar else container_kind(kind)
+        if how is not None:
+            return self._box(value, how)
+        if is_spent_by_use(kind):
+            self.has_iterators = True
+            return Iterated(value, self._name_of(value))
+        if self._note_buffer(value, kind):
+            return value
+        if is_used_as_it_is(value, kind):
+            self.streams.walk(value)
+            return value
+        if kind.__weakrefoffset__:
+            return self._root(value)
+        if hasattr(kind, "__del__"):  # which would run for one that was made again
+            self.roots[id(kind)] = kind
+            return value
+        if dict_of(value) is None and slots_of(kind):
+            return self._box(value, SLOTS)
+        if issubclass(kind, (int, float, complex, str, bytes)):
+            return value  # which cannot be made again
+        return self._box(value, OWNED)
+
+    def _name_of(self, value: Any) -> str:
+        with contextlib.suppress(ValueError):  # a mode has it
+            return CallNames(*self._called, value).name_of(value)
+        return type(value).__name__
+
+    def _note_buffer(self, value: Any, kind: type) -> bool:
+        """Note a buffer of numbers; say whether it has nothing else, as attributes."""
+        if not is_buffer(kind) or has_objects(value):
+            return False
+        self.buffers.append((value, "", PASSED))
+        return is_bare_buffer(kind)
+
+    def _box(self, value: Any, how: HolderKind) -> Box:
+        kind = type(value)
+        if how is not PART and has_user_code(kind):
+            self.roots[id(kind)] = kind  # for what its methods refer to
+        box = Box(value, how)
+        self.boxes[id(value)] = box, value
+        self._todo.append(box)
+        return box
+
+    def _root(self, value: Any) -> Any:
+        if (
+            type(value) is types.FunctionType
+            and not (value.__closure__ or value.__dict__ or has_defaults(value))
+            and known_code(value).is_settled  # it is its code and nothing that changes
+        ):
+            return value
+        self.roots[id(value)] = value
+        return Ref(value)
+
+    def watched(self) -> "list[Watched]":
+        """Return what a recompute may find again and write, before the forward."""
+        each = (
+            (b, value) for box, value in self.boxes.values() for b in (box, *box.more)
+        )
+        return [Watched(parts, value) for parts, value in each if not parts.how.frozen]
+
+    # --- Tensors ---
+
+    def _number_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor, which is added if it is new."""
+        found = self.tensors
+        number = self.index.setdefault(id(tensor), len(found))
+        if number == len(found):
+            found.append(tensor)
+        return number
+
+    def numbers_of(self, tensors: Sequence[Tensor]) -> Sequence[int]:
+        """Return the numbers of many tensors; those that are new are added."""
+        first, count = len(self.tensors), len(tensors)
+        numbers = range(first, first + count)
+        new = dict(zip(map(id, tensors), numbers))  # noqa: B905 - of one length
+        if len(new) < count or not self.index.keys().isdisjoint(new):
+            return [*map(self._number_of, tensors)]
+        self.index.update(new)
+        self.tensors += tensors
+        return numbers
+
+
+def structure_of(values: Sequence[Any]) -> list[Any]:
+    """Return what stands for values that were put aside in a signature."""
+    found: list[Any] = []
+    todo = deque(values)
+    known: dict[int, int] = {}
+    while todo:
+        kept = todo.popleft()
+        kind = type(kept)
+        if kind is At:
+            found.append(kept.number)
+        elif kind is Ref:
+            found.append(kept.kind)
+        elif kind is types.FunctionType:
+            found.append(weakref.ref(kept.__code__))
+        elif kind is not Box:
+            found.append(static_of(kept))
+        elif id(kept) in known:
+            found.append(("again", known[id(kept)]))
+        else:
+            known[id(kept)] = len(known)
+            found.append(kept.ref.kind)
+            for held in (kept, *kept.more):
+                found.append(len(held.items))
+                if type(held.items) is range:
+                    found.append(held.items)
+                else:
+                    todo += held.items
+                todo += held.keys
+    return found
+
+
+class Building:
+    """What was given, for one run: itself where it is there, and made again elsewhere.
+
+    Args:
+        tensors: to run on.
+        run: has `found`, which returns an owner, and `container`, which returns a
+            container that an owner leads to: it holds what it held. `write` has one
+            hold something for the run.
+        in_place: whether others that are there are written. Else, as for names in
+            errors, they are made again.
+    """
+
+    __slots__ = (
+        *("_entered", "_in_place", "_made", "_new", "_run", "_tensors", "_there"),
+    )
+
+    def __init__(
+        self, tensors: Sequence[Any], run: Any, *, in_place: bool = True
+    ) -> None:
+        self._tensors, self._run, self._in_place = tensors, run, in_place
+        # By identity: what each container is, those that are themselves, and those that
+        # are still to be made or written.
+        self._made: dict[int, Any] = {}
+        self._there: dict[int, Any] = {}
+        self._new: dict[int, Box] = {}
+        self._entered: set[int] = set()
+
+    def made(self, key: int) -> Any:
+        """Return a container that was passed, by the identity that it had."""
+        return self._made.get(key)
+
+    def value(self, kept: Any) -> Any:
+        """Return a value from what was held of it."""
+        return self.values((kept,))[0]
+
+    def values(self, kept: Sequence[Any]) -> list[Any]:
+        """Return many values."""
+        tensors, made = self._tensors, self._made
+        found: list[Any] = []
+        if type(kept) is range:
+            return [*tensors[kept.start : kept.stop]]
+        for k in kept:
+            kind = type(k)
+            if kind is At:
+                found.append(tensors[k.number])
+            elif kind is Box:
+                if k.ref.id not in made:
+                    self._make([box for box in kept if type(box) is Box])
+                found.append(made[k.ref.id])
+            elif kind is Ref:
+                found.append(self._run.found(k))
+            elif kind is Iterated:
+                found.append(k.again())
+            else:
+                found.append(k)
+        return found
+
+    def _make(self, boxes: Sequence[Box]) -> None:
+        """Have containers, and what they hold, hold what they held; without recursion.
+
+        What can be written is found or made first: it may hold itself.
+        """
+        new = self._look_for(boxes)
+        for key, box in new.items():
+            if not box.how.frozen:
+                made = self._there.get(key)
+                if made is None:
+                    made = box.how.new(box.ref.kind(), (), box.ref.limit)
+                self._made[key] = made
+        self._new.update(new)
+        for box in new.values():
+            if box.is_flat:
+                self._complete(box)
+            else:
+                make(box, self._enter, self._complete)
+
+    def _look_for(self, boxes: Sequence[Box]) -> dict[int, Box]:
+        """Return the containers that are to be made or written, by their identities."""
+        new: dict[int, Box] = {}
+        todo, there, container = [*boxes], self._there, self._run.container
+        while todo:
+            box = todo.pop()
+            key = box.ref.id
+            if key in self._made or key in new:
+                continue
+            value = container(box.ref)
+            if value is not None:
+                self._made[key] = value
+                continue
+            new[key] = box
+            ref = box.ref.ref
+            if self._in_place and key not in there and ref is not None:
+                value = ref()
+                if value is not None:
+                    there[key] = value
+            if not box.is_flat:
+                self._note_held(box, new)
+                todo += box.parts()
+        return new
+
+    def _note_held(self, box: Box, new: dict[int, Box]) -> None:
+        """Note what a container that is there still holds."""
+        there, value = self._there, self._there.get(box.ref.id)
+        if value is None:
+            return
+        pairs = [parts.how.held(value) for parts in (box, *box.more)]
+        held = {id(v): v for keys, values in pairs for v in (*keys, *values)}
+        for part in box.parts():
+            key, found = part.ref.id, held.get(part.ref.id)
+            if key not in there and type(found) is part.ref.kind():
+                there[key] = found
+                new.pop(key, None)  # to look at what it leads to
+
+    def _enter(self, box: Box) -> Sequence[Box] | None:
+        """Return what a container holds that is to be made or written."""
+        key = box.ref.id
+        if key in self._entered or key not in self._new:
+            return None
+        self._entered.add(key)
+        return () if box.is_flat else box.parts()
+
+    def _complete(self, box: Box) -> bool:
+        """Make a value that never changes, or write what can be written."""
+        key, made = box.ref.id, self._made
+        if key not in self._new:
+            return True
+        for held in (box, *box.more):
+            if not box.is_flat and self._are_missing(held):
+                return False
+            if held.how.frozen:
+                if key not in made:
+                    made[key] = self._frozen(box)
+                continue
+            self._write(key, held)
+        del self._new[key]
+        return True
+
+    def _write(self, key: int, parts: HolderParts) -> None:
+        made, how = self._made[key], parts.how
+        keys, items = parts.keys and self.values(parts.keys), self.values(parts.items)
+        if key not in self._there:
+            how.write(made, keys, items)
+            return
+        now_keys, now = how.held(made)
+        is_same = are_same(now_keys, keys) and are_same(now, items)
+        # What the forward wrote, the run may write.
+        if parts.is_changed or not is_same:
+            self._run.write(how, made, keys, items)
+
+    def _are_missing(self, parts: HolderParts) -> bool:
+        held, made = (*parts.items, *parts.keys), self._made
+        return any(type(k) is Box and k.ref.id not in made for k in held)
+
+    def _frozen(self, box: Box) -> Any:
+        """Find or make a value that never changes."""
+        items, key = self.values(box.items), box.ref.id
+        value = self._there.get(key)
+        if value is not None:
+            if all(map(operator.is_, items, box.how.values([value]))):
+                return value
+            del self._there[key]
+        return box.how.new(box.ref.kind(), items, None)
+
+
+class StillThere:
+    """Finds, for names in errors, what is still there."""
+
+    @staticmethod
+    def found(kept: Ref) -> Any:
+        """Return a value that is still there, or None."""
+        return None if kept.ref is None else kept.ref()
+
+    container = found

@@ -1,0 +1,404 @@
+"""A layout: which holders one root reaches, and where each one is found.
+
+Owners are what weak references can be made of: objects, functions, classes. They are
+listed. Other holders, as lists, have positions among the values that were read before
+them, depth by depth. The walk runs once for each structure; a later call only collects
+what the holders hold.
+
+Invariant: no layout keeps anything alive but code, names, and what has no weak
+references. It is dropped with its root.
+Rejected: a search in each call. What a call reaches is mostly what it does not use.
+"""
+
+import contextlib
+import enum
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from remat._base.code import AGAIN, recipe_of, static_of
+from remat._base.interpreter import identities, nested
+from remat._base.types import ATOMS, TENSORS
+from remat._reach.classes import leads_nowhere
+from remat._reach.container_kinds import ATTRIBUTES
+from remat._reach.holders import (
+    CELLS,
+    CLASSES,
+    FUNCTIONS,
+    MISSING,
+    SCOPES,
+    SCRIPTED,
+    SLOTS,
+    VARIABLES,
+    HolderKind,
+    Holdings,
+    MovedError,
+    dict_of,
+    flatten,
+    names_of,
+)
+from remat._reach.objects import is_rematerialized
+from remat._reach.walk import Walk, can_be_revived
+
+
+Group = tuple[HolderKind, list[Any]]
+# What owners are or have: the dicts of objects and functions, variables of functions,
+# namespaces with the names that code refers to, functions, classes, and other kinds.
+OwnersHolders = tuple[
+    list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]
+]
+# Holders that are no owners: how they are read, where they are, and whether as keys.
+HoldersBelow = tuple[HolderKind, list[int], bool]
+_ATTEMPTS = 10  # at a walk while other threads change what it reaches
+
+
+class Layout:
+    """The holders that one root reaches.
+
+    Attributes:
+        owners: weak references to the owners: in turn to objects that have a dict, to
+            functions, to classes of the user's, to objects with slots, to the user's
+            Python modules, and to modules of TorchScript.
+        objects: where the first of these are among the owners. So `functions`,
+            `classes`, `slotted` and `scripted`.
+        births: the identities of the owners.
+        class_names: of the user's classes, for errors.
+        cells: the identities of the variables of each function.
+        below: kinds of holders that are no owners, with the positions of these among
+            the values, or among the keys: depth by depth.
+        linked: weak references to modules reached, which have layouts of their own.
+        special: the positions of iterators, of buffers of numbers and of large
+            containers, and how they are written.
+        odd: which objects and classes cannot be made again and may be held, by index.
+        streams: return the random streams, or None.
+        asks: the names by which code tells an object from another one like it.
+        uses_stream_states: whether code reads or sets the state of a stream.
+        compiled: whether there is compiled code.
+        is_contained: whether there is nothing but functions without variables: then
+            nothing of a graph can be there.
+        is_lazy: whether a module has no parameters yet.
+        is_module: whether the root is a module.
+        is_noted: whether a call notes something of the code that the root reaches.
+        remade: what makes a class of remat's again, by the index of an owner of it.
+        variables: context variables.
+        signature: the code of functions, functions in C, and the classes of objects.
+        last: what the holders held at the last call.
+        spans: of holders, and where these begin, for the last lengths of all.
+        hooks_known: the number of the next hook anywhere, when no module had one that
+            the walk did not see. A recompute hides those that were set since its call.
+    """
+
+    __slots__ = (
+        *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
+        *("_spaces", "_vacant", "below", "births", "cells"),
+        *("class_names", "classes", "compiled", "functions", "is_contained"),
+        *("is_lazy", "is_module", "is_noted", "last", "linked", "objects", "odd"),
+        "owners",
+        *("remade", "scripted", "signature", "asks", "slotted", "spans", "special"),
+        "unnamed",
+        *("streams", "uses_stream_states", "variables", "writes"),
+    )
+
+    def __init__(self, walk: Walk) -> None:
+        # Functions with variables come first, and are read by one slice.
+        closed = [fn for fn in walk.functions if fn.__closure__]
+        functions = closed + [fn for fn in walk.functions if not fn.__closure__]
+        spaces = [module for module, _ in walk.spaces]
+        each = walk.objects, functions, walk.classes, walk.slotted, spaces
+        each = *each, walk.scripted
+        owners = [*flatten(each)]
+        self.owners, self.births = [*map(weakref.ref, owners)], [*map(id, owners)]
+        self.class_names = [kind.__qualname__ for kind in walk.classes]
+        ends = [*itertools.accumulate(map(len, each))]
+        sections = [*map(slice, (0, *ends), ends)]
+        self.objects, self.functions, self.classes, self.slotted = sections[:4]
+        names = [tuple(names) for _, names in walk.spaces]
+        self._spaces = [*zip(range(ends[3], ends[4]), names, strict=True)]
+        self.scripted, self._dicted = sections[5], self.functions.stop
+        self.variables = walk.variables
+        self._has_others = bool(walk.slotted or walk.scripted or walk.variables)
+        first = self.functions.start
+        self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
+        self._closed = slice(first, first + len(closed))
+        numbers = {id(fn): i for i, fn in enumerate(functions, first)}
+        self._names = [(numbers[id(fn)], (*held,)) for fn, held in walk.names.values()]
+        self.linked = [*map(weakref.ref, walk.linked)]
+        self._vacant = walk.vacant
+        self.hooks_known = RemovableHandle.next_id
+        self.streams = [*map(_reference, walk.streams.streams.values())]
+        self.uses_stream_states = walk.streams.uses_stream_states
+        self.writes = walk.streams.writes or walk.streams.compiled
+        self.asks = walk.streams.asks
+        self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
+        self.is_module = walk.is_module
+        noted = self.streams, self.writes, self.asks, self.compiled, self.is_lazy
+        self.is_noted = any(noted) or self.uses_stream_states
+        others = len(owners) > len(functions) or walk.kinds or walk.special
+        self.is_contained = not (others or closed or walk.variables)
+        self.special: dict[int, str] = {}
+        self.unnamed: set[int] = set()  # those of them that no code names
+        kinds = enumerate(map(type, owners))
+        self.remade = {i: recipe_of(kind) for i, kind in kinds if AGAIN in vars(kind)}
+        kinds = enumerate(map(type, walk.objects))
+        self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
+        local = enumerate(walk.classes, self.classes.start)
+        local = ((i, c) for i, c in local if "<locals>" in c.__qualname__)
+        self.odd += [i for i, kind in local if leads_nowhere(kind)]
+        code = [fn.__code__ for fn in walk.functions]
+        types_of = map(type, (*walk.objects, *walk.slotted))
+        held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
+        marks = [mark for o in walk.objects for mark in _marks_of(o)]
+        self.signature = (*held, *marks, *map(static_of, walk.builtins))
+        self.below: list[HoldersBelow] = []
+        self.last: Any = None
+        self.spans: Any = None
+
+    def holders(self, owners: list[Any]) -> OwnersHolders:
+        """Return the holders that owners are or have."""
+        try:
+            tables = [owner.__dict__ for owner in owners[: self._dicted]]
+        except Exception:  # noqa: BLE001 - whatever a proxy raises
+            tables = [*map(dict_of, owners[: self._dicted])]
+        cells: list[Any] = []
+        for fn in owners[self._closed]:
+            cells += fn.__closure__
+        scopes: list[Any] = []
+        for i, names in self._names:
+            scopes.append((owners[i].__globals__, names))
+        for i, names in self._spaces:
+            scopes.append((owners[i].__dict__, names))
+        functions, classes = owners[self.functions], owners[self.classes]
+        others: Sequence[Group] = ()
+        if self._has_others:
+            slotted, scripted = owners[self.slotted], owners[self.scripted]
+            others = (
+                (SLOTS, slotted),
+                (SCRIPTED, scripted),
+                (VARIABLES, self.variables),
+            )
+        return tables, cells, scopes, functions, classes, others
+
+    def modules(self) -> list[Any]:
+        """Return the dicts of the modules that the root reaches."""
+        modules = (self.owners[i]() for i, _ in self._vacant)
+        return [vars(module) for module in modules if module is not None]
+
+    def check_hooks(self, owners: Sequence[Any]) -> None:
+        """Check that no module has hooks of a kind that it had none of at the walk."""
+        for i, names in self._vacant:
+            held = vars(owners[i])
+            if any(held[name] for name in names):
+                raise MovedError
+
+
+def _marks_of(value: Any) -> Sequence[Any]:
+    """Return what tells an object from others of its class, in a signature."""
+    if issubclass(type(value), enum.Enum):
+        return [value.name]
+    if is_rematerialized(type(value)):
+        return [value.__remat_options__[-1].key]
+    return ()
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return what gives a value, weakly if that can be."""
+    if type(value).__weakrefoffset__:
+        return weakref.ref(value)
+    return lambda: value
+
+
+class Taken(Holdings):
+    """What holders hold at one moment.
+
+    Attributes:
+        owners: the owners.
+        holders: the holders that these are or have.
+        below: the other holders, by kind, depth by depth.
+        marks: what differs if something differs: identities, and the lengths.
+    """
+
+    __slots__ = "below", "holders", "marks", "owners"
+
+    def __init__(self, owners: list[Any], holders: OwnersHolders) -> None:
+        self.values: list[Any] = []
+        self.keys: list[Any] = []
+        self.lengths: list[int] = []
+        self.owners, self.holders = owners, holders
+        self.below: list[Group] = []
+        self.marks: tuple[bytes, list[int]] = b"", self.lengths
+        # Read here at once, as most calls reach few of each kind.
+        values, keys, lengths = self.values, self.keys, self.lengths
+        tables, cells, scopes, functions, classes, others = holders
+        for table in tables:
+            length = len(table)
+            lengths.append(length)
+            if length:  # most are empty
+                values += table.values()
+                keys += table
+        if len(keys) != len(values) or len(keys) != sum(lengths):
+            raise MovedError
+        if cells:
+            values += CELLS.values(cells)
+        for scope, names in scopes:
+            lengths.append(len(names))
+            for name in names:
+                values.append(scope.get(name, MISSING))
+        for fn in functions:
+            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
+        if classes:
+            CLASSES.read(classes, self)
+        for kind, found in others:
+            kind.read(found, self)
+
+    def add(self, below: Iterable[HoldersBelow]) -> None:
+        """Read the holders that were found at positions among what was read so far."""
+        for kind, places, as_keys in below:
+            held = self.keys if as_keys else self.values
+            found = [held[p] for p in places]
+            self.below.append((kind, found))
+            kind.read(found, self)
+
+    def groups(self) -> list[Group]:
+        """Return all holders by kind, in the order in which they were read."""
+        return [*groups_of(self.holders), *self.below]
+
+    def holder(self, index: tuple[int, int]) -> Any:
+        """Return a holder, by its group and its number in that."""
+        group, number = index
+        return self.groups()[group][1][number]
+
+    def mark(self) -> None:
+        """Note which objects were read, with the classes of the owners."""
+        held = *self.values, *self.keys, *map(type, self.owners)
+        self.marks = identities(held), self.lengths
+
+    def again(self) -> "Taken":
+        """Return what the same holders hold now, wherever they are by now."""
+        now = Taken(self.owners, self.holders)
+        now.below = self.below
+        for kind, found in self.below:
+            kind.read(found, now)
+        now.mark()
+        return now
+
+
+def groups_of(holders: OwnersHolders) -> list[Group]:
+    """Return the kinds of holders that owners are or have, in the order of reading."""
+    *held, others = holders
+    kinds = ATTRIBUTES, CELLS, SCOPES, FUNCTIONS, CLASSES
+    return [*zip(kinds, held, strict=True), *others]
+
+
+def take(layout: Layout) -> Taken:
+    """Return what the holders of a layout hold now, where they were found, or raise."""
+    try:
+        owners = [ref() for ref in layout.owners]
+        taken = Taken(owners, layout.holders(owners))
+        if RemovableHandle.next_id != layout.hooks_known:
+            layout.check_hooks(owners)
+        if layout.below:
+            taken.add(layout.below)
+    except (AttributeError, TypeError, IndexError, KeyError, RuntimeError):
+        raise MovedError from None
+    taken.mark()
+    return taken
+
+
+def lay_out(root: Any) -> tuple[Layout, Taken]:
+    """Walk what a root reaches; return its layout, and what is held there now."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(MovedError, RuntimeError):  # other threads change it
+            return _lay_out(root)
+    return _lay_out(root)
+
+
+def _lay_out(root: Any) -> tuple[Layout, Taken]:
+    walk = Walk(root)
+    layout = Layout(walk)
+    taken = take(layout)
+    done: set[int] = set()
+    first = first_key = 0
+    while True:
+        for p, value in enumerate(taken.values[first:], first):
+            if id(value) in walk.special:
+                name = layout.special[p] = written(layout, taken, p)
+                if not _may_be_read(name, walk.functions):
+                    layout.unnamed.add(p)
+        values, keys = taken.values[first:], taken.keys[first_key:]
+        below = [
+            *_found(walk, values, first, done, as_keys=False),
+            *_found(walk, keys, first_key, done, as_keys=True),
+        ]
+        if not below:
+            taken.mark()
+            return layout, taken
+        first, first_key = len(taken.values), len(taken.keys)
+        layout.below += below
+        taken.add(below)
+
+
+def _found(
+    walk: Walk, held: Sequence[Any], first: int, done: set[int], *, as_keys: bool
+) -> list[HoldersBelow]:
+    """Return the holders among values, or among keys, that were not yet found."""
+    places: dict[HolderKind, list[int]] = {}
+    for p, value in enumerate(held, first):
+        key = id(value)
+        if type(value) in ATOMS or type(value) in TENSORS or key in done:
+            continue
+        if as_keys and issubclass(type(value), weakref.ref):
+            continue  # of a weak dictionary: it goes with its entry
+        if key in walk.kinds:
+            done.add(key)
+            for kind in walk.kinds[key]:
+                places.setdefault(kind, []).append(p)
+    return [(kind, found, as_keys) for kind, found in places.items()]
+
+
+def written(layout: Layout, taken: Taken, p: int) -> str:
+    """Return how the function's author would write what is at a position."""
+    start = key = 0
+    lengths = iter(taken.lengths)
+    groups = taken.groups()
+    first = len(groups) - len(taken.below)
+    for g, (kind, holders) in enumerate(groups):
+        for n, holder in enumerate(holders):
+            length = kind.fixed or next(lengths)
+            if p < start + length:
+                i = p - start
+                name: Any = taken.keys[key + i] if kind.keyed else i
+                if kind is SCOPES:
+                    name = holder[1][i]
+                elif kind is SLOTS:
+                    name = names_of(type(holder))[i]
+                if kind is CELLS and g < first:
+                    return _variable(layout, taken, p)
+                if g < first:
+                    return str(name)
+                above = layout.below[g - first][1][n]
+                return f"{written(layout, taken, above)}[{name!r}]"
+            start, key = start + length, key + length * kind.keyed
+    return ""
+
+
+def _may_be_read(name: str, functions: Iterable[types.FunctionType]) -> bool:
+    """Say whether code of functions may read what it would write like this."""
+    first = name.partition("[")[0]
+    words = {first, *_LOOKING_UP}
+    called = [fn.__code__ for fn in functions if fn.__name__ != "__init__"]
+    each = (code for outer in called for code in nested(outer))
+    return any(not words.isdisjoint((*c.co_names, *c.co_freevars)) for c in each)
+
+
+_LOOKING_UP = "getattr", "vars", "__dict__", "globals"  # by a name that is a value
+
+
+def _variable(layout: Layout, taken: Taken, p: int) -> str:
+    """Return the name of a variable of an outer function, by its position."""
+    functions = taken.owners[layout.functions]
+    names = [name for fn in functions for name in fn.__code__.co_freevars]
+    return names[p - sum(map(len, taken.holders[0]))]

@@ -1,0 +1,403 @@
+"""Other tensors in place of the user's, wherever those are held: for torch.func.
+
+Below a level of torch.func a function runs on other tensors than its caller has. For a
+forward these stand in for the user's: a holder of one is written in place, and a value
+that never changes, such as a tuple, is made again around it. When it ends, what the
+function left there is mapped back: to the user's own tensors and values.
+
+    lifted = reach.lifted(users, tensors)    users: what `reach.take_tensors` returned
+    with lifted:
+        value = lifted.call(fn, args, kwargs)
+    reach.forward_done()
+
+A recompute is a `Running` of `reach`, as under base autograd, on other tensors:
+
+    running = reach.restored(tensors)
+    with running:
+        value = reach.call(running, tensors)
+        running.end_run()
+        ...                                  the graph of the run is differentiated
+
+After `end_run` everything is as it was just before the run, but for tensors that stand
+in: hooks in that graph call the user's functions, and what these change stays.
+
+Invariant: only holders of what has a stand-in are written, and no other. What changed
+in them meanwhile stays.
+Rejected: rebuilt functions and containers. Code that no walk reaches holds the user's.
+Rejected: a function mode that exchanges tensors as they are used. Nested transforms and
+calls inside do not pass it.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+from torch import Tensor
+from typing_extensions import override
+
+from remat._base.errors import CaptureError
+from remat._base.types import ATOMS
+from remat._reach.boxes import kinds_besides
+from remat._reach.copies import without_copies
+from remat._reach.exchange import LOCK, RUNNING, Written, are_same, written_to
+from remat._reach.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind
+from remat._reach.holding import FindHolders, HolderNow, among, held_in, holding
+from remat._reach.identities import refuse_of_container, refuse_of_tensors
+from remat._reach.leases import end_leases
+from remat._reach.left import Left, LeftAt, LeftPlace
+from remat._reach.making import make
+from remat._reach.roots import roots_of
+from remat._torch import is_of_level_above, is_of_torch_func
+
+
+class Replaced(Written):
+    """A holder in which something stands in for what is the user's."""
+
+    __slots__ = ("_meanwhile", "_own")
+
+    def write(self, keys: list[Any], values: list[Any], own: Any) -> None:
+        """Have it hold these; `own` says of what stands in what is the user's."""
+        self._meanwhile, self._own = (keys, values), own
+        self.kind.write(self.holder, keys, values)
+
+    @override
+    def end(self) -> None:
+        """Give back what is the user's, and leave what changed meanwhile."""
+        with LOCK:
+            if RUNNING[self.key][-1] is self:
+                keys, values = self.kind.held(self.holder)
+                then_keys, then = self._meanwhile
+                if not (are_same(keys, then_keys) and are_same(values, then)):
+                    self.keys = self._owned(keys, then_keys, self.keys)
+                    self.values = self._owned(values, then, self.values)
+            super().end()
+
+    def _owned(
+        self, now: list[Any], then: Sequence[Any], before: Sequence[Any]
+    ) -> list[Any]:
+        own = self._own
+        if len(now) != len(then):
+            return [*map(own, now)]
+        each = zip(now, then, before, strict=True)
+        return [was if value is there else own(value) for value, there, was in each]
+
+
+class Lifted:
+    """A context in which other tensors stand in for the user's."""
+
+    __slots__ = (
+        *("_holding", "_kept", "_made", "_own", "_stand_ins", "_users", "_written"),
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        holding: Sequence[FindHolders],
+        users: Sequence[Any],
+        tensors: Sequence[Any],
+    ) -> None:
+        self._holding = holding
+        self._kept, self.tensors = users, tensors  # whose identities are noted
+        pairs = [(u, t) for u, t in zip(users, tensors, strict=True) if u is not t]
+        self._stand_ins = {id(u): t for u, t in pairs}
+        known = {*map(id, users)}
+        self._own = own = without_copies(users)
+        if own is not users:  # another thread may put what is the user's back there
+            pairs = [(o, t) for o, t in zip(own, tensors, strict=True) if o is not t]
+            self._stand_ins.update((id(o), t) for o, t in pairs)
+        self._users = {id(t): u for u, t in pairs if id(t) not in known}
+        self._written: list[Replaced] = []
+        self._made: dict[int, HolderNow] = {}
+
+    def __enter__(self) -> Self:
+        if self._stand_ins and self._holding:
+            try:
+                self._exchange()
+            except BaseException:
+                self.end()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Give back what is the user's."""
+        while self._written:
+            self._written.pop().end()
+
+    @property
+    def is_somewhere(self) -> bool:
+        """Whether something stands in somewhere."""
+        return bool(self._written)
+
+    def without(self, kind: type) -> "Lifted":
+        """Put back what is the user's in place of stand-ins of a class."""
+        if kind not in map(type, self.tensors):
+            return self
+        self.end()
+        each = zip(self._kept, self.tensors, strict=True)
+        pairs = [(u, t) for u, t in each if type(t) is not kind]
+        left = Lifted(self._holding, [u for u, _ in pairs], [t for _, t in pairs])
+        return left.__enter__()
+
+    # --- What stands in for what ---
+
+    @property
+    def users(self) -> Mapping[int, Any]:
+        """By the identity of what stands in, what of the user's it stands in for."""
+        return self._users
+
+    def of(self, value: Any) -> Any:
+        """Return what stands in for a value of the user's; itself if nothing does."""
+        return self._stand_ins.get(id(value), value)
+
+    def own(self, value: Any) -> Any:
+        """Return what is the user's of a value that may stand in for that."""
+        return self._users.get(id(value), value)
+
+    def call(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of the user's on what stands in for its arguments."""
+        of = self.of
+        return of(fn)(*map(of, args), **{k: of(v) for k, v in kwargs.items()})
+
+    def call_instead(self, instead: Any, fn: Any, args: Sequence[Any]) -> Any:
+        """Call something with a function of the user's and its arguments."""
+        return instead(self.of(fn), [*map(self.of, args)])
+
+    # --- The exchange ---
+
+    def _exchange(self) -> None:
+        to_write: dict[Any, HolderNow] = {}
+        new: Container[int] = self._stand_ins
+        while new:
+            found = [held for here in self._holding for held in here(new)]
+            new = set[int]()
+            for held in found:
+                if not held.kind.frozen:
+                    to_write.setdefault(_key_of(held), held)
+                elif held.kind is SCRIPTED:
+                    name = held.holder.original_name
+                    raise CaptureError(_SCRIPTED.format(name=name))
+                elif id(held.holder) not in self._made:
+                    self._made[id(held.holder)] = held
+                    new.add(id(held.holder))
+        entered: set[int] = set()
+        for key in self._made:
+            make(key, lambda k: self._enter(k, entered), self._complete)
+        for held in self._made.values():
+            for kind in kinds_besides(held.holder, held.kind):
+                self._write_made(HolderNow(kind, held.holder, *kind.held(held.holder)))
+        for held in to_write.values():
+            self._write(held)
+
+    def _enter(self, key: int, entered: set[int]) -> Sequence[int] | None:
+        """Return what is to be made before a value that never changes."""
+        if key in entered:
+            return None
+        entered.add(key)
+        return [id(v) for v in self._made[key].parts() if id(v) in self._made]
+
+    def _complete(self, key: int) -> bool:
+        """Make a value that never changes around what stands in."""
+        if key in self._stand_ins:
+            return True
+        held, stand_ins = self._made[key], self._stand_ins
+        if any(id(v) in self._made.keys() - stand_ins.keys() for v in held.parts()):
+            return False
+        made = held.kind.new(type(held.holder), [*map(self.of, held.values)], None)
+        self._stand_ins[key] = made
+        self._users[id(made)] = held.holder
+        return True
+
+    def _write(self, held: HolderNow) -> None:
+        kind, holder, of = held.kind, held.holder, self.of
+        if of(holder) is not holder:  # it is made again
+            return
+        keys, values = [*held.keys], [*held.values]
+        for written in written_to(kind, holder, keys, values, Replaced):
+            with LOCK:  # what another thread put there may be taken away meanwhile
+                written.start()
+                self._written.append(written)
+                now_keys, now = written.keys, without_copies(written.values)
+                written.write([*map(of, now_keys)], [*map(of, now)], self.own)
+
+    def _write_made(self, held: HolderNow) -> None:
+        of = self.of
+        held.kind.write(of(held.holder), [*map(of, held.keys)], [*map(of, held.values)])
+
+
+def _key_of(held: HolderNow) -> tuple[int, ...]:
+    if held.kind is SCOPES:
+        scope, names = held.holder
+        return id(scope), id(names)
+    return id(held.holder), id(held.kind)
+
+
+# --- A forward ---
+
+
+class LiftedForward(Lifted):
+    """The context of a forward: what it left is mapped back, wherever it is."""
+
+    __slots__ = "_asks", "_boxes", "_known", "_numbers", "_roots", "left"
+
+    def __init__(
+        self,
+        roots: Sequence[Any],
+        boxes: Mapping[int, tuple[Any, Any]],
+        users: Sequence[Tensor],
+        tensors: Sequence[Any],
+        asks: Container[str] = (),
+    ) -> None:
+        self._asks = asks  # by what code tells a value from another one like it
+        self._roots = [(root, root.taken) for root in roots]
+        here: list[FindHolders] = [
+            partial(holding, root.layout, taken) for root, taken in self._roots
+        ]
+        self._boxes: list[HolderNow] = []
+        if boxes:
+            passed = [*boxes.values()]
+            self._boxes = [*held_in(passed)]
+            here.append(partial(among, self._boxes))
+        self._known: Container[int] | None = None
+        # After a run:
+        self.left: list[tuple[LeftAt, Left]] = []
+        self._numbers: list[int] = []  # if they may be identities
+        super().__init__(here, users, tensors)
+
+    @override
+    def __enter__(self) -> Self:
+        asks_id = "id" in self._asks
+        if asks_id:
+            held = [part for held in self._boxes for part in held.parts()]
+            held += [v for _, t in self._roots for v in (*t.values, *t.keys)]
+            refuse_of_tensors(held, self._stand_ins)
+        super().__enter__()
+        passed = {id(held.holder) for held in self._boxes}
+        if asks_id and not passed.isdisjoint(self._made):
+            self.end()
+            key = next(key for key in self._made if key in passed)
+            refuse_of_container(type(self._made[key].holder))
+        return self
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        for held in self._boxes:
+            keys, now = held.kind.held(held.holder)
+            if not (are_same(keys, held.keys) and are_same(now, held.values)):
+                self._map_back((None, id(held.holder)), held.kind, held.holder)
+        for i, (root, taken) in enumerate(self._roots):
+            root.forward_done()
+            if root.effects:
+                groups = taken.groups()
+                for group, number in sorted(root.effects):
+                    kind, holders = groups[group]
+                    self._map_back((i, (group, number)), kind, holders[number])
+        if error[0] is not None:
+            self.left.clear()
+
+    def lease_all(self) -> None:
+        """Refer to what the function reached, for hooks that it set."""
+        end_leases()
+        for root, taken in self._roots:
+            root.lease_all(taken)
+
+    def _map_back(self, where: LeftPlace, kind: HolderKind, holder: Any) -> None:
+        """Have a holder that the function wrote hold what is the user's."""
+        if kind.frozen:
+            return
+        with LOCK:  # of another thread there may be a copy, which is not to be left
+            keys, values = kind.held(holder)
+            if self._stand_ins:
+                own_keys, own = self.owned(keys), self.owned(values)
+                if not (are_same(own_keys, keys) and are_same(own, values)):
+                    kind.write(holder, own_keys, own)
+                    keys, values = own_keys, own
+        held = [*values, *keys]
+        if "id" in self._asks:
+            self._numbers += [value for value in held if type(value) is int]
+        if kind is not FUNCTIONS and not isinstance(holder, set):
+            at = [i for i, value in enumerate(held) if self.may_be_left(value)]
+            if at:
+                left = LeftAt(where, kind, at)
+                self.left.append((left, Left(left, holder)))
+
+    def may_be_left(self, value: Any) -> bool:
+        """Say whether a value in a holder leads to tensors that the run computed."""
+        kind = type(value)
+        if kind in ATOMS or id(value) in self.known:
+            return False
+        if not issubclass(kind, Tensor):
+            return True
+        if value.requires_grad or is_of_torch_func(value):
+            # Another thread may be in levels of its own, or have a copy there.
+            is_here = without_copies([value])[0] is value
+            return is_here and not (self._is_users(value) or is_of_level_above(value))
+        return False
+
+    def leaves_alone(self, result: Tensor) -> bool:
+        """Say whether a run returned a tensor of its own and left nothing."""
+        return not (self.left or self._numbers or id(result) in self._users)
+
+    def refuse_identities(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse a run that keeps the identities of its tensors."""
+        if self._numbers:
+            refuse_of_tensors(self._numbers, {*self._users, *map(id, tensors)})
+
+    def _is_users(self, tensor: Tensor) -> bool:
+        return any(tensor is t for t in (*self._kept, *self._own))
+
+    def owned(self, values: Sequence[Any]) -> list[Any]:
+        """Return what is the user's of values, and in those that the function made."""
+        owned = [*map(self.own, values)]
+        new: list[Any] = []
+        for value in owned:
+            kind = type(value)
+            is_plain = kind in ATOMS or issubclass(kind, Tensor)
+            if not is_plain and id(value) not in self.known:
+                new.append(value)
+        if not new:
+            return owned
+        roots = roots_of([lambda: new])  # a list, as a variable of a function
+        pairs = [(r.layout, r.taken) for r in roots if r.taken is not None]
+        here = [partial(holding, *pair) for pair in pairs]
+        stand_ins = [*self._stand_ins.values()]
+        ours = [t for t in stand_ins if id(t) in self._users]
+        before = [*new]
+        Back(here, ours, [*map(self.own, ours)]).put()
+        back = {id(b): now for b, now in zip(before, new, strict=True)}
+        return [back.get(id(value), value) for value in owned]
+
+    @property
+    def known(self) -> Container[int]:
+        """The identities of all that the function could reach before it ran."""
+        if self._known is None:
+            known = {id(part) for held in self._boxes for part in held.parts()}
+            known.update(id(held.holder) for held in self._boxes)
+            for _, taken in self._roots:
+                known.update(memoryview(taken.marks[0]).cast("Q"))
+                known.update(map(id, taken.owners))
+            self._known = known
+        return self._known
+
+
+class Back(Lifted):
+    """The other way: the user's own in place of what stood in for it. It stays."""
+
+    __slots__ = ()
+
+    def put(self) -> None:
+        """Put it there."""
+        self._exchange()
+
+    @override
+    def _write(self, held: HolderNow) -> None:
+        self._write_made(held)
+
+
+_SCRIPTED = (
+    "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
+    "Pass the eager module instead."
+)

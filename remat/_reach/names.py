@@ -1,0 +1,268 @@
+"""Where tensors are, as the author of a function would write it: for errors, reports.
+
+What a value holds is read as a call reads it (`holders`), and each part has a path.
+
+Invariant: each value is visited once, in the order in which a reader meets it, and is
+held until the search is let go of: no other value gets its identity.
+Rejected: paths in the walk of a call (`walk`). To write one costs as much as to search
+what it leads to, and most are never read.
+"""
+
+import enum
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from remat._base.code import VIEWED, known_code
+from remat._base.errors import CaptureError
+from remat._base.pytree import REGISTERED, Registered
+from remat._base.types import INERT
+from remat._reach.boxes import kinds_besides
+from remat._reach.buffers import is_bare_buffer
+from remat._reach.container_kinds import FACTORIES, OWNED, container_kind
+from remat._reach.holders import (
+    CELLS,
+    MISSING,
+    PART,
+    PARTS,
+    REGISTRIES,
+    SLOTS,
+    TEMPLATE,
+    HolderKind,
+    dict_of,
+    names_of,
+)
+from remat._reach.objects import (
+    is_left_alone,
+    is_rematerialized,
+    is_spent_by_use,
+    is_view,
+    slots_of,
+)
+from remat._reach.paths import Path, argument_name, code_of_arguments, texts_of
+from remat._reach.stream_search import is_stream
+from remat._torch import is_compiled
+
+
+class NamedSearch:
+    """A search for tensors, and for one other value if that is wanted.
+
+    Attributes:
+        tensors: each once, in order.
+        paths: where each was found first.
+        seen: all that was visited, by identity.
+    """
+
+    def __init__(self, wanted: Any = None) -> None:
+        self._wanted = wanted
+        self.tensors: list[Any] = []
+        self.paths: list[Path] = []
+        self.seen: dict[int, Any] = {}
+
+    def walk(self, value: Any, path: Path = None) -> None:
+        """Visit a value and what it leads to, without recursion."""
+        todo = [(value, path)]
+        while todo:
+            value, path = todo.pop()
+            kind = type(value)
+            if kind in INERT or value is MISSING or id(value) in self.seen:
+                continue
+            self.seen[id(value)] = value
+            if issubclass(kind, Tensor) or value is self._wanted:
+                self.tensors.append(value)
+                self.paths.append(path)
+            else:
+                todo += [*parts_of(value, kind, path)][::-1]
+
+
+class CallNames(NamedSearch):
+    """The tensors of a call, with their names."""
+
+    def __init__(
+        self,
+        fn: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        wanted: Any = None,
+    ) -> None:
+        super().__init__(wanted)
+        self._target, self._count = code_of_arguments(fn), len(args)
+        self._names = [*kwargs]
+        for k, value in enumerate((*args, *kwargs.values())):
+            self.walk(value, k)
+        self.walk(fn)
+
+    def origin_of(self, index: int) -> tuple[str, bool]:
+        """Return the name of a tensor, and whether it was passed.
+
+        What a function refers to is written like what an object holds.
+        """
+        root, parts = texts_of(self.paths[index])
+        text = "".join(p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
+        if root is None:
+            return text.lstrip("."), False
+        name = argument_name(self._target, self._names, root, self._count)
+        return name + text, True
+
+    def name_of(self, tensor: Any) -> str:
+        """Return the name of what is among them."""
+        return self.origin_of([t is tensor for t in self.tensors].index(True))[0]
+
+
+# --- What a value holds ---
+
+
+def parts_of(value: Any, kind: Any, path: Path) -> Iterator[tuple[Any, Path]]:
+    """Yield what a value holds, each with a path."""
+    if kind is types.FunctionType:
+        yield from _parts_of_function(value, path)
+    elif issubclass(kind, nn.Module):
+        yield from _parts_of_module(value, kind, path)
+    elif is_rematerialized(kind):
+        yield value.__wrapped__, path
+    elif kind is types.CellType:
+        yield from ((content, path) for content in CELLS.values([value]))
+    else:
+        for how in kinds_of(value, kind):
+            yield from held_with_paths(how, kind, *how.held(value), path)
+
+
+def _parts_of_function(
+    fn: types.FunctionType, path: Path
+) -> Iterator[tuple[Any, Path]]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        yield cell, (path, name)
+    if not is_compiled(fn.__dict__):
+        for name in known_code(fn).open:
+            yield fn.__globals__.get(name, MISSING), (path, name)
+    held = {"__defaults__": fn.__defaults__, "__kwdefaults__": fn.__kwdefaults__}
+    for name, value in (held | fn.__dict__).items():
+        yield value, (path, f"{fn.__name__}.{name}")
+
+
+def _parts_of_module(module: Any, kind: type, path: Path) -> Iterator[tuple[Any, Path]]:
+    if issubclass(kind, torch.jit.ScriptModule):
+        for name, value in module.named_parameters():
+            yield value, (path, f".{name}")
+        return
+    if is_view(kind):
+        yield getattr(module, VIEWED), path
+    else:
+        held = vars(module)
+        for name in [name for name in held if name not in TEMPLATE]:
+            yield held[name], (path, f".{name}")
+        for registry in REGISTRIES:
+            for name, value in held[registry].items():
+                yield value, (path, f".{name}")
+    yield from held_with_paths(SLOTS, kind, (), SLOTS.held(module)[1], path)
+
+
+def kinds_of(value: Any, kind: type) -> list[HolderKind]:
+    """Return how what a value holds is read; nothing if it is used as it is."""
+    if kind in REGISTERED:
+        return [RegisteredKind(REGISTERED[kind])]
+    how = container_kind(kind)
+    if how is not None or issubclass(kind, PARTS):
+        if issubclass(kind, _WEAK):
+            return []
+        how = how or PART
+        return [how, *kinds_besides(value, how)]
+    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_bare_buffer(kind):
+        return []
+    if is_spent_by_use(kind) or is_left_alone(kind):
+        return []
+    return kinds_of_object(value, kind)
+
+
+def kinds_of_object(value: Any, kind: type) -> list[HolderKind]:
+    """Return how the attributes of an object are read."""
+    kinds: list[HolderKind] = []
+    if dict_of(value) is not None:
+        kinds.append(OWNED)
+    if slots_of(kind):
+        kinds.append(SLOTS)
+    return kinds
+
+
+def held_with_paths(
+    how: HolderKind, kind: type, keys: Sequence[Any], items: Sequence[Any], path: Path
+) -> Iterator[tuple[Any, Path]]:
+    """Yield the keys and items that a value holds, each with a path."""
+    if not INERT.issuperset(map(type, keys)):
+        yield from ((key, path) for key in keys)
+    if not INERT.issuperset(map(type, items)):
+        yield from zip(items, _paths_in(how, kind, keys, items, path), strict=True)
+
+
+def _paths_in(
+    how: HolderKind, kind: type, keys: Sequence[Any], items: Sequence[Any], path: Path
+) -> Sequence[Path]:
+    """Return the path of each item that a value holds."""
+    if how is OWNED:
+        return [(path, f".{name}") for name in keys]
+    if how is SLOTS:
+        return [(path, f".{name}") for name in names_of(kind)]
+    if how is FACTORIES:
+        return [(path, ".default_factory")]
+    if how is PART:
+        owner = (path, "self") if issubclass(kind, _METHODS) else path
+        return [path, owner, *[path] * (len(items) - 2)][: len(items)]
+    if type(how) is RegisteredKind:
+        children = [(path, f"<child {i}>") for i in range(len(items) - 1)]
+        return [*children, (path, "<rest>")]
+    places = map(_held_key, keys) if how.keyed else range(len(items))
+    return [(path, place, None) for place in places]
+
+
+def _held_key(key: Any) -> Any:
+    """Return a key, as a path may hold it: None if it may lead to a tensor."""
+    is_plain = type(key) in (tuple, frozenset) and INERT.issuperset(map(type, key))
+    is_plain = is_plain or type(key) in INERT or isinstance(key, (enum.Enum, type))
+    return key if is_plain else None
+
+
+_METHODS = types.MethodType, types.BuiltinFunctionType
+_WEAK = weakref.ref, *weakref.ProxyTypes
+_AS_THEY_ARE = types.ModuleType, type, enum.Enum
+
+
+class RegisteredKind(HolderKind):
+    """Instances of a class that says itself what they hold.
+
+    What one is rebuilt from besides its children is the last value: it may hold
+    tensors, too.
+    """
+
+    frozen = True
+
+    def __init__(self, how: Registered) -> None:
+        self._how = how
+
+    @override
+    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
+        return [part for value in holders for part in self._flattened(value)]
+
+    @override
+    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        *children, context = values
+        return self._how.unflatten(context, children)
+
+    def _flattened(self, value: Any) -> list[Any]:
+        found: Any = self._how.flatten(value)
+        try:
+            children, context = found[:2]
+            return [*children, context]
+        except (KeyError, TypeError, ValueError) as error:
+            name, kind = type(value).__qualname__, type(found).__name__
+            raise CaptureError(_NO_PAIR.format(name=name, kind=kind)) from error
+
+
+_NO_PAIR = (
+    "remat: the function that {name} is registered with returned a {kind}. It must "
+    "return a pair: a list of what holds tensors, and what else is needed to rebuild."
+)

@@ -1,0 +1,65 @@
+"""The numbers of the tensors of a call: where each is among its inputs.
+
+In comes what the call was given, with the tensors of that, and its roots. Out come
+numbers for the tensors that the roots reach.
+
+Invariant: parameters come last, and nothing is noted of each by itself.
+Rejected: an entry for each tensor. A model has thousands of parameters.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from remat._reach.given import Given
+from remat._reach.roots import Root
+
+
+_PARAMETERS = frozenset({nn.Parameter})
+
+
+def number_all(
+    given: Given,
+    roots: Sequence[Root],
+    each: Sequence[list[Tensor]],
+    buffers: dict[int, bool],
+) -> list[Tensor]:
+    """Give each tensor that the roots reach a number; return the parameters.
+
+    Parameters get the last numbers, a block for each root (`root.first`). Others are
+    added to `given`, and what may be updated in place to `buffers`. If a parameter is
+    found twice there are no blocks, and all are added to `given`.
+    """
+    parameters = _parameters(given, roots, each)
+    passed = len(given.tensors)
+    for root, tensors in zip(roots, each, strict=True):
+        contents = root.contents
+        if parameters and len(contents.others) < len(tensors):
+            tensors = [*map(tensors.__getitem__, contents.others)]
+        root.entries, is_module = given.numbers_of(tensors), root.layout.is_module
+        for i, t in zip(root.entries, tensors, strict=True):
+            if not t.requires_grad and (is_module or i >= passed):
+                buffers[i] = buffers.get(i, False) or is_module
+    if parameters:
+        first = len(given.tensors)
+        for root in roots:
+            root.first, first = first, first + len(root.contents.refs)
+    return parameters
+
+
+def _parameters(
+    given: Given, roots: Sequence[Root], each: Sequence[list[Tensor]]
+) -> list[Tensor]:
+    """Return the parameters that the roots reach, or none if one is found twice."""
+    found = [root.contents.parameters for root in roots]
+    if len(found) == 1:
+        are_apart = given.index.keys().isdisjoint(found[0])
+    else:
+        known = {*given.index}.union(*found)
+        are_apart = len(known) == len(given.index) + sum(map(len, found))
+    parameters: list[Tensor] = []
+    if are_apart:
+        for root, tensors in zip(roots, each, strict=True):
+            parameters += root.contents.parameters_in(tensors)
+    # Another tensor may have the identity of one that is gone.
+    return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []

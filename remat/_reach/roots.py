@@ -1,0 +1,274 @@
+"""One root of a call: what it reached at the call, and what the forward changed of it.
+
+The layout of a root is remembered while the root lives. A call reads what the holders
+hold now. If that is what they held at the last call, it shares the contents of that.
+
+Invariant: as in `contents`, it leads to no tensor and to nothing that can be held
+weakly, except what cannot be made again (`_held`). Until the end of the forward it
+holds the holders themselves, too: the forward may put others in their places.
+Rejected: to compare along the paths again. A path may lead elsewhere by then.
+"""
+
+import contextlib
+import operator
+import types
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from remat._base.code import known_code
+from remat._reach.buffers import HELD, UNNAMED, HeldBuffer, is_buffer
+from remat._reach.compared import Iterated, Large
+from remat._reach.container_kinds import container_kind
+from remat._reach.contents import Contents, HolderIndex
+from remat._reach.exchange import Exchange
+from remat._reach.holders import VARIABLES, HolderKind, MovedError
+from remat._reach.layout import Layout, Taken, lay_out, take
+from remat._reach.leases import Lease, is_told, lease_of
+
+
+# How a holder is read, it itself, its keys, what it holds, and what it is to hold.
+Differing = tuple[HolderKind, Any, list[Any], list[Any], list[Any]]
+
+
+class Root:
+    """What one root reached at a call."""
+
+    __slots__ = (
+        *("_held", "_iterators", "_namespaces", "buffers", "effects", "taken"),
+        *("contents", "entries", "first", "large", "layout", "leases"),
+    )
+
+    def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
+        self.layout, self.contents = layout, contents
+        self.taken: Taken | None = taken
+        self.effects: set[HolderIndex] | None = None
+        # The numbers in the call of its tensors, or of those that are no parameters,
+        # and the number of the first parameter, if those have numbers of their own.
+        self.entries: Sequence[int] = ()
+        self.first: int | None = None
+        owners = taken.owners
+        # Held for functions that have to be made again.
+        self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
+        self.leases: Sequence[Lease] = ()
+        self._iterators: dict[int, Iterated] = {}
+        self.buffers: list[HeldBuffer] = []
+        self.large: dict[int, Large] = {}
+        for p, name in layout.special.items():
+            value = taken.values[p]
+            if is_buffer(type(value)):
+                how = UNNAMED if p in layout.unnamed else HELD
+                self.buffers.append((value, name, how))
+            elif container_kind(type(value)) is not None:
+                self.large[p] = Large(value, name)
+            else:
+                self._iterators[p] = Iterated(value, name)
+        # As long as the call, as its caller would have held it.
+        self._held = owners[layout.scripted]
+        if layout.odd or contents.opaque:
+            self._held += map(owners.__getitem__, layout.odd)
+            self._held += map(taken.values.__getitem__, contents.opaque)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the root reaches, each once, before the forward."""
+        assert self.taken is not None
+        return self.contents.tensors_in(self.taken)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its tensors in the call."""
+        if self.first is None:
+            return [*self.entries]
+        first, count = self.first, len(self.contents.refs)
+        numbers = [*range(first, first + count)]
+        for i, number in zip(self.contents.others, self.entries, strict=True):
+            numbers.insert(i, number)
+        return numbers
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is the same in each call of the same code, before the forward."""
+        modes = [held.get("training") for held in self.layout.modules()]
+        return (*self.numbers, *modes, *self.layout.signature)
+
+    def lease(self, asks: Container[str]) -> None:
+        """Refer to containers below that code may tell from others like them."""
+        assert self.taken is not None
+        self.leases = [
+            lease_of(value)
+            for _, holders in self.taken.below
+            for value in holders
+            if not type(value).__weakrefoffset__ and is_told(value, asks)
+        ]
+
+    def lease_all(self, taken: Taken) -> None:
+        """Refer to all containers and variables: hooks that the forward set have them.
+
+        What such a hook changes, in the graph of a recompute, is the user's.
+        """
+        held = [value for _, holders in taken.below for value in holders]
+        held += taken.holders[1]
+        self.leases = [lease_of(v) for v in held if not type(v).__weakrefoffset__]
+
+    @property
+    def refers_to_more(self) -> bool:
+        """Whether it reaches more than functions without variables."""
+        return not self.layout.is_contained or self.contents.has_tensors
+
+    @property
+    def has_iterators(self) -> bool:
+        """Whether it reaches iterators."""
+        return bool(self._iterators)
+
+    def forward_done(self) -> None:
+        """Note what the forward changed."""
+        taken, self.taken = self.taken, None
+        if taken is not None:
+            # Unless other threads change it meanwhile: then the effects are not known.
+            with contextlib.suppress(MovedError, RuntimeError):
+                self.effects = self.contents.changed_in(taken.again())
+
+    # --- For a recompute ---
+
+    def but_for_tensors(
+        self, tensors: Sequence[Any]
+    ) -> tuple[Taken, list[tuple[Any, Any]]] | None:
+        """Return what is held now, if nothing is to be exchanged but tensors.
+
+        With those that are there, and what is to be there; None where more differs.
+        """
+        if self.effects is None or self.effects or self._iterators:
+            return None
+        try:
+            taken = take(self.layout)
+        except MovedError:
+            return None
+        contents = self.contents
+        if contents.are_in(taken):
+            if not contents.has_tensors:
+                return taken, []
+            ours = [*map(tensors.__getitem__, self.numbers)]
+            there = contents.tensors_in(taken)
+            if all(map(operator.is_, there, ours)):
+                return taken, []
+            return taken, [*zip(there, ours, strict=True)]
+        found = contents.tensors_instead(taken)
+        if found is None:
+            return None
+        numbers = self.numbers
+        return taken, [(there, tensors[numbers[n]]) for there, n in found]
+
+    def but_for_numbers(
+        self, tensors: Sequence[Any]
+    ) -> tuple[Taken, list[Differing]] | None:
+        """Return what is held now, if nothing is to be exchanged but numbers and words.
+
+        With the holders of these and those that the forward wrote, what they hold, and
+        what they are to hold; None where more differs.
+        """
+        if self._iterators:
+            return None
+        try:
+            taken = take(self.layout)
+        except MovedError:
+            return None
+        contents, values = self.contents, taken.values
+        places = contents.others_in(taken)
+        if places is None or not all(contents.is_number(p, taken) for p in places):
+            return None
+        there = contents.tensors_in(taken)
+        if not all(tensors[n] is t for n, t in zip(self.numbers, there, strict=True)):
+            return None
+        others, groups = {*places}, taken.groups()
+        found: list[Differing] = []
+        for span in contents.spans_among(places, self.effects or ()):
+            kind, holders = groups[span.group]
+            if kind.frozen or kind is VARIABLES:  # made again, or reset
+                return None
+            keys = taken.keys[span.first_key : span.first_key + span.key_count]
+            now = values[span.start : span.end]
+            then = [
+                contents.kept[p] if p in others else value
+                for p, value in enumerate(now, span.start)
+            ]
+            found.append((kind, holders[span.number], keys, now, then))
+        return taken, found
+
+    def exchange(
+        self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
+    ) -> Exchange:
+        """Return what has all that the root reaches hold what it held."""
+        return Exchange(
+            self.layout,
+            self.contents,
+            self.effects,
+            self._namespaces,
+            [*map(tensors.__getitem__, self.numbers)],
+            {place: it.again() for place, it in self._iterators.items()}
+            | {place: large.value for place, large in self.large.items()},
+            made,
+            alive,
+        )
+
+
+# --- Roots ---
+
+# By the identity of a root: the root, and its layout.
+_LAYOUTS: dict[int, tuple[Any, Layout]] = {}
+
+
+def roots_of(values: Iterable[Any]) -> list[Root]:
+    """Return what each value reached, and each module that they lead to."""
+    found: list[Root] = []
+    todo = [*values]
+    known: set[int] = set()
+    for value in todo:  # which grow
+        if value is not None and id(value) not in known:
+            known.add(id(value))
+            root = _root_of(value)
+            found.append(root)
+            if root.layout.linked:
+                todo += [ref() for ref in root.layout.linked]
+    return found
+
+
+def _root_of(value: Any) -> Root:
+    ref, layout = _LAYOUTS.get(id(value), _NO_LAYOUT)
+    if layout is not None and ref() is value:
+        try:
+            root = _root_with(layout)
+        except MovedError:
+            root = None
+        if root is not None:
+            return root
+    layout, taken = lay_out(value)
+    layout.last = last = Contents(taken)
+    if not layout.is_lazy:
+        key = id(value)
+        forget = weakref.ref(value, lambda _: _LAYOUTS.pop(key, None))
+        _LAYOUTS[key] = forget, layout
+    return Root(layout, last, taken)
+
+
+def _root_with(layout: Layout) -> Root | None:
+    """Return what a root reached, by its layout; None if that fits no more."""
+    taken, last = take(layout), layout.last  # which other threads may replace
+    layout.hooks_known = RemovableHandle.next_id
+    if not last.are_in(taken):
+        new = last.with_tensors_of(taken) or last.in_form_of(taken)
+        if new is None:
+            return None
+        layout.last = last = new
+    return Root(layout, last, taken)
+
+
+_NO_LAYOUT: Any = None, None
+
+
+def code_writes(values: Iterable[Any]) -> bool:
+    """Say whether functions that are no roots may change a tensor in place."""
+    fns = [fn for fn in values if type(fn) is types.FunctionType]
+    return any(known_code(fn).names.writes for fn in fns)

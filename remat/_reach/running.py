@@ -1,0 +1,366 @@
+"""One run of a call again, in which everything holds what it held at the call.
+
+Where nothing differs but the tensors that the run is given, these stand in for the
+user's (`lifted`). Else holders that differ are exchanged (`exchange`).
+
+Invariant: after the run everything holds what it held just before, also after an
+error, and no hook that the run set on a module stays. What stays until the context is
+left are tensors that stand in (`Running.end_run`).
+Rejected: to leave all as it is in the run until its graph is differentiated. What hooks
+in that graph change is to stay.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import compress
+from operator import is_, is_not
+from typing import Any, NamedTuple, Self
+
+from torch.utils.hooks import RemovableHandle
+
+from remat._base.absent import Absent
+from remat._base.errors import RecomputeError
+from remat._base.types import TENSORS, Fn
+from remat._reach.buffers import Buffer
+from remat._reach.classes import CLASS_OF
+from remat._reach.container_kinds import CONTAINERS
+from remat._reach.contents import Ref, differing, marks_of
+from remat._reach.exchange import LOCK, Exchange, Written, are_same, written_to
+from remat._reach.holders import HOOKS, HolderKind, MovedError
+from remat._reach.holding import HolderNow, among, holding
+from remat._reach.layout import Taken, take
+from remat._reach.left import ON_INPUT, Left, LeftAt
+from remat._reach.lifted import Lifted
+from remat._reach.roots import Root
+from remat._reach.walk import is_hook_of_library
+from remat._torch import (
+    MODULE_HOOKS,
+    function_mode_count,
+    function_modes,
+    parametrization_cache,
+    swap_parametrization_cache,
+    under_function_modes,
+)
+
+
+def _among_holders(
+    holders: Sequence[tuple[HolderKind, Any]], ids: Any
+) -> Iterator[HolderNow]:
+    """Yield what those hold now that hold one of some values."""
+    return among((HolderNow(k, holder, *k.held(holder)) for k, holder in holders), ids)
+
+
+def is_of_all(hooks: Any) -> bool:
+    """Say whether a dict holds hooks on all modules."""
+    return any(hooks is held for held in MODULE_HOOKS.dicts)
+
+
+class Running:
+    """A run of a call, as a context."""
+
+    __slots__ = (
+        *("_alive", "_buffers", "_first", "_lifted", "_made", "_next_hook", "_now"),
+        "_stand_ins",
+        *("_roots", "_undo", "_users", "passed", "tensors"),
+    )
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        buffers: tuple[Sequence[Buffer], Callable[[Buffer], Exception]],
+        next_hook: int,
+        tensors: Sequence[Any],
+        users: Callable[[], Sequence[Any]],
+    ) -> None:
+        self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
+        self.tensors, self._users = tensors, users
+        self._lifted: Lifted | None = None
+        self.passed: Callable[[int], Any] = _nothing
+        self._made: dict[int, Any] = {}
+        self._alive: dict[int, Any] = {}
+        self._now: list[tuple[Root, Taken | Exchange]] = []
+        self._undo: list[Callable[[], object]] = []
+        self._stand_ins: Sequence[Any] = ()  # that may have attributes
+
+    def __enter__(self) -> Self:
+        self._first = RemovableHandle.next_id
+        try:
+            if self._first != self._next_hook:
+                self._hide_hooks()
+            if self._roots:
+                self._exchange()
+            noted, changed = self._buffers
+            for buffer in noted:
+                if not buffer.exchange(self._undo):
+                    raise changed(buffer)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._end_run()
+        finally:
+            if self._lifted is not None:
+                self._lifted.end()
+            for tensor in self._stand_ins:
+                vars(tensor).clear()
+
+    def _end_run(self) -> None:
+        self.passed = _nothing
+        if RemovableHandle.next_id > self._first:
+            # Those that the run set: before the dicts of hooks are written again.
+            for hooks in self._hooks_of_modules():
+                for key in [key for key in hooks if key >= self._first]:
+                    del hooks[key]
+        if self._undo:
+            self._put_back()
+
+    def end_run(self) -> bool:
+        """Put back all but the tensors, until the context is left; say if some stay.
+
+        Hooks in the graph of the run may call functions, which are to find those of the
+        run. What these change stays. What was left out of a replay nobody finds.
+        """
+        exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
+        # Nobody but this run has what it made, and hooks in its graph may read it.
+        made = [w for held in exchanges for w in held.set_aside(self._made.values())]
+        self._end_run()
+        self._undo += [written.end for written in made]
+        tensors, self.tensors, self._first = self.tensors, (), _NEVER
+        self._now.clear()
+        if exchanges:
+            here = partial(
+                _among_holders, [pair for held in exchanges for pair in held.holders()]
+            )
+            each = zip(self._users(), tensors, strict=True)
+            pairs = [(u, t) for u, t in each if u is not None and type(t) is not Absent]
+            self._lifted = Lifted([here], [u for u, _ in pairs], [t for _, t in pairs])
+            self._lifted.__enter__()
+        elif self._lifted is not None:
+            self._lifted = self._lifted.without(Absent)
+        stay = self._lifted is not None and self._lifted.is_somewhere
+        return stay or bool(made or self._stand_ins)
+
+    def note_stand_ins(self) -> None:
+        """Have the tensors of the run lose their attributes, but for the user's own."""
+        users = self._users()
+        pairs = compress(
+            zip(self.tensors, users, strict=False), map(is_not, self.tensors, users)
+        )
+        self._stand_ins = [
+            t
+            for t, user in pairs  # others hold what they wrap in their attributes
+            if type(t) in TENSORS and (user is None or vars(t) is not vars(user))
+        ]
+
+    def _put_back(self) -> None:
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            if self._undo:  # one of them raised: the others still do
+                self._put_back()
+
+    def found(self, kept: Ref) -> Any:
+        """Return a value that the call was given: itself, or what was revived."""
+        value = None if kept.ref is None else kept.ref()
+        value = self._made.get(kept.id) if value is None else value
+        if value is None:
+            raise RecomputeError(_GONE)
+        return value
+
+    def container(self, kept: Ref) -> Any:
+        """Return a container that was passed and that an owner leads to, or None."""
+        for root, now in self._now:
+            if isinstance(now, Exchange):
+                value = now.container(kept.id)
+                if value is not None:
+                    return value
+                continue
+            place = root.contents.places(root.layout).get(kept.id)
+            if place is not None:
+                position, as_key = place
+                value = (now.keys if as_key else now.values)[position]
+                return value if self._lifted is None else self._lifted.of(value)
+        return None
+
+    def left(self, at: Sequence[LeftAt]) -> list[Left]:
+        """Return what the run left in holders, in some of their places."""
+        found: list[Left] = []
+        for one in at:
+            i, key = one.where
+            if i == ON_INPUT:
+                holder: Any = vars(self.tensors[key])
+            else:
+                holder = self.passed(key) if i is None else self._now[i][1].holder(key)
+            found.append(Left(one, holder))
+        return found
+
+    def _exchange(self) -> None:
+        if not self._exchange_tensors():
+            self._exchange_all()
+        for root in self._roots:
+            for large in root.large.values():
+                if large.has_grown():
+                    self.write(large.kind, large.value, large.keys, large.values)
+
+    def _exchange_tensors(self) -> bool:
+        """Have other tensors stand in, if nothing else differs; say if that is so."""
+        there: dict[int, tuple[Any, Any]] = {}
+        now: list[tuple[Root, Any]] = []
+        for root in self._roots:
+            found = root.but_for_tensors(self.tensors)
+            if found is None:
+                return False
+            now.append((root, found[0]))
+            for is_there, then in found[1]:
+                if there.setdefault(id(is_there), (is_there, then))[1] is not then:
+                    return False  # one that is to be two
+        pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
+        if pairs:
+            here = [partial(holding, root.layout, taken) for root, taken in now]
+            lifted = Lifted(here, [u for u, _ in pairs], [t for _, t in pairs])
+            self._lifted = lifted.__enter__()
+        self._now = now
+        return True
+
+    def _exchange_all(self) -> None:
+        started: list[Exchange] = []
+        leased = (lease() for root in self._roots for lease in root.leases)
+        self._alive.update((id(v), v) for v in leased if v is not None)
+        for root in self._roots:
+            now: Any = self._with_numbers(root)
+            if now is None:
+                now = root.exchange(self.tensors, self._made, self._alive)
+                # What is gone of any root may be in another: all are made first.
+                now.revive_owners()
+                started.append(now)
+            self._now.append((root, now))
+        for exchange in started:
+            exchange.look()
+        for exchange in started:
+            self._undo.append(exchange.end)
+            exchange.start()
+
+    def _with_numbers(self, root: Root) -> Taken | None:
+        """Exchange numbers and words, if nothing else differs; else return None."""
+        found = root.but_for_numbers(self.tensors)
+        if found is None:
+            return None
+        if root.effects is None:  # it may write any of them
+            self._undo.append(_putting_back(found[0]))
+        for kind, holder, keys, now, then in found[1]:
+            for written in written_to(kind, holder, keys, now):
+                written.start()
+                self._undo.append(written.end)
+            if not are_same(now, then):
+                kind.write(holder, keys, then)
+        return found[0]
+
+    def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
+        """Have a holder hold this until the run has ended."""
+        now_keys, now = kind.held(holder)
+        written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
+        written.start()
+        self._undo.append(written.end)
+        kind.write(holder, keys, values)
+
+    def _hide_hooks(self) -> None:
+        """Take off the hooks of modules that were set since the call."""
+        for hooks in self._hooks_of_modules():
+            kept = [key for key in hooks if not self._is_hidden(key, hooks)]
+            if len(kept) < len(hooks):
+                how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
+                self.write(how, hooks, kept, [hooks[key] for key in kept])
+
+    def _is_hidden(self, key: int, hooks: Any) -> bool:
+        """Say whether a hook was set since the call, by the user."""
+        is_new = key >= self._next_hook
+        return is_new and not (is_of_all(hooks) and is_hook_of_library(hooks[key]))
+
+    def _hooks_of_modules(self) -> list[Any]:
+        dicts = [held for root in self._roots for held in root.layout.modules()]
+        found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
+        return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
+
+
+@contextmanager
+def undone(roots: Sequence[Root]) -> Iterator[None]:
+    """Have all holders hold, after the body, what they held before it."""
+    undo = list[Callable[[], None]]()
+    with suppress(MovedError):
+        undo = [_putting_back(take(root.layout)) for root in roots]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+def _putting_back(then: Taken) -> Callable[[], None]:
+    """Return what has all holders hold again what they held."""
+    return partial(_put_back_all, then, [*map(type, then.owners)])
+
+
+def _put_back_all(then: Taken, classes: Sequence[type]) -> None:
+    for owner, kind in zip(then.owners, classes, strict=True):
+        if type(owner) is not kind:
+            CLASS_OF.write(owner, [], [kind])
+    now, groups = then.again(), then.groups()
+    sizes = [(kind, len(holders)) for kind, holders in groups]
+    for span, _ in differing(sizes, marks_of(then), marks_of(now)):
+        kind, holder = span.kind, groups[span.group][1][span.number]
+        keys = then.keys[span.first_key : span.first_key + span.key_count]
+        with LOCK:
+            kind.put_back(holder, keys, then.values[span.start : span.end])
+
+
+class BoundFunction(NamedTuple):
+    """A function and its arguments. A partial joins its own to those of another one."""
+
+    fn: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.fn(*self.args, **self.kwargs)
+
+
+def call_under(fn: Fn, modes: Sequence[Any], cache: Any) -> Any:
+    """Call a function under these modes, and this cache of parametrizations alone."""
+    if not (cache is None and parametrization_cache() is None):
+        fn = _with_cache(fn, cache)
+    if modes or function_mode_count():
+        now = function_modes()
+        if len(now) != len(modes) or not all(map(is_, now, modes)):
+            return under_function_modes(modes, fn)
+    return fn()
+
+
+def _with_cache(fn: Fn, cache: dict[Any, Any] | None) -> Fn:
+    """Return what calls a function with a cache of parametrizations, or with none."""
+    state = ({}, 0) if cache is None else (dict(cache), 1)
+
+    def run() -> Any:
+        before = swap_parametrization_cache(state)
+        try:
+            return fn()
+        finally:
+            swap_parametrization_cache(before)
+
+    return run
+
+
+def _nothing(_: int) -> None:
+    """Return nothing: no container was passed."""
+
+
+_NEVER = 1 << 62  # no hook gets this number
+_GONE = (
+    "remat: what the function was called with is gone, and cannot be made again for "
+    "the recompute. Keep it alive until the backward."
+)

@@ -1,0 +1,404 @@
+"""What is written for a run, and when: nothing where nothing differs; threads."""
+
+import contextlib
+import gc
+import signal
+import threading
+import weakref
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+
+import pytest
+import torch
+from support.runs import leaf
+from support.tables import rows
+from support.zoo import ops_of
+from torch import nn
+
+from remat import RecomputeError, policies, remat
+from remat._reach import exchange as _exchange
+from remat.nn import apply, remove
+from remat.testing import assert_same, count_ops
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The holders that runs wrote so far."""
+    found, start = [], _exchange.Written.start
+    noting = lambda self: found.append(self.holder) or start(self)
+    monkeypatch.setattr(_exchange.Written, "start", noting)
+    return found
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls, self.table = 1, {"scale": [2.0]}
+
+    def forward(self, x):
+        return (self.linear(x) * self.table["scale"][0] * self.calls).sin().exp()
+
+
+class Called(Counting):
+    def forward(self, x):
+        y = super().forward(x)
+        self.calls += 1
+        return y
+
+
+def gradient(module, wrap, *, between=lambda: None):
+    x = torch.ones(2, 4, requires_grad=True)
+    y = wrap(module)(x).sum()
+    between()
+    return torch.autograd.grad(y, x)[0]
+
+
+def test_nothing_is_written_where_nothing_differs(written):
+    module = Counting()
+    expected = gradient(module, lambda m: m)
+    with count_ops() as ops:
+        for _ in range(3):
+            assert_same(gradient(module, remat), expected)
+    assert ops["sin"] == 6
+    assert not written
+    assert not _exchange.RUNNING
+
+
+def test_only_what_differs_is_written(written):
+    module = Counting()
+    expected = gradient(module, lambda m: m)
+    change = lambda: module.table["scale"].__setitem__(0, 9.0)
+    ops = ops_of(lambda: assert_same(gradient(module, remat, between=change), expected))
+    assert ops["sin"] == 2
+    assert written == [module.table["scale"]]
+    assert module.table == {"scale": [9.0]}
+    assert not _exchange.RUNNING
+
+
+def test_an_effect_of_the_forward_is_put_back_where_it_was(written):
+    module = Called()
+    assert ops_of(lambda: gradient(module, remat))["sin"] == 2
+    assert written == [vars(module)]
+    assert module.calls == 2
+
+
+def test_an_error_in_a_recompute_puts_everything_back():
+    state = {"scale": 2.0}
+
+    def fn(x):
+        y = (x * state["scale"]).sin()
+        state["scale"] += 1
+        if _exchange.RUNNING:
+            raise ValueError("in the recompute")
+        return y.exp()
+
+    x = leaf()
+    with count_ops() as ops:
+        y = remat(fn)(x).sum()
+    assert ops["sin"] == 1
+    with pytest.raises(ValueError, match="in the recompute"):
+        y.backward()
+    assert state == {"scale": 3.0}
+    assert not _exchange.RUNNING
+
+
+# --- Threads ---
+
+
+def test_a_recompute_that_waits_for_one_of_another_thread():
+    """Both exchange the same holder: a lock held meanwhile would be waited for."""
+    state = {"scale": 2.0}
+    inner = remat(lambda x: (x * state["scale"]).sin().exp())
+
+    def fn(x):
+        z = (x * state["scale"]).cos()
+        if _exchange.RUNNING:
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(torch.autograd.grad, other, w).result(60)[0])
+        state["scale"] += 1
+        return z.exp()
+
+    found = []
+    w, x = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
+    other = inner(w).sum()
+    y = remat(fn)(x).sum()
+    with count_ops() as ops:
+        (got,) = torch.autograd.grad(y, x)
+    assert ops["cos"] >= 1
+    v = torch.ones(8, requires_grad=True)
+    (plain,) = torch.autograd.grad((v * 2.0).sin().exp().sum(), v)
+    assert_same(found[0], plain)
+    (plain,) = torch.autograd.grad((v * 2.0).cos().exp().sum(), v)
+    assert_same(got, plain)
+    assert state == {"scale": 3.0}
+    assert not _exchange.RUNNING
+
+
+def test_backwards_of_many_threads_on_one_module():
+    module = Counting()
+    expected = gradient(module, lambda m: m)
+    barrier = threading.Barrier(4)
+
+    def work():
+        barrier.wait(60)
+        return [gradient(module, remat) for _ in range(10)]
+
+    with count_ops() as ops, ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(work) for _ in range(4)]
+        for result in results:
+            for got in result.result(60):
+                assert_same(got, expected)
+    del ops  # those of other threads are not counted
+    assert not _exchange.RUNNING
+
+
+def test_the_run_that_ends_first_hands_on_what_was_before():
+    """Two runs overlap and end in the order in which they began."""
+    kind, holder = _exchange.container_kind(dict), {"a": 1}
+
+    def start(value):
+        (one,) = _exchange.written_to(kind, holder, *kind.held(holder))
+        one.start()
+        kind.write(holder, ["a"], [value])
+        return one
+
+    first, second = start(2), start(3)
+    first.end()
+    assert holder == {"a": 3}
+    second.end()
+    assert holder == {"a": 1}
+    assert not _exchange.RUNNING
+
+
+# --- Modules that are gone ---
+
+RECOMPUTED = {
+    "view": remat,
+    "view, pruned": remat(prune=True),
+    "view with a policy": remat(policy=policies.dots_saveable),
+    "view of a view": lambda module: remat(remat(module, prune=False)),
+    "in place": lambda module: apply(nn.Sequential(module), Counting)[0],
+}
+
+
+@rows("wrap", RECOMPUTED)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_recomputed_module_in_a_variable_is_made_again_with_its_class(wrap, kept):
+    alive = []
+
+    def gradients(outer):
+        torch.manual_seed(0)
+        recomputed, x = wrap(Counting()), torch.ones(2, 4, requires_grad=True)
+        fn = outer(lambda x: recomputed(x).tanh())
+        alive.append((fn, recomputed) if kept else ())
+        return fn(x).sum(), x, recomputed.linear.weight
+
+    with count_ops() as ops:
+        loss, *inputs = gradients(remat)
+        gc.collect()
+        actual = torch.autograd.grad(loss, inputs)
+    assert ops["tanh"] == 2
+    loss, *inputs = gradients(lambda fn: fn)
+    assert_same(actual, torch.autograd.grad(loss, inputs))
+
+
+def code_of_the_users(op):
+    return op.func is torch.ops.aten.mm.default
+
+
+FOR_GOOD = {
+    "with its base": (lambda: type("Local", (Counting,), {}), None),
+    "with a policy": (lambda: Counting, code_of_the_users),
+}
+
+
+@rows("kind, policy", FOR_GOOD)
+def test_a_view_that_is_gone_for_good_is_an_error(kind, policy):
+    losses, x = [], torch.ones(2, 4, requires_grad=True)
+
+    def forward():
+        view = remat(kind()(), policy=policy)
+        losses.append(remat(lambda x: view(x).tanh())(x).sum())
+
+    assert ops_of(forward)["tanh"] == 1
+    gc.collect()
+    with pytest.raises(RecomputeError, match="is gone, and cannot be made again"):
+        losses[0].backward()
+
+
+def test_a_layout_holds_no_policy():
+    class Decide:
+        def __call__(self, op):
+            return op.func is torch.ops.aten.mm.default
+
+    decide, module = Decide(), nn.Sequential(Counting())
+    apply(module, Counting, policy=decide)
+    fn, x = remat(lambda x: module(x).tanh()), torch.ones(2, 4, requires_grad=True)
+    assert ops_of(lambda: fn(x).sum().backward())["tanh"] == 2
+    ref = weakref.ref(decide)
+    remove(module)
+    del decide
+    gc.collect()
+    assert ref() is None
+
+
+# --- Context variables ---
+
+
+def test_a_context_variable_that_is_reset_stays_reset():
+    is_on, unset = ContextVar("is_on", default=False), ContextVar("unset")
+    x = leaf()
+    fn = remat(lambda x: (x * (2 if is_on.get() and unset.get(1) else 1)).sin().exp())
+    token, other = is_on.set(True), unset.set(5)
+    with count_ops() as ops:
+        y = fn(x).sum()
+        is_on.reset(token)
+        unset.reset(other)
+        (got,) = torch.autograd.grad(y, x)
+    assert ops["sin"] == 2
+    assert is_on.get() is False
+    assert unset.get(None) is None
+    v = x.detach().requires_grad_()
+    assert_same(got, torch.autograd.grad((v * 2).sin().exp().sum(), v)[0])
+
+
+# --- Lifetimes ---
+
+
+def test_what_is_remembered_of_a_module_keeps_no_package_s_object_alive():
+    module = Counting()
+    module.thread = threading.Thread(target=module.forward)
+    module.stack = contextlib.ExitStack()
+    module.stack.callback(module.forward)
+    with count_ops() as ops:
+        for _ in range(3):
+            gradient(module, remat)
+    assert ops["sin"] == 6
+    ref = weakref.ref(module)
+    del module
+    gc.collect()
+    assert ref() is None
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed, and with it the graph that leads to its call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.last = self.linear(x).sin().exp()
+        return self.last * 2
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_of_the_outputs_of_thirty_steps_one_is_alive():
+    module, refs = Keeping(), []
+    with count_ops() as ops:
+        for _ in range(30):
+            remat(module)(torch.ones(2, 4)).sum().backward()
+            refs.append(weakref.ref(module.last))
+    assert ops["sin"] == 60
+    assert sum(ref() is not None for ref in refs) == 1
+
+
+# --- What hooks keep ---
+
+
+class Hooked:
+    """Keeps the last output of a layer, in an attribute and in a list."""
+
+    def __init__(self):
+        self.last, self.all = None, []
+
+    def keep(self, _module, _args, out):
+        self.last, self.all = out, [out]
+
+
+@pytest.mark.parametrize("kind", ["closure", "method", "removed"])
+def test_what_a_hook_keeps_lives_as_long_as_in_plain_code(kind):
+    """With the collector off: no graph leads to what leads to it."""
+    model, keeping = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Hooked()
+    hook = keeping.keep if kind == "method" else lambda *args: keeping.keep(*args)
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        with count_ops() as ops:
+            for _ in range(4):
+                handle = model[1].register_forward_hook(hook)
+                y = remat(model)(torch.ones(2, 4, requires_grad=True) * 1)
+                if kind == "removed":
+                    handle.remove()
+                y.sin().sum().backward()
+                handle.remove()
+                alive.append(weakref.ref(keeping.last))
+                del y
+    finally:
+        gc.enable()
+    assert [ref() is not None for ref in alive] == [False, False, False, True]
+    assert ops["tanh"] == 8
+
+
+# --- Containers that were passed ---
+
+
+PASSED = {
+    "an ordered dict": lambda: OrderedDict(scale=2.0),
+    "a dict of a class": lambda: Settings(scale=2.0),
+    "a dict in a partial": lambda: partial(dict, held={"scale": 2.0}),
+}
+
+
+class Settings(dict):
+    """A dict with weak references."""
+
+
+def dict_in(passed):
+    return passed.keywords["held"] if isinstance(passed, partial) else passed
+
+
+@rows("make", PASSED)
+def test_what_a_signal_handler_puts_into_a_passed_container_stays(make, written):
+    passed, x = make(), leaf()
+    late = []
+
+    def handler(*_):
+        if late:
+            dict_in(passed)["late"] = True
+
+    def run(x, passed):
+        signal.raise_signal(signal.SIGUSR1)
+        return (x * dict_in(passed)["scale"]).sin().exp()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        y = remat(run)(x, passed)
+        late.append(1)
+        with count_ops() as ops:
+            y.sum().backward()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ops["sin"] == 1, "it ran again"
+    assert dict_in(passed) == {"scale": 2.0, "late": True}
+    assert not written
+
+
+@rows("make", PASSED)
+def test_what_a_recompute_puts_into_a_passed_container_does_not_stay(make, written):
+    def run(x, passed):
+        held = dict_in(passed)
+        held["calls"] = held.get("calls", 0) + 1
+        return (x * held["scale"] * held["calls"]).sin().exp()
+
+    passed, x = make(), leaf()
+    y = remat(run)(x, passed)
+    del dict_in(passed)["calls"]  # it holds what it held at the call
+    y.sum().backward()
+    assert dict_in(passed) == {"scale": 2.0}
+    assert len(written) == 1
+    assert_same(x.grad, torch.autograd.grad(run(x, make()).sum(), x)[0])
