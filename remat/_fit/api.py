@@ -115,8 +115,8 @@ def fit(
     if over not in (None, "step", "blocks", "functional"):
         raise ValueError(_OVER.format(over=over))
     model = step.model()
-    if model is not None and has_sharded_parts(model):
-        raise ValueError(_SHARDED.format(label=type(model).__name__))
+    if over in ("step", "functional") and model and has_sharded_parts(model):
+        raise ValueError(_SHARDED.format(label=type(model).__name__, over=over))
     if over is None and model is not None and not can_follow(model):
         over = "blocks"
     if over in ("blocks", "functional"):
@@ -165,8 +165,8 @@ _OVER = (
     "got {over!r}"
 )
 _SHARDED = (
-    "remat.fit: {label} has sharded parameters, which no copy can be made of. Plan for "
-    "the model before it is sharded, shard it, and then call plan.apply(model)."
+    "remat.fit: {label} has sharded parameters, and is planned by blocks. Leave out "
+    "over={over!r}."
 )
 _NO_MODEL = (
     "remat.fit: no model is passed. Pass the model itself, or a function and, among "

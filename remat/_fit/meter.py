@@ -8,7 +8,7 @@ last reference is gone (`Alive`). Nothing is allocated.
 
 import bisect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,11 +29,17 @@ from remat._torch import (
     call_kernel,
     current_node,
     current_task,
+    eager_only,
+    fake_mode_here,
     is_fake,
+    is_sending,
     is_view_op,
+    is_wrapper,
     nodes_made,
+    sent_to_nobody,
     sequence_number,
     storage_id,
+    telling_of_resized,
 )
 
 
@@ -63,6 +69,40 @@ class Meter(Alive):
         self._replaced: tuple[int, int, str] | None = None
         self._first = nodes_made()  # the number of the first node of the step
         self._found: set[int] = set()  # nodes that lead to what was passed, by number
+        # Storages that Python resizes, as FSDP does with parameters that it gathers,
+        # by number: all, and those that were made so since the last operation.
+        self.gathered: set[int] = set()
+        self._grown: list[int] = []
+        self._is_real = False  # whether tensors have values
+        self._telling: Any = None
+
+    @override
+    def __enter__(self) -> Self:
+        self._is_real = fake_mode_here() is None
+        self._telling = telling_of_resized(self._resized)
+        self._telling.__enter__()
+        return super().__enter__()
+
+    @override
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._telling.__exit__(*raised)
+
+    def _resized(self, storage: Any) -> None:
+        self.settle()
+        before, after = self.resized(storage)
+        self.gathered.update((before, after))
+        if after >= 0 and self.sizes[after]:
+            self._grown.append(after)
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # what it runs inside is counted
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begin(self) -> None:
         """Forget the peak before."""
@@ -101,7 +141,7 @@ class Meter(Alive):
         if not is_view_op(func):  # a view may be the first to see memory of others
             known = len(self.sizes)
         try:
-            result = call_kernel(func, *args, **kwargs)
+            result = self._called(func, args, kwargs)
         except NO_VALUES as error:
             where = user_line() or "the step"
             message = _VALUE.format(where=where, op=operator_name(func))
@@ -114,6 +154,8 @@ class Meter(Alive):
         # The engine adds in place where nothing else holds the sum so far. Under a mode
         # it never does. What is alive then is known when the next operation begins.
         makes = [*dict.fromkeys(n for n in found if n >= known)]
+        if not is_view_op(func):
+            makes, self._grown = [*self._grown, *makes], []
         inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
         if in_backward and may_accumulate(func, args, result):
             self._note(before + inside, operator_name(func))
@@ -122,6 +164,11 @@ class Meter(Alive):
             self._note(max(self.live, before + held) + copies, operator_name(func))
         self.measured(func, args, kwargs, Measured(reads, makes, inside, result))
         return result
+
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_sending(func) and not self._is_real:
+            return sent_to_nobody(func, args)
+        return call_kernel(func, *args, **kwargs)
 
     def reads(self, args: Any, kwargs: dict[str, Any]) -> Sequence[int]:
         """Return what an operation is about to read, by number, if that is wanted."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from remat._base import pytree
+from remat._base.parts import parts
 from remat._fit.meter import Meter
 from remat._fit.simulate import RefusedStepError, TrainingStep, gradients_of, resident
 from remat._report.inputs import tensors_in
@@ -101,8 +102,8 @@ class UpdateMeter(Meter):
 
 
 def _hold(meter: Meter, tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        meter.hold(tensor)
+    for part in (part for tensor in tensors for part in parts(tensor)):
+        meter.hold(part)
 
 
 def _parts(optimizer: Any) -> list[Tensor]:

@@ -31,8 +31,9 @@ from remat._fit.simulate import (
     backward,
     copied,
     gradients_of,
+    modules_of,
     put_back,
-    resident,
+    storages_before,
     without_values_if_possible,
 )
 from remat._partial.effects import DrawDetector, declared_writes, traits_of
@@ -51,6 +52,7 @@ from remat._torch import (
     nodes_made,
     scales_put_back,
     sequence_number,
+    shards_in,
 )
 
 
@@ -116,6 +118,7 @@ class StepRecord:
     resident: int  # the bytes that were there before
     calls: tuple["BlockCall", ...] = ()  # of blocks, and of modules around them
     viewed: frozenset[int] = frozenset()  # storages that views were made of
+    gathered: frozenset[int] = frozenset()  # those that code frees, and fills again
     # Operations of the forward that run again as a whole, within the backward.
     copied: tuple[range, ...] = ()
     update: Update = NO_UPDATE  # what the optimizer takes, whose states are resident
@@ -168,11 +171,13 @@ def recorded(
 
     def run(is_real: bool) -> StepRecord | None:
         mode = nullcontext() if is_real else fake_mode()
-        made = copied(step, mode, device)
-        model = made.model()
-        if in_other_mode and model is not None:
-            model.train(not model.training)
-        return record(made, mode, unless=unless, blocks=blocks, also=also)
+        made = [copied(step, mode, device)]
+        if shards_in(modules_of(step)):  # those have to run a backward, too
+            made.append(copied(step, mode, device))
+        for model in (each.model() for each in made):
+            if in_other_mode and model is not None:
+                model.train(not model.training)
+        return record(made[0], mode, made[-1], unless=unless, blocks=blocks, also=also)
 
     return without_values_if_possible(step, run)
 
@@ -180,6 +185,7 @@ def recorded(
 def record(
     step: TrainingStep,
     mode: Any,
+    other: TrainingStep | None = None,
     *,
     unless: Sequence[str] | None = None,
     blocks: Iterable[str] = (),
@@ -187,14 +193,15 @@ def record(
 ) -> StepRecord | None:
     """Run a step twice; return what it did, or None if they are those of `unless`.
 
-    `also` may run it again, and is given what was recorded.
+    `other` is a copy for the first run, which has no backward. `also` may run it again,
+    and is given what was recorded.
     """
     grads = gradients_of(step)
     alone = StepRecorder(costs=False)
     whole = StepRecorder(costs=True, blocks=blocks)
     with mode, AddressAnswers(), scales_put_back():
         with (
-            alone.watching(step) as watched,
+            alone.watching(other or step) as watched,
             torch.autograd.graph.saved_tensors_hooks(_let_go, _refuse_backward),
         ):
             kept = watched.to_loss()
@@ -258,7 +265,7 @@ class StepRecorder(Meter):
         """See the operations of the body, which runs the step that is yielded."""
         with ExitStack() as stack:
             stack.enter_context(self)
-            for tensor in resident(step):
+            for tensor in storages_before(step):
                 self.hold(tensor)
             self._resident, self._count_before = self.live, len(self.sizes)
             model = step.model()
@@ -291,9 +298,12 @@ class StepRecorder(Meter):
             call = BlockCall(name, first, end, range(node, nodes_made()))
             self._calls_of_modules.append(call)
 
+        # What a shard gathers and frees around its call runs once, whatever is
+        # recomputed.
+        is_shard = bool(shards_in([block]))
         return (
-            block.register_forward_pre_hook(enter, prepend=True),
-            block.register_forward_hook(leave, always_call=True),
+            block.register_forward_pre_hook(enter, prepend=not is_shard),
+            block.register_forward_hook(leave, prepend=is_shard, always_call=True),
         )
 
     @override
@@ -343,7 +353,9 @@ class StepRecorder(Meter):
         return work_of(func, args, kwargs, result)
 
     def _is_view_from_before(self, tensor: Tensor) -> bool:
-        return tensor._is_view() and self.hold(tensor) < self._count_before
+        number = self.hold(tensor)
+        is_there = number < self._count_before or number in self.gathered
+        return tensor._is_view() and is_there
 
     @override
     def added_in_place(self) -> None:
@@ -383,6 +395,7 @@ class StepRecorder(Meter):
             self._resident,
             tuple(calls),
             frozenset(self._viewed),
+            frozenset(self.gathered),
         )
 
 

@@ -24,6 +24,7 @@ from typing_extensions import override
 from remat._base import pytree
 from remat._base.context import is_recomputing
 from remat._base.errors import CaptureError, RematError
+from remat._base.parts import parts
 from remat._fit.meter import Meter, MissingValueError
 from remat._partial.cache import CACHES
 from remat._report.inputs import streams_kept, tensors_in
@@ -39,8 +40,10 @@ from remat._torch import (
     is_fake,
     replicas_in,
     scales_put_back,
+    shards_in,
     without_log_of_fakes,
 )
+from remat.nn._followed import has_sharded_parts
 
 
 T = TypeVar("T")
@@ -149,11 +152,12 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     if any(map(is_lazy, _leaves(step))):
         raise CaptureError(_LAZY)
 
-    is_real, replicas = isinstance(mode, nullcontext), _replicas_of(step)
+    is_real, modules = isinstance(mode, nullcontext), modules_of(step)
+    replicas, shards = replicas_in(modules), shards_in(modules)
     if is_real:
         made = copied_without_sending(step, replicas)
     else:
-        made = copied_as_fake(step, mode, device, replicas)
+        made = copied_as_fake(step, mode, device, replicas, shards)
     views = {
         id(t) for each in replicas if holds_gradients(each) for t in in_buckets(each)
     }
@@ -170,10 +174,11 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     return made._replace(buckets=tuple(buckets))
 
 
-def _replicas_of(step: TrainingStep) -> list[Any]:
+def modules_of(step: TrainingStep) -> list[nn.Module]:
+    """Return the modules that are called, or passed."""
     owner = getattr(step.fn, "__self__", step.fn)
     values = owner, *pytree.flatten((step.args, step.kwargs))[0]
-    return replicas_in(each for each in values if isinstance(each, nn.Module))
+    return [each for each in values if isinstance(each, nn.Module)]
 
 
 def _buckets(replicas: Iterable[Any]) -> Iterator[Tensor]:
@@ -186,7 +191,11 @@ def _buckets(replicas: Iterable[Any]) -> Iterator[Tensor]:
 def begins_with_gradients(step: TrainingStep) -> bool:
     """Say whether gradients are there when a step begins."""
     there = any(t.grad is not None for t, _ in gradients_of(step))
-    return step.accumulates or there or any(map(holds_gradients, _replicas_of(step)))
+    return (
+        step.accumulates
+        or there
+        or any(map(holds_gradients, replicas_in(modules_of(step))))
+    )
 
 
 def is_there(step: TrainingStep) -> bool:
@@ -213,6 +222,9 @@ def without_values_if_possible(
             if not is_ours:
                 error.add_note(_NOT_THERE)
             raise
+        if any(map(has_sharded_parts, modules_of(step))):
+            error.add_note(_SENDS)
+            raise
     return run(True), True
 
 
@@ -223,6 +235,12 @@ def resident(step: TrainingStep) -> Iterator[Tensor]:
         yield tensor
         if tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad
+
+
+def storages_before(step: TrainingStep) -> Iterator[Tensor]:
+    """Yield the same, with the parts of wrappers, as of a DTensor, in their place."""
+    for tensor in resident(step):
+        yield from parts(tensor)
 
 
 def gradients_of(step: TrainingStep) -> list[tuple[Tensor, Any]]:
@@ -299,7 +317,7 @@ def simulate(
             for name in blocks:
                 _hook(meter, model.get_submodule(name), name)
         with mode, AddressAnswers(), scales_put_back(), meter:
-            for tensor in resident(made):
+            for tensor in storages_before(made):
                 meter.hold(tensor)
             before = meter.live
             for _ in range(times):
@@ -342,6 +360,10 @@ _NOT_THERE = (
     "remat.fit: the step ran on tensors without values, as the model or an argument "
     "is on the meta device or fake. If a kernel asks for addresses or values, pass a "
     "model and arguments that are there: then a copy of the step runs on real tensors."
+)
+_SENDS = (
+    "remat.fit: the step ran on tensors without values, and a real copy would send "
+    "something to other processes. Plan for the model before it is sharded."
 )
 BACKWARD = (
     "remat.fit: the function or the loss runs the backward itself. Have it return the "

@@ -131,6 +131,7 @@ class UnitWalker(Walker):
             unit = self._unit_of.get(record.born[n])
             if (
                 record.born[n] < 0
+                or n in record.gathered
                 or units == {None}
                 or record.left[n] > record.turn_of(n)
             ):

@@ -27,7 +27,7 @@ class Alive(Observer):
         super().__init__()
         self.sizes: list[int] = []  # in the order in which they were met
         self.live = 0
-        self._numbers: dict[int, tuple[int, Any]] = {}
+        self._numbers: dict[int, tuple[int, Any, torch.device]] = {}
 
     def hold(self, tensor: Tensor) -> int:
         """Count the storage of a tensor until it is freed; return its number, or -1."""
@@ -37,13 +37,24 @@ class Alive(Observer):
         known = self._numbers.get(key)
         if known is not None:
             return known[0]
-        storage, number = tensor.untyped_storage(), len(self.sizes)
-        size = allocated(storage.nbytes(), tensor.device)
+        return self._count(tensor.untyped_storage(), key, tensor.device)
+
+    def _count(self, storage: Any, key: int, device: torch.device) -> int:
+        number, size = len(self.sizes), allocated(storage.nbytes(), device)
         freed = weakref.ref(storage, partial(self._free, key, number))
-        self._numbers[key] = number, freed
+        self._numbers[key] = number, freed, device
         self.sizes.append(size)
         self.live += size
         return number
+
+    def resized(self, storage: Any) -> tuple[int, int]:
+        """Count a storage anew whose size was changed; return both numbers, or -1."""
+        key = storage._cdata
+        if key not in self._numbers:
+            return -1, -1
+        before, _, device = self._numbers[key]
+        self._free(key, before, None)
+        return before, self._count(storage, key, device)
 
     def is_held(self, tensor: Tensor) -> bool:
         """Say whether the storage of a tensor is counted."""

@@ -11,6 +11,7 @@
     operators       what `torch.ops` holds; keyed draws; classes of pytrees
     tensors         tensors without data, fake tensors and copies; storages
     replicas        copies of replicas that send nothing
+    shards          the same for shards; storages that change their size
     noted           what a run does to torch's state that torch tells nobody
     process         settings, global generators, autocast, torch's checkpoint
     versions        whether torch is one that is known
@@ -220,6 +221,14 @@ from remat._torch.replicas import (
     in_buckets as in_buckets,
     replicas_in as replicas_in,
 )
+from remat._torch.shards import (
+    copies_of_shards as copies_of_shards,
+    is_sending as is_sending,
+    is_wrapper as is_wrapper,
+    sent_to_nobody as sent_to_nobody,
+    shards_in as shards_in,
+    telling_of_resized as telling_of_resized,
+)
 from remat._torch.tensors import (
     DEVICE_OF as DEVICE_OF,
     NO_VALUES as NO_VALUES,
@@ -231,6 +240,7 @@ from remat._torch.tensors import (
     empty_in as empty_in,
     fake_device as fake_device,
     fake_mode as fake_mode,
+    fake_mode_here as fake_mode_here,
     foreach_of_fakes as foreach_of_fakes,
     has_no_memory as has_no_memory,
     is_fake as is_fake,

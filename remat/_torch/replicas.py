@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from remat._torch.shards import copies_of_shards
+
 
 T = TypeVar("T")
 
@@ -23,12 +25,16 @@ def replicas_in(modules: Iterable[nn.Module]) -> list[Any]:
     return [*dict.fromkeys(found)]
 
 
-def copied_without_sending(value: T, replicas: Sequence[Any]) -> T:
+def copied_without_sending(
+    value: T, replicas: Sequence[Any], shards: Sequence[Any] = ()
+) -> T:
     """Return a deep copy of a value in which replicas call their modules alone."""
     memo = {id(each): object.__new__(type(each)) for each in replicas}
+    finish = copies_of_shards(shards, memo)
     for each in replicas:
         state = {k: v for k, v in vars(each).items() if k not in _OF_PROCESSES}
         vars(memo[id(each)]).update(copy.deepcopy(state, memo), **_ALONE)
+    finish()
     return copy.deepcopy(value, memo)
 
 

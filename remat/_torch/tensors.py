@@ -27,6 +27,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    transform_subclass,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
@@ -72,6 +76,12 @@ def as_fake(tensor: Tensor) -> Tensor:
     if mode is None or type(tensor) is not Tensor:
         return tensor
     return tensor if is_functorch_wrapped_tensor(tensor) else mode.from_tensor(tensor)
+
+
+# Deleted by: a public way to ask which FakeTensorMode there is.
+def fake_mode_here() -> Any:
+    """Return the FakeTensorMode that there is, or None."""
+    return torch._C._get_dispatch_mode(_FAKE)
 
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -232,11 +242,15 @@ def empty_in(mode: Any, tensor: Tensor) -> Tensor:
 
 # Deleted by: a public way to copy a module as fake tensors.
 def copied_as_fake(
-    value: T, mode: Any, device: torch.device, replicas: Sequence[Any] = ()
+    value: T,
+    mode: Any,
+    device: torch.device,
+    replicas: Sequence[Any] = (),
+    shards: Sequence[Any] = (),
 ) -> T:
     """Return a deep copy whose tensors are fake, on `device` if they are on meta."""
     with _Copying(mode, device):
-        return copied_without_sending(value, replicas)
+        return copied_without_sending(value, replicas, shards)
 
 
 class _Copying(TorchFunctionMode):
@@ -269,7 +283,11 @@ class _Copying(TorchFunctionMode):
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
 
-    def _fake(self, tensor: Tensor) -> Any:
+    def _fake(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):  # a part of a DTensor is its mesh
+            return tensor
+        if is_traceable_wrapper_subclass(tensor):
+            return transform_subclass(tensor, lambda _, part: self._fake(part))
         if not (is_fake(tensor) or tensor.is_meta):
             return self._mode.from_tensor(tensor, static_shapes=True)
         device = self._device if tensor.is_meta else tensor.device

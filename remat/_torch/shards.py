@@ -1,0 +1,151 @@
+"""Copies of sharded models that send nothing, and what they do with memory.
+
+Invariant: no communication. What processes share (meshes, groups) stays the user's.
+Rejected: to shard the copy again. What was set since, and hooks that were registered
+since, would be lost.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
+
+
+# Deleted by: a public way to copy a model that FSDP2 has sharded.
+def shards_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the modules that FSDP2 has sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())
+    inside = (each for module in modules for each in module.modules())
+    return [*dict.fromkeys(m for m in inside if isinstance(m, kind))]
+
+
+def copies_of_shards(shards: Sequence[Any], memo: dict[int, Any]) -> Callable[[], None]:
+    """Have a deep copy with a memo copy shards; return what is done after it."""
+    if not shards:
+        return lambda: None
+    made = {id(each): object.__new__(type(each)) for each in shards}
+    memo.update(made)
+    states = [*dict.fromkeys(each._get_fsdp_state() for each in shards)]
+    for state in states:
+        _keep(memo, state)
+
+    def finish() -> None:
+        for each in shards:
+            vars(made[id(each)]).update(copy.deepcopy(vars(each), memo))
+        for state in states:
+            _registered(state, memo[id(state)], memo)
+
+    return finish
+
+
+def _keep(memo: dict[int, Any], state: Any) -> None:
+    """Have a deep copy keep what processes share, and handles of devices."""
+    groups = state._fsdp_param_groups
+    parameters = [p for group in groups for p in group.fsdp_params]
+    contexts = state._state_ctx, state._comm_ctx
+    for owner in (state, *contexts, *groups, *parameters):
+        for value in vars(owner).values():
+            if not isinstance(value, _COPIED) and type(value).__name__ not in _STATES:
+                memo[id(value)] = value
+
+
+_COPIED = (Tensor, nn.Module, list, dict, set, tuple)
+_STATES = {
+    *("FSDPState", "FSDPStateContext", "FSDPCommContext", "FSDPParamGroup"),
+    *("FSDPParam", "ParamModuleInfo", "ExtensionsData"),
+}
+
+
+def _registered(state: Any, twin: Any, memo: Mapping[int, Any]) -> None:
+    """Have FSDP2 find the state of copied modules, and take their parameters."""
+    from torch.distributed import _composable_state  # noqa: PLC0415
+
+    for module in twin._modules:
+        _composable_state._insert_module_state(module, twin)
+    for group in twin._fsdp_param_groups:
+        group._reset_sharded_params = True  # it would compare addresses
+        for each in group.fsdp_params:
+            info = each._module_info
+            each.sharded_param = getattr(info.module, info.param_name)
+
+
+# --- What is sent, and memory that changes its size ---
+
+
+def is_wrapper(kind: type) -> bool:
+    """Say whether tensors of a class run other operations on tensors that they wrap."""
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def is_sending(func: Any) -> bool:
+    """Say whether an operation sends something to other processes, in place."""
+    return getattr(func, "namespace", "") == "c10d"
+
+
+def sent_to_nobody(func: Any, args: Sequence[Any]) -> Any:
+    """Return what an operation returns that sends something."""
+    from torch._C._distributed_c10d import FakeWork  # noqa: PLC0415
+
+    returned: list[Any] = [
+        FakeWork().boxed() if "Work" in str(each.type) else args[0]
+        for each in func._schema.returns
+    ]
+    if not returned:
+        return None
+    return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+# Deleted by: an event when a storage is resized; and metadata of DTensors that is found
+# outside of dispatch modes.
+@contextmanager
+def telling_of_resized(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Tell of each storage that Python resizes, as FSDP does, after that.
+
+    What a DTensor computes to find a layout is seen by no mode meanwhile.
+    """
+
+    def resize(storage: Any, size: int) -> Any:
+        found = _resize(storage, size)
+        tell(storage)
+        return found
+
+    with ExitStack() as stack:
+        stack.enter_context(_instead(torch.UntypedStorage, "resize_", resize))
+        layouts = sys.modules.get("torch.distributed.tensor._sharding_prop")
+        if layouts is not None:
+            kind = layouts.ShardingPropagator
+            layout_of = vars(kind)[_LAYOUT_OF]
+
+            def unseen(*args: Any) -> Any:
+                with _disable_current_modes():
+                    return layout_of(*args)
+
+            stack.enter_context(_instead(kind, _LAYOUT_OF, unseen))
+        yield
+
+
+_LAYOUT_OF = "propagate_op_sharding_non_cached"
+_resize: Any = torch.UntypedStorage.resize_
+
+
+@contextmanager
+def _instead(owner: Any, name: str, other: Any) -> Iterator[None]:
+    """Have a class another attribute in the body."""
+    own = vars(owner).get(name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        if own is None:  # it is inherited
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
