@@ -253,13 +253,12 @@ def preserved_marks(
     Args:
         leaves: the user's own.
         next_hook: the number that the next hook set anywhere was to get, at the call.
-        stand_ins: other tensors, on which no hooks stay that are set meanwhile.
+        stand_ins: other tensors, on which no hooks stay that are set meanwhile. To a
+            call around this one they may be the user's own.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
     if hooks is not None:  # without any, nothing is done for each leaf
-        for held in (held for t in leaves for held in _hooks_of(t) if held):
-            for key in [key for key in held if key >= next_hook]:
-                del held[key]
+        _forget_since(next_hook, leaves)
     # Those of other classes, as fakes are, are what these are made of.
     are_plain = TENSORS.issuperset(map(type, leaves))
     marked = leaves if are_plain else [t for t in leaves if type(t) in TENSORS]
@@ -271,8 +270,7 @@ def preserved_marks(
     finally:
         if RemovableHandle.next_id != first:
             _forget_hooks_of_nodes(leaves, first)
-            for held in (held for t in stand_ins for held in _hooks_of(t) if held):
-                held.clear()
+            _forget_since(first, stand_ins)
         if hooks is not None or _hooks(leaves) is not None:
             for t, before in zip(leaves, hooks or [_NONE] * len(leaves), strict=True):
                 for name, held in zip(_HOOKS, before, strict=True):
@@ -317,6 +315,13 @@ def _put_back(tensor: Tensor, name: str, before: Any) -> None:
     elif now != before:
         now.clear()
         now.update(before)
+
+
+def _forget_since(first: int, tensors: Sequence[Tensor]) -> None:
+    """Remove the hooks from a number on that were set on tensors."""
+    for hooks in (held for t in tensors for held in _hooks_of(t) if held):
+        for key in [key for key in hooks if key >= first]:
+            del hooks[key]
 
 
 def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:

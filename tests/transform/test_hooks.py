@@ -345,3 +345,34 @@ def test_a_hook_acts_in_the_level_it_was_set_in_alone(hooked, order):
         with count_ops() as ops:
             torch.testing.assert_close(derivative(run)(x), expected)
         assert ops["tanh"] > plain["tanh"]
+
+
+BELOW = {
+    "vmap(grad)": lambda fn: vmap(grad(fn)),
+    "jacrev(vmap)": lambda fn: jacrev(vmap(fn)),
+    "vmap(grad(grad))": lambda fn: vmap(grad(lambda x: grad(fn)(x).square().sum())),
+}
+
+
+@rows("derivative", BELOW)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_hook_that_calls_in_one_another_set_on_a_leaf_of_the_users_stays(
+    derivative, depth
+):
+    def run(count):
+        w = torch.linspace(0.5, 1, 3, dtype=torch.double).requires_grad_()
+
+        def fn(x):
+            w.register_hook(lambda g: g * 3)
+            return (x * w).sin().sum() * (w * w).sum()
+
+        for _ in range(count):
+            fn = remat(fn)
+        x = torch.linspace(0, 1, 6, dtype=torch.double).view(2, 3)
+        with count_ops() as ops:
+            derivative(fn)(x).sum().backward()
+        return (w.grad, len(w._backward_hooks)), ops["sin"]
+
+    (expected, sines), (found, more) = run(0), run(depth)
+    torch.testing.assert_close(found, expected)
+    assert more > sines
