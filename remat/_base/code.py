@@ -44,6 +44,8 @@ MARKS = frozenset(
         *("_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad"),
     }
 )
+# Of these, what the edge of a tensor tells. `is_leaf` whether it has one.
+EDGES = frozenset({"grad_fn", "output_nr", "get_gradient_edge", "gradient_edge"})
 _ASKING = IDENTITY | {"repr"}
 
 

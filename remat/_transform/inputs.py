@@ -1,7 +1,8 @@
 """What a call under base autograd saves of its inputs.
 
 Leaves that require grad, and parameters, are saved themselves, others without their
-graphs, unless code asks for these. A recompute runs on the user's own tensors where
+graphs. Where code asks for the node of a tensor, that is held, too, and where it asks
+what only the tensor tells, as its version, the tensor. A recompute runs on the user's own tensors where
 these are still there, hold what they held, and the forward moved no leaf to other
 memory; else on stand-ins. Stand-ins take the place of leaves if the forward changed
 gradients, or if one no longer requires grad as at the call.
@@ -24,13 +25,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from ctypes import string_at
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from remat._base.absent import Absent
-from remat._base.code import IDENTITY
+from remat._base.code import EDGES, IDENTITY
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside, packed_outside
@@ -57,6 +59,7 @@ from remat._transform.leaves import (
     with_bytes,
 )
 from remat._transform.stand_ins import (
+    Edge,
     Ranges,
     in_place_of_dead,
     overlapping,
@@ -68,6 +71,8 @@ from remat._transform.stand_ins import (
 
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
+# What stand-ins tell as the inputs did.
+_TOLD, _PLAIN = IDENTITY | {"is_leaf"}, frozenset({Tensor})
 # How many elements an input has at most that is copied; a module's buffer, a vector.
 SMALL = 2**14
 _STATISTICS = 2**20
@@ -117,10 +122,12 @@ class SavedInputs:
         self.versions = versions_of(inputs)
         entries = inputs[:first]
         self._refs = [*map(weakref.ref, entries)]
-        # For what is asked of nodes, in whose place nothing stands.
-        self._asked = () if reach.asks <= IDENTITY else entries
         # Which of those before the parameters had been computed, by a node.
         self._had_node = [*map(operator.not_, map(_is_leaf, entries))]
+        # For what is asked of nodes, in whose place nothing stands.
+        self._asked: Any = None
+        if not reach.asks <= _TOLD:
+            self._asked = self._held_for(reach.asks, entries)
         self._classes: Sequence[type] = ()
         self._attributes: Sequence[dict[str, Any]] = ()
         if not TENSORS.issuperset(map(type, entries)):
@@ -151,6 +158,18 @@ class SavedInputs:
             # The call around has to count them. There they may be no leaves.
             for t in self.originals:
                 hooks[0](t)
+
+    def _held_for(
+        self, asks: frozenset[str], entries: Sequence[Tensor]
+    ) -> Mapping[int, Any]:
+        """Return what is held for what code asks of computed inputs: their edges.
+
+        Or all inputs themselves, if only these can tell.
+        """
+        is_told = asks <= _TOLD | EDGES | {"repr"}
+        if not (is_told and _PLAIN.issuperset(map(type, entries))):
+            return dict(enumerate(entries))
+        return {i: Edge(t) for i, t in compress(enumerate(entries), self._had_node)}
 
     def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
         """Return what is saved of each input, and which are saved themselves."""
@@ -349,7 +368,7 @@ class SavedInputs:
             elif i in self.may_be_written:
                 tensors.append(value.clone())
             else:
-                tensors.append(self._stand_in(i, value, need))
+                tensors.append(self._stand_in(i, value, need=need))
         for group in self._overlaps:
             together(group, tensors, self._first_there(group, tensors))
         return tensors + parameters if are_ours else tensors
@@ -369,6 +388,9 @@ class SavedInputs:
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
         t = self._refs[i]()
+        if t is None and self._asked and type(value) is not Absent:
+            edge = self._asked.get(i)
+            return edge and edge.of(self._stand_in(i, value, need=False))
         # It may have lost its node since, or got one.
         if t is None or t.is_leaf == self._had_node[i]:
             return None
@@ -397,7 +419,7 @@ class SavedInputs:
         """Say whether a tensor is an input, and not what stands in for it."""
         return i < self._first and self._refs[i]() is tensor
 
-    def _stand_in(self, i: int, value: Any, need: bool) -> Tensor:
+    def _stand_in(self, i: int, value: Any, *, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""
         t: Tensor = value.unpacked() if type(value) is PackedOutside else value
         is_entry = i < self._first

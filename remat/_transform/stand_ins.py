@@ -38,6 +38,40 @@ class Computed(torch.autograd.Function):
         return grads[0]
 
 
+class _Saving(torch.autograd.Function):
+    """Saves a tensor."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, t: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.save_for_backward(t)
+        return t.data
+
+
+class Edge:
+    """The place of a computed tensor in its graph, without the tensor.
+
+    Held itself it would be in a cycle through the graph once a result of the call is
+    written to it.
+    """
+
+    __slots__ = "_box", "_node"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._box: list[Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, list.pop)
+        with torch.enable_grad(), hooks:
+            self._node: Any = _Saving.apply(tensor).grad_fn
+
+    def _pack(self, _: Tensor) -> list[Tensor]:
+        return self._box
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return a tensor of a value in this place."""
+        self._box.append(value)
+        return self._node.saved_tensors[0]
+
+
 def without_graph(tensor: Tensor) -> Tensor:
     """Return a tensor with the memory of another, without its graph.
 

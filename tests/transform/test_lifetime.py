@@ -250,6 +250,39 @@ def test_an_input_lives_as_long_as_the_output_that_needs_it():
     assert watch.alive == 0
 
 
+ASKS = {
+    "whether it is a leaf": lambda x: x.is_leaf,
+    "the name of its node": lambda x: x.grad_fn.name() != "MulBackward0",
+    "its text": lambda x: "MulBackward0" not in repr(x),
+    "its place among outputs": lambda x: x.output_nr,
+}
+
+
+@pytest.mark.parametrize("question", ASKS)
+def test_an_input_of_which_something_is_asked_is_freed_if_a_result_is_added_to_it(
+    question,
+):
+    asks = ASKS[question]
+
+    def fn(x):
+        return x if asks(x) else (x * 2.0).sin().exp()
+
+    def run(wrap):
+        watch, a = Watch(), torch.linspace(0, 1, 4).requires_grad_()
+        with count_ops() as ops:
+            y = wrap(fn)(a * 1.5)  # which is gone by the backward
+            y.sum().backward()
+            x = watch(a * 1.5)
+            x += watch(wrap(fn)(x))  # nobody differentiates it
+        del x, y
+        assert watch.alive == 0
+        return a.grad, ops["sin"]
+
+    (expected, sines), (found, more) = run(lambda f: f), run(remat)
+    assert torch.equal(found, expected)
+    assert more == sines + 1
+
+
 def test_a_discarded_output_frees_its_call_although_others_live():
     watch = Watch()
     x = torch.linspace(0, 1, 4).requires_grad_()
