@@ -23,7 +23,7 @@ from remat._torch import OpOverload, default_generators
 class Guard(Observer):
     """Raises the error of `drew_in` on an operation that moves a global stream."""
 
-    unseen = frozenset[Any]()
+    unseen = frozenset()
 
     def __init__(self, message: str) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ _Ran = tuple[Any, list[Any]]  # an operation, its arguments and then its results
 class _Outside(Observer):
     """Sees what the user's modes run, while the function runs an operation."""
 
-    unseen = frozenset[Any]()
+    unseen = frozenset()
     calls: list[_Ran] | None = None
 
     @override
@@ -51,7 +51,7 @@ class _Outside(Observer):
 class _Inside(Observer):
     """Sees what the function runs, and whether modes gave it something else."""
 
-    unseen = frozenset[Any]()
+    unseen = frozenset()
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,8 +74,8 @@ class Calls:
         self.current = ModuleCall(OUTSIDE, None)
         self.ended: list[ModuleCall] = []  # since who asks has cleared it
         self._stack = [self.current]
-        self._turns = Counter[str]()  # calls of outermost modules
-        self._counts = Counter[str]()  # calls within the outermost that runs
+        self._turns: Counter[str] = Counter()  # calls of outermost modules
+        self._counts: Counter[str] = Counter()  # calls within the outermost that runs
         self._root, self._turn = "", 0
         self._names = ModulePaths(None)
         self._copies: dict[int, str] = {}  # the paths of modules that stand for others

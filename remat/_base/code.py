@@ -45,7 +45,9 @@ MARKS = frozenset(
     }
 )
 # Of these, what the edge of a tensor tells. `is_leaf` whether it has one.
-EDGES = frozenset({"grad_fn", "output_nr", "get_gradient_edge", "gradient_edge"})
+EDGES = frozenset(
+    {"grad_fn", "output_nr", "get_gradient_edge", "gradient_edge", "repr"}
+)
 _ASKING = IDENTITY | {"repr"}
 
 

@@ -60,7 +60,7 @@ class ModulePaths:
     def all(self) -> Sequence[Where]:
         """Return where calls of each module are, from the outermost in."""
         if self._all is None:
-            found = dict[str, Where]()
+            found: dict[str, Where] = {}
             for ref, path in self._paths.values():
                 module, around = ref(), found.get(path.rpartition(".")[0], ("", ()))[1]
                 own = () if module is None else (*class_names(type(module)),)

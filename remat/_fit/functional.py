@@ -100,14 +100,15 @@ class FunctionalWalker(UnitWalker):
         """
         calls = outermost(call for call in record.calls if call.name in names)
         unit_of = _units_of(record, calls)
-        users, last = dict[int, set[int | None]](), dict[int, int]()
+        users: dict[int, set[int | None]] = {}
+        last: dict[int, int] = {}
         for i, op in enumerate(record.operations):
             for n in (*op.reads, *op.makes, *op.writes):
                 users.setdefault(n, set()).add(unit_of.get(i))
                 last[n] = i + 1
         end, dies = len(record.operations), [*record.dies]
         whole = {k for k, call in enumerate(calls) if call.name in around}
-        held = set[int]()
+        held: set[int] = set()
         for n, born in enumerate(record.born):
             if born < 0 or dies[n] > end:  # it is passed, or a result
                 continue

@@ -372,7 +372,8 @@ class StepRecorder(Meter):
     def record(self, alone: "StepRecorder") -> StepRecord:
         """Return the record, with the lifetimes of a run that saves nothing."""
         end, count = len(self.operations) + 1, len(self.sizes)
-        born, same = [-1] * count, dict[int, int]()
+        born = [-1] * count
+        same: dict[int, int] = {}
         for i, op in enumerate(self.operations):
             for n in op.makes:
                 born[n] = i

@@ -39,7 +39,7 @@ def with_twins(
     they are the time that its graph holds the result longer than others do.
     """
     sizes, lives = [*record.sizes], _Lives(record)
-    operations, twins = [*record.operations], set[int]()
+    operations, twins = [*record.operations], set()
     for n in range(len(record.sizes)):
         call = next((c for c in calls if record.born[n] in c.operations), None)
         if call is None or not _needs_twin(record, n, call):
@@ -164,7 +164,8 @@ def _copied(
     record: StepRecord, nest: BlockCall, own: set[int], at: int
 ) -> tuple[_Lives, dict[int, int]]:
     """Return when storages live, with those that a call makes again at an operation."""
-    lives, copies = _Lives(record), dict[int, int]()
+    lives = _Lives(record)
+    copies: dict[int, int] = {}
     lives.make_room(at, len(nest.operations))
     readers: dict[int, set[int]] = {}
     for t, op in enumerate(record.operations):

@@ -121,7 +121,7 @@ class UnitWalker(Walker):
 
     @override
     def _recomputable(self) -> set[int]:
-        found, record = set[int](), self.record
+        found, record = set(), self.record
         used: dict[int, set[int | None]] = {}
         for i in record.forwards:
             op = record.operations[i]

@@ -43,7 +43,7 @@ class Walker:
     def __init__(self, record: StepRecord, span: tuple[int, int] | None = None) -> None:
         self.record, self.span = record, span or (0, record.turn)
         self._end, self._turn = len(record.operations), record.turn
-        self.always = set[int]()  # the storages that are saved in any case
+        self.always: set[int] = set()  # the storages that are saved in any case
         again = self._recomputable()
         before = [i for i in record.forwards if i < self.span[1] or record.copied]
         # The operations that make or write each storage that may be recomputed.
@@ -93,7 +93,8 @@ class Walker:
 
     def _choices(self, again: set[int]) -> dict[int, list[int]]:
         """Return what may be saved, by the operation whose results these are."""
-        record, choices = self.record, dict[int, list[int]]()
+        record = self.record
+        choices: dict[int, list[int]] = {}
         for n in sorted(again):
             if record.operations[record.born[n]].fate == ASKED and record.sizes[n]:
                 choices.setdefault(record.born[n], []).append(n)
@@ -170,7 +171,7 @@ class Walker:
         return self._last[1]
 
     def _closure_of(self, saved: set[int]) -> Again:
-        needed, runs = set[int](), set[int]()
+        needed, runs = set(), set()
         todo = [*self.targets]
         while todo:
             n = todo.pop()
@@ -208,7 +209,7 @@ class Walker:
 
     def more(self, choice: int, saved: set[int], walked: Walked) -> float:
         """Return the seconds of what also runs again if a choice is not saved."""
-        runs = set[int]()
+        runs: set[int] = set()
         todo = [n for n in self.choices[choice] if n in walked.needed]
         while todo:
             for i in self.makers[todo.pop()]:
@@ -233,7 +234,7 @@ class Walker:
         record, operations = self.record, self.record.operations
         fixed = self._with_saved(saved & needed, needed, runs)
         found = [b + op.inside for b, op in zip(fixed, operations, strict=True)]
-        recomputing, filled = Recomputing(self, saved, runs), set[int]()
+        recomputing, filled = Recomputing(self, saved, runs), set()
         for t in range(self._turn, self._end):
             recomputing.free_before(t)
             highest = self._fill(t, saved, recomputing, filled)

@@ -102,7 +102,7 @@ class Problem:
     @functools.cached_property
     def makers(self) -> dict[int, list[int]]:
         """The operations that make each value."""
-        found = defaultdict[int, list[int]](list)
+        found = defaultdict(list)
         for i, op in enumerate(self.operations):
             for v in dict.fromkeys(op.makes):
                 found[v].append(i)
@@ -124,7 +124,7 @@ def problem_of(
     if not prune:  # what no recompute reads is not saved by a plan
         live = plan(record, extra_roots=extra_roots).live
         saveable = {i for i in saveable if live.intersection(steps[i].makes)}
-    made = defaultdict[int, set[int]](set)
+    made = defaultdict(set)
     for s, makers in makers_of(record).items():
         for i in makers:
             made[i].add(s)
@@ -149,7 +149,7 @@ def problem_of(
 
     # A collective goes with what it overwrites.
     over = {i: j for j, each in overwrites(record).items() for i in each}
-    groups = defaultdict[int, list[int]](list)
+    groups = defaultdict(list)
     for i in range(len(steps)):
         groups[over.get(i, i)].append(i)
     operations = tuple(map(operation, groups.values()))
@@ -163,7 +163,7 @@ def problem_of(
 
 def _sizes(record: Record, saveable: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return the bytes of each value that some steps make."""
-    nbytes, of_wrapper = defaultdict[int, int](int), dict(record.inside)
+    nbytes, of_wrapper = defaultdict(int), dict(record.inside)
     for step in (record.steps[i] for i in saveable):
         for s, value in zip(step.makes, step.op.outputs, strict=True):
             v = of_wrapper.get(s, s)
@@ -207,7 +207,7 @@ def _followed(
     """Return what runs again, the operations that are saved, and their values."""
     operations, makers = problem.operations, problem.makers
     chosen = {*saved}.union(i for i, op in enumerate(operations) if op.must_save)
-    needed, used, runs = set[int](), set[int](), set[int]()
+    needed, used, runs = set(), set(), set()
 
     def need(todo: list[int]) -> None:
         while todo:

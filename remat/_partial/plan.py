@@ -284,7 +284,7 @@ class _WalkBack:
 
     def sources(self, steps: Iterable[int]) -> set[int]:
         """Return the storages that some steps depend on."""
-        todo, seen = [s for i in steps for s in self._steps[i].reads], set[int]()
+        todo, seen = [s for i in steps for s in self._steps[i].reads], set()
         while todo:
             s = todo.pop()
             if s not in seen:
@@ -318,7 +318,8 @@ def overwrites(record: Record) -> dict[int, frozenset[int]]:
 
     Nothing else has read such a result by then, and the collective writes nothing else.
     """
-    steps, makers, found = record.steps, makers_of(record), dict[int, frozenset[int]]()
+    steps, makers = record.steps, makers_of(record)
+    found: dict[int, frozenset[int]] = {}
     for j, step in enumerate(steps):
         if not step.is_collective or step.always_runs or step.draws:
             continue

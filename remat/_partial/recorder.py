@@ -289,7 +289,8 @@ def _with_updates(
     To those that nothing reads it does not write: a recompute drops them, and what
     writes to memory that is not its own could not be saved.
     """
-    read, found = {*exposed}, list[Step]()
+    read = {*exposed}
+    found: list[Step] = []
     for step, updated in zip(steps[::-1], updates[::-1], strict=True):
         if read.isdisjoint(updated):
             read.update({*step.reads}.difference(updated))

@@ -164,7 +164,8 @@ class RunnablePlan:
 
         Those are optional, or depend on no input and no draw.
         """
-        constant, found = set[int](), list[bool]()
+        constant: set[int] = set()
+        found: list[bool] = []
         for step in self.record.steps:
             is_constant = not step.draws and constant.issuperset(step.reads)
             optional = is_optional(step.op.func)

@@ -190,7 +190,7 @@ class SavingProgram:
         for at, limit in self.limits.items():
             rows.append([])
             least.append(-limit / unit)
-            seen = set[int]()
+            seen: set[int] = set()
             for i, column in self._saved.items():
                 for n in problem.choices[i]:
                     size = -self._prices.sizes[n] / unit

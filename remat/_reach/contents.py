@@ -357,24 +357,24 @@ class Contents:
     def places(self, layout: Layout) -> dict[int, Place]:
         """Return where each holder that is no owner is, by its identity."""
         if self._places is None:
-            self._places = places = dict[int, Place]()
+            self._places = {}
             for _, found, as_keys in layout.below:
                 held = self.keys if as_keys else self.kept
                 for p in found:
                     if type(held[p]) is Ref:  # else there is a number by now
-                        places.setdefault(held[p].id, (p, as_keys))
+                        self._places.setdefault(held[p].id, (p, as_keys))
         return self._places
 
     def spans_by_id(self, layout: Layout) -> dict[int, list[Span]]:
         """Return where what a value holds is, by its identity."""
         if self._spans is None:
-            self._spans = spans = dict[int, list[Span]]()
+            self._spans = {}
             for span, place in self.holders(layout):
                 key = self._key_of(layout, span, place)
                 if span.kind is ATTRIBUTES:
                     span = span._replace(kind=OWNED)  # read through the object itself
                 # What a value is made of comes first, and then its attributes.
-                here = spans.setdefault(key, [])
+                here = self._spans.setdefault(key, [])
                 here.insert(len(here) * span.kind.adds, span)
         return self._spans
 

@@ -169,10 +169,10 @@ class Lifted:
 
     def _exchange(self) -> None:
         to_write: dict[Any, HolderNow] = {}
-        new: Container[int] = self._stand_ins
+        new: Any = self._stand_ins
         while new:
             found = [held for here in self._holding for held in here(new)]
-            new = set[int]()
+            new = set()
             for held in found:
                 if not held.kind.frozen:
                     to_write.setdefault(_key_of(held), held)

@@ -291,7 +291,7 @@ class Running:
 @contextmanager
 def undone(roots: Sequence[Root]) -> Iterator[None]:
     """Have all holders hold, after the body, what they held before it."""
-    undo = list[Callable[[], None]]()
+    undo: list[Callable[[], None]] = []
     with suppress(MovedError):
         undo = [_putting_back(take(root.layout)) for root in roots]
     try:

@@ -116,7 +116,8 @@ def compare(
     call, blocks = (inner, label, args, kwargs), CalledBlocks()
     with one_by_one("compare", args):
         plainly = _examined(call, options, blocks)
-    rows, codes = [_row_of_blocks("plain", plainly)], list[str]()
+    rows = [_row_of_blocks("plain", plainly)]
+    codes: list[str] = []
     if blocks.names:
         plain = _examined(call, options, CalledBlocks(plain=True))
         written = _row_of_blocks("as written", plainly)
@@ -286,7 +287,7 @@ def _row_of_blocks(name: str, found: Examined) -> ComparedPolicy:
     costs = [*map(flops, found.record.steps)]
     again = sum(costs[i] for call in found.calls for i in call.again)
     kept = found.itself.union(*found.record.roots, *(c.inputs for c in found.calls))
-    away = kept & frozenset[int]().union(*(call.away for call in found.calls))
+    away = kept & frozenset().union(*(call.away for call in found.calls))
     saved = found.nbytes(kept - away)
     peak = saved + found.bytes_recomputed(kept, frozenset())
     share = again / sum(costs) if again else 0.0

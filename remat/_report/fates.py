@@ -76,7 +76,7 @@ def _dropped(
     """Return the leaves that a call under a plan does not keep."""
     if prune is not True:
         return frozenset()
-    needs = frozenset[int]() if is_saved else found.needs
+    needs = frozenset() if is_saved else found.needs
     may_drop = made.may_drop
     each = enumerate(found.leaves)
     may_go = (i for i, leaf in each if not leaf.kept)
@@ -142,8 +142,8 @@ class Fates:
         inputs = tuple(map(self._input, range(len(found.leaves))))
         ops = tuple(map(self._operation, range(len(self._fates)), found.times))
         # The one node of such a call holds its inputs and residuals, and nothing else.
-        held = frozenset[int]() if is_one_node else found.itself - self._counted
-        kept, roots = held | self._counted, frozenset[int]().union(*found.record.roots)
+        held = frozenset() if is_one_node else found.itself - self._counted
+        kept, roots = held | self._counted, frozenset().union(*found.record.roots)
         return Explanation(
             label=label,
             policy=self._options.policy,

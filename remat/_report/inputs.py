@@ -63,7 +63,7 @@ class StorageNote:
 class Ledger(Observer):
     """Notes each storage that a run meets, and how to undo what is written to it."""
 
-    unseen = frozenset[Any]()
+    unseen = frozenset()
 
     is_of_call = False
 

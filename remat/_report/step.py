@@ -338,7 +338,7 @@ def _holders(
         for change, i in alive.values()
     ]
     known += _before(inputs)
-    sizes, counts = Counter[Any](), Counter(key for key, _ in known)
+    sizes, counts = Counter(), Counter(key for key, _ in known)
     for key, nbytes in known:
         sizes[key] += nbytes
     held: dict[tuple[PeakHolder, str], list[HeldValues]] = defaultdict(list)

@@ -49,11 +49,12 @@ def operators_to_save(costs: Iterable[tuple[Any, int, int]]) -> list[Any]:
         >>> operators_to_save([(bmm, 8, 80), (mm, 8, 800), (mm, 8, 800)]) == [mm]
         True
     """
-    sizes, work = Counter[Any](), Counter[Any]()
+    sizes, work = Counter(), Counter()
     for operator, nbytes, flops in costs:
         sizes[operator] += nbytes
         work[operator] += flops
-    left, found = (1 - ENOUGH) * work.total(), list[Any]()
+    left = (1 - ENOUGH) * work.total()
+    found: list[Any] = []
     for operator in sorted(work, key=lambda each: -work[each] / max(1, sizes[each])):
         if left > 0:
             found.append(operator)

@@ -66,7 +66,8 @@ class Course:
     )
 
     def __post_init__(self) -> None:
-        turns, numbers = dict[str, int](), dict[tuple[str, int, str], int]()
+        turns: dict[str, int] = {}
+        numbers: dict[tuple[str, int, str], int] = {}
         for root, turn, path, number in (each.place for each in self.placed):
             turns[root] = max(turns.get(root, 0), turn + 1)
             key = root, turn, path
@@ -138,7 +139,8 @@ class Cursor:
 def _with_fewer(costs: dict[int, int], count: int) -> dict[int, int]:
     """Add the positions that are reached where operations are missing."""
     limit, last = min(costs.values()) + _APART, max(costs)
-    found, cost = dict[int, int](), _FAR
+    cost = _FAR
+    found: dict[int, int] = {}
     for p in range(min(costs), count + 1):
         cost = min(costs.get(p, _FAR), cost + 1)
         if cost <= limit:
@@ -166,7 +168,7 @@ class ByPlace(Policy):
         self._is_chosen = len(courses) < 2
         # Until a step was as planned, what is saved is decided one operation later.
         self.is_late = bool(courses) and _AS_PLANNED not in courses[0].told
-        self._visited = set[CallPlace]()
+        self._visited: set[CallPlace] = set()
         # The bytes that were planned and did not run, or run and were not planned.
         self._off = 0
         # Not planned bytes since something was saved, the most of these, and those of

@@ -298,7 +298,7 @@ class Recomputes:
         blocks = {each.part.block for each in made}
         self._is_short = any(b.policy is not None and b.policy.is_short for b in blocks)
         self._sends = any(b.away is not None for b in blocks)
-        self._uses = Counter[Any](each for each in made if self._is_held(each))
+        self._uses = Counter(each for each in made if self._is_held(each))
         self._given_away: set[Any] = set()
         # The operations whose reads are counted, and that have not run yet.
         self._due: set[BlockOperation] = set()
@@ -389,15 +389,15 @@ class Recomputes:
 
         What it writes to is copied, unless nobody else will read it.
         """
-        operands, bases = operation.operands, dict[int, Tensor]()
+        bases: dict[int, Tensor] = {}
         for k in operation.written:
-            of = operands[k].of
+            of = operation.operands[k].of
             if id(of) not in bases:
                 bases[id(of)] = self._to_write(of, operation)
-        for o in operands:
+        for o in operation.operands:
             if id(o.of) not in bases:
                 bases[id(o.of)] = self._base(o.of, operation)
-        return [o.tensor_in(bases[id(o.of)]) for o in operands]
+        return [o.tensor_in(bases[id(o.of)]) for o in operation.operands]
 
     def _base(self, of: GivenTensor | Made, reader: BlockOperation) -> Tensor:
         if of in self.values:

@@ -170,8 +170,10 @@ class Recording(Observer):
         self, results: Sequence[Tensor | None], read: set[int]
     ) -> tuple[list[tuple[int, Tensor]], list[Tensor], list[Tensor]]:
         """Sort results by their storages."""
-        new = list[tuple[int, Tensor]]()
-        others, parts, known = list[Tensor](), list[Tensor](), set[int]()
+        new: list[tuple[int, Tensor]] = []
+        others: list[Tensor] = []
+        parts: list[Tensor] = []
+        known: set[int] = set()
         for k, t in enumerate(results):
             if t is None or not has_layout(t):
                 continue

@@ -33,7 +33,7 @@ from remat._base.errors import CaptureError
 from remat._base.program import Program, Request
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
-from remat._graph.edges import NOT_LIFTED, Edge, edge_of, edges_behind
+from remat._graph.edges import NOT_LIFTED, edge_of, edges_behind
 from remat._offload.inputs import Offloading
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
@@ -389,7 +389,7 @@ class RefuseOuterLevels(TorchFunctionMode):
         edges = [*zip(inner, wrapped, itertools.count(), strict=False)]
         outside = {up for down, up, _ in edges if down in asked and down != up}
         for down, up, i in edges:
-            behind = edges_behind([up]) - {up} if down in reached else set[Edge]()
+            behind = edges_behind([up]) - {up} if down in reached else set()
             if not behind.isdisjoint(outside | asked):
                 raise CaptureError(_COMPUTED.format(name=f"`{self._name_of(i)}`"))
         if not reached.isdisjoint(outside):

@@ -107,7 +107,7 @@ def _can_be_copied(tensor: Tensor) -> bool:
 class _NoteChanges(Observer):
     """Notes the first operation that writes to each of some storages."""
 
-    unseen = frozenset[Any]()
+    unseen = frozenset()
 
     def __init__(self, index: dict[int, int], found: dict[int, str]) -> None:
         super().__init__()

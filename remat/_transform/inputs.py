@@ -1,9 +1,8 @@
 """What a call under base autograd saves of its inputs.
 
 Leaves that require grad, and parameters, are saved themselves, others without their
-graphs. Where code asks for the node of a tensor, that is held, too, and where it asks
-what only the tensor tells, as its version, the tensor. A recompute runs on the user's own tensors where
-these are still there, hold what they held, and the forward moved no leaf to other
+graphs, but for what code asks of these. A recompute runs on the user's own tensors
+where these are still there, hold what they held, and the forward moved no leaf to other
 memory; else on stand-ins. Stand-ins take the place of leaves if the forward changed
 gradients, or if one no longer requires grad as at the call.
 
@@ -25,14 +24,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from ctypes import string_at
-from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from remat._base.absent import Absent
-from remat._base.code import EDGES, IDENTITY
 from remat._base.tensors import changed_since, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside, packed_outside
@@ -59,8 +56,8 @@ from remat._transform.leaves import (
     with_bytes,
 )
 from remat._transform.stand_ins import (
-    Edge,
     Ranges,
+    held_for,
     in_place_of_dead,
     overlapping,
     stand_in,
@@ -71,8 +68,6 @@ from remat._transform.stand_ins import (
 
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
-# What stand-ins tell as the inputs did.
-_TOLD, _PLAIN = IDENTITY | {"is_leaf"}, frozenset({Tensor})
 # How many elements an input has at most that is copied; a module's buffer, a vector.
 SMALL = 2**14
 _STATISTICS = 2**20
@@ -125,9 +120,8 @@ class SavedInputs:
         # Which of those before the parameters had been computed, by a node.
         self._had_node = [*map(operator.not_, map(_is_leaf, entries))]
         # For what is asked of nodes, in whose place nothing stands.
-        self._asked: Any = None
-        if not reach.asks <= _TOLD:
-            self._asked = self._held_for(reach.asks, entries)
+        asks = reach.asks
+        self._asked = held_for(asks, entries, self._had_node) if asks else None
         self._classes: Sequence[type] = ()
         self._attributes: Sequence[dict[str, Any]] = ()
         if not TENSORS.issuperset(map(type, entries)):
@@ -158,18 +152,6 @@ class SavedInputs:
             # The call around has to count them. There they may be no leaves.
             for t in self.originals:
                 hooks[0](t)
-
-    def _held_for(
-        self, asks: frozenset[str], entries: Sequence[Tensor]
-    ) -> Mapping[int, Any]:
-        """Return what is held for what code asks of computed inputs: their edges.
-
-        Or all inputs themselves, if only these can tell.
-        """
-        is_told = asks <= _TOLD | EDGES | {"repr"}
-        if not (is_told and _PLAIN.issuperset(map(type, entries))):
-            return dict(enumerate(entries))
-        return {i: Edge(t) for i, t in compress(enumerate(entries), self._had_node)}
 
     def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
         """Return what is saved of each input, and which are saved themselves."""
@@ -277,7 +259,8 @@ class SavedInputs:
         self, inputs: Sequence[Tensor], now: Sequence[int | None]
     ) -> None:
         """Copy those of which the bytes are known and that hold others by now."""
-        befores, written = self._memory, list[tuple[int, int, int]]()
+        befores = self._memory
+        written: list[tuple[int, int, int]] = []
         self._memory = {}
         left_alone: list[int] = []
         addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)

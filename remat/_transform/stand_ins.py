@@ -13,12 +13,14 @@ One copy of a whole storage: a part of it may be all that is passed.
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from remat._base.code import EDGES, IDENTITY
 from remat._partial.values import storage_of
 from remat._torch import is_of_torch_func, unseen
 from remat._transform.leaves import in_class
@@ -48,7 +50,7 @@ class _Saving(torch.autograd.Function):
         return t.data
 
 
-class Edge:
+class InGraph:
     """The place of a computed tensor in its graph, without the tensor.
 
     Held itself it would be in a cycle through the graph once a result of the call is
@@ -70,6 +72,21 @@ class Edge:
         """Return a tensor of a value in this place."""
         self._box.append(value)
         return self._node.saved_tensors[0]
+
+
+def held_for(
+    asks: frozenset[str], inputs: Sequence[Tensor], are_computed: Sequence[bool]
+) -> Mapping[int, Any] | None:
+    """Return what is held for what code asks: edges, or inputs if only these tell."""
+    if asks <= _TOLD:
+        return None
+    if asks <= _TOLD | EDGES and _PLAIN.issuperset(map(type, inputs)):
+        return {i: InGraph(t) for i, t in compress(enumerate(inputs), are_computed)}
+    return dict(enumerate(inputs))
+
+
+# What stand-ins tell as the inputs did.
+_TOLD, _PLAIN = IDENTITY | {"is_leaf"}, frozenset({Tensor})
 
 
 def without_graph(tensor: Tensor) -> Tensor:

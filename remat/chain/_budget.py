@@ -364,7 +364,8 @@ class Rehearsal:
 
         The first may hold tensors that were passed, and need no gradients yet.
         """
-        lives, taken = [self.call.first(self.inputs)], list[int]()
+        lives = [self.call.first(self.inputs)]
+        taken: list[int] = []
         assert self.call.steps.length is not None
         most = min(self.call.steps.length, len(lives[0].tensors) + 2)
         while len(taken) < most:

@@ -407,13 +407,15 @@ class Columns:
         self._count += 1
 
     def _column(self, first: Tensor) -> Any:
-        if not can_be_written(first):
-            return list[Tensor]()
-        return first.new_empty((self._length, *first.shape))
+        if can_be_written(first):
+            return first.new_empty((self._length, *first.shape))
+        rows: list[Tensor] = []
+        return rows
 
     def stacked(self) -> Live:
         """Return what was collected, stacked, and forget it."""
-        columns, self._columns = self._columns, list[Any]()
+        columns: list[Any] = self._columns
+        self._columns = []
         turn = -1 if self._steps.is_reversed else 1
         stacked = [
             torch.stack(c[::turn]) if isinstance(c, list) else c for c in columns

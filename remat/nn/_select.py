@@ -50,14 +50,14 @@ def chosen(model: nn.Module, select: Any, policy: Any) -> Picked:
         if policy is not None:
             raise ValueError(_TWO_POLICIES)
         policies = [_checked(value, key) for key, value in select.items()]
-    counts = Counter[int]()
-    found = list[tuple[str, nn.Module, Any]]()
+    counts: Counter[int] = Counter()
+    picked: Picked = []
     for name, module, k in selected(model, selectors):
         every, policy = policies[k]
         if every and counts[k] % every == 0:
-            found.append((name, module, policy))
+            picked.append((name, module, policy))
         counts[k] += 1
-    return found
+    return picked
 
 
 def _each(items: Iterable[Any], every: int) -> list[Any]:

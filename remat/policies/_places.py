@@ -296,7 +296,8 @@ def unmatched(
 
     That may be another path of those of all modules.
     """
-    keys, names, places = {*policy.keys}, dict[str, None](), dict.fromkeys(paths)
+    keys, places = {*policy.keys}, dict.fromkeys(paths)
+    names: dict[str, None] = {}
     for op in ops if keys else ():
         keys = {(part, key) for part, key in keys if not part.matches(key, op)}
         names |= dict.fromkeys(sorted(op.names))

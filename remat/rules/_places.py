@@ -221,7 +221,8 @@ def place_of(kind: Any, name: str) -> tuple[Any, bool]:
 
     To be called within a rematerialized call. `kind` makes the place.
     """
-    noting, is_in_function = list[Any](), False
+    is_in_function = False
+    noting: list[Any] = []
     for region in reversed(here().regions):
         places, is_again, index, is_function = region
         if is_again:
@@ -261,15 +262,17 @@ class Lowered:
     def __init__(self, tree: Any, args: Sequence[Tensor]) -> None:
         tensors, self._frame = tensors_and_frame(tree)
         below = lowered(tensors, args)
-        self.tensors, self._dims = None, list[Any]()
+        self.tensors: list[Tensor] | None = None
+        self._dims: Sequence[Any] = ()
         if below is not None:
             self.tensors = [t.detach() for t in below[0]]
             self._dims = below[1]
 
     def take(self) -> list[Tensor]:
         """Return the tensors, which do not stay here."""
-        tensors, self.tensors = self.tensors, list[Tensor]()
+        tensors = self.tensors
         assert tensors is not None
+        self.tensors = []
         return tensors
 
     def raised(self, args: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:

@@ -192,7 +192,7 @@ class Ruled(Program):
         if True in map(requires_grad, outs):
             raise CaptureError(_REACHED.format(label=self._rule.label))
         res, self._res = self._res, None
-        kept = list[Tensor]()
+        kept: list[Tensor] = []
         if res is not None and res.tensors is not None:
             self._res, kept = res, res.take()
         return [*(o if o is None else o.detach() for o in outs), *kept], Evaluation(
@@ -272,7 +272,8 @@ class Ruled(Program):
             given = given or f"a {type(found).__name__}"
             names = {"label": rule.label, "given": given, "count": len(numbers)}
             raise TypeError(_NUMBER.format(**names))
-        cotangents, flat = dict(zip(numbers, found, strict=True)), list[Any]()
+        cotangents = dict(zip(numbers, found, strict=True))
+        flat: list[Any] = []
         for k, arg in enumerate(args):
             flat += _matched(rule, k, arg, cotangents.get(k))
         return flat
@@ -288,7 +289,7 @@ def _matched(rule: Any, index: int, arg: Any, ct: Any) -> list[Any]:
             error=error, label=rule.label, name=rule.name_of(index)
         )
         raise TypeError(text) from None
-    flat = list[Any]()
+    flat: list[Any] = []
     for k, (leaf, g) in enumerate(zip(leaves, each, strict=True)):
         if not isinstance(leaf, Tensor):
             continue
