@@ -92,6 +92,7 @@ class InputsAway:
         self._move = in_file if to_disk else in_host_memory
         self._to_disk = to_disk
         self._aways: list[_Away] = []
+        self._numbers: dict[_Away, int] = {}
         self._users: list[
             tuple[Any, int | None, Any]
         ] = []  # by whom they are held or not
@@ -124,12 +125,12 @@ class InputsAway:
                 return None
             found = _Away(tensor.detach(), self._move)
             _note(key, found, inner)
-        if found in self._aways:
-            return self._aways.index(found)
-        self._aways.append(found)
-        storage = weakref.ref(inner.untyped_storage())
-        self._users.append((weakref.ref(tensor), version_of(tensor), storage))
-        return len(self._aways) - 1
+        number = self._numbers.setdefault(found, len(self._aways))
+        if number == len(self._aways):
+            self._aways.append(found)
+            storage = weakref.ref(inner.untyped_storage())
+            self._users.append((weakref.ref(tensor), version_of(tensor), storage))
+        return number
 
     def _key(self, tensor: Tensor, inner: Tensor) -> Any:
         """Return what tells a copy: another call may have made it already."""

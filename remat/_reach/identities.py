@@ -32,21 +32,25 @@ def refuse_of_tensors(held: Iterable[Any], ids: Container[int]) -> None:
         raise CaptureError(_TENSOR)
 
 
-class RefuseMarks(TorchFunctionMode):
-    """A mode that refuses to tell marks of a stand-in that differ from the user's."""
+class Check(TorchFunctionMode):
+    """A mode of remat's own around what a forward calls."""
 
     is_remats_check = True
+
+    def around(self, body: Callable[[], Any]) -> Any:
+        """Call something under it."""
+        with self:
+            return body()
+
+
+class RefuseMarks(Check):
+    """A mode that refuses to tell marks of a stand-in that differ from the user's."""
 
     def __init__(
         self, users: Mapping[int, Tensor], name_of: Callable[[Tensor], str | None]
     ) -> None:
         super().__init__()
         self._users, self._name_of = users, name_of
-
-    def around(self, body: Callable[[], Any]) -> Any:
-        """Call something under it."""
-        with self:
-            return body()
 
     @override
     def __torch_function__(

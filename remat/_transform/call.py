@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -47,6 +46,7 @@ from remat._partial.options import DEFAULT, Options
 from remat._partial.planned_call import SavedInNode
 from remat._reach.attributes import Lent
 from remat._reach.copies import without_copies
+from remat._reach.identities import Check
 from remat._reach.lifted import LiftedForward
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden, Own
@@ -344,10 +344,8 @@ def users_fn(fn: Fn, label: str, options: Options, policy: Policy | None) -> Fn:
 _GRAD, _REQUIRE_GRAD = torch.autograd.grad, Tensor.requires_grad_
 
 
-class RefuseOuterLevels(TorchFunctionMode):
+class RefuseOuterLevels(Check):
     """A mode that refuses tensors and graphs of levels that a function is run below."""
-
-    is_remats_check = True
 
     def __init__(
         self,
@@ -357,11 +355,6 @@ class RefuseOuterLevels(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._wrapped, self._inner, self._name_of = wrapped, inner, name_of
-
-    def around(self, body: Callable[[], Any]) -> Any:
-        """Call something under it."""
-        with self:
-            return body()
 
     @override
     def __torch_function__(
