@@ -297,7 +297,8 @@ class Contents:
 
     def tensors_in(self, taken: Taken) -> list[Tensor]:
         """Return the tensors, of what is held now."""
-        found = [*map(taken.values.__getitem__, self._as_values)]
+        values = taken.values
+        found = [values[p] for p in self._as_values]
         if self._as_keys:
             found += map(taken.keys.__getitem__, self._as_keys)
         return found
@@ -311,6 +312,8 @@ class Contents:
         """Return those of the tensors that are parameters."""
         if not self.others:
             return tensors
+        if not self.refs:
+            return ()
         others = {*self.others}
         return [t for i, t in enumerate(tensors) if i not in others]
 

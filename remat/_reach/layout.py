@@ -16,6 +16,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import call
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -53,6 +54,7 @@ OwnersHolders = tuple[
 ]
 # Holders that are no owners: how they are read, where they are, and whether as keys.
 HoldersBelow = tuple[HolderKind, list[int], bool]
+_FEW = 4  # dicts, which are read sooner one by one
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -233,14 +235,17 @@ class Taken(Holdings):
         # Read here at once, as most calls reach few of each kind.
         values, keys, lengths = self.values, self.keys, self.lengths
         tables, cells, scopes, functions, classes, others = holders
-        for table in tables:
-            length = len(table)
-            lengths.append(length)
-            if length:  # most are empty
-                values += table.values()
-                keys += table
-        if len(keys) != len(values) or len(keys) != sum(lengths):
-            raise MovedError
+        if len(tables) > _FEW:
+            ATTRIBUTES.read(tables, self)
+        else:
+            for table in tables:
+                length = len(table)
+                lengths.append(length)
+                if length:  # most are empty
+                    values += table.values()
+                    keys += table
+            if len(keys) != len(values) or len(keys) != sum(lengths):
+                raise MovedError
         if cells:
             values += CELLS.values(cells)
         for scope, names in scopes:
@@ -296,7 +301,7 @@ def groups_of(holders: OwnersHolders) -> list[Group]:
 def take(layout: Layout) -> Taken:
     """Return what the holders of a layout hold now, where they were found, or raise."""
     try:
-        owners = [ref() for ref in layout.owners]
+        owners = [*map(call, layout.owners)]
         taken = Taken(owners, layout.holders(owners))
         if RemovableHandle.next_id != layout.hooks_known:
             layout.check_hooks(owners)

@@ -8,6 +8,8 @@ Rejected: an entry for each tensor. A model has thousands of parameters.
 """
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter, not_
 
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from remat._reach.roots import Root
 
 
 _PARAMETERS = frozenset({nn.Parameter})
+_requires_grad = attrgetter("requires_grad")
 
 
 def number_all(
@@ -37,9 +40,13 @@ def number_all(
         if parameters and len(contents.others) < len(tensors):
             tensors = [*map(tensors.__getitem__, contents.others)]
         root.entries, is_module = given.numbers_of(tensors), root.layout.is_module
-        for i, t in zip(root.entries, tensors, strict=True):
-            if not t.requires_grad and (is_module or i >= passed):
-                buffers[i] = buffers.get(i, False) or is_module
+        frozen = compress(root.entries, map(not_, map(_requires_grad, tensors)))
+        if is_module or type(root.entries) is range:  # then none was passed
+            buffers.update(dict.fromkeys(frozen, is_module))
+        else:
+            for i in frozen:
+                if i >= passed:
+                    buffers.setdefault(i, False)
     if parameters:
         first = len(given.tensors)
         for root in roots:

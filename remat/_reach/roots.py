@@ -10,7 +10,6 @@ Rejected: to compare along the paths again. A path may lead elsewhere by then.
 """
 
 import contextlib
-import operator
 import types
 import weakref
 from collections.abc import Container, Iterable, Sequence
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
+from remat._base.interpreter import identities
 from remat._reach.buffers import HELD, UNNAMED, HeldBuffer, is_buffer
 from remat._reach.compared import Iterated, Large
 from remat._reach.container_kinds import container_kind
@@ -88,6 +88,17 @@ class Root:
             numbers.insert(i, number)
         return numbers
 
+    def _among(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return its tensors, of those of the call."""
+        numbers: Sequence[int] = self.entries
+        if self.first is not None:
+            count, are_all = len(self.contents.refs), not self.contents.others
+            last = self.first + count
+            numbers = range(self.first, last) if are_all else self.numbers
+        if type(numbers) is range:
+            return tensors[numbers.start : numbers.stop]
+        return [tensors[number] for number in numbers]
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """What is the same in each call of the same code, before the forward."""
@@ -150,9 +161,9 @@ class Root:
         if contents.are_in(taken):
             if not contents.has_tensors:
                 return taken, []
-            ours = [*map(tensors.__getitem__, self.numbers)]
+            ours = self._among(tensors)
             there = contents.tensors_in(taken)
-            if all(map(operator.is_, there, ours)):
+            if identities(there) == identities(ours):
                 return taken, []
             return taken, [*zip(there, ours, strict=True)]
         found = contents.tensors_instead(taken)
@@ -180,7 +191,7 @@ class Root:
         if places is None or not all(contents.is_number(p, taken) for p in places):
             return None
         there = contents.tensors_in(taken)
-        if not all(tensors[n] is t for n, t in zip(self.numbers, there, strict=True)):
+        if identities(there) != identities(self._among(tensors)):
             return None
         others, groups = {*places}, taken.groups()
         found: list[Differing] = []
@@ -206,7 +217,7 @@ class Root:
             self.contents,
             self.effects,
             self._namespaces,
-            [*map(tensors.__getitem__, self.numbers)],
+            self._among(tensors),
             {place: it.again() for place, it in self._iterators.items()}
             | {place: large.value for place, large in self.large.items()},
             made,

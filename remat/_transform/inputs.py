@@ -23,7 +23,7 @@ import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from ctypes import string_at
+from itertools import compress
 from typing import Any
 
 import torch
@@ -48,7 +48,9 @@ from remat._transform.leaves import (
     ONLY_MARKS,
     LeafChanges,
     Memory,
+    addresses_now,
     addresses_of,
+    bytes_at,
     has_same_bytes,
     holding,
     holding_rows,
@@ -71,8 +73,14 @@ _is_leaf = operator.attrgetter("is_leaf")
 # How many elements an input has at most that is copied; a module's buffer, a vector.
 SMALL = 2**14
 _STATISTICS = 2**20
+_FEW = 4  # inputs, which are looked at sooner one by one
 # What was let go of, and what the user's hooks may give back as another tensor.
 _NOT_OURS = Absent, PackedOutside
+
+
+def _is_of_statistics(t: Tensor, is_of_module: bool | None) -> bool:
+    """Say whether a large buffer may hold running statistics."""
+    return bool(is_of_module) and t.dim() == 1 and t.numel() <= _STATISTICS
 
 
 class SavedInputs:
@@ -156,17 +164,18 @@ class SavedInputs:
     def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
         """Return what is saved of each input, and which are saved themselves."""
         copied = self.may_be_written.difference(self._memory)
+        needs, packed = self.needs, self._packed
         values: list[Any] = []
         themselves: list[int] = []
         for i, t in enumerate(entries):
-            if (t.requires_grad and t.is_leaf) or type(t) is nn.Parameter:
+            if (needs[i] and t.is_leaf) or type(t) is nn.Parameter:
                 themselves.append(i)
                 values.append(t)
             elif i in copied:
                 values.append(self._copy(i, t))
             else:
                 try:
-                    value = self._value_of(i, t)
+                    value = self._value_of(i, t) if packed else without_graph(t)
                 except RuntimeError:
                     value = in_place_of_dead(t)
                 values.append(value)
@@ -181,16 +190,15 @@ class SavedInputs:
         buffers of a module if they are large.
         """
         found: list[int] = []
-        has_modes = dispatch_mode_count() > 0
+        needs, has_modes, strided = self.needs, dispatch_mode_count() > 0, torch.strided
         for i, t in enumerate(entries):
             try:
                 if (
-                    not self.needs[i]
+                    not needs[i]
                     and (i in buffers or t.dim() == 1)
                     and (type(t) is Tensor or hasattr(t, "fake_mode"))
-                    and t.layout is torch.strided
-                    and t.numel()
-                    <= (_STATISTICS if t.dim() == 1 and buffers.get(i) else SMALL)
+                    and t.layout is strided
+                    and (t.numel() <= SMALL or _is_of_statistics(t, buffers.get(i)))
                     # FSDP frees the memory of what it gathers.
                     and t.untyped_storage().nbytes() >= t.nbytes
                     and not (has_modes and has_no_memory(t))
@@ -201,8 +209,7 @@ class SavedInputs:
         self.may_be_written = frozenset(found)
         if found and self._hooks is None:
             each = memories_of([*map(entries.__getitem__, found)])
-            known = zip(found, each, strict=True)
-            self._memory = {i: memory for i, memory in known if memory is not None}
+            self._memory = dict(compress(zip(found, each, strict=True), each))
 
     def _copy(self, i: int, t: Tensor) -> Any:
         """Return a copy of an input; its value if torch copies no such tensor."""
@@ -259,19 +266,25 @@ class SavedInputs:
         self, inputs: Sequence[Tensor], now: Sequence[int | None]
     ) -> None:
         """Copy those of which the bytes are known and that hold others by now."""
-        befores = self._memory
+        befores, self._memory = self._memory, {}
+        there = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
+        addresses, held = zip(*befores.values(), strict=True)
         written: list[tuple[int, int, int]] = []
-        self._memory = {}
-        left_alone: list[int] = []
-        addresses = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
-        for (i, (address, held)), where in zip(befores.items(), addresses, strict=True):
-            is_same = where == address and string_at(address, len(held)) == held
-            if is_same and now[i] == self.versions[i]:
-                left_alone.append(i)
-            else:
-                self.values[i] = with_bytes(self.values[i], held)
-                written.append((address, address + len(held), i))
-        self.may_be_written = self.may_be_written.difference(left_alone)
+        if there == [*addresses] and now == self.versions:  # at the speed of C
+            same = [*map(operator.eq, map(bytes_at, addresses, map(len, held)), held)]
+        else:
+            same = [
+                a == b and bytes_at(a, len(then)) == then and now[i] == self.versions[i]
+                for i, a, b, then in zip(befores, addresses, there, held, strict=True)
+            ]
+        self.may_be_written = self.may_be_written.difference(compress(befores, same))
+        if all(same):
+            return
+        for i, address, then in compress(
+            zip(befores, addresses, held, strict=True), map(operator.not_, same)
+        ):
+            self.values[i] = with_bytes(self.values[i], then)
+            written.append((address, address + len(then), i))
         if len(written) > 1:
             self._overlaps = overlapping(written)
 
@@ -299,7 +312,8 @@ class SavedInputs:
     def changed(self) -> list[int]:
         """Return the inputs that were changed in place since."""
         values, then, first = self.values, self.versions, self._first
-        if self._are_originals and not self.renorms and versions_of(values) == then:
+        are_ours = self._are_originals or self._are_plain()
+        if are_ours and not self.renorms and versions_of(values) == then:
             return []
         if self.renorms:
             then = then.copy()
@@ -309,6 +323,11 @@ class SavedInputs:
         if versions_of(values[first:]) == then[first:]:
             values = values[:first]
         return changed_since(values, then, _NOT_OURS, self.may_be_written)
+
+    def _are_plain(self) -> bool:
+        """Say whether of each input there is itself or its value, and no copy."""
+        first = self.values[: self._first]
+        return not self.may_be_written and TENSORS.issuperset(map(type, first))
 
     def stored(self) -> list[tuple[int, Tensor]]:
         """Return the tensors that are held here, and of which input each one is."""
@@ -338,6 +357,10 @@ class SavedInputs:
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
+        if on_others and are_ours and len(self._refs) > _FEW:
+            themselves = self._themselves()
+            if themselves is not None:
+                return themselves + parameters
         tensors: list[Tensor] = []
         originals_at = {*self.originals_at} if on_originals else ()
         for i, value in enumerate(values[:first] if are_ours else values):
@@ -367,6 +390,20 @@ class SavedInputs:
     def _first_there(self, group: Ranges, tensors: Sequence[Tensor]) -> int | None:
         """Return which of a group is first of those that are the user's own, if any."""
         return next((i for i in group if tensors[i] is self._refs[i]()), None)
+
+    def _themselves(self) -> list[Tensor] | None:
+        """Return the inputs, at the speed of C, if all are as at the call."""
+        there: list[Any] = [*map(operator.call, self._refs)]
+        if not (self._are_plain() and TENSORS.issuperset(map(type, there))):
+            return None
+        if [*map(operator.not_, map(_is_leaf, there))] != self._had_node:
+            return None
+        if [*map(_requires_grad, there)] != self.needs[: self._first]:
+            return None
+        addresses = addresses_now(there)
+        values = self.values[: self._first]
+        is_same = addresses is not None and addresses == addresses_now(values)
+        return there if is_same else None
 
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
