@@ -24,7 +24,6 @@ Under torch.func: one Function, whose backward is again a program.
                         forward, the node, and the vjp: read it from top to bottom
     levels, below       a program under vmap and under jvp, as programs
     checks              what a call must not do, and a recompute must do
-    keeper              what keeps a graph that should be gone
     forward_inputs      what a forward runs on, and what it changes of that
     state               what recomputes restore; buffers, which are updated once
     changes             what changes an input in place, for an error

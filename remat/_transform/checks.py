@@ -37,19 +37,20 @@ from remat._base.parts import parts
 from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.tensors import version_of, versions_of
 from remat._base.types import TENSORS
-from remat._graph.edges import reached_inputs
+from remat._graph.edges import Edge, edge_of, leads_to, reached_inputs
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden
 from remat._torch import (
     base_tensor,
     call_kernel,
     current_layer,
+    forget_saved_by_traced,
     has_no_memory,
     is_graph_held,
+    no_torch_functions,
     storage_id,
 )
 from remat._transform.changes import changes_of
-from remat._transform.keeper import keeper_of, let_go_of_computed
 from remat._transform.leaves import addresses_of
 
 
@@ -151,18 +152,38 @@ def refuse_leaks(
     gc.collect()
     if not is_graph_held(inner):
         return False
-    let_go_of_computed(inner)
+    _let_go_of_computed(inner)
     if is_graph_held(inner):
         gc.collect()  # of what is left of traced Functions, their classes lead back
     if not is_graph_held(inner):
         return True
     if not reach.is_contained:
-        kept = keeper_of(inner, reach.code) or _SOMEWHERE
-        message = _LEAKED.format(label=reach.label, kept=kept)
+        message = _LEAKED.format(label=reach.label)
         if hidden:
             message += hidden[0].told(_MAY_HIDE, reach.label)
         raise CaptureError(message)
     return False
+
+
+def _let_go_of_computed(leaves: Sequence[Tensor]) -> None:
+    """Take off what may lead back to itself, of tensors and the nodes behind them."""
+    # A mode of ours refuses to look at tensors of other levels.
+    with no_torch_functions():
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+        ends, others = {*map(edge_of, leaves)}, set[Edge]()
+        made = [t for t in tensors if t.grad_fn]
+        computed = [t for t in made if leads_to(edge_of(t), ends, others)]
+    seen = {None, *(edge_of(t)[0] for t in leaves)}
+    todo: list[Any] = [t.grad_fn for t in computed]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += [behind for behind, _ in node.next_functions]
+            forget_saved_by_traced(node)
+    for tensor in computed:
+        if type(tensor) in TENSORS:  # those of other classes hold what they wrap
+            vars(tensor).clear()
 
 
 # --- What a recompute must do ---
@@ -311,10 +332,9 @@ _BACKWARD = (
 )
 _LEAKED = (
     "remat: a tensor computed inside {label} left it other than by being returned: it "
-    "is kept {kept}. A call under torch.func and a chain are one node of the graph, so "
-    "its gradient would be lost. Return it instead."
+    "is kept in a list, an attribute or a global, say. A call under torch.func and a "
+    "chain are one node of the graph, so its gradient would be lost. Return it instead."
 )
-_SOMEWHERE = "in a list, an attribute or a global, say"
 _MAY_HIDE = (
     " It may be in the {kind} that is returned (`result{where}`), where remat cannot "
     "see it. {remedy}."
