@@ -2,16 +2,14 @@
 
 In: nothing of remat but `_torch`. Out: vocabulary.
 
-    types, errors     what flows between rooms, and what a user may catch
-    labels            what messages call a function
+    types             what flows between rooms
+    errors            what a user may catch, and reads: names in messages, tracebacks
     hints             what to write in place of a wrong name of the package
-    tracebacks        hides remat's own frames
     pytree            the only importer of optree; `remat.register`
     context           which calls a thread is inside of, and for what
     interpreter       what holds for CPython alone: bytecode, and where objects lie
-    code              what a function's code refers to
+    code              what a function's code refers to, and whether that is the user's
     module_paths      where modules are in one, and what their classes are called
-    installed         which files are a package's, and which are the user's
     source            the line of the user that is running
     sizes             numbers of bytes, as people write them
     op, program       an operation, and a call, as data
@@ -20,8 +18,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     observer          the mode by which reports, blocks and budgets see operations
     unit              several operations as one, for those that record or replay
     absent            a tensor without a value, for what a recompute leaves out
-    tensors           how a tensor is described, and how often it was changed
-    parts             the tensors that a tensor consists of, or wraps
+    tensors           how a tensor is described, how often it was changed, its parts
 
 Called by all rooms.
 """

@@ -1,21 +1,31 @@
 """What a function's code refers to, and whether that is the user's.
 
-Invariant: what is remembered is bounded, and holds nothing of the user's globals.
+A package is installed in a folder called `site-packages` or `dist-packages`, wherever
+that is. A link there leads to where a file is, as of an editable install.
+
+Invariant: what is remembered is bounded, and holds nothing of the user's globals. What
+is not known to be installed is the user's.
 Rejected: walking the globals of installed packages, which may be thousands of functions
-on every call.
+on every call. To read what installers note of their packages: to walk one that they
+put elsewhere takes time, and is right.
 """
 
 import builtins
 import enum
+import functools
 import inspect
 import operator
+import os
+import re
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from remat._base.installed import is_installed, is_standard
+import torch
+
 from remat._base.interpreter import (
     NamesUsed,
     is_made_by_statement,
@@ -23,6 +33,31 @@ from remat._base.interpreter import (
     nested,
 )
 from remat._base.types import CONSTANTS
+
+
+def _folder_of(file: str | None) -> str:
+    """Return the folder of a file, with a separator at its end."""
+    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
+
+
+_PATHS = sysconfig.get_paths()
+STANDARD = tuple(os.path.join(_PATHS[k], "") for k in ("stdlib", "platstdlib"))
+TORCH = _folder_of(torch.__file__)  # also where a checkout of it is installed
+OURS = _folder_of(os.path.dirname(__file__))
+_IN_PACKAGES = re.compile(r".*[\\/](?:site|dist)-packages[\\/]", re.DOTALL).match
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(file: str) -> bool:
+    """Say whether a file is Python's or an installed package's."""
+    if file.startswith((TORCH, OURS)) or is_standard(file):
+        return True
+    return _IN_PACKAGES(os.path.realpath(file)) is not None
+
+
+def is_standard(file: str) -> bool:
+    """Say whether a file is of the standard library."""
+    return file.startswith(STANDARD) and not _IN_PACKAGES(file)
 
 
 # Names in code that handles the state of a stream, or a setting. Such code may put a

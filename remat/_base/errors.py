@@ -1,13 +1,22 @@
-"""The errors that a user of remat may want to catch.
+"""What a user reads of an error: its class, names in its message, its traceback.
 
-All are `RematError`, which is a `RuntimeError`.
+All that remat raises itself are `RematError`, which is a `RuntimeError`.
 
+Invariant: in a traceback the frames of the user and of torch stay, in order. With
+`REMAT_FULL_TRACEBACK=1` in the environment all stay.
 Rejected: an error of its own for `remat.compat`. Code that catches torch's
-`CheckpointError` would have to know which of the two recomputes.
+`CheckpointError` would have to know which of the two recomputes. Rejected: an error
+raised anew, which would lose its cause, its notes and its identity.
 """
+
+import contextlib
+import os
+from types import TracebackType
 
 from torch.utils.checkpoint import CheckpointError
 from typing_extensions import override
+
+from remat._base.code import OURS
 
 
 class RematError(RuntimeError):
@@ -69,3 +78,66 @@ def missing(package: str) -> str:
     'scipy is not installed (pip install scipy)'
     """
     return f"{package} is not installed (pip install {package})"
+
+
+# --- What messages call a function ---
+
+
+class Label(str):
+    """Text that names a function, whose `name` it knows."""
+
+    __slots__ = ("name",)
+    name: str
+
+    @override
+    def __new__(cls, text: str, name: str) -> "Label":  # pyrefly: ignore[bad-override]
+        label = super().__new__(cls, text)
+        label.name = name
+        return label
+
+    @override
+    def __getnewargs__(self) -> tuple[str, str]:  # pyrefly: ignore[bad-override]
+        return str(self), self.name
+
+
+def label_of(name: str, where: str = "", was: str = "rematerialized") -> Label:
+    """Return what to call a function, and where what was done to it."""
+    text = f"`{name}` ({was} at {where})" if where else f"`{name}`"
+    return Label(text, name)
+
+
+def name_in(label: str) -> str:
+    """Return the name of the function that a label is of."""
+    return label.name if isinstance(label, Label) else label
+
+
+# --- The traceback that a user reads ---
+
+
+IS_ON = not os.environ.get("REMAT_FULL_TRACEBACK")
+
+
+def hide_frames(error: BaseException) -> None:
+    """Take remat's frames out of the traceback of an error."""
+    if IS_ON:
+        # Not assigned: a frozen dataclass refuses that.
+        BaseException.with_traceback(error, _without_ours(error.__traceback__))
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error, if its class lets notes be added."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    theirs: list[TracebackType] = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(OURS):
+            theirs.append(traceback)
+        traceback = traceback.tb_next
+    rest: TracebackType | None = None
+    for found in reversed(theirs):
+        found.tb_next = rest
+        rest = found
+    return rest

@@ -18,8 +18,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module
 
-from remat._base.code import is_library
-from remat._base.installed import OURS, TORCH, is_standard
+from remat._base.code import OURS, TORCH, is_library, is_standard
 
 
 def user_line() -> str:

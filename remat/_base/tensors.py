@@ -1,15 +1,23 @@
-"""What tells tensors apart: their description, and how often they were changed.
+"""What tells tensors apart, and the strided tensors that one consists of, or wraps.
 
-Invariant: nothing here reads a value. Rejected: comparing contents to find a change,
-which would cost a copy of every input.
+Invariant: nothing here reads a value or runs an operation. Each part has one storage.
+Rejected: comparing contents to find a change, which would cost a copy of every input.
+To ask a tensor for its storage: a sparse one has none, and that of a wrapper is empty.
+DTensor by name: other subclasses follow the same protocol.
 """
 
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from remat._base.absent import Absent
+from remat._base.errors import CaptureError
+from remat._base.types import TENSORS
+from remat._torch import no_torch_functions
 
 
 T = TypeVar("T")
@@ -66,3 +74,85 @@ def outside_inference_mode(fn: Callable[..., T], *args: Any) -> T:
     is_enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
         return fn(*args)
+
+
+# --- The tensors that one consists of ---
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor consists of, each with one storage."""
+    if type(tensor) is Absent:
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        wrapper: Any = tensor
+        found = [getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]]
+        inner = [part for part in found if isinstance(part, Tensor)]
+    elif tensor.is_nested:
+        inner = [tensor.values(), *(getattr(tensor, name)() for name in _OF_NESTED)]
+    elif tensor.layout is torch.strided:
+        yield tensor
+        return
+    elif tensor.layout in _SPARSE:
+        inner = [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
+    else:
+        kind = type(tensor).__qualname__
+        raise CaptureError(_NO_STORAGE.format(kind=kind, layout=tensor.layout))
+    for part in inner:
+        yield from parts(part)
+
+
+_OF_NESTED = (
+    "_nested_tensor_size",
+    "_nested_tensor_strides",
+    "_nested_tensor_storage_offsets",
+)
+_BY_ROW = ("crow_indices", "col_indices", "values")
+_BY_COLUMN = ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROW),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMN),
+}
+
+
+_NO_STORAGE = (
+    "remat: a saved tensor of {kind} and layout {layout} has no storage whose bytes "
+    "could be counted. Report on a function of strided or sparse tensors."
+)
+
+
+# --- Wrappers of one tensor ---
+
+
+def wrapped_by(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a wrapper is made of; None if there is not just one."""
+    if type(tensor) in TENSORS or not is_traceable_wrapper_subclass(tensor):
+        return None
+    parts = _parts(tensor)[0].values()
+    inner = [part for part in parts if isinstance(part, Tensor)]
+    return inner[0] if len(inner) == 1 else None
+
+
+def taken_apart(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return what is inside of all wrappers, and a function that wraps it again."""
+    inner = wrapped_by(tensor)
+    if inner is None:
+        return tensor, lambda new: new
+    inside, context = _parts(tensor)
+    kind: Any = type(tensor)
+    layout = tensor.size(), tensor.stride()
+    own = {name: part for name, part in inside.items() if part is not inner}
+    names = inside.keys() - own.keys()
+    innermost, again = taken_apart(inner)
+
+    def wrap(new: Tensor) -> Tensor:
+        filled = {**own, **dict.fromkeys(names, again(new))}
+        return kind.__tensor_unflatten__(filled, context, *layout)
+
+    return innermost, wrap
+
+
+def _parts(tensor: Any) -> tuple[dict[str, Any], Any]:
+    with no_torch_functions():
+        names, context = tensor.__tensor_flatten__()
+        return {name: getattr(tensor, name) for name in names}, context

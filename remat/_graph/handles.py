@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from remat._base.context import here
-from remat._base.errors import MutationError
+from remat._base.errors import MutationError, hide_frames
 from remat._base.tensors import describe
-from remat._base.tracebacks import hide_frames
 from remat._graph.residual import Offloaded, ReadOnce, Residual
 from remat._offload.inputs import away_of
 from remat._reach.reach import Reach

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat._base.errors import MutationError
 from remat._base.op import Op
-from remat._base.parts import taken_apart
+from remat._base.tensors import taken_apart
 from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._torch import base_tensor, current_task, when_done
 from remat.policies import Decision

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from remat._base.errors import MutationError
-from remat._base.parts import taken_apart
-from remat._base.tensors import version_of
+from remat._base.tensors import taken_apart, version_of
 from remat._base.types import TENSORS
 from remat._offload.offload import (
     Fetched,

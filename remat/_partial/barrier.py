@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from remat._base.context import here
 from remat._base.operators import barrier, same
-from remat._base.parts import taken_apart
+from remat._base.tensors import taken_apart
 from remat._torch import base_tensor, bottoms, is_view_op, lower_to_alias, storage_id
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from remat._base.installed import is_installed
+from remat._base.code import is_installed
 from remat._base.interpreter import nested
 from remat._partial.budget import Spent
 from remat._partial.cache import CallCache, Plans

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat._base.absent import PLAIN, tensors_of
 from remat._base.op import Value
-from remat._base.parts import wrapped_by
+from remat._base.tensors import wrapped_by
 from remat._base.types import CONSTANTS
 from remat._offload.offload import extent
 from remat._partial.plan import Passed, Slot

@@ -28,9 +28,8 @@ from remat._base.absent import inputs_of, tensors_of
 from remat._base.context import within
 from remat._base.errors import RecomputeError
 from remat._base.observer import Observer
-from remat._base.parts import parts
 from remat._base.source import user_line
-from remat._base.tensors import describe_meta
+from remat._base.tensors import describe_meta, parts
 from remat._base.types import CONSTANTS, Fn
 from remat._partial.cache import CACHES
 from remat._partial.effects import written_by

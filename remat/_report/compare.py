@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
-from remat._base.labels import name_in
+from remat._base.errors import name_in
 from remat._base.types import Fn
 from remat._partial.budget import problem_of, solution_of
 from remat._partial.cost import flops, work

@@ -24,8 +24,8 @@ from typing_extensions import override
 from remat._base.absent import Absent
 from remat._base.calls import in_place
 from remat._base.context import Observe, here
-from remat._base.labels import name_in
-from remat._base.parts import parts
+from remat._base.errors import name_in
+from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._graph.handles import PackedOutside, stored_by

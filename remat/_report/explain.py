@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from remat._base.labels import name_in
+from remat._base.errors import name_in
 from remat._base.types import Fn
 from remat._partial.names import told_of_key
 from remat._partial.options import Options, Prune

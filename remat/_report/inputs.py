@@ -23,8 +23,8 @@ from remat._ambient.streams import global_streams, stream_of
 from remat._base import pytree
 from remat._base.errors import CaptureError
 from remat._base.observer import Observer
-from remat._base.parts import parts
 from remat._base.source import user_line
+from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._partial.effects import written_by
 from remat._reach.names import CallNames

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from remat._ambient.streams import Stream
-from remat._base import labels
-from remat._base.labels import Label, name_in
+from remat._base.errors import Label, label_of, name_in, note
 from remat._base.program import Program
-from remat._base.tracebacks import note
 from remat._partial.options import Options
 from remat._torch import current_layer, dual_level_active
 from remat._transform.function import Primal
@@ -70,7 +68,7 @@ def unwrapped(fn: Any) -> tuple[Any, str, Options]:
 
 def label_of_function(fn: Any) -> Label:
     """Return the label of a function that is not rematerialized."""
-    return labels.label_of(getattr(fn, "__qualname__", type(fn).__qualname__))
+    return label_of(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def stream_name(stream: Any) -> str:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import graph
 from typing_extensions import override
 
-from remat._base.labels import name_in
+from remat._base.errors import name_in
 from remat._base.op import Op
-from remat._base.parts import parts
+from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._graph.graph import (
     foreign_tensors_at,

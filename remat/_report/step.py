@@ -25,8 +25,8 @@ from torch import Tensor, autograd, is_grad_enabled
 from typing_extensions import override
 
 from remat._base.context import Observe, here
-from remat._base.parts import parts
 from remat._base.source import user_line
+from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._report.examine import inputs_kept

@@ -13,8 +13,7 @@ import torch
 
 from remat._base.calls import Calls, Places
 from remat._base.context import here
-from remat._base.errors import RematError
-from remat._base.labels import Label, label_of
+from remat._base.errors import Label, RematError, label_of
 from remat._base.source import user_line
 from remat._offload.inputs import InputsAway, check_where, warn_of_inputs
 from remat._partial.names import PolicyKeys

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from remat._ambient.ambient import Ambient
 from remat._base.observer import Observer
-from remat._base.parts import taken_apart
 from remat._base.source import user_line
+from remat._base.tensors import taken_apart
 from remat._base.types import TENSORS
 from remat._partial.effects import written_by
 from remat._reach.reach import Reach

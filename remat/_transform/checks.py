@@ -33,9 +33,8 @@ from remat._base.absent import DETACH
 from remat._base.context import is_under_mode
 from remat._base.errors import CaptureError, MutationError, RecomputeError
 from remat._base.observer import Observer
-from remat._base.parts import parts
 from remat._base.program import InputIndex, PerInput, PerResult
-from remat._base.tensors import version_of, versions_of
+from remat._base.tensors import parts, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.edges import Edge, edge_of, leads_to, reached_inputs
 from remat._reach.reach import Reach

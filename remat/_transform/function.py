@@ -45,8 +45,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.context import differentiated, here, within
-from remat._base.labels import Label
-from remat._base.parts import taken_apart
+from remat._base.errors import Label, hide_frames, note
 from remat._base.program import (
     Evaluation,
     InputIndex,
@@ -59,8 +58,7 @@ from remat._base.program import (
     replaced_at,
     requires_grad,
 )
-from remat._base.tensors import outside_inference_mode
-from remat._base.tracebacks import hide_frames, note
+from remat._base.tensors import outside_inference_mode, taken_apart
 from remat._base.types import Fn, Outputs
 from remat._graph.edges import (
     once_differentiable,

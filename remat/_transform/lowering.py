@@ -22,7 +22,7 @@ import torch
 
 from remat._ambient.draws import without_draws
 from remat._base.context import here
-from remat._base.labels import Label
+from remat._base.errors import Label
 from remat._base.types import Fn
 from remat._partial.options import Options
 from remat._torch import (

@@ -20,8 +20,7 @@ from torch import nn
 from typing_extensions import override
 
 from remat._base.context import here
-from remat._base.labels import Label, label_of
-from remat._base.tracebacks import hide_frames
+from remat._base.errors import Label, hide_frames, label_of
 from remat._partial.options import Options
 from remat._torch import is_traced_symbolically
 from remat._transform.lowering import Lowering, call_lowered, lowering_of

@@ -38,10 +38,9 @@ from remat._ambient.draws import without_draws
 from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
 from remat._base.calls import in_reach
 from remat._base.context import Context, EnteredAgain, NestedChoices, here, within
-from remat._base.errors import MutationError, RecomputeError
+from remat._base.errors import MutationError, RecomputeError, note
 from remat._base.source import user_line
 from remat._base.tensors import outside_inference_mode, version_of
-from remat._base.tracebacks import note
 from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._offload.inputs import away_hooks

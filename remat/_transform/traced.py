@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat._base.calls import CallsOfNodes, in_place
 from remat._base.context import within
-from remat._base.errors import CaptureError
-from remat._base.labels import Label, label_of
+from remat._base.errors import CaptureError, Label, label_of
 from remat._base.operators import named
 from remat._base.types import Fn, Opaque
 from remat._offload.inputs import HINT, warn_of_inputs

@@ -26,10 +26,8 @@ from torch.utils._pytree import tree_map
 
 from remat._ambient.ambient import Ambient
 from remat._base import pytree
-from remat._base.errors import BudgetError
-from remat._base.labels import label_of
+from remat._base.errors import BudgetError, hide_frames, label_of
 from remat._base.sizes import in_unit
-from remat._base.tracebacks import hide_frames
 from remat._partial.cache import metas_of
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat._base import pytree
-from remat._base.tracebacks import note
+from remat._base.errors import note
 from remat._torch import must_inline
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule

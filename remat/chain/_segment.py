@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from remat._ambient.ambient import noted
 from remat._base.context import here
+from remat._base.errors import note
 from remat._base.program import (
     Evaluation,
     InputIndex,
@@ -23,7 +24,6 @@ from remat._base.program import (
     Request,
     has_derivatives,
 )
-from remat._base.tracebacks import note
 from remat._base.types import Outputs
 from remat._torch import without_hooks
 from remat._transform.state import CallState

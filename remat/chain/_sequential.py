@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from remat._base.tracebacks import note
+from remat._base.errors import note
 from remat._transform.api import PolicyLike
 from remat.chain._actions import Schedule
 from remat.chain._call import (

@@ -25,11 +25,9 @@ from torch.utils.checkpoint import noop_context_fn
 from typing_extensions import override
 
 from remat._base.context import here
-from remat._base.errors import RematError
-from remat._base.labels import Label, label_of
+from remat._base.errors import Label, RematError, hide_frames, label_of
 from remat._base.observer import Observer
 from remat._base.source import shown, user_line
-from remat._base.tracebacks import hide_frames
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
 from remat._reach.paths import code_of_arguments

@@ -15,7 +15,7 @@ from support.runs import assert_replayed, configurations, leaf
 from torch import nn
 
 from remat import MutationError, remat
-from remat._base import code, installed
+from remat._base import code
 from remat.testing import assert_same, count_ops
 
 
@@ -172,11 +172,11 @@ def test_code_of_the_user_is_walked_and_its_globals_are_put_back(machine, instal
     "file", ["/home/me/my-site-packages/a.py", "/home/me/site-packages.py", "a.py", ""]
 )
 def test_a_name_that_is_only_similar_is_no_site_directory(file):
-    assert not installed.is_installed(file)
+    assert not code.is_installed(file)
 
 
 def test_python_torch_and_remat_are_no_code_of_the_user():
-    for module in (json, os, torch, torch.nn, installed, pytest):
+    for module in (json, os, torch, torch.nn, code, pytest):
         assert code.is_library(vars(module)), module
     assert not code.is_library(globals())
 
