@@ -20,7 +20,7 @@ from remat._fit.plan import Over, Plan
 from remat._fit.planning import Planning
 from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
-from remat._report.labels import refuse_transforms
+from remat._report.inputs import refuse_transforms
 from remat.nn._applied import refuse_others
 from remat.nn._followed import can_follow, has_sharded_parts
 from remat.nn._select import as_selectors, refuse_no_name, selected

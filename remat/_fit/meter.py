@@ -23,7 +23,7 @@ from remat._fit.workspace import copied_inside, held_inside, hidden_in
 from remat._partial.cost import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
-from remat._report.alive import Alive
+from remat._report.timeline import Alive
 from remat._torch import (
     NO_VALUES,
     call_kernel,

@@ -20,13 +20,13 @@ from typing_extensions import override
 from remat._base.errors import BudgetError, missing
 from remat._base.sizes import Unit, in_unit, number_in
 from remat._fit import files
-from remat._report import plots as _plots, render as _render
+from remat._report import render as _render
 from remat._scope.following import Course
 from remat._transform.api import caller
 from remat.nn._applied import PLAN, REMAT, refuse_others
 from remat.nn._apply import apply_from
-from remat.nn._blocks import with_blocks
 from remat.nn._followed import FollowedScope, begin_scope, end_scope, follow
+from remat.nn._select import with_blocks
 from remat.policies import Policy
 
 
@@ -317,7 +317,7 @@ class Plan(_render.Shown):
         found = {"plain": (self.plain_peak, 0), **found}
         peaks, costs = zip(*found.values(), strict=True)
         above = f"peak of {self.label}, budget {self._bytes(self.budget)}"
-        return _plots.points_in(self.budget, [*found], peaks, costs, above, ax)
+        return _render.points_in(self.budget, [*found], peaks, costs, above, ax)
 
     @override
     def __repr__(self) -> str:

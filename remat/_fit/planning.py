@@ -38,7 +38,7 @@ from remat._fit.search import spare
 from remat._fit.simulate import TrainingStep, begins_with_gradients, simulate
 from remat._fit.units import UnitWalker
 from remat._fit.walk import Walker
-from remat._report.labels import label_of_function
+from remat._report.inputs import label_of_function
 from remat._scope.following import Course, Placed
 from remat._scope.values import BETWEEN, PASSING
 from remat._transform.refused import has_forward

@@ -27,8 +27,7 @@ from remat._base.errors import CaptureError, RematError
 from remat._base.parts import parts
 from remat._fit.meter import Meter, MissingValueError
 from remat._partial.cache import CACHES
-from remat._report.inputs import streams_kept, tensors_in
-from remat._report.labels import one_by_one
+from remat._report.inputs import one_by_one, streams_kept, tensors_in
 from remat._report.timeline import without_collections
 from remat._torch import (
     AddressAnswers,

@@ -36,8 +36,13 @@ from remat._partial.effects import written_by
 from remat._partial.values import Storages
 from remat._reach.reach import Reach
 from remat._reach.results import Out, Result
-from remat._report.inputs import Inputs, has_values
-from remat._report.labels import one_by_one, refuse_transforms, unwrapped
+from remat._report.inputs import (
+    Inputs,
+    has_values,
+    one_by_one,
+    refuse_transforms,
+    unwrapped,
+)
 from remat._torch import below_all_levels, undisturbed, unwrap_dead
 from remat._transform.leaves import ONLY_MARKS
 from remat._transform.saved import Filling, Saved, recompute

@@ -20,11 +20,10 @@ from remat._partial.budget import problem_of, solution_of
 from remat._partial.cost import flops, work
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
-from remat._report.explain import chosen, examined_again
+from remat._report.explain import ENOUGH, chosen, code_of, examined_again
 from remat._report.fates import Fates
-from remat._report.labels import one_by_one, refuse_transforms
-from remat._report.reports import ComparedPolicy, Comparison
-from remat._report.suggest import ENOUGH, SuggestedPolicy, code_of
+from remat._report.inputs import one_by_one, refuse_transforms
+from remat._report.reports import ComparedPolicy, Comparison, SuggestedPolicy
 from remat._transform.api import options_of
 from remat._transform.lowering import Lowering
 from remat._transform.module import module_of

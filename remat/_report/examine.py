@@ -38,8 +38,13 @@ from remat._partial.recorder import Recorder
 from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
 from remat._reach.reach import Reach
-from remat._report.inputs import is_parameter, tensors_in, undoing
-from remat._report.labels import reader_of, stream_name
+from remat._report.inputs import (
+    is_parameter,
+    reader_of,
+    stream_name,
+    tensors_in,
+    undoing,
+)
 from remat._report.reports import ExplainedInput
 from remat._torch import base_tensor, current_task
 from remat._transform.saved import Saved

@@ -1,33 +1,39 @@
-"""`explain`: what `remat` does with each operation of a call, and why.
+"""`explain`: what `remat` does with each operation, and why; what policy to write.
 
 The call runs once and is recorded (`examine`). `fates` says what happens to each
 operation, and why.
 
 Invariant: the totals are those of a call after one backward has succeeded. They are the
-bytes that stay alive until the backward, and the FLOPs that the backward recomputes.
+bytes that stay alive until the backward, and the FLOPs that the backward recomputes. A
+policy that is suggested is planned as a call would plan it.
 Rejected: the peak of a program. What is alive around the call is not known here, so the
-peak is an estimate for the call alone.
+peak is an estimate for the call alone. Rejected: to suggest the best set of results.
+`policies.within` solves for it; a name or an operator is what people write and keep.
 """
 
+import ast
 import dataclasses
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from typing_extensions import override
+
+from remat import policies
 from remat._base.errors import name_in
 from remat._base.types import Fn
 from remat._partial.names import told_of_key
 from remat._partial.options import Options, Prune
 from remat._report.examine import Examined, examine
 from remat._report.fates import Fates
-from remat._report.labels import one_by_one, refuse_transforms, unwrapped
-from remat._report.reports import Explanation
+from remat._report.inputs import one_by_one, refuse_transforms, unwrapped
+from remat._report.reports import Explanation, SuggestedPolicy
 from remat._report.step import peak_of
-from remat._report.suggest import SuggestedPolicy, code_of, operators_to_save
 from remat._transform.api import options_of
 from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.saved import DIFFERENTIATED_AGAIN
-from remat.policies import nothing_saveable, save_ops
+from remat.policies import Policy, nothing_saveable, save_ops
 from remat.policies._places import unmatched
 
 
@@ -195,3 +201,58 @@ _HIGHER_ORDER = (
     "{plain:,} bytes that plain code saves in the forward, and more with each order. "
     "With higher_order=True it is recomputed, too."
 )
+
+
+# --- The policy to write ---
+
+
+ENOUGH = 0.5  # of the FLOPs that run again without it
+
+
+def operators_to_save(costs: Iterable[tuple[Any, int, int]]) -> list[Any]:
+    """Return operators whose results spare enough, most FLOPs for a byte first.
+
+    Of each operation `costs` has the operator, its bytes, and the FLOPs to run again.
+
+    Example:
+        >>> import torch
+        >>> mm, bmm = torch.ops.aten.mm, torch.ops.aten.bmm
+        >>> operators_to_save([(bmm, 8, 80), (mm, 8, 800), (mm, 8, 800)]) == [mm]
+        True
+    """
+    sizes, work = Counter(), Counter()
+    for operator, nbytes, flops in costs:
+        sizes[operator] += nbytes
+        work[operator] += flops
+    left = (1 - ENOUGH) * work.total()
+    found: list[Any] = []
+    for operator in sorted(work, key=lambda each: -work[each] / max(1, sizes[each])):
+        if left > 0:
+            found.append(operator)
+        left -= work[operator]
+    return found
+
+
+def code_of(policy: Policy) -> str:
+    """Return a policy as code that runs; "" if it does not print as code.
+
+    Example:
+        >>> code_of(policies.dots_saveable | policies.save_only_these_names("a"))
+        "policies.dots_saveable | policies.save_only_these_names('a')"
+    """
+    try:
+        tree = ast.parse(repr(policy), mode="eval")
+    except SyntaxError:  # of a function, say
+        return ""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    known = {*dir(policies), "torch"}
+    return ast.unparse(_Qualified().visit(tree)) if names <= known else ""
+
+
+class _Qualified(ast.NodeTransformer):
+    """Puts `policies.` before the names of policies."""
+
+    @override
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        module = ast.Name("policies", ast.Load())
+        return node if node.id == "torch" else ast.Attribute(module, node.id, node.ctx)

@@ -1,12 +1,16 @@
 """The tensors of a run: what it is given, and where each storage that it meets is from.
 
+Also the names of functions, streams and graph nodes, and where a report can be made.
+
 Invariant: no graph that was there before is added to or changed, and what was there is
 as it was afterwards: tensors, gradients, random streams. A ledger keeps no storage
-alive.
+alive. A thing has the same name in every report.
 Rejected: copies of the arguments. A model that only just fits in memory leaves no room
-for them.
+for them. Rejected: a report under a transform. A function has several graphs there, and
+no argument says which is meant.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,24 +23,30 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
-from remat._ambient.streams import global_streams, stream_of
+from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base import pytree
-from remat._base.errors import CaptureError
+from remat._base.errors import CaptureError, Label, label_of, name_in, note
 from remat._base.observer import Observer
+from remat._base.program import Program
 from remat._base.source import user_line
 from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._partial.effects import written_by
+from remat._partial.options import Options
 from remat._reach.names import CallNames
 from remat._reach.reach import Reach
 from remat._torch import (
     StorageRef,
     base_tensor,
+    current_layer,
     device_generators,
+    dual_level_active,
     preserved_version,
     storage_id,
     use_count,
 )
+from remat._transform.function import Primal
+from remat._transform.levels import Below
 from remat._transform.module import recomputed_by
 
 
@@ -292,3 +302,80 @@ class _NonLeaf(Function):
     def forward(ctx: Any, tensor: Tensor, _anchor: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         ctx.mark_dirty(tensor)
         return tensor
+
+
+# --- Names, and where a report can be made ---
+
+
+def refuse_transforms(report: str, instead: str) -> None:
+    """Raise a RuntimeError under a transform of torch.func or a trace."""
+    if current_layer() is not None or dual_level_active():
+        raise RuntimeError(_TRANSFORMED.format(report=report, instead=instead))
+    if torch.compiler.is_compiling():
+        raise RuntimeError(_COMPILED.format(report=report))
+
+
+_TRANSFORMED = (
+    "remat: {report} was called under a transform of torch.func or forward-mode AD, "
+    "where tensors have several graphs. Call it outside, on {instead}."
+)
+_COMPILED = (
+    "remat: {report} was called in a function that torch.compile traces. Call it "
+    "outside, on the function that is not compiled."
+)
+
+
+@contextmanager
+def one_by_one(report: str, args: Sequence[Any]) -> Iterator[None]:
+    """Note on an error of the function that its arguments may be meant one by one."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if len(args) == 1 and isinstance(args[0], (tuple, list)):
+            kind = type(args[0]).__name__
+            note(error, _ONE_BY_ONE.format(report=report, kind=kind))
+        raise
+
+
+_ONE_BY_ONE = (
+    "remat: {report} was given one argument for the function, a {kind}. To pass what "
+    "is in it, write {report}(fn, *args), not {report}(fn, args)."
+)
+
+
+def unwrapped(fn: Any) -> tuple[Any, str, Options]:
+    """Return the function that is recomputed, its label, and the options."""
+    found = recomputed_by(fn)
+    if found is None:
+        return fn, label_of_function(fn), Options()
+    inner, call = found
+    return inner, call.__remat_label__, call._options
+
+
+def label_of_function(fn: Any) -> Label:
+    """Return the label of a function that is not rematerialized."""
+    return label_of(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+def stream_name(stream: Any) -> str:
+    """Return the name of a random stream, or of a generator that was passed."""
+    return stream.name if isinstance(stream, Stream) else "a torch.Generator"
+
+
+def reader_of(node: Any) -> str:
+    """Return the name of the operation that a graph node is the backward of."""
+    program = getattr(node, "program", None)
+    if isinstance(program, Program):
+        call = call_behind(program)
+        return "remat" if call is None else f"remat({name_in(call.label)})"
+    name = re.sub(r"Backward\d*$", "", type(node).__name__)
+    if isinstance(node, torch.autograd.function.FunctionCtx):
+        return name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def call_behind(program: Any) -> Primal | None:
+    """Return the call that a program is, or evaluates; None if it is another rule."""
+    while isinstance(program, Below):
+        program = program.program
+    return program if isinstance(program, Primal) else None

@@ -13,9 +13,8 @@ from typing_extensions import override
 
 from remat._base.op import Value
 from remat._base.source import short
-from remat._report import plots as _plots, render as _render
+from remat._report import render as _render
 from remat._report.peak import Peak
-from remat._report.suggest import SuggestedPolicy
 from remat.policies import Policy
 
 
@@ -125,6 +124,24 @@ class ExplainedBudget:
         return f"{used}; {share:.0%} of the work again, {best}"
 
 
+@dataclass(frozen=True, slots=True)
+class SuggestedPolicy:
+    """A policy to write.
+
+    Attributes:
+        code: an expression of `torch` and of `policies`, the module of remat.
+        saved_bytes, recomputed_share: what `explain` tells of the call under it.
+    """
+
+    code: str
+    saved_bytes: int
+    recomputed_share: float
+
+    def __str__(self) -> str:
+        share = f"{self.recomputed_share:.0%} of FLOPs again"
+        return f"policy={self.code}: {self.saved_bytes:,} bytes saved, {share}"
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation(_render.Shown):
     """The report of `explain`. It prints as a table.
@@ -212,7 +229,7 @@ class Explanation(_render.Shown):
         labels = [f"{op.name} ({short(op.source)})" for op in self._shown_ops]
         sizes = [op.nbytes for op in self._shown_ops]
         fates = [op.fate for op in self._shown_ops]
-        return _plots.bars(labels, sizes, fates, self._table().title, ax)
+        return _render.bars(labels, sizes, fates, self._table().title, ax)
 
     @property
     def _shown_ops(self) -> list[ExplainedOp]:
@@ -360,7 +377,7 @@ class Comparison(_render.Shown):
         sizes = [row.saved_bytes for row in self.rows]
         costs = [row.recomputed_flops for row in self.rows]
         line = [(row.saved_bytes, row.recomputed_flops) for row in self.front]
-        return _plots.points(names, sizes, costs, self._table().title, ax, line)
+        return _render.points(names, sizes, costs, self._table().title, ax, line)
 
     @override
     def _table(self) -> _render.Table:

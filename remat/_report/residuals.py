@@ -41,17 +41,15 @@ from remat._report.inputs import (
     Inputs,
     Ledger,
     StorageNote,
-    has_values,
-    origin_text,
-    tensors_in,
-    undoing,
-)
-from remat._report.labels import (
     call_behind,
+    has_values,
     one_by_one,
+    origin_text,
     reader_of,
     refuse_transforms,
     stream_name,
+    tensors_in,
+    undoing,
 )
 from remat._report.render import short_array
 from remat._torch import saved_by, sequence_number, storage_id

@@ -1,16 +1,18 @@
 """`memory_timeline`: the bytes that are alive during a call, operation by operation.
 
 The profiler reports each allocation and each free, on the CPU too, and the operations
-that were running then. Tensors without values allocate nothing: `Alive` notes when
-their storages are made and let go.
+that were running then. Tensors without values allocate nothing: `Alive` counts their
+storages, each from the operation that makes it until its last reference is gone, with
+the bytes that an allocator takes for it. It has one number all that time.
 
-Invariant: bytes are exact, and the function runs once, as it is.
+Invariant: bytes are exact, and the function runs once, as it is. No storage is held.
 Rejected: the observer for all tensors. It sees what operations return, but not what
 they take while they run.
 """
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +21,83 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from typing_extensions import override
 
-from remat._base.absent import tensors_of
-from remat._report import plots as _plots, render as _render
-from remat._report.alive import Alive, has_storage
-from remat._report.labels import label_of_function
+from remat._base.absent import Absent, tensors_of
+from remat._base.observer import Observer
+from remat._report import render as _render
+from remat._report.inputs import label_of_function
 from remat._torch import current_node, is_fake, storage_id
+
+
+class Alive(Observer):
+    """Numbers storages, and counts their bytes."""
+
+    is_of_call = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []  # in the order in which they were met
+        self.live = 0
+        self._numbers: dict[int, tuple[int, Any, torch.device]] = {}
+
+    def hold(self, tensor: Tensor) -> int:
+        """Count the storage of a tensor until it is freed; return its number, or -1."""
+        if not has_storage(tensor):
+            return -1
+        key = storage_id(tensor)
+        known = self._numbers.get(key)
+        if known is not None:
+            return known[0]
+        return self._count(tensor.untyped_storage(), key, tensor.device)
+
+    def _count(self, storage: Any, key: int, device: torch.device) -> int:
+        number, size = len(self.sizes), allocated(storage.nbytes(), device)
+        freed = weakref.ref(storage, partial(self._free, key, number))
+        self._numbers[key] = number, freed, device
+        self.sizes.append(size)
+        self.live += size
+        return number
+
+    def resized(self, storage: Any) -> tuple[int, int]:
+        """Count a storage anew whose size was changed; return both numbers, or -1."""
+        key = storage._cdata
+        if key not in self._numbers:
+            return -1, -1
+        before, _, device = self._numbers[key]
+        self._free(key, before, None)
+        return before, self._count(storage, key, device)
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Say whether the storage of a tensor is counted."""
+        return has_storage(tensor) and storage_id(tensor) in self._numbers
+
+    def _free(self, key: int, number: int, _: Any) -> None:
+        del self._numbers[key]
+        self.live -= self.sizes[number]
+        self.freed(number)
+
+    def freed(self, number: int) -> None:
+        """Be told that a storage was freed."""
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Say whether the bytes of a tensor are those of one storage."""
+    if type(tensor) is Absent or tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_nested
+
+
+def allocated(nbytes: int, device: torch.device) -> int:
+    """Return the bytes that an allocator takes for a storage."""
+    block = 512 if device.type == "cuda" else 1
+    return -(-nbytes // block) * block
+
+
+# --- Storages that are alive ---
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +144,7 @@ class MemoryTimeline(_render.Shown):
             The axes.
         """
         peak = f"{label}: {_render.size(self.peak)}" if label else self._peak
-        return _plots.steps(self.bytes, peak, f"memory of {self.label}", ax)
+        return _render.steps(self.bytes, peak, f"memory of {self.label}", ax)
 
     @override
     def __repr__(self) -> str:

@@ -4,11 +4,11 @@
     levels          the levels of torch.func
     batches         tensors below all levels, and at them again
     modes           function modes and dispatch modes
-    algorithms      operations that compute something else where a mode is entered
     tracing         Dynamo, torch.fx, TorchScript
     graphs          graphs that AOTAutograd and make_fx make; collectives
     nodes           nodes of Dynamo's graphs, and runs of their bodies
-    operators       what `torch.ops` holds; keyed draws; classes of pytrees
+    operators       what `torch.ops` holds; keyed draws; classes of pytrees; operations
+                    that compute something else where a mode is entered
     tensors         tensors without data, fake tensors and copies; storages
     replicas        copies of replicas that send nothing
     shards          the same for shards; storages that change their size
@@ -26,7 +26,6 @@ Rejected: private API where it is used. An upgrade would be read for in all file
 # First, as it says which torch lacks what the others import.
 from remat._torch import versions as versions  # isort: skip
 
-from remat._torch.algorithms import CHOOSING as CHOOSING
 from remat._torch.autograd import (
     NODES_ASKING_GRAD_MODE as NODES_ASKING_GRAD_MODE,
     AccumulateGrad as AccumulateGrad,
@@ -179,6 +178,7 @@ from remat._torch.noted import (
     seed as seed,
 )
 from remat._torch.operators import (
+    CHOOSING as CHOOSING,
     TORCH_NODES as TORCH_NODES,
     HigherOrderOperator as HigherOrderOperator,
     OpOverload as OpOverload,

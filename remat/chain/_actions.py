@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from remat._report import plots
+from remat._report import render
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,4 +260,4 @@ def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
     at = [state.evaluations for state in states]
     title = f"{schedule!r}, {length:,} steps"
     axes = "steps evaluated so far", "carries and steps held"
-    return plots.lines(at, series, axes, title, ax)
+    return render.lines(at, series, axes, title, ax)

@@ -29,7 +29,7 @@ from remat._base.types import TENSORS
 from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
 from remat._partial.cache import CACHES
-from remat._report.alive import has_storage
+from remat._report.timeline import has_storage
 from remat._torch import (
     base_tensor,
     below_all_levels,

@@ -5,11 +5,11 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
     _apply      recompute chosen submodules in place, and undo it
     _applied    what recomputes which module: listed, shown, refused a second time; the
                 switches that libraries have for it
-    _blocks     the repeated blocks of a model
-    _select     which modules are meant, by objects or by the texts of a config
-    _planned    a plan that is made in the first call
+    _select     which modules are meant, by objects or by the texts of a config; the
+                repeated blocks of a model
     _enable     the gradient checkpointing of transformers and diffusers, done by remat
-    _followed   modules whose calls follow a plan for a whole step
+    _followed   modules whose calls follow a plan for a whole step, which the first
+                call may make
 
 Called by users, and by `_fit`, whose plans modules follow.
 """
@@ -17,8 +17,8 @@ Called by users, and by `_fit`, whose plans modules follow.
 from remat._base import hints as _hints
 from remat.nn._applied import Applied as Applied, applied as applied
 from remat.nn._apply import apply as apply, remove as remove
-from remat.nn._blocks import blocks as blocks
 from remat.nn._enable import enable as enable
+from remat.nn._select import blocks as blocks
 
 
 _hints.at(__name__)

@@ -29,8 +29,7 @@ from remat.nn._applied import (
     shown_name,
 )
 from remat.nn._enable import switch_off
-from remat.nn._followed import unfollow
-from remat.nn._planned import plan_at_first_call
+from remat.nn._followed import plan_at_first_call, unfollow
 from remat.nn._select import budget_in, chosen, refuse_no_name
 
 

@@ -1,11 +1,13 @@
-"""Modules whose calls follow a plan for a whole step.
+"""Modules whose calls follow a plan for a whole step, perhaps made in the first call.
 
 A `remat.scope` around each call follows the plan. A scope can do nothing in compiled
 code and with FSDP. There, blocks follow policies that were chosen for the same budget:
 their calls have the option `unless_followed`. Gradients of torch.func keep their graph,
-and take more: they are refused.
+and take more: they are refused. A trainer makes the batches, so its user has none to
+give to `remat.fit`: the first call plans for what it is passed.
 
-Invariant: the module stays what it is, with two hooks more.
+Invariant: the module stays what it is, with two hooks more. A call that a backward may
+follow either follows a plan or is refused: no model is trained plain by mistake.
 Rejected: a class of its own for the module, as its blocks get. Hooks of the module
 would run outside of the plan, and what they compute is part of the call.
 """
@@ -13,7 +15,7 @@ would run outside of the plan, and what they compute is part of the call.
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -21,6 +23,7 @@ from typing_extensions import override
 
 from remat._base.context import here
 from remat._base.errors import RematError
+from remat._base.later import from_above
 from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import awaits_backward, scope
@@ -251,4 +254,58 @@ _BY_BLOCKS = (
     "remat: the plan for {label} is for a whole step, which cannot be followed {why}. "
     "Its blocks follow what was planned for them in the same budget, each recomputed "
     "at once.{more} To plan for that alone, call remat.fit(..., over='blocks')."
+)
+
+
+# --- A plan that is made in the first call ---
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def plan_at_first_call(model: M, budget: int, where: str) -> M:
+    """Have the first call that a backward may follow plan for a budget."""
+    refuse_later(model, PLAN, where)
+    hook = _AtFirstCall(budget, where)
+    model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    mark(model)
+    return model
+
+
+class _AtFirstCall(Claiming):
+    """The hook before calls that makes the plan, and takes itself out."""
+
+    def __init__(self, budget: int, where: str) -> None:
+        self.budget, self.where = budget, where
+        self.is_planning = False  # also in the copy of the model that is planned
+
+    @override
+    def claim(self, module: nn.Module) -> Applied | None:
+        return None if self.is_planning else Applied(PLAN, where=self.where)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_planning or not torch.is_grad_enabled():
+            return
+        _refuse_elsewhere(type(module).__name__, self.where)
+        self.is_planning = True
+        try:
+            plan = from_above("fit")(module, *args, budget=self.budget, **kwargs)
+        finally:
+            self.is_planning = False
+        unfollow(module)
+        plan.apply(module)
+        begin_plan(module)  # the hooks before this call are those from before
+
+
+def _refuse_elsewhere(kind: str, where: str) -> None:
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled or current_layer() is not None:
+        how = "in compiled code" if is_compiled else "under a transform of torch.func"
+        raise ValueError(_NO_PLAN.format(kind=kind, where=where, how=how))
+
+
+_NO_PLAN = (
+    "remat.nn.apply: the first call of this {kind} plans a step in a budget, since "
+    "{where}, and that cannot be {how}. Call the model once before, or make the plan "
+    "yourself: remat.fit(model, batch, budget=...).apply(model)."
 )

@@ -1,10 +1,8 @@
 """Assertions and counters: two functions should be equal, and one should cost less.
 
-    _equality     `assert_same` and `assert_same_gradients`, bit for bit
-    _counts       `count_ops`, `peak_bytes` and `live_bytes`
-
-`memory_timeline` and `check_replay` are of `remat._report`. Equality alone proves
-nothing about a transform, which may be the identity. So tests check both.
+All are in `_assertions`, but `memory_timeline` and `check_replay`, of `remat._report`.
+Equality alone proves nothing about a transform, which may be the identity. So tests
+check both.
 
 Called by users.
 """
@@ -17,12 +15,10 @@ from remat._report.timeline import (
     MemoryTimeline as MemoryTimeline,
     memory_timeline as memory_timeline,
 )
-from remat.testing._counts import (
+from remat.testing._assertions import (
+    assert_same as assert_same,
+    assert_same_gradients as assert_same_gradients,
     count_ops as count_ops,
     live_bytes as live_bytes,
     peak_bytes as peak_bytes,
-)
-from remat.testing._equality import (
-    assert_same as assert_same,
-    assert_same_gradients as assert_same_gradients,
 )

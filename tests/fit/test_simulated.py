@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat import policies
 from remat._fit.simulate import TrainingStep, copied, isolated, simulate
-from remat._report.alive import allocated
+from remat._report.timeline import allocated
 from remat._torch import fake_mode
 from remat.testing import memory_timeline
 

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import remat._report.render
 from remat import compare, explain, policies, remat as ckpt, saved_residuals
-from remat._report import plots
+from remat._report import render
 from remat.testing import count_ops
 
 
@@ -393,7 +393,7 @@ def test_as_points(pyplot):
 
 def test_no_two_of_many_points_look_alike(pyplot):
     many = range(40)
-    axes = plots.points([*map(str, many)], many, many[::-1], "many")
+    axes = render.points([*map(str, many)], many, many[::-1], "many")
     looks = {
         (dots.get_facecolor().tobytes(), dots.get_paths()[0].vertices.tobytes())
         for dots in axes.collections

@@ -10,11 +10,11 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from remat._torch import (
-    algorithms,
     autograd,
     batches,
     levels,
     modes,
+    operators,
     tensors,
     tracing,
 )
@@ -60,7 +60,7 @@ def test_torch_takes_another_algorithm_under_a_mode():
     """And under one of remat's the same as without, as one operation."""
     a = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
     a = a @ a.T
-    for name in algorithms.CHOOSING:
+    for name in operators.CHOOSING:
         plain = getattr(torch.linalg, name.removeprefix("linalg_"))
         values, seen = plain(a), _Sees()
         with seen:
