@@ -8,11 +8,9 @@ package in the next, and `remat.fit` would depend on which.
 """
 
 import importlib
-import inspect
 import pkgutil
 import sys
 import types
-from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -37,9 +35,7 @@ class _Hinting(types.ModuleType):
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         name = self.__name__
-        if "." in name:
-            raise TypeError(_ROOM.format(name=name, has=_listed(self)))
-        raise TypeError(_PACKAGE.format(name=name))
+        raise TypeError((_ROOM if "." in name else _PACKAGE).format(name=name))
 
     @override
     def __getattr__(self, name: str) -> NoReturn:
@@ -51,76 +47,49 @@ class _Hinting(types.ModuleType):
 class _Misplaced:
     """A name of the package that was looked up on a function of its name."""
 
-    __slots__ = ("_name", "_package")
-
     def __init__(self, name: str, package: str) -> None:
-        self._name, self._package = name, package
+        first = name.partition(".")[0]
+        self._says = _FUNCTION.format(name=name, package=package, first=first)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(repr(self))
+        raise TypeError(self._says)
 
     def __getattr__(self, name: str) -> NoReturn:
         # What copies or pickles asks for its own names.
-        raise AttributeError(name if name.startswith("_") else repr(self))
+        raise AttributeError(name if name.startswith("_") else self._says)
 
     def __repr__(self) -> str:
-        shown = {"name": self._name, "package": self._package}
-        return _FUNCTION.format(first=self._name.partition(".")[0], **shown)
+        return self._says
 
 
 def _advice(module: types.ModuleType, name: str) -> str:
     """Say which name is meant; "" if none is like it."""
-    package = module.__name__.partition(".")[0]
-    rooms = _rooms(package)
+    package = sys.modules[module.__name__.partition(".")[0]]
+    rooms = [r.name for r in pkgutil.iter_modules(package.__path__) if r.name[0] != "_"]
     if name in rooms:  # one that was not imported yet
-        return f"Write `import {package}.{name}`."
-    if name in _ELSEWHERE and not [*_places(package, name)]:
-        return _ELSEWHERE[name]
-    known = _OTHERS.get(name)
-    places = [f"{package}.{known}"] if known else [*_places(package, name)]
-    if places:
-        return f"Write {' or '.join(places)}."
+        return f"Write `import {package.__name__}.{name}`."
+    imported = (importlib.import_module(f"{package.__name__}.{room}") for room in rooms)
+    there = [m.__name__ for m in (package, *imported) if name in _public(m)]
+    if name in _OF_OTHERS and not there:
+        return f"Write {_OF_OTHERS[name]}."
+    if there:
+        return f"Write {' or '.join(f'{place}.{name}' for place in there)}."
     names = _public(module)
     near = [n for n in names if n.startswith(name)]
-    near += get_close_matches(name, names, 1, _LIKE)
+    near += get_close_matches(name, names, 1, 0.75)
     return f"Do you mean {module.__name__}.{near[0]}?" if near else ""
-
-
-def _places(package: str, name: str) -> Iterator[str]:
-    """Return where a name is found: in the package, or in one of its public rooms."""
-    top = sys.modules[package]
-    if name in _public(top):
-        yield f"{package}.{name}"
-    for room in _rooms(package):
-        if name in _public(importlib.import_module(f"{package}.{room}")):
-            yield f"{package}.{room}.{name}"
-
-
-def _rooms(package: str) -> list[str]:
-    """Return the names of the public rooms."""
-    found = pkgutil.iter_modules(sys.modules[package].__path__)
-    return [room.name for room in found if not room.name.startswith("_")]
 
 
 def _public(module: types.ModuleType) -> list[str]:
     """Return the names of a module that are not private, nor of other packages."""
-    package = module.__name__.partition(".")[0]
     names = [name for name in dir(module) if not name.startswith("_")]
-    return [name for name in names if _home(getattr(module, name)) == package]
+    return [name for name in names if _home(getattr(module, name)) == "remat"]
 
 
 def _home(value: Any) -> str:
-    """Return the package that something is of."""
     is_module = isinstance(value, types.ModuleType)
-    name = value.__name__ if is_module else getattr(value, "__module__", "")
+    name = getattr(value, "__name__" if is_module else "__module__", "")
     return str(name).partition(".")[0]
-
-
-def _listed(room: types.ModuleType) -> str:
-    """Return some functions of a room."""
-    names = [n for n in _public(room) if inspect.isfunction(getattr(room, n))]
-    shown = ", ".join(f"{room.__name__}.{name}" for name in names[:_SHOWN])
-    return f"{shown}, ..." if len(names) > _SHOWN else f"{shown}."
 
 
 # What people look for on the function.
@@ -130,48 +99,29 @@ IN_ROOMS = {
     "policies": ("within", "save_only_these_names"),
     "random": ("key", "split", "fold_in", "bind"),
 }
-_SHOWN = 5
-_LIKE = 0.75  # of the letters of two names: then one may be meant
-# What JAX calls it.
-_OTHERS = {
-    "PRNGKey": "random.key",
-    "checkpoint_policies": "policies",
-    "lax": "chain",
-}
-# What JAX has, and remat has not.
-_NO_SAMPLER = (
-    "Make it of remat.random.uniform or normal; torch.distributions has no keys."
-)
-_BRANCH = "Write `if`, also on values; torch.cond in compiled code."
-_ELSEWHERE = {
-    "ad_checkpoint": "Its names are in remat itself: remat.checkpoint_name.",
-    "associative_scan": "Write torch._higher_order_ops.associative_scan.",
-    "closure_convert": "Not needed: tensors that a function refers to are inputs.",
-    "cond": _BRANCH,
-    "custom_jvp": "Write a torch.autograd.Function with a jvp.",
-    "jit": "Write torch.compile.",
-    "map": "Write torch.vmap(fn, chunk_size=n), or remat.chain.scan.",
-    "stop_gradient": "Write x.detach().",
-    "switch": _BRANCH,
-    "tree_util": "Write torch.utils._pytree, or optree.",
-    "value_and_grad": "Write torch.func.grad_and_value: it returns the gradient first.",
-    "vmap": "Write torch.vmap.",
+# What JAX has, by another name or elsewhere.
+_OF_OTHERS = {
+    "PRNGKey": "remat.random.key",
+    "ad_checkpoint": "remat.checkpoint_name, say: its names are in remat itself",
+    "checkpoint_policies": "remat.policies",
+    "cond": "`if`, also on values; torch.cond in compiled code",
+    "custom_jvp": "a torch.autograd.Function with a jvp",
+    "jit": "torch.compile",
+    "lax": "remat.chain",
+    "map": "torch.vmap(fn, chunk_size=n), or remat.chain.scan",
+    "stop_gradient": "x.detach()",
+    "switch": "`if`, also on values; torch.cond in compiled code",
+    "tree_util": "torch.utils._pytree, or optree",
+    "value_and_grad": "torch.func.grad_and_value: it returns the gradient first",
+    "vmap": "torch.vmap",
 }
 for _name in ("grad", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp"):
-    _ELSEWHERE[_name] = f"Write torch.func.{_name}."
-for _name in (
-    *("ball", "beta", "binomial", "cauchy", "chisquare", "dirichlet"),
-    *("double_sided_maxwell", "f", "gamma", "generalized_normal", "geometric"),
-    *("loggamma", "logistic", "lognormal", "maxwell", "multinomial"),
-    *("multivariate_normal", "orthogonal", "pareto", "poisson", "rayleigh"),
-    *("t", "triangular", "wald", "weibull_min"),
-):
-    _ELSEWHERE[_name] = _NO_SAMPLER
+    _OF_OTHERS[_name] = f"torch.func.{_name}"
 _PACKAGE = (
     "{name}: `{name}` is the package here, which is not callable. Write `from {name} "
     "import {name}`, or {name}.{name}(fn)."
 )
-_ROOM = "remat: {name} is a module, which is not callable. Call a function in it: {has}"
+_ROOM = "remat: {name} is a module, which is not callable. Call a function in it."
 _FUNCTION = (
     "remat: `{package}` is the function here, not the package. For {package}.{name} "
     "write `import {package}`, or `from {package} import {first}`."
