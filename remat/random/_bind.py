@@ -147,6 +147,7 @@ _COMPOSITES: dict[Any, Any] = {
         functional.dropout1d,
         functional.dropout2d,
         functional.dropout3d,
+        functional.gumbel_softmax,
         functional.multi_head_attention_forward,
         init.kaiming_uniform_,
         init.normal_,
@@ -237,7 +238,9 @@ class _BindGuard(Guard):
 
 
 # Public functions that draw and have no rule.
-_UNKEYED = ("binomial", "poisson", "_sample_dirichlet", "_standard_gamma")
+_UNKEYED = (
+    *("binomial", "native_dropout", "poisson", "_sample_dirichlet", "_standard_gamma"),
+)
 
 
 @constant_in_traces
@@ -358,13 +361,13 @@ def bind(key: KeyLike) -> _BindBlock:
     These functions are keyed: ``torch.rand``, ``randn``, ``randint`` (and ``_like``),
     ``randperm``, ``bernoulli``, ``normal`` and ``multinomial``; the in-place
     ``bernoulli_``, ``exponential_``, ``normal_``, ``random_`` and ``uniform_``; and
-    what is built from them, such as ``torch.nn.init`` and most of
-    ``torch.distributions``. In ``torch.nn`` these are keyed: every dropout,
-    ``gumbel_softmax``, and attention (with dropout it runs as its formula). Every other
-    draw is refused, by name: dropout between recurrent layers, fractional pooling,
-    ``rrelu``, ``cauchy_``, ``geometric_``, ``log_normal_``, samplers of the Poisson,
-    binomial, gamma and Dirichlet distributions, a scripted function, an operator that
-    draws inside. Gradients are those of torch: a draw is a constant.
+    what is built from them, such as ``torch.nn.init``, ``gumbel_softmax`` and most of
+    ``torch.distributions``. In ``torch.nn`` every dropout is keyed, and attention (with
+    dropout it runs as its formula). Numbers are real. Every other draw is refused, by
+    name: dropout between recurrent layers, fractional pooling, ``rrelu``, ``cauchy_``,
+    ``geometric_``, ``log_normal_``, samplers of the Poisson, binomial, gamma and
+    Dirichlet distributions, a scripted function, an operator that draws inside.
+    Gradients are those of torch: a draw is a constant.
 
     Each entry, or call of a decorated function, counts from 0 again. What ``bind``
     returns may be entered any number of times. In nested blocks the inner one applies.

@@ -156,23 +156,6 @@ class Key:
             "`remat.random.bernoulli(key)` for a random bool."
         )
 
-    def _not_a_number(self, *_: object) -> NoReturn:
-        raise TypeError(
-            "remat: a key is not a number, so there is no arithmetic on it. To make "
-            "another key, use remat.random.fold_in(key, n) or split(key). To read its "
-            "bits, use remat.random.key_data(key)."
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _not_a_number
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _not_a_number
-    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _not_a_number
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _not_a_number
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _not_a_number
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _not_a_number
-    __lt__ = __le__ = __gt__ = __ge__ = _not_a_number
-    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _not_a_number
-    __int__ = __float__ = __complex__ = __index__ = _not_a_number
-
 
 def _unpickle(data: Tensor, impl: str) -> Key:
     return Key(data.view(torch.uint64), impl)

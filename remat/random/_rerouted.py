@@ -11,7 +11,6 @@ Rejected: filling `torch.empty(...)` in place. Under vmap the key may be batched
 the empty tensor is not. Batched values cannot be written to such a tensor.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,7 +216,7 @@ def _normal(
     if not given:
         return _deliver(
             draw,
-            lambda key, dtype: gaussian(key, size, dtype, mean, std),
+            lambda key, dtype: normal(key, size, dtype, mean, std),
             None,
             out=out,
             **options,
@@ -228,7 +227,7 @@ def _normal(
     shape = torch.broadcast_shapes(*(p.shape for p in given))
     loc, scale = (p.detach() if isinstance(p, Tensor) else p for p in (mean, std))
     first = given[0]
-    value = gaussian(key.to(first.device), shape, first.dtype, loc, scale)
+    value = normal(key.to(first.device), shape, first.dtype, loc, scale)
     return _into(out, _constant_in(value, *given))
 
 
@@ -277,28 +276,6 @@ def _without_replacement(key: Key, p: Tensor, num: int) -> Tensor:
 # -- Numbers, with the dtypes and defaults of torch ------------------------------------
 
 
-# Not `dtype.to_real()`, which Dynamo does not trace.
-_REAL = {
-    torch.complex32: torch.float16,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-
-
-def uniform_of(key: Key, shape: Any, dtype: Any, low: Any = 0, high: Any = 1) -> Tensor:
-    if not dtype.is_complex:
-        return uniform(key, shape, dtype, low, high)
-    return torch.view_as_complex(uniform(key, (*shape, 2), _REAL[dtype], low, high))
-
-
-def gaussian(key: Key, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> Tensor:
-    if not dtype.is_complex:
-        return normal(key, shape, dtype, mean, std)
-    # Half of the variance in each part.
-    parts = normal(key, (*shape, 2), _REAL[dtype]) * math.sqrt(0.5)
-    return torch.view_as_complex(parts) * std + mean
-
-
 def integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
     check(low < high, "integers from [low, high) need low < high", (low, high))
     if dtype in _DRAWN:
@@ -330,11 +307,11 @@ def check_all(holds: Callable[[], Tensor], t: Tensor, what: str) -> None:
 
 
 def uniform_(key: Key, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return uniform_of(key, shape_like(x), x.dtype, low, high)
+    return uniform(key, shape_like(x), x.dtype, low, high)
 
 
 def normal_(key: Key, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return gaussian(key, shape_like(x), x.dtype, mean, std)
+    return normal(key, shape_like(x), x.dtype, mean, std)
 
 
 def bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
@@ -386,10 +363,10 @@ def _bounds(
 
 
 DRAWS: dict[Any, Rule] = {
-    torch.rand: _factory(uniform_of),
-    torch.randn: _factory(gaussian),
-    torch.rand_like: _like(uniform_of),
-    torch.randn_like: _like(gaussian),
+    torch.rand: _factory(uniform),
+    torch.randn: _factory(normal),
+    torch.rand_like: _like(uniform),
+    torch.randn_like: _like(normal),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,

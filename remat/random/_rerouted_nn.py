@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from remat.random._continuous import gumbel
 from remat.random._draw import shape_like
 from remat.random._dropout import dropout
-from remat.random._key import Key, clone
+from remat.random._key import Key
 from remat.random._rerouted import Draw, Rule, laid_out
 from remat.random._samplers import bernoulli, check_probability
 
@@ -92,36 +91,6 @@ def _named(plain: Any, in_place: Any, *, is_on: bool) -> Rule:
         return LAYERS[in_place if inplace else plain](draw, input, p, training)
 
     return rule
-
-
-def _native_dropout(
-    draw: Draw, input: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
-    if not _drops(p, train, input):
-        return torch.native_dropout(input, p, train)
-    key = draw().to(input.device)
-    # A clone, so that the second use draws the same numbers.
-    dropped = bernoulli(clone(key), p, shape_like(input))
-    return dropout(key, input, p), ~dropped
-
-
-def _gumbel_softmax(
-    draw: Draw,
-    logits: Tensor,
-    tau: float = 1,
-    hard: bool = False,
-    eps: float = 1e-10,
-    dim: int = -1,
-) -> Tensor:
-    del eps  # torch deprecated it and ignores it too
-    noise = gumbel(draw().to(logits.device), shape_like(logits), logits.dtype)
-    soft = ((logits + noise) / tau).softmax(dim)
-    if not hard:
-        return soft
-    # Straight-through estimator: the value of `one_hot`, the gradient of `soft`.
-    index = soft.argmax(dim, keepdim=True)
-    one_hot = torch.zeros_like(soft).scatter(dim, index, 1.0)
-    return one_hot - soft.detach() + soft
 
 
 # -- Attention ------------------------------------------------------------------------
@@ -211,8 +180,6 @@ _DROPOUTS = {
     "feature_alpha_dropout": (_saturated, _features),
 }
 LAYERS: dict[Any, Rule] = {
-    torch.native_dropout: _native_dropout,
-    functional.gumbel_softmax: _gumbel_softmax,
     _torch_attention: _attention,
 }
 for _name, _how in _DROPOUTS.items():

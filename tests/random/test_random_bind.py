@@ -392,7 +392,8 @@ def test_a_draw_in_a_checkpoint_that_decorates_is_refused():
 # Operations that torch tags as random, have no rule, and are the guard's.
 GUARDED = set(
     """
-    poisson binomial rrelu_with_noise rrelu_with_noise_ miopen_rnn _standard_gamma
+    poisson binomial native_dropout rrelu_with_noise rrelu_with_noise_ miopen_rnn
+    _standard_gamma
     _sample_dirichlet _fused_dropout _fill_mem_eff_dropout_mask_ _cudnn_rnn
     _cudnn_init_dropout_state _lstm_mps cauchy exponential geometric log_normal random
     uniform normal_functional rrelu_with_noise_functional _fused_sdp_choice

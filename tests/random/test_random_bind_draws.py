@@ -34,7 +34,6 @@ from remat.testing import assert_same, count_ops
 N = 20_000
 # Mean and standard deviation of a draw, where they exist; else quartiles.
 MOMENTS = {
-    "complex": (lambda: torch.randn(N, dtype=torch.complex64).abs().square(), 1, 1),
     "uniform_": (lambda: torch.empty(N).uniform_(-1, 3), 1, 4 * 12**-0.5),
     "normal_": (lambda: torch.empty(N).normal_(3, 2), 3, 2),
     "normal": (lambda: torch.normal(torch.full((N,), 3.0), 2.0), 3, 2),

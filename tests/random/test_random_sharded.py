@@ -131,7 +131,6 @@ OF_TENSORS = {
     "bind: bernoulli": bound(lambda x: torch.bernoulli((x + 2) / 4)),
     "bind: alpha_dropout": bound(lambda x: functional.alpha_dropout(x, 0.5, True)),
     "bind: dropout1d": bound(lambda x: functional.dropout1d(x[None], 0.5)[0]),
-    "bind: gumbel_softmax": bound(lambda x: functional.gumbel_softmax(x, dim=-1)),
     "bind: attention": bound(attended),
 }
 # Functions of a key and a shape: a tuple, or a DTensor.
@@ -152,7 +151,7 @@ OF_SHAPES = {
     "truncated normal": lambda key, s: random.truncated_normal(key, -1.0, 1.0, s),
 }
 # Shards are summed in another order.
-SUMS = {"bind: gumbel_softmax", "bind: attention"}
+SUMS = {"bind: attention"}
 PLACEMENTS = {"replicated": Replicate(), "rows": Shard(0), "columns": Shard(1)}
 SIZES = [(6, 5), (7, 8)]
 
