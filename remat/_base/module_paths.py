@@ -37,7 +37,7 @@ class ModulePaths:
     def __init__(self, root: nn.Module | None) -> None:
         self.root = None if root is None else weakref.ref(root)
         self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._registered: Any = None  # names and identities in each
+        self.registered: Any = None  # names and identities in each
         self._all: Sequence[Where] | None = None
         self._unnamed: set[type] = set()  # the classes of modules that have none
 
@@ -45,9 +45,10 @@ class ModulePaths:
         root = None if self.root is None else self.root()
         found = () if root is None else root.named_modules()
         self._paths = {id(each): (weakref.ref(each), name) for name, each in found}
-        self._registered, self._all = self._registered_now(), None
+        self.registered, self._all = self.registered_now(), None
 
-    def _registered_now(self) -> Any:
+    def registered_now(self) -> Any:
+        """Return the names and identities of the modules in each."""
         modules = [ref() for ref, _ in self._paths.values()]
         if None in modules:
             return None
@@ -67,10 +68,6 @@ class ModulePaths:
                 found[path] = path, tuple(dict.fromkeys((*own, *around)))
             self._all = [*found.values()]
         return self._all
-
-    def is_current(self) -> bool:
-        """Say whether each module is still where it was."""
-        return self._registered == self._registered_now()
 
     def has(self, module: nn.Module) -> bool:
         """Say whether a module, or one whose view it is, is in the root."""
@@ -104,6 +101,6 @@ def names_in(root: nn.Module) -> ModulePaths:
     if names is None or names.root is None or names.root() is not root:
         weakref.finalize(root, _NAMES.pop, key, None)
         names = None
-    if names is None or not names.is_current():
+    if names is None or names.registered != names.registered_now():
         _NAMES[key] = names = ModulePaths(root)
     return names

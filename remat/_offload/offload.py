@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from remat._base.errors import OffloadError
+from remat._base.tensors import describe_meta
 from remat._base.types import TENSORS
 from remat._torch import is_shared, undisturbed, wait_for
 
@@ -352,8 +353,7 @@ def _read_ahead(storage: torch.UntypedStorage) -> None:
 
 
 def _described(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{[*tensor.shape]}"
+    return describe_meta(tensor.dtype, tensor.shape)
 
 
 def _not_plain(tensor: Tensor) -> OffloadError:
@@ -369,15 +369,10 @@ def _no_room(
     if folder is not None:
         with suppress(OSError):
             free = f"{shutil.disk_usage(folder).free:,} are"
-    return OffloadError(
-        _NO_ROOM.format(
-            what=_described(tensor),
-            nbytes=f"{nbytes:,}",
-            folder="a temporary folder" if folder is None else repr(folder),
-            free=free,
-            reason=error.strerror or error,
-        )
-    )
+    where = "a temporary folder" if folder is None else repr(folder)
+    known = {"what": _described(tensor), "nbytes": f"{nbytes:,}", "folder": where}
+    why = error.strerror or error
+    return OffloadError(_NO_ROOM.format(free=free, reason=why, **known))
 
 
 _NO_ROOM = (

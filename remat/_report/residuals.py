@@ -323,8 +323,8 @@ class _Notes:
             known: dict[str, Any] = {"place": _PLACES.get(decision, "")}
             if any(storage_id(part) not in self._ledger.entries for part in parts(t)):
                 known |= {"rank": MADE, "origin": origin, "source": op.source}
-            elif has_values(t) or _is_on_host(t, decision):
-                known = {}
+            elif has_values(t) or (t.is_cpu and decision is Decision.OFFLOAD):
+                known = {}  # it is where it would be offloaded to
             self._note([t], reader, **known)
 
     def _note_states(self, moved: Iterable[tuple[Any, Any]], reader: str) -> None:
@@ -375,11 +375,6 @@ def _row(entry: StorageNote) -> SavedResidual:
     meta = entry.dtype, entry.shape, entry.device, size
     where = entry.origin, entry.source, tuple(entry.readers), entry.place
     return SavedResidual(*meta, *where, entry.is_parameter)
-
-
-def _is_on_host(tensor: Tensor, decision: Decision) -> bool:
-    """Say whether a tensor is where it would be offloaded to."""
-    return tensor.device.type == "cpu" and decision is Decision.OFFLOAD
 
 
 _PLACES = {Decision.OFFLOAD: "pinned host", Decision.OFFLOAD_TO_DISK: "disk"}

@@ -82,10 +82,6 @@ def read_settings() -> tuple[Any, ...]:
     return precision, _DENORMAL * 1.0 == 0.0, *map(call, _GETTERS)
 
 
-def _set_errors_of_numpy(value: Any) -> None:
-    _errors_of_numpy.set(value)
-
-
 def _set_precision(value: Any) -> None:
     if isinstance(value, str):
         torch._C._set_float32_matmul_precision(value)
@@ -108,7 +104,7 @@ _SETTERS: tuple[Callable[..., object], ...] = (
     *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
     torch._C._set_deterministic_fill_uninitialized_memory,
     *(torch._C._set_sdp_use_math, torch._C._set_sdp_use_flash),
-    *(torch._C._set_mkldnn_enabled, _set_errors_of_numpy),
+    *(torch._C._set_mkldnn_enabled, _errors_of_numpy.set),
     *[put for _, put in _MORE],
 )
 

@@ -70,7 +70,9 @@ def call_chain(
     """Run all steps; return the last carry and what was collected."""
     schedule = Sqrt() if isinstance(asked, LoopBudget) else asked
     if must_inline():
-        if _is_in_graph(steps):
+        # Of a trace by make_fx or the like, only if a graph is made for recomputes.
+        is_in_graph = makes_graph() and steps.length is not None
+        if torch.compiler.is_compiling() or is_in_graph:
             return _inlined(fn, args, steps, asked, progress)
     elif torch.is_grad_enabled():
         try:
@@ -92,13 +94,6 @@ def call_chain(
             hide_frames(error)
             raise
     return _plain(fn, args, steps, progress)
-
-
-def _is_in_graph(steps: Steps) -> bool:
-    """Say whether a graph is made that is to hold recomputes."""
-    if torch.compiler.is_compiling():
-        return True
-    return makes_graph() and steps.length is not None
 
 
 def _plain(

@@ -148,7 +148,10 @@ class Reversing:
         self.live = call.first(self._inputs)
         # The checkpoints are gone, or are of another level: the steps that lead to them
         # run again, but not those from the last one to the result.
-        saves = (a for a in schedule.forward(length) if not _ends(a, length))
+        forward = schedule.forward(length)
+        saves = (
+            a for a in forward if not (isinstance(a, Advance) and a.stop == length)
+        )
         return itertools.chain(saves, schedule.backward(length))
 
     @property
@@ -314,11 +317,6 @@ class Reversing:
             rest = whole.narrow(0, end, whole.shape[0] - end)
             parts.append(torch.zeros_like(rest))
         return torch.cat(parts)
-
-
-def _ends(action: Action, length: int) -> bool:
-    """Say whether an action only computes the result of a chain, which is known."""
-    return isinstance(action, Advance) and action.stop == length
 
 
 # --- The node ---

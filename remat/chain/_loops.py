@@ -141,7 +141,8 @@ def scan(
     steps = Steps(
         _scan_step, label, count, scanned=1, is_reversed=reverse, on_disk=disk
     )
-    args = init, map_tree(_alias, xs)
+    # Its slices are inputs of their own, also where `f` refers to the same tensor.
+    args = init, map_tree(lambda t: t.view_as(t), xs)
     return call_chain(policed(f, policy), args, steps, asked, progress)
 
 
@@ -380,11 +381,6 @@ def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
         _, y = f(init, map_tree(lambda t: t.new_zeros(t.shape[1:]), xs))
     tensors = map_tree(_as_tensor, y)
     return map_tree(lambda t: t.new_zeros((0, *t.shape)), tensors)
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    # Its slices are inputs of their own, also where `f` refers to the same tensor.
-    return tensor.view_as(tensor)
 
 
 def _as_tensor(leaf: Any) -> Tensor:

@@ -43,7 +43,8 @@ def chosen(model: nn.Module, select: Any, policy: Any) -> Picked:
         if under is not None and policy is not None:
             raise ValueError(_TWO_POLICIES)
         policy = policy if under is None else under
-        kept = _each(found.items(), which if every == 1 else every)
+        step = which if every == 1 else every  # 0 for none
+        kept = [*found.items()][::step] if step else []
         return [(name, module, policy) for name, module in kept]
     selectors = as_selectors(select)
     if not selectors:
@@ -61,11 +62,6 @@ def chosen(model: nn.Module, select: Any, policy: Any) -> Picked:
             picked.append((name, module, policy))
         counts[k] += 1
     return picked
-
-
-def _each(items: Iterable[Any], every: int) -> list[Any]:
-    """Return the first of every so many; none for 0."""
-    return [*items][::every] if every else []
 
 
 # --- Texts ---
