@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
+from remat import _torch
 from remat._ambient.streams import Stream, global_streams, stream_of
 from remat._base import pytree
 from remat._base.errors import CaptureError, Label, label_of, name_in, note
@@ -35,16 +36,7 @@ from remat._partial.effects import written_by
 from remat._partial.options import Options
 from remat._reach.names import CallNames
 from remat._reach.reach import Reach
-from remat._torch import (
-    StorageRef,
-    base_tensor,
-    current_layer,
-    device_generators,
-    dual_level_active,
-    preserved_version,
-    storage_id,
-    use_count,
-)
+from remat._torch import StorageRef
 from remat._transform.function import Primal
 from remat._transform.levels import Below
 from remat._transform.module import recomputed_by
@@ -90,7 +82,7 @@ class Ledger(Observer):
         """Return the entries of a tensor's storages, new ones if there are none."""
         found = []
         for part in parts(tensor):
-            entry = self.entries.get(storage_id(part))
+            entry = self.entries.get(_torch.storage_id(part))
             if entry is None:
                 meta = part.dtype, tuple(part.shape), part.device
                 ref, is_given = StorageRef(part.untyped_storage()), rank != MADE
@@ -122,9 +114,9 @@ class Ledger(Observer):
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a name to what an operation made."""
-        for part in parts(base_tensor(tensor)):
+        for part in parts(_torch.base_tensor(tensor)):
             # A recorder around would take `untyped_storage` for the user's reading it.
-            entry = self.entries.get(storage_id(part))
+            entry = self.entries.get(_torch.storage_id(part))
             if entry is not None and entry.rank == MADE and name not in entry.names:
                 entry.names = (*entry.names, name)
                 entry.origin = origin_text(None, entry.names)
@@ -133,12 +125,12 @@ class Ledger(Observer):
     def _preserve(self, tensor: Tensor) -> None:
         """Have a tensor that is older than the run put back as it is now."""
         for part in parts(tensor):
-            number = storage_id(part)
+            number = _torch.storage_id(part)
             if self.entries[number].rank == MADE or number in self._preserved:
                 continue
             self._preserved.add(number)
             if not part.is_inference():
-                self._stack.enter_context(preserved_version(part))
+                self._stack.enter_context(_torch.preserved_version(part))
             storage = part.untyped_storage()  # a fake tensor's is on another device
             if storage.device.type != "meta":
                 self._stack.callback(_put_back, storage, storage.clone())
@@ -249,7 +241,9 @@ class Inputs:
         """
         ours = self.run_on[: self._passed]
         pythons = chain(map(sys.getrefcount, ours), repeat(0))
-        return [use_count(t) + n for t, n in zip(self.run_on, pythons, strict=False)]
+        return [
+            _torch.use_count(t) + n for t, n in zip(self.run_on, pythons, strict=False)
+        ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -267,7 +261,7 @@ class Inputs:
 @contextmanager
 def streams_kept(others: Iterable[Any] = ()) -> Iterator[None]:
     """Leave the random streams of the process, and others, as they are now."""
-    devices = filter(None, map(stream_of, device_generators()))
+    devices = filter(None, map(stream_of, _torch.device_generators()))
     streams = [*global_streams().streams, *devices, *others]
     states = [stream.read() for stream in streams]
     try:
@@ -283,7 +277,7 @@ def _stand_ins(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     anchor = torch.zeros((), requires_grad=True)
     found: dict[int, Tensor] = {}
     for t in tensors:
-        with preserved_version(t):
+        with _torch.preserved_version(t):
             found[id(t)] = _NonLeaf.apply(t.detach(), anchor)
     return found
 
@@ -309,7 +303,7 @@ class _NonLeaf(Function):
 
 def refuse_transforms(report: str, instead: str) -> None:
     """Raise a RuntimeError under a transform of torch.func or a trace."""
-    if current_layer() is not None or dual_level_active():
+    if _torch.current_layer() is not None or _torch.dual_level_active():
         raise RuntimeError(_TRANSFORMED.format(report=report, instead=instead))
     if torch.compiler.is_compiling():
         raise RuntimeError(_COMPILED.format(report=report))

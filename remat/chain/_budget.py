@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from remat import _torch
 from remat._base.context import differentiated
 from remat._base.program import Request, replaced_at
 from remat._base.sizes import Unit, amount_in
@@ -30,15 +31,6 @@ from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
 from remat._partial.cache import CACHES
 from remat._report.timeline import has_storage
-from remat._torch import (
-    base_tensor,
-    below_all_levels,
-    empty_in,
-    fake_mode,
-    grad_mode,
-    outside_all_dispatch_modes,
-    storage_id,
-)
 from remat.chain._actions import Reverse, Schedule
 from remat.chain._chain import Chain, Reversing
 from remat.chain._forward import ChainCall, call_of
@@ -241,13 +233,17 @@ def _measured(
     trial.length = min(steps.length, count)  # what is scanned is as long as all steps
     passed, needs = trial.take_inputs()
     trial.wrapped = ()  # it runs below all levels
-    if not (is_real or TENSORS.issuperset(map(type, map(base_tensor, passed)))):
+    if not (is_real or TENSORS.issuperset(map(type, map(_torch.base_tensor, passed)))):
         raise MissingValueError("of tensors of other classes there are no fakes")
-    mode, chain = None if is_real else fake_mode(), Chain(trial)
+    mode, chain = None if is_real else _torch.fake_mode(), Chain(trial)
 
     def run() -> StepBytes:
-        inputs = [empty_in(mode, t) for t in passed] if mode else _copies(chain, passed)
-        with grad_mode(False), mode or nullcontext(), Meter() as meter:
+        inputs = (
+            [_torch.empty_in(mode, t) for t in passed]
+            if mode
+            else _copies(chain, passed)
+        )
+        with _torch.grad_mode(False), mode or nullcontext(), Meter() as meter:
             for tensor in inputs:
                 meter.hold(tensor)
             rehearsal = Rehearsal(chain, inputs, needs, meter)
@@ -255,12 +251,12 @@ def _measured(
 
     try:
         with (
-            outside_all_dispatch_modes(),
+            _torch.outside_all_dispatch_modes(),
             isolated(),
             CACHES.set_aside(),
             _set_back(trial),
         ):
-            return below_all_levels(run)
+            return _torch.below_all_levels(run)
     except Unsettled as unsettled:
         count = unsettled.steps
     return _measured(fn, args, steps, nbytes, is_real=is_real, count=count)
@@ -269,7 +265,7 @@ def _measured(
 def _copies(chain: Chain, passed: Sequence[Tensor]) -> list[Tensor]:
     """Return the values of the inputs; of buffers, copies."""
     updated = {*chain.call.reach.buffers}
-    values = [base_tensor(t).detach() for t in passed]
+    values = [_torch.base_tensor(t).detach() for t in passed]
     return [t.clone() if i in updated else t for i, t in enumerate(values)]
 
 
@@ -414,7 +410,7 @@ class Rehearsal:
 
 def _nbytes(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
     """Return the bytes of the storages of tensors, without those of others."""
-    known = {storage_id(t) for t in others if has_storage(t)}
-    there = {storage_id(t): t for t in tensors if has_storage(t)}
+    known = {_torch.storage_id(t) for t in others if has_storage(t)}
+    there = {_torch.storage_id(t): t for t in tensors if has_storage(t)}
     left = there.keys() - known
     return sum(there[number].untyped_storage().nbytes() for number in left)

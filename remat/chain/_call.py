@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from remat import _torch
 from remat._ambient.ambient import Ambient
 from remat._base import pytree
 from remat._base.errors import BudgetError, hide_frames, label_of
@@ -31,32 +32,16 @@ from remat._base.sizes import in_unit
 from remat._partial.cache import metas_of
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT
-from remat._torch import (
-    VMAP,
-    batch_size,
-    constant_in_traces,
-    current_layer,
-    kind_of,
-    makes_graph,
-    must_inline,
-)
 from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
+from remat.chain import _steps
 from remat.chain._actions import Schedule
 from remat.chain._budget import TOGETHER, LoopBudget, StepBytes, chosen, measured
 from remat.chain._chain import Chain
 from remat.chain._forward import ChainCall, Progress, call_of
 from remat.chain._schedules import Online, Segments, Sqrt, ranges_of
-from remat.chain._steps import (
-    Columns,
-    Live,
-    Steps,
-    form_of,
-    refuse_other_form,
-    tensors_and_frame,
-    through,
-)
+from remat.chain._steps import Columns, Live, Steps
 from remat.policies import Policy
 
 
@@ -69,9 +54,9 @@ def call_chain(
 ) -> tuple[Any, Any]:
     """Run all steps; return the last carry and what was collected."""
     schedule = Sqrt() if isinstance(asked, LoopBudget) else asked
-    if must_inline():
+    if _torch.must_inline():
         # Of a trace by make_fx or the like, only if a graph is made for recomputes.
-        is_in_graph = makes_graph() and steps.length is not None
+        is_in_graph = _torch.makes_graph() and steps.length is not None
         if torch.compiler.is_compiling() or is_in_graph:
             return _inlined(fn, args, steps, asked, progress)
     elif torch.is_grad_enabled():
@@ -102,11 +87,11 @@ def _plain(
     """Run all steps where nothing is differentiated."""
     carry, k = args[0], 0
     columns = Columns(steps)
-    first = form_of(_live_of(carry))
+    first = _steps.form_of(_live_of(carry))
     while k != steps.length and (steps.goes_on is None or steps.goes_on(fn, carry)):
         carry, y = steps.apply(fn, args, k, carry, steps.place(k))
         if steps.is_repeated:
-            refuse_other_form(_live_of(carry), first, k, steps.label)
+            _steps.refuse_other_form(_live_of(carry), first, k, steps.label)
         columns.add(_live_of(y))
         k += 1
         if progress is not None:
@@ -115,7 +100,7 @@ def _plain(
 
 
 def _live_of(tree: Any) -> Live:
-    tensors, frame = tensors_and_frame(tree)
+    tensors, frame = _steps.tensors_and_frame(tree)
     return Live(tensors, frame, [False] * len(tensors))
 
 
@@ -133,7 +118,9 @@ def _inlined(
     carry = args[0]
     rows: list[Any] = []
     for numbers in ranges_of(_segments_for(asked, steps.label), length):
-        segment = functools.partial(through, steps, fn, numbers=numbers, offset=0)
+        segment = functools.partial(
+            _steps.through, steps, fn, numbers=numbers, offset=0
+        )
         carry, ys = remat(segment)(args, carry)
         rows += ys
     if steps.is_reversed:
@@ -154,7 +141,7 @@ def _segments_for(asked: Strategy, label: str) -> Segments:
     return Sqrt()
 
 
-@constant_in_traces
+@_torch.constant_in_traces
 def _warn(message: str) -> str:
     warn_once(message)
     return message
@@ -195,10 +182,10 @@ def _schedule_within(
     needs: Sequence[bool],
 ) -> tuple[Schedule, str]:
     """Return the schedule with the least work that stays under a budget."""
-    layer, steps = current_layer(), call.steps
-    if layer is not None and kind_of(layer) == VMAP:
+    layer, steps = _torch.current_layer(), call.steps
+    if layer is not None and _torch.kind_of(layer) == _torch.VMAP:
         return Sqrt(), _OUTSIDE.format(label=steps.label)
-    batch = batch_size()
+    batch = _torch.batch_size()
     inside = replace(budget, nbytes=budget.nbytes // batch)
     kind = _kind_of_chain(call, inputs, needs, inside)
     numbers = _known(*kind)
@@ -305,7 +292,7 @@ def policed(f: Any, policy: PolicyLike) -> Any:
 
 def label_for(kind: str, f: Any = None) -> str:
     """Return what errors call a chain: its kind, its function, the user's line."""
-    if must_inline():
+    if _torch.must_inline():
         return kind
     if f is not None:
         kind = f"{kind} of {getattr(f, '__qualname__', type(f).__qualname__)}"
@@ -314,7 +301,7 @@ def label_for(kind: str, f: Any = None) -> str:
 
 def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return a pytree with another value in place of each leaf."""
-    if must_inline():  # Dynamo traces no other pytrees
+    if _torch.must_inline():  # Dynamo traces no other pytrees
         return tree_map(functools.partial(_unless_none, fn), tree)
     return pytree.map_leaves(fn, tree)
 

@@ -28,21 +28,10 @@ from remat._torch import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
+from remat.chain import _steps
 from remat.chain._actions import Action, Advance, Drop, Save, Schedule
 from remat.chain._schedules import Online
-from remat.chain._steps import (
-    Between,
-    Columns,
-    Cut,
-    Frame,
-    Live,
-    Steps,
-    Stored,
-    form_of,
-    refuse_other_form,
-    run_step,
-    tensors_and_frame,
-)
+from remat.chain._steps import Between, Columns, Cut, Frame, Live, Steps, Stored
 
 
 Progress: TypeAlias = Callable[[int], object] | None
@@ -97,7 +86,9 @@ class ChainCall(Call):
         index = {id(t): i for i, t in enumerate(self._inputs)}
         self.initial = [index[id(t)] for t in tensors]
         scanned = (
-            () if steps.scanned is None else tensors_and_frame(args[steps.scanned])[0]
+            ()
+            if steps.scanned is None
+            else _steps.tensors_and_frame(args[steps.scanned])[0]
         )
         self.scanned = [index[id(t)] for t in scanned]
         self.kept_from: list[int] = []
@@ -195,7 +186,7 @@ def call_of(
     progress: Progress = None,
 ) -> ChainCall | None:
     """Return a call of a chain; None, with a warning, where no walk can tell."""
-    carry = tensors_and_frame(args[0])
+    carry = _steps.tensors_and_frame(args[0])
     named = _parts_of(*carry, steps.label, is_repeated=steps.is_repeated)
     # Steps read the live carry, and not the container of the initial one.
     args = None, *args[1:]
@@ -255,7 +246,7 @@ class _Sweep:
         self.is_noting = call.reach.has_iterators or are_users_modes()
         first = call.first(cut.inputs)
         self._live = first._replace(tensors=[*map(cut.value, first.tensors)])
-        self._first = form_of(self._live)
+        self._first = _steps.form_of(self._live)
         # A step of functions without variables hides no graph, and uses no other one.
         self._hides = not call.reach.is_contained
         self._looks = self._hides or current_layer() is not None
@@ -319,11 +310,11 @@ class _Sweep:
         look = self._look if self._looks else None
         for k in range(start, stop):
             self._call.kept_from.append(len(kept))
-            live, row, leaves = run_step(
+            live, row, leaves = _steps.run_step(
                 steps, called, self._cut, self._live, k, look=look
             )
             if steps.is_repeated:
-                refuse_other_form(live, self._first, k, steps.label)
+                _steps.refuse_other_form(live, self._first, k, steps.label)
             if self._hides:
                 refuse_leaks(reach, leaves, ())
             # They are the carry before. If they lived on, two carries would be alive.

@@ -19,16 +19,10 @@ from remat._base import pytree
 from remat._base.errors import note
 from remat._torch import must_inline
 from remat._transform.api import PolicyLike
+from remat.chain import _call
 from remat.chain._actions import Schedule
 from remat.chain._budget import budget_of
-from remat.chain._call import (
-    Strategy,
-    call_chain,
-    check_callable,
-    label_for,
-    map_tree,
-    policed,
-)
+from remat.chain._call import Strategy
 from remat.chain._forward import Progress
 from remat.chain._schedules import Binomial, EveryStep, Online, Sqrt
 from remat.chain._steps import Steps
@@ -132,9 +126,9 @@ def scan(
         >>> x.grad.shape
         torch.Size([3])
     """
-    check_callable("scan", [f], progress)
+    _call.check_callable("scan", [f], progress)
     asked = _asked("scan", checkpoints, unroll, budget, policy, disk=disk)
-    label = label_for("scan", f)
+    label = _call.label_for("scan", f)
     count = _length_of(xs, length, label)
     if not count:
         return init, _nothing_collected(f, init, xs)
@@ -142,8 +136,8 @@ def scan(
         _scan_step, label, count, scanned=1, is_reversed=reverse, on_disk=disk
     )
     # Its slices are inputs of their own, also where `f` refers to the same tensor.
-    args = init, map_tree(lambda t: t.view_as(t), xs)
-    return call_chain(policed(f, policy), args, steps, asked, progress)
+    args = init, _call.map_tree(lambda t: t.view_as(t), xs)
+    return _call.call_chain(_call.policed(f, policy), args, steps, asked, progress)
 
 
 def fori_loop(
@@ -194,16 +188,18 @@ def fori_loop(
         >>> y.item(), x.grad.item()
         (1024.0, 5120.0)
     """
-    check_callable("fori_loop", [body], progress)
+    _call.check_callable("fori_loop", [body], progress)
     asked = _asked("fori_loop", checkpoints, unroll, budget, policy, disk=disk)
     first, stop = operator.index(lower), operator.index(upper)
     if stop <= first:
         return init
-    label = label_for("fori_loop", body)
+    label = _call.label_for("fori_loop", body)
     step = functools.partial(_counted_step, first)
     steps = Steps(step, label, stop - first, on_disk=disk)
     try:
-        return call_chain(policed(body, policy), (init,), steps, asked, progress)[0]
+        return _call.call_chain(
+            _call.policed(body, policy), (init,), steps, asked, progress
+        )[0]
     except (AttributeError, TypeError) as error:
         if not str(error).startswith("remat:"):
             note(error, "remat: fori_loop calls body(i, carry), the number first.")
@@ -260,12 +256,12 @@ def while_loop(
         >>> y.item(), x.grad.item()
         (0.75, 0.25)
     """
-    check_callable("while_loop", [cond, body], progress)
+    _call.check_callable("while_loop", [cond, body], progress)
     asked = _asked("while_loop", checkpoints, 1, budget, policy, disk=disk)
-    label = label_for("while_loop", body)
+    label = _call.label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on, on_disk=disk)
-    both = cond, policed(body, policy)
-    return call_chain(both, (init,), steps, asked, progress)[0]
+    both = cond, _call.policed(body, policy)
+    return _call.call_chain(both, (init,), steps, asked, progress)[0]
 
 
 # --- Steps ---
@@ -275,11 +271,11 @@ def _scan_step(
     f: Any, args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, Any]:
     del k
-    result = f(carry, map_tree(lambda t: t[place], args[1]))
+    result = f(carry, _call.map_tree(lambda t: t[place], args[1]))
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(_PAIR.format(got=type(result).__name__))
     carry, y = result
-    return carry, map_tree(_as_tensor, y)
+    return carry, _call.map_tree(_as_tensor, y)
 
 
 def _counted_step(
@@ -378,9 +374,9 @@ def _with_paths(xs: Any) -> list[tuple[str, Any]]:
 def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
     """Return what no step collects: tensors of length 0."""
     with torch.no_grad():
-        _, y = f(init, map_tree(lambda t: t.new_zeros(t.shape[1:]), xs))
-    tensors = map_tree(_as_tensor, y)
-    return map_tree(lambda t: t.new_zeros((0, *t.shape)), tensors)
+        _, y = f(init, _call.map_tree(lambda t: t.new_zeros(t.shape[1:]), xs))
+    tensors = _call.map_tree(_as_tensor, y)
+    return _call.map_tree(lambda t: t.new_zeros((0, *t.shape)), tensors)
 
 
 def _as_tensor(leaf: Any) -> Tensor:

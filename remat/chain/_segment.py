@@ -15,28 +15,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._ambient.ambient import noted
+from remat._base import program
 from remat._base.context import here
 from remat._base.errors import note
-from remat._base.program import (
-    Evaluation,
-    InputIndex,
-    Program,
-    Request,
-    has_derivatives,
-)
+from remat._base.program import Evaluation, InputIndex, Program, Request
 from remat._base.types import Outputs
 from remat._torch import without_hooks
 from remat._transform.state import CallState
+from remat.chain import _steps
 from remat.chain._forward import ChainProgram
-from remat.chain._steps import (
-    Between,
-    Cut,
-    Live,
-    cutting,
-    run_step,
-    tensors_and_frame,
-    through,
-)
+from remat.chain._steps import Between, Cut, Live
 
 
 class Segment(Program):
@@ -82,14 +70,16 @@ class Segment(Program):
 
         def call(fn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
             steps = self._call.steps
-            return through(steps, fn, args, live.tree, self._numbers, self._offset)
+            return _steps.through(
+                steps, fn, args, live.tree, self._numbers, self._offset
+            )
 
         carry, ys = self._called(call, inputs[count:], mode, here().runs)
-        tensors, frame = tensors_and_frame(carry)
+        tensors, frame = _steps.tensors_and_frame(carry)
         # The tensors do not show that a level outside differentiates them.
-        needs = [*map(has_derivatives, tensors)]
+        needs = [*map(program.has_derivatives, tensors)]
         self._after = Live((), frame, needs, self._ambient, self._objects)
-        return (*tensors, *(t for y in ys for t in tensors_and_frame(y)[0]))
+        return (*tensors, *(t for y in ys for t in _steps.tensors_and_frame(y)[0]))
 
     @override
     def evaluate(
@@ -119,13 +109,13 @@ class Segment(Program):
             now, called, offset = live, (fn, args), self._offset
             for k in self._numbers:
                 # Its leaves are the carry before: to hold them is to hold one more.
-                now, row = run_step(steps, called, cut, now, k, offset)[:2]
+                now, row = _steps.run_step(steps, called, cut, now, k, offset)[:2]
                 if collects:
                     values.extend(row.tensors)
                     flags.extend(row.needs)
             return now
 
-        with cutting(inputs[count:], needs[count:], self._chain.own) as cut:
+        with _steps.cutting(inputs[count:], needs[count:], self._chain.own) as cut:
             run = functools.partial(call, cut)
             last = without_hooks(self._called, run, cut.inputs, None)
         self._after = last._replace(

@@ -13,13 +13,8 @@ from torch import nn
 
 from remat._base.errors import note
 from remat._transform.api import PolicyLike
+from remat.chain import _call
 from remat.chain._actions import Schedule
-from remat.chain._call import (
-    call_chain,
-    check_callable,
-    label_for,
-    policed,
-)
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
 from remat.chain._schedules import Uniform
@@ -84,18 +79,18 @@ def sequential(
     for i, fn in enumerate(layers):
         if not callable(fn):
             raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
-    check_callable("sequential", (), progress)
+    _call.check_callable("sequential", (), progress)
     if budget is not None:
         raise TypeError(_BUDGET.format(budget=budget))
     schedule = _schedule(segments, checkpoints)
     if not layers:
         return x
     name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
-    label = label_for(f"sequential of {len(layers)} {name}")
+    label = _call.label_for(f"sequential of {len(layers)} {name}")
     steps = Steps(_apply_layer, label, len(layers), is_repeated=False, on_disk=disk)
-    called = tuple(policed(fn, policy) for fn in layers)
+    called = tuple(_call.policed(fn, policy) for fn in layers)
     try:
-        return call_chain(called, (x, args), steps, schedule, progress)[0]
+        return _call.call_chain(called, (x, args), steps, schedule, progress)[0]
     except (AttributeError, TypeError) as error:
         if type(x) is int and args:  # as checkpoint_sequential takes them
             note(error, _ORDER.format(segments=x))

@@ -24,6 +24,7 @@ from torch.utils import checkpoint as theirs
 from torch.utils.checkpoint import noop_context_fn
 from typing_extensions import override
 
+from remat import _torch
 from remat._base.context import here
 from remat._base.errors import Label, RematError, hide_frames, label_of
 from remat._base.observer import Observer
@@ -36,12 +37,6 @@ from remat._report.check_replay import (
     argument_statics,
     around,
     same_statics,
-)
-from remat._torch import (
-    checkpoint_settings,
-    constant_in_traces,
-    eager_only,
-    selective_policy,
 )
 from remat._transform.api import PolicyLike
 from remat._transform.lowering import Lowering, call_lowered, lowering_of
@@ -96,7 +91,7 @@ _OPTIONS = Options()
 _NOTHING_SET = None, None
 
 
-@eager_only
+@_torch.eager_only
 @with_signature_of(_checkpoint_of_torch)
 def checkpoint(
     function: Any = None,
@@ -255,7 +250,7 @@ def _traced(fn: Fn, args: Any, kwargs: dict[str, Any], asked: Asked) -> Any:
     )
 
 
-@constant_in_traces
+@_torch.constant_in_traces
 def _key_of(context_fn: ContextFn) -> str:
     """Return what tells the node of a call with a policy; "" for other contexts."""
     policy = policy_of(context_fn()[0])
@@ -286,7 +281,7 @@ def call_checkpointed(
         return fn(*args, **kwargs)
     name = name or _name_of(fn)
     file, line = caller.f_code.co_filename, caller.f_lineno
-    if asked != _DEFAULTS or checkpoint_settings() != _NOTHING_SET:
+    if asked != _DEFAULTS or _torch.checkpoint_settings() != _NOTHING_SET:
         fn, options = _prepared(fn, asked)
     if lowering is Lowering.TRACED:  # by make_fx
         where = f"{shown(file)}:{line}"
@@ -316,7 +311,7 @@ def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
     """Return the function under the contexts of the call, and the options."""
     describe, policy = None, asked.policy
     has_contexts = asked.context_fn is not noop_context_fn
-    early_stop, debug = checkpoint_settings()
+    early_stop, debug = _torch.checkpoint_settings()
     if asked.debug if debug is None else debug:
         if has_contexts:
             raise ValueError(_DEBUG)
@@ -420,7 +415,7 @@ def _differ(then: RunOperation | None, now: RunOperation | None) -> bool:
 
 def policy_of(context: object) -> Policy | None:
     """Return the policy of the context for the forward, or None for another context."""
-    policy = selective_policy(context)
+    policy = _torch.selective_policy(context)
     if policy is None:
         if hasattr(context, "respect_saved_tensors_hooks"):
             # A subclass, which runs as it is. The hooks around it are those of the

@@ -23,16 +23,12 @@ from torch.utils import checkpoint as theirs
 
 from remat._base.types import Fn
 from remat._torch import eager_only
-from remat.compat._checkpoint import (
-    Asked,
-    call_checkpointed,
-    checkpoint,
-    with_signature_of,
-)
+from remat.compat import _checkpoint
+from remat.compat._checkpoint import Asked
 
 
 @eager_only
-@with_signature_of(theirs.checkpoint_sequential)
+@_checkpoint.with_signature_of(theirs.checkpoint_sequential)
 def checkpoint_sequential(
     functions: nn.Sequential | Sequence[Fn],
     segments: int,
@@ -88,10 +84,10 @@ def checkpoint_sequential(
     for _ in range(segments - 1):
         segment = _joined(chain[start : start + size])
         if torch.compiler.is_compiling():
-            input = checkpoint(segment, input)
+            input = _checkpoint.checkpoint(segment, input)
         else:
             name = f"functions[{start}:{start + size}]"
-            input = call_checkpointed(
+            input = _checkpoint.call_checkpointed(
                 segment, (input,), {}, Asked(), sys._getframe(1), name
             )
         start += size
@@ -188,7 +184,7 @@ def _copy(fn: Any) -> FunctionType:
 
 
 _OURS: Mapping[Callable[..., Any], FunctionType] = {
-    theirs.checkpoint: _copy(checkpoint),
+    theirs.checkpoint: _copy(_checkpoint.checkpoint),
     theirs.checkpoint_sequential: _copy(checkpoint_sequential),
 }
 _FORTH = {id(old): new for old, new in _OURS.items()}

@@ -30,16 +30,8 @@ from remat._scope.api import awaits_backward, scope
 from remat._scope.following import ByPlace, Course, say_once
 from remat._torch import GRAD, constant_in_traces, current_layer, kinds_here
 from remat._transform.module import recompute_in_place
-from remat.nn._applied import (
-    PLAN,
-    Applied,
-    Claiming,
-    Refusing,
-    mark,
-    refuse_later,
-    refuse_others,
-    unmark,
-)
+from remat.nn import _applied
+from remat.nn._applied import Applied, Claiming, Refusing
 from remat.policies import Policy
 
 
@@ -147,7 +139,7 @@ class _Entering(Claiming):
 
     @override
     def claim(self, module: nn.Module) -> Applied:
-        return Applied(PLAN, where=self.where)
+        return Applied(_applied.PLAN, where=self.where)
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -177,17 +169,17 @@ def follow(
     over: int = 0,
 ) -> None:
     """Have each call of a module follow a plan; blocks do where no scope can act."""
-    refuse_others(model, "plan.apply")
+    _applied.refuse_others(model, "plan.apply")
     inner = _planned_part(model, label, courses)
     for module, policy in [(_submodule(inner, name), p) for name, p in blocks]:
         options = Options(policy=policy, unless_followed=True)
-        recompute_in_place(module, where, options, PLAN)
-    refuse_later(model, PLAN, where)
+        recompute_in_place(module, where, options, _applied.PLAN)
+    _applied.refuse_later(model, _applied.PLAN, where)
     # Last, so that it runs first: what begins here ends also after an error of a hook.
     entering = _Entering(label, courses, where, over)
     model.register_forward_pre_hook(entering, prepend=True)
     model.register_forward_hook(_Leaving(), always_call=True)
-    mark(model)
+    _applied.mark(model)
 
 
 def begin_plan(model: nn.Module) -> None:
@@ -227,7 +219,7 @@ def unfollow(module: nn.Module) -> None:
             if isinstance(hook, (Claiming, Refusing, _Leaving)):
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
-    unmark(module)
+    _applied.unmark(module)
 
 
 @constant_in_traces
@@ -265,10 +257,10 @@ M = TypeVar("M", bound=nn.Module)
 
 def plan_at_first_call(model: M, budget: int, where: str) -> M:
     """Have the first call that a backward may follow plan for a budget."""
-    refuse_later(model, PLAN, where)
+    _applied.refuse_later(model, _applied.PLAN, where)
     hook = _AtFirstCall(budget, where)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    mark(model)
+    _applied.mark(model)
     return model
 
 
@@ -281,7 +273,7 @@ class _AtFirstCall(Claiming):
 
     @override
     def claim(self, module: nn.Module) -> Applied | None:
-        return None if self.is_planning else Applied(PLAN, where=self.where)
+        return None if self.is_planning else Applied(_applied.PLAN, where=self.where)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_planning or not torch.is_grad_enabled():

@@ -13,16 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from remat.random import _ops
+from remat.random import _draw, _ops
 from remat.random._continuous import gumbel
-from remat.random._draw import (
-    Shape,
-    as_shape,
-    draw,
-    fits,
-    is_readable,
-    shape_like,
-)
+from remat.random._draw import Shape
 from remat.random._key import Key, KeyLike, consumed, data_of
 from remat.random._samplers import randint
 
@@ -63,7 +56,7 @@ def permutation(
 
 
 def _order(data: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
-    words = draw(_ops.bits, data, shape, 64)
+    words = _draw.draw(_ops.bits, data, shape, 64)
     return words.argsort(dim=axis - len(shape), stable=True)
 
 
@@ -138,7 +131,7 @@ def choice(
         >>> random.choice(random.key(42), torch.tensor([10, 20, 30]), (4,))
         tensor([10, 20, 10, 20])
     """
-    shape, n = as_shape(shape), _length(a, axis)
+    shape, n = _draw.as_shape(shape), _length(a, axis)
     count = math.prod(shape)
     _check_choice(n, count, replace)
     if p is not None:
@@ -166,7 +159,7 @@ def _check_weights(p: Tensor, n: int, least: int) -> None:
             f"remat: `p` has shape {list(p.shape)}; it must be [{n}], one weight for "
             "each entry."
         )
-    if not is_readable(p):
+    if not _draw.is_readable(p):
         return
     if not ((p >= 0) & p.isfinite()).all() or (p > 0).sum() < least:
         raise ValueError(
@@ -178,7 +171,7 @@ def _check_weights(p: Tensor, n: int, least: int) -> None:
 def _invert(key: KeyLike, shape: tuple[int, ...], p: Tensor) -> Tensor:
     dtype = torch.promote_types(p.dtype, torch.float32)
     sums = _scaled(p.detach().to(dtype)).cumsum(0)
-    u = draw(_ops.uniform, consumed(key), shape, dtype)
+    u = _draw.draw(_ops.uniform, consumed(key), shape, dtype)
     # Right of equal sums, so that entries of probability 0 are skipped.
     index = torch.searchsorted(sums, u * sums[-1], right=True)
     return index.clamp(max=p.shape[0] - 1)
@@ -201,7 +194,9 @@ def _scaled(p: Tensor) -> Tensor:
 
 def _noisy(key: KeyLike, shape: tuple[int, ...], logits: Tensor) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    return gumbel(key, shape_like(logits, shape), dtype) + logits.detach().to(dtype)
+    return gumbel(key, _draw.shape_like(logits, shape), dtype) + logits.detach().to(
+        dtype
+    )
 
 
 def categorical(
@@ -241,9 +236,9 @@ def categorical(
     """
     logits = logits.movedim(_axis(axis, logits), -1)
     rows, n = tuple(logits.shape[:-1]), logits.shape[-1]
-    shape = rows if shape is None else as_shape(shape)
+    shape = rows if shape is None else _draw.as_shape(shape)
     prefix = shape[: max(0, len(shape) - len(rows))]
-    if not (fits(rows, shape) if replace else (*prefix, *rows) == shape):
+    if not (_draw.fits(rows, shape) if replace else (*prefix, *rows) == shape):
         raise ValueError(
             f"remat: the shape of the draws is {list(shape)}, but the rows of `logits` "
             f"have shape {list(rows)}. The draws' shape must end in the rows' shape; "

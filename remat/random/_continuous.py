@@ -10,21 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from remat.random import _ops
-from remat.random._draw import (
-    Number,
-    Shape,
-    as_parameter,
-    below,
-    check_scale,
-    draw,
-    float_dtype,
-    moved,
-    number_below,
-    rounded,
-    shape_for,
-    wide,
-)
+from remat.random import _draw, _ops
+from remat.random._draw import Number, Shape
 from remat.random._key import KeyLike, consumed
 
 
@@ -32,10 +19,10 @@ def _wide_uniform(
     key: KeyLike, shape: Shape, dtype: torch.dtype | None, **parameters: Number
 ) -> tuple[Tensor, torch.dtype]:
     """Return uniform numbers to compute with, and the dtype of what comes of them."""
-    dtype = float_dtype(dtype)
-    check_scale("scale", parameters.get("scale", 1))
-    shape = shape_for(key, shape, **parameters)
-    return draw(_ops.uniform, consumed(key), shape, wide(dtype)), dtype
+    dtype = _draw.float_dtype(dtype)
+    _draw.check_scale("scale", parameters.get("scale", 1))
+    shape = _draw.shape_for(key, shape, **parameters)
+    return _draw.draw(_ops.uniform, consumed(key), shape, _draw.wide(dtype)), dtype
 
 
 def gumbel(
@@ -72,7 +59,7 @@ def gumbel(
     """
     u, dtype = _wide_uniform(key, shape, dtype, loc=loc, scale=scale)
     g = -(-u.clamp(min=torch.finfo(u.dtype).tiny).log()).log()
-    return moved(g, loc, scale).to(dtype)
+    return _draw.moved(g, loc, scale).to(dtype)
 
 
 def exponential(
@@ -105,7 +92,7 @@ def exponential(
         tensor([2.4977, 3.1736, 1.3757])
     """
     u, dtype = _wide_uniform(key, shape, dtype, scale=scale)
-    return moved(-(-u).log1p(), 0, scale).to(dtype)
+    return _draw.moved(-(-u).log1p(), 0, scale).to(dtype)
 
 
 def laplace(
@@ -143,7 +130,7 @@ def laplace(
     u, dtype = _wide_uniform(key, shape, dtype, loc=loc, scale=scale)
     # On [-1, 1). At -1 the logarithm is infinite, so -1 moves to its neighbour.
     u = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)
-    return moved(-u.sign() * (-u.abs()).log1p(), loc, scale).to(dtype)
+    return _draw.moved(-u.sign() * (-u.abs()).log1p(), loc, scale).to(dtype)
 
 
 def truncated_normal(
@@ -180,17 +167,17 @@ def truncated_normal(
         >>> random.truncated_normal(random.key(42), -1.0, 1.0, (3,))
         tensor([0.7898, 0.8882, 0.4367])
     """
-    dtype = float_dtype(dtype)
+    dtype = _draw.float_dtype(dtype)
     if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
         _check_between(lower, upper, dtype)
     u, dtype = _wide_uniform(key, shape, dtype, lower=lower, upper=upper)
     # Rounded first: the result must lie within the bounds as its dtype rounds them.
-    low = as_parameter(lower, u.to(dtype))
-    high = as_parameter(upper, u.to(dtype))
+    low = _draw.as_parameter(lower, u.to(dtype))
+    high = _draw.as_parameter(upper, u.to(dtype))
     x = _between(u, low.to(u.dtype), high.to(u.dtype)).to(dtype)
     most = torch.finfo(dtype).max
-    x = torch.minimum(x, below(high.clamp(max=most)))
-    return torch.maximum(x, -below((-low).clamp(max=most)))
+    x = torch.minimum(x, _draw.below(high.clamp(max=most)))
+    return torch.maximum(x, -_draw.below((-low).clamp(max=most)))
 
 
 def _check_between(lower: float, upper: float, dtype: torch.dtype) -> None:
@@ -198,8 +185,11 @@ def _check_between(lower: float, upper: float, dtype: torch.dtype) -> None:
     # While compiling, `rounded` would make the number a constant of the graph.
     if some and not torch.compiler.is_compiling():
         most = torch.finfo(dtype).max
-        low, high = rounded(max(lower, -most), dtype), rounded(min(upper, most), dtype)
-        some = low < number_below(high, dtype)
+        low, high = (
+            _draw.rounded(max(lower, -most), dtype),
+            _draw.rounded(min(upper, most), dtype),
+        )
+        some = low < _draw.number_below(high, dtype)
     if not some:
         raise ValueError(
             f"remat: expected lower < upper with a value of {dtype} between them, got "

@@ -15,15 +15,8 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from remat._torch import current_layer, must_inline
-from remat.random import _ops
-from remat.random._draw import (
-    Number,
-    draw_each,
-    fits,
-    is_dtensor,
-    is_number,
-    shape_like,
-)
+from remat.random import _draw, _ops
+from remat.random._draw import Number
 from remat.random._key import KeyLike, consumed, data_of
 from remat.random._samplers import check_probability
 
@@ -62,7 +55,7 @@ def dropout(key: KeyLike, x: Tensor, p: Number, training: bool = True) -> Tensor
         tensor([5.0000, 5.0000, 0.0000, 0.0000, 5.0000, 0.0000])
     """
     check_probability(p)
-    if not training or is_number(p, 0):
+    if not training or _draw.is_number(p, 0):
         return x
     _check(data_of(key), x, p)
     data = consumed(key)
@@ -87,7 +80,7 @@ def _check(data: Tensor, x: Tensor, p: Number) -> None:
             f"remat: `x` is on {x.device} and the key is on {data.device}. Pass "
             "key.to(x.device)."
         )
-    if isinstance(p, Tensor) and not fits(p.shape, x.shape):
+    if isinstance(p, Tensor) and not _draw.fits(p.shape, x.shape):
         raise ValueError(
             f"remat: `p` has shape {list(p.shape)}, which does not broadcast to the "
             f"shape of `x`, {list(x.shape)}."
@@ -102,9 +95,9 @@ def _drop(x: Tensor, data: Tensor, p: float) -> Tensor:
 
 
 def _numbers_for(x: Tensor, data: Tensor) -> Tensor:
-    if is_dtensor(x):
-        shape: Any = shape_like(x)
-        return draw_each(_ops.uniform, data, shape, torch.float32)
+    if _draw.is_dtensor(x):
+        shape: Any = _draw.shape_like(x)
+        return _draw.draw_each(_ops.uniform, data, shape, torch.float32)
     n = math.prod(x.shape[data.ndim - 1 :])
     return _ops.uniform(data, n, torch.float32).reshape(x.shape)
 
@@ -115,7 +108,7 @@ def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
     drop = _numbers_for(x, data) < p
     # In place, so that the product keeps the memory format of `x`. Not under vmap,
     # where `drop` may be batched and `x` not, nor where `x` is to be added up.
-    if current_layer() is None and not is_dtensor(x):
+    if current_layer() is None and not _draw.is_dtensor(x):
         return (x * scale).masked_fill_(drop, 0)
     return torch.where(drop, 0.0, x * scale)
 

@@ -17,17 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat.random import _samplers
 from remat.random._choices import permutation
 from remat.random._draw import is_readable, shape_like
 from remat.random._key import Key
-from remat.random._samplers import (
-    bernoulli,
-    modulo,
-    normal,
-    randint,
-    uniform,
-    words_of,
-)
 
 
 Draw = Callable[[], Key]
@@ -216,7 +209,7 @@ def _normal(
     if not given:
         return _deliver(
             draw,
-            lambda key, dtype: normal(key, size, dtype, mean, std),
+            lambda key, dtype: _samplers.normal(key, size, dtype, mean, std),
             None,
             out=out,
             **options,
@@ -227,7 +220,7 @@ def _normal(
     shape = torch.broadcast_shapes(*(p.shape for p in given))
     loc, scale = (p.detach() if isinstance(p, Tensor) else p for p in (mean, std))
     first = given[0]
-    value = normal(key.to(first.device), shape, first.dtype, loc, scale)
+    value = _samplers.normal(key.to(first.device), shape, first.dtype, loc, scale)
     return _into(out, _constant_in(value, *given))
 
 
@@ -263,7 +256,7 @@ def _with_replacement(key: Key, p: Tensor, num: int) -> Tensor:
     # Divided by the last sum, so that it becomes exactly one: no draw is beyond it.
     total = p.to(dtype_for_tails(p)).cumsum(-1)
     cumulative = total / total[..., -1:]
-    u = uniform(key, (*p.shape[:-1], num), cumulative.dtype)
+    u = _samplers.uniform(key, (*p.shape[:-1], num), cumulative.dtype)
     return torch.searchsorted(cumulative, u, right=True)
 
 
@@ -279,9 +272,11 @@ def _without_replacement(key: Key, p: Tensor, num: int) -> Tensor:
 def integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
     check(low < high, "integers from [low, high) need low < high", (low, high))
     if dtype in _DRAWN:
-        return randint(key, shape, low, high, dtype)
+        return _samplers.randint(key, shape, low, high, dtype)
     # Up to 2**64 of them: `randint` has no uint64.
-    return (modulo(words_of(key, shape), high - low) + low).to(dtype)
+    return (_samplers.modulo(_samplers.words_of(key, shape), high - low) + low).to(
+        dtype
+    )
 
 
 _DRAWN = {
@@ -307,11 +302,11 @@ def check_all(holds: Callable[[], Tensor], t: Tensor, what: str) -> None:
 
 
 def uniform_(key: Key, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return uniform(key, shape_like(x), x.dtype, low, high)
+    return _samplers.uniform(key, shape_like(x), x.dtype, low, high)
 
 
 def normal_(key: Key, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return normal(key, shape_like(x), x.dtype, mean, std)
+    return _samplers.normal(key, shape_like(x), x.dtype, mean, std)
 
 
 def bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
@@ -321,7 +316,7 @@ def bernoulli_(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
 def coin(key: Key, p: Any, shape: Any) -> Tensor:
     if isinstance(p, Tensor):
         check_all(lambda: (p >= 0) & (p <= 1), p, "probabilities are between 0 and 1")
-    return bernoulli(key, p, shape)
+    return _samplers.bernoulli(key, p, shape)
 
 
 def check_floats(name: str, x: Tensor) -> None:
@@ -332,7 +327,7 @@ def check_floats(name: str, x: Tensor) -> None:
 def exponential_(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
     check_floats("exponential_", x)
     check(lambd > 0, "exponential_ needs lambd > 0", lambd)
-    u = uniform(key, shape_like(x), dtype_for_tails(x))
+    u = _samplers.uniform(key, shape_like(x), dtype_for_tails(x))
     # Never zero: callers take its logarithm.
     least = torch.finfo(u.dtype).eps / 2
     return (-torch.log1p(-u)).clamp_min(least) / lambd
@@ -363,10 +358,10 @@ def _bounds(
 
 
 DRAWS: dict[Any, Rule] = {
-    torch.rand: _factory(uniform),
-    torch.randn: _factory(normal),
-    torch.rand_like: _like(uniform),
-    torch.randn_like: _like(normal),
+    torch.rand: _factory(_samplers.uniform),
+    torch.randn: _factory(_samplers.normal),
+    torch.rand_like: _like(_samplers.uniform),
+    torch.randn_like: _like(_samplers.normal),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,

@@ -11,24 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.random import _ops
-from remat.random._draw import (
-    Number,
-    Shape,
-    as_parameter,
-    as_shape,
-    below,
-    check_scale,
-    draw,
-    float_dtype,
-    is_number,
-    is_readable,
-    moved,
-    number_below,
-    rounded,
-    shape_for,
-    wide,
-)
+from remat.random import _draw, _ops
+from remat.random._draw import Number, Shape
 from remat.random._key import KeyLike, consumed
 
 
@@ -69,8 +53,8 @@ def uniform(
         >>> random.uniform(random.key(42), (3,))
         tensor([0.9177, 0.9581, 0.7473])
     """
-    dtype = float_dtype(dtype)
-    shape = shape_for(key, shape, minval=minval, maxval=maxval)
+    dtype = _draw.float_dtype(dtype)
+    shape = _draw.shape_for(key, shape, minval=minval, maxval=maxval)
     numbers = isinstance(minval, (int, float)) and isinstance(maxval, (int, float))
     if numbers:
         _check_bounds(dtype, minval, maxval)
@@ -78,24 +62,24 @@ def uniform(
     # of the graph. Not for small dtypes, which the compiler rounds less often than we.
     if numbers and not (torch.compiler.is_compiling() and dtype.itemsize > 2):
         return _uniform_between(key, shape, dtype, minval, maxval)
-    u = draw(_ops.uniform, consumed(key), shape, dtype)
-    if is_number(minval, 0) and is_number(maxval, 1):
+    u = _draw.draw(_ops.uniform, consumed(key), shape, dtype)
+    if _draw.is_number(minval, 0) and _draw.is_number(maxval, 1):
         return u
-    low, high = as_parameter(minval, u), as_parameter(maxval, u)
-    to = wide(dtype)
+    low, high = _draw.as_parameter(minval, u), _draw.as_parameter(maxval, u)
+    to = _draw.wide(dtype)
     out = (u.to(to) * (high - low).to(to) + low.to(to)).to(dtype)
-    return torch.where(out >= high, torch.maximum(below(high), low), out)
+    return torch.where(out >= high, torch.maximum(_draw.below(high), low), out)
 
 
 def _uniform_between(
     key: KeyLike, shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float
 ) -> Tensor:
-    u = draw(_ops.uniform, consumed(key), shape, dtype)
+    u = _draw.draw(_ops.uniform, consumed(key), shape, dtype)
     if (low, high) == (0, 1):
         return u
-    low, high = rounded(low, dtype), rounded(high, dtype)
-    out = u.to(wide(dtype)).mul_(rounded(high - low, dtype)).add_(low)
-    return out.to(dtype).clamp(max=max(low, number_below(high, dtype)))
+    low, high = _draw.rounded(low, dtype), _draw.rounded(high, dtype)
+    out = u.to(_draw.wide(dtype)).mul_(_draw.rounded(high - low, dtype)).add_(low)
+    return out.to(dtype).clamp(max=max(low, _draw.number_below(high, dtype)))
 
 
 def _check_bounds(dtype: torch.dtype, low: float, high: float) -> None:
@@ -139,12 +123,14 @@ def normal(
         >>> random.normal(random.key(42), (3,))
         tensor([-0.9702,  0.1940, -1.2356])
     """
-    dtype = float_dtype(dtype)
-    check_scale("std", std)
-    shape = shape_for(key, shape, mean=mean, std=std)
-    standard = is_number(mean, 0) and is_number(std, 1)
-    z = draw(_ops.normal, consumed(key), shape, dtype if standard else wide(dtype))
-    return z if standard else moved(z, mean, std).to(dtype)
+    dtype = _draw.float_dtype(dtype)
+    _draw.check_scale("std", std)
+    shape = _draw.shape_for(key, shape, mean=mean, std=std)
+    standard = _draw.is_number(mean, 0) and _draw.is_number(std, 1)
+    z = _draw.draw(
+        _ops.normal, consumed(key), shape, dtype if standard else _draw.wide(dtype)
+    )
+    return z if standard else _draw.moved(z, mean, std).to(dtype)
 
 
 def bernoulli(key: KeyLike, p: Number = 0.5, shape: Shape = None) -> Tensor:
@@ -172,11 +158,11 @@ def bernoulli(key: KeyLike, p: Number = 0.5, shape: Shape = None) -> Tensor:
         tensor([False, False,  True])
     """
     check_probability(p)
-    shape = shape_for(key, shape, p=p)
-    u = draw(_ops.uniform, consumed(key), shape, torch.float32)
+    shape = _draw.shape_for(key, shape, p=p)
+    u = _draw.draw(_ops.uniform, consumed(key), shape, torch.float32)
     if isinstance(p, Tensor):
         u = u.to(torch.promote_types(p.dtype, u.dtype))
-        return u < as_parameter(p, u)
+        return u < _draw.as_parameter(p, u)
     return u < p
 
 
@@ -209,7 +195,7 @@ def rademacher(
     """
     if not dtype.is_signed:
         raise TypeError(f"remat: there is no -1 in {dtype}. Use torch.int64.")
-    return bernoulli(key, 0.5, as_shape(shape)).to(dtype) * 2 - 1
+    return bernoulli(key, 0.5, _draw.as_shape(shape)).to(dtype) * 2 - 1
 
 
 _WORDS = (
@@ -248,8 +234,8 @@ def bits(key: KeyLike, shape: Shape = (), dtype: torch.dtype = torch.uint32) -> 
         tensor([2632642643, 2012563771], dtype=torch.uint32)
     """
     _check_words(dtype)
-    shape = as_shape(shape)
-    words = draw(_ops.bits, consumed(key), shape, 8 * dtype.itemsize)
+    shape = _draw.as_shape(shape)
+    words = _draw.draw(_ops.bits, consumed(key), shape, 8 * dtype.itemsize)
     return words.view(dtype) if dtype.itemsize == 8 else words.to(dtype)
 
 
@@ -293,15 +279,17 @@ def randint(
     _check_words(dtype, no=torch.uint64)
     _check_bound("minval", minval, dtype, 0)
     _check_bound("maxval", maxval, dtype, 1)
-    shape = shape_for(key, shape, minval=minval, maxval=maxval)
+    shape = _draw.shape_for(key, shape, minval=minval, maxval=maxval)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
         words = words_of(key, shape)
-        low, high = as_parameter(minval, words), as_parameter(maxval, words)
+        low, high = _draw.as_parameter(minval, words), _draw.as_parameter(maxval, words)
         return (low + _modulo_each(words, low, high)).to(dtype)
     _check_range(minval, maxval, dtype)
     span = maxval - minval
     if dtype.itemsize <= 4 and span < 2**28:
-        return (draw(_ops.bits, consumed(key), shape, 32) % span + minval).to(dtype)
+        return (_draw.draw(_ops.bits, consumed(key), shape, 32) % span + minval).to(
+            dtype
+        )
     return (modulo(words_of(key, shape), span) + minval).to(dtype)
 
 
@@ -310,7 +298,7 @@ def _check_bound(name: str, value: Any, dtype: torch.dtype, above: int) -> None:
     tensor = isinstance(value, Tensor)
     if value.dtype not in _WORDS if tensor else isinstance(value, (float, complex)):
         raise TypeError(f"remat: `{name}` is {value}; it must be an integer.")
-    if not tensor or not is_readable(value):
+    if not tensor or not _draw.is_readable(value):
         return
     info, number = torch.iinfo(dtype), value.to(torch.int64)
     wrong = (number < info.min) | (number - above > info.max)
@@ -331,7 +319,7 @@ def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
 
 def words_of(key: KeyLike, shape: tuple[int, ...]) -> Tensor:
     """Return words of 64 bits: int64."""
-    return draw(_ops.bits, consumed(key), shape, 64)
+    return _draw.draw(_ops.bits, consumed(key), shape, 64)
 
 
 def modulo(words: Tensor, span: int) -> Tensor:
