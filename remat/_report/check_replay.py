@@ -36,13 +36,8 @@ from remat._partial.effects import written_by
 from remat._partial.values import Storages
 from remat._reach.reach import Reach
 from remat._reach.results import Out, Result
-from remat._report.inputs import (
-    Inputs,
-    has_values,
-    one_by_one,
-    refuse_transforms,
-    unwrapped,
-)
+from remat._report import inputs as _inputs
+from remat._report.inputs import Inputs
 from remat._torch import below_all_levels, undisturbed, unwrap_dead
 from remat._transform.leaves import ONLY_MARKS
 from remat._transform.saved import Filling, Saved, recompute
@@ -116,7 +111,7 @@ class RunValues(Observer):
 
     def _look(self, step: RunOperation, what: str, tensor: Tensor) -> None:
         self.values += 1
-        bits = [_on_host(part) for part in parts(tensor) if has_values(part)]
+        bits = [_on_host(part) for part in parts(tensor) if _inputs.has_values(part)]
         self.nbytes += sum(t.nbytes for t in bits)
         if self._then is None:
             step.values.append((what, bits))
@@ -224,10 +219,10 @@ def _text(value: Any) -> str:
 # --- Values ---
 
 
-# Kernels that return scratch memory, and the index of that output.
+# Kernels whose output of index 3 is scratch memory.
 _SCRATCH = {
-    **dict.fromkeys(("cudnn_batch_norm", "_cudnn_rnn", "mkldnn_rnn_layer"), 3),
-    **dict.fromkeys(("_batch_norm_with_update", "batch_norm_with_update"), 3),
+    *("cudnn_batch_norm", "_cudnn_rnn", "mkldnn_rnn_layer"),
+    *("_batch_norm_with_update", "batch_norm_with_update"),
 }
 _STATES = {"rng_state", "unused", "debug_attn_mask", "philox_seed", "philox_offset"}
 _UNWRITTEN = {
@@ -246,7 +241,7 @@ def _scratch_of(func: Any) -> set[int]:
         return {*range(len(returns))}
     tensors = [r.name for r in returns if str(r.type) == "Tensor"]
     states = {k for k, name in enumerate(tensors) if name in _STATES}
-    return {*states, _SCRATCH[packet]} if packet in _SCRATCH else states
+    return {*states, 3} if packet in _SCRATCH else states
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -346,21 +341,21 @@ def check_replay(fn: Fn, /, *args: Any, **kwargs: Any) -> Agreement:
         remat.RecomputeError: remat: recomputing `<lambda>` does something...
     """
     instead = "the transformed function: check_replay(torch.func.grad(f), x)"
-    refuse_transforms("check_replay", instead)
-    fn, label, options = unwrapped(fn)
+    _inputs.refuse_transforms("check_replay", instead)
+    fn, label, options = _inputs.unwrapped(fn)
     if options.rng == "error":
         fn = without_draws(fn, label)
     inputs = Inputs(fn, args, kwargs)
     args, kwargs = inputs.args, inputs.kwargs
     reach = Reach(fn, label, args, kwargs)
     leaves = [*map(unwrap_dead, reach.take_tensors())]
-    if not all(map(has_values, leaves)):
+    if not all(map(_inputs.has_values, leaves)):
         raise RuntimeError(_NO_VALUES)
     needs = [t.requires_grad for t in leaves]
     call = _Twice(reach, replace(options, prune=False), leaves, needs)
     first = RunValues()
     CACHES.clear()  # nested calls are first calls in both runs
-    with one_by_one("check_replay", args):
+    with _inputs.one_by_one("check_replay", args):
         result = call.run_forward(fn, args, kwargs, leaves, first)
     CACHES.clear()
     second = RunValues(first.steps)

@@ -134,14 +134,11 @@ class Fates:
 
     def explained(self, label: str, plainly: Examined) -> Explanation:
         """Return the report, without advice and a peak."""
-        found, outcome, is_one_node = (
-            self._found,
-            self.outcome,
-            self._options.higher_order,
-        )
+        found, outcome = self._found, self.outcome
         inputs = tuple(map(self._input, range(len(found.leaves))))
         ops = tuple(map(self._operation, range(len(self._fates)), found.times))
         # The one node of such a call holds its inputs and residuals, and nothing else.
+        is_one_node = self._options.higher_order
         held = frozenset() if is_one_node else found.itself - self._counted
         kept, roots = held | self._counted, frozenset().union(*found.record.roots)
         return Explanation(
@@ -206,11 +203,8 @@ class Fates:
 
     def _why(self, i: int) -> str:
         """Say why an operation is saved, recomputed or left out."""
-        step, fate, unpruned = (
-            self._record.steps[i],
-            self._fates[i],
-            self.outcome.unpruned,
-        )
+        step, fate = self._record.steps[i], self._fates[i]
+        unpruned = self.outcome.unpruned
         touched = {*step.makes, *step.writes}
         if fate is Fate.DEAD:
             users = self._users_of(touched, i)

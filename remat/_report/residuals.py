@@ -35,22 +35,8 @@ from remat._graph.graph import (
 )
 from remat._graph.handles import Handle
 from remat._partial.names import tell_of_keys, told_of_names
-from remat._report.inputs import (
-    CONSTANT,
-    MADE,
-    Inputs,
-    Ledger,
-    StorageNote,
-    call_behind,
-    has_values,
-    one_by_one,
-    origin_text,
-    reader_of,
-    refuse_transforms,
-    stream_name,
-    tensors_in,
-    undoing,
-)
+from remat._report import inputs as _inputs
+from remat._report.inputs import Inputs, Ledger, StorageNote
 from remat._report.render import short_array
 from remat._torch import saved_by, sequence_number, storage_id
 from remat._transform.function import Primal
@@ -144,7 +130,7 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
         ['from the argument x']
     """
     instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
-    refuse_transforms("saved_residuals", instead)
+    _inputs.refuse_transforms("saved_residuals", instead)
     found, has_others = _residuals(fn, args, kwargs, every=False)
     if found is None and has_others:
         found, _ = _residuals(fn, args, kwargs, every=True)
@@ -155,11 +141,11 @@ def _residuals(
     fn: Fn, args: Any, kwargs: Any, *, every: bool
 ) -> tuple[list[SavedResidual] | None, bool]:
     """Run a function; None if no output requires grad. Say if more arguments could."""
-    with undoing(fn, args, kwargs, every=every) as (inputs, ledger):
+    with _inputs.undoing(fn, args, kwargs, every=every) as (inputs, ledger):
         for i, tensor in enumerate(inputs.tensors):
             ledger.know(tensor, *inputs.described(i))
         first = torch.zeros((), requires_grad=True).view(())
-        with one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
+        with _inputs.one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
             result = fn(*inputs.args, **inputs.kwargs)
         tell_of_keys()
         torch.clear_autocast_cache()
@@ -237,7 +223,7 @@ class _Notes:
         nodes = (node for node, _ in nodes_of(outs, _Older(start)))
         for node in sorted(nodes, key=sequence_number):
             program = getattr(node, "program", None)
-            reader, call = reader_of(node), call_behind(program)
+            reader, call = _inputs.reader_of(node), _inputs.call_behind(program)
             if call is not None:
                 self._note_call(node, call, reader)
                 self._note_kept(call.kept, reader, start)
@@ -248,12 +234,12 @@ class _Notes:
             self._note(tensors_at(node), reader)
             # Not all of these are held by the graph: a hook may refer to a global.
             for t in foreign_tensors_at(node):
-                self._ledger.know(t, CONSTANT, "from a constant")
+                self._ledger.know(t, _inputs.CONSTANT, "from a constant")
 
     def _note(self, tensors: Iterable[Tensor], reader: str, **known: Any) -> None:
         """Note who reads some tensors, and what else is known of their storages."""
         for t in tensors:
-            for entry in self._ledger.know(t, CONSTANT, "from a constant"):
+            for entry in self._ledger.know(t, _inputs.CONSTANT, "from a constant"):
                 entry.readers[reader] = None
                 self._saved.add(entry.ref.address)
                 for name, value in known.items():
@@ -261,7 +247,7 @@ class _Notes:
 
     def _note_copies(self, name: str, tensors: Iterable[Tensor], reader: str) -> None:
         origin = f"copy of `{name}` as it was before the call"
-        self._note(tensors, reader, origin=origin, rank=MADE)
+        self._note(tensors, reader, origin=origin, rank=_inputs.MADE)
 
     def _note_call(self, node: Any, call: Primal, reader: str) -> None:
         """Note what a call keeps besides its inputs: copies, residuals, states."""
@@ -278,11 +264,11 @@ class _Notes:
         # And what calls within keep by their own rules.
         found += [(op, Decision.SAVE) for op in getattr(planned, "ops", ())]
         for value, (op, decision) in zip(saved[len(kept) :], found, strict=True):
-            self._note_saved(tensors_in(value), op, decision, reader)
+            self._note_saved(_inputs.tensors_in(value), op, decision, reader)
         for i, value in zip(kept, saved, strict=False):
             if i in evaluation.updated:
                 name = call.call.reach.name_of(i)
-                self._note_copies(name, tensors_in(value), reader)
+                self._note_copies(name, _inputs.tensors_in(value), reader)
         self._note_states(call.state.ambient.moved if call.state else (), reader)
 
     def _note_kept(self, places: Iterable[Any], reader: str, start: int) -> None:
@@ -318,19 +304,19 @@ class _Notes:
         self, stored: Sequence[Tensor], op: Op, decision: Decision, reader: str
     ) -> None:
         """Note what a policy saves."""
-        origin = origin_text(op.func, sorted(op.names))
+        origin = _inputs.origin_text(op.func, sorted(op.names))
         for t in stored:
             known: dict[str, Any] = {"place": _PLACES.get(decision, "")}
             if any(storage_id(part) not in self._ledger.entries for part in parts(t)):
-                known |= {"rank": MADE, "origin": origin, "source": op.source}
-            elif has_values(t) or (t.is_cpu and decision is Decision.OFFLOAD):
+                known |= {"rank": _inputs.MADE, "origin": origin, "source": op.source}
+            elif _inputs.has_values(t) or (t.is_cpu and decision is Decision.OFFLOAD):
                 known = {}  # it is where it would be offloaded to
             self._note([t], reader, **known)
 
     def _note_states(self, moved: Iterable[tuple[Any, Any]], reader: str) -> None:
         """Note the states of streams, which a recompute sets back."""
         for stream, state in moved:
-            origin = f"state of the stream: {stream_name(stream)}"
+            origin = f"state of the stream: {_inputs.stream_name(stream)}"
             if isinstance(state, Tensor):
                 self._note([state], reader, origin=origin)
             else:
@@ -342,7 +328,9 @@ class _Notes:
         """Drop the graph, and list what it saved or was seen to hold."""
         entries, counts = self._ledger.entries, self._counts
         rows = {address: _row(entry) for address, entry in entries.items()}
-        made = {address for address, entry in entries.items() if entry.rank == MADE}
+        made = {
+            address for address, entry in entries.items() if entry.rank == _inputs.MADE
+        }
         # Held until the end: the gradient accumulators of leaves go with the graph,
         # which would look as if it had saved the leaves.
         leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]

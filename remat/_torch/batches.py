@@ -44,7 +44,7 @@ def lowered(
     return tensors, found
 
 
-# Deleted by: the same.
+# Deleted by: a public stack of the transforms that are active.
 def raised(
     tensors: Sequence[Tensor], dims: Sequence[Flat], args: Sequence[Tensor]
 ) -> Sequence[Tensor]:

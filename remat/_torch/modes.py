@@ -166,7 +166,7 @@ def _popped(count: int) -> Iterator[list[Any]]:
         dynamo.set_eval_frame(before)
 
 
-# Deleted by: the same.
+# Deleted by: a public stack of dispatch modes.
 def dispatch_modes() -> list[Any]:
     """Return the dispatch modes that are entered, outermost first."""
     return _dispatch._get_current_dispatch_mode_stack()
@@ -189,7 +189,7 @@ def modes_between(first: Any, outside: Any, inside: Any) -> Iterator[None]:
             _dispatch._pop_mode()
 
 
-# Deleted by: the same.
+# Deleted by: modes that can be entered again, without their `__enter__`.
 @contextmanager
 def under_dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Run the body under modes, the last one innermost, that are not entered anew."""
@@ -243,7 +243,7 @@ def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
     return _popped(1) if is_innermost else nullcontext()
 
 
-# Deleted by: the same.
+# Deleted by: dispatch modes that can be left by those inside of them.
 @contextmanager
 def outside_all_dispatch_modes() -> Iterator[None]:
     """Run the body as if no dispatch mode were entered, remat's own included."""
@@ -259,7 +259,7 @@ def outside_all_dispatch_modes() -> Iterator[None]:
                 _write_flags(flags)
 
 
-# Deleted by: the same.
+# Deleted by: a dispatch mode that can be left by those inside of it.
 @contextmanager
 def outside_dispatch_mode(mode: Any) -> Iterator[None]:
     """Run the body as if a mode, and modes of ours inside of it, were not entered."""

@@ -51,7 +51,8 @@ _uncached: Any = _NodeOfBody("remat_uncached", cacheable=False)
 OF_THIS_PROCESS = "of this process"  # is in the keys of nodes that no cache may hold
 
 
-# Deleted by: the same. Dynamo has a table of the operators that it knows.
+# Deleted by: Dynamo tracing operators of higher order that others define. It has a
+# table of those that it knows.
 def let_dynamo_see_nodes() -> None:
     """Have Dynamo trace what `as_node` is given. To be called while it traces."""
     operators = sys.modules["torch._dynamo.variables.higher_order_ops"]

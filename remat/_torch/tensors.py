@@ -388,7 +388,7 @@ def shared_copy(tensor: Tensor) -> Tensor | None:
         return None
 
 
-# Deleted by: the same. This is what a dispatch mode sees of a shared copy.
+# Deleted by: a public copy-on-write clone. A dispatch mode sees this of one.
 SHARED_COPY: Any = torch.ops.aten._lazy_clone.default
 
 

@@ -159,7 +159,7 @@ def constant_in_traces(fn: _F) -> _F:
     return fn
 
 
-# Deleted by: the same.
+# Deleted by: `torch.compiler.disable` not importing Dynamo.
 def uncompiled(fn: _F, why: str) -> _F:
     """Have Dynamo break its graph at a call of `fn`, or refuse it with a reason."""
     vars(fn).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)

@@ -52,10 +52,9 @@ class Segment(Program):
     @property
     @override
     def own(self) -> Container[InputIndex]:
-        """The chain's, but for what is scanned, which is cut."""
+        """Those of the chain, which come after the tensors of the carry here."""
         own, count = self._chain.own, len(self._live.needs)
-        known = enumerate(self._call.needs)
-        return {count + i for i, _ in known if i in own} if own else ()
+        return {count + i for i in range(len(self._call.needs)) if i in own}
 
     def carry_of(self, outs: Sequence[Tensor]) -> Live:
         """Return the carry that the outputs of the last run begin with."""

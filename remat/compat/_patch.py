@@ -134,11 +134,12 @@ def patch() -> Iterator[None]:
         >>> torch.utils.checkpoint.checkpoint is theirs
         True
     """
-    _PATCHES.add(1)
+    who = object()
+    _put(who)
     try:
         yield
     finally:
-        _PATCHES.add(-1)
+        _take_out(who)
 
 
 def install() -> None:
@@ -149,7 +150,9 @@ def install() -> None:
         >>> compat.install()
         >>> compat.uninstall()
     """
-    _PATCHES.install(True)
+    with _LOCK:
+        if install not in _ASKING:
+            _put(install)
 
 
 def uninstall() -> None:
@@ -164,7 +167,9 @@ def uninstall() -> None:
         >>> torch.utils.checkpoint.checkpoint is theirs
         True
     """
-    _PATCHES.install(False)
+    with _LOCK:
+        if install in _ASKING:
+            _take_out(install)
 
 
 # --- What is exchanged ---
@@ -191,40 +196,33 @@ _FORTH = {id(old): new for old, new in _OURS.items()}
 _BACK = {id(new): old for old, new in _OURS.items()}
 
 # They compile torch's checkpoint, which they know, or mean it.
-_LEFT_ALONE = "torch._dynamo", "torch._functorch", "remat"
+_LEFT_ALONE = "torch._dynamo.", "torch._functorch.", "remat."
 
 
 def _exchange(new: Mapping[int, Any]) -> None:
-    """Put other objects in place of some, in all modules that bind them."""
-    for name, module in [*sys.modules.items()]:
-        if any(name == left or name.startswith(f"{left}.") for left in _LEFT_ALONE):
+    """Rebind names in all modules: `new` has by its id what replaces an object."""
+    for module_name, module in [*sys.modules.items()]:
+        if f"{module_name}.".startswith(_LEFT_ALONE):
             continue
-        attributes = getattr(module, "__dict__", None)
-        if type(attributes) is not dict:
-            continue
-        found = [(k, new[id(v)]) for k, v in [*attributes.items()] if id(v) in new]
-        attributes.update(found)
+        names = getattr(module, "__dict__", None)
+        if type(names) is dict:
+            bound = [*names.items()]  # another thread may add to them
+            names.update((k, new[id(value)]) for k, value in bound if id(value) in new)
 
 
-class _Patches:
-    """How many ask for ours to be there."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._count, self._is_installed = 0, False
-
-    def add(self, more: int) -> None:
-        """Count one more, or one less."""
-        with self._lock:
-            self._count += more
-            _exchange(_FORTH if self._count else _BACK)
-
-    def install(self, is_installed: bool) -> None:
-        """Count `install` once."""
-        with self._lock:
-            if is_installed is not self._is_installed:
-                self._is_installed = is_installed
-                self.add(1 if is_installed else -1)
+_LOCK = threading.RLock()
+_ASKING: list[object] = []  # whoever asks for ours to be there, as `install` does
 
 
-_PATCHES = _Patches()
+def _put(who: object) -> None:
+    """Put ours there, for who asks."""
+    with _LOCK:
+        _ASKING.append(who)
+        _exchange(_FORTH)
+
+
+def _take_out(who: object) -> None:
+    """Take ours out once nobody asks for them any more."""
+    with _LOCK:
+        _ASKING.remove(who)
+        _exchange(_FORTH if _ASKING else _BACK)
