@@ -139,20 +139,3 @@ def test_entries_of_a_large_container_that_use_the_memory_of_others_are_told_apa
             break
     with pytest.raises(RecomputeError, match=r"`table` changed since the call"):
         y.sum().backward()
-
-
-# --- Long chains ---------------------------------------------------------------------
-
-
-class Link:
-    def __init__(self, value, rest):
-        self.value, self.rest = value, rest
-
-
-CHAINS = {
-    "objects": (Link, lambda link: (link.value, link.rest)),
-    "lists": (lambda value, rest: [value, rest], tuple),
-    "dicts": (lambda value, rest: {"value": value, "rest": rest}, dict.values),
-    "functions": (lambda value, rest: lambda: (value, rest), lambda link: link()),
-}
-chains = pytest.mark.parametrize(("link", "parts"), CHAINS.values(), ids=CHAINS)

@@ -9,43 +9,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from support.adversarial.holders import (
-    ANYTHING_UNDER_FUNC,
-    UNDER_FUNC,
-)
 from support.zoo import ops_of
 from torch.func import grad
 
 from remat import remat
 from remat._reach import container_kinds
 from remat.testing import assert_same, count_ops
-
-
-# --- Each way to hold a number or a tensor, changed by a call of two ---
-
-
-def numbered(read, write):
-    def fn(x):
-        y = (x.sin() * read()).exp()
-        write(read() + 1)
-        return y
-
-    return fn
-
-
-def with_tensors(read, write):
-    write(torch.full((4,), 2.0, dtype=torch.double))
-
-    def fn(x):
-        y = (x.sin() * read()).exp()
-        write(read() + x.detach())
-        return y
-
-    return fn
-
-
-CHANGED = [(name, numbered) for name in UNDER_FUNC]
-CHANGED += [(name, with_tensors) for name in ANYTHING_UNDER_FUNC]
 
 
 # --- What a forward deletes, and new lists -----------------------------------------

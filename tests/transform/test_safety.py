@@ -43,14 +43,6 @@ def sines_of(make, x):
     return program
 
 
-def real(wrap):
-    return lambda z: wrap(lambda z: torch.real(z.sin().sin()))(z).mul_(2)
-
-
-def view_as_real(wrap):
-    return lambda z: wrap(lambda z: torch.view_as_real(z.sin().sin()))(z).mul_(2)
-
-
 def twice(x):
     y = x.sin().sin()
     return y, y.view(-1)

@@ -26,26 +26,6 @@ def gradients(fn, *inputs):
     return [x.grad for x in inputs]
 
 
-def check(fn, *inputs, again=1):
-    """Assert that gradients are those of plain, with so many sines recomputed."""
-    with count_ops() as plain:
-        want = gradients(fn, *inputs)
-    with count_ops() as ops:
-        got = gradients(remat(fn), *inputs)
-    assert_same(got, want)
-    assert all(g.abs().max() > 0 for g in want)
-    assert ops["sin"] == plain["sin"] + again
-
-
-# --- detach, custom rules, other derivatives inside -------------------------------
-
-# Grad modes and derivatives inside are also cases of `partial/test_pruning_calls.py`.
-
-
-def wrong(function):
-    return lambda x: function.apply(x * 2).square()
-
-
 # --- Equations: a derivative inside, everything outside --------------------------
 
 

@@ -5,7 +5,6 @@ Rejected: a number in a closure. A recompute would undo what it counts.
 """
 
 import functools
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -66,19 +65,6 @@ def family(*, is_close=False, **cases):
         return build
 
     return adding
-
-
-def taking(space, *parameters):
-    """Return the functions that a module defines, by name, that begin so."""
-    count = len(parameters)
-    return {
-        name.replace("_", " "): fn
-        for name, fn in space.items()
-        if isinstance(fn, types.FunctionType)
-        and fn.__module__ == space["__name__"]
-        and fn.__code__.co_varnames[:count] == parameters
-        and (count or not fn.__code__.co_argcount)
-    }
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,6 @@ def data_of_a_product_assigned(make):
 # --- A library's function that is replaced over the forward ---
 
 
-def squared(x):
-    return x * x
-
-
 def replaced(owner, name, new, fn):
     """A step whose forward runs with another function, which is put back by then."""
 
