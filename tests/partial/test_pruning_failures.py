@@ -21,7 +21,6 @@ from support.pruning import (
     strikes,
 )
 from support.zoo import Evaluations, leaves_of, make, scalar
-from torch.nn.functional import dropout
 
 from remat import RecomputeError, policies, remat
 from remat.testing import assert_same, count_ops
@@ -166,19 +165,3 @@ def test_threads_learn_and_strike_at_the_same_time():
             assert_like_plain(ours, fn, x, [(call + seed) % 3 == 0])
 
     in_threads(work)
-
-
-def test_a_backward_runs_in_another_thread():
-    fn = lambda x, w: dead_end(dropout(torch.tanh(x @ w)) @ w)
-    ours = remat(fn, prune=True)
-
-    def gradients(fn, seed):
-        x, w = leaves_of(X, W)
-        torch.manual_seed(seed)
-        loss = scalar(fn(x, w))
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(torch.autograd.grad, loss, (x, w)).result()
-
-    for call in range(4):
-        assert_same(gradients(ours, call), gradients(fn, call))
-    assert strikes() == [0]

@@ -29,7 +29,7 @@ from torch.nn.functional import dropout
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import explain, remat
+from remat import remat
 from remat.testing import assert_same
 
 
@@ -254,39 +254,6 @@ def test_a_backward_inside_is_repeated(policy):
     out = ours(x).sum()
     assert ops_of(out.backward)["addmm"] == 1
     assert nothing_is_recorded()
-
-
-@nothing_or_everything
-@pytest.mark.filterwarnings("ignore:.*not followed.* changes gradients inside")
-def test_a_backward_inside_into_a_leaf_of_its_own(policy):
-    def fn(x):
-        inner = x.detach().requires_grad_()
-        inner.sin().exp().sum().backward()
-        return x.tanh() * inner.grad
-
-    ours = remat(fn, policy=policy, prune=True)
-    for _ in range(3):
-        assert_same(of_backward(ours, (X,)), of_backward(fn, (X,)))
-    (x,) = leaves_of(X)
-    out = ours(x).sum()
-    assert ops_of(out.backward)["exp"] == 1
-
-
-@nothing_or_everything
-@pytest.mark.filterwarnings("ignore:.*not followed.* changes gradients inside")
-def test_explain_tells_of_a_backward_inside(policy):
-    layer = nn.Linear(4, 4).double()
-
-    def fn(x):
-        inner = x.detach().requires_grad_()
-        layer(inner).sin().sum().backward()
-        return x.sin() * inner.grad
-
-    for _ in range(2):
-        report = explain(remat(fn, policy=policy, prune=True), *leaves_of(X))
-        assert not report.pruned
-        assert "changes gradients inside" in report.reason
-        assert {op.fate for op in report.ops} == {"recomputed", "dead"}
 
 
 @nothing_or_everything

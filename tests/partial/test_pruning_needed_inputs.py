@@ -19,7 +19,7 @@ from support.pruning import (
 )
 from support.zoo import leaves_of, scalar
 
-from remat import MutationError, RecomputeError, remat
+from remat import RecomputeError, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -44,17 +44,6 @@ def test_an_input_that_is_not_read_may_change(calls):
         got = torch.autograd.grad(scalar(out), (x, w))
     assert ops["exp"] == 1
     assert_same(got, gradients(sum_and, X, W))
-
-
-def test_an_input_that_is_needed_may_not_change():
-    ours = warmed(sum_and, X, W)
-    x, w = leaves_of(X, W)
-    h = x * 1
-    out = ours(h, w)
-    with torch.no_grad():
-        h.zero_()
-    with pytest.raises(MutationError, match="`x`"):
-        torch.autograd.grad(scalar(out), (x, w))
 
 
 # --- Needed after all ---

@@ -20,13 +20,11 @@ from support.pruning import (
     each_policy,
     forget_calls,
     given_up,
-    of_backward,
-    total,
 )
 from support.zoo import Evaluations, leaves_of, scalar
 
 from remat import RecomputeError, remat
-from remat.testing import assert_same, count_ops
+from remat.testing import assert_same
 
 
 pytestmark = given_up
@@ -163,33 +161,6 @@ def test_a_closure_is_made_anew_in_each_call(policy):
         ours = remat(made(call), policy=policy, prune=True)
         assert_like_plain(ours, made(call), X)
     assert len(call_caches()) <= 2
-
-
-@each_policy
-def test_a_list_grows(policy):
-    """A recompute sees it as long as the forward did, and leaves it as it is."""
-    seen = []
-
-    def fn(x):
-        seen.append(1)
-        h = x.sin()
-        for _ in range(min(len(seen) // 3, 4)):
-            h = h.exp().tanh()
-        return dead_end(h)
-
-    ours = remat(fn, policy=policy, prune=True)
-    for length in [0, 1, 2, 3, 4, 5, 13, 14, 2]:
-        results, counts = [], []
-        for f in (fn, remat(fn, prune=False), ours):
-            seen[:] = [1] * length
-            with count_ops() as ops:
-                results.append(of_backward(f, (X,)))
-            counts.append(total(ops))
-            assert len(seen) == length + 1
-        plain, full, pruned = results
-        assert_same(pruned, plain)
-        assert_same(full, plain)
-        assert counts[0] < counts[1]
 
 
 @each_policy

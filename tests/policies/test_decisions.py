@@ -3,7 +3,6 @@
 import time
 import warnings
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -283,38 +282,3 @@ def test_a_list_of_operators_is_one_policy():
     reduce = torch.ops._c10d_functional.reduce_scatter_tensor.default
     assert policy(Op(reduce, nth=1)) is SAVE
     assert run(remat(layers, policy=policy))["mm"] == 24 + 12 + 5
-
-
-MEGATRON = {
-    "core_attn": "self_attention.core_attention",
-    "moe": "mlp.experts",
-    "moe_act": "mlp.experts.activation",
-    "layernorm": "*_layernorm",
-    "mla_up_proj": "self_attention.linear_*_up_proj",
-    "mlp": "mlp",
-}
-
-
-@pytest.mark.parametrize("unit", MEGATRON)
-def test_megatrons_units_are_places(unit):
-    policy = as_policy({None: "save", MEGATRON[unit]: "recompute"})
-    inside = {
-        "core_attn": "self_attention.core_attention.softmax",
-        "moe": "mlp.experts.0",
-        "moe_act": "mlp.experts.activation",
-        "layernorm": "pre_mlp_layernorm",
-        "mla_up_proj": "self_attention.linear_kv_up_proj",
-        "mlp": "mlp.linear_fc1",
-    }
-    assert policy(Op(MM, module=inside[unit])) is RECOMPUTE
-    assert policy(Op(MM, module="self_attention.linear_qkv")) is SAVE
-    assert policy(Op(MM)) is SAVE
-
-
-def test_the_policy_of_a_partial_knows_modules():
-    def asks(path, op):
-        return op.module == path
-
-    block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4))
-    found = explain(block, torch.ones(2, 4), policy=partial(asks, "0"))
-    assert [op.name for op in found.ops if op.fate == "saved"] == ["mm"]

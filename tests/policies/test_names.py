@@ -12,7 +12,7 @@ from support.pruning import forget_calls
 from support.transforms import some
 from support.zoo import ops_of
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import vmap
 
 from remat import checkpoint_name, remat, saved_residuals
 from remat._base.context import is_recomputing
@@ -363,16 +363,6 @@ def test_a_name_of_a_value_that_vmap_batches_is_one_of_the_batch():
         if "argument" not in r.origin
     ]
     assert found == [("named 'name'", (2, 6))]
-
-
-def test_compiled_code_ignores_names():
-    compiled = torch.compile(
-        remat(loss, policy=save("name")), backend="aot_eager", fullgraph=True
-    )
-    leaf = X.clone().requires_grad_()
-    (actual,) = torch.autograd.grad(compiled(leaf), leaf)
-    assert_same(actual, grad(loss)(X))
-    torch.compiler.reset()
 
 
 def test_an_error_says_that_arguments_are_swapped():

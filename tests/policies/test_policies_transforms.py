@@ -16,12 +16,9 @@ from support.zoo import (
     W,
     X,
     assert_not_vanishing,
-    leaves_of,
-    make,
     plainly,
     scalar,
 )
-from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import checkpoint_name, remat
@@ -304,28 +301,3 @@ def test_linearize_pushes_a_tangent(policy):
     expected, _ = measured(ALL["linearize"], layers)
     for _ in range(2):
         assert_same(measured(ALL["linearize"], fn)[0], expected)
-
-
-@pytest.mark.parametrize("policy", [*FEW, "list"])
-def test_functional_call_has_its_backward_outside(policy):
-    module = torch.nn.Sequential(
-        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
-    ).double()
-    params = {name: make(*p.shape, seed=9) for name, p in module.named_parameters()}
-
-    class Around(torch.nn.Module):
-        def __init__(self, wrap):
-            super().__init__()
-            self.inner, self.wrap = module, wrap
-
-        def forward(self, x):
-            return self.wrap(self.inner)(x).sin().sum()
-
-    def run(wrap):
-        leaves = {f"inner.{n}": leaves_of(p)[0] for n, p in params.items()}
-        out = functional_call(Around(wrap), leaves, (X,))
-        return torch.autograd.grad(out, [*leaves.values()])
-
-    wrap = partial(remat, policy=POLICIES[policy], prune=True)
-    for _ in range(3):
-        assert_same(run(wrap), run(plainly))

@@ -291,37 +291,6 @@ def test_such_a_table_may_be_written_to_later(write, ours):
     assert_replayed(program, wrap=ours, exp=4)
 
 
-@replayed(each=True, exp=2 * 4)
-def test_one_table_may_be_written_to_now_and_then(wrap):
-    x = torch.ones(8, 128)
-    module, found = Tables(1), []
-    for k in range(4):
-        module.write = WRITES["in place"] if k % 2 else None
-        step(wrap(module), x)
-        found.append(module.table0.clone())
-    return found, module.weight.grad
-
-
-@pytest.mark.parametrize("sets_a_hook", [True, False])
-def test_a_second_backward_starts_from_the_statistics_of_the_call(sets_a_hook):
-    def program(wrap):
-        mean, var, x = torch.zeros(3), torch.ones(3), leaf(5, 3)
-
-        def fn(x, mean, var):
-            if sets_a_hook:  # then a recompute runs on copies
-                x.register_hook(lambda grad: grad)
-            y = nn.functional.batch_norm(x, mean, var, training=True)
-            return (y * mean.clone()).sin().sin()
-
-        y = wrap(fn)(x, mean, var)
-        y.sum().backward(retain_graph=True)
-        first, x.grad = x.grad, None
-        y.sum().backward()
-        return first, x.grad, mean, var
-
-    assert_replayed(program, native_batch_norm=(1, 3), sin=(2, 4))
-
-
 class Summing(nn.Module):
     """Reads what it has written to a buffer."""
 

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from functools import partial
 
 import pytest
@@ -137,24 +136,6 @@ def test_a_recompute_that_waits_for_one_of_another_thread():
     assert not _exchange.RUNNING
 
 
-def test_backwards_of_many_threads_on_one_module():
-    module = Counting()
-    expected = gradient(module, lambda m: m)
-    barrier = threading.Barrier(4)
-
-    def work():
-        barrier.wait(60)
-        return [gradient(module, remat) for _ in range(10)]
-
-    with count_ops() as ops, ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(work) for _ in range(4)]
-        for result in results:
-            for got in result.result(60):
-                assert_same(got, expected)
-    del ops  # those of other threads are not counted
-    assert not _exchange.RUNNING
-
-
 def test_the_run_that_ends_first_hands_on_what_was_before():
     """Two runs overlap and end in the order in which they began."""
     kind, holder = _exchange.container_kind(dict), {"a": 1}
@@ -243,26 +224,6 @@ def test_a_layout_holds_no_policy():
     del decide
     gc.collect()
     assert ref() is None
-
-
-# --- Context variables ---
-
-
-def test_a_context_variable_that_is_reset_stays_reset():
-    is_on, unset = ContextVar("is_on", default=False), ContextVar("unset")
-    x = leaf()
-    fn = remat(lambda x: (x * (2 if is_on.get() and unset.get(1) else 1)).sin().exp())
-    token, other = is_on.set(True), unset.set(5)
-    with count_ops() as ops:
-        y = fn(x).sum()
-        is_on.reset(token)
-        unset.reset(other)
-        (got,) = torch.autograd.grad(y, x)
-    assert ops["sin"] == 2
-    assert is_on.get() is False
-    assert unset.get(None) is None
-    v = x.detach().requires_grad_()
-    assert_same(got, torch.autograd.grad((v * 2).sin().exp().sum(), v)[0])
 
 
 # --- Lifetimes ---

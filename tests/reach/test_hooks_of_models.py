@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from remat import remat
-from remat.testing import count_ops
 
 
 class Trainer:
@@ -44,19 +43,3 @@ def calls_of_a_step(count):
 
 def test_a_call_costs_as_much_beside_many_blocks_as_beside_few():
     assert calls_of_a_step(64) <= 1.05 * calls_of_a_step(2)
-
-
-def test_what_the_model_beside_holds_is_as_it_was_at_the_call():
-    grads, counts = [], []
-    for wrap in (lambda fn: fn, remat):
-        torch.manual_seed(0)
-        trainer = Trainer(3)
-        block, x = trainer.model[0], torch.linspace(0, 1, 4)
-        with count_ops() as ops:
-            out = wrap(block)(x)
-            trainer.step = 5
-            out.sum().backward()
-        grads.append([p.grad for p in block.parameters()])
-        counts.append(ops["tanh"])
-    assert counts == [1, 2]
-    assert all(map(torch.equal, *grads))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from support.adversarial.holders import Bytes, Grid, Numbers
-from support.runs import replayed
 from support.tables import crossed
 from support.zoo import make
 
@@ -194,23 +193,6 @@ def test_one_that_grew_or_was_closed_is_watched():
 
 
 # --- What the function itself changes, and what a call holds ---
-
-
-@pytest.mark.parametrize("size", [64 * KIB, 4 * MIB])
-@pytest.mark.parametrize("kind", BUFFERS)
-@replayed(sin=4)
-def test_what_the_function_changes_is_changed_once(wrap, kind, size):
-    table = BUFFERS[kind](size)
-
-    def fn(x):
-        y = x.sin() * float(np.ravel(table[0])[0])
-        table[0] = table[0] + table[1]
-        return y.exp() * float(np.ravel(table[0])[0])
-
-    x = make(4, seed=2).requires_grad_()
-    call = wrap(fn)
-    loss = (call(x) * call(x)).sum()
-    return torch.autograd.grad(loss, x), float(np.ravel(table[0])[0])
 
 
 @pytest.mark.parametrize(

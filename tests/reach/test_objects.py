@@ -215,19 +215,6 @@ def test_methods_partials_and_weak_references_of_a_result():
 # --- The user's own objects ---
 
 
-def test_a_set_of_computed_tensors_that_are_returned_besides():
-    def fn(x):
-        a, b = x.sin().exp(), x.sin().exp() * 2
-        return a, b, {a, b}
-
-    def loss(fn, x):
-        a, b, both_of_them = fn(x)
-        assert both_of_them == {a, b}
-        return (a * 3 + b).sum()
-
-    both(fn, X, loss, sines=4)
-
-
 class Cache:
     """Starts empty, and grows."""
 
@@ -333,33 +320,6 @@ def test_another_result_in_the_recompute_is_an_error():
 
     with pytest.raises(RecomputeError, match=r"result\.right'\] where .*\.left'\]"):
         grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)
-
-
-def test_a_dict_with_tensors_as_keys_is_returned_with_what_it_holds():
-    def fn(x):
-        y = x.sin()
-        return {y: [1, 2], "a": {"b": [3]}, y.exp(): (y.cos(), "c")}
-
-    def loss(fn, seen):
-        def called(x):
-            (first, held), (name, inner), (second, pair) = fn(x).items()
-            seen.append((held, name, inner, pair[1]))
-            return (first * second * pair[0]).sum()
-
-        return called
-
-    plain, ours = [], []
-    expected = grad(loss(fn, plain))(X)
-    assert torch.equal(grad(loss(remat(fn), ours))(X), expected)
-    assert ours == plain
-
-
-def test_a_counter_is_read_from_where_it_was_at_the_call():
-    def scaled(numbers):
-        return lambda x: (x.sin() * next(numbers)).exp().sum()
-
-    expected = grad(scaled(itertools.count(2)))(X)
-    assert torch.equal(grad(remat(scaled(itertools.count(2))))(X), expected)
 
 
 def test_an_iterator_is_not_read_again():

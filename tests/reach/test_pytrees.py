@@ -134,15 +134,6 @@ def test_a_view_of_an_input_may_be_changed_in_place(name):
         changed(remat(fn), alone=False)
 
 
-def test_leaves_that_are_no_tensors_are_returned():
-    static = {"n": None, "s": "text", "k": [1, True, 2.5, 1j, ...]}
-    fn = lambda x: {"y": x.sin().exp()} | static
-    check(fn, leaf(3))
-    out = remat(fn)(leaf(3))
-    assert {k: out[k] for k in static} == static
-    assert out["k"][1] is True
-
-
 # --- Arguments of every layout, in calls one after the other ---
 
 

@@ -147,15 +147,6 @@ def test_a_backward_in_inference_mode(options):
     assert_same(got, y.grad)
 
 
-def test_without_an_input_that_requires_grad_the_function_itself_is_called():
-    seen = Evaluations()
-    fn = remat(lambda x: seen.note(id(x)) or x.sin().sin())
-    assert fn(X).grad_fn is None
-    (x,) = leaves_of(X)
-    fn(x).sum().backward()
-    assert [*seen] == [id(X), id(x), id(x)]
-
-
 def test_without_grad_mode_a_batch_is_evaluated_once():
     fn, calls = counted(matmul)
     batched = torch.func.vmap(remat(fn), (None, 0))

@@ -162,27 +162,6 @@ def test_whatever_is_called_is_rematerialized(fn, plain):
     assert ops["exp"] > 1
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
-        remat(),
-        remat(policy=None),
-        remat(prune="auto", rng="replay"),
-        remat(prune=False, rng="error"),
-    ],
-    ids=["no options", "policy", "defaults", "other options"],
-)
-def test_with_options_only_it_returns_a_decorator(factory):
-    x = torch.randn(3, requires_grad=True)
-    assert ops_of(lambda: assert_same_gradients(factory(wave), wave, x))["exp"] == 1 + 2
-
-
-def test_a_decorator_made_once_decorates_many_functions():
-    decorate = remat(rng="error")
-    a, b = decorate(torch.exp), decorate(torch.cos)
-    assert (a.__wrapped__, b.__wrapped__) == (torch.exp, torch.cos)
-
-
 # --- What wraps what -------------------------------------------------------------
 
 
@@ -296,22 +275,6 @@ def test_a_bound_forward_is_like_a_method():
 def test_its_repr_shows_what_is_wrapped():
     assert repr(remat(MODULE)) == f"remat {MODULE}" == "remat Wave()"
     assert repr(remat(torch.exp)).startswith("remat(<built-in method exp")
-
-
-def test_a_module_rematerialized_stays_registered_with_its_parent():
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wave = Wave()
-
-        def forward(self, x):
-            return remat(self.wave)(x)
-
-    parent = Parent()
-    assert ops_of(lambda: parent(torch.randn(3)).sum().backward())["exp"] == 2
-    assert [n for n, p in parent.named_parameters() if p.grad is not None] == [
-        "wave.weight"
-    ]
 
 
 # --- Copies ----------------------------------------------------------------------

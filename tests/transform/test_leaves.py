@@ -9,14 +9,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.runs import assert_replayed, replayed
+from support.runs import assert_replayed
 from support.tables import rows
 from support.zoo import leaves_of, make, ops_of, plainly
 from torch import nn
-from torch.autograd.graph import (
-    get_gradient_edge,
-    register_multi_grad_hook,
-)
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops
@@ -51,43 +47,6 @@ def test_leaves_with_hooks_have_none_either():
         return w, x
 
     assert detaches(hooked) == detaches()
-
-
-def hooks(wrap, when):
-    """What hooks of all kinds see, registered before the forward, say."""
-    w, x = leaves_of(W, X)
-    log = []
-
-    def register():
-        w.register_hook(lambda grad: log.append(grad.clone()) or grad * 2)
-        x.register_post_accumulate_grad_hook(lambda t: log.append(t.grad.clone()))
-        get_gradient_edge(w).node.register_hook(lambda *_: log.append("node"))
-        get_gradient_edge(x).node.register_prehook(lambda *_: log.append("before"))
-        register_multi_grad_hook((w, x), lambda grads: log.append([*grads]))
-
-    fn = wrap(net)
-    if when == "before":
-        register()
-    y = fn(w, x)
-    if when == "between":
-        register()
-    ops = ops_of(lambda: y.backward(retain_graph=True))
-    if when == "after":
-        register()
-    y.backward()
-    return [*log, w.grad, x.grad], ops["tanh"]
-
-
-@pytest.mark.parametrize("when", ["before", "between", "after"])
-def test_hooks_of_leaves_see_what_they_see_in_plain(when):
-    expected, none = hooks(plainly, when)
-    found, recomputed = hooks(remat, when)
-    assert (none, recomputed) == (0, 1)
-    # A call gives all its gradients at once, so hooks may fire in another order.
-    assert len(found) == len(expected)
-    assert_same(found[-2:], expected[-2:])
-    texts = [sorted(e for e in log if type(e) is str) for log in (found, expected)]
-    assert texts[0] == texts[1]
 
 
 # --- Functions that do more than compute: it is done once ---
@@ -156,11 +115,6 @@ def hooks_after(w, x):
     return y
 
 
-def clears(w, x):
-    torch.optim.SGD([w], 0.1).zero_grad()
-    return net(w, x)
-
-
 def marks(w, x):
     w.count = getattr(w, "count", 0) + 1
     return net(w, x)
@@ -185,15 +139,6 @@ def test_what_a_function_does_to_its_leaves_is_done_once(fn, again):
 
 
 # --- Casts of leaves ---
-
-
-@replayed(tanh=(1, 2))
-def test_a_gradient_from_somewhere_else_is_added_to(wrap):
-    w, x = leaves_of(W, X)
-    y = wrap(clears)(w, x)
-    w.grad = torch.full_like(w, 100.0)
-    y.backward()
-    return w.grad, x.grad
 
 
 @pytest.mark.parametrize("prune", [False, True])

@@ -280,14 +280,6 @@ def test_several_outputs_are_all_that_several_outputs_add():
     assert live_bytes(lambda: both(ROOT)) > 3 * UNIT
 
 
-def test_an_input_returned_as_it_is_adds_nothing():
-    out = []
-    fn = remat(lambda x: (x, mix(x, x)))
-    assert live_bytes(lambda: out.append(fn(ROOT))) == UNIT
-    assert out[0][0] is ROOT
-    assert live_bytes(lambda: mix(ROOT, ROOT)) > 2 * UNIT
-
-
 def test_updated_buffers_add_their_values_from_before():
     norm = nn.BatchNorm1d(8)
     x = torch.randn(64, 8, requires_grad=True)

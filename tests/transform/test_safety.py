@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 from support.runs import replayed
-from support.zoo import Evaluations
 from torch import nn
-from torch.func import grad, jacrev
+from torch.func import grad
 
-from remat import CaptureError, MutationError, RecomputeError, policies, remat
+from remat import CaptureError, MutationError, policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -113,14 +112,6 @@ def test_what_was_only_added_to_a_large_container_is_left_out_of_a_recomputation
     assert ops["sin"] == 2
     (want,) = torch.autograd.grad((x.sin() * 2001).exp().sum(), x)
     assert_same(got, want)
-
-
-def test_a_large_container_that_changed_otherwise_is_refused():
-    log = list(range(2000))
-    y = remat(lambda x: (x.sin() * len(log)).exp())(leaf())
-    log[0] = "changed"
-    with pytest.raises(RecomputeError, match=r"`log` changed since .* 2,000 entries"):
-        y.sum().backward()
 
 
 def backward_inside(x, w):
@@ -256,26 +247,7 @@ def test_under_inference_mode_func_grad_is_right():
     assert torch.equal(got, x.cos())
 
 
-def test_a_parameter_is_a_parameter_inside():
-    p = nn.Parameter(torch.ones(3))
-    p.tag = "mine"
-    seen = Evaluations()
-
-    def fn(p):
-        seen.note((type(p), p.tag))
-        return p.sin().exp()
-
-    remat(fn)(p).sum().backward()
-    assert [*seen] == [(nn.Parameter, "mine")] * 2
-
-
 # --- A batch of cotangents ---
-
-
-@replayed(sin=(1, 2))
-def test_jacrev_recomputes_once_with_the_draws_of_the_forward(wrap):
-    fn = wrap(lambda x: nn.functional.dropout(x.sin(), 0.5).cumsum(0))
-    return jacrev(fn)(torch.ones(16))
 
 
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["all", "dots"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.runs import replayed
 from support.tables import rows
-from support.zoo import Evaluations, ops_of
+from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, vmap
 from torch.utils import _python_dispatch
@@ -155,24 +155,6 @@ def test_the_same_module_under_torch_func_in_two_threads(transform):
         assert_same(got, [expected] * ROUNDS)
         assert sines == 2 * 2
     assert seen > 0
-
-
-def test_an_outer_backward_is_not_blocked_by_an_inner_one_in_a_thread():
-    """As a hook does that hands work to a pool and waits for it."""
-    w = torch.randn(8, requires_grad=True)
-    fn = remat(lambda x: (x * w).sin().exp())
-    x = torch.randn(8, requires_grad=True)
-    inner = []
-
-    def hook(g):
-        inner.extend(in_threads(lambda: rounds(gradient(fn), x)))
-
-    y = fn(x)
-    y.register_hook(hook)
-    assert ops_of(lambda: y.sum().backward())["sin"] == 1
-    ((got, sines),) = inner
-    assert sines == 2
-    assert_same(got, [gradient(lambda x: (x * w).sin().exp())(x)] * ROUNDS)
 
 
 # --- A large buffer, of which a forward under torch.func has a copy in its place ---

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tables import crossed, rows
+from support.tables import crossed
 from support.zoo import (
     WS,
     XS,
@@ -10,7 +10,6 @@ from support.zoo import (
     X,
     assert_rematerialized,
     leaves_of,
-    make,
     matmul,
     rematerialized,
     scalar,
@@ -55,30 +54,6 @@ def test_dimensions_of_trees():
     assert_rematerialized(transform, fn, evaluations=2)
 
 
-# The function, in_dims and out_dims, and what it is called on.
-OUTPUTS = {
-    "not_batched": (
-        lambda w, x: (w.sin(), x @ w, torch.ones(2, dtype=torch.double), w.exp()),
-        ((None, 0), (None, 0, None, 0)),
-        (W, XS),
-    ),
-    "input": (lambda w, x: (w, x, x @ w), ((None, 0), (None, 0, 0)), (W, XS)),
-    "view_of_an_input": (
-        lambda x: (x[0], x.T, x.sin().exp().diagonal()),
-        (1, 1),
-        (XS,),
-    ),
-    "batch_of_one": (matmul, ((None, 0), 0), (W, X[None])),
-}
-
-
-@rows("fn, dims, inputs", OUTPUTS)
-def test_outputs_of_each_kind_are_batched_as_in_plain(fn, dims, inputs):
-    assert_rematerialized(
-        lambda f: backward_through(vmap(f, *dims), *inputs), fn, evaluations=2
-    )
-
-
 @rematerialized(lambda w, x: ((x @ w).sin(), "text", None, 3), evaluations=2)
 def test_outputs_that_are_no_tensors_are_returned_as_they_are(f):
     def tensor_of(w, x):
@@ -87,23 +62,6 @@ def test_outputs_that_are_no_tensors_are_returned_as_they_are(f):
         return out
 
     return backward_through(vmap(tensor_of, (None, 0)), W, XS)
-
-
-# --- Nested, in chunks ---
-
-
-@pytest.mark.parametrize(
-    ("chunk", "chunks"), [(1, 5), (2, 3), (5, 1)], ids=["1", "2", "5"]
-)
-def test_each_chunk_is_recomputed(chunk, chunks):
-    def transform(f):
-        batched = vmap(f, (None, 0), chunk_size=chunk)
-        return backward_through(batched, W, make(5, 4, 4, seed=8))
-
-    # Bitwise: the chunks are calls, and w is used once in each.
-    assert_rematerialized(
-        transform, lambda w, x: (x @ w).sin(), plain=chunks, evaluations=2 * chunks
-    )
 
 
 # --- Randomness ---

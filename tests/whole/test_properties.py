@@ -15,16 +15,11 @@ from support.programs import (
     CAPTURED,
     SIZE,
     UNARY,
-    Context,
-    Program,
-    blocks,
-    steps,
 )
 from support.transforms import ALL, some
-from support.zoo import Evaluations, leaves_of, plainly, scalar
+from support.zoo import Evaluations, leaves_of, plainly
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
-from torch.utils._pytree import tree_leaves
 
 from remat import remat
 from remat.testing import assert_same
@@ -39,73 +34,6 @@ INPUTS = [
     for k in range(2)
 ]
 WEIGHTS = torch.linspace(0.3, 1.7, SIZE * SIZE, dtype=torch.double).view(SIZE, SIZE)
-
-# Calls of calls: one, two or three, each of some instructions.
-KINDS = "unary", "binary", "in_place"
-depths = st.integers(1, 2)
-calls = blocks(steps(KINDS), depth=depths)
-nested = blocks(blocks(steps(KINDS), depth=depths), 2, depth=depths)
-programs = st.builds(Program, blocks(calls | nested, 3, depth=st.just(0)))
-
-
-def loss_of(program, wrap, notes):
-    """A loss, the last part of which is a call as well."""
-    note = notes.note
-
-    def close(x, w, *outs):
-        note("close")
-        return (outs[-1] * (x + w).tanh() * WEIGHTS).sum() + scalar(outs)
-
-    def loss(x, w):
-        return wrap(close)(x, w, *program(x, w, context=Context(wrap, note)))
-
-    return loss
-
-
-def evaluated(transform, program, wrap):
-    """The derivative of the loss of a program, and the instructions that ran."""
-    notes = Evaluations()
-    result = transform(loss_of(program, wrap, notes), *INPUTS)
-    # With a one beside them, differences are judged on the scale of the inputs.
-    flat = [t.reshape(-1) for t in tree_leaves(result)]
-    return torch.cat([*flat, torch.ones(1, dtype=torch.double)]), notes
-
-
-@bounded
-@given(program=programs)
-def test_a_forward_evaluates_a_random_program_once(program):
-    (got, ours), (want, plain) = (
-        evaluated(lambda loss, *xs: loss(*leaves_of(*xs)), program, wrap)
-        for wrap in (remat, plainly)
-    )
-    assert_same(got, want)
-    assert [*ours] == [*plain]
-
-
-def assert_recomputed(transform, program):
-    """The derivative is plain's, and more is evaluated."""
-    got, ours = evaluated(transform, program, remat)
-    want, plain = evaluated(transform, program, plainly)
-    # Under torch.func, values have uses in several calls (promise 1).
-    assert_same(got, want, reassociated=not transform.at_base)
-    assert len(ours) > len(plain)
-
-
-FIRST = some("backward", "grad", "vjp", "jacrev", "vmap_grad", "grad_vmap")
-SECOND = some("twice", "grad_grad", "hessian", "jacrev_jacrev", "jacrev_jacfwd")
-SECOND |= some("jacfwd_jacrev", "jvp_grad", "grad_jvp", "vmap_hessian")
-
-
-@bounded
-@given(program=programs, name=st.sampled_from([*FIRST]))
-def test_a_first_derivative_recomputes_a_random_program(program, name):
-    assert_recomputed(FIRST[name], program)
-
-
-@settings(bounded, max_examples=25)
-@given(program=programs, name=st.sampled_from([*SECOND]))
-def test_a_second_derivative_recomputes_a_random_program(program, name):
-    assert_recomputed(SECOND[name], program)
 
 
 # --- What the random programs found ---

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.architectures import CLIENTS as TRANSFORMERS, hf, without_cache
+from support.architectures import CLIENTS as TRANSFORMERS, without_cache
 from support.clients import (
     Client,
     assert_changed_trains_as_plain,
@@ -18,7 +18,7 @@ from support.clients import (
     theirs,
     train,
 )
-from support.decoders import SMALL, adapted, language, llama, of_adapted
+from support.decoders import adapted, language, llama, of_adapted
 from support.diffusion import CLIENTS as DIFFUSERS
 
 import remat
@@ -97,61 +97,6 @@ def test_the_blocks_that_are_found(name):
     assert [*remat.nn.blocks(built(CLIENTS[name]))] == BLOCKS[name]
 
 
-def mobile_bert():
-    sizes = {"embedding_size": 16, "intra_bottleneck_size": 16}
-    return hf.MobileBertModel(hf.MobileBertConfig(**SMALL, **sizes))
-
-
-def funnel():
-    config = hf.FunnelConfig(
-        vocab_size=64, d_model=32, block_sizes=[1, 2], n_head=2, d_head=8, d_inner=32
-    )
-    return hf.FunnelModel(config)
-
-
-def segformer():
-    config = hf.SegformerConfig(
-        num_encoder_blocks=2,
-        hidden_sizes=[16, 16],
-        depths=[1, 2],
-        num_attention_heads=[1, 2],
-        sr_ratios=[2, 1],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        mlp_ratios=[2, 2],
-    )
-    return hf.SegformerModel(config)
-
-
-def resnet():
-    return hf.ResNetModel(
-        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2])
-    )
-
-
-OTHERS = {
-    "a layer that has a list of feed-forwards": (mobile_bert, both("encoder.layer")),
-    "lists in a list": (
-        funnel,
-        ["encoder.blocks.0.0", *both("encoder.blocks.1"), *both("decoder.layers")],
-    ),
-    "a stage with a single block": (
-        segformer,
-        ["stages.0.blocks.0", *both("stages.1.blocks")],
-    ),
-    "a stage of convolutions with a single block": (
-        resnet,
-        ["encoder.stages.0.layers.0", *both("encoder.stages.1.layers")],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_blocks_of_models_of_other_shapes(name):
-    build, names = OTHERS[name]
-    assert [*remat.nn.blocks(build())] == names
-
-
 # --- Training ---
 
 
@@ -191,31 +136,6 @@ def test_a_model_that_is_saved_loaded_and_copied(name, tmp_path):
     assert products(client, loaded) == products(client, plain)
     remat.nn.remove(ours)
     assert products(client, ours) == products(client, plain)
-
-
-def attentive(name):
-    """The hidden states and attentions that the library collects are in the loss."""
-    plain = CLIENTS[name]
-
-    def build():
-        model = plain.build()
-        model.set_attn_implementation("eager")
-        return model
-
-    def inputs():
-        options = "output_hidden_states", "output_attentions"
-        return {**plain.inputs(), **dict.fromkeys(options, True)}
-
-    def loss(out):
-        collected = [*out.hidden_states, *out.attentions]
-        return out.loss + sum(t.sin().mean() for t in collected)
-
-    return Client(build, plain.blocks, inputs, loss)
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "vit"])
-def test_what_the_library_collects_by_hooks(name):
-    assert_changed_trains_as_plain(attentive(name), remat.nn.apply)
 
 
 def hooked(model):

@@ -6,11 +6,7 @@ from support.objects import assert_as_plain
 from support.transforms import TRANSFORMS
 from support.zoo import plainly
 from torch import distributions
-from torch.func import grad, hessian
 from torch.utils import _pytree
-
-from remat import remat
-from remat.testing import count_ops
 
 
 pytestmark = [
@@ -79,30 +75,6 @@ def test_a_batch_of_graphs_that_is_changed_and_returned(how):
     assert_as_plain(how, loss_of, change)
 
 
-@each_transform
-def test_graphs_of_several_kinds(how):
-    data = geometric()
-
-    def convolve(graph, w):
-        out = data.HeteroData()
-        out["to"].x = (graph["from"].x * w).sin().exp()
-        out["from", "edges", "to"].edge_index = graph["edges"].edge_index
-        return out
-
-    def loss_of(fn):
-        def loss(w, x):
-            graph = data.HeteroData()
-            graph["from"].x = x
-            graph["from", "edges", "to"].edge_index = EDGES
-            out = fn(graph, w)
-            assert "to" in out.node_types
-            return out["to"].x.square().sum()
-
-        return loss
-
-    assert_as_plain(how, loss_of, convolve)
-
-
 # --- transformers ---
 
 
@@ -134,34 +106,6 @@ def test_outputs_of_models_and_caches(how):
         return loss
 
     assert_as_plain(how, loss_of, attend)
-
-
-def test_a_cache_grows_over_calls():
-    hf = transformers()
-
-    def attend(x, cache):
-        h = x.sin().exp()[None, None]
-        keys, values = cache.update(h, 2 * h, 0)
-        return (keys * values).sum(), cache
-
-    def loss_of(fn):
-        def loss(x):
-            cache, total = hf.DynamicCache(), 0
-            for step in range(3):
-                out, same = fn(x * (step + 1), cache)
-                assert same is cache
-                assert cache.get_seq_length() == 2 * (step + 1)
-                total = total + out
-            return total
-
-        return loss
-
-    x = torch.linspace(0, 1, 6).view(2, 3)
-    expected = grad(loss_of(attend))(x)
-    with count_ops() as ops:
-        found = grad(loss_of(remat(attend)))(x)
-    assert torch.allclose(found, expected)
-    assert ops["sin"] == 2 * 3
 
 
 # --- torch.distributions ---
@@ -228,28 +172,6 @@ def test_distributions(how, name):
         return loss
 
     assert_as_plain(how, loss_of, make)
-
-
-def test_a_divergence_of_categoricals():
-    def make(prior, w):
-        return categorical((prior.logits * w).sin().exp(), w)
-
-    def loss_of(fn):
-        def loss(w):
-            prior = categorical(w.exp(), w)
-            return distributions.kl_divergence(fn(prior, w), prior)
-
-        return loss
-
-    w = torch.linspace(0.1, 1, 3)
-    for transform in grad, hessian:
-        expected = transform(loss_of(make))(w)
-        with count_ops() as plain:
-            transform(loss_of(make))(w)
-        with count_ops() as ops:
-            found = transform(loss_of(remat(make)))(w)
-        assert torch.allclose(found, expected, atol=1e-5)
-        assert ops["sin"] > plain["sin"]
 
 
 def test_the_comparison_fails_without_a_recompute():

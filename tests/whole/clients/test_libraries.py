@@ -122,23 +122,6 @@ def pyro_model_that_draws_inside(wrap):
     return trained(holder, lambda: elbo.differentiable_loss(model, guide))
 
 
-@program("pyro")
-def pyro_likelihood_of_a_whole_model(wrap):
-    import pyro
-    from pyro import distributions as dist, poutine
-
-    pyro.clear_param_store()
-    net = perceptron(3, 16, 1)
-    x, y = torch.randn(20, 3), torch.randn(20)
-
-    def model(x):
-        noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(net(x).squeeze(-1), noise).to_event(1), obs=y)
-
-    run = wrap(lambda x: poutine.trace(model).get_trace(x).log_prob_sum())
-    return trained(net, lambda: -run(x))
-
-
 # --- Gaussian processes ---
 
 
@@ -203,19 +186,6 @@ def gpytorch_variational(wrap):
     mll = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=20)
     run = wrap(lambda x, y: -mll(model(x), y))
     return trained(model, lambda: run(x, y), likelihood)
-
-
-@program("gpytorch")
-def gpytorch_variational_with_features(wrap):
-    import gpytorch
-
-    model, x, y = variational(gpytorch), torch.randn(20, 5), torch.randn(20)
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    features = perceptron(5, 8, 3)
-    extract = wrap(features)
-    mll = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=20)
-    loss_of = lambda: -mll(model(extract(x)), y)
-    return trained(model, loss_of, likelihood, features)
 
 
 @program("botorch")
@@ -283,32 +253,10 @@ def captum_layer_gradients(wrap):
 
 
 @program("captum")
-def captum_layer_integrated_gradients(wrap):
-    from captum.attr import LayerIntegratedGradients
-
-    def attribute(m, x):
-        return LayerIntegratedGradients(m, m.blocks[0][0]).attribute(
-            x, target=1, n_steps=4
-        )
-
-    return attributed(wrap, attribute)
-
-
-@program("captum")
 def captum_guided_backpropagation(wrap):
     from captum.attr import GuidedBackprop
 
     return attributed(wrap, lambda m, x: GuidedBackprop(m).attribute(x, target=1))
-
-
-@program("captum")
-def captum_conductance(wrap):
-    from captum.attr import LayerConductance
-
-    def attribute(m, x):
-        return LayerConductance(m, m.blocks[0]).attribute(x, target=1, n_steps=4)
-
-    return attributed(wrap, attribute)
 
 
 @program("captum")
@@ -359,28 +307,6 @@ def higher_inner_loop(wrap):
         for _ in range(2):
             opt.step((m(x) - y).square().mean())
         return (m(x) - y).abs().mean()
-
-    with contextlib.ExitStack() as open_:
-        return trained(net, loss_of)
-
-
-@program("higher")
-def higher_with_the_whole_net(wrap):
-    import higher
-
-    net = perceptron(3, 8, 1)
-    x, y = torch.randn(10, 3), torch.randn(10, 1)
-
-    def loss_of():
-        inner = torch.optim.SGD(net.parameters(), lr=0.1)
-        open_.close()
-        m, opt = open_.enter_context(
-            higher.innerloop_ctx(net, inner, copy_initial_weights=False)
-        )
-        run = wrap(lambda x: m(x))
-        for _ in range(2):
-            opt.step((run(x) - y).square().mean())
-        return (run(x) - y).abs().mean()
 
     with contextlib.ExitStack() as open_:
         return trained(net, loss_of)
@@ -571,23 +497,6 @@ def torchquad_integral(wrap):
     run, scale = wrap(total), nn.Parameter(torch.tensor(1.5))
     net.scale = scale
     return trained(net, lambda: run(scale).square())
-
-
-@program("torchquad")
-def torchquad_integrand(wrap):
-    from torchquad import Trapezoid
-
-    net = perceptron(2, 8, 1)
-    run = wrap(lambda x: net(x).squeeze(-1))
-    domain = torch.tensor([[0.0, 1.0], [-1.0, 1.0]])
-
-    def loss_of():
-        integral = Trapezoid().integrate(
-            run, dim=2, N=49, integration_domain=domain, backend="torch"
-        )
-        return integral.square()
-
-    return trained(net, loss_of)
 
 
 @program("tensordict")
