@@ -105,18 +105,6 @@ BATCHES = {
 # --- Reverse mode of torch.func ---
 
 
-def grad_of_a_tree(loss, w, x):
-    return grad(lambda tree: loss(tree["w"], tree["x"][0]))({"w": w, "x": [x]})
-
-
-def grad_with_aux(loss, w, x):
-    def of_w(w):
-        value = loss(w, x)
-        return value, {"value": value, "aux": w.sin()}
-
-    return grad(of_w, has_aux=True)(w)
-
-
 def grad_within_a_graph(loss, w, x):
     """Where the base level requires grad too: then so does the result."""
     result = grad(loss)(w, x)
@@ -127,8 +115,6 @@ def grad_within_a_graph(loss, w, x):
 GRADS = {
     "grad_0": Transform(lambda loss, w, x: grad(loss)(w, x)),
     "grad_1": Transform(lambda loss, w, x: grad(loss, 1)(w, x)),
-    "grad_has_aux": Transform(grad_with_aux),
-    "grad_of_a_tree": Transform(grad_of_a_tree),
     "grad_at_leaves": Transform(at_leaves(grad_within_a_graph)),
     "grad_no_grad": Transform(
         without_grad_mode(lambda loss, w, x: grad(loss, BOTH)(w, x))
@@ -166,16 +152,6 @@ def pulled_at_a_dual(fn, w, x):
     return jvp(pull, (cts,), (cts,))
 
 
-def pulled_with_aux(fn, w, x):
-    out, pull, aux = vjp(lambda w, x: (fn(w, x), w.sin()), w, x, has_aux=True)
-    return out, aux, pull(cotangents_of(out))
-
-
-def pulled_to_one_input(fn, w, x):
-    out, pull = vjp(lambda x: fn(w, x), x)
-    return out, pull(cotangents_of(out))
-
-
 # A recompute for each pull, a batch being one.
 VJPS = {
     "vjp_outputs": of_pulls(pulled),
@@ -183,21 +159,10 @@ VJPS = {
     "vjp_batch": of_pulls(pulled_back_a_batch),
     "vjp_no_grad": of_pulls(without_grad_mode(pulled)),
     "vjp_dual_cotangent": of_pulls(pulled_at_a_dual, spared=0),
-    "vjp_has_aux": of_pulls(pulled_with_aux),
-    "vjp_one_input": of_pulls(pulled_to_one_input),
 }
 
 
 # --- Forward mode ---
-
-
-def jvp_of_a_tree(loss, w, x):
-    of_tree = lambda tree: {"loss": loss(tree["w"], tree["x"])}
-    return jvp(of_tree, ({"w": w, "x": x},), ({"w": V, "x": V},))
-
-
-def jvp_with_aux(loss, w, x):
-    return jvp(lambda w: (loss(w, x), {"aux": w.sin()}), (w,), (V,), has_aux=True)
 
 
 def parts(dual):
@@ -218,8 +183,6 @@ def forward_ad_without_grad_mode(loss, w, x):
 FORWARD = {
     "jvp_both": lambda loss, w, x: jvp(loss, (w, x), (V, w)),
     "jvp_one": lambda loss, w, x: jvp(lambda x: loss(w, x), (x,), (V,)),
-    "jvp_of_a_tree": jvp_of_a_tree,
-    "jvp_has_aux": jvp_with_aux,
     "vmap_jvp": lambda loss, w, x: vmap(lambda x: jvp(loss, (w, x), (V, V)))(XS),
     "vmap_jacfwd": lambda loss, w, x: vmap(jacfwd(loss), OVER_X)(w, XS),
     "jvp_vmap": lambda loss, w, x: jvp(vmap(lambda x: loss(w, x)), (XS,), (WS,)),

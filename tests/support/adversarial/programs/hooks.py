@@ -7,11 +7,8 @@ import torch
 from support.adversarial.program import (
     State,
     Text,
-    back,
-    leaf,
     loop,
     nothing,
-    observed,
     program,
     ran,
     reversed_loop,
@@ -198,25 +195,6 @@ def a_signal_in_the_backward():
         return y.tanh()
 
     return signalled(handler)(loop(fn, state=lambda: count))
-
-
-@program
-def a_signal_in_the_function_counts_for_the_user():
-    count = [0]
-
-    def handler(*_):
-        count[0] += 1
-
-    fn = lambda x: work(x, 2 + (len(count) > 5))
-
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        out = run(x)
-        out.register_hook(lambda _: signal.raise_signal(signal.SIGUSR1))
-        back(out)
-        return observed((out, x.grad, count))
-
-    return signalled(handler)(step)
 
 
 # --- Hooks of tensors ---

@@ -1,7 +1,6 @@
 """What a value is, and not what it holds: `is`, `id`, keys, leaves, nodes."""
 
 import functools
-import weakref
 
 import torch
 from support.adversarial.program import (
@@ -10,44 +9,10 @@ from support.adversarial.program import (
     loop,
     nothing,
     program,
-    reversed_loop,
     work,
 )
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-
-
-def of_an_input(fn, **cases):
-    """Add a program for each question about an input: of a leaf and of another."""
-    for name, ask in cases.items():
-        words = name.replace("_", " ")
-        family(**{f"{words} of a leaf": (ask, False), words: (ask, True)})(fn)
-
-
-@lambda fn: of_an_input(
-    fn,
-    is_leaf=lambda x: x.is_leaf,
-    no_grad_fn=lambda x: x.grad_fn is None,
-    requires_grad=lambda x: x.requires_grad,
-    name_of_its_node=lambda x: x.grad_fn is not None and "Mul" in x.grad_fn.name(),
-    no_base=lambda x: x._base is None,
-    no_gradient=lambda x: x.is_leaf and x.grad is None,
-    is_contiguous=lambda x: x.is_contiguous(),
-    version=lambda x: x._version == 0,
-    has_hooks=lambda x: not x._backward_hooks,
-    kind=lambda x: type(x) is torch.Tensor,
-    has_attribute=lambda x: hasattr(x, "tag"),
-    output_number=lambda x: x.output_nr == 0,
-)
-def asked(case):
-    ask, is_made = case
-    fn = lambda x: work(x, 2 if ask(x) else 3)
-
-    def step(wrap):
-        run = wrap(fn)
-        return loop((lambda x: run(x * 2)) if is_made else run)(lambda f: f)
-
-    return step
 
 
 # Makes an input from a leaf. What is in the list is alive until the backward.
@@ -168,31 +133,6 @@ def the_base_of_a_view_that_is_gone(elements):
         return x.grad.tolist()
 
     return step
-
-
-@program
-def a_memo_by_the_identity_of_an_input():
-    memo = {}
-
-    def scaled(x):
-        if id(x) not in memo:
-            memo[id(x)] = len(memo) + 1
-        return memo[id(x)]
-
-    def step(wrap):
-        run, xs = wrap(lambda x: work(x, scaled(x))), [leaf(seed=i) for i in range(3)]
-        outs = [run(x) for x in xs]
-        sum(out.sum() for out in outs).backward()
-        return [x.grad.tolist() for x in xs], [*memo.values()]
-
-    return step
-
-
-@program
-def a_memo_by_tensors():
-    memo = {}
-    fn = lambda x: work(x, memo.setdefault(x, len(memo) + 1))
-    return reversed_loop(fn, state=lambda: [*memo.values()])
 
 
 @program
@@ -432,30 +372,11 @@ def a_list_of_a_class_that_is_replaced():
 
 
 @program
-def a_graph_of_an_input_that_is_asked_for_a_gradient():
-    def fn(x):
-        y = x.sin()
-        (g,) = torch.autograd.grad(y.sum(), x)
-        return work(x) * g
-
-    return loop(fn)
-
-
-@program
 def a_gradient_inside_that_builds_a_graph():
     def fn(x):
         y = (x.sin() * x).sum()
         (g,) = torch.autograd.grad(y, x, create_graph=True)
         return work(x * g)
-
-    return loop(fn)
-
-
-@program
-def a_weak_reference_to_an_input():
-    def fn(x):
-        ref = weakref.ref(x)
-        return work(x, 2 if ref() is x else 3)
 
     return loop(fn)
 
@@ -474,29 +395,3 @@ def a_global_singleton():
         return work(layer(x), 2 if layer is held[0] else 3)
 
     return loop(fn, state=lambda: len(held))
-
-
-@program
-def an_attribute_of_an_input():
-    def fn(x):
-        x.tag = getattr(x, "tag", 0) + 1
-        return work(x, x.tag)
-
-    return loop(fn)
-
-
-@program
-def a_registry_of_ids():
-    seen = set()
-
-    def fn(x):
-        new = id(x) not in seen
-        seen.add(id(x))
-        return work(x, 2 if new else 3)
-
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        (run(x) * run(x)).sum().backward()
-        return x.grad.tolist(), len(seen)
-
-    return step

@@ -1,7 +1,5 @@
 """Modules: buffers, caches, shared layers, what they keep and what is replaced."""
 
-import functools
-
 import torch
 from support.adversarial.program import (
     Of,
@@ -18,7 +16,6 @@ from support.adversarial.program import (
     trained,
     work,
 )
-from support.zoo import Calling
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -47,36 +44,6 @@ LAYERS = {
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
     "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
 }
-
-
-def attention(**how):
-    layer = nn.MultiheadAttention(4, 2, batch_first=True)
-    return Calling(layer, lambda layer, x: layer(x, x, x, **how)[0])
-
-
-SHAPED = {
-    "Bilinear": (lambda: Calling(nn.Bilinear(4, 4, 3), lambda f, x: f(x, x)), (2, 4)),
-    "Conv2d": (lambda: nn.Conv2d(2, 3, 2), (2, 2, 4, 4)),
-    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 2, 4, 4)),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (2, 4, 3)),
-    "RMSNorm": (lambda: nn.RMSNorm(4), (2, 4)),
-    "PReLU": (nn.PReLU, (2, 4)),
-    "Dropout2d": (
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Dropout2d(0.5)),
-        (2, 2, 6, 6),
-    ),
-}
-ATTENDING = {
-    "MultiheadAttention": (attention, (2, 3, 4)),
-    "MultiheadAttention, fused": (lambda: attention(need_weights=False), (2, 3, 4)),
-}
-
-
-@family(**ATTENDING, is_close=True)
-@family(**SHAPED)
-def a_layer_of_another_shape(case):
-    make, shape = case
-    return trained(seeded(lambda: Body(make())), shape=shape, count=2)
 
 
 @family(**{k: LAYERS[k] for k in ("batch norm", "dropout", "old spectral norm")})
@@ -152,17 +119,6 @@ def layers_appended_by_the_function():
 # --- Outputs that are kept ---
 
 
-def keeping(model, x):
-    model.last = work(x)
-    return model.last.tanh()
-
-
-@program
-def an_output_kept_in_an_attribute():
-    model = Of(keeping)
-    return loop(model, state=lambda: model.last)
-
-
 def losing(model, x):
     y = work(x)
     model.losses.append(y.square().mean())
@@ -232,15 +188,6 @@ def a_module_wrapped_twice():
         return trained(layer, call=lambda x: a(b(x)))(lambda fn: fn)
 
     return step
-
-
-@program
-def weights_swapped_for_an_average():
-    layer = seeded(lambda: nn.Linear(4, 4))
-    average = {n: p.detach() * 0.5 for n, p in layer.named_parameters()}
-    call = functools.partial(torch.func.functional_call, layer, average)
-    fn = lambda x: work(call((x.reshape(4, 4),)))
-    return loop(fn, between=average.clear, count=1)
 
 
 @program

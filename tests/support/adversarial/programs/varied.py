@@ -292,18 +292,6 @@ def another_class_by_the_function(make):
     return loop(changing, state=lambda: type(value).__name__)
 
 
-@program
-def parameters_replaced_between():
-    block = Block()
-
-    def change():
-        block.a.weight = nn.Parameter(block.a.weight.detach() * 2)
-
-    return loop(
-        lambda x: block(x.view(4, 4)), between=change, state=lambda: block.a.weight
-    )
-
-
 # --- In torch's checkpoint ---
 
 
