@@ -1,14 +1,14 @@
 """What a value is, and not what it holds: `is`, `id`, keys, leaves, nodes."""
 
-import functools
-
 import torch
 from support.adversarial.program import (
+    Text,
     family,
     leaf,
     loop,
     nothing,
     program,
+    texts,
     work,
 )
 from torch import nn
@@ -136,45 +136,6 @@ def the_base_of_a_view_that_is_gone(elements):
 
 
 @program
-def a_memo_by_a_function():
-    first = lambda x: work(x, 1)
-    second = lambda x: work(x, 2)
-    names = {first: 3, second: 4}
-    return loop(lambda x: first(x) * names[first] + second(x) * names[second])
-
-
-@program
-def a_function_compared_by_is():
-    active = lambda x: x.tanh()
-    chosen = [active]
-
-    def fn(x):
-        y = chosen[0](work(x))
-        return y.exp() if chosen[0] is active else y.sin()
-
-    return loop(fn)
-
-
-@program
-def a_list_compared_by_is():
-    default = []
-    fn = lambda x, held=default: work(x, 2 if held is default else 3)
-    return loop(fn, between=lambda: default.append(1), state=lambda: default)
-
-
-@program
-def a_sentinel():
-    missing = object()
-    settings = {"k": missing}
-    fn = lambda x: work(x, 2 if settings["k"] is missing else settings["k"])
-
-    def between():
-        settings["k"] = 3 if settings["k"] is missing else missing
-
-    return loop(fn, between=between)
-
-
-@program
 def an_argument_compared_with_an_attribute():
     class Model(nn.Module):
         def __init__(self):
@@ -244,25 +205,6 @@ def a_passed_module_that_is_reached():
 
 
 @program
-def a_set_of_tensors():
-    weights = {leaf(seed=i).detach() * i for i in range(1, 9)}
-
-    def fn(x):
-        for w in sorted(weights, key=lambda w: w.sum().item()):
-            x = work(x * w, 0.5)
-        return x
-
-    return loop(fn)
-
-
-@program
-def the_order_of_a_set_of_tensors():
-    held = {torch.full((), k / 10, dtype=torch.double) for k in range(1, 200)}
-    in_order = [t.item() for t in held]
-    return loop(lambda x: work(x, 2 if [t.item() for t in held] == in_order else 3))
-
-
-@program
 def the_order_of_a_set_of_modules():
     class Scale(nn.Module):
         def __init__(self, k):
@@ -275,123 +217,115 @@ def the_order_of_a_set_of_modules():
     return loop(lambda x: work(x, 2 if [layer.k for layer in held] == in_order else 3))
 
 
-@program
-def the_order_of_a_set_of_functions():
-    held = {functools.partial(float, k / 10) for k in range(1, 200)}
-    in_order = [fn() for fn in held]
-    fn = lambda x: work(x, 2 if [fn() for fn in held] == in_order else 3)
-    return loop(fn)
+# What the rows use besides, which are text.
+exec("import functools")
 
 
-@program
-def a_module_as_key():
-    layers = [nn.Tanh(), nn.Sigmoid()]
-    scales = {layers[0]: 2, layers[1]: 3}
-
-    def fn(x):
-        for layer in layers:
-            x = work(layer(x), scales[layer])
-        return x
-
-    return loop(fn)
+class Empty:
+    """An object, or a key, by its identity."""
 
 
-@program
-def a_class_as_key():
-    class A:
-        pass
-
-    class B:
-        pass
-
-    held = {A: 2, B: 3}
-    return loop(
-        lambda x: work(x, held[A]) * held[B],
-        between=lambda: held.pop(A, None) and held.update({A: 2}),
-    )
+def instance(held):
+    """Return the one layer of a list, which is made at the first call."""
+    held or held.append(nn.Tanh())
+    return held[0]
 
 
-@program
-def a_hash_by_the_identity():
-    class Key:
-        pass
-
-    key = Key()
-    table = {hash(key): 3}
-    return loop(lambda x: work(x, table.get(hash(key), 2)))
+def gradient_of(y, x):
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
-@program
-def an_object_that_is_its_own_key():
-    class Node:
-        def __init__(self):
-            self.links = {self: 3}
+NUMBERS = "numbers = [k / 10 for k in range(1, 200)]"
+IN_ORDER = "x, 2 if [number(k) for k in held] == in_order else 3"
 
-    node = Node()
-    return loop(lambda x: work(x, node.links.get(node, 2)))
-
-
-@program
-def two_names_of_a_list():
-    a = [1]
-    b = a
-
-    def fn(x):
-        a.append(len(b))
-        return work(x, b[-1])
-
-    return loop(fn, state=lambda: (a, b, a is b))
-
-
-@program
-def a_list_of_a_class_and_of_a_closure():
-    class Owner:
-        log = []  # noqa: RUF012
-
-    log = Owner.log
-
-    def fn(x):
-        Owner.log.append(len(log) + 1)
-        return work(x, log[-1])
-
-    return loop(fn, state=lambda: (log, Owner.log is log))
-
-
-@program
-def a_list_of_a_class_that_is_replaced():
-    class Owner:
-        log = []  # noqa: RUF012
-
-    log = Owner.log
-
-    def fn(x):
-        Owner.log = [*Owner.log, len(log)]
-        return work(x, len(Owner.log) + (Owner.log is log))
-
-    return loop(fn, state=lambda: (log, Owner.log))
-
-
-@program
-def a_gradient_inside_that_builds_a_graph():
-    def fn(x):
-        y = (x.sin() * x).sum()
-        (g,) = torch.autograd.grad(y, x, create_graph=True)
-        return work(x * g)
-
-    return loop(fn)
-
-
-@program
-def a_global_singleton():
-    held = []
-
-    def instance():
-        if not held:
-            held.append(nn.Tanh())
-        return held[0]
-
-    def fn(x):
-        layer = instance()
-        return work(layer(x), 2 if layer is held[0] else 3)
-
-    return loop(fn, state=lambda: len(held))
+texts(
+    globals(),
+    {
+        "a memo by a function": Text(
+            "first, second = (lambda x: work(x, 1)), (lambda x: work(x, 2)); "
+            "held = {first: 3, second: 4}",
+            "first(x) * held[first] + second(x) * held[second]",
+            state="None",
+        ),
+        "a function compared by is": Text(
+            "active = lambda x: x.tanh(); held = [active]",
+            "held[0](x), 2 if held[0] is active else 3",
+            state="None",
+        ),
+        "a list compared by is": Text(
+            "default = []; held = [default]; read = lambda of=default: of",
+            "x, 2 if read() is default else 3",
+            between="default.append(1)",
+        ),
+        "a sentinel": Text(
+            "missing = object(); held = {'k': missing}",
+            "x, 2 if held['k'] is missing else held['k']",
+            between="held['k'] = 3 if held['k'] is missing else missing",
+            state="None",
+        ),
+        "a set of tensors": Text(
+            "held = {leaf(seed=i).detach() * i for i in range(1, 9)}",
+            "x * functools.reduce(torch.mul, sorted(held, key=torch.sum)), 0.5",
+            state="len(held)",
+        ),
+        "the order of a set of tensors": Text(
+            f"{NUMBERS}; held = {{torch.full((), k, dtype=torch.double) for k in "
+            "numbers}; number = torch.Tensor.item; in_order = [*map(number, held)]",
+            IN_ORDER,
+            state="len(held)",
+        ),
+        "the order of a set of functions": Text(
+            f"{NUMBERS}; held = {{functools.partial(float, k) for k in numbers}}; "
+            "number = lambda fn: fn(); in_order = [*map(number, held)]",
+            IN_ORDER,
+            state="len(held)",
+        ),
+        "a module as key": Text(
+            "layers = nn.Tanh(), nn.Sigmoid(); held = dict(zip(layers, (2, 3)))",
+            "work(layers[0](x), held[layers[0]]), held[layers[1]]",
+            state="len(held)",
+        ),
+        "a class as key": Text(
+            "A, B = type('A', (), {}), type('B', (), {}); held = {A: 2, B: 3}",
+            "x * held[B], held[A]",
+            between="held.pop(A); held[A] = 2",
+            state="[*held.values()]",
+        ),
+        "a hash by the identity": Text(
+            "key = Empty(); held = {hash(key): 3}",
+            "x, held.get(hash(key), 2)",
+            state="None",
+        ),
+        "an object that is its own key": Text(
+            "node = Empty(); held = node.links = {node: 3}",
+            "x, node.links.get(node, 2)",
+            state="len(held)",
+        ),
+        "two names of a list": Text(
+            "held = [1]; other = held",
+            "x, other[-1]",
+            before="held.append(len(other))",
+            state="(held, other, held is other)",
+        ),
+        "a list of a class and of a closure": Text(
+            "owner = type('Owner', (), {'log': []}); held = owner.log",
+            "x, held[-1]",
+            before="owner.log.append(len(held) + 1)",
+            state="(held, owner.log is held)",
+        ),
+        "a list of a class that is replaced": Text(
+            "owner = type('Owner', (), {'log': []}); held = owner.log",
+            "x, len(owner.log) + (owner.log is held)",
+            before="owner.log = [*owner.log, len(held)]",
+            state="(held, owner.log)",
+        ),
+        "a gradient inside that builds a graph": Text(
+            "held = None", "x * gradient_of(x.sin() * x, x)"
+        ),
+        "a global singleton": Text(
+            "held = []",
+            "instance(held)(x), 2 if instance(held) is held[0] else 3",
+            state="len(held)",
+        ),
+    },
+)
