@@ -262,18 +262,3 @@ def test_an_input_of_a_nested_call_is_not_needed():
         got = of_backward(ours, (X,))
     assert_same(got, of_backward(fn, (X,)))
     assert ops["sin"] == 2, "that of the forward, and that of the loss"
-
-
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_func_transform_sees_all_inputs(when):
-    """Under a level nothing is let go; the numbers are those of plain code."""
-    fn = lambda x, w: x.sin() + w * 2
-    ours = warmed(fn, X, W)
-
-    def derivative(fn):
-        if when == "backward":
-            return torch.func.vjp(fn, X, W)[1](W)
-        return torch.func.grad(lambda x, w: scalar(fn(x, w)), (0, 1))(X, W)
-
-    for _ in range(3):
-        assert_same(derivative(ours), derivative(fn))

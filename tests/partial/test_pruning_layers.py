@@ -148,13 +148,6 @@ def test_many_outputs_are_named():
     assert strikes() == [0]
 
 
-def test_a_recursion_is_deep():
-    def deep(x, n):
-        return x if n == 0 else deep(x.sin() * 1.01 if n % 2 else x + 0.1, n - 1)
-
-    assert_exact(lambda x: dead_end(deep(x, 666)), X, pruned=True, calls=3)
-
-
 def test_a_record_has_two_thousand_operations():
     def long(x):
         for k in range(1000):

@@ -1,6 +1,5 @@
 """Policies by place: which operations a dict's keys mean, in every lowering."""
 
-import contextlib
 import copy
 import functools
 import gc
@@ -570,13 +569,6 @@ def test_a_key_that_matches_nothing_is_told_once_at_the_users_line(case, run):
     assert told(lambda: run(fn)) == []
 
 
-def test_a_misspelt_name_is_told_with_the_nearest():
-    policy = policies.save_only_these_names("contex_t")
-    (found,) = told(lambda: eagerly(remat.remat(model(), policy=policy)))
-    assert found[0] == __file__
-    assert found[2].endswith("Do you mean 'context'?")
-
-
 def test_reports_tell_of_keys():
     policy = {"layers.1.atten": "save"}
     found = told(lambda: saved_residuals(remat.remat(model(), policy=policy), inputs()))
@@ -601,39 +593,6 @@ def test_a_key_that_some_block_matches_is_not_told():
 
 
 # --- As proposed for torch (pull requests 186277, 186382, 185282, 176190) ---
-
-
-def named(layers, x):
-    return compat.name(layers(x), "out").cos()
-
-
-PROPOSED = {
-    "an overload": {aten.mm.default: CheckpointPolicy.MUST_SAVE},
-    "a text": {"aten.mm.default": CheckpointPolicy.MUST_SAVE},
-    "with colons": {"aten::mm": CheckpointPolicy.PREFER_SAVE},
-    "a packet": {"aten.mm": CheckpointPolicy.MUST_SAVE},
-    "a path": {"layers": CheckpointPolicy.MUST_SAVE},
-}
-
-
-@pytest.mark.parametrize("case", PROPOSED)
-@pytest.mark.parametrize("patched", [False, True])
-def test_checkpoint_takes_the_policies_that_are_proposed_for_torch(case, patched):
-    def run(x):
-        options = {"use_reentrant": False, "policy": PROPOSED[case]}
-        # Looked up here, as `patch` replaces it.
-        call = torch.utils.checkpoint.checkpoint if patched else compat.checkpoint
-        return call(named, model(), x, **options)
-
-    def plainly(x):
-        return named(model(), x)
-
-    around = compat.patch() if patched else contextlib.nullcontext()
-    with around, count_ops() as ops:
-        eagerly(run)
-    with count_ops() as plain:
-        eagerly(plainly)
-    assert ops["mm"] == plain["mm"]
 
 
 def test_name_is_an_identity():

@@ -255,21 +255,6 @@ def test_calls_are_nested_under_two_policies(inner, outer):
             assert_same(actual, expected, reassociated=not transform.at_base)
 
 
-HELPERS = {"mm": lambda a, b: a @ b}
-
-
-def test_helpers_of_nested_calls_are_in_a_container():
-    """What they leave behind is looked for after the forward; records hold nothing."""
-    inner = remat(lambda w, x: HELPERS["mm"](w, x).sin(), prune=True)
-    fn = lambda w, x: w.cos() + inner(w, x.sin())
-    for transform in FIRST.values():
-        expected, _ = measured(transform, fn)
-        for policy in ("dots", "everything", "None"):
-            wrapped = remat(fn, policy=POLICIES[policy], prune=True)
-            actual, _ = measured(transform, wrapped)
-            assert_same(actual, expected, reassociated=not transform.at_base)
-
-
 @pytest.mark.parametrize("policy", ["None", "everything"])
 @pytest.mark.parametrize("how", ["backward", "batched_cotangents", "grad", "grad_vmap"])
 def test_a_value_that_nobody_needs_is_changed_through_a_view(how, policy):
@@ -289,15 +274,3 @@ def test_a_kept_value_is_differentiated_to_inputs_that_are_not_read(how, policy)
     for _ in range(4):
         actual, _ = measured(transform, lambda w, x: wrapped(w.cos(), x.sin()))
         assert_same(actual, expected, reassociated=not transform.at_base)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.filterwarnings(
-    "ignore:Attempted to insert a get_attr Node:UserWarning"  # torch's, of any function
-)
-@pytest.mark.parametrize("policy", [*FEW, "names"])
-def test_linearize_pushes_a_tangent(policy):
-    fn = remat(layers, policy=POLICIES[policy], prune=True)
-    expected, _ = measured(ALL["linearize"], layers)
-    for _ in range(2):
-        assert_same(measured(ALL["linearize"], fn)[0], expected)

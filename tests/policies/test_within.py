@@ -8,12 +8,9 @@ import torch
 from support.pruning import forget_calls
 from support.transforms import ALL
 from support.zoo import leaves_of, ops_of, plainly, scalar
-from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 from remat import checkpoint_name, explain, remat
 from remat._partial import budget, cost as timing
-from remat.nn import apply, remove
 from remat.policies import dots_saveable, save_only_these_names, within
 from remat.testing import assert_same, count_ops, live_bytes
 
@@ -91,25 +88,6 @@ def test_views_count_once_with_the_memory_that_they_share():
     none = remat(f, policy=within(MATRIX - 1))
     assert kept_bytes(none, w, x) <= MATRIX - 1
     assert again(none, f, w, x)["exp"] == 1
-
-
-def test_draws_from_a_stream_are_repeated():
-    def f(w, x):
-        h = F.dropout(torch.tanh(x @ w), 0.5)
-        return torch.tanh(h @ w)
-
-    w, x = matrix(1), matrix(2)
-    for count in range(4):
-        fn = remat(f, policy=within(count * MATRIX))
-        for _ in range(3):
-            torch.manual_seed(0)
-            ops, grads = backward_ops(fn, w, x)
-            torch.manual_seed(0)
-            once, expected = backward_ops(f, w, x)
-            assert_same(grads, expected)
-        torch.manual_seed(0)
-        assert kept_bytes(fn, w, x) <= count * MATRIX
-        assert (ops - once)["tanh"] == max(2 - count, 0)
 
 
 # --- With other policies ---
@@ -230,32 +208,6 @@ def test_as_one_node(count):
     for _ in range(3):
         assert again(fn, layers, w, x)["tanh"] == 4 - count
     assert kept_bytes(fn, w, x) == count * MATRIX
-
-
-@pytest.mark.parametrize("count", range(3))
-def test_each_block_of_a_model_has_the_budget(count):
-    def block():
-        linears = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-        return nn.Sequential(linears[0], nn.Tanh(), linears[1], nn.Tanh())
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[block() for _ in range(3)]).double()
-    model = apply(nn.Sequential(*plain), policy=within(count * MATRIX))
-    x = matrix(2)
-
-    def run(module):
-        out = module(x).sum()
-        with count_ops() as ops:
-            grads = torch.autograd.grad(out, [*module.parameters()])
-        return ops, grads
-
-    for _ in range(3):
-        ops, grads = run(model)
-        assert ops["tanh"] == 3 * (2 - count)
-    remove(model)
-    once, expected = run(plain)
-    assert once["tanh"] == 0
-    assert_same(grads, expected)
 
 
 def test_the_budget_around_holds_for_all_that_is_inside():

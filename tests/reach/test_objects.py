@@ -22,7 +22,6 @@ from support.objects import (
 from support.tables import crossed, rows
 from support.transforms import TRANSFORMS
 from support.zoo import ops_of, plainly
-from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import CaptureError, RecomputeError, remat
@@ -242,39 +241,6 @@ def test_a_cache_that_is_passed_updated_and_returned_is_that_cache(transform):
         return (a * b * layers[0]["y"]).sum()
 
     both(fn, X, loss, transform)
-
-
-@under_func
-def test_a_captured_object_that_is_changed_and_returned_is_that_object(transform):
-    def loss(fn, x):
-        held = Attributes(x * 2, None)
-        wrap = remat if isinstance(fn, type(remat(step))) else plainly
-
-        def inner(x):
-            held.right = x.sin().exp() * held.left
-            return held
-
-        out = wrap(inner)(x)
-        assert out is held
-        return (held.right * held.left).sum()
-
-    step = lambda x: x
-    both(step, X, loss, transform)
-
-
-def test_an_own_object_in_a_new_one_is_that_object():
-    layer = nn.Linear(3, 3)
-
-    def loss(fn, x):
-        held = Attributes(x, layer)
-        out = fn(held, layer)
-        assert out.left is held
-        assert out.left.right is layer
-        assert out.right[1] is layer
-        return out.right[0].sum()
-
-    fn = lambda held, layer: Plain(held, (layer(held.left).sin().exp(), layer))
-    both(fn, X, loss, sines=2)
 
 
 # --- Memory and errors ---

@@ -147,20 +147,6 @@ def test_a_backward_in_inference_mode(options):
     assert_same(got, y.grad)
 
 
-def test_without_grad_mode_a_batch_is_evaluated_once():
-    fn, calls = counted(matmul)
-    batched = torch.func.vmap(remat(fn), (None, 0))
-    xs = torch.stack([X, -X])
-    out = batched(W, xs)
-    assert_same(out, torch.func.vmap(matmul, (None, 0))(W, xs))
-    (w,) = leaves_of(W)
-    with torch.no_grad():
-        assert_same(batched(w, xs), out)
-    assert len(calls) == 2
-    batched(w, xs).sum().backward()
-    assert len(calls) == 4
-
-
 # --- Remat in remat: what is kept, the peak, and functions that wrap functions ---
 # Under base autograd an outer call is run again only as far as the inputs of its
 # inner calls need it. Under torch.func, a call inside a call is evaluated once in

@@ -1,7 +1,5 @@
 """Hooks around a call, in it, on its inputs and on its node: as in plain code, once."""
 
-import gc
-
 import pytest
 import torch
 from support.as_plain import leaf
@@ -17,7 +15,7 @@ from support.zoo import (
 )
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops
@@ -208,77 +206,6 @@ def test_a_hook_set_inside_on_what_was_computed_sees_all_of_its_gradient(
     (plain, sines), (ours, more) = run(lambda fn: fn), run(remat)
     torch.testing.assert_close(ours, plain)
     assert more > sines
-
-
-def counting_in_a_list():
-    seen = []
-
-    def fn(x):
-        h = x * 2
-        h.register_hook(lambda _: seen.append(1))
-        return h.sin().sum()
-
-    return fn, lambda: len(seen)
-
-
-def counting_in_a_dict_of_an_object():
-    class Counting:
-        def __init__(self):
-            self.seen = {"n": 0}
-
-        def hook(self, _):
-            self.seen["n"] += 1
-
-        def __call__(self, x):
-            h = x * 2
-            h.register_hook(self.hook)
-            return h.sin().sum()
-
-    counting = Counting()
-    seen = counting.seen
-    return counting, lambda: seen["n"]
-
-
-def counting_in_a_variable():
-    n = 0
-
-    def fn(x):
-        def hook(_):
-            nonlocal n
-            n += 1
-
-        h = x * 2
-        h.register_hook(hook)
-        return h.sin().sum()
-
-    return fn, lambda: n
-
-
-COUNTING = {
-    fn.__name__.replace("_", " "): fn
-    for fn in (
-        *(counting_in_a_list, counting_in_a_dict_of_an_object),
-        counting_in_a_variable,
-    )
-}
-
-
-@rows("make", COUNTING)
-def test_what_a_hook_inside_changes_is_the_users_although_the_function_is_gone(make):
-    def run(wrap):
-        fn, seen = make()
-        value, pull = vjp(wrap(fn), X)
-        del fn
-        gc.collect()
-        before = seen()
-        with count_ops() as ops:
-            (found,) = pull(torch.ones_like(value))
-        return found, before, seen(), ops["sin"]
-
-    plain, ours = run(lambda fn: fn), run(remat)
-    assert_same(ours[0], plain[0])
-    assert ours[1:] == (0, 1, 1)
-    assert plain[1:] == (0, 1, 0)
 
 
 # --- Of more than one level: a hook sees the gradients of the level it was set in ---

@@ -186,14 +186,6 @@ def test_the_tangent_of_a_gradient_of_a_tangent_is_a_third_derivative():
     assert_same(along, jvp(slope, (W,), (V,))[1], reassociated=True)
 
 
-@rematerialized(by_requiring_grad, evaluations=2)
-def test_a_dual_level_in_which_nothing_is_dual_changes_nothing(f):
-    (w,) = leaves_of(W)
-    with dual_level():
-        f(w).sum().backward()
-    return w.grad
-
-
 def test_a_tangent_that_was_changed_is_refused():
     (w,), tangent = leaves_of(W), V.clone()
     with dual_level():

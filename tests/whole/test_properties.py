@@ -39,39 +39,6 @@ WEIGHTS = torch.linspace(0.3, 1.7, SIZE * SIZE, dtype=torch.double).view(SIZE, S
 # --- What the random programs found ---
 
 
-def assert_evaluated_more(transform, fn, depth=1):
-    """Return how often, with a function in as many calls."""
-
-    def run(wrap):
-        notes = Evaluations()
-        note = notes.note
-        noted = lambda *xs: (fn(*xs), note(None))[0]
-        for _ in range(depth):
-            noted = wrap(noted)
-        return transform(lambda *xs: noted(*xs).sin().square().sum(), *INPUTS), notes
-
-    (got, ours), (want, plain) = run(remat), run(plainly)
-    assert_same(got, want, reassociated=True)  # x in value and tangent (promise 1)
-    assert len(ours) > len(plain) + depth - 1
-
-
-VIEWS = {
-    "transpose": lambda x, y: x.mT,
-    "slice": lambda x, y: (x[1:], x.sin())[0],
-    "view": lambda x, y: (x.view(-1), x)[0],
-}
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_forward_mode_goes_over_reverse_mode_of_a_view(view):
-    assert_evaluated_more(ALL["grad_jvp"], view)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_forward_mode_goes_over_reverse_mode_of_a_nested_call(depth):
-    assert_evaluated_more(ALL["jvp_grad"], lambda x, y: x.sin(), depth)
-
-
 @pytest.mark.parametrize("how", ["grad", "vjp", "jacrev", "grad_grad"])
 def test_a_nested_call_may_return_a_result_that_is_dropped(how):
     """Its node has edges to what any of its results depends on."""

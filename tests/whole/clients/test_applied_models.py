@@ -8,14 +8,11 @@ from support.architectures import CLIENTS as TRANSFORMERS, without_cache
 from support.clients import (
     Client,
     assert_changed_trains_as_plain,
-    assert_no_more,
     assert_recomputed,
     built,
     changed,
     gradients,
     products,
-    replace_forward,
-    theirs,
     train,
 )
 from support.decoders import adapted, language, llama, of_adapted
@@ -98,26 +95,6 @@ def test_the_blocks_that_are_found(name):
 
 
 # --- Training ---
-
-
-@every
-def test_three_steps_are_those_of_plain_caches_too(name):
-    assert_changed_trains_as_plain(CLIENTS[name], remat.nn.apply)
-
-
-@pytest.mark.parametrize("name", ["llama", "t5", "bert", "swin", "convnext", "dit"])
-def test_no_more_work_and_bytes_than_with_torchs_checkpoint(name):
-    client = without_cache(name) if name in TRANSFORMERS else CLIENTS[name]
-
-    def checkpointed(model):
-        replace_forward(client.blocks(model), theirs)
-
-    changes = lambda model: model, checkpointed, remat.nn.apply
-    of_plain, held, at_peak, peak = assert_no_more(
-        client, *(changed(client, change) for change in changes)
-    )
-    assert held < of_plain / 2
-    assert peak < at_peak
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "convnext", "unet"])

@@ -67,16 +67,6 @@ def test_under_autocast(name, style):
 
 
 @styles
-@clients("llama", "t5")
-def test_layers_that_thaw_during_training(name, style):
-    def thaw(model, step):
-        for block in CLIENTS[name].blocks(model):
-            block[0].requires_grad_(step > 0)
-
-    assert_trains_as_plain(CLIENTS[name], style, remat, before=thaw)
-
-
-@styles
 def test_a_model_that_generates_between_steps(style):
     """Under no_grad nothing is recomputed, and a cache grows token by token."""
     ids = tokens(2, 5)
@@ -174,19 +164,6 @@ def test_under_torch_func(name, style):
         assert_same(got, want, reassociated=True)
         assert more["mm"] + more["addmm"] > ops["mm"] + ops["addmm"]
     assert all(g.abs().max() > 0 for g in want.values())
-
-
-# --- The model stays what it is ---
-
-
-def test_the_state_dict_of_a_model_whose_forwards_are_replaced_is_plains():
-    client = CLIENTS["llama"]
-    plain, ours = (of_style(client, "forward", wrap) for wrap in (plainly, remat))
-    train(client, plain)
-    ours.load_state_dict(plain.state_dict())
-    assert_same(ours.state_dict(), plain.state_dict())
-    assert_same(train(client, ours), train(client, plain))
-    assert_recomputed(client, ours)
 
 
 # --- Caches ---
