@@ -10,6 +10,7 @@ function may draw on any device. Rejected: an option to leave a stream as it is.
 recompute that draws another mask than the forward gives wrong gradients.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,6 +24,7 @@ from remat._ambient.streams import (
     set_state,
     state_of,
 )
+from remat._base.warned import watch_warnings, without_errors
 from remat._torch import (
     autocast_depth,
     below_all_levels,
@@ -80,8 +82,8 @@ class Ambient:
     """
 
     __slots__ = (
-        *("_always", "_autocast", "_before", "_casts", "_global", "_moved", "_plain"),
-        "_settings",
+        *("_always", "_autocast", "_before", "_casts", "_filters", "_global"),
+        *("_moved", "_plain", "_settings"),
     )
 
     def __init__(
@@ -95,6 +97,7 @@ class Ambient:
         self._casts = _casts_here() if shares_casts and self._autocast else None
         self._always = always
         self._settings = read_settings()
+        self._filters = warnings.filters  # `catch_warnings` puts another list there
         self._global = ours = global_streams()
         devices = device_generators()
         others: list[tuple[Any, Any]] = []
@@ -147,12 +150,15 @@ class Ambient:
 
     def restored(self) -> AbstractContextManager[None]:
         """Run the body in the noted state, and leave everything as it was before."""
+        watch_warnings()
         if self._before is not None:  # the forward still runs: what moved is not noted
             before, others = self._before
             return self._restored(
                 [*zip(self._global.streams, before, strict=True), *others]
             )
         unchanged = self._settings == read_settings()
+        if self._filters is not warnings.filters:
+            unchanged = False
         if unchanged and self._plain and not autocast_depth():
             return NOTHING
         return self._restored(self._moved)
@@ -173,6 +179,8 @@ class Ambient:
         with ExitStack() as stack:
             stack.callback(write_settings, read_settings())
             write_settings(self._settings)
+            if self._filters is not warnings.filters:
+                stack.enter_context(without_errors())
             self._enter_autocast(stack)
             _set(states, stack)
             yield

@@ -23,18 +23,25 @@ from remat._base.code import OURS, TORCH, is_library, is_standard
 
 def user_line() -> str:
     """Return the innermost line of the stack that is neither torch's nor remat's."""
-    first, passed = sys._getframe(1), _PASSED
-    frame: types.FrameType | None = first
+    frame = user_frame()
+    if frame is None:
+        return "an unknown line"
+    code = frame.f_code
+    line = f"{shown(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+    path = _path_of(sys._getframe(1)) if is_library(frame.f_globals) else ""
+    return f"{line} ({path})" if path else line
+
+
+def user_frame() -> types.FrameType | None:
+    """Return the innermost frame that runs neither torch's code nor remat's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    passed = _PASSED
     while frame is not None:
         file = frame.f_code.co_filename
         if file not in passed and not _is_passed(file):
             break
         frame = frame.f_back
-    else:
-        return "an unknown line"
-    line = f"{shown(file)}:{frame.f_lineno}, in {frame.f_code.co_name}"
-    path = _path_of(first) if is_library(frame.f_globals) else ""
-    return f"{line} ({path})" if path else line
+    return frame
 
 
 def short(line: str, *, with_module: bool = True) -> str:

@@ -13,7 +13,6 @@ goes on. To save other tensors in a node: they would not have the edges of the i
 
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from remat import _torch
 from remat._base.errors import MutationError
 from remat._base.tensors import taken_apart, version_of
 from remat._base.types import TENSORS
+from remat._base.warned import warn
 from remat._offload.offload import (
     Fetched,
     Origin,
@@ -208,7 +208,7 @@ def warn_of_inputs(label: str, why: str) -> None:
     if (label, why) not in _TOLD:
         _TOLD.add((label, why))
         text = f"remat: offload_inputs= moves no input of {label}, for {why}."
-        warnings.warn(text, stacklevel=3)
+        warn(text)
 
 
 # --- In nodes, as under torch.func ---

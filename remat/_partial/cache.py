@@ -8,7 +8,6 @@ read whatever else.
 
 import operator
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from remat._base.absent import Trouble
 from remat._base.calls import module_names, root_of
 from remat._base.types import TENSORS
+from remat._base.warned import warn
 from remat._partial.budget import spent_by
 from remat._partial.candidates import Candidates
 from remat._partial.options import reference
@@ -203,7 +203,7 @@ class CallCache:
         self.reason = reason
         if self.asked:
             message = _GIVEN_UP.format(asked=self.asked, reason=reason)
-            warnings.warn(message, stacklevel=3)
+            warn(message)
 
     def _add_roots(self, plans: Plans, numbers: Iterable[int]) -> None:
         """Plan again, with storages that a replay read and the plan had left out."""

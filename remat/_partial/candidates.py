@@ -5,7 +5,6 @@ Rejected: to save what the policy says at once. Only the plan knows what is read
 name may be given to a value long after the operation that made it.
 """
 
-import warnings
 import weakref
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from remat._base.op import Op, Value
+from remat._base.warned import warn
 from remat._partial.plan import Record, Step, overwrites
 from remat._partial.values import is_strided, sees_operations, value_of
 from remat._torch import below_all_levels, has_no_memory, is_lazy, viewed
@@ -103,7 +103,7 @@ class Candidates:
             for op, decision in kept:
                 if self._policy(op) is not decision:
                     message = _COUNTS.format(policy=self._policy, op=op.func)
-                    warnings.warn(message, stacklevel=3)
+                    warn(message)
                     break
         again = not self._policy.is_in_order
         found = [self._policy(s.op) if s.op.names and again else d for s, d in pairs]

@@ -7,7 +7,6 @@ lowerings would differ, and reports would be wrong.
 """
 
 import functools
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from remat._base.code import is_installed
 from remat._base.interpreter import nested
+from remat._base.warned import warn
 from remat._partial.budget import Spent
 from remat._partial.cache import CallCache, Plans
 from remat._partial.candidates import Candidates
@@ -256,7 +256,7 @@ def warn_once(message: str) -> None:
     """Warn, unless this was said before."""
     if message not in _WARNED:
         _WARNED.add(message)
-        warnings.warn(message, stacklevel=3)
+        warn(message)
 
 
 _WARNED: set[str] = set()

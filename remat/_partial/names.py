@@ -8,7 +8,6 @@ view or an alias would not have them.
 """
 
 import re
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from remat._base import pytree
 from remat._base.context import here
 from remat._base.op import Op
 from remat._base.operators import LIBRARY, named
+from remat._base.warned import warn, warn_at
 from remat._torch import makes_graph, must_inline
 from remat.policies import Policy
 from remat.policies._places import unmatched
@@ -76,10 +76,10 @@ class PolicyKeys:
                 _FOUND.add((part, key))
                 message = f"remat: the {told_of_key(key, self._near[part, key])}"
                 if place is None:
-                    warnings.warn(message, stacklevel=3)
+                    warn(message)
                 else:
                     file, line = place.groups()
-                    warnings.warn_explicit(message, UserWarning, file, int(line))
+                    warn_at(message, file, int(line))
 
 
 def note_found(policy: Policy, ops: Iterable[Op]) -> None:

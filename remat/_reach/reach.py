@@ -10,7 +10,6 @@ Rejected: to rebuild functions and containers. Code that no walk reaches has the
 """
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from remat._base.code import IDENTITY, MARKS
 from remat._base.tensors import describe
 from remat._base.types import Fn
+from remat._base.warned import warn
 from remat._reach.attributes import put_aside, set_again
 from remat._reach.boxes import Box
 from remat._reach.buffers import Buffer, buffers_of, changed
@@ -423,7 +423,7 @@ def reach_of(fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> Reach | 
         if not str(error).startswith("unhashable type"):
             raise
         message = _UNHASHABLE.format(label=label, error=error)
-    warnings.warn(message, stacklevel=4)
+    warn(message)
     return None
 
 

@@ -13,7 +13,6 @@ Rejected: a program for each module. What a function reaches is one set of input
 import functools
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import compress, filterfalse
 from typing import Any
@@ -32,6 +31,7 @@ from remat._base.errors import CaptureError
 from remat._base.program import Program, Request
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
+from remat._base.warned import warn
 from remat._graph.edges import NOT_LIFTED, edge_of, edges_behind
 from remat._offload.inputs import Offloading
 from remat._partial.cache import CallKind, metas_of, owner_of
@@ -160,7 +160,7 @@ class Call:
         is_any_dead = True in map(operator.is_not, inputs, passed)
         if is_any_dead and holds_graph(passed, inputs):
             message = _PULLBACK.format(label=self.reach.label)
-            warnings.warn(message, stacklevel=3)
+            warn(message)
             return inputs, [False] * len(inputs)
         if current_layer() is None:
             return inputs, [*map(_requires_grad, inputs)]

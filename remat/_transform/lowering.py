@@ -24,6 +24,7 @@ from remat._ambient.draws import without_draws
 from remat._base.context import here
 from remat._base.errors import Label
 from remat._base.types import Fn
+from remat._base.warned import watch_warnings
 from remat._partial.options import Options
 from remat._torch import (
     are_all_vmaps,
@@ -85,6 +86,7 @@ def call_lowered(
 
     What is made in a graph is not for here: callers ask `traced` first.
     """
+    watch_warnings()
     if lowering is Lowering.SAVED:
         return call_saved(fn, label, args, kwargs, options)
     plain = without_draws(fn, label) if options.rng == "error" else fn

@@ -31,6 +31,7 @@ def sequential(
     disk: bool = False,
     policy: PolicyLike = None,
     progress: Progress = None,
+    **others: Any,
 ) -> Any:
     """Call functions one after the other, each with the result of the one before.
 
@@ -53,12 +54,14 @@ def sequential(
         disk: as of `scan`.
         policy: as of `scan`.
         progress: as of `scan`.
+        **others: not taken: an error says what to write for torch's names.
 
     Returns:
         The result of the last function.
 
     Raises:
-        TypeError: `fns` holds something that cannot be called, or there is a budget.
+        TypeError: `fns` holds something that cannot be called, there is a budget, or an
+            argument of another name.
         ValueError: both `segments` and `checkpoints` are given, or `segments` is not a
             positive number.
 
@@ -75,6 +78,8 @@ def sequential(
         >>> layers[0].weight.grad.shape
         torch.Size([8, 8])
     """
+    if others:
+        raise TypeError(_unexpected(*others, x=x))
     layers = (*fns,)
     for i, fn in enumerate(layers):
         if not callable(fn):
@@ -105,6 +110,15 @@ def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
     return Uniform(segments)
 
 
+def _unexpected(name: str, *_: str, x: Any) -> str:
+    """Say what to write in place of an argument of `checkpoint_sequential`."""
+    advice = _NOT_NEEDED if name in ("use_reentrant", "preserve_rng_state") else ""
+    if name == "input":
+        segments = x if type(x) is int else "n"
+        advice = f" Write sequential(functions, input, segments={segments})."
+    return f"remat: sequential() got an unexpected keyword argument {name!r}.{advice}"
+
+
 def _apply_layer(
     layers: Sequence[Any], args: Sequence[Any], k: int, carry: Any, place: int
 ) -> tuple[Any, None]:
@@ -112,6 +126,7 @@ def _apply_layer(
     return layers[k](carry, *args[1]), None
 
 
+_NOT_NEEDED = " It is not needed: leave it out."
 _ORDER = (
     "remat: the number of segments is no second argument here: write "
     "sequential(functions, input, segments={segments})."
