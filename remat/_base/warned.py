@@ -2,7 +2,7 @@
 
 Python asks its list of filters about each warning that was not shown yet. The first
 filter of the list is ours: it ignores what code of the user warns of in a recompute,
-and moves to the user's line what torch warns of at a line of torch or remat.
+and moves to the user's line what torch warns of at a line of remat.
 
 Invariant: a function that catches warnings, or turns them into errors, does so again in
 its recompute. Outside of calls of remat a warning is as it is without remat.
@@ -89,9 +89,7 @@ class _Category(type):
             # The function may catch the error.
             text, module = _THREAD.text, _THREAD.module
             return not (_THREAD.has_errors and _is_error(text, category, module))
-        is_operators = _OF_OPERATORS in _THREAD.text and context.is_in_call()
-        moved = ("remat.", "torch.") if is_operators else ("remat.",)
-        if not _THREAD.module.startswith(moved):
+        if not _THREAD.module.startswith("remat."):
             return False
         frame = user_frame()
         if frame is None:
@@ -105,8 +103,6 @@ class _OfRecomputes(metaclass=_Category):
     """All categories, where a warning is ignored."""
 
 
-# What torch adds to warnings of its operators.
-_OF_OPERATORS = "(Triggered internally at"
 _FILTER = ("ignore", _NotesIt("text"), _OfRecomputes, _NotesIt("module"), 0)
 
 

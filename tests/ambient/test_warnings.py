@@ -65,7 +65,7 @@ def grad_of_batched(fn):
         (of_one, grad),
     ],
 )
-def test_torch_warns_as_often_as_in_plain_code_and_at_lines_of_the_user(
+def test_torch_warns_as_often_as_in_plain_code_and_at_no_line_of_remat(
     fn, run, options
 ):
     plain = caught(lambda: run(fn))
@@ -74,7 +74,7 @@ def test_torch_warns_as_often_as_in_plain_code_and_at_lines_of_the_user(
     assert ops["sin"] > 2
     texts = [[str(w.message) for w in found] for found in (plain, ours)]
     assert sorted(texts[0]) == sorted(texts[1]) != []
-    assert {w.filename for w in ours} == {__file__}
+    assert {w.filename for w in ours} <= {__file__, *(w.filename for w in plain)}
 
 
 def speaking(x):
