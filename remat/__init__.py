@@ -81,6 +81,6 @@ else:
         },
     )
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
 _hints.at(__name__)
