@@ -10,6 +10,7 @@ on every call. To read what installers note of their packages: to walk one that 
 put elsewhere takes time, and is right.
 """
 
+import abc
 import builtins
 import enum
 import functools
@@ -161,10 +162,21 @@ def is_library_class(cls: type) -> bool:
     if MADE in cls.__dict__:
         return True
     module: Any = sys.modules.get(str(cls.__module__))
-    if module is builtins:
-        # Code that was executed without a module's name makes classes of builtins too.
-        return not is_made_by_statement(cls)
+    if module in _MAKERS:
+        return is_named(cls) or not is_made_by_statement(cls)
     return module is not None and is_library(vars(module))
+
+
+# Modules that classes seem to be of which are made by calls there, as `type` with an
+# abstract base, or in code that was executed without a module's name.
+_MAKERS = builtins, abc, types
+
+
+def is_named(cls: type) -> bool:
+    """Say whether a module has a class under its name, or a class there may have it."""
+    name = cls.__qualname__
+    scope = vars(sys.modules.get(str(cls.__module__), types))
+    return scope.get(name) is cls or ("." in name and "<locals>" not in name)
 
 
 def class_without_us(cls: type) -> type:

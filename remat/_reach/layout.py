@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.code import AGAIN, recipe_of, static_of
+from remat._base.code import AGAIN, is_named, recipe_of, static_of
 from remat._base.interpreter import identities, nested
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.classes import leads_nowhere
@@ -148,7 +148,7 @@ class Layout:
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
         local = enumerate(walk.classes, self.classes.start)
-        local = ((i, c) for i, c in local if "<locals>" in c.__qualname__)
+        local = ((i, c) for i, c in local if not is_named(c))
         self.odd += [i for i, kind in local if leads_nowhere(kind)]
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))

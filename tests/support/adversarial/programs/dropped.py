@@ -188,6 +188,10 @@ def of_local_abstract():
     return Local()
 
 
+def doubled(self, x):
+    return x * 2.0
+
+
 def of_local_meta():
     class Meta(type):
         def of(cls, x):
@@ -397,6 +401,11 @@ KINDS = {
     "of local enum": of_local_enum,
     "of local abstract": of_local_abstract,
     "of local meta": of_local_meta,
+    "of a made class": lambda: type("Made", (), {"__call__": doubled})(),
+    "of made abstract": lambda: type("Made", (Base,), {"__call__": doubled})(),
+    "a made class": of(
+        lambda: type("Made", (Base,), {"__call__": doubled}), lambda c: c()(1.0)
+    ),
     "a local class": a_local_class,
     "a local function of autograd": a_local_function_of_autograd,
     "closes": Closes,
