@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remat._base.errors import OURS
 from remat._base.interpreter import (
     NamesUsed,
     is_made_by_statement,
@@ -36,15 +37,10 @@ from remat._base.interpreter import (
 from remat._base.types import CONSTANTS
 
 
-def _folder_of(file: str | None) -> str:
-    """Return the folder of a file, with a separator at its end."""
-    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
-
-
 _PATHS = sysconfig.get_paths()
 STANDARD = tuple(os.path.join(_PATHS[k], "") for k in ("stdlib", "platstdlib"))
-TORCH = _folder_of(torch.__file__)  # also where a checkout of it is installed
-OURS = _folder_of(os.path.dirname(__file__))
+# Also where a checkout of it is installed.
+TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__ or "")), "")
 _IN_PACKAGES = re.compile(r".*[\\/](?:site|dist)-packages[\\/]", re.DOTALL).match
 
 

@@ -16,8 +16,6 @@ from types import TracebackType
 from torch.utils.checkpoint import CheckpointError
 from typing_extensions import override
 
-from remat._base.code import OURS
-
 
 class RematError(RuntimeError):
     """Base class of the errors that remat raises itself."""
@@ -114,6 +112,8 @@ def name_in(label: str) -> str:
 # --- The traceback that a user reads ---
 
 
+# The folder of remat, with a separator at its end.
+OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 IS_ON = not os.environ.get("REMAT_FULL_TRACEBACK")
 
 

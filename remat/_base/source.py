@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module
 
-from remat._base.code import OURS, TORCH, is_library, is_standard
+from remat._base.code import TORCH, is_library, is_standard
+from remat._base.errors import OURS
 
 
 def user_line() -> str:
