@@ -52,87 +52,52 @@ def test_leaves_with_hooks_have_none_either():
 # --- Functions that do more than compute: it is done once ---
 
 
-def back(w, x):
-    y = net(w, x)
-    y.backward(retain_graph=True)
-    return y
-
-
-def through_a_name(w, x):
-    run = torch.autograd.backward
-    y = net(w, x)
-    run(y, retain_graph=True)
-    return y
-
-
-def penalty(w, x):
-    y = net(w, x)
-    (g,) = torch.autograd.grad(y, w, create_graph=True)
-    return y + (g * g).sum()
-
-
-def runs_the_engine(w, x):
-    y = net(w, x)
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((y,), (y,), True, False, (), True, accumulate_grad=True)
-    return y
-
-
-def sets_a_gradient(w, x):
-    torch.Tensor.__setattr__(w, "grad", torch.ones_like(w))
-    return net(w, x)
-
-
-def moved(w, x):
-    torch.nn.utils.vector_to_parameters(x.detach().flatten() * 2, [w])
-    return net(w, x)
-
-
-def assigned(w, x):
-    w.data = x.detach() * 2
-    return net(w, x)
-
-
-def doubled(grads):
-    return tuple(grad * 2 for grad in grads)
-
-
-def hooks_the_node(w, x):
-    y = w * 1
-    y.grad_fn.next_functions[0][0].register_prehook(doubled)
-    return net(y, x)
-
-
-def hooks_the_edge(w, x):
+HOOK = "register_prehook(lambda grads: tuple(grad * 2 for grad in grads))"
+EDGE = f"torch.autograd.graph.get_gradient_edge(w).node.{HOOK}"
+RUN = "torch.autograd.Variable._execution_engine.run_backward"
+# What is done to a leaf `w` before `net`, and after it; and how often `net` runs again:
+# what runs a backward reads what was saved while the forward still runs.
+DONE = {
+    "a backward": ("", "y.backward(retain_graph=True)", 2),
+    "a backward by the engine": (
+        "",
+        f"{RUN}((y,), (y,), True, False, (), True, accumulate_grad=True)",
+        2,
+    ),
+    "a penalty": (
+        "",
+        "y = y + torch.autograd.grad(y, w, create_graph=True)[0].square().sum()",
+        2,
+    ),
+    "a gradient": ("torch.Tensor.__setattr__(w, 'grad', torch.ones_like(w))", "", 1),
+    "data of a vector": (
+        "nn.utils.vector_to_parameters(x.detach().flatten() * 2, [w])",
+        "",
+        1,
+    ),
+    "data": ("w.data = x.detach() * 2", "", 1),
+    "a mark": ("w.count = getattr(w, 'count', 0) + 1", "", 1),
+    "a hook of the node": (
+        f"w = w * 1; w.grad_fn.next_functions[0][0].{HOOK}",
+        "",
+        1,
+    ),
     # Nothing holds the node yet: in plain code it is gone at once, with its hook.
-    torch.autograd.graph.get_gradient_edge(w).node.register_prehook(doubled)
-    return net(w, x)
+    "a hook of the edge": (EDGE, "", 1),
+    "a hook of the edge afterwards": ("", EDGE, 1),
+}
 
 
-def hooks_after(w, x):
-    y = net(w, x)
-    torch.autograd.graph.get_gradient_edge(w).node.register_prehook(doubled)
-    return y
+@rows("before, after, again", DONE)
+def test_what_a_function_does_to_its_leaves_is_done_once(before, after, again):
+    source = (
+        f"def fn(w, x):\n    {before}\n    y = net(w, x)\n    {after}\n    return y"
+    )
+    exec(source, globals(), found := {})
 
-
-def marks(w, x):
-    w.count = getattr(w, "count", 0) + 1
-    return net(w, x)
-
-
-@pytest.mark.parametrize(
-    ("fn", "again"),
-    [
-        # What runs a backward reads what was saved while the forward still runs.
-        *((back, 2), (through_a_name, 2), (runs_the_engine, 2), (penalty, 2)),
-        *((sets_a_gradient, 1), (moved, 1), (assigned, 1), (marks, 1)),
-        *((hooks_the_node, 1), (hooks_the_edge, 1), (hooks_after, 1)),
-    ],
-)
-def test_what_a_function_does_to_its_leaves_is_done_once(fn, again):
     def program(wrap):
         w, x = leaves_of(W, X)
-        wrap(fn)(w, x).backward()
+        wrap(found["fn"])(w, x).backward()
         return w, x, w.grad, x.grad, getattr(w, "count", 0)
 
     assert_replayed(program, tanh=(1, 1 + again))
