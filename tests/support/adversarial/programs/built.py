@@ -13,8 +13,7 @@ from support.adversarial.program import Of, State, family, leaf, observed, ran
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
 from torch.nn import functional
-from torch.nn.utils import parametrizations, parametrize, prune, skip_init, stateless
-from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.nn.utils import parametrizations, parametrize, prune, stateless
 
 
 class Wrapped(nn.Module):
@@ -70,17 +69,6 @@ def with_state(m, x):
     out, m.state = m.cell(x, m.state)
     m.state = tuple(s.detach() for s in m.state)
     return out
-
-
-def with_a_cell(m, x):
-    h, m.c = m.cell(x, (x.detach(), m.c))
-    m.c = m.c.detach()
-    return h
-
-
-def packed(m, x):
-    rows = pack_sequence([x[:3], x[3:]], enforce_sorted=False)
-    return pad_packed_sequence(m.cell(rows)[0])[0].sum(1).repeat(2, 1)[:4]
 
 
 def tied():
@@ -272,19 +260,6 @@ class WithSlots(nn.Module):
         return x * self.count
 
 
-def lazily():
-    layer = nn.LazyLinear(8)
-    layer(torch.ones(1, 8))
-    return layer
-
-
-def initialized_later():
-    layer = skip_init(nn.Linear, 8, 8)
-    nn.init.constant_(layer.weight, 0.1)
-    nn.init.constant_(layer.bias, 0.1)
-    return layer
-
-
 KINDS = {
     "linear": linear,
     "batch norm": batch_norm,
@@ -307,7 +282,6 @@ KINDS = {
         nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout()
     ),
     "dropout in place": lambda: nn.Sequential(linear(), nn.Dropout(0.3, inplace=True)),
-    "relu in place": lambda: nn.Sequential(linear(), nn.ReLU(True), nn.Softsign()),
     "rrelu": nn.RReLU,
     "embedding": of(
         lambda m, x: x + m.table(torch.arange(4)),
@@ -317,19 +291,9 @@ KINDS = {
         lambda m, x: x + m.table(torch.arange(4)),
         table=lambda: nn.Embedding(10, 8, max_norm=1.0),
     ),
-    "embedding bag": of(
-        lambda m, x: x + m.table(torch.arange(8).view(4, 2)),
-        table=lambda: nn.EmbeddingBag(10, 8, mode="mean"),
-    ),
     "rnn": of(lambda m, x: m.cell(x)[0], cell=lambda: nn.RNN(8, 8, 2, dropout=0.1)),
     "gru": of(lambda m, x: m.cell(x)[0], cell=lambda: nn.GRU(8, 4, bidirectional=True)),
     "lstm with state": of(with_state, cell=lambda: nn.LSTM(8, 8), state=lambda: None),
-    "lstm cell": of(
-        with_a_cell,
-        cell=lambda: nn.LSTMCell(8, 8),
-        c=lambda: torch.zeros(4, 8).double(),
-    ),
-    "packed": of(packed, cell=lambda: nn.GRU(8, 8)),
     "attention": of(
         lambda m, x: m.heads(*[x[None]] * 3)[0][0],
         heads=lambda: nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True),
@@ -407,15 +371,11 @@ KINDS = {
     "by a method": Switching,
     "with attributes of its own": Dynamic,
     "with slots": WithSlots,
-    "lazily": lazily,
-    "initialized later": initialized_later,
     "scripted": lambda: torch.jit.script(linear().double()),
     "traced": lambda: torch.jit.trace(linear().double(), torch.ones(4, 8).double()),
-    "complex inside": of(lambda m, x: torch.view_as_real(torch.fft.fft(x)).sum(-1)),
     "sparse inside": of(
         lambda m, x: torch.sparse.mm(torch.eye(4).double().to_sparse(), x)
     ),
-    "compiled nothing": of(lambda m, x: torch.compiler.disable(torch.sin)(x)),
 }
 COUNT = State(n=0)
 
