@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from remat._base import pytree
-from remat._base.parts import parts
+from remat._base.tensors import parts
 from remat._fit.meter import Meter
 from remat._fit.simulate import RefusedStepError, TrainingStep, gradients_of, resident
 from remat._report.inputs import tensors_in

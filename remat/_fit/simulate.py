@@ -24,7 +24,7 @@ from typing_extensions import override
 from remat._base import pytree
 from remat._base.context import is_recomputing
 from remat._base.errors import CaptureError, RematError
-from remat._base.parts import parts
+from remat._base.tensors import parts
 from remat._fit.meter import Meter, MissingValueError
 from remat._partial.cache import CACHES
 from remat._report.inputs import one_by_one, streams_kept, tensors_in
