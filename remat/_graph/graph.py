@@ -62,6 +62,14 @@ def tensors_at(node: Any) -> list[Tensor]:
     return found
 
 
+def residuals_at(node: Any) -> list[Tensor]:
+    """Return the tensors that a node holds as residuals of a call."""
+    if isinstance(getattr(node, "program", None), Program):
+        saved, count = tensors_of(saved_by(node)), node.evaluation.residuals
+        return saved[len(saved) - count :]
+    return [t for h in handles_at(node) if h.residual for t in h.residual.stored()]
+
+
 def handles_at(node: Any) -> list[Handle]:
     """Return the handles that a node holds in place of tensors."""
     found = (innermost(packed) for packed in _flat(saved_by(node)))

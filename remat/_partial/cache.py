@@ -88,17 +88,23 @@ class Plans:
             for i, k in self.full.plan.residuals
         ]
 
-    def runnable_for(self, targets: Sequence[int]) -> RunnablePlan:
-        """Return the plan for some handles or outputs, laid out to be run."""
-        if not self.prune or len(targets) == len(self.record.roots):
+    def runnable_for(
+        self, targets: Sequence[int], *, saves: bool = True
+    ) -> RunnablePlan:
+        """Return the plan for some handles or outputs, laid out to be run.
+
+        Unless it `saves`, it is that of a call without residuals.
+        """
+        if saves and (not self.prune or len(targets) == len(self.record.roots)):
             return self.full
-        key = tuple(targets)
+        key = *targets, saves
         runnable = self._narrowed.get(key)
         if runnable is None:
             full = self.full.plan
-            made = plan(self.record, full.saved, targets, extra_roots=self.extra_roots)
-            runnable = RunnablePlan(self.record, made, full.residuals)
-            self._narrowed[key] = runnable
+            how = {"extra_roots": self.extra_roots, "prune": self.prune}
+            made = plan(self.record, full.saved if saves else (), targets, **how)
+            order = full.residuals if saves else ()
+            runnable = self._narrowed[key] = RunnablePlan(self.record, made, order)
         return runnable
 
 

@@ -3,6 +3,12 @@
 From the storages that the backward reads, `plan` walks back through what made them, and
 stops at results that the policy saves.
 
+The residuals of a call within are left out if nothing else has a part of that call run:
+what a backward reads of it is computed in its own backward, from its inputs, at once.
+(JAX 0.12's `remat3` does so with each call within, as it asks no policy of these: that
+runs the products of a call again whose results are read. Its older implementation asks
+them all, and computes twice what leads to the residuals.)
+
 Invariant: a storage is needed as a whole or not at all. Whatever makes or changes a
 needed storage runs again, in order; an operation that is left out has neither read nor
 written anything that is needed. A record holds no tensors, and can be written by hand.
@@ -92,6 +98,13 @@ class Pack(NamedTuple):
         return not self.is_lazy and self.value.dtype == made.dtype
 
 
+class Within(NamedTuple):
+    """The residuals of a call within, and the inputs that it needs without them."""
+
+    inputs: frozenset[int]
+    residuals: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """What one forward did."""
@@ -106,6 +119,7 @@ class Record:
     inside: tuple[tuple[int, int], ...] = ()  # wrappers of one tensor, and its storage
     transforms: tuple[int, ...] = ()  # of torch.func around it, but for `grad`
     sets_hooks: bool = False  # which may read any input when the backward runs them
+    within: tuple[Within, ...] = ()  # in the order in which they ended
 
     @property
     def names(self) -> frozenset[str]:
@@ -184,12 +198,16 @@ def plan(
     """
     walk, steps = _WalkBack(record, saveable), record.steps
     walk.need(extra_roots)
-    for j in range(len(record.roots)) if targets is None else targets:
-        walk.need(record.roots[j])
+    ends = range(len(record.roots)) if targets is None else targets
+    read = frozenset[int]().union(*(record.roots[j] for j in ends))
+    within = [call for call in record.within if prune and read & call.residuals]
+    walk.need(read.difference(*(call.residuals for call in within)))
     for i, step in enumerate(steps):
         forced = step.always_runs or step.on_subclass
         if step.always_runs or step.draws or (step.on_subclass and i not in walk.saved):
             walk.run(i, metadata_only=bool(step.metadata_only) and not forced)
+    for call in reversed(within):
+        walk.need(call.inputs if walk.is_late(call) else read & call.residuals)
     fates = tuple(walk.fate(i, prune) for i in range(len(steps)))
     residuals = tuple(
         (i, k)
@@ -281,6 +299,23 @@ class _WalkBack:
         elif i not in self.run_steps:
             self.run_steps.add(i)
             self._todo += (*step.reads, *step.makes)
+
+    def is_late(self, call: Within) -> bool:
+        """Say whether only its residuals would have a call within run, or be saved."""
+        todo, seen = [*call.residuals], {*call.inputs}
+        while todo:
+            s = todo.pop()
+            if s in seen:
+                continue
+            seen.add(s)
+            makers = self._makers.get(s, ())
+            steps = [self._steps[i] for i in makers]
+            is_run = not (self.run_steps | self.metadata_only).isdisjoint(makers)
+            is_run = is_run or s in self.live or not self.saveable.isdisjoint(makers)
+            if is_run or s in self._linked or any(step.writes for step in steps):
+                return False
+            todo += (r for step in steps for r in step.reads)
+        return True
 
     def sources(self, steps: Iterable[int]) -> set[int]:
         """Return the storages that some steps depend on."""

@@ -34,7 +34,7 @@ from remat._partial.cache import CallCache, Plans
 from remat._partial.decide import ACCUMULATES, plan_recorded
 from remat._partial.follow import Check, Collect
 from remat._partial.options import Prune
-from remat._partial.recorder import Recorder
+from remat._partial.recorder import Recorder, tell_recorders
 from remat._partial.replay import Replay, is_droppable
 from remat._partial.values import key_of, value_of, viewed_as
 from remat._torch import (
@@ -55,19 +55,22 @@ class PlannedCall:
     Under torch.func the function runs on `inner` in place of the inputs.
     """
 
+    is_late = False  # a recompute around left its residuals out: it keeps nothing
+
     def __init__(
         self,
         *,
         cache: CallCache,
-        policy: Policy | None,
-        prune: Prune,
         inputs: Sequence[Tensor],
-        label: str,
+        policy: Policy | None = None,
+        prune: Prune = False,
+        label: str = "",
         inner: Sequence[Tensor] | None = None,
         nested: bool = False,
     ) -> None:
         self.cache, self._policy, self._prune = cache, policy, prune
         self._inputs, self._inner, self._label = inputs, inner, label
+        self._nested = nested  # the hooks for saved tensors around it are of a call
         self.plans: Plans | None = None if cache.reason else cache.plans
         self.statics: dict[int, Any] = {}  # of the operations whose results are saved
         # The inputs that are not kept, and whether calls after this one may keep fewer.
@@ -137,6 +140,12 @@ class PlannedCall:
             elif may_drop and mode is not None and mode.verifies:
                 inputs, unread = self._inputs, self._inputs_to_drop(plans)
                 self.dropped = {i: like(inputs[i]) for i in unread}
+        if residuals and not self._nested:
+            if True in map(has_no_memory, residuals):
+                self.is_late, self.dropped = True, dict[int, Absent]()
+                residuals.clear()
+            elif not self.dropped and here().listeners:
+                tell_recorders(self._inputs, plans, residuals)
         # The mode holds candidates, and the call is not to hold its inputs.
         self.mode, self._inputs, self._inner = None, (), None
         return residuals
@@ -169,7 +178,7 @@ class SavedInHandles(PlannedCall):
 
     def __init__(self, *, hooks: Any, nested: bool, **call: Any) -> None:
         super().__init__(nested=nested, **call)
-        self._hooks, self._nested = hooks, nested
+        self._hooks = hooks
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
         self._is_replayed = False  # and holds no residual any more
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
@@ -186,15 +195,7 @@ class SavedInHandles(PlannedCall):
         it has all that it needs.
         """
         # It makes no mode, as this cache says that nothing is followed.
-        new = cls(
-            cache=_FOLLOWS_NOTHING,
-            policy=None,
-            prune=False,
-            inputs=inputs,
-            label="",
-            hooks=hooks,
-            nested=True,
-        )
+        new = cls(cache=_FOLLOWS_NOTHING, inputs=inputs, hooks=hooks, nested=True)
         new.cache, new.plans, new.may_drop, forward = choice
         new._waiting = getattr(forward(), "_waiting", {})
         plans, early = choice[1], new._early
@@ -250,7 +251,7 @@ class SavedInHandles(PlannedCall):
         for residual in self._early:
             residual.let_go_of_graph()
         plans = self.plans
-        if plans is None or tensors is None:
+        if plans is None or tensors is None or self.is_late:
             return
         steps, residuals = plans.record.steps, plans.full.plan.residuals
         ops = [steps[i].op for i, _ in residuals]
@@ -361,7 +362,7 @@ class SavedInNode(PlannedCall):
         plans = self.plans
         if plans is None or tensors is None:
             return None
-        destinations = plans.destinations
+        destinations = () if self.is_late else plans.destinations
         if not OFFLOAD.keys().isdisjoint(destinations):
             self._origins = [*map(origin_of, tensors)]
             pairs = zip(tensors, destinations, strict=True)

@@ -22,7 +22,7 @@ from remat._base.context import here
 from remat._base.observer import Observer
 from remat._base.op import NO_NAMES, Op
 from remat._base.source import user_line
-from remat._graph.graph import nodes_of
+from remat._graph.graph import nodes_of, residuals_at
 from remat._partial.candidates import Candidates
 from remat._partial.cost import Timing
 from remat._partial.effects import (
@@ -33,7 +33,7 @@ from remat._partial.effects import (
     traits_of,
     updated_statistics,
 )
-from remat._partial.plan import Pack, Record, Step
+from remat._partial.plan import Pack, Record, Step, Within
 from remat._partial.runnable import UNRECORDED, statics_of
 from remat._partial.values import Arguments, Results, Storages, value_of
 from remat._torch import (
@@ -78,6 +78,7 @@ class Recorder(Observer):
         # Storages whose memory Python read or wrote other than by operations.
         self.exposed: set[int] = set()
         self.inputs = tuple(storages.number(base_tensor(t)) for t in inputs)
+        self._within: list[Within] = []
         self.saved_storages = SavedStorages(storages, self.steps, self._made)
         self.candidates = Candidates(policy)
         # Whether a backward inside copied a gradient for a leaf. It does so only while
@@ -208,6 +209,12 @@ class Recorder(Observer):
             self._names.setdefault(number, set()).add(name)
             self.candidates.hold_named(number, base_tensor(tensor), self.steps)
 
+    def note_within(self, *tensors: Sequence[Tensor]) -> None:
+        """Note a call within: the inputs that may do for it, and its residuals."""
+        each = (map(self._storages.known, part) for part in tensors)
+        found = (frozenset(n for n in part if n is not None) for part in each)
+        self._within.append(Within(*found))
+
     def expose(self, tensor: Tensor) -> None:
         """Note that Python takes the memory of a tensor."""
         number = self._storages.known(tensor)
@@ -241,7 +248,19 @@ class Recorder(Observer):
             tuple(self._storages.inside.items()),
             self._transforms,
             RemovableHandle.next_id > self._next_hook,
+            self.saved_storages.within(self._within),
         )
+
+
+def tell_recorders(
+    inputs: Sequence[Tensor], plans: Any, residuals: Sequence[Tensor]
+) -> None:
+    """Tell the recorders around a call, which has ended, of its residuals."""
+    every = range(len(plans.record.roots))
+    needed = plans.runnable_for(every, saves=False).plan.needed
+    for recorder in here().listeners:
+        if isinstance(recorder, Recorder):
+            recorder.note_within([inputs[i] for i in needed], residuals)
 
 
 def _resizes(written: Iterable[Tensor], arguments: Arguments) -> bool:
@@ -316,6 +335,7 @@ class SavedStorages:
     ) -> None:
         self._storages, self._steps, self._made = storages, steps, made
         self._roots: list[set[int]] = []
+        self._read: set[int] = set()  # other than as residuals of calls within
         self.packs: list[Pack | None] = []  # what each handle stands for
 
     def pack(self, tensor: Tensor | None) -> None:
@@ -357,9 +377,11 @@ class SavedStorages:
         for node, tensors in nodes_of(outs):
             kind = type(node).__name__
             if kind in SILENT:
-                found.update(self._changed() if kind == "CopySlices" else self._made)
+                saved = {*(self._changed() if kind == "CopySlices" else self._made)}
             else:
-                found.update(s for s in map(known, tensors) if s is not None)
+                saved = {s for s in map(known, tensors) if s is not None}
+            found |= saved
+            self._read |= saved.difference(map(known, residuals_at(node)))
         return found
 
     def _changed(self) -> Iterator[int]:
@@ -367,6 +389,16 @@ class SavedStorages:
         for step in self._steps:
             if step.writes:
                 yield from (*step.reads, *step.makes)
+
+    def within(self, calls: Iterable[Within]) -> tuple[Within, ...]:
+        """Return the calls within whose residuals the graph alone holds.
+
+        Where it holds handles, these ask for their values one by one.
+        """
+        if self.packs:
+            return ()
+        each = ((inputs, residuals - self._read) for inputs, residuals in calls)
+        return tuple(Within(*call) for call in each if call[1])
 
     def roots(self, gone: Container[int]) -> tuple[frozenset[int], ...]:
         """Return the roots of each, none for the handles that are gone."""

@@ -71,12 +71,12 @@ class Replay(Follow):
         residuals: Sequence[Tensor | None],
         take: Callable[[int], Tensor | None],
     ) -> None:
-        runnable = plans.runnable_for(targets)
+        runnable = plans.runnable_for(targets, saves=not call.is_late)
         super().__init__(runnable, runnable.runs)
         self._cache: CallCache = call.cache
         self._plans, self._targets = plans, targets
         self._statics, self._dropped = call.statics, call.dropped
-        self._may_drop: bool = call.may_drop
+        self._may_drop: bool = call.may_drop and not call.is_late
         self._fates = runnable.fates
         self._residuals, self._take = residuals, take
         self._marks: dict[int, _Mark] = {}  # of absent tensors, by their identity

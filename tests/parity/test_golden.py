@@ -6,22 +6,23 @@ signature, which records, and on those after it, which follow the record; and un
 every transform.
 """
 
+from collections import Counter
 from functools import partial, reduce
 
 import pytest
 import torch
 from support.golden import (
-    BY_BACKWARD,
     BY_REMAT3,
     REASSOCIATED,
     ROWS,
     ROWS_OF_0_12,
+    backward_of,
     block,
     compared,
     dots,
     executed,
-    golden,
     linear,
+    ours,
     product,
     pruned,
     sin2,
@@ -53,13 +54,12 @@ def backward(fn):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_forward_and_backward_run_what_they_do_in_jax(row):
-    plain, fn, in_forward, in_backward = ROWS[row]
-    in_backward = BY_BACKWARD.get(row, in_backward)
+    plain, fn, in_forward, _ = ROWS[row]
     expected, _, _ = backward(plain)
     for call in range(3):
         actual, forward, back = backward(fn)
         assert compared(forward, row) == table(in_forward), call
-        assert compared(back, row) == table(in_backward), call
+        assert compared(back, row) == backward_of(row), call
         assert_same(actual, expected, reassociated=row in REASSOCIATED)
 
 
@@ -82,33 +82,63 @@ def test_what_else_runs_in_jax_0_12(row):
 @pytest.mark.parametrize("row", BY_REMAT3)
 def test_the_newer_implementation_of_jax_differs(row):
     """Its calls within others ask no policy. Here nothing runs more."""
-    ours = table(BY_BACKWARD.get(row, ROWS[row][3]))
-    assert ours <= table(BY_REMAT3[row])
+    assert backward_of(row) <= table(BY_REMAT3[row])
 
 
-# Calls in a call, and how often a tanh runs again: what the run of the call around
-# computes for the products that one saves goes to that one at once.
+# Functions that are called in a call; what each runs again by JAX 0.12.0.1, and by its
+# newer implementation, where a block within saves its products.
 CALLS_WITHIN = {
-    "alone": (dots(block), block, 2),
-    "two": (two(dots(block)), two(block), 6),  # the first one has its turn later
-    "deep": (pruned(dots(block)), block, 2),
+    "alone": (lambda f, _: f, "dot 2, tanh 3", "dot 2, tanh 2"),
+    "two": (lambda f, _: two(f), "dot 4, tanh 7", "dot 6, tanh 6"),
+    "three": (
+        lambda f, _: lambda w, x: f(w, two(f)(w, x)),
+        *("dot 6, tanh 11", "dot 10, tanh 10"),
+    ),
+    "deep": (lambda f, wrap: wrap(f), "dot 2, tanh 3", "dot 2, tanh 2"),
+    "two deep": (lambda f, wrap: two(wrap(f)), "dot 6, tanh 8", "dot 6, tanh 6"),
     "before more": (
-        lambda w, x: dots(block)(w, x).sin(),
-        lambda w, x: block(w, x).sin(),
-        4,
+        lambda f, _: lambda w, x: f(w, x).sin(),
+        *("dot 2, tanh 4", "dot 4, tanh 4"),
+    ),
+    "before less": (
+        lambda f, _: lambda w, x: f(w, x) + 1,
+        *("dot 2, tanh 3", "dot 2, tanh 2"),
+    ),
+    "side by side": (
+        lambda f, _: lambda w, x: f(w, x) + f(w, x.sin()),
+        *("dot 4, tanh 6", "dot 4, tanh 4"),
     ),
 }
+IN_TURN = [case for case in CALLS_WITHIN if case != "side by side"]
+
+
+def within(case, wrap, save):
+    """A function that calls some, as wrapped."""
+    return wrap(CALLS_WITHIN[case][0](save(block), wrap))
+
+
+def as_it_is(fn):
+    return fn
+
+
+def only(ops, *names):
+    return Counter({name: ops[name] for name in names})
+
+
+def least(case):
+    """What the better implementation of JAX's runs again, of each operation."""
+    return table(CALLS_WITHIN[case][1]) & table(CALLS_WITHIN[case][2])
 
 
 @pytest.mark.parametrize("around", [pruned, remat], ids=["pruned", "remat"])
-@pytest.mark.parametrize("case", CALLS_WITHIN)
+@pytest.mark.parametrize("case", IN_TURN)
 def test_a_call_around_hands_on_what_it_computes_for_one_within(case, around):
-    within, plain, tanhs = CALLS_WITHIN[case]
-    fn, (expected, _, plainly) = around(within), backward(plain)
+    expected, _, plainly = backward(within(case, as_it_is, as_it_is))
+    fn = within(case, around, dots)
     for call in range(3):
         actual, _, back = backward(fn)
-        more = executed(back) - executed(plainly)
-        assert (more["tanh"], more["dot"]) == (tanhs, 4 if case == "two" else 2), call
+        again = executed(back) - executed(plainly)
+        assert only(again, "tanh", "dot") == least(case), call
         assert_same(actual, expected, reassociated=True)
 
 
@@ -140,7 +170,7 @@ def run(transform, fn):
 
 
 # What a transform runs beside the function: the product in `loss`, and its derivative.
-def around(transform):
+def run_around(transform):
     _, with_it = run(transform, sin2)
     _, forward, back = backward(sin2)
     return with_it - executed(forward) - executed(back)
@@ -153,8 +183,19 @@ def test_transforms_run_forward_and_backward_what_they_do_in_jax(row, how):
     expected, _ = run(transform, plain)
     for call in range(3):
         actual, ops = run(transform, fn)
-        assert compared(ops - around(transform), row) == golden(row), call
+        assert compared(ops - run_around(transform), row) == ours(row), call
         assert_same(actual, expected, reassociated=row in REASSOCIATED)
+
+
+@crossed("case, how", CALLS_WITHIN, TRANSFORMS, each=2)
+def test_under_transforms_a_call_within_that_nothing_reads_keeps_nothing(case, how):
+    """Its own backward, which follows, recomputes it; others keep their products."""
+    transform, fn = TRANSFORMS[how], within(case, pruned, dots)
+    expected, plainly = run(transform, within(case, as_it_is, as_it_is))
+    for call in range(3):
+        actual, ops = run(transform, fn)
+        assert only(ops - plainly, "tanh", "dot") == least(case), call
+        assert_same(actual, expected, reassociated=True)
 
 
 @rows("row", {k: k for k in ROWS}, fast=["sin2", "dots", "remat(two)", "W@x"])
@@ -163,7 +204,7 @@ def test_what_one_transform_recorded_does_not_spoil_another(row):
     for name in (row, "remat(remat)", "remat(dots)", row):
         for transform in TRANSFORMS.values():
             _, ops = run(transform, ROWS[name][1])
-            assert compared(ops - around(transform), name) == golden(name)
+            assert compared(ops - run_around(transform), name) == ours(name)
 
 
 # --- What is kept ---
