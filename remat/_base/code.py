@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from remat._base.errors import OURS
 from remat._base.interpreter import (
@@ -34,7 +35,7 @@ from remat._base.interpreter import (
     names_used,
     nested,
 )
-from remat._base.types import CONSTANTS
+from remat._base.types import CONSTANTS, TENSORS
 
 
 _PATHS = sysconfig.get_paths()
@@ -173,6 +174,15 @@ def is_named(cls: type) -> bool:
     name = cls.__qualname__
     scope = vars(sys.modules.get(str(cls.__module__), types))
     return scope.get(name) is cls or ("." in name and "<locals>" not in name)
+
+
+def has_marks(kind: type) -> bool:
+    """Say whether what is set on tensors of a class is the user's.
+
+    In attributes of a class that sees operations are the tensors that it wraps.
+    """
+    sees_none = getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
+    return kind in TENSORS or (sees_none and not is_library_class(kind))
 
 
 def class_without_us(cls: type) -> type:

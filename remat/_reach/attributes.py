@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from remat._base.code import has_marks
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.container_kinds import ATTRIBUTES
 from remat._reach.exchange import are_same
@@ -56,11 +57,10 @@ def put_aside(
     found: dict[int, dict[str, Any]] = {}
     while True:
         todo = [*given.tensors, *flatten(each)]
-        # In attributes a subclass has the tensors that it wraps; so have fakes.
         marked = [
             (t, held)
             for t in todo
-            if (held := t.__dict__) and type(t) in TENSORS and id(t) not in found
+            if (held := t.__dict__) and has_marks(type(t)) and id(t) not in found
         ]
         before = len(given.tensors), len(given.roots)
         for t, held in marked:
@@ -118,11 +118,10 @@ class Lent:
         *,
         were_set: bool = True,
     ) -> None:
-        # In attributes a subclass has the tensors that it wraps.
         self._pairs = [
             (n, user, tensor)
             for n, (user, tensor) in enumerate(zip(users, tensors, strict=True))
-            if type(tensor) in TENSORS and type(user) in TENSORS
+            if has_marks(type(tensor)) and has_marks(type(user))
         ]
         each = [vars(user) if were_set else _NOTHING for _, user, _ in self._pairs]
         self._then = [held.copy() for held in each]

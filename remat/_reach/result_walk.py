@@ -26,8 +26,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from remat._base.code import has_marks
 from remat._base.pytree import REGISTERED, registration_of
-from remat._base.types import INERT, TENSORS
+from remat._base.types import INERT
 from remat._reach.buffers import is_bare_buffer
 from remat._reach.container_kinds import container_kind
 from remat._reach.holders import MISSING, PART, PARTS, HolderKind
@@ -155,7 +156,7 @@ class ResultWalk:
                 continue
             if issubclass(type(value), Tensor):
                 is_new = self._note(value, path)
-                if is_new and type(value) in TENSORS and value.__dict__:
+                if is_new and value.__dict__ and has_marks(type(value)):
                     todo += self._attributes_of(value, path)
                 continue
             value = self._own.originals.get(id(value), value)

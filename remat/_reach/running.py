@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, Self
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.absent import Absent
+from remat._base.code import has_marks
 from remat._base.errors import RecomputeError
-from remat._base.types import TENSORS, Fn
+from remat._base.types import Fn
 from remat._reach.buffers import Buffer
 from remat._reach.classes import CLASS_OF
 from remat._reach.container_kinds import CONTAINERS
@@ -153,8 +154,8 @@ class Running:
         )
         self._stand_ins = [
             t
-            for t, user in pairs  # others hold what they wrap in their attributes
-            if type(t) in TENSORS and (user is None or vars(t) is not vars(user))
+            for t, user in pairs
+            if has_marks(type(t)) and (user is None or vars(t) is not vars(user))
         ]
 
     def _put_back(self) -> None:

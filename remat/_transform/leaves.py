@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from remat._base.code import has_marks
 from remat._base.tensors import version_of
 from remat._base.types import TENSORS
 from remat._torch import (
@@ -221,9 +222,11 @@ def has_same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def in_class(tensor: Tensor, kind: type) -> Tensor:
     """Return a plain tensor in the class that it had."""
-    if type(tensor) is not Tensor or kind is Tensor:
+    if type(tensor) is not Tensor or kind is Tensor or not issubclass(kind, Tensor):
         return tensor
-    return tensor.as_subclass(kind) if issubclass(kind, Tensor) else tensor
+    new = tensor.as_subclass(kind)
+    new.__dict__.update(tensor.__dict__)
+    return new
 
 
 class PreserveGradients:
@@ -268,9 +271,8 @@ def preserved_marks(
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
     if hooks is not None:  # without any, nothing is done for each leaf
         _forget_since(next_hook, leaves)
-    # Those of other classes, as fakes are, are what these are made of.
     are_plain = TENSORS.issuperset(map(type, leaves))
-    marked = leaves if are_plain else [t for t in leaves if type(t) in TENSORS]
+    marked = leaves if are_plain else [t for t in leaves if has_marks(type(t))]
     dicts = [*map(_attributes_of, marked)]
     after = [*map(dict.copy, dicts)]
     deque(map(dict.clear, dicts), maxlen=0)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.modes import NO_MODES, ModesAround, modes_around
 from remat._base.absent import Absent
+from remat._base.code import has_marks
 from remat._base.program import (
     InputIndex,
 )
@@ -183,7 +184,7 @@ class CallState(NamedTuple):
     def _marked(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a context in which the user's own have no other marks."""
         are_own = [i in self.own or not t.requires_grad for i, t in enumerate(inputs)]
-        own = [t for t in compress(inputs, are_own) if type(t) in TENSORS]
+        own = [t for t in compress(inputs, are_own) if has_marks(type(t))]
         others = [t for t, is_own in zip(inputs, are_own, strict=True) if not is_own]
         return preserved_marks(own, self.next_hook, others)
 

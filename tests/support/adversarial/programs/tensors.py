@@ -484,3 +484,39 @@ def what_is_set_on_a_leaf_taken_off_inside(change):
         return seen
 
     return step
+
+
+class Own(nn.Parameter):
+    """A parameter of a class of the user's."""
+
+
+def of_a_tensor(value):
+    return value.as_subclass(Kind).requires_grad_()
+
+
+class Kind(torch.Tensor):
+    """A tensor of a class of the user's, which sees no operations."""
+
+
+@family(parameter=nn.Parameter, of_its_own=Own, tensor=of_a_tensor)
+def set_on_a_leaf_and_counted(kind):
+    k = constant(kind, n=1.0, held=[2.0])
+
+    def fn(x):
+        y = work(x * k, k.n).sin() * k.held[0]
+        k.n += 1
+        k.held.append(k.held.pop() * 2)
+        return y.tanh()
+
+    state = lambda: (vars(k), type(k).__name__, k.grad)
+    return reversed_loop(fn, state=state)
+
+
+@family(parameter=nn.Parameter, of_its_own=Own, tensor=of_a_tensor)
+def set_on_a_leaf_and_changed_between(kind):
+    k = constant(kind, n=1.0)
+
+    def change():
+        k.n += 1
+
+    return loop(lambda x: work(x * k, k.n).tanh(), between=change, state=lambda: k.n)
