@@ -16,6 +16,8 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
+from itertools import chain, repeat
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from remat._base.errors import MutationError
@@ -34,6 +36,8 @@ HELD = Limits(2**16, 2**22)
 UNNAMED = Limits(2**16, 2**16)  # held by something, and no code names it
 # A buffer, how its author would write it, where that is known, and what holds it.
 HeldBuffer: TypeAlias = tuple[Any, str, Limits]
+Held: TypeAlias = list[bytearray]  # what one held, in pieces that calls share
+_PIECE = 2**14  # bytes
 
 
 @by_class
@@ -91,8 +95,7 @@ class Buffer:
         # What another call found is shared: blocks of a model read the same table.
         last = _LAST.get(id(value))
         known = None if last is None or last.value is not value else last._held
-        is_known = known is not None and _is_same(known, memory)
-        self._held = known if is_known else bytearray(memory)
+        self._held: Held | None = _pieces(memory, known or [])
         _LAST[id(value)] = self
 
     def memory(self) -> Any:
@@ -102,10 +105,10 @@ class Buffer:
     def forward_done(self) -> None:
         """Keep no more than a checksum of what is large and was left alone."""
         held = self._held
-        if held is not None and len(held) > self._limits.copied:
+        if held is not None and sum(map(len, held)) > self._limits.copied:
             memory = self.memory()
             if memory is not None and _is_same(held, memory):
-                self._held, self._sum = None, zlib.crc32(held)
+                self._held, self._sum = None, zlib.crc32(memory)
 
     def exchange(self, undo: list[Callable[[], object]]) -> bool:
         """Put the bytes of the call back, and say whether the buffer holds them now.
@@ -117,7 +120,7 @@ class Buffer:
             return False
         if then is None:
             return zlib.crc32(memory) == self._sum
-        now = bytearray(memory)
+        now = _pieces(memory, then)
         del memory  # as long as it is there a bytearray keeps its length
         undo.append(lambda: _hold(value, now))
         return _hold(value, then)
@@ -152,18 +155,34 @@ def memory_of(buffer: Any, most: float = math.inf) -> Any:
     return view if view.c_contiguous else view.tobytes()
 
 
-def _is_same(held: bytearray, memory: Any) -> bool:
-    return bytearray.__eq__(held, memory)  # at the speed of C, whatever the format
+def _pieces(memory: Any, known: Held) -> Held:
+    """Return what memory holds. Pieces that are as they were known are shared."""
+    view = memoryview(memory)
+    each: Iterable[Any] = [view]
+    if view.nbytes > _PIECE:
+        view = view.cast("B")
+        each = (view[k : k + _PIECE] for k in range(0, view.nbytes, _PIECE))
+    pairs = zip(each, chain(known, repeat(None)), strict=False)
+    # The comparison is at the speed of C, whatever the format.
+    return [
+        k if k is not None and bytearray.__eq__(k, m) else bytearray(m)
+        for m, k in pairs
+    ]
 
 
-def _hold(buffer: Any, held: bytearray) -> bool:
+def _is_same(held: Held, memory: Any) -> bool:
+    now = _pieces(memory, held)
+    return len(now) == len(held) and all(map(is_, now, held))
+
+
+def _hold(buffer: Any, held: Held) -> bool:
     """Have a buffer of numbers hold this, in place; say whether it does."""
     memory = memory_of(buffer)
     if memory is not None and _is_same(held, memory):
         return True
     del memory
     try:
-        _write(buffer, held)
+        _write(buffer, bytearray().join(held))
     except (BufferError, NotImplementedError, TypeError, ValueError):
         return False  # as it is not to be written
     return True

@@ -214,6 +214,33 @@ def test_calls_hold_no_buffer_each_that_is_left_alone(size, calls):
     assert held < MIB
 
 
+@pytest.mark.parametrize("kind", [k for k in BUFFERS if "two rows" not in k])
+def test_calls_share_what_a_large_one_holds_but_where_they_changed_it(kind):
+    def run(wrap):
+        table = BUFFERS[kind](MIB)
+
+        def fn(x):
+            y = x.sin() * float(np.ravel(table[0])[0])
+            table[0] = int(np.ravel(table[0])[0]) + 1
+            return y.exp()
+
+        xs = [make(4, seed=k).requires_grad_() for k in range(8)]
+        tracemalloc.start()
+        try:
+            with count_ops() as ops:
+                ys = [*map(wrap(fn), xs)]
+                held, _ = tracemalloc.get_traced_memory()
+                grads = torch.autograd.grad(sum(y.sum() for y in ys), xs)
+        finally:
+            tracemalloc.stop()
+        return (grads, float(np.ravel(table[0])[0])), ops["sin"], held
+
+    (want, sines, _), (found, more, held) = run(lambda fn: fn), run(remat)
+    assert_same(found, want)
+    assert more == 2 * sines
+    assert held < 3 * MIB  # of one, and of eight first pieces
+
+
 @pytest.mark.parametrize("size", [10**4, 6 * 10**5])
 def test_what_was_passed_is_put_back_at_any_size(size):
     table = np.ones(size)
