@@ -34,6 +34,7 @@ from remat._torch import unwrap_dead
 
 _attributes = attrgetter("__dict__")
 _NOTHING: dict[str, Any] = {}
+_FLAT = ATOMS | {list}  # as they are put aside: lists of constants
 _OWN = "retain_grad"  # of a stand-in, which asks the input
 
 
@@ -51,9 +52,13 @@ def put_aside(
     dicts = [*map(_attributes, todo)]
     marked_at = [*map(bool, dicts)]
     marked, held_by = [*compress(todo, marked_at)], [*compress(dicts, marked_at)]
-    if are_atoms(held_by) and TENSORS.issuperset(map(type, marked)):
+    if TENSORS.issuperset(map(type, marked)):
         # At the speed of C: libraries set a flag on each parameter.
-        return dict(zip(map(id, marked), map(dict.copy, held_by), strict=True))
+        values = [*flatten(map(dict.values, held_by))]
+        are_constants = ATOMS.issuperset(map(type, values))
+        if are_constants or _are_own(values, given, roots):
+            copies = map(dict.copy if are_constants else _copied, held_by)
+            return dict(zip(map(id, marked), copies, strict=True))
     found: dict[int, dict[str, Any]] = {}
     while True:
         todo = [*given.tensors, *flatten(each)]
@@ -72,9 +77,24 @@ def put_aside(
             each[:] = [root.tensors() for root in roots]
 
 
-def are_atoms(dicts: Iterable[dict[str, Any]]) -> bool:
-    """Say whether all that dicts hold are constants."""
-    return ATOMS.issuperset(map(type, flatten(map(dict.values, dicts))))
+def _are_own(values: Sequence[Any], given: Given, roots: Iterable[Root]) -> bool:
+    """Say whether all are constants, and lists of these that nothing else holds.
+
+    Runs find copies of those, which no code tells from others.
+    """
+    lists = [value for value in values if type(value) not in ATOMS]
+    if {*map(type, lists)} != {list} or not ATOMS.issuperset(map(type, flatten(lists))):
+        return False
+    ids = {*map(id, lists)}
+    held = [given.boxes, *(root.contents.places(root.layout) for root in roots)]
+    searches = [root.layout for root in roots], [given.search] if given.search else []
+    are_told = any("id" in search.asks for search in flatten(searches))
+    is_one_of_many = len(ids) < len(lists) or not all(map(ids.isdisjoint, held))
+    return not (are_told or is_one_of_many)
+
+
+def _copied(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: [*v] if type(v) is list else v for k, v in held.items()}
 
 
 def _aside(given: Given, t: Tensor, held: dict[str, Any]) -> dict[str, Any]:
@@ -93,9 +113,12 @@ def set_again(
     attributes: Mapping[int, dict[str, Any]], tensors: Sequence[Tensor], to: Building
 ) -> None:
     """Set on the tensors of a run what was set on those of the call."""
-    if are_atoms(attributes.values()):
+    kinds = {*map(type, flatten(map(dict.values, attributes.values())))}
+    if kinds <= _FLAT:
+        each = attributes.values()
         dicts = map(_attributes, map(tensors.__getitem__, attributes))
-        deque(map(dict.update, dicts, attributes.values()), maxlen=0)
+        each = map(_copied, each) if list in kinds else each
+        deque(map(dict.update, dicts, each), maxlen=0)
         return
     for i, held in attributes.items():
         if not ATOMS.issuperset(map(type, held.values())):

@@ -26,7 +26,7 @@ from remat._base.interpreter import may_refer_to_others
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.container_kinds import ATTRIBUTES, OWNED
 from remat._reach.holders import FUNCTIONS, MISSING, SLOTS, HolderKind, dict_of
-from remat._reach.layout import Layout, Taken
+from remat._reach.layout import Layout, Taken, taking
 from remat._reach.objects import is_spent_by_use
 from remat._reach.walk import is_of_atoms, is_opaque
 
@@ -159,7 +159,7 @@ class Contents:
     """
 
     __slots__ = (
-        *("_as_keys", "_as_values", "_but_for_tensors", "_held", "_marks", "_places"),
+        *("_in_keys", "_in_values", "_but_for_tensors", "_held", "_marks", "_places"),
         *("_sizes", "_spans", "classes"),
         *("keys", "kept", "opaque", "others", "parameters", "refs"),
     )
@@ -178,8 +178,9 @@ class Contents:
         self.keys = keys
         self.opaque = keeper.opaque
         # Those among the values come first.
-        self._as_values = [p for p, as_key in keeper.places if not as_key]
-        self._as_keys = [p for p, as_key in keeper.places if as_key]
+        self._in_values = taking([p for p, as_key in keeper.places if not as_key])
+        in_keys = [p for p, as_key in keeper.places if as_key]
+        self._in_keys = taking(in_keys) if in_keys else None
         self.classes = [*map(weakref.ref, map(type, taken.owners))]
         self._note_tensors(taken)
 
@@ -297,11 +298,8 @@ class Contents:
 
     def tensors_in(self, taken: Taken) -> list[Tensor]:
         """Return the tensors, of what is held now."""
-        values = taken.values
-        found = [values[p] for p in self._as_values]
-        if self._as_keys:
-            found += map(taken.keys.__getitem__, self._as_keys)
-        return found
+        found = [*self._in_values(taken.values)]
+        return found if self._in_keys is None else [*found, *self._in_keys(taken.keys)]
 
     @property
     def has_tensors(self) -> bool:
@@ -310,10 +308,8 @@ class Contents:
 
     def parameters_in(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return those of the tensors that are parameters."""
-        if not self.others:
-            return tensors
-        if not self.refs:
-            return ()
+        if not (self.others and self.refs):
+            return tensors if self.refs else ()
         others = {*self.others}
         return [t for i, t in enumerate(tensors) if i not in others]
 

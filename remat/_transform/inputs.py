@@ -48,7 +48,6 @@ from remat._transform.leaves import (
     ONLY_MARKS,
     LeafChanges,
     Memory,
-    addresses_now,
     addresses_of,
     bytes_at,
     has_same_bytes,
@@ -59,6 +58,7 @@ from remat._transform.leaves import (
 )
 from remat._transform.stand_ins import (
     Ranges,
+    as_they_were,
     held_for,
     in_place_of_dead,
     overlapping,
@@ -76,11 +76,6 @@ _STATISTICS = 2**20
 _FEW = 4  # inputs, which are looked at sooner one by one
 # What was let go of, and what the user's hooks may give back as another tensor.
 _NOT_OURS = Absent, PackedOutside
-
-
-def _is_of_statistics(t: Tensor, is_of_module: bool | None) -> bool:
-    """Say whether a large buffer may hold running statistics."""
-    return bool(is_of_module) and t.dim() == 1 and t.numel() <= _STATISTICS
 
 
 class SavedInputs:
@@ -163,8 +158,7 @@ class SavedInputs:
 
     def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
         """Return what is saved of each input, and which are saved themselves."""
-        copied = self.may_be_written.difference(self._memory)
-        needs, packed = self.needs, self._packed
+        copied, needs = self.may_be_written.difference(self._memory), self.needs
         values: list[Any] = []
         themselves: list[int] = []
         for i, t in enumerate(entries):
@@ -175,7 +169,7 @@ class SavedInputs:
                 values.append(self._copy(i, t))
             else:
                 try:
-                    value = self._value_of(i, t) if packed else without_graph(t)
+                    value = self._value_of(i, t) if self._packed else without_graph(t)
                 except RuntimeError:
                     value = in_place_of_dead(t)
                 values.append(value)
@@ -198,7 +192,8 @@ class SavedInputs:
                     and (i in buffers or t.dim() == 1)
                     and (type(t) is Tensor or hasattr(t, "fake_mode"))
                     and t.layout is strided
-                    and (t.numel() <= SMALL or _is_of_statistics(t, buffers.get(i)))
+                    and t.numel() <= (_STATISTICS if buffers.get(i) else SMALL)
+                    and (t.numel() <= SMALL or t.dim() == 1)
                     # FSDP frees the memory of what it gathers.
                     and t.untyped_storage().nbytes() >= t.nbytes
                     and not (has_modes and has_no_memory(t))
@@ -209,7 +204,8 @@ class SavedInputs:
         self.may_be_written = frozenset(found)
         if found and self._hooks is None:
             each = memories_of([*map(entries.__getitem__, found)])
-            self._memory = dict(compress(zip(found, each, strict=True), each))
+            known: Any = compress(zip(found, each, strict=True), each)
+            self._memory = dict(known)
 
     def _copy(self, i: int, t: Tensor) -> Any:
         """Return a copy of an input; its value if torch copies no such tensor."""
@@ -266,10 +262,10 @@ class SavedInputs:
         self, inputs: Sequence[Tensor], now: Sequence[int | None]
     ) -> None:
         """Copy those of which the bytes are known and that hold others by now."""
-        befores, self._memory = self._memory, {}
+        befores = self._memory
+        self._memory = {}
         there = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
         addresses, held = zip(*befores.values(), strict=True)
-        written: list[tuple[int, int, int]] = []
         if there == [*addresses] and now == self.versions:  # at the speed of C
             same = [*map(operator.eq, map(bytes_at, addresses, map(len, held)), held)]
         else:
@@ -278,15 +274,11 @@ class SavedInputs:
                 for i, a, b, then in zip(befores, addresses, there, held, strict=True)
             ]
         self.may_be_written = self.may_be_written.difference(compress(befores, same))
-        if all(same):
-            return
-        for i, address, then in compress(
-            zip(befores, addresses, held, strict=True), map(operator.not_, same)
-        ):
+        each = zip(befores, addresses, held, strict=True)
+        written = [*compress(each, map(operator.not_, same))]
+        for i, _, then in written:
             self.values[i] = with_bytes(self.values[i], then)
-            written.append((address, address + len(then), i))
-        if len(written) > 1:
-            self._overlaps = overlapping(written)
+        self._overlaps = overlapping([(a, a + len(b), i) for i, a, b in written])
 
     def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
         """Say whether all that changed an input is known, and note it."""
@@ -357,10 +349,10 @@ class SavedInputs:
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
-        if on_others and are_ours and len(self._refs) > _FEW:
-            themselves = self._themselves()
-            if themselves is not None:
-                return themselves + parameters
+        if on_others and are_ours and first > _FEW and self._are_plain():
+            there = as_they_were(self._refs, values[:first], needs, self._had_node)
+            if there is not None:
+                return there + parameters
         tensors: list[Tensor] = []
         originals_at = {*self.originals_at} if on_originals else ()
         for i, value in enumerate(values[:first] if are_ours else values):
@@ -371,8 +363,6 @@ class SavedInputs:
                 t = self._itself(i, value)
             if t is not None and t.requires_grad == need:
                 tensors.append(t)
-            elif i in self.may_be_written:
-                tensors.append(value.clone())
             else:
                 tensors.append(self._stand_in(i, value, need=need))
         for group in self._overlaps:
@@ -390,20 +380,6 @@ class SavedInputs:
     def _first_there(self, group: Ranges, tensors: Sequence[Tensor]) -> int | None:
         """Return which of a group is first of those that are the user's own, if any."""
         return next((i for i in group if tensors[i] is self._refs[i]()), None)
-
-    def _themselves(self) -> list[Tensor] | None:
-        """Return the inputs, at the speed of C, if all are as at the call."""
-        there: list[Any] = [*map(operator.call, self._refs)]
-        if not (self._are_plain() and TENSORS.issuperset(map(type, there))):
-            return None
-        if [*map(operator.not_, map(_is_leaf, there))] != self._had_node:
-            return None
-        if [*map(_requires_grad, there)] != self.needs[: self._first]:
-            return None
-        addresses = addresses_now(there)
-        values = self.values[: self._first]
-        is_same = addresses is not None and addresses == addresses_now(values)
-        return there if is_same else None
 
     def _itself(self, i: int, value: Any) -> Tensor | None:
         """Return an input, if it is still there and a recompute may run on it."""
@@ -441,6 +417,8 @@ class SavedInputs:
 
     def _stand_in(self, i: int, value: Any, *, need: bool) -> Tensor:
         """Return a tensor like an input, without its graph and its hooks."""
+        if i in self.may_be_written:
+            return value.clone()
         t: Tensor = value.unpacked() if type(value) is PackedOutside else value
         is_entry = i < self._first
         # Hooks may have given it back as a plain one. Parameters are saved themselves.
