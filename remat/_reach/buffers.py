@@ -2,12 +2,15 @@
 
 A call notes the bytes. Those of a buffer that was passed are put back for a recompute.
 Of one that something holds they are up to 64 KiB, and if the forward itself changed
-them. Of a larger one that it left alone, and that code names, a checksum is kept: one
-that differs at the recompute is an error. Above 4 MiB nothing is noted of it.
+them. Of a larger one that it left alone, and that code names, a checksum is kept, or
+one copy for all calls that found the same: one that differs at the recompute is an
+error. Above 4 MiB nothing is noted of it.
 
 Invariant: what is here leads to the buffer and to its bytes, and to nothing else.
 Rejected: to hold the bytes of all. A table of 4 MiB that each block of a model reads
-would be held by each call. To watch what no code names: it may be a log.
+would be held by each call. To watch what no code names: it may be a log. A checksum
+for each call: to take it costs ten times as much as to compare. To look once for many
+calls: nothing tells whether an array was written to.
 """
 
 import array
@@ -88,14 +91,21 @@ class Buffer:
         name: how its author would write it, where that is known.
     """
 
-    __slots__ = "__weakref__", "_held", "_limits", "_sum", "name", "value"
+    __slots__ = (
+        *("__weakref__", "_before", "_held", "_is_known", "_is_left", "_limits"),
+        *("_sum", "name", "value"),
+    )
 
     def __init__(self, value: Any, memory: Any, name: str, limits: Limits) -> None:
         self.value, self._sum, self.name, self._limits = value, 0, name, limits
+        self._is_left = False  # alone by the forward, and only watched
         # What another call found is shared: blocks of a model read the same table.
         last = _LAST.get(id(value))
-        known = None if last is None or last.value is not value else last._held
+        last = last if last is not None and last.value is value else None
+        self._before = None if last is None else weakref.ref(last)
+        known = None if last is None else last._held
         self._held: Held | None = _pieces(memory, known or [])
+        self._is_known = known is not None and _are_shared(self._held, known)
         _LAST[id(value)] = self
 
     def memory(self) -> Any:
@@ -103,12 +113,23 @@ class Buffer:
         return memory_of(self.value, self._limits.watched)
 
     def forward_done(self) -> None:
-        """Keep no more than a checksum of what is large and was left alone."""
+        """Keep no more than a checksum of what is large and was left alone.
+
+        Two calls that have the same share the bytes, and so do others.
+        """
         held = self._held
-        if held is not None and sum(map(len, held)) > self._limits.copied:
-            memory = self.memory()
-            if memory is not None and _is_same(held, memory):
-                self._held, self._sum = None, zlib.crc32(memory)
+        if held is None or sum(map(len, held)) <= self._limits.copied:
+            return
+        memory = self.memory()
+        if memory is None or not _is_same(held, memory):
+            return
+        self._is_left = True
+        if self._is_known:
+            return
+        self._sum, self._held = zlib.crc32(memory), None
+        before = None if self._before is None else self._before()
+        if before is not None and before._is_left and before._sum == self._sum:
+            self._held = before._held = held
 
     def exchange(self, undo: list[Callable[[], object]]) -> bool:
         """Put the bytes of the call back, and say whether the buffer holds them now.
@@ -120,6 +141,8 @@ class Buffer:
             return False
         if then is None:
             return zlib.crc32(memory) == self._sum
+        if self._is_left:
+            return _is_same(then, memory)
         now = _pieces(memory, then)
         del memory  # as long as it is there a bytearray keeps its length
         undo.append(lambda: _hold(value, now))
@@ -171,7 +194,10 @@ def _pieces(memory: Any, known: Held) -> Held:
 
 
 def _is_same(held: Held, memory: Any) -> bool:
-    now = _pieces(memory, held)
+    return _are_shared(_pieces(memory, held), held)
+
+
+def _are_shared(now: Held, held: Held) -> bool:
     return len(now) == len(held) and all(map(is_, now, held))
 
 
