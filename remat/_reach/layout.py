@@ -238,11 +238,11 @@ class Taken(Holdings):
         tables, cells, scopes, functions, classes, others = holders
         lengths += map(len, tables)
         count = sum(lengths)
-        if count < _LONG * len(tables):
+        if 0 < count < _LONG * len(tables):
             values += flatten(map(dict.values, tables))
             keys += flatten(tables)
         else:
-            for table in tables:
+            for table in itertools.compress(tables, lengths):
                 values += table.values()
                 keys += table
         if len(keys) != len(values) or len(keys) != count:

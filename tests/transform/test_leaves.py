@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.runs import assert_replayed
+from support.runs import assert_replayed, leaf, replayed
 from support.tables import rows
 from support.zoo import leaves_of, make, ops_of, plainly
 from torch import nn
@@ -177,7 +177,8 @@ def opcodes_of(fn, *args):
     return counts["opcode"], result
 
 
-def test_flags_on_parameters_cost_no_instruction_for_each():
+@pytest.mark.parametrize(("noted", "most"), [(int, 4), (lambda k: [k, "a"], 100)])
+def test_flags_and_lists_on_parameters_cost_few_instructions_for_each(noted, most):
     model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(500))
     run = remat(lambda x: (x * model[0]).sin().sum())
 
@@ -191,6 +192,36 @@ def test_flags_on_parameters_cost_no_instruction_for_each():
     cost()  # it finds what the function reaches
     without = cost()
     for k, parameter in enumerate(model):
-        parameter.number = k
-    assert cost() - without < 4 * len(model)
-    assert [parameter.number for parameter in model] == [*range(len(model))]
+        parameter.number = noted(k)
+    assert cost() - without < most * len(model)
+    assert [p.number for p in model] == [*map(noted, range(len(model)))]
+
+
+LISTED = {
+    "added to": lambda w, v, held: w.note.append(2),
+    "on two tensors": lambda w, v, held: held.append(v.note[0]),
+    "in a variable": lambda w, v, held: held.append(w.note[0]),
+}
+
+
+@pytest.mark.parametrize("how", LISTED)
+@replayed(sin=2)
+def test_lists_on_tensors_are_as_at_the_call(wrap, how):
+    w, v = leaf(3), leaf(3)
+    w.note, v.note, held = [1], [3], [5]
+    if how == "on two tensors":
+        w.note = v.note = held
+    if how == "in a variable":
+        w.note = held
+
+    def fn(x):
+        LISTED[how](w, v, held)
+        return (x * w * len(w.note) * sum(held)).sin() * v
+
+    x = leaf(3)
+    y = wrap(fn)(x).sum()
+    w.note.append(9)
+    then = [*w.note], [*v.note], [*held]
+    gradient = torch.autograd.grad(y, x)
+    assert then == (w.note, v.note, held)
+    return gradient, then
