@@ -21,6 +21,7 @@ from remat._fit.planning import Planning
 from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
 from remat._report.inputs import refuse_transforms
+from remat._torch import is_flat
 from remat.nn._applied import refuse_others
 from remat.nn._followed import can_follow, has_sharded_parts
 from remat.nn._select import as_selectors, refuse_no_name, selected
@@ -61,7 +62,8 @@ def fit(
         budget: bytes, or a text such as "8GB" (8e9) or "8GiB".
         over: "step" for the whole step, "blocks" for a policy for each block of the
             model, "functional" for whole blocks under `torch.func.grad`. By default the
-            step, but blocks for compiled models, which cannot follow a plan for a step.
+            step, but blocks for compiled and sharded models, which cannot follow a
+            plan for a step.
         select: of a plan by blocks: which modules are blocks, as of `remat.nn.apply`.
             None for the repeated blocks: see `remat.nn.blocks`.
         loss: a function of the result of `fn` that returns the loss. By default the
@@ -86,7 +88,7 @@ def fit(
             which budget would do.
         CaptureError: the step reads values, and the model has none.
         ValueError: by blocks no model is passed, or it has no blocks; or something in
-            the model is recomputed already, or sharded.
+            the model is recomputed already, or sharded by FSDP1.
 
     Example:
         >>> import torch
@@ -115,8 +117,8 @@ def fit(
     if over not in (None, "step", "blocks", "functional"):
         raise ValueError(_OVER.format(over=over))
     model = step.model()
-    if over in ("step", "functional") and model and has_sharded_parts(model):
-        raise ValueError(_SHARDED.format(label=type(model).__name__, over=over))
+    if model is not None and has_sharded_parts(model):
+        _refuse_shards(model, over)
     if over is None and model is not None and not can_follow(model):
         over = "blocks"
     if over in ("blocks", "functional"):
@@ -139,6 +141,14 @@ def _has_gradients(accumulates: Any) -> bool:
     if not is_number or (accumulates < 1 and accumulates is not False):
         raise ValueError(_ACCUMULATES.format(got=accumulates))
     return accumulates is True or accumulates > 1
+
+
+def _refuse_shards(model: nn.Module, over: Over | None) -> None:
+    label = type(model).__name__
+    if is_flat(model):
+        raise ValueError(_FLAT.format(label=label))
+    if over in ("step", "functional"):
+        raise ValueError(_SHARDED.format(label=label, over=over))
 
 
 def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
@@ -165,8 +175,13 @@ _OVER = (
     "got {over!r}"
 )
 _SHARDED = (
-    "remat.fit: {label} has sharded parameters, and is planned by blocks. Leave out "
+    "remat.fit: {label} has sharded parameters, and is planned by blocks: leave out "
     "over={over!r}."
+)
+_FLAT = (
+    "remat.fit: {label} is sharded by FSDP1, which puts other parameters in place in "
+    "each call. Plan for the model before it is wrapped, with over='blocks', or shard "
+    "it with fully_shard."
 )
 _NO_MODEL = (
     "remat.fit: no model is passed. Pass the model itself, or a function and, among "

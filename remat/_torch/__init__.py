@@ -223,6 +223,7 @@ from remat._torch.replicas import (
 )
 from remat._torch.shards import (
     copies_of_shards as copies_of_shards,
+    is_flat as is_flat,
     is_sending as is_sending,
     is_wrapper as is_wrapper,
     sent_to_nobody as sent_to_nobody,

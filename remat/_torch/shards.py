@@ -7,8 +7,9 @@ since, would be lost.
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ def shards_in(modules: Iterable[nn.Module]) -> list[Any]:
     kind = getattr(fsdp, "FSDPModule", ())
     inside = (each for module in modules for each in module.modules())
     return [*dict.fromkeys(m for m in inside if isinstance(m, kind))]
+
+
+def is_flat(model: nn.Module) -> bool:
+    """Say whether a model has parameters that FSDP1 has made one of."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FullyShardedDataParallel", ())
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def copies_of_shards(shards: Sequence[Any], memo: dict[int, Any]) -> Callable[[], None]:
@@ -65,17 +73,37 @@ _STATES = {
 }
 
 
-def _registered(state: Any, twin: Any, memo: Mapping[int, Any]) -> None:
+def _registered(state: Any, twin: Any, memo: dict[int, Any]) -> None:
     """Have FSDP2 find the state of copied modules, and take their parameters."""
     from torch.distributed import _composable_state  # noqa: PLC0415
 
     for module in twin._modules:
         _composable_state._insert_module_state(module, twin)
-    for group in twin._fsdp_param_groups:
-        group._reset_sharded_params = True  # it would compare addresses
+        for hooks in module._forward_pre_hooks, module._forward_hooks:
+            for key, hook in hooks.items():
+                is_torchs = hook.__module__ == type(state).__module__
+                if is_torchs and isinstance(hook, FunctionType):
+                    hooks[key] = _closed_over(hook, memo)
+    for group in state._fsdp_param_groups:
+        memo[id(group)]._reset_sharded_params = True  # it would compare addresses
         for each in group.fsdp_params:
-            info = each._module_info
-            each.sharded_param = getattr(info.module, info.param_name)
+            copied = memo[id(each)]
+            info = copied._module_info
+            copied.sharded_param = getattr(info.module, info.param_name)
+            if group.is_sharded:  # copies of one model would share what they gather
+                copied.all_gather_outputs, copied._unsharded_inner_tensors = [], []
+                vars(copied).pop("_unsharded_param", None)
+
+
+def _closed_over(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy what a closure holds, which a deep copy leaves as it is."""
+    if not isinstance(value, FunctionType):
+        return copy.deepcopy(value, memo)
+    if not value.__closure__:
+        return value
+    cells = (CellType(_closed_over(c.cell_contents, memo)) for c in value.__closure__)
+    kind = value.__code__, value.__globals__, value.__name__, value.__defaults__
+    return FunctionType(*kind, tuple(cells))
 
 
 # --- What is sent, and memory that changes its size ---

@@ -32,9 +32,10 @@ class Held(TorchDispatchMode):
         self.most = max(self.most, self.live())
 
     def live(self):
-        self.storages = {k: r for k, r in self.storages.items() if not r.expired()}
-        every = map(torch.UntypedStorage._new_with_weak_ptr, self.storages)
-        return sum(storage.nbytes() for storage in every)
+        found = {k: torch.UntypedStorage._new_with_weak_ptr(k) for k in self.storages}
+        there = {k: storage for k, storage in found.items() if storage is not None}
+        self.storages = {k: self.storages[k] for k in there}
+        return sum(storage.nbytes() for storage in there.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):

@@ -11,10 +11,16 @@ import pytest
 import torch
 from support.shims import expects, replaced, same
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat._torch import graphs, operators, replicas, tensors, tracing
+from remat._torch import graphs, operators, replicas, shards, tensors, tracing
+
+
+CPU = torch.device("cpu")
 
 
 @expects(
@@ -364,6 +370,56 @@ def test_replicas_are_copied_without_what_sends():
         assert all(p.grad is None for p in module.parameters())
     finally:
         torch.distributed.destroy_process_group()
+
+
+@expects("copies_of_shards", "shards_in", "is_flat", "fake_mode_here")
+def test_shards_are_copied_and_share_no_state():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        fsdp.fully_shard([model[0], model[2]], mesh=mesh)  # its hooks are closures
+        fsdp.fully_shard(model, mesh=mesh)
+        found = shards.shards_in([model])
+        assert found == [model, model[0], model[2]]
+        assert shards.is_flat(model) is False
+        mode = tensors.fake_mode()
+        copied = tensors.copied_as_fake(model, mode, CPU, (), found)
+        assert type(copied) is type(model)
+        with mode:
+            assert tensors.fake_mode_here() is mode
+            copied(torch.ones(2, 3)).sum().backward()
+        assert tensors.fake_mode_here() is None
+        assert all(p.grad is not None for p in copied.parameters())
+        assert all(p.grad is None for p in model.parameters())
+        assert model._get_fsdp_state()._is_root is None  # it did not run
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@expects("is_sending", "is_wrapper", "sent_to_nobody")
+def test_what_is_sent_is_known_by_its_operation():
+    c10d = torch.ops.c10d
+    assert shards.is_sending(c10d.allreduce_.default) is True
+    assert shards.is_sending(torch.ops.aten.add.Tensor) is False
+    x = torch.ones(2)
+    result, work = shards.sent_to_nobody(c10d._allgather_base_.default, (x, x))
+    assert result is x
+    assert torch._C._distributed_c10d.Work.unbox(work).wait()
+    assert shards.sent_to_nobody(c10d.monitored_barrier_.default, (x,)) is None
+    assert shards.is_wrapper(DTensor) is True
+    assert shards.is_wrapper(Tensor) is False
+
+
+@expects("telling_of_resized")
+def test_storages_that_python_resizes_are_told_of():
+    told, x = [], torch.ones(4)
+    with shards.telling_of_resized(lambda storage: told.append(storage.nbytes())):
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(16)
+    x.untyped_storage().resize_(0)
+    assert told == [0, 16]
 
 
 @expects("DEVICE_OF", "fake_device")

@@ -1,4 +1,4 @@
-"""Budgets hold for replicas: DistributedDataParallel, in one process and in two."""
+"""Budgets hold for replicas (DistributedDataParallel), FSDP2 and tensor parallel."""
 
 import copy
 
@@ -6,11 +6,16 @@ import pytest
 import torch
 from support.allocated import most_allocated
 from support.fitted import Mlp, bytes_before, square
-from support.processes import in_processes, needs_gloo
+from support.processes import in_processes, local, needs_gloo
+from support.sharded_bytes import most_held
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
@@ -153,8 +158,92 @@ def test_a_plan_from_before_sharding_is_followed_with_fsdp2(tmp_path):
     assert found[0][1] > found[1][1]  # fewer bytes, more work
 
 
+# --- Models that are sharded already ---
+
+
+def parallel(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model[1]:
+        parallelize_module(block, mesh, COLUMNS_AND_ROWS)
+    return model
+
+
+def in_a_group(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model[1]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard([model[0], model[2]], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def in_both_ways(model):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    for block in model[1]:
+        parallelize_module(block, mesh["tensor"], COLUMNS_AND_ROWS)
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+COLUMNS_AND_ROWS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+SHARDED = {
+    "FSDP2": sharded,
+    "FSDP2, a group and gathered blocks": in_a_group,
+    "tensor parallel": parallel,
+    "both": in_both_ways,
+}
+
+
+def held_in_steps(model, x):
+    """Run three steps; return the most bytes in each, and gradients."""
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        run = lambda: square(model(x)).backward()
+        found.append(most_held(model, run, x))
+    return found, [local(p.grad) for p in model.parameters()]
+
+
+def once_sharded(rank):
+    """Plan for models that are sharded: plain, the least budget, and one between."""
+    x, results = torch.randn(256, 8, generator=torch.Generator().manual_seed(0)), {}
+    for name, make in SHARDED.items():
+        model = make(built())
+        with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
+            remat.fit(model, x, loss=square, budget=1)
+        high = remat.fit(model, x, loss=square, budget="1GB")
+        peaks, want = held_in_steps(make(built()), x)
+        results[name] = [(high, peaks, 0)]
+        for share in 0.0, 0.5:
+            low = raised.value.least
+            budget = int(low + share * (high.peak - low))
+            plan = remat.fit(model, x, loss=square, budget=budget)
+            peaks, got = held_in_steps(plan.apply(make(built())), x)
+            assert_same(got, want)
+            results[name].append((plan, peaks, budget))
+        square(model(x)).backward()  # it was left as it is
+        assert_same([local(p.grad) for p in model.parameters()], want)
+    return results
+
+
+def test_sharded_models_are_planned_as_they_are(tmp_path, subtests):
+    """Each rank plans by itself and sends nothing; their plans are equal."""
+    one, other = in_processes(2, tmp_path, once_sharded)
+    for name, found in one.items():
+        with subtests.test(name):
+            (high, _, _), (least, *_), (between, *_) = found
+            assert least.recomputed > between.recomputed > high.recomputed == 0
+            assert least.peak < 0.7 * high.peak
+            for (plan, peaks, budget), (same, *_) in zip(
+                found, other[name], strict=True
+            ):
+                assert plan == same
+                assert plan.over == "blocks"
+                assert plan.peak <= budget or not budget
+                assert peaks == [plan.peak] * 3
+
+
 def refusals(_):
-    """Return what `fit` says of models that are sharded, by how they are."""
+    """Return what `fit` says of models that no plan is made for, by how they are."""
     mesh = init_device_mesh("cpu", (1,))
     models = {
         "FSDP": FullyShardedDataParallel(built(), device_id=torch.device("cpu")),
@@ -163,16 +252,15 @@ def refusals(_):
     }
     said = {}
     for name, model in models.items():
-        for over in ("step", "blocks"):
-            with pytest.raises(ValueError, match=r"sharded") as raised:
-                remat.fit(model, torch.randn(4, 8), loss=square, budget=1, over=over)
-            said[name, over] = str(raised.value)
+        with pytest.raises(ValueError, match=r"sharded") as raised:
+            remat.fit(model, torch.randn(4, 8), loss=square, budget=1, over="step")
+        said[name] = str(raised.value)
     return said
 
 
-def test_sharded_models_are_refused_in_one_line(tmp_path):
+def test_what_is_refused_of_sharded_models_is_said_in_one_line(tmp_path):
     (said,) = in_processes(1, tmp_path, refusals)
-    assert len(said) == 6
-    for message in said.values():
-        assert "Plan for the model before it is sharded" in message
-        assert "\n" not in message
+    assert "Plan for the model before it is wrapped" in said["FSDP"]
+    for name in "FSDP2", "tensor parallel":
+        assert "is planned by blocks" in said[name]
+    assert not any("\n" in message for message in said.values())
