@@ -84,9 +84,9 @@ class Meter(Alive):
         return super().__enter__()
 
     @override
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._telling.__exit__(*raised)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._telling.__exit__(exc_type, exc_val, exc_tb)
 
     def _resized(self, storage: Any) -> None:
         self.settle()
@@ -155,7 +155,8 @@ class Meter(Alive):
         # it never does. What is alive then is known when the next operation begins.
         makes = [*dict.fromkeys(n for n in found if n >= known)]
         if not is_view_op(func):
-            makes, self._grown = [*self._grown, *makes], []
+            makes = [*self._grown, *makes]
+            self._grown.clear()
         inside = max(0, held - sum(self.sizes[n] for n in makes)) + copies
         if in_backward and may_accumulate(func, args, result):
             self._note(before + inside, operator_name(func))

@@ -91,7 +91,8 @@ def _registered(state: Any, twin: Any, memo: dict[int, Any]) -> None:
             info = copied._module_info
             copied.sharded_param = getattr(info.module, info.param_name)
             if group.is_sharded:  # copies of one model would share what they gather
-                copied.all_gather_outputs, copied._unsharded_inner_tensors = [], []
+                copied.all_gather_outputs.clear()
+                copied._unsharded_inner_tensors.clear()
                 vars(copied).pop("_unsharded_param", None)
 
 

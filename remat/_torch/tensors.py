@@ -283,11 +283,13 @@ class _Copying(TorchFunctionMode):
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
 
-    def _fake(self, tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):  # a part of a DTensor is its mesh
-            return tensor
+    def _fake_part(self, _: str, part: Any) -> Any:
+        # One of a DTensor is its mesh.
+        return self._fake(part) if isinstance(part, Tensor) else part
+
+    def _fake(self, tensor: Tensor) -> Any:
         if is_traceable_wrapper_subclass(tensor):
-            return transform_subclass(tensor, lambda _, part: self._fake(part))
+            return transform_subclass(tensor, self._fake_part)
         if not (is_fake(tensor) or tensor.is_meta):
             return self._mode.from_tensor(tensor, static_shapes=True)
         device = self._device if tensor.is_meta else tensor.device
