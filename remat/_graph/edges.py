@@ -2,10 +2,10 @@
 
 An edge is a node and which of its outputs, or a leaf.
 
-Invariant: two tensors have the same edge exactly if they have the same gradient. A
+Invariant: two tensors have the same edge if and only if they have the same gradient. A
 graph is walked once for each forward, and nothing of it is held.
-Rejected: nodes alone: the outputs of one may depend on different inputs. To ask
-autograd for gradients of zeros: it runs the backward.
+Rejected: to compare nodes, because two outputs of one node may depend on different
+inputs. To ask autograd for gradients of zeros, because that runs the backward.
 """
 
 import itertools

@@ -91,9 +91,9 @@ class Handle:
 
 
 class VersionedTensor:
-    """Stands for a tensor that is saved itself, by how often it had been changed.
+    """Stands for a tensor that is saved itself, with its version at that time.
 
-    That is None if it is not counted. The reach of the call knows its name.
+    The version is None if torch counts none. The reach of the call knows its name.
     """
 
     __slots__ = ("reach", "tensor", "version")
@@ -144,14 +144,14 @@ def packed_outside(reach: Reach, hooks: Any) -> Container[int]:
     return [i for i in range(reach.first_parameter) if not (stay and stay.get(i))]
 
 
-# What gives its tensor as often as it is asked, and does not compute it each time.
+# These return their tensor any number of times, without computing it again.
 _CHEAP = (Handle, VersionedTensor, PackedOutside)
 
 
 def unpack(packed: Any) -> Tensor:
     """Be the hook that gives a saved tensor back."""
     kind = type(packed)
-    # Here at once, as most are: this is called for each tensor of a graph.
+    # The usual case comes first: this is called for each tensor of a graph.
     if (
         kind is Handle
         and (value := packed.value) is not None

@@ -26,7 +26,7 @@ OFFLOAD = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
 
 
 class ReadOnce:
-    """What is brought back once in a backward, and stays until that ends."""
+    """A tensor that is brought back once in a backward, and stays until its end."""
 
     __slots__ = ("__weakref__", "_read")
 
@@ -51,7 +51,7 @@ def _let_go(ref: weakref.ref[ReadOnce]) -> None:
 
 
 class Residual(ReadOnce):
-    """One tensor that is kept, or what the hooks around the call packed it as."""
+    """One tensor that is kept: itself, or what the hooks around the call made of it."""
 
     __slots__ = ("_tensor", "_unpack", "_version", "op")
     decision = Decision.SAVE
@@ -66,7 +66,7 @@ class Residual(ReadOnce):
             self._tensor, self._version = pack(tensor), None
 
     def let_go_of_graph(self) -> None:
-        """Keep the value alone, of a tensor that got its node after it was kept.
+        """Keep only the value of a tensor that got its node after it was kept.
 
         The graph may lead back to who keeps it: a cycle that Python does not see.
         """
@@ -75,7 +75,7 @@ class Residual(ReadOnce):
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether it was not changed in place. What hooks have is as it was."""
+        """Whether it was not changed in place. Hooks check what they hold."""
         is_ours = self._unpack is None
         return not is_ours or base_tensor(self._tensor)._version == self._version
 

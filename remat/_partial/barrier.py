@@ -1,8 +1,8 @@
 """The barrier: in a graph, what a recompute reads is read after the cotangents.
 
-It is the identity, and reads the cotangents. So no optimizer takes the operations of a
-recompute for those of the forward. Each barrier costs the compiler nodes, so `Order`
-says which inputs need none.
+It is the identity, and reads the cotangents. So no optimizer can merge the operations
+of a recompute with those of the forward. Each barrier costs the compiler nodes, so
+`Order` says which inputs need none.
 
 Invariant: linear, so each derivative is the identity, at every level. An operation of a
 recompute comes after the cotangents if it reads an input, or what was computed from
@@ -65,7 +65,8 @@ def recomputing_after(cotangents: Sequence[Tensor]) -> Iterator[Sequence[Tensor]
     """Have what is given to a recompute read the cotangents."""
     lower_to_alias(barrier, same)
     context = here()
-    # Those below all levels, for vmap and jvp must not batch or dualize the order.
+    # It takes the tensors below all levels: vmap and jvp must not batch or dualize the
+    # order.
     before, context.after = context.after, bottoms(cotangents)
     try:
         yield context.after

@@ -1,4 +1,4 @@
-"""What a budget keeps of a record: so many bytes, so that least is recomputed.
+"""Chooses what a budget of bytes keeps of a record, so that least is recomputed.
 
 `solver` is the program that chooses. Here are the problem of a record, and what is
 known of problems that were solved.

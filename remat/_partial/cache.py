@@ -1,9 +1,9 @@
 """What calls of one signature share: plans, and what their replays have shown.
 
 Invariant: what is remembered is bounded, and holds no tensor, module or function of the
-user's. Rejected: to plan in each backward. Most have the same targets. And to prove
-that a record fits before it is used. The signature is compared, but the function may
-read whatever else.
+user's. Rejected: to plan in each backward. Most have the same targets. To prove before
+its use that a record fits. Signatures are compared, but the function may read anything
+else.
 """
 
 import operator

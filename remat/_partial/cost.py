@@ -4,8 +4,8 @@ Invariant: metadata alone is read, so that two processes decide alike. Only a bu
 with `costs="measured"` has the operations of the first call timed: each once in a
 process, on the tensors that it was first called with.
 Rejected: to time all operations. That waits for the device, and decides by the noise of
-the machine. And to repeat one until its time is steady: it would run several times in
-the user's forward.
+the machine. To repeat an operation until its time is steady: it would run several times
+in the user's forward.
 """
 
 import time

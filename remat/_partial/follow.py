@@ -1,8 +1,8 @@
 """The modes that follow a record: through a forward, or through a recompute in full.
 
-`Follow` compares each operation with the next one of the record, and runs it. What else
-becomes of an operation, or of one that is not next, a subclass says in `at` and
-`unexpected`: `Collect` and `Check` here, and `Replay` (`replay.py`).
+`Follow` compares each operation with the next one of the record, and runs it. Its
+subclasses say in `at` and `unexpected` what becomes of an operation that is next, or is
+not: `Collect` and `Check` here, and `Replay` (`replay.py`).
 
 Invariant: what is done for each operation is one look in a list, and its kernel.
 Rejected: comparing views, copies and casts in a recompute in full. Who differentiates
@@ -129,7 +129,7 @@ class Collect(Follow):
 
     `on_residual` is called with each as it is made. Given the inputs, it also checks
     that each operation reads what it read when it was recorded: once inputs are
-    dropped, nothing can be recomputed but by the plan.
+    dropped, only the plan can recompute.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 Invariant: naming a value changes nothing, and costs next to nothing while nobody
 listens. A listener hears the names that its own thread gives, and no others.
 Rejected: an operation of its own, as in JAX. Its result would be another value, and a
-user who goes on with the old one would pay for both. And to write names on tensors: a
-view or an alias would not have them.
+user who goes on with the old one would pay for both. To write names on tensors: a view
+or an alias would not have them.
 """
 
 import re

@@ -8,7 +8,7 @@ the function runs as it is. An input is dropped only if replays of these plans h
 succeeded, and a mode saw this forward do the same. A handle of a residual gives that
 very tensor, whatever a plan says.
 Rejected: one plan for all calls of a module. Their cotangents differ, and so does what
-is read. And one list of residuals for a call, at base. A backward frees what it has
+is read. One list of residuals for a call at the base: a backward frees what it has
 used, node by node.
 """
 
@@ -189,7 +189,7 @@ class SavedInHandles(PlannedCall):
     def of_choice(
         cls, choice: Any, inputs: Sequence[Tensor], hooks: Any
     ) -> "SavedInHandles":
-        """Return what does as a nested call did, while the call around is recomputed.
+        """Return what repeats a nested call while the call around it is recomputed.
 
         Its residuals are handed on as soon as they are made: that recompute stops once
         it has all that it needs.
@@ -404,7 +404,8 @@ class SavedInNode(PlannedCall):
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)
         else:
-            # Elsewhere a graph may hold them, and the forward refuses what escapes.
+            # Without a level, a graph may hold them, and the forward refused what
+            # escaped.
             if current_layer() is None and not recorded:
                 replaying.escaped()
             if not replaying.trouble:
@@ -447,4 +448,4 @@ def _may_stand_in(may_any: bool, recorded: bool, tensor: Tensor) -> bool:
 
 
 _FOLLOWS_NOTHING = CallCache()
-_FOLLOWS_NOTHING.reason = "it does what was decided before"
+_FOLLOWS_NOTHING.reason = "a nested call repeats what its forward chose"

@@ -143,7 +143,7 @@ class Recorder(Observer):
         writes = tuple(map(storages.number, written))
         updated = updated_statistics(traits, args, kwargs)
         self._updates.append(tuple(map(storages.number, updated)))
-        # What gets a number from here on was made by this operation.
+        # Storages that get a number from here on were made by this operation.
         known = len(storages)
         makes = tuple(map(storages.number, results.tensors))
         # Before the storages that it made count as the call's own.
@@ -305,8 +305,8 @@ def _with_updates(
 ) -> list[Step]:
     """Have a batch norm write to the statistics that something reads afterwards.
 
-    To those that nothing reads it does not write: a recompute drops them, and what
-    writes to memory that is not its own could not be saved.
+    If nothing reads them, the write is left out: a recompute drops it, and an operation
+    that writes to memory of others could not be saved.
     """
     read = {*exposed}
     found: list[Step] = []

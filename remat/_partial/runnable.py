@@ -4,8 +4,8 @@ Invariant: what is looked up for each operation is a list index or one look in a
 An operation that is left out returns the metadata that it returned then. That depends
 on the metadata of its tensor arguments and on its *static* ones, the others, so these
 are compared.
-Rejected: comparing the static arguments of pointwise operations, such as a factor that
-is annealed. They change no metadata.
+Rejected: to compare static arguments of pointwise operations, such as a factor that is
+annealed: they change no metadata.
 """
 
 import functools

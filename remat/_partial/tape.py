@@ -1,14 +1,14 @@
 """What a call in a graph keeps: what its policy says, and the states before draws.
 
-Each run of a call goes under a `Tape`. The first keeps, and a recompute is given what
+Each run of a call is under a `Tape`. The first keeps, and a recompute is given what
 was kept, in the order of the operations. A budget is spent when the first run ends, by
 a `Sketch` of it.
 
 Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
-What is not known of a graph leads to fewer results being kept, never to more bytes than
-the budget.
-Rejected: record, plan and replay, as outside of graphs. Who makes a graph drops what
-nobody reads.
+Where a graph is not fully known, fewer results are kept, and never more bytes than the
+budget.
+Rejected: record, plan and replay, as outside of graphs. Whatever makes a graph drops
+what nobody reads.
 """
 
 from collections.abc import Iterable, Sequence

@@ -2,8 +2,8 @@
 
 Invariant: a thread that has no block open and no value left is as if there had never
 been a block.
-Rejected: a function that marks a tensor, `not_stored(x)`. By then the graph of what
-made `x` has saved what it was made through.
+Rejected: a function that marks a tensor, `not_stored(x)`. When it is called, the graph
+has saved all that `x` was computed from.
 """
 
 import threading

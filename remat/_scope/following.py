@@ -5,8 +5,8 @@ differs in one call is of no consequence for the next. Within a call operations 
 aligned with the list, with as few as possible more or fewer.
 
 Invariant: an answer depends on the operations so far, not on sizes. What is not in the
-plan is recomputed. Where what the plan saves does not run, the next operation that is
-in it has what it reads saved instead: it may be all that a block saves.
+plan is recomputed. If an operation that the plan saves does not run, the operands of
+the next planned operation are saved instead: they may be all that a block saves.
 Rejected: to follow by position in the step. One operation more, as libraries run for a
 mask whose values can be read, and all that followed was recomputed.
 Rejected: to go on at the next operation of the same name. One `clone` more loses the

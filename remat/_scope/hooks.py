@@ -138,7 +138,7 @@ class Hooks:
             resume_hooks([*filter(None, inner)])
 
     def remove_if_due(self) -> None:
-        """Do what `remove` put off."""
+        """Take ours away, if `remove` could not do so."""
         if self._is_due:
             self.remove()
 
@@ -337,7 +337,7 @@ class Recomputes:
         self._uses[made] -= 1
         if self._uses[made] <= 0:
             del self.values[made]
-            # With it, what it was made of would stay to the end of the backward.
+            # Otherwise its operands would stay alive until the backward ends.
             del self._uses[made]
             self._given_away.discard(made)
 

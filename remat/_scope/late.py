@@ -1,10 +1,11 @@
-"""Results that a policy saves late: once it shows whether others stand in their place.
+"""Results whose saving is decided late, once it is known what is read instead.
 
-A program may make something of a result that was to be saved, and go on with that. Then
-that is saved, and the result is not, so that as much is saved as was planned.
+A program may compute another value from a result that the plan saves, and read only
+that value from then on. Then the value is saved in place of the result, so that no more
+bytes are saved than planned.
 
-Invariant: each late result is stored, or what is read in its place, or nobody can read
-either any more.
+Invariant: of each late result, the result or the value that is read in its place is
+stored, unless nobody can read either any more.
 Rejected: to save both. A layer that makes two results more than was planned would save
 one more, and the budget would not hold.
 """

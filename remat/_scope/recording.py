@@ -188,7 +188,7 @@ class Recording(Observer):
         return new, others, parts
 
     def _drop_parted(self, parts: Sequence[Tensor], inputs: Sequence[int]) -> None:
-        """Drop what is parted into results that count their versions apart."""
+        """Drop values whose parts are returned with version counters of their own."""
         parts = [t for t in parts if id(t) not in inputs]
         for entry in filter(None, map(self._table.entry_at, parts)):
             if len(parts) > 1:
@@ -245,7 +245,7 @@ class Recording(Observer):
     def _choose(
         self, policy: Policy, makes: Sequence[tuple[Made, Tensor]], result: Any
     ) -> list[tuple[Made, Tensor]]:
-        """Ask about the results of an operation; return those graphs do not store."""
+        """Ask the policy about results; return those that no graph stores."""
         if not makes:
             return []
         operation = makes[0][0].operation
@@ -364,7 +364,7 @@ def _choose_named(made: Made, tensor: Tensor, name: str) -> bool:
 
 
 def _is_stored(made: Made, tensor: Tensor, decision: Decision) -> bool:
-    """Do with a result what a policy says; say whether graphs store it."""
+    """Do what the policy says with a result; say whether graphs store it."""
     if not decision:
         return False
     if decision in OFFLOAD and not (made.layout.offset or is_lazy(tensor)):

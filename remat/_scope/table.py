@@ -1,7 +1,7 @@
 """Which storages hold a value of a block: one table for each thread.
 
 Invariant: an entry holds for one version of a storage, and as long as a tensor lives
-that the block made on it. What is changed outside of a block is no value any more.
+that the block made on it. A value that is changed outside of a block loses its entry.
 Rejected: to tell tensors by their identity. Consumers save views of a value, such as
 the transposed weight of a linear layer.
 Rejected: entries that live as long as their storage. The `loss.detach()` that is kept
@@ -50,7 +50,7 @@ class ValueEntry:
         self.tie(tensor)
 
     def tie(self, tensor: Tensor) -> None:
-        """Have this live as long as a tensor."""
+        """Keep this alive as long as a tensor lives."""
         key = id(tensor)
         if key not in self.ties:
             died = functools.partial(_died, self, key)
@@ -128,7 +128,7 @@ class ValueTable:
                 self.drop(entry)  # these count their versions apart
 
     def drop_parted(self) -> None:
-        """Take out what several tensors hold that count their versions apart."""
+        """Take out entries whose tensors have version counters of their own."""
         for entry in [*self._entries.values()]:
             if entry.is_parted and len(entry.ties) > 1:
                 self.drop(entry)
@@ -224,8 +224,9 @@ class ValueTable:
 class Operands:
     """Called with each tensor of an operation, in order: returns what stands for it.
 
-    What something wrote to unseen is taken as given. That is blank memory which is
-    read, and a storage that an alias with a version of its own wrote to, as `.data`.
+    A storage is taken as given if something wrote to it unseen. That is so for blank
+    memory that is read, and for a storage that an alias with its own version counter
+    wrote to, such as `.data`.
     """
 
     __slots__ = ("_table", "_written_to", "found", "storages")

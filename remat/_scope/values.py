@@ -149,7 +149,7 @@ class GivenTensor:
         return self._back is not None
 
     def send(self, away: Any, user: Tensor | None) -> None:
-        """Hold it no more; it is `user` who may."""
+        """Stop holding it; `user` may hold it still."""
         tensor, layout = self._tensor, self.layout
         if layout is None or layout.offset or layout.is_conj or layout.is_neg:
             return

@@ -1,6 +1,6 @@
-"""Of the levels that a program is seen from below: what is the same in all its runs.
+"""What all runs of a program have in common about the levels around it.
 
-Invariant: a vmap over cotangents is none of these levels, as it batches no input.
+Invariant: a vmap over cotangents does not count as a level, as it batches no input.
 Rejected: the depth of the stack. A backward opens levels of its own.
 """
 
@@ -18,9 +18,9 @@ from remat._transform.levels import Batch, Below, Dual
 
 
 def levels_below(program: Program) -> list[Any]:
-    """Return the levels that a program is seen from below, the outermost first.
+    """Return the levels of torch.func around a program, the outermost first.
 
-    A vmap over cotangents is none, as it batches no input.
+    A vmap over cotangents does not count, as it batches no input.
     """
     found: list[Any] = []
     while isinstance(program, Below):
@@ -32,7 +32,7 @@ def levels_below(program: Program) -> list[Any]:
 
 
 def note_levels(program: Program, found: Sequence[Any], count: int) -> None:
-    """Have levels know what a run found of them, of `count` outputs, without a run."""
+    """Tell levels what an earlier run with `count` outputs found, without a run."""
     left = [*found]
     chain: list[Any] = []
     while isinstance(program, Below):
@@ -58,7 +58,7 @@ def total_needs(program: Program, needs: PerInput) -> PerInput:
 
 
 class BatchVjp(Program):
-    """The vjp, of its own, of a program under a vmap: for all examples at once.
+    """The vjp of a program under a vmap, for all examples at once.
 
     Its inputs are those of the program, what else a node saved of it, and cotangents.
     """
@@ -83,8 +83,8 @@ class BatchVjp(Program):
         given = [self._of.out_dims[j] for j in self._given]
         end = len(inputs) - len(given)
         if self._of.batches_inputs:
-            # All examples have an output in common that is not batched, and the sum of
-            # their gradients is to have its cotangent once.
+            # An output that is not batched belongs to all examples together, so its
+            # cotangent must count once in the sum of their gradients.
             pairs = zip(inputs[end:], given, strict=True)
             cts = [_of_first(ct, size) if d is None else ct for ct, d in pairs]
             given = [0 if d is None else d for d in given]
@@ -103,7 +103,7 @@ def _of_first(ct: Tensor, size: int) -> Tensor:
 
 
 def at_dim(ct: Tensor, dim: int | None, to: int | None, size: int) -> Tensor:
-    """Return a cotangent that is batched in one dimension as what it is of is."""
+    """Return a cotangent whose batch dimension is that of its output."""
     if to is None:
         return ct if dim is None else ct.sum(dim)
     if dim is None:

@@ -1,13 +1,14 @@
-"""A user's call, taken apart: its tensors, and what it reaches besides.
+"""A user's call, split into its tensors and everything else that it reaches.
 
 Under torch.func a function runs below the levels that it was called in. A tensor of
-such a level cannot be used there. And where one input was computed from another, code
-that differentiates the one by the other would find no path between them, and give
+such a level cannot be used there. And if one input was computed from another, code that
+differentiates the first with respect to the second would find no path, and return
 zeros. Both are refused.
 
 Invariant: each run is given tensors of its own. The first one is the forward, whose
 effects on the user's objects stay; those of later runs are dropped.
-Rejected: a program for each module. What a function reaches is one set of inputs.
+Rejected: a program for each module. All tensors that a function reaches are one set of
+inputs.
 """
 
 import functools
@@ -155,7 +156,7 @@ class Call:
             if passed is self._inputs:
                 self._users = instead
             passed, inputs = instead, [*map(unwrap, instead)]
-        # A node will hold them. The call would hide them from hooks for saved tensors.
+        # The node holds them, not the call: there, hooks for saved tensors see them.
         self._inputs: list[Tensor] = []
         is_any_dead = True in map(operator.is_not, inputs, passed)
         if is_any_dead and holds_graph(passed, inputs):
@@ -172,7 +173,7 @@ class Call:
     def run_forward(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects stays."""
         reach, users = self.reach, self._users
-        if users is None:  # to show what it changes
+        if users is None:  # a second run, which shows what it changes
             return reach.run(inputs, self.instead, take=Result)
         self._users = None
         lifted, lent = None if reach.is_bare else reach.lifted(users, inputs), None
@@ -302,7 +303,7 @@ class Call:
         return run_watched(self.reach, self.rewritten, inputs, run)
 
     def refuse_leaks(self, leaves: Sequence[Tensor]) -> None:
-        """Refuse a forward of which the graph is held, once it should be gone."""
+        """Refuse a forward if something still holds its graph."""
         noted, reach = self.watching, self.reach
         if noted is None and reach.is_bare:
             return
@@ -322,7 +323,7 @@ class Call:
     def run_on_copies(self, program: Program, copies: Sequence[Tensor]) -> None:
         """Set the call back to before its forward; run that as `program` once more.
 
-        It is to show what the function changes. An error follows.
+        This shows what the function changes, for the error that follows.
         """
         self.structure = None
         try:

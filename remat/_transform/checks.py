@@ -102,7 +102,7 @@ def refuse_backward(
         if t is not original and t.requires_grad and t.grad is not None:
             state = getattr(program, "state", None)
             if state is not None and state.leaf_changes.accumulates:
-                return  # so did the forward, on leaves of the user's: it is done once
+                return  # the forward did so on the user's leaves: that is done once
             label = getattr(program, "label", "a vjp")
             raise CaptureError(_BACKWARD.format(label=label))
 
@@ -147,13 +147,13 @@ def refuse_leaks(
         return False
     if reach.is_contained and not is_new:
         return False
-    torch.clear_autocast_cache()  # it may be of an autocast that is off by now
+    torch.clear_autocast_cache()  # an autocast that is off by now may have made it
     gc.collect()
     if not is_graph_held(inner):
         return False
     _let_go_of_computed(inner)
     if is_graph_held(inner):
-        gc.collect()  # of what is left of traced Functions, their classes lead back
+        gc.collect()  # what is left of traced Functions leads to it by their classes
     if not is_graph_held(inner):
         return True
     if not reach.is_contained:
@@ -229,10 +229,11 @@ def enter_refusing_reads(
     state: AbstractContextManager[Any],
     casts_anew: bool = False,
 ) -> AbstractContextManager[Any]:
-    """Enter `state`, and refuse to read `changed` inputs; what is returned exits both.
+    """Enter `state`, and refuse reads of `changed` inputs.
 
-    To enter what is returned does nothing. If it `casts_anew`, it is refused, too, to
-    find casts of inputs in autocast's cache: they may be of later values.
+    The context that is returned exits both, and entering it does nothing. If it
+    `casts_anew`, reads of casts of inputs in autocast's cache are refused, too: they
+    may be of later values.
     """
     refused = RefuseReads()
     for i in changed:

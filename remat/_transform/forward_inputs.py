@@ -1,4 +1,4 @@
-"""What a forward under torch.func runs on, and what it changes of that.
+"""The tensors that a forward under torch.func runs on, and which of them it changes.
 
 In place of an input that is differentiated is a fresh leaf, at which the graph of the
 forward ends. A leaf of the user's stays itself, and so do small constants: they are
@@ -87,7 +87,7 @@ class ForwardInputs:
         if request.at_base:
             for t, leaf in zip(inputs, self.inner, strict=True):
                 if leaf is not t and t.grad_fn is not None:
-                    # To retain a gradient is asked of the input. A leaf's does nothing.
+                    # `retain_grad` is called on the input: on a leaf it does nothing.
                     vars(leaf)["retain_grad"] = t.retain_grad
         self.copies: dict[int, Tensor] = {}
         self._memory: dict[int, Memory] = {}
@@ -135,14 +135,14 @@ class ForwardInputs:
         for i, copy in self.copies.items():
             if is_shared(copy):
                 continue
-            # Memory of its own and the same value: it was written with that value, or a
-            # kernel that may write only read it.
+            # It has memory of its own and the same value: the same value was written,
+            # or a kernel that may write only read it.
             captured = i in buffers and shared_copy(copy) is not None
             if copy._version or captured or not has_same_bytes(copy, self.inputs[i]):
                 yield i
 
     def _value_before(self, i: InputIndex) -> Tensor:
-        """Return what an input that was written to held, which has what was written."""
+        """Return what an input held before it was written to."""
         buffer = self.inputs[i]
         if i in self._memory:
             return with_bytes(buffer, self._memory[i][1])

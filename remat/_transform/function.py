@@ -325,7 +325,7 @@ class Primal(Program):
     ) -> None:
         evaluation, reach = self.evaluation, self.call.reach
         assert evaluation is not None
-        # Where nobody looked what the forward reached, there is nothing to compare.
+        # Nothing can be compared if the forward did not note what its outputs reached.
         is_known = not reaches_only_inputs(reach, evaluation.request)
         missing = [i for i in missing if i in evaluation.certain]
         if is_known and missing:
@@ -402,7 +402,7 @@ def dispatch(
         results, evaluation = call_below(layer, kind, dispatch, program, below, asked)
         outs = _wrapped(results, level)
         if True in map(_requires_grad, below):
-            ends = lifted(layer, kind, inputs)  # a constant here leads to nothing below
+            ends = lifted(layer, kind, inputs)  # constants of a level: no graph below
             inputs = [*map(to_save, inputs, ends)]
     ends = evaluation.ends(ends)
     if ends:
@@ -768,7 +768,7 @@ class Vjp(Program):
     def _gradients(self, saved: Sequence[Tensor], cts: tuple[Tensor, ...]) -> Outputs:
         """Recompute along the plan of the forward, if it has one, and pull back."""
         planned, has_run, self._has_run = self._evaluation.planned, self._has_run, True
-        # Hooks have seen these gradients if it has run.
+        # If the plan has run, hooks have seen these gradients already.
         undone = self.hooked.undone() if has_run and self.hooked else _NOTHING
         with undone, differentiated():
             if planned is None:
@@ -874,7 +874,7 @@ class Vjp(Program):
         return pull_back(tuple(edges), tuple(cts), inputs, create_graph=create_graph)
 
     def _check_once(self, grads: Outputs) -> None:
-        """Refuse second derivatives that torch refuses, and would be lost here."""
+        """Refuse second derivatives that torch refuses: here they would be lost."""
         none_left, once = {*map(type, grads)} == {NoneType}, self._program.once
         for j in once.keys() & {*self._with_cotangents}:
             function, is_dropped = once[j]

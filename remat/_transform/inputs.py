@@ -3,17 +3,18 @@
 Leaves that require grad, and parameters, are saved themselves, others without their
 graphs, but for what code asks of these. A recompute runs on the user's own tensors
 where these are still there, hold what they held, and the forward moved no leaf to other
-memory; else on stand-ins. Stand-ins take the place of leaves if the forward changed
-gradients, or if one no longer requires grad as at the call.
+memory; else on stand-ins. Leaves get stand-ins if the forward changed gradients, or if
+a leaf no longer requires grad as it did at the call.
 
 Where torch may not count a write of the forward, as to running statistics, the input is
 copied before, or its bytes noted, and dropped after a forward that left it alone.
 
 Invariant: no graph is held that no code asks for, and a write is never missed. What
 changed since the call is refused when it is read.
-Rejected: stand-ins for all leaves: gradients of other threads would be lost. A copy
-that shares memory until it is written: an array that NumPy made of it loses its memory.
-A checksum of what is large: it takes longer than to note the bytes.
+Rejected: stand-ins for all leaves, because gradients of other threads would be lost. A
+copy that shares memory until it is written, because an array that NumPy made of it
+loses its memory. A checksum of large tensors, because it takes longer than to note the
+bytes.
 One class with `CallState` of `state`: this holds the tensors of a call, and that must
 hold none, since the node does. The two take copies in other ways and at other times.
 """
@@ -70,7 +71,7 @@ from remat._transform.stand_ins import (
 
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
-# How many elements an input has at most that is copied; a module's buffer, a vector.
+# The largest inputs that are copied, in elements: a module's buffer, and a vector.
 SMALL = 2**14
 _STATISTICS = 2**20
 _FEW = 4  # inputs, which are looked at sooner one by one

@@ -232,7 +232,7 @@ def in_class(tensor: Tensor, kind: type) -> Tensor:
 class PreserveGradients:
     """A context after which leaves that had a gradient have one.
 
-    One that was changed is not put back: another thread may have added to it.
+    A gradient that was changed is not put back: another thread may have added to it.
     """
 
     __slots__ = ("_grads", "_leaves")
@@ -257,7 +257,7 @@ class PreserveGradients:
 def preserved_marks(
     leaves: Sequence[Tensor], next_hook: int, stand_ins: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Have tensors have no attributes and the hooks of a call, for the body.
+    """Give tensors the hooks that they had at a call, and no attributes, for the body.
 
     Those that were set by then are set again by what runs (`_reach/attributes.py`).
     Afterwards they have those of before.
@@ -269,7 +269,7 @@ def preserved_marks(
             call around this one they may be the user's own.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
-    if hooks is not None:  # without any, nothing is done for each leaf
+    if hooks is not None:  # without hooks, nothing is done for each leaf
         _forget_since(next_hook, leaves)
     are_plain = TENSORS.issuperset(map(type, leaves))
     marked = leaves if are_plain else [t for t in leaves if has_marks(type(t))]
@@ -354,7 +354,7 @@ def _nothing(*_: Any) -> None: ...
 def preserved_memory(
     leaves: Sequence[Tensor], error: Callable[[int], Exception]
 ) -> Iterator[None]:
-    """Have leaves be in the memory that they were in, after the body."""
+    """After the body, give leaves the memory that they had before it."""
     befores = [t.data for t in leaves]
     try:
         yield

@@ -58,7 +58,7 @@ from remat._torch import (
 
 
 class Below(Program):
-    """A program seen from below a level, which answers for it.
+    """A program as the levels below see it, run inside of one more level.
 
     Attributes:
         program: the program.
@@ -391,7 +391,7 @@ class Duals(NamedTuple):
         return cls.of_pairs([*map(unpack_dual, inputs)])
 
     def request(self, dual: Dual, request: Request) -> Request:
-        """Return what is asked of `dual`, given what is asked of its program."""
+        """Return the request for `dual`, given the request for its program."""
         needs = [*request.needs, *map(requires_grad_at_any_level, self.tangents)]
         is_split = request.is_split or dual.is_split
         return request._replace(needs=needs, is_jvp=True, is_split=is_split)

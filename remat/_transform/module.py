@@ -268,7 +268,7 @@ def _recompiled(self: Any) -> Any:
 
 @contextmanager
 def _as_without_us(module: Any) -> Iterator[None]:
-    """Give a module the class that its own was made of."""
+    """Give a module back the class that its rematerialized class was derived from."""
     kind = type(module)
     object.__setattr__(module, "__class__", kind._remat_base)
     try:
@@ -287,7 +287,7 @@ _FINAL = (
 
 
 class _Forward:
-    """The `forward` that a module would have without us, recomputed.
+    """The `forward` that a module would have without remat, recomputed.
 
     It is looked up in each call: a library may replace that of the class.
     """
@@ -338,7 +338,7 @@ class _Forward:
 
 
 class _OwnForward(_Forward):
-    """That of a module that has one besides that of its class, and may get another."""
+    """The own `forward` of a module, besides that of its class; it may be replaced."""
 
     def __set__(self, module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward

@@ -1,8 +1,8 @@
 """Tensors that stand in for inputs: with their values, and without their graphs.
 
 Inputs may share memory, as a buffer and a part of it. What was saved of each that the
-forward wrote to is a copy. Where a recompute writes to one, it is to read that in the
-other, so those that are gone are made anew in the memory that they shared.
+forward wrote to is a copy. A recompute that writes to one must read the new value in
+the other, so inputs that are gone are made anew in the memory that they shared.
 
 Invariant: a stand-in has the class and the attributes that the input had at the call,
 and a node if the input had one. Where one of those that share memory is still there,

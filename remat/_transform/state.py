@@ -5,8 +5,8 @@ updated once: the forward works on copies, which share memory until they are wri
 and what it wrote is written back. A recompute starts from the values before that.
 
 Invariant: no tensor is held here. The node that saves the inputs holds them.
-Rejected: to compare values. Versions tell of a change, and cost nothing. For buffers
-versions do not do: they do not count batch norm's update of its running statistics.
+Rejected: to compare values. Versions tell of a change, and cost nothing. Versions do
+not suffice for buffers: batch norm's update of its running statistics is not counted.
 Rejected: one class with `SavedInputs` of `inputs`, which holds the tensors of a call.
 Here torch would not see them, and no hook for saved tensors could take them away.
 """
@@ -182,7 +182,7 @@ class CallState(NamedTuple):
             warn_once(MOVED.format(name=name, label=label))
 
     def _marked(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which the user's own have no other marks."""
+        """Return a context that leaves no hooks or attributes on the user's own."""
         are_own = [i in self.own or not t.requires_grad for i, t in enumerate(inputs)]
         own = [t for t in compress(inputs, are_own) if has_marks(type(t))]
         others = [t for t, is_own in zip(inputs, are_own, strict=True) if not is_own]
@@ -196,7 +196,7 @@ class CallState(NamedTuple):
             inputs = [*map(base_tensor, inputs)]
         if versions_of(inputs) == self.versions:
             return ambient
-        if has_proxies():  # they passed a barrier, and were looked at before
+        if has_proxies():  # these passed a barrier, and were checked before it
             return ambient
         changed = changed_since(inputs, self.versions, (Absent,), self.away)
         if not changed:

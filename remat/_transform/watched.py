@@ -1,9 +1,9 @@
 """Writes that torch does not count, seen by the first bytes of tensors.
 
-Invariant: it is the recompute that is watched, so a write that is the same when it is
-done again, as clamping, is right.
+Invariant: only the recompute is judged, so a write that may be repeated, such as
+clamping, is no error.
 Rejected: to look in each call. That would cost one that reaches 1,000 parameters as
-much again. So it is looked in the first calls of an object, or of some code.
+much again. So only the first calls of an object, or of some code, are watched.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ _COUNTED: dict[int, tuple[Any, int]] = {}
 class FirstBytes:
     """The first bytes of tensors in the first calls of an object, or of some code.
 
-    Torch does not count writes through `.data` and `.numpy()`. What writes so mostly
-    does in its first call, and to a tensor as a whole.
+    Torch does not count writes through `.data` and `.numpy()`. A function that does so
+    usually does it in its first call, and to a whole tensor.
     """
 
     key = 0  # the identity of what is called
@@ -45,14 +45,14 @@ class FirstBytes:
         self._then = _first_bytes(tensors)
 
     def look_again(self) -> None:
-        """Take the next calls for the first ones, too."""
+        """Watch the next calls, too."""
         if known := _COUNTED.get(self.key):
             _COUNTED[self.key] = known[0], 0
 
     def changed(
         self, tensors: Sequence[Tensor], known: Container[int] = ()
     ) -> list[int]:
-        """Return which hold something else now, where they were and uncounted."""
+        """Return which hold other bytes now, in the same memory and version."""
         pairs = enumerate(zip(self._then, _first_bytes(tensors), strict=True))
         found = [i for i, (then, now) in pairs if _differ(then, now)]
         return [i for i in found if i not in known]

@@ -1,14 +1,14 @@
 """What a recompute reads of large inputs that the forward wrote to, as to a cache.
 
-Nothing is copied before a forward: it would be much, and most inputs are only read. So
-a recompute starts from what they held when the forward ended, of which the next call
-that may write to them makes a copy if somebody may ask for it; else from what they hold
-by then. It may read an element that it has written itself, and one that nobody has
-written since the call began.
+Nothing is copied before a forward: large inputs take much memory, and most are only
+read. So a recompute starts from what they held when the forward ended, if the next call
+that may write to them has copied that, as it does if somebody may ask for it; else from
+what they hold by then. It may read an element that it has written itself, and one that
+nobody has written since the call began.
 
 Invariant: anything else is refused, and afterwards they hold what they held before.
-Rejected: to copy them in each call from the second one on. A cache that a backward
-follows each time is not copied at all.
+Rejected: to copy them in each call from the second one on. A cache is not copied at all
+if each call is followed by its backward.
 """
 
 import functools
