@@ -14,10 +14,9 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     warned            at which line a warning is shown, and that it is shown once
     sizes             numbers of bytes, as people write them
     op, program       an operation, and a call, as data
-    operators         the operators that graphs hold: the barrier, and names
+    operators         those that graphs and records hold: the barrier, names, units
     later             names whose modules are imported where they are first used
     observer          the mode by which reports, blocks and budgets see operations
-    unit              several operations as one, for those that record or replay
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, how often it was changed, its parts
 

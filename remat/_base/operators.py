@@ -1,18 +1,26 @@
-"""The operators of remat that graphs hold.
+"""The operators of remat that graphs and records hold.
 
     barrier     the identity, which also reads other tensors
     same        what inductor runs for it: without a copy
     named       a name of a value
+    unit        several operations as one, for the modes that record or replay
 
-Invariant: an operator computes nothing. It says what a graph must not reorder or lose.
-Rejected: marks in the metadata of nodes, which the tracers drop.
+Invariant: those that graphs hold compute nothing. They say what a graph must not
+reorder or lose. The user's modes, autograd and transforms see what is in a unit, as
+without us.
+Rejected: marks in the metadata of nodes, which the tracers drop. A kernel that is
+called as a unit: it runs below all of these.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from remat._base.context import here
+from remat._torch import as_one_operation
 
 
 LIBRARY = torch.library.Library("remat", "FRAGMENT")
@@ -59,3 +67,44 @@ def _batched(info: Any, in_dims: Any, x: Tensor, name: str) -> Any:
 LIBRARY.impl("named", _nothing, "Meta")
 torch.library.register_vmap("remat::named", _batched, lib=LIBRARY)
 LIBRARY.impl("named", torch.library.fallthrough_kernel, "Autograd")
+
+
+# --- Several operations as one ---
+
+
+LIBRARY.define("unit(Tensor[] inputs, str name) -> Tensor[]")
+unit: Any = torch.ops.remat.unit.default
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.runs: list[Callable[..., Any]] = []
+
+
+_ENTERED = _Entered()
+
+
+@torch.library.impl(LIBRARY, "unit", "CompositeExplicitAutograd")
+def _unit(inputs: Sequence[Tensor], name: str) -> list[Tensor]:
+    del name
+    return [*_ENTERED.runs[-1](*inputs)]
+
+
+torch.library.register_fake("remat::unit", _unit, lib=LIBRARY)
+
+
+def as_unit(
+    fn: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], name: str
+) -> Any:
+    """Run something as one operation, if remat's modes see the operations here."""
+    if not (here().modes or here().reporter):
+        return fn(*inputs)
+
+    def call(inside: Callable[..., Any]) -> Any:
+        _ENTERED.runs.append(inside)
+        try:
+            return unit([*inputs], name)
+        finally:
+            _ENTERED.runs.pop()
+
+    return as_one_operation(call, fn)

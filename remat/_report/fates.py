@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from remat._base.op import Op
+from remat._base.operators import unit
 from remat._base.source import short
-from remat._base.unit import unit
 from remat._partial.budget import Spent, cost_of
 from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves

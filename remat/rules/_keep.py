@@ -28,9 +28,9 @@ from typing_extensions import override
 from remat._base.calls import at_call
 from remat._base.context import EnteredAgain, here
 from remat._base.op import Op
+from remat._base.operators import as_unit
 from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import versions_of
-from remat._base.unit import as_unit
 from remat._partial.decide import warn_once
 from remat._partial.names import note_found
 from remat._partial.recorder import Recorder

@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.errors import CaptureError
+from remat._base.operators import as_unit
 from remat._base.program import Evaluation, InputIndex, OutputIndex, Program, Request
 from remat._base.tensors import versions_of
 from remat._base.types import Outputs
-from remat._base.unit import as_unit
 from remat._torch import (
     below_all_levels,
     current_layer,

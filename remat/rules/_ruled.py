@@ -22,6 +22,7 @@ from typing_extensions import override
 from remat._base import pytree
 from remat._base.context import here
 from remat._base.errors import CaptureError
+from remat._base.operators import as_unit
 from remat._base.program import (
     Evaluation,
     InputIndex,
@@ -34,7 +35,6 @@ from remat._base.program import (
 from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import describe_meta
 from remat._base.types import Outputs
-from remat._base.unit import as_unit
 from remat._torch import current_task, keeps_graph, set_grad_enabled
 from remat._transform.below import BatchVjp, levels_below, note_levels
 from remat._transform.levels import Batch
