@@ -63,6 +63,7 @@ from remat._torch.autograd import (
     unpack_hooks_of as unpack_hooks_of,
     when_done as when_done,
     without_hooks as without_hooks,
+    writes_to_leaf as writes_to_leaf,
 )
 from remat._torch.batches import (
     Wrapping as Wrapping,

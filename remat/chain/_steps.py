@@ -39,6 +39,7 @@ from remat._torch import (
     leaf_at,
     unbatched,
     unwrap_for_grad,
+    writes_to_leaf,
 )
 
 
@@ -282,7 +283,7 @@ def run_step(
         given = live.frame.filled(leaves)
         carry, y = steps.apply(*call, k, given, steps.place(k) - offset)
     except RuntimeError as error:
-        if "a leaf Variable that requires grad" not in str(error):
+        if not writes_to_leaf(error):
             raise
         raise MutationError(_CHANGED.format(k=k, label=steps.label)) from error
     if versions_of(leaves) != before:

@@ -33,6 +33,17 @@ def test_dual_levels_are_seen():
     assert autograd.is_forward_ad_enabled() is True
 
 
+@expects("writes_to_leaf")
+def test_a_write_to_a_leaf_is_told_by_its_text():
+    said = []
+    for write in (lambda x: x.add_(1), lambda x: x.view(9)):
+        try:
+            write(leaf())
+        except RuntimeError as error:
+            said.append(autograd.writes_to_leaf(error))
+    assert said == [True, False]
+
+
 @expects("execution_group")
 def test_groups_of_backwards_are_seen():
     assert autograd.execution_group() is None
