@@ -69,11 +69,7 @@ _KNOWN = _Known()
 
 
 class InputsAway:
-    """The inputs of one call that are away, and the hooks that put them there.
-
-    Attributes:
-        label: what messages call the call.
-    """
+    """The inputs of one call that are away, and the hooks that put them there."""
 
     def __init__(self, label: str, *, to_disk: bool) -> None:
         self.label = label
@@ -218,9 +214,6 @@ class Offloading:
     """Sends away what the nodes of a call save, one at each level, and only they hold.
 
     A backward is a call again, whose nodes save what came back.
-
-    Attributes:
-        gone: the inputs that went.
     """
 
     __slots__ = ("_away", "_end", "_is_again", "_label", "_stay", "_where", "gone")
@@ -229,7 +222,7 @@ class Offloading:
         self._label, self._where, self._is_again = label, where, is_again
         self._end: int | None = None  # from there on all are parameters
         self._stay: Container[int] = ()  # those that modules hold
-        self.gone: set[int] = set()
+        self.gone: set[int] = set()  # the inputs that went
         self._away: Callable[[], InputsAway | None] = lambda: None  # its nodes hold it
 
     @classmethod

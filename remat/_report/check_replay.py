@@ -63,19 +63,13 @@ _NOTHING: tuple[str, list[Tensor]] = "nothing", []
 
 
 class RunValues(Observer):
-    """Keeps what the operations of a run make, or compares it with an earlier run.
-
-    Attributes:
-        values: how many tensors were looked at.
-        nbytes: their bytes.
-        difference: what differs first; None if nothing does so far.
-    """
+    """Keeps what the operations of a run make, or compares it with an earlier run."""
 
     def __init__(self, then: Sequence[RunOperation] | None = None) -> None:
         super().__init__()
         self.steps: list[RunOperation] = []
-        self.values = self.nbytes = 0
-        self.difference: str | None = None
+        self.values = self.nbytes = 0  # how many were looked at, and their bytes
+        self.difference: str | None = None  # what differs first
         self._then, self._at = then, 0
         # What the earlier run looked at next.
         self._left: Iterator[tuple[str, list[Tensor]]] = iter(())

@@ -99,22 +99,16 @@ class ExplainedOp:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedBudget:
-    """What a budget keeps: of `policies.within`.
-
-    Attributes:
-        limit, nbytes: the bytes of the budget, and those that it keeps.
-        work, whole_work: of the recompute, and of the whole forward, in seconds.
-        gap: how much less work another choice could cost, as a fraction of `work`. 0 if
-            the solver has proven that none costs less.
-        overdrawn: whether what must be kept takes more than the limit.
-    """
+    """What a budget keeps: of `policies.within`."""
 
     limit: int
-    nbytes: int
-    work: float
+    nbytes: int  # that it keeps
+    work: float  # of the recompute, in seconds, and of the whole forward
     whole_work: float
+    # How much less work another choice could cost, as a fraction. 0 if the solver has
+    # proven that none costs less.
     gap: float
-    overdrawn: bool
+    overdrawn: bool  # what must be kept takes more than the limit
 
     def __str__(self) -> str:
         share = self.work / self.whole_work if self.whole_work else 0.0
@@ -126,14 +120,9 @@ class ExplainedBudget:
 
 @dataclass(frozen=True, slots=True)
 class SuggestedPolicy:
-    """A policy to write.
+    """A policy to write, and what `explain` tells of the call under it."""
 
-    Attributes:
-        code: an expression of `torch` and of `policies`, the module of remat.
-        saved_bytes, recomputed_share: what `explain` tells of the call under it.
-    """
-
-    code: str
+    code: str  # an expression of `torch` and of `policies`, the module of remat
     saved_bytes: int
     recomputed_share: float
 

@@ -66,20 +66,13 @@ def budget_of(
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """The numbers of a step that is like all others.
-
-    Attributes:
-        carry: the bytes of a carry.
-        cotangent: those of its cotangent.
-        advance: the bytes that exist beside the carry before, while a step runs.
-        reverse: the same while several steps are run again and reversed: how many, and
-            the bytes. With the cotangents, and without what the gradients of arguments
-            take.
-    """
+    """The bytes of a step that is like all others."""
 
     carry: int
-    cotangent: int
-    advance: int
+    cotangent: int  # of a carry
+    advance: int  # what exists beside the carry before, while a step runs
+    # The same while so many steps are run again and reversed: with the cotangents, and
+    # without what the gradients of arguments take.
     reverse: tuple[tuple[int, int], ...]
 
     @property
@@ -318,14 +311,7 @@ def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes
 
 
 class Rehearsal:
-    """A forward of a trial that has run, and steps of it that run again.
-
-    Attributes:
-        call: the trial.
-        run: its backward.
-        inputs: of the chain, with the values that buffers had before the forward.
-        forward_bytes: what its forward took, without what was collected.
-    """
+    """A forward of a trial that has run, and steps of it that run again."""
 
     def __init__(
         self,
@@ -340,8 +326,9 @@ class Rehearsal:
         updated = evaluation.updated  # buffers, whose values from before come last
         if updated:
             inputs = replaced_at(inputs, updated, outs[-len(updated) :])
-        self.inputs = inputs
+        self.inputs = inputs  # with the values of buffers from before the forward
         places = chain.call.outs
+        # What the forward took, without what was collected.
         self.forward_bytes = peak - _nbytes([outs[j] for j in places.of_collected])
         given = [*places.of_carry, *places.of_collected]
         given = [j for j in given if evaluation.differentiable[j]]

@@ -199,11 +199,7 @@ class Reversing:
     def _segment(
         self, start: int, stop: int
     ) -> tuple[Segment, Sequence[bool], list[Tensor]]:
-        """Take the live carry and make a segment of it.
-
-        Returns:
-            The segment, which tensors of its carry are differentiated, and its inputs.
-        """
+        """Make a segment of the live carry; with what it needs, and its inputs."""
         live, self.live = self.live, None
         assert live is not None
         bounds = start, stop
@@ -243,13 +239,7 @@ class Reversing:
         return wanted + [len(needs) + i for i in self._wanted]
 
     def _take_cotangents(self, start: int, stop: int, count: int) -> dict[int, Tensor]:
-        """Take the cotangents of the outputs of a segment, by index.
-
-        Args:
-            start: the first step.
-            stop: the step after the last.
-            count: how many tensors its first carry has.
-        """
+        """Take the cotangents of a segment whose first carry has so many tensors."""
         places = [*map(self._call.steps.place, range(start, stop))]
         rows = [
             None if ct is None else ct.select(0, place)

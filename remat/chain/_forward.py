@@ -128,10 +128,7 @@ class ChainCall(Call):
     ) -> Between | None:
         """Note what all that the steps reach holds now, as at a call from here on.
 
-        Args:
-            fn: the function of the steps, as they are given it.
-            args: their arguments.
-            inputs: those of the chain that the steps run on; of the forward if None.
+        They run on these `inputs` of the chain; on those of the forward if None.
         """
         if inputs is None:
             assert self.cut is not None
@@ -224,13 +221,7 @@ class ChainProgram(Primal):
 
 
 class _Sweep:
-    """The forward of a chain, while it runs.
-
-    Attributes:
-        is_noting: whether the steps change what is noted with each checkpoint.
-        count: how many steps have run.
-        stored: the checkpoints, if there are to be some.
-    """
+    """The forward of a chain, while it runs."""
 
     def __init__(
         self,
@@ -242,7 +233,8 @@ class _Sweep:
         self._call, self._fn, self._args = call, fn, args
         self._cut = cut = call.cut
         self._before = self._moment()
-        # Iterators do not tell how far they were read. Modes may count what runs.
+        # Whether the steps change what is noted with each checkpoint. Iterators do not
+        # tell how far they were read. Modes may count what runs.
         self.is_noting = call.reach.has_iterators or are_users_modes()
         first = call.first(cut.inputs)
         self._live = first._replace(tensors=[*map(cut.value, first.tensors)])

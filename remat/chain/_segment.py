@@ -131,11 +131,7 @@ class Segment(Program):
     ) -> Any:
         """Call something with the function and the arguments of the chain.
 
-        Args:
-            call: what is called.
-            inputs: of the chain, in place of the user's own tensors.
-            mode: the mode that the run is under.
-            runs: a list that gets the run, if its graph is to be differentiated.
+        `runs` gets the run, if its graph is to be differentiated.
         """
         chain, context, all_steps = self._chain, here(), self._call
         reach, state = all_steps.reach, self._state()

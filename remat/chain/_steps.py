@@ -44,34 +44,21 @@ from remat._torch import (
 
 
 class Between(NamedTuple):
-    """What all that the steps reach held between two of them.
+    """What all that the steps reach held between two of them."""
 
-    Attributes:
-        reach: notes it.
-        numbers: of its tensors, among the inputs of the chain.
-        modes: what the user's modes held; None where there are none.
-    """
-
-    reach: Reach
-    numbers: Sequence[int]
-    modes: ModesAround | None
+    reach: Reach  # notes it
+    numbers: Sequence[int]  # of its tensors, among the inputs of the chain
+    modes: ModesAround | None  # what the user's modes held; None where there are none
 
 
 class Live(NamedTuple):
-    """A carry between two steps, or what one step collects, without graphs.
-
-    Attributes:
-        tensors: of the carry.
-        frame: the rest of it.
-        needs: which of the tensors require grad.
-        ambient: the state of random streams at this step; None if it is that of the
-            call.
-        objects: what objects held at this step; None if it is as at the call.
-    """
+    """A carry between two steps, or what one step collects, without graphs."""
 
     tensors: Sequence[Tensor]
-    frame: Frame
-    needs: Sequence[bool]
+    frame: Frame  # the rest of it
+    needs: Sequence[bool]  # which of the tensors require grad
+    # The states of random streams, and what objects held, at this step; None if it is
+    # as at the call.
     ambient: Any = None
     objects: Between | None = None
 
@@ -87,29 +74,17 @@ Apply: TypeAlias = Callable[[Any, Sequence[Any], int, Any, int], tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What the steps of a chain are.
+    """What the steps of a chain are."""
 
-    Attributes:
-        apply: runs a step; returns the next carry, and what is collected.
-        label: what errors call the chain.
-        length: how many steps there are; None if only the chain itself can tell.
-        goes_on: given the function and a carry, says whether there is another step;
-            None if the length is known.
-        scanned: the argument that is cut into slices, one for each step; None if none.
-        is_repeated: whether each step calls the same function. Then each carry is built
-            like the first one.
-        is_reversed: whether the last slice comes first.
-        on_disk: whether carries are stored in files.
-    """
-
-    apply: Apply
-    label: str
-    length: int | None
+    apply: Apply  # runs a step; returns the next carry, and what is collected
+    label: str  # what errors call the chain
+    length: int | None  # None if only the chain itself can tell
+    # Where the length is not known: whether there is another step after a carry.
     goes_on: Callable[[Any, Any], bool] | None = None
-    scanned: int | None = None
-    is_repeated: bool = True
-    is_reversed: bool = False
-    on_disk: bool = False
+    scanned: int | None = None  # the argument that is cut into slices, one for a step
+    is_repeated: bool = True  # each step calls one function, and carries are alike
+    is_reversed: bool = False  # the last slice comes first
+    on_disk: bool = False  # carries are stored in files
 
     def slices(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first of the slices that steps need, and the one after them."""
@@ -211,17 +186,11 @@ _FORM = (
 
 
 class Cut(NamedTuple):
-    """How graphs end between two steps.
+    """How graphs end between two steps."""
 
-    Attributes:
-        inputs: of the chain, as the graphs have them.
-        leaf: returns a tensor as a leaf of the next graph, which requires grad or not.
-        value: returns a result without its graph, as one of the level of the inputs.
-    """
-
-    inputs: Sequence[Tensor]
-    leaf: Callable[[Tensor, bool], Tensor]
-    value: Callable[[Tensor], Tensor]
+    inputs: Sequence[Tensor]  # of the chain, as the graphs have them
+    leaf: Callable[[Tensor, bool], Tensor]  # of the next graph; requires grad or not
+    value: Callable[[Tensor], Tensor]  # of the level of the inputs, without its graph
 
 
 @contextlib.contextmanager

@@ -162,22 +162,15 @@ _COMPOSITES: dict[Any, Any] = {
 
 
 class KeyedMode(TorchFunctionMode):
-    """Draws from a key where torch would draw from a global stream.
-
-    Attributes:
-        key: the key of the block. Draw i uses `fold_in(key, i)`.
-        guard: the mode that refuses other draws. Rules run without it.
-        count: the number of draws so far.
-        depth: how many of torch's checkpoints enclose the block.
-        worker: the DataLoader worker that entered the block, if any.
-    """
+    """Draws from a key where torch would draw from a global stream."""
 
     def __init__(self, key: Key, guard: Guard | None) -> None:
         super().__init__()
         self.key = key
-        self.guard = guard
-        self.count = 0
-        self.depth = _checkpoints()
+        self.guard = guard  # refuses other draws; rules run without it
+        self.count = 0  # of the draws so far: draw i uses `fold_in(key, i)`
+        self.depth = _checkpoints()  # of those of torch around the block
+        # The worker of a DataLoader that entered the block.
         self.worker = None if torch.compiler.is_compiling() else get_worker_info()
 
     def draw(self) -> Key:

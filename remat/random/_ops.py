@@ -176,11 +176,7 @@ def _operator(
 ) -> F:
     """Make a kernel an operator. Return the function that calls it.
 
-    Args:
-        schema: of the operator.
-        kernel: what it computes.
-        shape: the same for tensors without values; the last argument may be None.
-        vmap: given the operator, returns its rule.
+    `shape` is the kernel of tensors without values; its last argument may be None.
     """
 
     def meta(data: Tensor, first: Any, second: Any = None) -> Tensor:
