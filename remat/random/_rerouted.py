@@ -130,19 +130,11 @@ def _randint(
     )
 
 
-def _randint_like(
-    draw: Draw,
-    input: Tensor,
-    *args: Any,
-    high: Any = None,
-    low: Any = None,
-    **options: Any,
-) -> Tensor:
-    left = list(args)
-    high = int(left.pop() if high is None else high)
-    low = int(left.pop() if left else (low or 0))
-    shape = shape_like(input)
-    return _randint(draw, size=shape, high=high, low=low, like=input, **options)
+def _randint_like(draw: Draw, input: Tensor, *args: Any, **options: Any) -> Tensor:
+    for name in options.keys() & {"low", "high"}:
+        options[name] = int(options[name])  # a bound may be a tensor
+    size = shape_like(input)
+    return _randint(draw, *map(int, args), size=size, like=input, **options)
 
 
 def _randperm(draw: Draw, n: int, **options: Any) -> Tensor:
