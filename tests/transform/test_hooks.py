@@ -148,30 +148,16 @@ def test_a_hook_of_a_result_inside_under_torch_func(order):
     assert len(calls) == 1  # those of recomputes are undone
 
 
-def doubled(u, kept):
-    kept.append(u.register_hook(lambda grad: 2 * grad))
+def double(grad):
+    return 2 * grad
 
 
-def doubled_twice(u, kept):
-    doubled(u, kept)
-    doubled(u, kept)
-
-
-def removed_inside(u, kept):
-    doubled(u, kept)
-    kept.pop().remove()
-
-
-def removed_later(u, kept):
-    doubled(u, kept)
-    kept[0:0] = [kept.pop()]
-
-
+# What sets hooks on `u`, and may keep a handle that is removed later.
 SET_INSIDE = {
-    "one": (doubled, False),
-    "two": (doubled_twice, False),
-    "removed inside": (removed_inside, False),
-    "removed later": (removed_later, True),
+    "one": (lambda u, kept: u.register_hook(double), False),
+    "two": (lambda u, kept: (u.register_hook(double), u.register_hook(double)), False),
+    "removed inside": (lambda u, kept: u.register_hook(double).remove(), False),
+    "removed later": (lambda u, kept: kept.append(u.register_hook(double)), True),
 }
 AROUND = {
     "grad": lambda f: grad(f)(X),

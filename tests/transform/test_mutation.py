@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.runs import replayed
+from support.tables import rows
 from support.zoo import counted, ops_of
 from torch import nn
 from torch.func import grad, vmap
@@ -174,82 +175,61 @@ def global_sine(x):
     return double_sine(x, W)
 
 
-def positional():
-    a = torch.randn(3)
-    return remat(double_sine)(leaf(3), a), a, "a"
+def vector():
+    return torch.randn(3)
 
 
-def differentiated():
-    x = leaf(3)
-    return remat(lambda x: x.sin().sin())(x), x, "x"
+def of_a_closure(w):
+    return remat(lambda x: double_sine(x, w))(leaf(3))
 
 
-def keyword():
-    a = torch.randn(3)
-    return remat(keyword_sine)(leaf(3), k=a), a, "k"
+BLOCK = Block()
+# A call that reads a tensor, what makes the tensor, and what an error calls it.
+INPUTS = {
+    "positional": (lambda a: remat(double_sine)(leaf(3), a), vector, "a"),
+    "differentiated": (remat(lambda x: x.sin().sin()), lambda: leaf(3), "x"),
+    "keyword": (lambda a: remat(keyword_sine)(leaf(3), k=a), vector, "k"),
+    "nested": (
+        lambda a: remat(tree_sine)(leaf(3), {"p": (None, a)}),
+        vector,
+        r"tree\['p'\]\[1\]",
+    ),
+    "closure": (of_a_closure, vector, "w"),
+    "closure that needs grad": (of_a_closure, lambda: leaf(3), "w"),
+    "default": (
+        lambda w: remat(lambda x, w=w: double_sine(x, w))(leaf(3)),
+        vector,
+        r"<lambda>\.__defaults__\[0\]",
+    ),
+    "global variable": (lambda _: remat(global_sine)(leaf(3)), lambda: W, "W"),
+    "parameter": (
+        lambda _: remat(BLOCK)(leaf(3)),
+        lambda: BLOCK.inner.weight,
+        r"self\.inner\.weight",
+    ),
+    "buffer": (lambda _: remat(BLOCK)(leaf(3)), lambda: BLOCK.shift, r"self\.shift"),
+    "parameter of an argument": (
+        lambda _: remat(lambda m, x: m(x))(BLOCK, leaf(3)),
+        lambda: BLOCK.inner.weight,
+        r"m\.inner\.weight",
+    ),
+    "parameter of a global module": (
+        lambda _: remat(lambda x: BLOCK(x))(leaf(3)),
+        lambda: BLOCK.inner.bias,
+        r"BLOCK\.inner\.bias",
+    ),
+    "view": (
+        lambda base: remat(double_sine)(leaf(3), base[1]),
+        lambda: torch.randn(2, 3),
+        "a",
+    ),
+}
 
 
-def nested():
-    a = torch.randn(3)
-    return remat(tree_sine)(leaf(3), {"p": (None, a)}), a, r"tree\['p'\]\[1\]"
-
-
-def closure(w=None):
-    w = torch.randn(3) if w is None else w
-    return remat(lambda x: double_sine(x, w))(leaf(3)), w, "w"
-
-
-def closure_that_needs_grad():
-    return closure(leaf(3))
-
-
-def default():
-    w = torch.randn(3)
-    y = remat(lambda x, w=w: double_sine(x, w))(leaf(3))
-    return y, w, r"<lambda>\.__defaults__\[0\]"
-
-
-def global_variable():
-    return remat(global_sine)(leaf(3)), W, "W"
-
-
-def parameter():
-    block = Block()
-    return remat(block)(leaf(3)), block.inner.weight, r"self\.inner\.weight"
-
-
-def buffer():
-    block = Block()
-    return remat(block)(leaf(3)), block.shift, r"self\.shift"
-
-
-def parameter_of_an_argument():
-    block = Block()
-    y = remat(lambda m, x: m(x))(block, leaf(3))
-    return y, block.inner.weight, r"m\.inner\.weight"
-
-
-def parameter_of_a_captured_module():
-    block = Block()
-    return remat(lambda x: block(x))(leaf(3)), block.inner.bias, r"block\.inner\.bias"
-
-
-def view():
-    base = torch.randn(2, 3)
-    return remat(double_sine)(leaf(3), base[1]), base, "a"
-
-
-INPUTS = [
-    positional, differentiated, keyword, nested, closure, closure_that_needs_grad,
-    default, global_variable, parameter, buffer, parameter_of_an_argument,
-    parameter_of_a_captured_module, view,
-]  # fmt: skip
-inputs = pytest.mark.parametrize("make", INPUTS, ids=lambda make: make.__name__)
-
-
-@inputs
-def test_changing_an_input_before_the_backward_is_refused_by_name(make):
-    y, tensor, name = make()
+@rows("call, make, name", INPUTS)
+def test_changing_an_input_before_the_backward_is_refused_by_name(call, make, name):
+    tensor = make()
+    y = call(tensor)
     with torch.no_grad():
         tensor.add_(1)
     with pytest.raises(MutationError, match=f"`{name}` was changed in place between"):
