@@ -18,12 +18,11 @@ from support.pruning import (
     dead_end,
     each_case,
     each_policy,
-    forget_calls,
     given_up,
 )
-from support.zoo import Evaluations, leaves_of, scalar
+from support.zoo import leaves_of, scalar
 
-from remat import RecomputeError, remat
+from remat import remat
 from remat.testing import assert_same
 
 
@@ -161,42 +160,6 @@ def test_a_closure_is_made_anew_in_each_call(policy):
         ours = remat(made(call), policy=policy, prune=True)
         assert_like_plain(ours, made(call), X)
     assert len(call_caches()) <= 2
-
-
-@each_policy
-def test_a_number_grows_that_is_in_no_snapshot(policy):
-    """Each run sees a larger one, that of a first recompute as well.
-
-    It is of the same function, or an error. In later calls it need not be: nobody saw
-    the forward then.
-    """
-    seen = Evaluations()
-
-    def fn(x):
-        seen.note(1)
-        h = x.sin()
-        for _ in range(min(len(seen) // 3, 4)):
-            h = h.exp().tanh()
-        return dead_end(h)
-
-    def gradient(fn, length):
-        seen.clear()
-        [seen.note(1) for _ in range(length)]
-        (x,) = leaves_of(X)
-        try:
-            return torch.autograd.grad(scalar(fn(x)), x)[0]
-        except RecomputeError:
-            return "an error"
-
-    ours = remat(fn, policy=policy, prune=True)
-    for length in [0, 1, 2, 3, 4, 5, 13, 14]:
-        forget_calls()
-        got = gradient(ours, length)
-        same = (length + 1) // 3 == (length + 2) // 3 or length > 12
-        if same or policy is POLICIES["everything"]:  # of which nothing is recomputed
-            assert_same(got, gradient(fn, length))
-        else:
-            assert isinstance(got, str)
 
 
 # --- State that changes between forward and backward, a documented limit ---

@@ -1,4 +1,4 @@
-"""Syntax and library of Python 3.12 and 3.13, as tests run with 3.11, too."""
+"""Syntax of Python 3.12 and 3.13, as tests run with 3.11, too."""
 
 import importlib.util
 import sys
@@ -81,64 +81,8 @@ PROGRAMS = {
             y = x.sin()
             return locals()["y"].exp()
     """,
-    "itertools.batched inside": """
-        import itertools
-
-        numbers = [1.0, 2.0, 3.0]
-
-        def fn(x):
-            for pair in itertools.batched(numbers, 2):
-                x = (x * sum(pair)).sin()
-            return x.exp()
-    """,
-    "an override": """
-        from typing import override
-
-        class Base(torch.nn.Module):
-            def forward(self, x):
-                return x.sin()
-
-        class Wave(Base):
-            def __init__(self):
-                super().__init__()
-                self.calls = 0
-
-            @override
-            def forward(self, x):
-                self.calls += 1
-                return (super().forward(x) * self.calls).exp()
-
-        fn = Wave()
-    """,
 }
 SINCE_3_13 = {
-    "a deprecated function and class": """
-        import warnings
-
-        @warnings.deprecated("old", category=None)
-        def old(x):
-            return x.sin()
-
-        @warnings.deprecated("old", category=None)
-        class Old:
-            scale = 2.0
-
-        def fn(x):
-            return (old(x) * Old().scale).exp()
-    """,
-    "copy.replace": """
-        import copy
-        from dataclasses import dataclass
-
-        @dataclass(frozen=True)
-        class Settings:
-            scale: float = 1.0
-
-        settings = Settings(2.0)
-
-        def fn(x):
-            return (x * copy.replace(settings, scale=3.0).scale).sin().exp()
-    """,
     "a type parameter with a default": """
         def same[T = float](value: T) -> T:
             return value

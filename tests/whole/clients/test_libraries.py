@@ -60,39 +60,6 @@ def perceptron(*sizes):
 
 
 @program("pyro")
-def pyro_variational_autoencoder(wrap):
-    import pyro
-    from pyro import distributions as dist
-    from pyro.infer import SVI, Trace_ELBO
-    from pyro.optim import Adam
-
-    pyro.clear_param_store()
-    encoder, decoder = perceptron(6, 16, 4), perceptron(2, 16, 6)
-    encode, decode = wrap(encoder), wrap(decoder)
-    data = torch.rand(12, 6)
-
-    def model(x):
-        pyro.module("decoder", decoder)
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(torch.zeros(len(x), 2), 1.0).to_event(1))
-            mean = decode(z)
-            pyro.sample("x", dist.Normal(mean, 0.1).to_event(1), obs=x)
-        return mean
-
-    def guide(x):
-        pyro.module("encoder", encoder)
-        with pyro.plate("data", len(x)):
-            mean, scale = encode(x).chunk(2, -1)
-            pyro.sample("z", dist.Normal(mean, scale.exp()).to_event(1))
-
-    svi = SVI(model, guide, Adam({"lr": 0.01}), loss=Trace_ELBO())
-    losses = [svi.step(data) for _ in range(STEPS)]
-    store = pyro.get_param_store()
-    found = {name: value.detach() for name, value in store.items()}
-    return observed((losses, found)), observed(torch.get_rng_state())
-
-
-@program("pyro")
 def pyro_model_that_draws_inside(wrap):
     """The whole likelihood is rematerialized, with the samples in it."""
     import pyro
