@@ -9,7 +9,6 @@ import itertools
 from fractions import Fraction
 
 import pytest
-import torch
 from support.adversarial.program import State
 from support.runs import configurations, leaf
 from support.tables import rows
@@ -139,30 +138,6 @@ def test_a_hook_of_a_class_that_is_gone_is_an_error_with_its_name(ours, make):
     gc.collect()  # a class holds itself
     with pytest.raises(RecomputeError, match=r"The class with_a.*Local .* gone"):
         results[0].backward()
-
-
-@configurations
-def test_a_class_that_is_code_and_constants_is_there_for_a_recompute(ours):
-    def scaling():
-        class Local:
-            scales = 2.0, "a"
-
-            def __call__(self, module, args):
-                return (args[0] * self.scales[0],)
-
-        return Local()
-
-    grads, inputs = [], leaf().detach()
-    for wrap in (ours, lambda fn: fn):
-        module, x = Curve(), inputs.clone().requires_grad_()
-        handle = module.register_forward_pre_hook(scaling())
-        loss = wrap(module)(x * 1).sum()
-        handle.remove()
-        gc.collect()
-        ops = ops_of(loss.backward)
-        assert ops["sin"] == (wrap is ours)
-        grads.append(x.grad)
-    assert torch.equal(*grads)
 
 
 class Curve(nn.Module):

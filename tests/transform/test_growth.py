@@ -3,13 +3,12 @@
 import gc
 import importlib
 import pkgutil
-import weakref
 
 import pytest
 import torch
 from support.tables import rows
 from support.watch import Watch
-from support.zoo import Evaluations, ops_of
+from support.zoo import Evaluations
 from torch import nn
 from torch.func import grad, vmap
 
@@ -130,25 +129,4 @@ def test_a_namespace_made_by_exec_is_freed():
     assert len(scope["calls"]) == 2
     del scope
     gc.collect()  # a function and its namespace are a cycle of Python's own
-    assert watch.alive == 0
-
-
-def test_a_local_class_is_freed_with_what_its_methods_close_over():
-    watch = Watch()
-
-    def run():
-        weight = watch(torch.linspace(1, 2, 4))
-
-        class Local(nn.Module):
-            def forward(self, x):
-                return (x * weight).sin().sin()
-
-        x = torch.ones(4, requires_grad=True)
-        ops = ops_of(lambda: remat(Local())(x).sum().backward())
-        assert ops["sin"] == 2 + 1, "the last one is not needed again"
-        return weakref.ref(Local)
-
-    local = run()
-    gc.collect()  # a class is a cycle of Python's own
-    assert local() is None
     assert watch.alive == 0

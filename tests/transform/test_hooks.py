@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.as_plain import leaf
 from support.tables import rows
 from support.zoo import (
     W,
@@ -99,7 +98,7 @@ def test_a_hook_around_a_call_reads_what_its_graph_saved(policy):
     for again in range(3):  # recorded, then along a plan
         kept.clear()
         read.clear()
-        x, scale = leaf(), torch.ones(4, dtype=torch.double)
+        (x,), scale = leaves_of(X), torch.ones(4, dtype=torch.double)
         with saved_tensors_hooks(pack, lambda t: t):
             y = ours(x, scale)
         assert read, again

@@ -7,13 +7,16 @@ import copy
 
 import pytest
 import torch
-from support.as_plain import leaf
-from support.zoo import ops_of, plainly
+from support.zoo import make, ops_of, plainly
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from remat import remat
 from remat.testing import assert_same, count_ops
+
+
+def leaf(seed=1, shape=(4, 4)):
+    return make(*shape, seed=seed).requires_grad_()
 
 
 # --- The graph ---

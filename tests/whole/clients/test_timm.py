@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.clients import (
     STYLES,
-    Client,
     adamw,
     assert_changed_trains_as_plain,
     assert_leaves_nothing_behind,
@@ -94,32 +93,6 @@ def test_whole_stages(name):
             block.forward = wrap(block.forward)
 
     assert_trains_as_plain(CLIENTS[name], stages, remat)
-
-
-@clients("vit", "resnet", "convnext", "efficientnet")
-def test_in_the_place_of_the_checkpoint_that_models_call(name, monkeypatch):
-    """timm calls it with a closure over the list of all layers of a stage."""
-
-    def checkpoint(fn, *args, use_reentrant, **kwargs):
-        assert not use_reentrant
-        return remat(fn)(*args, **kwargs)
-
-    def enable(blocks, wrap):
-        monkeypatch.setattr("torch.utils.checkpoint.checkpoint", checkpoint)
-
-    def build():
-        model = CLIENTS[name].build()
-        model.model.set_grad_checkpointing()
-        return model
-
-    plain = CLIENTS[name]
-    ours = Client(build, plain.blocks, plain.inputs, plain.loss)
-    want = train(plain, built(plain))
-    got = train(ours, of_style(ours, enable, remat))
-    assert_same(got, want)
-    _, ran = products(ours, built(ours))
-    _, of_plain = products(plain, built(plain))
-    assert ran > of_plain
 
 
 @styles
