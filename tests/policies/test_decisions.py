@@ -232,18 +232,6 @@ def test_a_policy_that_counts_is_told():
 # --- Policies that JAX users write ---
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        lambda prim, *_, **__: prim is aten.sin,
-        lambda prim, *avals, **params: prim.name == "sin",
-    ],
-)
-def test_a_policy_written_for_jax_is_told_what_an_op_has(policy):
-    with pytest.raises(TypeError, match=r"written for JAX.*op\.packet is the operator"):
-        remat(torch.sin, policy=policy)
-
-
 def test_an_operation_is_no_operator():
     for compare in (
         lambda prim: prim == aten.sin,

@@ -101,14 +101,6 @@ def test_it_is_the_identity(kind):
     assert_same(seen[0], tree)
 
 
-@pytest.mark.parametrize("name", [None, 3, ["name"], b"name", X], ids=type)
-def test_a_name_is_a_string(name):
-    with pytest.raises(
-        TypeError, match=r"(?s)checkpoint_name takes a string; got .*, a "
-    ):
-        checkpoint_name(X, name)
-
-
 # --- Which value is named ---
 
 

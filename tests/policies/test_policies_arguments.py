@@ -114,17 +114,14 @@ def test_functions_that_are_equal_are_equal_policies():
 @pytest.mark.parametrize(
     ("obj", "advice"),
     [
-        ("dots", r"'dots', a str. Do you mean remat.policies.dots_saveable\?"),
         ("nothing", "remat.policies.nothing_saveable"),
         ("save_only_these_name", "remat.policies.save_only_these_names"),
         ("dots_savable", "remat.policies.dots_saveable"),
         ("full", "a str. A policy is one of remat.policies, None"),
         ("", "a str. A policy is one of"),
-        (True, "remat.policies.everything_saveable"),
         (False, "remat.policies.nothing_saveable"),
         (1, "1, a int. A policy is"),
         ({"policy": 1}, "1, a int. A policy is"),
-        (MM, "Do you mean a list with this operator"),
         (Larger, "It is a class: pass an instance"),
         (save_only_these_names, r"It makes policies: pass save_only_these_names\("),
         (save_ops, r"It makes policies: pass save_ops\("),

@@ -8,14 +8,13 @@ import torch
 from support.operations import MM, OPS, SIN, op
 from support.policies import keys_of
 
-from remat import policies, scope
+from remat import policies
 from remat.policies import (
     Decision,
     dots_saveable,
     everything_saveable,
     nothing_saveable,
     save_from_both_policies,
-    save_larger_than,
     save_only_these_names,
     within,
 )
@@ -119,23 +118,6 @@ def test_it_holds_a_function_no_longer_than_others_do():
     assert (W | asks).cache_key == (W | asks).cache_key
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ~W,
-        lambda: ~(W | A),
-        lambda: A - W,
-        lambda: everything_saveable - (W & A),
-        lambda: W - within(10),
-    ],
-)
-def test_what_a_budget_does_not_keep_is_no_policy(make):
-    with pytest.raises(
-        TypeError, match=r"~.*within.* has no meaning: a budget says how"
-    ):
-        make()
-
-
 @pytest.mark.parametrize("make", [W.but_offload, (W | A).but_offload])
 def test_what_a_budget_keeps_is_not_offloaded(make):
     with pytest.raises(TypeError, match=r"cannot be offloaded: .* policy\.but_offload"):
@@ -165,9 +147,3 @@ def test_a_budget_cannot_say_what_to_offload():
 def test_other_arguments_are_refused(args, error, message):
     with pytest.raises(error, match=message):
         within(**args)
-
-
-@pytest.mark.parametrize("policy", [W, W | A, W & save_larger_than(10)])
-def test_a_scope_refuses_a_budget(policy):
-    with pytest.raises(TypeError, match=r"remat.scope cannot follow .*within\(1000\)"):
-        scope(policy)

@@ -1,11 +1,9 @@
 """A step of a chain that keeps a tensor is refused, wherever it is kept."""
 
-import gc
 
 import pytest
 import torch
 from support.tables import rows
-from torch import nn
 
 from remat import CaptureError, chain
 from remat._graph import edges
@@ -33,17 +31,6 @@ def test_graphs_of_others_are_walked_once(monkeypatch):
     assert edges.leads_to(edges.edge_of((leaf.sin() * other).exp()), ends, others)
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.last = self.seen = None
-
-    def forward(self, x):
-        self.last = (x * self.weight).sin()
-        return self.last.exp()
-
-
 class Holder:
     def __init__(self):
         self.seen, self.table = [], {}
@@ -65,48 +52,16 @@ def to_a_global(x):
     return y.exp()
 
 
-def to_a_variable():
-    last = None
-
-    def fn(x):
-        nonlocal last
-        last = x.sin()
-        return last.exp()
-
-    return fn
-
-
-def to_a_variables_list():
-    mine = []
-
-    def fn(x):
-        y = x.sin()
-        mine.append(y)
-        return y.exp()
-
-    return fn
-
-
 KEPT = {
-    "attribute": Layer,
     "list of an attribute": lambda: Holder().append,
     "dict of an attribute": lambda: Holder().assign,
     "global": lambda: to_a_global,
-    "variable": to_a_variable,
-    "list of a variable": to_a_variables_list,
 }
 
 
-# The global is older than `gc.freeze` of conftest.py. Without that the collector looks
-# at all objects of the process, of which pytest has very many.
-FAST = {*KEPT} - {"global"}
-
-
-@rows("place", {place: place for place in KEPT}, fast=FAST)
+@rows("place", KEPT)
 def test_a_step_that_keeps_a_tensor_is_refused(place):
-    if place not in FAST:
-        gc.unfreeze()
-    fn = KEPT[place]()
+    fn = place()
     with pytest.raises(CaptureError, match="left it other than by being returned"):
         chain.fori_loop(0, 3, lambda i, x: fn(x), X.clone().requires_grad_())
     GLOBAL.clear()

@@ -1,12 +1,11 @@
-"""What `remat` refuses when it is applied; and what type checkers refuse."""
+"""What `remat` refuses when it is applied. Others are in `whole/mistakes.txt`."""
 
 import pytest
 import torch
-from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
 
-from remat import policies, remat
+from remat import remat
 from remat.testing import assert_same, count_ops
 
 
@@ -42,10 +41,6 @@ class Waves:
         return x.sin()
 
 
-def generates(x):
-    yield x.sin()
-
-
 async def waits(x):
     return x.sin()
 
@@ -68,45 +63,18 @@ OTHERS = ("static_argnums", "prevent_cse", "use_reentrant", "context_fn", "early
 
 # What is decorated, the options, the error and its message.
 REFUSED = {
-    "policy": (wave, {"policy": "dots"}, TypeError, "not a policy: .dots."),
-    "prune": (wave, {"prune": "yes"}, ValueError, f"prune='yes': {CHOICE}"),
     "prune None": (wave, {"prune": None}, ValueError, f"prune=None: {CHOICE}"),
     "rng": (wave, {"rng": "ignore"}, ValueError, "rng='ignore': use 'replay' or 'err"),
     "rng False": (wave, {"rng": False}, ValueError, "rng=False: use 'replay' or 'err"),
-    "typo": (
-        wave,
-        {"prun": True},
-        TypeError,
-        r"'prun'\. The options are policy, prune",
-    ),
     **{name: (wave, {name: True}, TypeError, needless(name)) for name in OTHERS},
     "number": (3, {}, TypeError, "got an object of type int, which is not callable"),
     "name": ("sin", {}, TypeError, "of type str, which is not callable. Pass a func"),
-    "None": (None, {}, TypeError, r"got None in place of the function. Write remat\("),
-    "tensor": (
-        torch.ones(2),
-        {},
-        TypeError,
-        r"got a tensor, the result.* write remat\(fn\)\(x\), not remat\(fn\(x",
-    ),
     "list": ([torch.exp], {}, TypeError, "of type list, which is not callable"),
-    "modules": ([Layer()], {}, TypeError, r"a list of modules.*remat\.nn\.apply\(mod"),
-    "maker": (wave, {"policy": policies.within}, TypeError, r"pass within\(\.\.\.\)"),
-    "module class": (Layer, {}, TypeError, "Layer is a class. Apply remat to a module"),
-    **{
-        type(module).__name__: (
-            module,
-            {},
-            TypeError,
-            rf"got a {type(module).__name__}, which has no `forward`.* each module in",
-        )
-        for module in (nn.ModuleList([Layer()]), nn.ModuleDict({"a": Layer()}))
-    },
     "own call": (Called(), {}, TypeError, r"a Called.*: remat\(module\.__call__\)"),
     "class": (Waves, {}, TypeError, "Waves is a class. Apply remat to an object of"),
     **{
         fn.__name__: (fn, {"prune": True}, TypeError, body_runs_later(fn))
-        for fn in (generates, waits, generates_and_waits)
+        for fn in (waits, generates_and_waits)
     },
 }
 
@@ -137,27 +105,3 @@ def test_the_own_call_of_a_module_is_recomputed():
     assert (ops["addmm"], ops["sin"]) == (2, 1)
     assert module.layer.weight.grad.any()
     assert_same(*([p.grad for p in of.parameters()] for of in (module, plain)))
-
-
-# Arguments by position, of which there is one: the function.
-POSITIONAL = {
-    "none": ((wave, None), r"one positional argument.* remat\(fn\)\(x\)"),
-    "policy": (
-        (wave, policies.dots_saveable),
-        r"pass a policy by name: remat\(fn, policy=\.\.\.\)",
-    ),
-    "policy alone": (
-        (policies.dots_saveable,),
-        r"pass a policy by name: remat\(policy=\.\.\.\)",
-    ),
-    "call": (
-        (wave, torch.ones(2)),
-        r"Call the returned function, as in remat\(fn\)\(x\)",
-    ),
-}
-
-
-@rows("args, message", POSITIONAL)
-def test_options_are_keywords_only(args, message):
-    with pytest.raises(TypeError, match=message):
-        remat(*args)
