@@ -1,17 +1,12 @@
 """Varied ways to hold, to ask for and to change what a recompute reads."""
 
-import contextlib
-
-import numpy as np
 import torch
 from support.adversarial.program import (
-    around,
     family,
     loop,
     program,
     reversed_loop,
     trained,
-    within,
     work,
 )
 from torch import nn
@@ -99,55 +94,6 @@ def a_hook_that_counts(register):
 
 
 # --- Settings, and what torch keeps for itself ---
-
-
-@contextlib.contextmanager
-def flag_set(module, name, value):
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-SETTINGS = {
-    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
-    "default device": lambda: torch.device("meta"),
-    "flush denormal": lambda: flag_set(torch.backends.mkldnn, "enabled", False),
-    "errors of NumPy": lambda: np.errstate(all="raise"),
-    "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
-    "no grad": torch.no_grad,
-    "inference": torch.inference_mode,
-    "layers": lambda: torch.nn.utils.parametrize.cached(),
-    "attention": lambda: torch.nn.attention.sdpa_kernel(
-        torch.nn.attention.SDPBackend.MATH
-    ),
-    "profiler": lambda: torch.autograd.profiler.record_function("a"),
-}
-
-
-NO_GRAD = {"no grad", "inference"}
-
-
-@family(**{k: v for k, v in SETTINGS.items() if k not in NO_GRAD})
-def a_setting_of_the_forward_alone(setting):
-    def fn(x):
-        y = torch.ones(16, dtype=torch.double)
-        return work(x, 2.0) * (3.0 if y.is_meta else 2.0)
-
-    return around(fn, within(setting), count=1)
-
-
-@family(**{k: v for k, v in SETTINGS.items() if k != "inference"})
-def a_setting_inside(setting):
-    def fn(x):
-        y = work(x, 2.0)
-        with setting():
-            z = y * 2
-        return (y * z).tanh()
-
-    return loop(fn)
 
 
 class Doubling(torch.autograd.Function):
