@@ -3,14 +3,12 @@
 What is wrapped runs `tanh`, whose result its derivative reads, and nothing else does.
 """
 
-import functools
 from typing import Any
 
 import torch
 from support.traced import block
-from support.zoo import plainly
 
-from remat import checkpoint_name, compat
+from remat import checkpoint_name
 
 
 def plain_block(wrap):
@@ -19,25 +17,12 @@ def plain_block(wrap):
     return lambda w, x: fn(w, x).square().sum()
 
 
-def inside(wrap):
-    return lambda w, x: wrap(block)(w, x).square().sum()
-
-
 def closure(wrap):
     def loss(w, x):
         fn = wrap(lambda: block(w, x))
         return fn().square().sum()
 
     return loss
-
-
-def keywords(wrap):
-    fn = wrap(block)
-    return lambda w, x: fn(x=x, w=w).square().sum()
-
-
-def partial(wrap):
-    return lambda w, x: wrap(functools.partial(block, w))(x).square().sum()
 
 
 def pytree(wrap):
@@ -120,19 +105,6 @@ def argument_returned(wrap):
     return loss
 
 
-def constants(wrap):
-    """Numbers and strings go in and come out."""
-    fn = lambda w, x, n, name: (torch.tanh(x @ w) * n, x.shape[0], name)
-    fn = wrap(fn)
-
-    def loss(w, x):
-        y, size, name = fn(w, x, 2, "a")
-        assert name == "a"
-        return (y * size).square().sum()
-
-    return loss
-
-
 def branches(wrap):
     """What shapes and constants decide is decided by the trace."""
 
@@ -185,13 +157,6 @@ def autocast_inside(wrap):
     return lambda w, x: fn(w, x).double().square().sum()
 
 
-def checkpointed(wrap):
-    """By torch's own name for it."""
-    if wrap is plainly:
-        return lambda w, x: block(w, x).square().sum()
-    return lambda w, x: compat.checkpoint(block, w, x).square().sum()
-
-
 def captured_tensor(wrap):
     shift = torch.linspace(-1, 1, 8, dtype=torch.double)
     fn = wrap(lambda w, x: block(w, x + shift))
@@ -201,10 +166,9 @@ def captured_tensor(wrap):
 PROGRAMS: dict[str, Any] = {
     fn.__name__: fn
     for fn in (
-        *(plain_block, inside, closure, keywords, partial, pytree, loop, in_place),
-        *(named, several_results, views, argument_returned, constants, branches),
-        *(attention, without_gradient, captured_tensor, checkpointed),
-        *(autocast_around, autocast_inside),
+        *(plain_block, closure, pytree, loop, in_place, named, several_results),
+        *(views, argument_returned, branches, attention, without_gradient),
+        *(captured_tensor, autocast_around, autocast_inside),
     )
 }
 # Gradients that are sums in another order: of a weight that several calls use, or, in

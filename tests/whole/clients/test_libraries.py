@@ -308,12 +308,6 @@ def codebook(**options):
     return VectorQuantize(dim=8, codebook_size=16, **options)
 
 
-def residual():
-    from vector_quantize_pytorch import ResidualVQ
-
-    return ResidualVQ(dim=8, codebook_size=16, num_quantizers=2)
-
-
 def finite():
     from vector_quantize_pytorch import FSQ
 
@@ -328,23 +322,13 @@ def finite():
     return First()
 
 
-def lookup_free():
-    from vector_quantize_pytorch import LFQ
-
-    return LFQ(dim=8, codebook_size=16, entropy_loss_weight=0.1)
-
-
 CODEBOOKS = {
     "averaged": codebook,
-    "cosine": lambda: codebook(use_cosine_sim=True),
     "clustered": lambda: codebook(kmeans_init=True, kmeans_iters=3),
     "expiring": lambda: codebook(threshold_ema_dead_code=2),
     "learned": lambda: codebook(learnable_codebook=True, ema_update=False),
     "sampled": lambda: codebook(stochastic_sample_codes=True, sample_codebook_temp=0.5),
-    "rotated": lambda: codebook(rotation_trick=True),
-    "residual": residual,
     "finite": finite,
-    "lookup free": lookup_free,
 }
 for _name, _build in CODEBOOKS.items():
     _run = lambda wrap, build=_build: quantized(wrap, build())
