@@ -31,11 +31,6 @@ def drawn_twice(w, x):
     return dropout(dropout(x @ w, 0.5), 0.3) @ w
 
 
-def like(w, x):
-    y = x @ w
-    return (torch.rand_like(y) * y) @ w
-
-
 def same_arguments(w, x):
     """Two draws that differ in nothing but when they are drawn."""
     y = x @ w
@@ -52,15 +47,6 @@ def bernoulli(w, x):
 def normal(w, x):
     y = x @ w
     return (y * torch.empty_like(y).normal_(mean=1.0, std=0.5)) @ w
-
-
-def uniform(w, x):
-    y = x @ w
-    return (y * torch.empty_like(y).uniform_(0.5, 1)) @ w
-
-
-def integers(w, x):
-    return (torch.randint(1, 5, (4, 8)).double() * (x @ w)) @ w
 
 
 def shuffled(w, x):
@@ -82,8 +68,8 @@ def nested(w, x):
 DRAWS = {
     fn.__name__: fn
     for fn in (
-        *(dropped, drawn_twice, like, same_arguments, bernoulli, normal, uniform),
-        *(integers, shuffled, by_key, bound, nested),
+        *(dropped, drawn_twice, same_arguments, bernoulli, normal, shuffled),
+        *(by_key, bound, nested),
     )
 }
 KEYED = "by_key", "bound"
