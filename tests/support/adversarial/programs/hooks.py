@@ -10,7 +10,6 @@ from support.adversarial.program import (
     loop,
     nothing,
     program,
-    ran,
     reversed_loop,
     texts,
     work,
@@ -123,6 +122,13 @@ texts(
             "x",
             after="y.grad_fn.register_hook(lambda *_: held.append(1))",
         ),
+        "a backward hook that reads a counter": Text(
+            "held = State(n=0)",
+            "x",
+            before="held.n += 1",
+            after="y.register_hook(lambda g: g * held.n)",
+            later=True,
+        ),
         "a retained gradient of an intermediate": Text(
             "held = []",
             "x",
@@ -230,17 +236,3 @@ def hooks_on_saved_tensors_around():
             return loop(work)(wrap)
 
     return step
-
-
-@program
-def a_backward_hook_that_reads_a_counter():
-    state = State(n=0)
-
-    def fn(x):
-        state.n += 1
-        ran()
-        y = x.sin()
-        y.register_hook(lambda g: g * state.n)
-        return (y * y).exp()
-
-    return reversed_loop(fn, state=lambda: state.n)

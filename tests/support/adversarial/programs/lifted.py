@@ -8,11 +8,13 @@ from support.adversarial.holders import ANYTHING
 from support.adversarial.observed import observed
 from support.adversarial.program import (
     State,
+    Text,
     back,
     family,
     leaf,
     loop,
     program,
+    texts,
     work,
 )
 from torch import nn
@@ -116,37 +118,7 @@ def a_tensor_of_a_metaclass():
     return loop(lambda x: work(x, OfMeta.scale).tanh(), state=lambda: w.grad)
 
 
-@program
-def a_weak_reference_to_a_tensor():
-    w, value = computed()
-    ref = weakref.ref(value)
-    held = State(value=value)  # which the function does not reach
-    fn = lambda x: work(x, ref()).tanh()
-    return loop(fn, state=lambda: (w.grad, held.value is ref()))
-
-
-@program
-def a_set_of_two_tensors():
-    (w, a), (v, b) = computed(), computed(5)
-    both = {a, b}
-    fn = lambda x: work(x, sum(t.sum() for t in both)).tanh()
-    return loop(fn, state=lambda: (w.grad, v.grad, both == {a, b}))
-
-
 # --- Hooks in the graph, which run after the run has ended ---
-
-
-@program
-def a_hook_that_multiplies_by_a_computed_tensor():
-    _, value = computed()
-
-    def fn(x):
-        y = work(x)
-        if y.requires_grad:
-            y.register_hook(lambda g: g * value.detach())
-        return y.tanh()
-
-    return loop(fn)
 
 
 class Scaled(torch.autograd.Function):
@@ -165,18 +137,6 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * Scaled.held.k
-
-
-@program
-def a_backward_of_the_users_that_reads_state():
-    def fn(x):
-        return Scaled.apply(work(x)).tanh()
-
-    def between():
-        Scaled.held.k += 1
-
-    Scaled.held.k = 2.0
-    return loop(fn, between=between)
 
 
 # --- Hooks of modules ---
@@ -217,3 +177,31 @@ def nothing_stays_alive():
         gc.collect()
 
     return loop(fn, after=after, state=lambda: [ref() is None for ref in refs[-1:]])
+
+
+texts(
+    globals(),
+    {
+        "a hook that multiplies by a computed tensor": Text(
+            "held = computed()[1]",
+            "x",
+            after="y.requires_grad and y.register_hook(lambda g: g * held.detach())",
+            state="None",
+        ),
+        "a backward of the users that reads state": Text(
+            "held = Scaled.held; held.k = 2.0",
+            "Scaled.apply(work(x))",
+            between="held.k += 1",
+        ),
+        "a weak reference to a tensor": Text(
+            "w, held = computed(); ref = weakref.ref(held)",
+            "x, ref()",
+            state="(w.grad, held is ref())",
+        ),
+        "a set of two tensors": Text(
+            "(w, a), (v, b) = computed(), computed(5); held = {a, b}",
+            "x, sum(t.sum() for t in held)",
+            state="(w.grad, v.grad, held == {a, b})",
+        ),
+    },
+)

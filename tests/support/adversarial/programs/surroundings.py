@@ -375,22 +375,6 @@ def an_optimizer_that_calls_again():
 # --- Lifetimes ---
 
 
-@program
-def a_finalizer_that_counts():
-    count = [0]
-
-    class Owner:
-        def __del__(self):
-            count[0] += 1
-
-    def fn(x):
-        owner = Owner()
-        return work(x, 2 if owner else 3)
-
-    # How often it runs is of no promise: what counts is that nothing breaks.
-    return loop(fn)
-
-
 @program(recomputes=False)
 def nothing_that_requires_grad():
     state = State(n=0)
@@ -445,6 +429,13 @@ texts(
         ),
         "a queue read by the function": Text(
             "held = queue.Queue()", "x", before="held.put(1)", state="held.qsize() > 0"
+        ),
+        # How often it runs is of no promise: what counts is that nothing breaks.
+        "a finalizer that counts": Text(
+            "count = []; owner = {'__del__': lambda self: count.append(1)}; "
+            "held = type('Owner', (), owner)",
+            "x, 2 if held() else 3",
+            state="None",
         ),
         "an owner with a finalizer": Text(
             "held = State(owner=Closing())", "x, held.owner.k", state="None"

@@ -162,6 +162,12 @@ texts(
         "a backward of the input inside": Text(
             "held = None", "x", before="x.sin().sum().backward()"
         ),
+        "attributes of a context": Text(
+            "held = State(value=1)",
+            "Scaled.apply(work(x), held.value)",
+            before="held.value += 1",
+            later=True,
+        ),
         "an inner step of sgd with its graph": Text(
             WEIGHT, "x * inner_step(inner_step(held, x), x), 0.5", state="held.grad"
         ),
@@ -256,17 +262,6 @@ class Saving(torch.autograd.Function):
         x, y = ctx.saved_tensors
         again, _ = ctx.saved_tensors
         return grad * y * (1 + again) + 0 * x
-
-
-@program
-def attributes_of_a_context():
-    k = State(value=1)
-
-    def fn(x):
-        k.value += 1
-        return Scaled.apply(work(x), k.value).tanh()
-
-    return reversed_loop(fn, state=lambda: k)
 
 
 @family(forward=0, backward=1)
