@@ -1,6 +1,5 @@
 """A step of a chain that keeps a tensor is refused, wherever it is kept."""
 
-
 import pytest
 import torch
 from support.tables import rows
