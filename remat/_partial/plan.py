@@ -199,7 +199,7 @@ def plan(
     walk, steps = _WalkBack(record, saveable), record.steps
     walk.need(extra_roots)
     ends = range(len(record.roots)) if targets is None else targets
-    read = frozenset[int]().union(*(record.roots[j] for j in ends))
+    read = frozenset().union(*(record.roots[j] for j in ends))
     within = [call for call in record.within if prune and read & call.residuals]
     walk.need(read.difference(*(call.residuals for call in within)))
     for i, step in enumerate(steps):

@@ -142,7 +142,8 @@ class PlannedCall:
                 self.dropped = {i: like(inputs[i]) for i in unread}
         if residuals and not self._nested:
             if True in map(has_no_memory, residuals):
-                self.is_late, self.dropped = True, dict[int, Absent]()
+                self.is_late = True
+                self.dropped = {}
                 residuals.clear()
             elif not self.dropped and here().listeners:
                 tell_recorders(self._inputs, plans, residuals)

@@ -39,7 +39,7 @@ HELD = Limits(2**16, 2**22)
 UNNAMED = Limits(2**16, 2**16)  # held by something, and no code names it
 # A buffer, how its author would write it, where that is known, and what holds it.
 HeldBuffer: TypeAlias = tuple[Any, str, Limits]
-Held: TypeAlias = list[bytearray]  # what one held, in pieces that calls share
+Pieces: TypeAlias = list[bytearray]  # what one held, in pieces that calls share
 _PIECE = 2**14  # bytes
 
 
@@ -104,7 +104,7 @@ class Buffer:
         last = last if last is not None and last.value is value else None
         self._before = None if last is None else weakref.ref(last)
         known = None if last is None else last._held
-        self._held: Held | None = _pieces(memory, known or [])
+        self._held: Pieces | None = _pieces(memory, known or [])
         self._is_known = known is not None and _are_shared(self._held, known)
         _LAST[id(value)] = self
 
@@ -178,7 +178,7 @@ def memory_of(buffer: Any, most: float = math.inf) -> Any:
     return view if view.c_contiguous else view.tobytes()
 
 
-def _pieces(memory: Any, known: Held) -> Held:
+def _pieces(memory: Any, known: Pieces) -> Pieces:
     """Return what memory holds. Pieces that are as they were known are shared."""
     view = memoryview(memory)
     each: Iterable[Any] = [view]
@@ -193,15 +193,15 @@ def _pieces(memory: Any, known: Held) -> Held:
     ]
 
 
-def _is_same(held: Held, memory: Any) -> bool:
+def _is_same(held: Pieces, memory: Any) -> bool:
     return _are_shared(_pieces(memory, held), held)
 
 
-def _are_shared(now: Held, held: Held) -> bool:
+def _are_shared(now: Pieces, held: Pieces) -> bool:
     return len(now) == len(held) and all(map(is_, now, held))
 
 
-def _hold(buffer: Any, held: Held) -> bool:
+def _hold(buffer: Any, held: Pieces) -> bool:
     """Have a buffer of numbers hold this, in place; say whether it does."""
     memory = memory_of(buffer)
     if memory is not None and _is_same(held, memory):

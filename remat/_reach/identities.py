@@ -32,7 +32,7 @@ def refuse_of_tensors(held: Iterable[Any], ids: Container[int]) -> None:
         raise CaptureError(_TENSOR)
 
 
-class Check(TorchFunctionMode):
+class ForwardCheck(TorchFunctionMode):
     """A mode of remat's own around what a forward calls."""
 
     is_remats_check = True
@@ -43,7 +43,7 @@ class Check(TorchFunctionMode):
             return body()
 
 
-class RefuseMarks(Check):
+class RefuseMarks(ForwardCheck):
     """A mode that refuses to tell marks of a stand-in that differ from the user's."""
 
     def __init__(

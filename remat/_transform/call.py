@@ -47,7 +47,7 @@ from remat._partial.options import DEFAULT, Options
 from remat._partial.planned_call import SavedInNode
 from remat._reach.attributes import Lent
 from remat._reach.copies import without_copies
-from remat._reach.identities import Check
+from remat._reach.identities import ForwardCheck
 from remat._reach.lifted import LiftedForward
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden, Own
@@ -345,7 +345,7 @@ def users_fn(fn: Fn, label: str, options: Options, policy: Policy | None) -> Fn:
 _GRAD, _REQUIRE_GRAD = torch.autograd.grad, Tensor.requires_grad_
 
 
-class RefuseOuterLevels(Check):
+class RefuseOuterLevels(ForwardCheck):
     """A mode that refuses tensors and graphs of levels that a function is run below."""
 
     def __init__(

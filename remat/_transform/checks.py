@@ -169,7 +169,8 @@ def _let_go_of_computed(leaves: Sequence[Tensor]) -> None:
     # A mode of ours refuses to look at tensors of other levels.
     with no_torch_functions():
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
-        ends, others = {*map(edge_of, leaves)}, set[Edge]()
+        ends = {*map(edge_of, leaves)}
+        others: set[Edge] = set()
         made = [t for t in tensors if t.grad_fn]
         computed = [t for t in made if leads_to(edge_of(t), ends, others)]
     seen = {None, *(edge_of(t)[0] for t in leaves)}
