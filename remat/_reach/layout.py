@@ -239,7 +239,7 @@ class Taken(Holdings):
         lengths += map(len, tables)
         count = sum(lengths)
         if 0 < count < _LONG * len(tables):
-            values += flatten(map(dict.values, tables))
+            values += _values_of(tables)
             keys += flatten(tables)
         else:
             for table in itertools.compress(tables, lengths):
@@ -289,6 +289,13 @@ class Taken(Holdings):
             kind.read(found, now)
         now.mark()
         return now
+
+
+def _values_of(tables: Iterable[Any]) -> list[Any]:
+    try:
+        return [*flatten(map(dict.values, tables))]
+    except TypeError:  # a class has a `__dict__` of its own
+        return [*flatten(table.values() for table in tables)]
 
 
 def groups_of(holders: OwnersHolders) -> list[Group]:

@@ -39,6 +39,8 @@ def number_all(
         contents = root.contents
         if parameters and len(contents.others) < len(tensors):
             tensors = [*map(tensors.__getitem__, contents.others)]
+        if not tensors:
+            continue
         root.entries, is_module = given.numbers_of(tensors), root.layout.is_module
         frozen = compress(root.entries, map(not_, map(_requires_grad, tensors)))
         if is_module or type(root.entries) is range:  # then none was passed

@@ -10,6 +10,7 @@ Rejected: to compare along the paths again. A path may lead elsewhere by then.
 """
 
 import contextlib
+import operator
 import types
 import weakref
 from collections.abc import Container, Iterable, Sequence
@@ -19,7 +20,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
-from remat._base.interpreter import identities
 from remat._reach.buffers import HELD, UNNAMED, HeldBuffer, is_buffer
 from remat._reach.compared import Iterated, Large
 from remat._reach.container_kinds import container_kind
@@ -163,7 +163,7 @@ class Root:
                 return taken, []
             ours = self._among(tensors)
             there = contents.tensors_in(taken)
-            if identities(there) == identities(ours):
+            if all(map(operator.is_, there, ours)):
                 return taken, []
             return taken, [*zip(there, ours, strict=True)]
         found = contents.tensors_instead(taken)
@@ -191,7 +191,7 @@ class Root:
         if places is None or not all(contents.is_number(p, taken) for p in places):
             return None
         there = contents.tensors_in(taken)
-        if identities(there) != identities(self._among(tensors)):
+        if not all(map(operator.is_, there, self._among(tensors))):
             return None
         others, groups = {*places}, taken.groups()
         found: list[Differing] = []

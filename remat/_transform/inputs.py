@@ -193,8 +193,8 @@ class SavedInputs:
                     and (i in buffers or t.dim() == 1)
                     and (type(t) is Tensor or hasattr(t, "fake_mode"))
                     and t.layout is strided
-                    and t.numel() <= (_STATISTICS if buffers.get(i) else SMALL)
-                    and (t.numel() <= SMALL or t.dim() == 1)
+                    and t.numel()
+                    <= (_STATISTICS if buffers.get(i) and t.dim() == 1 else SMALL)
                     # FSDP frees the memory of what it gathers.
                     and t.untyped_storage().nbytes() >= t.nbytes
                     and not (has_modes and has_no_memory(t))
