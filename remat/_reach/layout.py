@@ -55,7 +55,7 @@ OwnersHolders = tuple[
 ]
 # Holders that are no owners: how they are read, where they are, and whether as keys.
 HoldersBelow = tuple[HolderKind, list[int], bool]
-_LONG = 8  # entries of a dict, as of a module's, that is read sooner by itself
+_MANY, _LONG = 16, 8  # dicts, and entries of one that is read sooner by itself
 _ATTEMPTS = 10  # at a walk while other threads change what it reaches
 
 
@@ -238,7 +238,7 @@ class Taken(Holdings):
         tables, cells, scopes, functions, classes, others = holders
         lengths += map(len, tables)
         count = sum(lengths)
-        if 0 < count < _LONG * len(tables):
+        if len(tables) > _MANY and count < _LONG * len(tables):  # as of small objects
             values += _values_of(tables)
             keys += flatten(tables)
         else:
