@@ -38,7 +38,7 @@ class Context:
     __slots__ = (
         *("after", "block_pack", "calls", "functions", "hooks_apart", "inside"),
         *("listeners", "modes", "nested_choices", "only_our_hooks", "policy"),
-        *("recomputing", "regions", "reporter", "rules", "runs", "step_plans"),
+        *("recomputing", "regions", "reporter", "rules", "runs", "step_plans", "tape"),
     )
 
     def __init__(self) -> None:
@@ -61,6 +61,7 @@ class Context:
         self.inside: tuple[Any, ...] = ()
         # While a graph is made: the cotangents that a recompute is to read first.
         self.after: tuple[Any, ...] = ()
+        self.tape: Any = None  # and the tape of the innermost call
         self.listeners: list[Any] = []  # told of the names that `checkpoint_name` gives
         # Runs whose graphs are being differentiated; None where no graph is.
         self.runs: list[Any] | None = None

@@ -2,13 +2,12 @@
 
 Each run of a call is under a `Tape`. The first keeps, and a recompute is given what
 was kept, in the order of the operations. A budget is spent when the first run ends, by
-a `Sketch` of it.
+a `Sketch` of it. In a recompute, a call keeps nothing if no more of that reads it, as
+in eager code (`plan`).
 
 Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
-Where a graph is not fully known, fewer results are kept, and never more bytes than the
-budget.
-Rejected: record, plan and replay, as outside of graphs. Whatever makes a graph drops
-what nobody reads.
+Rejected: record, plan and replay, as outside of graphs. Whatever makes a graph
+drops what nobody reads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,29 +23,29 @@ from typing_extensions import override
 from remat._ambient.draws import draws, drew_in, out_of_place, with_defaults
 from remat._base.absent import inputs_of
 from remat._base.calls import Places
+from remat._base.context import here
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
-from remat._base.op import NO_NAMES, Op, Value
+from remat._base.op import NO_NAMES, Op
 from remat._base.operators import named
+from remat._base.parts import taken_apart
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
-from remat._partial.budget import spent_by
 from remat._partial.effects import declared_writes, traits_of
 from remat._partial.names import PolicyKeys
-from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT
+from remat._partial.sketch import Sketch
 from remat._partial.values import Arguments, Results
 from remat._torch import (
+    AddedNodes,
     OpOverload,
     TracedMode,
     base_tensor,
     draw_again,
     draw_and_keep_state,
-    is_symbolic,
     is_view_op,
     let_graphs_draw,
     no_torch_functions,
-    size_hint,
     storage_id,
     unlevelled,
 )
@@ -146,10 +145,12 @@ class Tape(TracedMode):
     @override
     def __enter__(self) -> Any:
         self._places.begin()
+        self._around, here().tape = here().tape, self
         return super().__enter__()
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        here().tape = self._around
         self._places.end()
         return super().__exit__(exc_type, exc_val, exc_tb)
 
@@ -231,6 +232,7 @@ class FirstTape(Tape):
         has_budget = policy is not None and policy.has_budget
         self._sketch = Sketch(policy) if policy is not None and has_budget else None
         self._sketched: dict[TapedOperation, int] = {}
+        self._nodes, self._given = AddedNodes(), getattr(here().tape, "given", 0)
 
     @override
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
@@ -240,6 +242,11 @@ class FirstTape(Tape):
             ops = [entry.op for entry in kept.entries if entry.op is not None]
             kept.keys = PolicyKeys(kept.policy, ops, kept.label)
         kept.order.close()
+        self._nodes.end()
+        around = self._around
+        is_within = isinstance(around, LaterTape) and not kept.draws
+        if is_within and around.given == self._given:  # nothing, while this one ran
+            around.within.append((kept, self._nodes))
         return super().__exit__(exc_type, exc_val, exc_tb)
 
     @override
@@ -340,7 +347,24 @@ class LaterTape(Tape):
     def __init__(self, kept: TapedCall) -> None:
         super().__init__(kept)
         self._entries, self._states = iter(kept.entries), iter(kept.draws)
-        self._differs = False
+        self._differs, self.given = False, 0  # how many results of the first one
+        # The calls within, in their first runs, and the nodes that these added.
+        self.within: list[tuple[TapedCall, AddedNodes]] = []
+
+    @override
+    def returned(self, out: Any) -> None:
+        """Have the calls within keep nothing of which no more is read."""
+        if not self.within:
+            return
+        outs = [t for t in tree_leaves(out) if _is_tensor(t)]
+        read: list[Tensor] = []
+        for node, saved in nodes_of([*outs, *map(base_tensor, outs)]):
+            if type(node).__name__ in SILENT:
+                return
+            read += (taken_apart(base_tensor(t))[0] for t in saved)
+        for kept, nodes in self.within:
+            if not nodes.lead_to(read):
+                kept.entries.clear()
 
     @override
     def drawn(self, func: Any, draw: Any, args: Any, kwargs: Any) -> Any:
@@ -357,6 +381,7 @@ class LaterTape(Tape):
         entry = self._entry_of(func)
         if entry is None or entry.results is None:
             return func(*args, **kwargs)
+        self.given += 1
         return entry.result()
 
     def _entry_of(self, func: Any) -> TapedOperation | None:
@@ -370,77 +395,3 @@ _OTHER = (
     "remat: the recompute of {label} draws with {op} where its forward did not, while "
     "a graph is made. Make it draw the same numbers in both runs."
 )
-
-
-class Sketch:
-    """The operations of a forward, and what may be kept of them."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._steps: list[Step] = []
-        self._may: list[Decision] = []
-        self._numbers: dict[int, int] = {}
-        self._held: list[Any] = []  # so that no storage gets the number of another
-
-    def note(
-        self,
-        op: Op,
-        decision: Decision,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        written: Sequence[Tensor] = (),
-    ) -> int:
-        """Note an operation; return its index."""
-        self._held += [*inputs, *outputs]
-        tensors = inputs, outputs, written
-        reads, makes, writes = (tuple(map(self._number, each)) for each in tensors)
-        is_view = bool(makes) and {*makes} <= {*reads}
-        known = is_view or not is_view_op(op.func)
-        step = Step(_hinted(op), reads, makes, writes, always_runs=not known)
-        self._steps.append(step)
-        has_sizes = all(size_hint(n) is not None for v in op.outputs for n in v.shape)
-        self._may.append(decision if has_sizes else Decision.RECOMPUTE)
-        return len(self._steps) - 1
-
-    def _number(self, tensor: Tensor) -> int:
-        key = storage_id(base_tensor(tensor))
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def rename(self, index: int, op: Op, decision: Decision) -> None:
-        """Note that an operation got a name, and what is decided by that."""
-        self._steps[index] = self._steps[index]._replace(op=_hinted(op))
-        self._may[index] = decision
-
-    def chosen(self, outs: Iterable[Any]) -> frozenset[int]:
-        """Return the operations whose results the budget keeps."""
-        roots = frozenset(self._saved([o for o in outs if isinstance(o, Tensor)]))
-        record = Record(tuple(self._steps), (), (roots,))
-        found = spent_by(self._policy, record, self._may, (), prune=True)
-        self._held.clear()
-        assert found is not None
-        return found.solution.saved
-
-    def _saved(self, outs: Sequence[Tensor]) -> Iterable[int]:
-        """Return the storages that the graph of the outputs saved."""
-        found: set[int] = set()
-        for node, tensors in nodes_of(outs):
-            if type(node).__name__ in SILENT:
-                return self._numbers.values()
-            keys = (storage_id(base_tensor(t)) for t in tensors)
-            found.update(self._numbers[k] for k in keys if k in self._numbers)
-        return found
-
-
-def _hinted(op: Op) -> Op:
-    """Return an operation with the sizes that a trace has for those that vary."""
-    args, kwargs = _part(op.args), _part(op.kwargs)
-    return Op(op.func, args, kwargs, _part(op.outputs), op.names, op.source)
-
-
-def _part(part: Any) -> Any:
-    if isinstance(part, tuple):
-        return tuple(map(_part, part))
-    if isinstance(part, Value):
-        shape, stride = _part(part.shape), _part(part.stride)
-        return Value(shape, part.dtype, part.device, stride, _part(part.offset))
-    return size_hint(part) or 0 if is_symbolic(part) else part

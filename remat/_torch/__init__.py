@@ -72,6 +72,7 @@ from remat._torch.batches import (
     unwrapped as unwrapped,
 )
 from remat._torch.graphs import (
+    AddedNodes as AddedNodes,
     CollectivesInGraph as CollectivesInGraph,
     FunctionalValue as FunctionalValue,
     TracedMode as TracedMode,

@@ -261,8 +261,9 @@ def wait_for(tensor: Tensor) -> None:
 
 
 # Deleted by: fx not taking `wait_tensor` for an operation that has an effect.
-class CollectivesInGraph:
-    """The collectives that operations from here on add to the graph that is made.
+# Deleted by: a public way to ask which node of a graph stands for a tensor.
+class AddedNodes:
+    """What operations from here on add to the graph that is made, up to an end.
 
     To be made where there is such a graph.
     """
@@ -271,6 +272,41 @@ class CollectivesInGraph:
         mode: Any = get_proxy_mode()
         self._tracer = mode.tracer
         self._last = self._tracer.graph._root.prev
+        self._ended: set[Any] = set()
+
+    def end(self) -> None:
+        """End with the last operation."""
+        self._ended = {*self._added()}
+
+    def lead_to(self, tensors: Iterable[Tensor]) -> bool:
+        """Say whether one of these was computed from what they gave, by the end."""
+        added, ended = {*self._added()}, self._ended
+        todo = [self._node_of(t) for t in tensors]
+        while todo:
+            node = todo.pop()
+            if node in ended:
+                return True
+            if node in added:  # what is older leads to none of them
+                added.discard(node)
+                todo += node.all_input_nodes
+        return False
+
+    def _added(self) -> Iterator[Any]:
+        node = self._tracer.graph._root.prev
+        while node is not self._last:
+            yield node
+            node = node.prev
+
+    def _node_of(self, tensor: Any) -> Any:
+        if isinstance(tensor, FunctionalTensor):
+            torch._sync(tensor)
+            tensor = torch._from_functional_tensor(tensor.elem)
+        slot: Any = get_proxy_slot(tensor, self._tracer, None)
+        return None if slot is None else slot.proxy.node
+
+
+class CollectivesInGraph(AddedNodes):
+    """The collectives among them."""
 
     def drop_unread(self, results: Iterable[Tensor]) -> None:
         """Take those out of the graph that none of these results needs.
@@ -286,19 +322,6 @@ class CollectivesInGraph:
         for node in added:  # from the last to the first
             if node in behind and node not in kept and not node.users:
                 self._tracer.graph.erase_node(node)
-
-    def _added(self) -> Iterator[Any]:
-        node = self._tracer.graph._root.prev
-        while node is not self._last:
-            yield node
-            node = node.prev
-
-    def _node_of(self, tensor: Any) -> Any:
-        if isinstance(tensor, FunctionalTensor):
-            torch._sync(tensor)
-            tensor = torch._from_functional_tensor(tensor.elem)
-        slot: Any = get_proxy_slot(tensor, self._tracer, None)
-        return None if slot is None else slot.proxy.node
 
 
 def _read(node: Any) -> Sequence[Any]:

@@ -6,22 +6,24 @@ signature, which records, and on those after it, which follow the record; and un
 every transform.
 """
 
-from collections import Counter
 from functools import partial, reduce
 
 import pytest
 import torch
 from support.golden import (
     BY_REMAT3,
+    CALLS_WITHIN,
     REASSOCIATED,
     ROWS,
     ROWS_OF_0_12,
+    as_it_is,
     backward_of,
-    block,
     compared,
     dots,
     executed,
+    least,
     linear,
+    only,
     ours,
     product,
     pruned,
@@ -29,7 +31,7 @@ from support.golden import (
     sin3,
     sin_plus,
     table,
-    two,
+    within,
 )
 from support.tables import crossed, rows
 from support.zoo import W, X, leaves_of
@@ -85,49 +87,7 @@ def test_the_newer_implementation_of_jax_differs(row):
     assert backward_of(row) <= table(BY_REMAT3[row])
 
 
-# Functions that are called in a call; what each runs again by JAX 0.12.0.1, and by its
-# newer implementation, where a block within saves its products.
-CALLS_WITHIN = {
-    "alone": (lambda f, _: f, "dot 2, tanh 3", "dot 2, tanh 2"),
-    "two": (lambda f, _: two(f), "dot 4, tanh 7", "dot 6, tanh 6"),
-    "three": (
-        lambda f, _: lambda w, x: f(w, two(f)(w, x)),
-        *("dot 6, tanh 11", "dot 10, tanh 10"),
-    ),
-    "deep": (lambda f, wrap: wrap(f), "dot 2, tanh 3", "dot 2, tanh 2"),
-    "two deep": (lambda f, wrap: two(wrap(f)), "dot 6, tanh 8", "dot 6, tanh 6"),
-    "before more": (
-        lambda f, _: lambda w, x: f(w, x).sin(),
-        *("dot 2, tanh 4", "dot 4, tanh 4"),
-    ),
-    "before less": (
-        lambda f, _: lambda w, x: f(w, x) + 1,
-        *("dot 2, tanh 3", "dot 2, tanh 2"),
-    ),
-    "side by side": (
-        lambda f, _: lambda w, x: f(w, x) + f(w, x.sin()),
-        *("dot 4, tanh 6", "dot 4, tanh 4"),
-    ),
-}
 IN_TURN = [case for case in CALLS_WITHIN if case != "side by side"]
-
-
-def within(case, wrap, save):
-    """A function that calls some, as wrapped."""
-    return wrap(CALLS_WITHIN[case][0](save(block), wrap))
-
-
-def as_it_is(fn):
-    return fn
-
-
-def only(ops, *names):
-    return Counter({name: ops[name] for name in names})
-
-
-def least(case):
-    """What the better implementation of JAX's runs again, of each operation."""
-    return table(CALLS_WITHIN[case][1]) & table(CALLS_WITHIN[case][2])
 
 
 @pytest.mark.parametrize("around", [pruned, remat], ids=["pruned", "remat"])

@@ -187,3 +187,50 @@ def backward_of(row):
 def ours(row):
     """What runs here."""
     return table(ROWS[row][2]) + backward_of(row)
+
+
+# --- Calls in a call ---
+
+
+# Functions that are called in a call; what each runs again by JAX 0.12.0.1, and by its
+# newer implementation, where a block within saves its products.
+CALLS_WITHIN = {
+    "alone": (lambda f, _: f, "dot 2, tanh 3", "dot 2, tanh 2"),
+    "two": (lambda f, _: two(f), "dot 4, tanh 7", "dot 6, tanh 6"),
+    "three": (
+        lambda f, _: lambda w, x: f(w, two(f)(w, x)),
+        *("dot 6, tanh 11", "dot 10, tanh 10"),
+    ),
+    "deep": (lambda f, wrap: wrap(f), "dot 2, tanh 3", "dot 2, tanh 2"),
+    "two deep": (lambda f, wrap: two(wrap(f)), "dot 6, tanh 8", "dot 6, tanh 6"),
+    "before more": (
+        lambda f, _: lambda w, x: f(w, x).sin(),
+        *("dot 2, tanh 4", "dot 4, tanh 4"),
+    ),
+    "before less": (
+        lambda f, _: lambda w, x: f(w, x) + 1,
+        *("dot 2, tanh 3", "dot 2, tanh 2"),
+    ),
+    "side by side": (
+        lambda f, _: lambda w, x: f(w, x) + f(w, x.sin()),
+        *("dot 4, tanh 6", "dot 4, tanh 4"),
+    ),
+}
+
+
+def within(case, wrap, save):
+    """A function that calls some, as wrapped."""
+    return wrap(CALLS_WITHIN[case][0](save(block), wrap))
+
+
+def as_it_is(fn):
+    return fn
+
+
+def only(ops, *names):
+    return Counter({name: ops[name] for name in names})
+
+
+def least(case):
+    """What the better implementation of JAX's runs again, of each operation."""
+    return table(CALLS_WITHIN[case][1]) & table(CALLS_WITHIN[case][2])

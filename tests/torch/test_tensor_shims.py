@@ -251,6 +251,22 @@ def test_what_nobody_reads_is_dropped():
     assert names == [ops.all_reduce.default, ops.wait_tensor.default]
 
 
+@expects("AddedNodes")
+def test_what_was_computed_from_what_is_told():
+    told = []
+
+    def step(x):
+        before = x.exp()
+        nodes = graphs.AddedNodes()
+        y = x.sin()
+        nodes.end()
+        told.append([nodes.lead_to([t]) for t in (y.cos() + x, before.cos(), x)])
+        return y
+
+    make_fx(step)(torch.ones(2))
+    assert told == [[True, False, False]]
+
+
 # --- Tracing ---
 
 

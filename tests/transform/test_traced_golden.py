@@ -8,7 +8,23 @@ from collections import Counter
 
 import pytest
 import torch
-from support.golden import REASSOCIATED, ROWS, block, compared, golden, table
+from support.golden import (
+    CALLS_WITHIN,
+    REASSOCIATED,
+    ROWS,
+    as_it_is,
+    backward_of,
+    block,
+    compared,
+    dots,
+    executed,
+    least,
+    only,
+    ours,
+    pruned,
+    table,
+    within,
+)
 from support.tables import rows
 from support.traced import Graphs, begins_again, compiling, operations, ran
 from support.zoo import Evaluations, W, X, leaves_of
@@ -29,7 +45,7 @@ COTANGENT = torch.linspace(0.5, 2, 16, dtype=X.dtype).view(4, 4)
 
 
 def of_graphs(row):
-    return golden(row) - DEAD.get(row, Counter())
+    return ours(row) - DEAD.get(row, Counter())
 
 
 # --- By .backward(): the graph of the forward, and that of the backward ---
@@ -48,13 +64,13 @@ few_rows = rows("row", {row: row for row in ROWS}, fast=FEW)
 @pytest.mark.one_in(3)
 @few_rows
 def test_the_graphs_of_forward_and_backward_hold_what_jax_runs(row):
-    plain, fn, in_forward, in_backward = ROWS[row]
+    plain, fn, in_forward, _ = ROWS[row]
     graphs = Graphs()
     with compiling():
         got = backward(torch.compile(fn, backend=graphs, fullgraph=True))
     forward = table(in_forward) - DEAD.get(row, Counter())
     assert compared(graphs.forward, row) == forward
-    assert compared(graphs.backward, row) == table(in_backward)
+    assert compared(graphs.backward, row) == backward_of(row)
     assert begins_again(graphs.backward) == (row not in NOTHING_AGAIN)
     assert_same(got, backward(plain), reassociated=row in REASSOCIATED)
 
@@ -142,6 +158,15 @@ def test_a_trace_by_make_fx_holds_what_jax_runs(how, row):
     assert_same(got, want, reassociated=row in REASSOCIATED)
 
 
+@pytest.mark.parametrize("case", CALLS_WITHIN)
+def test_a_call_within_that_nothing_reads_keeps_nothing_in_a_trace(case):
+    fn, plain = within(case, pruned, dots), within(case, as_it_is, as_it_is)
+    graph, plainly = (make_fx(by_vjp(f))(*ARGS) for f in (fn, plain))
+    again = executed(operations(graph)) - executed(operations(plainly))
+    assert only(again, "tanh", "dot") == least(case)
+    assert_same(graph(*ARGS), by_vjp(plain)(*ARGS), reassociated=True)
+
+
 def test_a_trace_holds_dead_code_until_it_is_eliminated():
     """A recompute runs the last operation again, which no derivative reads."""
     fn = ROWS["sin2"][1]
@@ -202,5 +227,5 @@ def test_the_backend_eager_runs_what_eager_code_does(row):
         compiled = torch.compile(by_vjp(fn), backend="eager", fullgraph=True)
         compiled(*ARGS)
         got, ops = ran(lambda: compiled(*ARGS))
-    assert compared(ops, row) == golden(row)
+    assert compared(ops, row) == ours(row)
     assert_same(got, by_vjp(plain)(*ARGS), reassociated=row in REASSOCIATED)
