@@ -158,6 +158,9 @@ DROPS = record(pure([0], 1), dropout(1, 2, 3), roots=[[3], [2, 3]])
 TARGET = record(pure([0], 1), draw_in_place(1), roots=[[], [1]])
 ZEROS = record(pure([0], 1), zeros_like(1, 2), pure([0, 2], 3), roots=[[2]])
 BOTH = record(pure([0], 1), pure([1], 1, 2), roots=[[1]])
+# One call within, of three operations, which keeps the results of the first and last.
+CALL = pure([0], 1), pure([1], 2), pure([2], 3)
+WITHIN = record(*CALL, roots=[[0, 1, 3], [2]], within=[([0], [1, 3])])
 OUTPUTS = [
     ("the first", TWO, {"targets": [0]}, "run dead dead dead"),
     ("the second", TWO, {"targets": [1]}, "dead dead run dead"),
@@ -176,6 +179,11 @@ OUTPUTS = [
     ("a draw into what is needed", TARGET, {"targets": [1]}, "run metadata_only"),
     ("zeros for no output", ZEROS, {"targets": []}, "dead dead dead"),
     ("zeros that may be kept", ZEROS, {"saveable": [1]}, "dead keep dead"),
+    ("residuals of a call alone", WITHIN, {"targets": [0]}, "dead dead dead"),
+    ("residuals of a call that is read", WITHIN, {}, "run run run"),
+    ("a call that is read alone", WITHIN, {"targets": [1]}, "run run dead"),
+    ("a call of which a part is kept", WITHIN, {"saveable": [0]}, "keep run run"),
+    ("a call, not pruned", WITHIN, {"targets": [0], "prune": False}, "run run run"),
     ("a view beside another output", BOTH, {}, "run run"),
     ("a view beside another for no output", BOTH, {"targets": []}, "dead dead"),
 ]

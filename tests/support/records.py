@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from remat._base.op import Op
-from remat._partial.plan import Record, Step
+from remat._partial.plan import Record, Step, Within
 
 
 def pure(reads, *makes, **flags):
@@ -49,9 +49,11 @@ def zeros_like(of, makes):
     return Step(Op("zeros_like"), (of,), (makes,), metadata_only=(0,))
 
 
-def record(*steps, inputs=(0,), roots=(), inside=()):
+def record(*steps, inputs=(0,), roots=(), inside=(), within=()):
     """Storages are numbered from 0 by the inputs; `roots` are those of each output."""
-    return Record(steps, inputs, tuple(map(frozenset, roots)), inside=tuple(inside))
+    calls = (Within(*map(frozenset, call)) for call in within)
+    how = {"inside": tuple(inside), "within": tuple(calls)}
+    return Record(steps, inputs, tuple(map(frozenset, roots)), **how)
 
 
 # --- Random records ---
