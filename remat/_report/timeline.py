@@ -64,12 +64,11 @@ class Alive(Observer):
 
     def resized(self, storage: Any) -> tuple[int, int]:
         """Count a storage anew whose size was changed; return its numbers, or -1."""
-        key, found = storage._cdata, next(iter(self._numbers.values()), None)
-        if key in self._numbers:
-            before, _, device = self._numbers[key]
-            self._free(key, before, None)
-        else:
-            before, device = -1, storage.device if found is None else found[2]
+        key = storage._cdata
+        if key not in self._numbers:
+            return -1, -1
+        before, _, device = self._numbers[key]
+        self._free(key, before, None)
         return before, self._count(storage, key, device)
 
     def is_held(self, tensor: Tensor) -> bool:

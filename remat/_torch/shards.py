@@ -7,6 +7,7 @@ since, would be lost.
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType
@@ -62,7 +63,8 @@ def _keep(memo: dict[int, Any], state: Any) -> None:
     contexts = state._state_ctx, state._comm_ctx
     for owner in (state, *contexts, *groups, *parameters):
         for value in vars(owner).values():
-            if not isinstance(value, _COPIED) and type(value).__name__ not in _STATES:
+            names = {kind.__name__ for kind in type(value).__mro__}
+            if not isinstance(value, _COPIED) and names.isdisjoint(_STATES):
                 memo[id(value)] = value
 
 
@@ -141,40 +143,52 @@ def telling_of_resized(tell: Callable[[Any], None]) -> Iterator[None]:
 
     What a DTensor computes to find a layout is seen by no mode meanwhile.
     """
-
-    def resize(storage: Any, size: int) -> Any:
-        found = _resize(storage, size)
-        tell(storage)
-        return found
-
-    with ExitStack() as stack:
-        stack.enter_context(_instead(torch.UntypedStorage, "resize_", resize))
-        layouts = sys.modules.get("torch.distributed.tensor._sharding_prop")
-        if layouts is not None:
-            kind = layouts.ShardingPropagator
-            layout_of = vars(kind)[_LAYOUT_OF]
-
-            def unseen(*args: Any) -> Any:
-                with _disable_current_modes():
-                    return layout_of(*args)
-
-            stack.enter_context(_instead(kind, _LAYOUT_OF, unseen))
+    with _LOCK:
+        _TOLD.append(tell)
+        if len(_TOLD) == 1:
+            _install()
+    try:
         yield
+    finally:
+        with _LOCK:
+            _TOLD.remove(tell)
+            if not _TOLD:
+                _UNDONE.pop_all().close()
 
 
+_LOCK = threading.Lock()
+_TOLD: list[Callable[[Any], None]] = []  # of all threads: backwards have their own
+_UNDONE = ExitStack()
 _LAYOUT_OF = "propagate_op_sharding_non_cached"
 _resize: Any = torch.UntypedStorage.resize_
 
 
-@contextmanager
-def _instead(owner: Any, name: str, other: Any) -> Iterator[None]:
-    """Have a class another attribute in the body."""
+def _install() -> None:
+    _instead(torch.UntypedStorage, "resize_", _resized)
+    layouts = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if layouts is not None:
+        kind = layouts.ShardingPropagator
+        layout_of = vars(kind)[_LAYOUT_OF]
+
+        def unseen(*args: Any) -> Any:
+            with _disable_current_modes():
+                return layout_of(*args)
+
+        _instead(kind, _LAYOUT_OF, unseen)
+
+
+def _resized(storage: Any, size: int) -> Any:
+    found = _resize(storage, size)
+    for tell in [*_TOLD]:
+        tell(storage)
+    return found
+
+
+def _instead(owner: Any, name: str, other: Any) -> None:
+    """Give a class another attribute, until that is undone."""
     own = vars(owner).get(name)
     setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        if own is None:  # it is inherited
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+    if own is None:  # it is inherited
+        _UNDONE.callback(delattr, owner, name)
+    else:
+        _UNDONE.callback(setattr, owner, name, own)

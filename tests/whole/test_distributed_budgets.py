@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.allocated import most_allocated
 from support.fitted import Mlp, bytes_before, square
 from support.processes import in_processes, local, needs_gloo
@@ -25,9 +26,9 @@ from remat.testing import assert_same, count_ops
 pytestmark = [needs_gloo, pytest.mark.slow]
 
 
-def built():
+def built(count=5):
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Mlp(32) for _ in range(5)))
+    blocks = nn.Sequential(*(Mlp(32) for _ in range(count)))
     return nn.Sequential(nn.Linear(8, 32), blocks, nn.Linear(32, 4))
 
 
@@ -203,43 +204,36 @@ def held_in_steps(model, x):
     return found, [local(p.grad) for p in model.parameters()]
 
 
-def once_sharded(rank):
-    """Plan for models that are sharded: plain, the least budget, and one between."""
-    x, results = torch.randn(256, 8, generator=torch.Generator().manual_seed(0)), {}
-    for name, make in SHARDED.items():
-        model = make(built())
-        with pytest.raises(remat.BudgetError, match=r"least budget") as raised:
-            remat.fit(model, x, loss=square, budget=1)
-        high = remat.fit(model, x, loss=square, budget="1GB")
-        peaks, want = held_in_steps(make(built()), x)
-        results[name] = [(high, peaks, 0)]
-        for share in 0.0, 0.5:
-            low = raised.value.least
-            budget = int(low + share * (high.peak - low))
-            plan = remat.fit(model, x, loss=square, budget=budget)
-            peaks, got = held_in_steps(plan.apply(make(built())), x)
-            assert_same(got, want)
-            results[name].append((plan, peaks, budget))
-        square(model(x)).backward()  # it was left as it is
-        assert_same([local(p.grad) for p in model.parameters()], want)
-    return results
+def once_sharded(name, rank):
+    """Plan for a model that is sharded: in much memory, and in less."""
+    x, make = (
+        torch.randn(256, 8, generator=torch.Generator().manual_seed(0)),
+        SHARDED[name],
+    )
+    model = make(built(3))
+    plain = remat.fit(model, x, loss=square, budget="1GB")
+    budget = int(0.8 * plain.peak)
+    plan = remat.fit(model, x, loss=square, budget=budget)
+    dist.barrier()
+    of_plain, want = held_in_steps(make(built(3)), x)
+    peaks, got = held_in_steps(plan.apply(make(built(3))), x)
+    assert_same(got, want)
+    square(model(x)).backward()  # it was left as it is
+    assert_same([local(p.grad) for p in model.parameters()], want)
+    assert plan.peak <= budget < plain.peak
+    return plain, of_plain, plan, peaks
 
 
-def test_sharded_models_are_planned_as_they_are(tmp_path, subtests):
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_models_are_planned_as_they_are(name, tmp_path):
     """Each rank plans by itself and sends nothing; their plans are equal."""
-    one, other = in_processes(2, tmp_path, once_sharded)
-    for name, found in one.items():
-        with subtests.test(name):
-            (high, _, _), (least, *_), (between, *_) = found
-            assert least.recomputed > between.recomputed > high.recomputed == 0
-            assert least.peak < 0.7 * high.peak
-            for (plan, peaks, budget), (same, *_) in zip(
-                found, other[name], strict=True
-            ):
-                assert plan == same
-                assert plan.over == "blocks"
-                assert plan.peak <= budget or not budget
-                assert peaks == [plan.peak] * 3
+    found, (_, _, other, _) = in_processes(2, tmp_path, once_sharded, name)
+    plain, of_plain, plan, peaks = found
+    assert plan == other
+    assert plan.over == "blocks"
+    assert plan.recomputed > plain.recomputed == 0
+    assert of_plain == [plain.peak] * 3
+    assert peaks == [plan.peak] * 3
 
 
 def refusals(_):
