@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.allocated import most_allocated
-from support.fitted import Mlp, bytes_before, square
+from support.fitted import Mlp, bytes_before, square, step
 from support.processes import in_processes, local, needs_gloo
 from support.sharded_bytes import most_held
 from torch import nn
@@ -199,8 +199,7 @@ def held_in_steps(model, x):
     found = []
     for _ in range(3):
         model.zero_grad()
-        run = lambda: square(model(x)).backward()
-        found.append(most_held(model, run, x))
+        found.append(most_held(model, lambda: step(model, (x,), {}, square), x))
     return found, [local(p.grad) for p in model.parameters()]
 
 
