@@ -9,6 +9,7 @@
     nodes           nodes of Dynamo's graphs, and runs of their bodies
     operators       what `torch.ops` holds; keyed draws; classes of pytrees; operations
                     that compute something else where a mode is entered
+    fakes           fake tensors, of operations that were done before
     tensors         tensors without data, fake tensors and copies; storages
     replicas        copies of replicas that send nothing
     shards          the same for shards; storages that change their size

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from remat._torch.fakes import RememberingMode
 from remat._torch.replicas import copied_without_sending
 from remat._torch.tracing import eager_only
 
@@ -140,12 +141,11 @@ def fake_mode() -> Any:
     return _WithIntegers()
 
 
-class _WithIntegers(FakeTensorMode):
+class _WithIntegers(RememberingMode):
     """Computes with copies of integers that are there."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._allow_unsafe_data_ptr_access = False
+        super().__init__()
         # By the storage of a user: that one, so that its number stays, and the copy.
         self._copies: dict[int, tuple[Any, Any]] = {}
 
@@ -161,12 +161,18 @@ class _WithIntegers(FakeTensorMode):
     ) -> Any:
         if func is DEVICE_OF and is_fake(args[0]):
             return fake_device(args[0])
-        passed, kwargs = tree_leaves((args, kwargs)), kwargs or {}
+        kwargs = kwargs or {}
+        key = self.key_of(func, args, kwargs)
+        if key is not None:
+            found = self.made_again(key, args)
+            if found is not NotImplemented:
+                return found
+        passed = tree_leaves((args, kwargs))
         if func.overloadpacket is torch.ops.aten.arange:
             found = self.dispatch(func, types, args, kwargs)
             return self._arranged(found, func, args, kwargs)
         if not any(type(x) is Tensor and _is_known(x) for x in passed):
-            return self.dispatch(func, types, args, kwargs)
+            return self.noted(key, func, types, args, kwargs)
         args, kwargs = tree_map_only(Tensor, self.copied, (args, kwargs))
         if all(_is_known(x) for x in passed if isinstance(x, Tensor)):
             return tree_map_only(Tensor, self._result, func(*args, **kwargs))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.shims import expects, replaced, same
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -146,6 +147,69 @@ def test_copies_are_fake():
         made = found[0] @ torch.ones(3, 1) + w[:, :1]
     assert tensors.is_fake(made)
     assert made.untyped_storage().nbytes() == 8
+
+
+PROGRAMS = {
+    "new": lambda x: x.exp() + 1,
+    "product": lambda x: x @ x.t(),
+    "view": lambda x: x[1:].transpose(0, 1).unsqueeze(0),
+    "views": lambda x: x.split(1),
+    "in place": lambda x: x.clone().relu_(),
+    "several": lambda x: torch.native_layer_norm(x, (3,), None, None, 1e-5),
+    "listed": lambda x: torch.cat([x, x * 2], 1),
+    "cast": lambda x: x.to(torch.float16),
+    "gradient": lambda x: torch.autograd.grad(x.sin().sum(), x),
+    "conjugated": lambda x: torch.complex(x, x).conj() * 2,
+}
+
+
+LEFT = {"in place": 1, "conjugated": 2}  # operations that torch does not know, either
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_operations_that_are_known_return_what_torch_makes(name):
+    mode, plain = tensors.fake_mode(), FakeTensorMode(allow_non_fake_inputs=True)
+    for x in _unlike():
+        dispatched = []
+        for _ in range(4):
+            with plain:
+                expected = PROGRAMS[name](plain.from_tensor(x).requires_grad_())
+            dispatched.append(0)
+            mode.dispatch = _counted(mode, dispatched)
+            with mode:
+                fake = mode.from_tensor(x).requires_grad_()
+                made = PROGRAMS[name](fake)
+            del mode.dispatch
+            assert [*map(_seen, _each(made))] == [*map(_seen, _each(expected))]
+            is_view = name in ("view", "views")
+            number = tensors.storage_id(fake)
+            assert (tensors.storage_id(_each(made)[0]) == number) is is_view
+            with pytest.raises(RuntimeError, match="data pointer"):
+                _each(made)[0].data_ptr()
+        assert dispatched[3] <= LEFT.get(name, 0) < dispatched[0]
+
+
+def _unlike():
+    x = torch.ones(2, 3)
+    return x, torch.ones(3, 2).t(), x.double(), torch.ones(4, 6)[::2, ::2]
+
+
+def _counted(mode, counts):
+    def dispatch(*args):
+        counts[-1] += 1
+        return type(mode).dispatch(mode, *args)
+
+    return dispatch
+
+
+def _each(made):
+    return made if isinstance(made, (tuple, list)) else (made,)
+
+
+def _seen(made):
+    what = made.shape, made.stride(), made.storage_offset(), made.dtype, made.device
+    nbytes = made.untyped_storage().nbytes()
+    return (*what, nbytes, made.is_conj(), made.requires_grad, made.is_leaf)
 
 
 @expects("AddressAnswers")
