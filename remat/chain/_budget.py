@@ -336,12 +336,6 @@ class Rehearsal:
         wanted = [i for i, need in enumerate(needs) if need]
         self.run = Reversing(chain, inputs, wanted, cotangents)
 
-    def _advanced(self, live: Live, k: int) -> tuple[Live, int]:
-        """Run a step; return the carry after it, and the most bytes it took."""
-        bounds = k, k + 1
-        segment, given = segment_from(self._chain, live, self.inputs, bounds)
-        return self._measured(segment.advance, given)
-
     def settled(self) -> tuple[list[Live], list[int]]:
         """Run steps until carries are alike; return these, and what steps took.
 
@@ -352,7 +346,9 @@ class Rehearsal:
         assert self.call.steps.length is not None
         most = min(self.call.steps.length, len(lives[0].tensors) + 2)
         while len(taken) < most:
-            live, found = self._advanced(lives[-1], len(taken))
+            bounds = len(taken), len(taken) + 1
+            segment, given = segment_from(self._chain, lives[-1], self.inputs, bounds)
+            live, found = self._measured(segment.advance, given)
             taken.append(found)
             if self._form(live) == self._form(lives[-1]) and len(taken) > 1:
                 break

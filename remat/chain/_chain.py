@@ -219,19 +219,13 @@ class Reversing:
         cts = self._take_cotangents(start, stop, len(needs))
         if not cts:  # nothing that was differentiated depends on these steps
             return
-        rule = self._rule(segment, needs, [*cts])
-        given += cts.values()
-        grads = evaluate(rule, given) if self._is_watched else rule.run(*given)
-        self._take(grads, needs, start, stop)
-
-    def _rule(
-        self, segment: Segment, needs: Sequence[bool], given: Sequence[int]
-    ) -> Vjp:
-        """Return the vjp of a segment."""
         request = Request([*needs, *self._call.needs], at_base=False)
         arity = len(request.needs)
         evaluation = Evaluation(request, range(arity), asks_grad_mode=True)
-        return Vjp(segment, evaluation, arity, self._wanted_of(needs), given)
+        rule = Vjp(segment, evaluation, arity, self._wanted_of(needs), [*cts])
+        given += cts.values()
+        grads = evaluate(rule, given) if self._is_watched else rule.run(*given)
+        self._take(grads, needs, start, stop)
 
     def _wanted_of(self, needs: Sequence[bool]) -> list[int]:
         """Return which inputs of a segment are differentiated."""

@@ -160,7 +160,9 @@ class Segment(Program):
         # Calls within ask whether they are recomputed, and read what they kept.
         before = context.recomputing, context.regions
         context.recomputing = (*before[0], chain)
-        context.regions = (*before[1], *self._region())
+        if chain.kept:
+            first = all_steps.kept_from[self._numbers.start]
+            context.regions = (*before[1], [chain.kept, True, first, True])
         try:
             return chain.again(run, inputs, mode, state)[0]
         except Exception as error:
@@ -180,13 +182,6 @@ class Segment(Program):
         if live.ambient is not None:
             state = state._replace(ambient=live.ambient)
         return state
-
-    def _region(self) -> list[Any]:
-        """Return where the steps find what calls within kept, if anything."""
-        kept = self._chain.kept
-        if not kept:
-            return []
-        return [[kept, True, self._call.kept_from[self._numbers.start], True]]
 
 
 def segment_from(

@@ -14,7 +14,6 @@ from torch import nn
 from remat._base.errors import note
 from remat._transform.api import PolicyLike
 from remat.chain import _call
-from remat.chain._actions import Schedule
 from remat.chain._forward import Progress
 from remat.chain._loops import Checkpoints, schedule_for
 from remat.chain._schedules import Uniform
@@ -87,7 +86,10 @@ def sequential(
     _call.check_callable("sequential", (), progress)
     if budget is not None:
         raise TypeError(_BUDGET.format(budget=budget))
-    schedule = _schedule(segments, checkpoints)
+    if segments is not None and checkpoints is not None:
+        raise ValueError(_BOTH.format(segments=segments, checkpoints=checkpoints))
+    chosen = checkpoints if segments is None else Uniform(segments)
+    schedule = schedule_for(chosen, 1)
     if not layers:
         return x
     name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
@@ -100,14 +102,6 @@ def sequential(
         if type(x) is int and args:  # as checkpoint_sequential takes them
             note(error, _ORDER.format(segments=x))
         raise
-
-
-def _schedule(segments: int | None, checkpoints: Checkpoints) -> Schedule:
-    if segments is None:
-        return schedule_for(checkpoints, 1)
-    if checkpoints is not None:
-        raise ValueError(_BOTH.format(segments=segments, checkpoints=checkpoints))
-    return Uniform(segments)
 
 
 def _unexpected(name: str, *_: str, x: Any) -> str:

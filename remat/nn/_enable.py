@@ -123,7 +123,7 @@ def enable(
     for owner in owners:
         _refuse_choice(owner, every_n_layers)
     checkpoint = Checkpoint(caller(), options)
-    chosen = [m for m in switchable(model) if _is_chosen(m)]
+    chosen = [m for m in switchable(model) if is_on(m) or _is_ours(m)]
     for module in chosen:
         checkpoint = checkpoint.in_place_of(function_of(module), module)
     _undo(model)
@@ -151,7 +151,7 @@ def _undo(model: nn.Module) -> None:
     """Undo an earlier call."""
     switch_off(model)
     for module in switchable(model):
-        if isinstance(module, RematModule) and module._remat_spec.by == ENABLE:
+        if _is_ours(module):
             undone(module)
         unfollow(module)
 
@@ -225,11 +225,9 @@ def _keep(module: nn.Module, checkpoint: Checkpoint) -> None:
     mark(module)
 
 
-def _is_chosen(module: nn.Module) -> bool:
-    """Say whether a module is switched on, or recomputed in place of that."""
-    if isinstance(module, RematModule) and module._remat_spec.by == ENABLE:
-        return True
-    return is_on(module)
+def _is_ours(module: nn.Module) -> bool:
+    """Say whether a module is recomputed as a whole, in place of its switch."""
+    return isinstance(module, RematModule) and module._remat_spec.by == ENABLE
 
 
 def _offloads(function: Any) -> bool:

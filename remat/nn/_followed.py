@@ -182,13 +182,6 @@ def follow(
     _applied.mark(model)
 
 
-def begin_plan(model: nn.Module) -> None:
-    """Begin to follow the plan of a model in a call that has begun."""
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, _Entering):
-            hook(model, None)
-
-
 def _planned_part(model: nn.Module, label: str, courses: Sequence[Course]) -> nn.Module:
     """Return the module that a plan is for: the model, or what it wraps."""
     places = [each.place for course in courses for each in course.placed]
@@ -278,7 +271,13 @@ class _AtFirstCall(Claiming):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_planning or not torch.is_grad_enabled():
             return
-        _refuse_elsewhere(type(module).__name__, self.where)
+        is_compiled = torch.compiler.is_compiling()
+        if is_compiled or current_layer() is not None:
+            how = "under a transform of torch.func"
+            if is_compiled:
+                how = "in compiled code"
+            known = {"kind": type(module).__name__, "where": self.where}
+            raise ValueError(_NO_PLAN.format(how=how, **known))
         self.is_planning = True
         try:
             plan = from_above("fit")(module, *args, budget=self.budget, **kwargs)
@@ -286,14 +285,9 @@ class _AtFirstCall(Claiming):
             self.is_planning = False
         unfollow(module)
         plan.apply(module)
-        begin_plan(module)  # the hooks before this call are those from before
-
-
-def _refuse_elsewhere(kind: str, where: str) -> None:
-    is_compiled = torch.compiler.is_compiling()
-    if is_compiled or current_layer() is not None:
-        how = "in compiled code" if is_compiled else "under a transform of torch.func"
-        raise ValueError(_NO_PLAN.format(kind=kind, where=where, how=how))
+        for hook in [*module._forward_pre_hooks.values()]:
+            if isinstance(hook, _Entering):  # not called: this call has begun
+                hook(module, None)
 
 
 _NO_PLAN = (

@@ -174,7 +174,10 @@ def selected(
             found.append((name, module, hits[0]))
     for k, selector in enumerate(selectors):
         if k not in useful and k in left_out:
-            raise ValueError(_only_container(model, left_out[k]))
+            name = left_out[k]
+            kind = type(model.get_submodule(name)).__name__
+            known = {"kind": kind, "inside": f"{name}.*" if name else "*"}
+            raise ValueError(_NO_FORWARD.format(shown=shown_name(name), **known))
         if k not in useful:
             raise ValueError(_nothing(model, selector))
     return found
@@ -247,12 +250,6 @@ def refuse_no_name(taker: str, select: Any) -> None:
     for each in as_selectors(select):
         if isinstance(each, str) and not each.strip():
             raise ValueError(_NO_NAME.format(taker=taker, text=each))
-
-
-def _only_container(model: nn.Module, name: str) -> str:
-    kind = type(model.get_submodule(name)).__name__
-    inside = f"{name}.*" if name else "*"
-    return _NO_FORWARD.format(shown=shown_name(name), kind=kind, inside=inside)
 
 
 def _nothing(model: nn.Module, selector: Any) -> str:
