@@ -4,7 +4,6 @@ import pytest
 import torch
 from support.objects import assert_as_plain
 from support.transforms import TRANSFORMS
-from support.zoo import plainly
 from torch import distributions
 from torch.utils import _pytree
 
@@ -172,14 +171,3 @@ def test_distributions(how, name):
         return loss
 
     assert_as_plain(how, loss_of, make)
-
-
-def test_the_comparison_fails_without_a_recompute():
-    def loss_of(fn):
-        return lambda w, x: fn(normal(x, w.exp())).loc.sum()
-
-    def make(prior):
-        return normal(prior.loc.sin().exp(), 1.0)
-
-    with pytest.raises(AssertionError, match="1 evaluations, not 2"):
-        assert_as_plain("grad", loss_of, make, wrap=plainly)
