@@ -9,6 +9,7 @@ import optree
 import pytest
 import torch
 from support.pruning import forget_calls
+from support.transforms import some
 from support.zoo import ops_of
 from torch import nn
 from torch.func import vmap
@@ -16,7 +17,9 @@ from torch.func import vmap
 from remat import checkpoint_name, remat, saved_residuals
 from remat._base.context import is_recomputing
 from remat.policies import (
+    nothing_saveable,
     save_any_names_but_these,
+    save_names_matching,
     save_only_these_names,
 )
 from remat.testing import assert_same, count_ops
@@ -315,6 +318,33 @@ def test_threads_name_their_own_values():
 
 def loss(x):
     return checkpoint_name(x.exp(), "name").sin().sum()
+
+
+HOW = some("grad", "vmap_grad", "grad_vmap", "jacrev", "jacrev_jacrev", "hessian")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_names_are_found_under_transforms(how):
+    """With the name saved, nothing is run again that plain code does not run."""
+    transform = HOW[how]
+
+    def run(fn):
+        with count_ops() as ops:
+            result = transform(fn, X[0])
+        return result, ops["exp"]
+
+    expected, plain = run(loss)
+    counts = []
+    for policy in (save("name"), save_names_matching("n.*"), nothing_saveable):
+        fn = remat(loss, policy=policy, prune=True)
+        for _ in range(3):
+            actual, count = run(fn)
+            assert_same(actual, expected, reassociated=True)
+        counts.append(count)
+    saved, matched, nothing = counts
+    assert saved == matched <= nothing
+    if transform.order == 1:
+        assert nothing > saved == plain
 
 
 def test_a_name_of_a_value_that_vmap_batches_is_one_of_the_batch():
