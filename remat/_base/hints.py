@@ -100,18 +100,34 @@ IN_ROOMS = {
     "random": ("key", "split", "fold_in", "bind"),
 }
 # What JAX has, by another name or elsewhere.
+_SHARDED = "torch.distributed: DDP, fully_shard or DTensors"
+_TREES = "torch.utils._pytree, or optree"
+_BRANCH = "`if`, also on values; torch.cond in compiled code"
 _OF_OTHERS = {
     "PRNGKey": "remat.random.key",
     "ad_checkpoint": "remat.checkpoint_name, say: its names are in remat itself",
+    "associative_scan": "torch._higher_order_ops.associative_scan",
+    "block_until_ready": "torch.cuda.synchronize()",
     "checkpoint_policies": "remat.policies",
-    "cond": "`if`, also on values; torch.cond in compiled code",
+    "closure_convert": "the function as it is: tensors that it refers to are inputs",
+    "cond": _BRANCH,
+    "custom_gradient": "a remat.custom_vjp",
     "custom_jvp": "a torch.autograd.Function with a jvp",
+    "device_put": "x.to(device)",
+    "eval_shape": "a call of the function on tensors of device='meta'",
     "jit": "torch.compile",
     "lax": "remat.chain",
+    "make_jaxpr": "torch.fx.experimental.proxy_tensor.make_fx",
     "map": "torch.vmap(fn, chunk_size=n), or remat.chain.scan",
+    "named_scope": "torch.profiler.record_function",
+    "numpy": "torch",
+    "pmap": _SHARDED,
+    "pure_callback": "a call of the function itself",
+    "shard_map": _SHARDED,
     "stop_gradient": "x.detach()",
-    "switch": "`if`, also on values; torch.cond in compiled code",
-    "tree_util": "torch.utils._pytree, or optree",
+    "switch": _BRANCH,
+    "tree": _TREES,
+    "tree_util": _TREES,
     "value_and_grad": "torch.func.grad_and_value: it returns the gradient first",
     "vmap": "torch.vmap",
 }

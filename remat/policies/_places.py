@@ -318,6 +318,9 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     """Return what a key may mean; "" if nothing is like it."""
     text = key.removeprefix(_OPERATOR).replace("::", ".")
     ends = [each for each in known if each.endswith(f".{text}")]
+    # A path that begins further out, at the model, where a block is rematerialized.
+    parts = text.split(".")
+    ends += [e for i in range(1, len(parts)) if (e := ".".join(parts[i:])) in known]
     near = ends or get_close_matches(text, known, 1, _LIKE)
     return near[0] if near else ""
 

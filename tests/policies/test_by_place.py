@@ -541,6 +541,7 @@ def told(run):
 MISSPELT = {
     "a path": ("layers.1.atn1", "layers.1.attn"),
     "the end of one": ("mlp.0", "layers.0.mlp.0"),
+    "one from further out": ("model.layers.1.attn", "layers.1.attn"),
     "a name": ("contexts", "context"),
     "an operator": ("aten.mn", "aten.mm"),
 }
