@@ -133,6 +133,14 @@ _OF_OTHERS = {
 }
 for _name in ("grad", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp"):
     _OF_OTHERS[_name] = f"torch.func.{_name}"
+for _name in (
+    *("ball", "beta", "binomial", "cauchy", "chisquare", "dirichlet"),
+    *("double_sided_maxwell", "f", "gamma", "generalized_normal", "geometric"),
+    *("loggamma", "logistic", "lognormal", "maxwell", "multinomial"),
+    *("multivariate_normal", "orthogonal", "pareto", "poisson", "rayleigh"),
+    *("t", "triangular", "wald", "weibull_min"),
+):
+    _OF_OTHERS[_name] = "it with remat.random.uniform or normal: keys draw no others"
 _PACKAGE = (
     "{name}: `{name}` is the package here, which is not callable. Write `from {name} "
     "import {name}`, or {name}.{name}(fn)."

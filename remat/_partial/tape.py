@@ -27,8 +27,8 @@ from remat._base.context import here
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
 from remat._base.op import NO_NAMES, Op
 from remat._base.operators import named
-from remat._base.parts import taken_apart
 from remat._base.source import user_line
+from remat._base.tensors import taken_apart
 from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
 from remat._partial.effects import declared_writes, traits_of

@@ -120,6 +120,10 @@ def _cell(tag: str, column: str, cell: str, kind: str = "") -> str:
 
 
 MIB = 2**20
+_NO_AXES = (
+    "remat: plot() takes the axes of matplotlib to draw on, and returns them; got a "
+    "{kind}. For a file write report.plot().figure.savefig(path)."
+)
 _MARKERS = "osD^vP*X<>"
 _GREY = "#9a9a9a"
 _WIDE = 60  # letters in a line
@@ -130,7 +134,7 @@ def bars(
     labels: Sequence[str], sizes: Any, kinds: Sequence[str], title: str, ax: Any = None
 ) -> Any:
     """Draw a bar of bytes for each label, coloured by kind."""
-    ax = ax or _new_axes((8, 1.5 + 0.25 * len(labels)))
+    ax = _axes(ax, (8, 1.5 + 0.25 * len(labels)))
     for kind, colour in COLOURS.items():
         at = [i for i, k in enumerate(kinds) if k == kind]
         if at:
@@ -153,7 +157,7 @@ def points(
 
     A line joins the points that no other beats, a dashed one what budgets reach.
     """
-    ax = ax or _new_axes((8, 3.5 + 0.2 * len(labels)))
+    ax = _axes(ax, (8, 3.5 + 0.2 * len(labels)))
     named: dict[tuple[int, int], list[str]] = {}
     for label, size, cost in zip(labels, sizes, costs, strict=True):
         named.setdefault((size, cost), []).append(label)
@@ -200,7 +204,7 @@ def _unbeaten(pairs: Sequence[tuple[int, int]]) -> Any:
 
 def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
     """Draw bytes over time, with a label for their maximum."""
-    ax = ax or _new_axes((8, 3))
+    ax = _axes(ax, (8, 3))
     at, heights = range(len(sizes)), [size / MIB for size in sizes]
     (line,) = ax.step(at, heights, where="post")
     colour = line.get_color()
@@ -221,7 +225,7 @@ def lines(
     ax: Any = None,
 ) -> Any:
     """Draw named counts over another one, as lines."""
-    ax = ax or _new_axes((8, 3))
+    ax = _axes(ax, (8, 3))
     for name, counts in series.items():
         (line,) = ax.plot(at, counts, label=name, linewidth=1)
         line.sticky_edges.y.append(0)
@@ -247,7 +251,12 @@ def _finished(ax: Any, title: str, axes: tuple[str, str], **legend: Any) -> Any:
     return ax
 
 
-def _new_axes(size: tuple[float, float]) -> Any:
+def _axes(ax: Any, size: tuple[float, float]) -> Any:
+    """Return the axes that were passed, or new ones of a size."""
+    if ax is not None:
+        if not hasattr(ax, "set_xlabel"):
+            raise TypeError(_NO_AXES.format(kind=type(ax).__name__))
+        return ax
     if importlib.util.find_spec("matplotlib") is None:
         why = missing("matplotlib")
         raise ImportError(f"remat: plot() draws with matplotlib: {why}.")

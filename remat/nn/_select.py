@@ -261,11 +261,17 @@ def _nothing(model: nn.Module, selector: Any) -> str:
     if isinstance(selector, nn.Module):
         shown = f"a {type(selector).__name__} that is not in it"
     known = {*names}.union(*map(_class_names, model.modules()), _MODES)
-    near = get_close_matches(selector, known, 1) if isinstance(selector, str) else ()
+    near: Sequence[str] = ()
+    if isinstance(selector, str):
+        near = [word for word in _WORDS if selector.startswith(f"{word}_")]
+        near = [_TITANS[selector]] if selector in _TITANS else near
+        near = near[:1] or get_close_matches(selector, known, 1)
     has = "".join(f"Do you mean {each!r}? " for each in near) + has
     return _NOTHING.format(shown=shown, model=type(model).__name__, has=has)
 
 
+# Modes of torchtitan.
+_TITANS = {"selective": "every_2", "op": "dots", "memory_budget": "budget:24GB"}
 _NO_SELECTOR = (
     "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
     "such as 'layers.*', a module, a function of a module (or of its name and the "
