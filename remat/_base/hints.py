@@ -140,7 +140,7 @@ for _name in (
     *("multivariate_normal", "orthogonal", "pareto", "poisson", "rayleigh"),
     *("t", "triangular", "wald", "weibull_min"),
 ):
-    _OF_OTHERS[_name] = "it with remat.random.uniform or normal: keys draw no others"
+    _OF_OTHERS[_name] = "it with remat.random.uniform or normal: it has no sampler"
 _PACKAGE = (
     "{name}: `{name}` is the package here, which is not callable. Write `from {name} "
     "import {name}`, or {name}.{name}(fn)."
