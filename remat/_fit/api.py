@@ -21,7 +21,7 @@ from remat._fit.planning import Planning
 from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
 from remat._report.inputs import refuse_transforms
-from remat._torch import is_flat
+from remat._torch import is_flat, shards_in
 from remat.nn._applied import refuse_others
 from remat.nn._followed import can_follow, has_sharded_parts
 from remat.nn._select import as_selectors, refuse_no_name, selected
@@ -123,6 +123,7 @@ def fit(
         over = "blocks"
     if over in ("blocks", "functional"):
         blocks = _selected(model, select)
+        _refuse_shards_inside(model, blocks)
     elif select is not None:
         raise ValueError(_SELECT)
     else:
@@ -149,6 +150,14 @@ def _refuse_shards(model: nn.Module, over: Over | None) -> None:
         raise ValueError(_FLAT.format(label=label))
     if over in ("step", "functional"):
         raise ValueError(_SHARDED.format(label=label, over=over))
+
+
+def _refuse_shards_inside(model: Any, blocks: Sequence[str]) -> None:
+    """Refuse blocks whose recompute would gather: it would differ from the forward."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        if any(shard is not block for shard in shards_in([block])):
+            raise ValueError(_INSIDE.format(name=name))
 
 
 def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
@@ -182,6 +191,10 @@ _FLAT = (
     "remat.fit: {label} is sharded by FSDP1, which puts other parameters in place in "
     "each call. Plan for the model before it is wrapped, with over='blocks', or shard "
     "it with fully_shard."
+)
+_INSIDE = (
+    "remat.fit: {name} has layers that are shards by themselves, and its recompute "
+    "would gather them. Shard blocks as a whole, or select= modules without shards inside."
 )
 _NO_MODEL = (
     "remat.fit: no model is passed. Pass the model itself, or a function and, among "
