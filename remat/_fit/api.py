@@ -194,7 +194,7 @@ _FLAT = (
 )
 _INSIDE = (
     "remat.fit: {name} has layers that are shards by themselves, and its recompute "
-    "would gather them. Shard blocks as a whole, or select= modules without shards inside."
+    "would gather them. Shard blocks as a whole, or select= modules without those."
 )
 _NO_MODEL = (
     "remat.fit: no model is passed. Pass the model itself, or a function and, among "
