@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from remat._base.absent import Absent, tensors_of
 from remat._base.observer import Observer
+from remat._reach.reach import Reach
 from remat._report import render as _render
 from remat._report.inputs import label_of_function
 from remat._torch import current_node, is_fake, storage_id
@@ -187,9 +188,9 @@ def memory_timeline(
     them. The result of ``fn`` stays alive until the last entry. Cyclic garbage is
     collected before the call and not during it.
 
-    If an argument is a meta or fake tensor, or a model with such parameters, the bytes
-    are those that its storages would have: of a model larger than memory, say. What
-    operations take while they run is not counted then.
+    If the function is given, or refers to, a meta or fake tensor, or a model with such
+    parameters, the bytes are those that its storages would have: of a model larger than
+    memory, say. What operations take while they run is not counted then.
 
     Args:
         fn: Called once. State that a first call sets up (such as a cache) counts as
@@ -209,11 +210,14 @@ def memory_timeline(
         ((4000, 8000, 4000), ('sin', 'cos', ''))
     """
     run = partial(fn, *args, **kwargs)
+    label = label_of_function(fn)
     has_values = all(map(_has_values, (*args, *kwargs.values())))
+    # The function may refer to the model, as a lambda does.
+    has_values = has_values and _has_values(Reach(fn, label, args, kwargs).tensors)
     found = changes_in(run) if has_values else _changes_without_values(run)
     live = accumulate(change.nbytes for change in found)
     ops = tuple(running_operation(change.running) for change in found)
-    return MemoryTimeline(label_of_function(fn), tuple(live), ops)
+    return MemoryTimeline(label, tuple(live), ops)
 
 
 class MemoryChange(NamedTuple):

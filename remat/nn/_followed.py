@@ -248,7 +248,7 @@ _BY_BLOCKS = (
 M = TypeVar("M", bound=nn.Module)
 
 
-def plan_at_first_call(model: M, budget: int, where: str) -> M:
+def plan_at_first_call(model: M, budget: str, where: str) -> M:
     """Have the first call that a backward may follow plan for a budget."""
     _applied.refuse_later(model, _applied.PLAN, where)
     hook = _AtFirstCall(budget, where)
@@ -260,7 +260,7 @@ def plan_at_first_call(model: M, budget: int, where: str) -> M:
 class _AtFirstCall(Claiming):
     """The hook before calls that makes the plan, and takes itself out."""
 
-    def __init__(self, budget: int, where: str) -> None:
+    def __init__(self, budget: str, where: str) -> None:
         self.budget, self.where = budget, where
         self.is_planning = False  # also in the copy of the model that is planned
 

@@ -72,10 +72,13 @@ _EVERY = re.compile(r"every_([1-9]\d*)")
 _BUDGET = re.compile(r"budget\s*:(.*)")
 
 
-def budget_in(select: Any) -> int | None:
-    """Return the bytes of a text such as "budget:24GB"; None for anything else."""
+def budget_in(select: Any) -> str | None:
+    """Return the "24GB" of a text such as "budget:24GB"; None for anything else."""
     found = _BUDGET.fullmatch(select.strip()) if isinstance(select, str) else None
-    return None if found is None else bytes_in(found[1], f"remat.nn.apply({select!r})")
+    if found is None:
+        return None
+    bytes_in(found[1], f"remat.nn.apply({select!r})")  # or an error
+    return found[1].strip()  # messages speak in its unit
 
 
 def _mode(model: nn.Module, select: Any) -> tuple[int, Any] | None:

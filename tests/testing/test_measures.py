@@ -132,8 +132,9 @@ def test_timeline_names_the_operations_of_a_recompute_and_of_a_backward():
     assert max(ours.bytes[: ours.ops.index("sum")]) == 2 * UNIT
 
 
+@pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("wrap", [plainly, remat])
-def test_the_timeline_of_a_model_without_values_is_that_of_one_with_them(wrap):
+def test_the_timeline_of_a_model_without_values_is_that_of_one_with_them(wrap, passed):
     def built():
         layers = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))]
         return nn.Sequential(*(wrap(layer) for layer in layers * 4))
@@ -149,7 +150,8 @@ def test_the_timeline_of_a_model_without_values_is_that_of_one_with_them(wrap):
             model, x = built(), torch.ones(64, 8)
             step(model, x)  # torch sets up what it needs for these operations
         model.zero_grad()
-        found.append(memory_timeline(step, model, x))
+        refers = lambda m=model, x=x: step(m, x)
+        found.append(memory_timeline(*((step, model, x) if passed else (refers,))))
     real, meta = found
     assert (meta.peak, meta.peak_op) == (real.peak, real.peak_op)
     kept = sum(p.nbytes for p in model.parameters()) + 4  # gradients and the loss
