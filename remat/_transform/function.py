@@ -194,7 +194,8 @@ class Primal(Program):
 
     @override
     def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
-        return self.call.reach.may_write(i, tensor)
+        # Nobody may write to what requires grad at the base: it stays itself.
+        return not tensor.requires_grad and self.call.reach.may_write(i, tensor)
 
     @override
     def may_read_early(self, tensor: Tensor) -> bool:

@@ -267,14 +267,19 @@ BELOW = {
 
 
 @rows("derivative", BELOW)
+@pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_hook_that_calls_in_one_another_set_on_a_leaf_of_the_users_stays(
-    derivative, depth
+    derivative, depth, other
 ):
     def run(count):
         w = torch.linspace(0.5, 1, 3, dtype=torch.double).requires_grad_()
+        turns = [0]
+        if other:  # then another leaf stands in for it
+            w.register_hook(lambda g: g * 2)
 
         def fn(x):
+            turns[0] += other  # code that writes in place may write to vectors
             w.register_hook(lambda g: g * 3)
             return (x * w).sin().sum() * (w * w).sum()
 
