@@ -179,6 +179,12 @@ class differentiated:  # noqa: N801
 
     __slots__ = ("_before", "_context")
 
+    @classmethod
+    def call(cls, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call something in it."""
+        with cls():
+            return fn(*args)
+
     def __enter__(self) -> None:
         self._context = context = here()
         self._before = context.runs

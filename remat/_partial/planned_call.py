@@ -393,9 +393,10 @@ class SavedInNode(PlannedCall):
         elif not self._is_comparable(inputs):
             return pull(inputs, None)
         assert self.plans is not None
+        if torch.is_grad_enabled() and self.plans.record.within and not self.dropped:
+            return pull(inputs, None)  # second derivatives read calls within once more
         take = self._taker(residuals)
         replaying = Replay(self, self.plans, targets, residuals, take)
-        # No absent tensor is of a level of torch.func.
         whole = current_layer() is None or all(base_tensor(t) is t for t in inputs)
         recorded = torch.is_grad_enabled()
         may_stand_in = functools.partial(_may_stand_in, whole, recorded)
@@ -413,7 +414,6 @@ class SavedInNode(PlannedCall):
                 replaying.succeeded(proves=whole)
                 return grads
             replaying.failed(None)
-        # Not above, where the error would hold what the replay computed.
         return pull(inputs, self.check())
 
     def _is_comparable(self, inputs: Sequence[Tensor]) -> bool:

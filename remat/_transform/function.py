@@ -771,10 +771,11 @@ class Vjp(Program):
         planned, has_run, self._has_run = self._evaluation.planned, self._has_run, True
         # If the plan has run, hooks have seen these gradients already.
         undone = self.hooked.undone() if has_run and self.hooked else _NOTHING
-        with undone, differentiated():
+        # The runs end within: what is left of a replay is looked for after that.
+        pull = functools.partial(differentiated.call, self._recompute_and_pull_back, cts)
+        with undone:
             if planned is None:
-                return self._recompute_and_pull_back(cts, saved, None)
-            pull = functools.partial(self._recompute_and_pull_back, cts)
+                return pull(saved, None)
             return planned.carry_out(self._with_cotangents, saved, pull)
 
     def _recompute_and_pull_back(
