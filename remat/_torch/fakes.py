@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from typing_extensions import override
 
 
-class _Result(NamedTuple):
+class _RememberedResult(NamedTuple):
     """A result: an argument, a view of one, or a new tensor."""
 
     argument: int  # which; -1 for a new tensor
@@ -29,10 +29,10 @@ class _Result(NamedTuple):
     attributes: Any = None
 
 
-class _Known(NamedTuple):
+class _Remembered(NamedTuple):
     """What an operation returns: None stands for itself."""
 
-    results: Sequence[_Result | None]
+    results: Sequence[_RememberedResult | None]
     is_tuple: bool
 
 
@@ -43,7 +43,7 @@ class RememberingMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._allow_unsafe_data_ptr_access = False
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, _Remembered] = {}
         self._answered = 0  # the id of the arguments that torch's memory knew last
 
     @override
@@ -56,7 +56,8 @@ class RememberingMode(FakeTensorMode):
 
     def key_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what an operation is known by; None if it is left to torch."""
-        key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
+        key.append(torch.is_inference_mode_enabled())
         with torch._C.DisableTorchFunction():
             if not (args and self._describe(args, key)):
                 return None
@@ -97,7 +98,7 @@ class RememberingMode(FakeTensorMode):
             return self._made(known.results[0], args)
         return tuple([self._made(each, args) for each in known.results])
 
-    def _made(self, like: _Result | None, args: Any) -> Any:
+    def _made(self, like: _RememberedResult | None, args: Any) -> Any:
         if like is None:
             return None
         if like.argument >= 0 and not like.is_view:
@@ -130,7 +131,7 @@ class RememberingMode(FakeTensorMode):
                 each = result if is_tuple else (result,)
                 found = [_result_of(func, args, value) for value in each]
             if NotImplemented not in found:
-                self._known[key] = _Known(found, is_tuple)
+                self._known[key] = _Remembered(found, is_tuple)
         return result
 
 
@@ -150,14 +151,14 @@ def _result_of(func: Any, args: Any, value: Any) -> Any:
     given = [k for k, arg in enumerate(args) if type(arg) is FakeTensor]
     same = [k for k in given if args[k] is value]
     if same:
-        return _Result(same[0])
+        return _RememberedResult(same[0])
     number = _storage_id(value)
     shared = [k for k in given if _storage_id(args[k]) == number]
     if bool(shared) != func.is_view:
         return NotImplemented
     view = value.storage_offset(), value.shape, value.stride()
     what = value.dtype, value.fake_device, {**vars(value)}
-    return _Result(shared[0] if shared else -1, bool(shared), view, *what)
+    return _RememberedResult(shared[0] if shared else -1, bool(shared), view, *what)
 
 
 _storage_id: Any = vars(torch._C)["_storage_id"]
