@@ -118,15 +118,11 @@ class PlannedCall:
         mode, plans = self.mode, self.plans
         residuals = None
         if isinstance(mode, Recorder):
-            plans = self.plans = plan_recorded(
-                self.cache,
-                mode,
-                mode.record(outs, gone),
-                targets,
-                self._policy,
-                self._prune,
-                self._label,
+            record, asked = mode.record(outs, gone), (self._policy, self._prune)
+            plans = plan_recorded(
+                self.cache, mode, record, targets, *asked, self._label
             )
+            self.plans = plans
             if plans is not None:
                 statics = mode.candidates.statics
                 self.statics = {i: statics[i] for i in plans.full.plan.saved}

@@ -70,7 +70,7 @@ class Sketch:
 
     def _saved(self, outs: Sequence[Tensor]) -> Iterable[int]:
         """Return the storages that the graph of the outputs saved."""
-        found = set[int]()
+        found: set[int] = set()
         for node, tensors in nodes_of(outs):
             if type(node).__name__ in SILENT:
                 return self._numbers.values()

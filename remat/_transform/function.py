@@ -772,7 +772,8 @@ class Vjp(Program):
         # If the plan has run, hooks have seen these gradients already.
         undone = self.hooked.undone() if has_run and self.hooked else _NOTHING
         # The runs end within: what is left of a replay is looked for after that.
-        pull = functools.partial(differentiated.call, self._recompute_and_pull_back, cts)
+        call = self._recompute_and_pull_back
+        pull = functools.partial(differentiated.call, call, cts)
         with undone:
             if planned is None:
                 return pull(saved, None)

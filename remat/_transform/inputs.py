@@ -13,10 +13,8 @@ Invariant: no graph is held that no code asks for, and a write is never missed. 
 changed since the call is refused when it is read.
 Rejected: stand-ins for all leaves, because gradients of other threads would be lost. A
 copy that shares memory until it is written, because an array that NumPy made of it
-loses its memory. A checksum of large tensors, because it takes longer than to note the
-bytes.
-One class with `CallState` of `state`: this holds the tensors of a call, and that must
-hold none, since the node does. The two take copies in other ways and at other times.
+loses its memory. A checksum of large tensors: to note the bytes takes less time. One
+class with `CallState` of `state`, which must hold no tensors, since the node does.
 """
 
 import contextlib
@@ -71,7 +69,7 @@ from remat._transform.stand_ins import (
 
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
-# The largest inputs that are copied, in elements: a module's buffer, and a vector.
+# The largest inputs that are copied, in elements: a module's buffer, a vector.
 SMALL = 2**14
 _STATISTICS = 2**20
 _FEW = 4  # inputs, which are looked at sooner one by one
@@ -345,8 +343,7 @@ class SavedInputs:
         if are_originals and [*map(_requires_grad, self.values)] == self.needs:
             return [*self.values]
         on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
-        if self._memory:
-            self._copy_now()
+        self._copy_now()
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
