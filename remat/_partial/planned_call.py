@@ -389,7 +389,8 @@ class SavedInNode(PlannedCall):
         elif not self._is_comparable(inputs):
             return pull(inputs, None)
         assert self.plans is not None
-        if torch.is_grad_enabled() and self.plans.record.within and not self.dropped:
+        again = torch.is_grad_enabled() and any(t.requires_grad for t in saved)
+        if again and self.plans.record.within and not self.dropped:
             return pull(inputs, None)  # second derivatives read calls within once more
         take = self._taker(residuals)
         replaying = Replay(self, self.plans, targets, residuals, take)
@@ -397,7 +398,6 @@ class SavedInNode(PlannedCall):
         recorded = torch.is_grad_enabled()
         may_stand_in = functools.partial(_may_stand_in, whole, recorded)
         try:
-            # The stand-ins get no name: `escaped` looks for those that are still held.
             grads = pull(replaying.stand_ins(inputs, may_stand_in), replaying)
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)

@@ -771,9 +771,8 @@ class Vjp(Program):
         planned, has_run, self._has_run = self._evaluation.planned, self._has_run, True
         # If the plan has run, hooks have seen these gradients already.
         undone = self.hooked.undone() if has_run and self.hooked else _NOTHING
-        # The runs end within: what is left of a replay is looked for after that.
-        call = self._recompute_and_pull_back
-        pull = functools.partial(differentiated.call, call, cts)
+        run = self._recompute_and_pull_back  # what a replay left is looked for after it
+        pull = functools.partial(differentiated.call, run, cts)
         with undone:
             if planned is None:
                 return pull(saved, None)

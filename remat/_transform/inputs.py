@@ -1,20 +1,18 @@
 """What a call under base autograd saves of its inputs.
 
 Leaves that require grad, and parameters, are saved themselves, others without their
-graphs, but for what code asks of these. A recompute runs on the user's own tensors
-where these are still there, hold what they held, and the forward moved no leaf to other
-memory; else on stand-ins. Leaves get stand-ins if the forward changed gradients, or if
-a leaf no longer requires grad as it did at the call.
+graphs, unless code asks for these. A recompute runs on the user's own tensors if these
+are there, hold what they held, and the forward moved no leaf to other memory; else on
+stand-ins. So it is if the forward changed gradients, or a leaf's `requires_grad`.
 
-Where torch may not count a write of the forward, as to running statistics, the input is
-copied before, or its bytes noted, and dropped after a forward that left it alone.
+Where torch may not count a write, as to running statistics, the input is copied before
+a forward, or its bytes are noted; a forward that left it alone ends with neither.
 
 Invariant: no graph is held that no code asks for, and a write is never missed. What
 changed since the call is refused when it is read.
 Rejected: stand-ins for all leaves, because gradients of other threads would be lost. A
-copy that shares memory until it is written, because an array that NumPy made of it
-loses its memory. A checksum of large tensors: to note the bytes takes less time. One
-class with `CallState` of `state`, which must hold no tensors, since the node does.
+copy that shares memory until it is written: an array of NumPy's loses its memory. A
+checksum, which takes longer. One class with `CallState`, which must hold no tensors.
 """
 
 import contextlib
@@ -343,7 +341,8 @@ class SavedInputs:
         if are_originals and [*map(_requires_grad, self.values)] == self.needs:
             return [*self.values]
         on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
-        self._copy_now()
+        if self._memory:
+            self._copy_now()
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
