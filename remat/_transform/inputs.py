@@ -263,13 +263,14 @@ class SavedInputs:
         self._memory = {}
         there = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
         addresses, held = zip(*befores.values(), strict=True)
-        if there == [*addresses] and now == self.versions:  # at the speed of C
-            same = [*map(operator.eq, map(bytes_at, addresses, map(len, held)), held)]
-        else:
-            same = [
-                a == b and bytes_at(a, len(then)) == then and now[i] == self.versions[i]
-                for i, a, b, then in zip(befores, addresses, there, held, strict=True)
-            ]
+        are_there = there == [*addresses] and now == self.versions
+        if are_there and (*map(bytes_at, addresses, map(len, held)),) == held:
+            self.may_be_written = self.may_be_written.difference(befores)
+            return
+        same = [
+            a == b and bytes_at(a, len(then)) == then and now[i] == self.versions[i]
+            for i, a, b, then in zip(befores, addresses, there, held, strict=True)
+        ]
         self.may_be_written = self.may_be_written.difference(compress(befores, same))
         each = zip(befores, addresses, held, strict=True)
         written = [*compress(each, map(operator.not_, same))]
