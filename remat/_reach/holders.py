@@ -171,7 +171,7 @@ class Scopes(HolderKind):
 
 # The code is first: `contents` reads it there.
 _DEFAULTS = ("__code__", "__defaults__", "__kwdefaults__")
-DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
+_DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
 
 
 class Functions(HolderKind):
@@ -181,7 +181,7 @@ class Functions(HolderKind):
 
     @override
     def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(DEFAULTS_OF, holders))
+        return flatten(map(_DEFAULTS_OF, holders))
 
     @override
     def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:

@@ -29,7 +29,6 @@ from remat._reach.container_kinds import ATTRIBUTES
 from remat._reach.holders import (
     CELLS,
     CLASSES,
-    DEFAULTS_OF,
     FUNCTIONS,
     MISSING,
     SCOPES,
@@ -236,16 +235,14 @@ class Taken(Holdings):
         # Read here at once, as most calls reach few of each kind.
         values, keys, lengths = self.values, self.keys, self.lengths
         tables, cells, scopes, functions, classes, others = holders
-        lengths += map(len, tables)
-        count = sum(lengths)
-        if len(tables) > _MANY and count < _LONG * len(tables):  # as of small objects
-            values += _values_of(tables)
-            keys += flatten(tables)
-        else:
-            for table in itertools.compress(tables, lengths):
+        left = _read_small(tables, self) if len(tables) > _MANY else tables
+        for table in left:
+            length = len(table)
+            lengths.append(length)
+            if length:  # most are empty
                 values += table.values()
                 keys += table
-        if len(keys) != len(values) or len(keys) != count:
+        if len(keys) != len(values) or len(keys) != sum(lengths):
             raise MovedError
         if cells:
             values += CELLS.values(cells)
@@ -253,7 +250,8 @@ class Taken(Holdings):
             lengths.append(len(names))
             for name in names:
                 values.append(scope.get(name, MISSING))
-        values += flatten(map(DEFAULTS_OF, functions))
+        for fn in functions:
+            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
         if classes:
             CLASSES.read(classes, self)
         for kind, found in others:
@@ -291,11 +289,18 @@ class Taken(Holdings):
         return now
 
 
-def _values_of(tables: Iterable[Any]) -> list[Any]:
+def _read_small(tables: Sequence[Any], to: Holdings) -> Sequence[Any]:
+    """Read many dicts together, and return none, if most are small; else all."""
+    lengths = [*map(len, tables)]
+    if sum(lengths) > _LONG * len(lengths):
+        return tables
     try:
-        return [*flatten(map(dict.values, tables))]
+        to.values += [*flatten(map(dict.values, tables))]
     except TypeError:  # a class has a `__dict__` of its own
-        return [*flatten(table.values() for table in tables)]
+        return tables
+    to.keys += flatten(tables)
+    to.lengths += lengths
+    return ()
 
 
 def groups_of(holders: OwnersHolders) -> list[Group]:
