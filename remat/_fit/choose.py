@@ -193,8 +193,8 @@ def program_of(walker: Walker) -> SavingProgram:
 
 
 _UNIT = 1e4  # bytes
-# The search ends at the root of its tree, or at a gap to the optimum. Of blocks that are
-# alike many choices do the same work: hundreds of nodes found no better one, nor a bound.
+# The search ends at the root of its tree, or at a gap to the optimum. Of blocks that
+# are alike many choices do the same work: hundreds of nodes found none that is better.
 _ENDS = {"node_limit": 1, "mip_rel_gap": 1e-3}
 
 

@@ -13,14 +13,14 @@ it held at the call.
     identities  identities of tensors that code asks for, which are refused
     copies      copies of buffers in holders, which other threads may find
     roots       one root of a call
-    given       the function and the arguments, put aside and made again
+    arguments   the function and the arguments, put aside and made again
     boxes       what is held of containers that were passed
     leases      references to what has no weak references
     exchange    has holders hold what they held, in place, and puts them back
     classes     of objects that changed theirs, and which a call may hold
     making      makes values again, each after what it holds
     moment      what all holds at one moment of a forward, compared with another
-    contents    what holders held at a call, and what a forward changed of it
+    before      what holders held before a forward, and what that changed of it
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
     names       where tensors are, as the author of a function writes it

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from remat._base.code import has_marks
 from remat._base.types import ATOMS, TENSORS
+from remat._reach.arguments import Building, CallArguments
 from remat._reach.container_kinds import ATTRIBUTES
 from remat._reach.exchange import are_same
-from remat._reach.given import Building, Given
 from remat._reach.holders import flatten
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import LiftedForward
@@ -39,16 +39,16 @@ _OWN = "retain_grad"  # of a stand-in, which asks the input
 
 
 def put_aside(
-    given: Given, roots: list[Root], each: list[list[Tensor]]
+    passed: CallArguments, roots: list[Root], each: list[list[Tensor]]
 ) -> dict[int, dict[str, Any]]:
     """Put aside what is set on tensors of a call, by the identity of the tensor.
 
     Args:
-        given: what the call is given. Tensors that attributes lead to are added.
+        passed: what the call is given. Tensors that attributes lead to are added.
         roots: of the call. Those that attributes lead to are added.
         each: the tensors of each of these.
     """
-    todo = [*given.tensors, *flatten(each)]
+    todo = [*passed.tensors, *flatten(each)]
     dicts = [*map(_attributes, todo)]
     marked_at = [*map(bool, dicts)]
     marked, held_by = [*compress(todo, marked_at)], [*compress(dicts, marked_at)]
@@ -56,28 +56,30 @@ def put_aside(
         # At the speed of C: libraries set a flag on each parameter.
         values = [*flatten(map(dict.values, held_by))]
         are_constants = ATOMS.issuperset(map(type, values))
-        if are_constants or _are_own(values, given, roots):
+        if are_constants or _are_own(values, passed, roots):
             copies = map(dict.copy if are_constants else _copied, held_by)
             return dict(zip(map(id, marked), copies, strict=True))
     found: dict[int, dict[str, Any]] = {}
     while True:
-        todo = [*given.tensors, *flatten(each)]
+        todo = [*passed.tensors, *flatten(each)]
         marked = [
             (t, held)
             for t in todo
             if (held := t.__dict__) and has_marks(type(t)) and id(t) not in found
         ]
-        before = len(given.tensors), len(given.roots)
+        before = len(passed.tensors), len(passed.roots)
         for t, held in marked:
-            found[id(t)] = _aside(given, t, held)
-        if before == (len(given.tensors), len(given.roots)):
+            found[id(t)] = _aside(passed, t, held)
+        if before == (len(passed.tensors), len(passed.roots)):
             return found
-        if len(given.roots) > before[1]:
-            roots[:] = roots_of(given.roots.values())
+        if len(passed.roots) > before[1]:
+            roots[:] = roots_of(passed.roots.values())
             each[:] = [root.tensors() for root in roots]
 
 
-def _are_own(values: Sequence[Any], given: Given, roots: Iterable[Root]) -> bool:
+def _are_own(
+    values: Sequence[Any], passed: CallArguments, roots: Iterable[Root]
+) -> bool:
     """Say whether all are constants, and lists of these that nothing else holds.
 
     Runs find copies of those, which no code tells from others.
@@ -86,8 +88,8 @@ def _are_own(values: Sequence[Any], given: Given, roots: Iterable[Root]) -> bool
     if {*map(type, lists)} != {list} or not ATOMS.issuperset(map(type, flatten(lists))):
         return False
     ids = {*map(id, lists)}
-    held = [given.boxes, *(root.contents.places(root.layout) for root in roots)]
-    searches = [root.layout for root in roots], [given.search] if given.search else []
+    held = [passed.boxes, *(root.before.places(root.layout) for root in roots)]
+    searches = [root.layout for root in roots], [passed.search] if passed.search else []
     are_told = any("id" in search.asks for search in flatten(searches))
     is_one_of_many = len(ids) < len(lists) or not all(map(ids.isdisjoint, held))
     return not (are_told or is_one_of_many)
@@ -97,12 +99,12 @@ def _copied(held: Mapping[str, Any]) -> dict[str, Any]:
     return {k: [*v] if type(v) is list else v for k, v in held.items()}
 
 
-def _aside(given: Given, t: Tensor, held: dict[str, Any]) -> dict[str, Any]:
+def _aside(passed: CallArguments, t: Tensor, held: dict[str, Any]) -> dict[str, Any]:
     if ATOMS.issuperset(map(type, held.values())):  # as flags of libraries are
         return held.copy()
     is_dead = unwrap_dead(t) is not t
     return {
-        name: given.put_aside(value) if name != _OWN else value
+        name: passed.put_aside(value) if name != _OWN else value
         for name, value in held.items()
         # Of a level that has ended: the graph between the two is gone.
         if not (is_dead and isinstance(value, Tensor))

@@ -1,7 +1,7 @@
 """What is held of containers that were passed to a call.
 
-A `Box` holds what its container held, put aside in turn (`given`). While the forward
-runs, `Watched` holds the containers that a recompute may find again.
+A `Box` holds what its container held, put aside in turn (`arguments`). While the
+forward runs, `Watched` holds the containers that a recompute may find again.
 
 Invariant: once the forward has ended no box leads to its container. A container may
 hold what the graph of the call holds.
@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from remat._base.interpreter import identities
+from remat._reach.before import Ref
 from remat._reach.container_kinds import CONTAINERS, FACTORIES, OWNED
-from remat._reach.contents import Ref
 from remat._reach.holders import PART, SLOTS, VARIABLES, HolderKind, dict_of
 from remat._reach.objects import slots_of
 

@@ -1,10 +1,10 @@
 """Has holders hold what they held at a call, for one run, and puts them back.
 
 First all that is there by now is noted. Then, from the owners down, a holder that
-differs is written in place. What is gone is made again from the contents, after what it
-held; so is a value that never changes, if it holds something else by now. After the run
-all that was written, and what the forward wrote, gets back what it held just before. No
-other holder is written.
+differs is written in place. What is gone is made again from what was kept, after what
+it held; so is a value that never changes, if it holds something else by now. After the
+run all that was written, and what the forward wrote, gets back what it held just
+before. No other holder is written.
 
 Invariant: no lock is held while the function runs. Where two runs write one holder, the
 one that ends first hands what was there before it to the other.
@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 from remat._base.code import VIEWED
 from remat._base.errors import RecomputeError
+from remat._reach.before import At, Before, HolderIndex, Place, Ref, Span
 from remat._reach.classes import CLASS_OF, is_of_another
 from remat._reach.container_kinds import container_kind
-from remat._reach.contents import At, Contents, HolderIndex, Place, Ref, Span
 from remat._reach.holders import (
     GONE,
     MISSING,
@@ -44,7 +44,7 @@ class Exchange:
     def __init__(
         self,
         layout: Layout,
-        contents: Contents,
+        before: Before,
         effects: set[HolderIndex] | None,
         namespaces: Sequence[dict[str, Any]],
         tensors: Sequence[Any],
@@ -52,7 +52,7 @@ class Exchange:
         made: dict[int, Any],
         alive: dict[int, Any],
     ) -> None:
-        self._layout, self._contents, self._effects = layout, contents, effects
+        self._layout, self._before, self._effects = layout, before, effects
         self._namespaces = namespaces
         self._tensors, self._special = tensors, special
         # By identity: what is made again, and what holders hold by now, of all roots.
@@ -74,13 +74,13 @@ class Exchange:
         groups = [held for _, held in groups_of(self._layout.holders(self._owners))]
         alive = self._alive
         alive.update((id(v), v) for v in self._layout.variables)
-        for span, place in self._contents.holders(self._layout):
+        for span, place in self._before.holders(self._layout):
             if place is None:
                 holder = groups[span.group][span.number]
             else:
-                holder = self._there(self._contents.at(place))
+                holder = self._there(self._before.at(place))
                 if span.kind.frozen:
-                    self._frozen.add(self._contents.at(place).id)
+                    self._frozen.add(self._before.at(place).id)
             if holder is None:
                 self._now.append((span, place, None, [], []))
                 continue
@@ -98,7 +98,7 @@ class Exchange:
                 self._holders[span[1:3]] = span.kind, holder
                 continue
             if place is not None and (holder is None or self._frozen):
-                found = self.found(self._contents.at(place))
+                found = self.found(self._before.at(place))
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
             self._holders[span[1:3]] = span.kind, holder
@@ -135,13 +135,13 @@ class Exchange:
         """Note which values that never change hold what they held, from within."""
         for span, place, holder, _, now in reversed(self._now):
             if span.kind.frozen and place is not None and holder is not None:
-                key = self._contents.at(place).id
+                key = self._before.at(place).id
                 if key not in self._made and self._is_as_it_was(span, now):
                     self._found[key] = holder
 
     def _is_as_it_was(self, span: Span, now: Sequence[Any]) -> bool:
         """Say whether a value that never changes may be used as it is."""
-        then = self._contents.kept[span.start : span.end]
+        then = self._before.kept[span.start : span.end]
         for i, kept in enumerate(then):
             if type(kept) is At:
                 then[i] = self._tensors[kept.number]
@@ -162,7 +162,7 @@ class Exchange:
 
     def container(self, key: int) -> Any:
         """Return a container that an owner leads to, by its identity; None if none."""
-        if key not in self._contents.places(self._layout):
+        if key not in self._before.places(self._layout):
             return None
         return self._found.get(key)
 
@@ -193,7 +193,7 @@ class Exchange:
     # --- What was there ---
 
     def _then(self, span: Span, find: Callable[[Ref], Any]) -> list[Any]:
-        then = self._contents.kept[span.start : span.end]
+        then = self._before.kept[span.start : span.end]
         for i, kept in enumerate(then):
             if type(kept) is At:
                 then[i] = self._tensors[kept.number]
@@ -205,7 +205,7 @@ class Exchange:
     def _keys(self, span: Span, find: Callable[[Ref], Any]) -> list[Any]:
         if not span.kind.keyed:
             return []
-        keys = self._contents.keys_of(span)
+        keys = self._before.keys_of(span)
         for i, kept in enumerate(keys):
             if type(kept) is At:
                 keys[i] = self._tensors[kept.number]
@@ -254,11 +254,11 @@ class Exchange:
         return [ref for span in spans for ref in self._missing(span)]
 
     def _spans_of(self, key: int) -> list[Span]:
-        return self._contents.spans_by_id(self._layout).get(key, [])
+        return self._before.spans_by_id(self._layout).get(key, [])
 
     def _missing(self, span: Span) -> list[Ref]:
         """Return what a holder held that is not found yet."""
-        held = self._contents.kept[span.start : span.end] + self._contents.keys_of(span)
+        held = self._before.kept[span.start : span.end] + self._before.keys_of(span)
         return [k for k in held if type(k) is Ref and k.id not in self._found]
 
     def _complete(self, kept: Ref) -> bool:
@@ -336,8 +336,8 @@ class Exchange:
             if kind is None:
                 raise RecomputeError(GONE.format(name="An object"))
             if container_kind(kind) is not None:
-                place = self._contents.places(self._layout)[key]
-                self._made[key] = self._new(self._contents.at(place), ())
+                place = self._before.places(self._layout)[key]
+                self._made[key] = self._new(self._before.at(place), ())
                 continue
             if hasattr(kind, "__del__"):
                 name = f"A {kind.__qualname__}, which has `__del__`,"
@@ -346,7 +346,7 @@ class Exchange:
 
     def _class_of(self, i: int) -> Any:
         """Return the class of an owner, made again if it is one of remat's, or None."""
-        kind, remade = self._contents.classes[i](), self._layout.remade
+        kind, remade = self._before.classes[i](), self._layout.remade
         return remade[i]() if kind is None and i in remade else kind
 
     def _function(self, i: int) -> types.FunctionType:
@@ -361,7 +361,7 @@ class Exchange:
             if key not in cells:
                 cells[key] = self._made.setdefault(key, kind())
         closure = tuple(cells[key] for key in layout.cells[i]) or None
-        code, namespace = self._contents.code_of(i), self._namespaces[i]
+        code, namespace = self._before.code_of(i), self._namespaces[i]
         return types.FunctionType(code, namespace, code.co_name, None, closure)
 
     def _new(self, kept: Ref, values: Sequence[Any]) -> Any:

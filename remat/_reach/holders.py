@@ -169,7 +169,7 @@ class Scopes(HolderKind):
                 scope[name] = value
 
 
-# The code is first: `contents` reads it there.
+# The code is first: `before` reads it there.
 _DEFAULTS = ("__code__", "__defaults__", "__kwdefaults__")
 _DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
 

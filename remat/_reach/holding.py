@@ -11,9 +11,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import compress, count
 from typing import Any, NamedTuple
 
-from remat._reach.contents import spans_of
+from remat._reach.before import spans_of
 from remat._reach.holders import HolderKind
-from remat._reach.layout import Layout, Taken
+from remat._reach.layout import Layout, LiveValues
 
 
 class HolderNow(NamedTuple):
@@ -33,19 +33,19 @@ class HolderNow(NamedTuple):
 FindHolders = Callable[[Container[int]], Iterable[HolderNow]]
 
 
-def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[HolderNow]:
-    """Yield the holders, of what was taken, that hold one of some values."""
-    values, keys = len(taken.values), len(taken.keys)
-    there = memoryview(taken.marks[0]).cast("Q")[: values + keys]
+def holding(layout: Layout, live: LiveValues, ids: Any) -> Iterator[HolderNow]:
+    """Yield the holders, of what is live, that hold one of some values."""
+    values, keys = len(live.values), len(live.keys)
+    there = memoryview(live.marks[0]).cast("Q")[: values + keys]
     places = [*compress(count(), map(ids.__contains__, there))]
     if not places:
         return
-    groups = taken.groups()
-    if layout.spans is None or layout.spans[0] != taken.lengths:
+    groups = live.groups()
+    if layout.spans is None or layout.spans[0] != live.lengths:
         sizes = [(kind, len(holders)) for kind, holders in groups]
-        spans = [*spans_of(sizes, taken.lengths)]
+        spans = [*spans_of(sizes, live.lengths)]
         starts = [span.start for span in spans]
-        layout.spans = taken.lengths, spans, starts, [s.first_key for s in spans]
+        layout.spans = live.lengths, spans, starts, [s.first_key for s in spans]
     _, spans, starts, first_keys = layout.spans
     found = [
         bisect_right(starts, p) - 1
@@ -58,13 +58,13 @@ def holding(layout: Layout, taken: Taken, ids: Any) -> Iterator[HolderNow]:
         yield HolderNow(
             kind,
             groups[group][1][number],
-            taken.keys[first : first + (end - start)] if kind.keyed else (),
-            taken.values[start:end],
+            live.keys[first : first + (end - start)] if kind.keyed else (),
+            live.values[start:end],
         )
 
 
 def held_in(boxes: Iterable[tuple[Any, Any]]) -> Iterator[HolderNow]:
-    """Yield what containers that were passed hold: boxes of `Given`, with these."""
+    """Yield what passed containers hold: boxes of `CallArguments`, with these."""
     for box, value in boxes:
         for kind in (box.how, *(more.how for more in box.more)):
             yield HolderNow(kind, value, *kind.held(value))

@@ -213,7 +213,7 @@ def _reference(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-class Taken(Holdings):
+class LiveValues(Holdings):
     """What holders hold at one moment.
 
     Attributes:
@@ -279,9 +279,9 @@ class Taken(Holdings):
         held = *self.values, *self.keys, *map(type, self.owners)
         self.marks = identities(held), self.lengths
 
-    def again(self) -> "Taken":
+    def again(self) -> "LiveValues":
         """Return what the same holders hold now, wherever they are by now."""
-        now = Taken(self.owners, self.holders)
+        now = LiveValues(self.owners, self.holders)
         now.below = self.below
         for kind, found in self.below:
             kind.read(found, now)
@@ -310,19 +310,19 @@ def groups_of(holders: OwnersHolders) -> list[Group]:
     return [*zip(kinds, held, strict=True), *others]
 
 
-def take(layout: Layout) -> Taken:
+def live_in(layout: Layout) -> LiveValues:
     """Return what the holders of a layout hold now, where they were found, or raise."""
     try:
         owners = [*map(call, layout.owners)]
-        taken = Taken(owners, layout.holders(owners))
+        live = LiveValues(owners, layout.holders(owners))
         if RemovableHandle.next_id != layout.hooks_known:
             layout.check_hooks(owners)
         if layout.below:
-            taken.add(layout.below)
+            live.add(layout.below)
     except (AttributeError, TypeError, IndexError, KeyError, RuntimeError):
         raise MovedError from None
-    taken.mark()
-    return taken
+    live.mark()
+    return live
 
 
 def taking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -333,7 +333,7 @@ def taking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return itemgetter(slice(first, first + len(places)))
 
 
-def lay_out(root: Any) -> tuple[Layout, Taken]:
+def lay_out(root: Any) -> tuple[Layout, LiveValues]:
     """Walk what a root reaches; return its layout, and what is held there now."""
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(MovedError, RuntimeError):  # other threads change it
@@ -341,29 +341,29 @@ def lay_out(root: Any) -> tuple[Layout, Taken]:
     return _lay_out(root)
 
 
-def _lay_out(root: Any) -> tuple[Layout, Taken]:
+def _lay_out(root: Any) -> tuple[Layout, LiveValues]:
     walk = Walk(root)
     layout = Layout(walk)
-    taken = take(layout)
+    live = live_in(layout)
     done: set[int] = set()
     first = first_key = 0
     while True:
-        for p, value in enumerate(taken.values[first:], first):
+        for p, value in enumerate(live.values[first:], first):
             if id(value) in walk.special:
-                name = layout.special[p] = written(layout, taken, p)
+                name = layout.special[p] = written(layout, live, p)
                 if not _may_be_read(name, walk.functions):
                     layout.unnamed.add(p)
-        values, keys = taken.values[first:], taken.keys[first_key:]
+        values, keys = live.values[first:], live.keys[first_key:]
         below = [
             *_found(walk, values, first, done, as_keys=False),
             *_found(walk, keys, first_key, done, as_keys=True),
         ]
         if not below:
-            taken.mark()
-            return layout, taken
-        first, first_key = len(taken.values), len(taken.keys)
+            live.mark()
+            return layout, live
+        first, first_key = len(live.values), len(live.keys)
         layout.below += below
-        taken.add(below)
+        live.add(below)
 
 
 def _found(
@@ -384,28 +384,28 @@ def _found(
     return [(kind, found, as_keys) for kind, found in places.items()]
 
 
-def written(layout: Layout, taken: Taken, p: int) -> str:
+def written(layout: Layout, live: LiveValues, p: int) -> str:
     """Return how the function's author would write what is at a position."""
     start = key = 0
-    lengths = iter(taken.lengths)
-    groups = taken.groups()
-    first = len(groups) - len(taken.below)
+    lengths = iter(live.lengths)
+    groups = live.groups()
+    first = len(groups) - len(live.below)
     for g, (kind, holders) in enumerate(groups):
         for n, holder in enumerate(holders):
             length = kind.fixed or next(lengths)
             if p < start + length:
                 i = p - start
-                name: Any = taken.keys[key + i] if kind.keyed else i
+                name: Any = live.keys[key + i] if kind.keyed else i
                 if kind is SCOPES:
                     name = holder[1][i]
                 elif kind is SLOTS:
                     name = names_of(type(holder))[i]
                 if kind is CELLS and g < first:
-                    return _variable(layout, taken, p)
+                    return _variable(layout, live, p)
                 if g < first:
                     return str(name)
                 above = layout.below[g - first][1][n]
-                return f"{written(layout, taken, above)}[{name!r}]"
+                return f"{written(layout, live, above)}[{name!r}]"
             start, key = start + length, key + length * kind.keyed
     return ""
 
@@ -422,8 +422,8 @@ def _may_be_read(name: str, functions: Iterable[types.FunctionType]) -> bool:
 _LOOKING_UP = "getattr", "vars", "__dict__", "globals"  # by a name that is a value
 
 
-def _variable(layout: Layout, taken: Taken, p: int) -> str:
+def _variable(layout: Layout, live: LiveValues, p: int) -> str:
     """Return the name of a variable of an outer function, by its position."""
-    functions = taken.owners[layout.functions]
+    functions = live.owners[layout.functions]
     names = [name for fn in functions for name in fn.__code__.co_freevars]
-    return names[p - sum(map(len, taken.holders[0]))]
+    return names[p - sum(map(len, live.holders[0]))]

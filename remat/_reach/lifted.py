@@ -251,9 +251,9 @@ class LiftedForward(Lifted):
         asks: Container[str] = (),
     ) -> None:
         self._asks = asks  # by what code tells a value from another one like it
-        self._roots = [(root, root.taken) for root in roots]
+        self._roots = [(root, root.live) for root in roots]
         here: list[FindHolders] = [
-            partial(holding, root.layout, taken) for root, taken in self._roots
+            partial(holding, root.layout, live) for root, live in self._roots
         ]
         self._boxes: list[HolderNow] = []
         if boxes:
@@ -288,10 +288,10 @@ class LiftedForward(Lifted):
             keys, now = held.kind.held(held.holder)
             if not (are_same(keys, held.keys) and are_same(now, held.values)):
                 self._map_back((None, id(held.holder)), held.kind, held.holder)
-        for i, (root, taken) in enumerate(self._roots):
+        for i, (root, live) in enumerate(self._roots):
             root.forward_done()
             if root.effects:
-                groups = taken.groups()
+                groups = live.groups()
                 for group, number in sorted(root.effects):
                     kind, holders = groups[group]
                     self._map_back((i, (group, number)), kind, holders[number])
@@ -301,8 +301,8 @@ class LiftedForward(Lifted):
     def lease_all(self) -> None:
         """Refer to what the function reached, for hooks that it set."""
         end_leases()
-        for root, taken in self._roots:
-            root.lease_all(taken)
+        for root, live in self._roots:
+            root.lease_all(live)
 
     def _map_back(self, where: LeftPlace, kind: HolderKind, holder: Any) -> None:
         """Have a holder that the function wrote hold what is the user's."""
@@ -361,7 +361,7 @@ class LiftedForward(Lifted):
         if not new:
             return owned
         roots = roots_of([lambda: new])  # a list, as a variable of a function
-        pairs = [(r.layout, r.taken) for r in roots if r.taken is not None]
+        pairs = [(r.layout, r.live) for r in roots if r.live is not None]
         here = [partial(holding, *pair) for pair in pairs]
         stand_ins = [*self._stand_ins.values()]
         ours = [t for t in stand_ins if id(t) in self._users]
@@ -376,9 +376,9 @@ class LiftedForward(Lifted):
         if self._known is None:
             known = {id(part) for held in self._boxes for part in held.parts()}
             known.update(id(held.holder) for held in self._boxes)
-            for _, taken in self._roots:
-                known.update(memoryview(taken.marks[0]).cast("Q"))
-                known.update(map(id, taken.owners))
+            for _, live in self._roots:
+                known.update(memoryview(live.marks[0]).cast("Q"))
+                known.update(map(id, live.owners))
             self._known = known
         return self._known
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
+from remat._reach.before import differing, marks_of
 from remat._reach.buffers import Buffer
-from remat._reach.contents import differing, marks_of
 from remat._reach.exchange import are_same
 from remat._reach.holding import held_in
-from remat._reach.layout import Taken, written
+from remat._reach.layout import LiveValues, written
 from remat._reach.roots import Root
 from remat._torch import base_tensor, below_all_levels, unseen
 
@@ -29,7 +29,7 @@ from remat._torch import base_tensor, below_all_levels, unseen
 class Moment:
     """What holders hold at one moment."""
 
-    __slots__ = "_attributes", "_bytes", "_held", "_of", "_roots", "_taken"
+    __slots__ = "_attributes", "_bytes", "_held", "_live", "_of", "_roots"
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Moment:
     ) -> None:
         self._of = roots, boxes, buffers, tensors
         self._attributes = _attributes_of(tensors)
-        self._roots = [(root, root.taken) for root in roots if root.taken is not None]
-        self._taken = [taken.again() for _, taken in self._roots]
+        self._roots = [(root, root.live) for root in roots if root.live is not None]
+        self._live = [live.again() for _, live in self._roots]
         self._bytes = [_bytes_of(buffer) for buffer in buffers]
         large = [one.now() for root in roots for one in root.large.values()]
         passed = [
@@ -53,7 +53,7 @@ class Moment:
     @property
     def numbers(self) -> Iterator[str]:
         """Yield the numbers and words that are held, of large holders the first."""
-        held = [(taken.values, taken.keys) for taken in self._taken]
+        held = [(live.values, live.keys) for live in self._live]
         parts = [part for one in (*held, *(h[1:] for h in self._held)) for part in one]
         values = (v for part in parts for v in itertools.islice(part, _MOST))
         return (repr(v) for v in values if type(v) in INERT)
@@ -65,14 +65,14 @@ class Moment:
 
     def _is_still(self) -> bool:
         """Say whether roots and tensors hold the same, at the speed of C."""
-        for (_, at_call), then in zip(self._roots, self._taken, strict=True):
+        for (_, at_call), then in zip(self._roots, self._live, strict=True):
             if at_call.again().marks != then.marks:
                 return False
         return _are_same_dicts(self._attributes, _attributes_of(self._of[-1]))
 
     def _since(self, before: "Moment") -> Iterator[str]:
         """Yield what changed since, as its author would write it."""
-        pairs = zip(self._roots, before._taken, self._taken, strict=True)
+        pairs = zip(self._roots, before._live, self._live, strict=True)
         for (root, at_call), then, now in pairs:
             if then.marks != now.marks:
                 yield _name(root, at_call, then, now)
@@ -106,7 +106,7 @@ def _are_same_dicts(
     return all(are_same([*a.values()], [*b.values()]) for a, b in pairs)
 
 
-def _name(root: Root, at_call: Taken, then: Taken, now: Taken) -> str:
+def _name(root: Root, at_call: LiveValues, then: LiveValues, now: LiveValues) -> str:
     """Name the first holder that holds something else, or what of it."""
     groups = now.groups()
     first = len(groups) - len(now.below)
@@ -120,8 +120,8 @@ def _name(root: Root, at_call: Taken, then: Taken, now: Taken) -> str:
             found = now.values[span.start : span.end]
             same = [a is b for a, b in zip(values, found, strict=False)]
             i = same.index(False) if False in same else len(same)
-            taken, start = (now, span.start) if i < len(found) else (then, was.start)
-            name = written(root.layout, taken, start + i)
+            live, start = (now, span.start) if i < len(found) else (then, was.start)
+            name = written(root.layout, live, start + i)
         return f"`{name}`"
     return "the class of an object"
 

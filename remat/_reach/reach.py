@@ -25,11 +25,11 @@ from remat._base.code import IDENTITY, MARKS
 from remat._base.tensors import describe
 from remat._base.types import Fn
 from remat._base.warned import warn
+from remat._reach.arguments import Building, CallArguments, StillThere, structure_of
 from remat._reach.attributes import put_aside, set_again
+from remat._reach.before import At
 from remat._reach.boxes import Box
 from remat._reach.buffers import Buffer, buffers_of, changed
-from remat._reach.contents import At
-from remat._reach.given import Building, Given, StillThere, structure_of
 from remat._reach.identities import RefuseMarks
 from remat._reach.leases import end_leases, is_told, lease_of
 from remat._reach.lifted import LiftedForward
@@ -81,14 +81,15 @@ class Reach:
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.label, self._count, self._names = label, len(args), [*kwargs]
-        self.next_hook, given = RemovableHandle.next_id, Given(fn, args, kwargs)
-        self._values = [*map(given.put_aside, (*args, *kwargs.values(), fn))]
+        self.next_hook = RemovableHandle.next_id
+        passed = CallArguments(fn, args, kwargs)
+        self._values = [*map(passed.put_aside, (*args, *kwargs.values(), fn))]
         self._modes: Sequence[Any] = ()
         if function_mode_count():
-            self._modes = [*map(given.put_aside, function_modes())]
+            self._modes = [*map(passed.put_aside, function_modes())]
         cache = parametrization_cache()
-        self._cache = None if cache is None else given.put_aside(cache)
-        self._has_iterators = given.has_iterators
+        self._cache = None if cache is None else passed.put_aside(cache)
+        self._has_iterators = passed.has_iterators
         self._running: Running | LiftedForward | None = None
         self.around: Any = None  # makes of the function what a recompute calls
         self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
@@ -96,15 +97,15 @@ class Reach:
         self._roots: list[Root] = []
         parameters: list[Tensor] = []
         attributes = _NO_ATTRIBUTES
-        if given.roots or any(map(_attributes, given.tensors)):
-            parameters, attributes = self._walk(given)
+        if passed.roots or any(map(_attributes, passed.tensors)):
+            parameters, attributes = self._walk(passed)
         self._watched: Sequence[Any] = ()
         self.asks = _NONE
-        self._boxes: Mapping[int, tuple[Any, Any]] = given.boxes
-        # After all are numbered: those that are in `given` come first.
-        self._refs = [*map(weakref.ref, given.tensors)]
-        self.first_parameter = len(given.tensors)
-        self.tensors = given.tensors + parameters
+        self._boxes: Mapping[int, tuple[Any, Any]] = passed.boxes
+        # After all are numbered: those that are in `passed` come first.
+        self._refs = [*map(weakref.ref, passed.tensors)]
+        self.first_parameter = len(passed.tensors)
+        self.tensors = passed.tensors + parameters
         self.streams: Sequence[Any] = ()
         self.uses_stream_states = self.compiled = self.is_lazy = self._writes = False
         self.attributes: dict[int, dict[str, Any]] = {}
@@ -112,42 +113,44 @@ class Reach:
             held: list[Any] = [*map(attributes.get, map(id, self.tensors))]
             self.attributes = dict(compress(enumerate(held), held))
         self.marks = bool(attributes)
-        if given.search is not None or self._roots:
-            self._note_code(given)
+        if passed.search is not None or self._roots:
+            self._note_code(passed)
         if not IDENTITY.isdisjoint(self.asks):
-            self._lease(given)
-        if given.are_found:
-            self._watched = given.watched()
-        buffers = given.buffers
+            self._lease(passed)
+        if passed.are_found:
+            self._watched = passed.watched()
+        buffers = passed.buffers
         for root in self._roots:
             buffers += root.buffers
         self._buffers = buffers_of(buffers) if buffers else ()
-        beside = given.boxes or buffers or self._modes or given.has_iterators
+        beside = passed.boxes or buffers or self._modes or passed.has_iterators
         self.is_bare = not (self._roots or beside or attributes)
 
-    def _walk(self, given: Given) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
+    def _walk(
+        self, passed: CallArguments
+    ) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
         """Return the parameters found, and what is set on tensors, by identity."""
-        if any(MODULE_HOOKS.dicts) and given.roots:
-            self._add_hooks_of_all_modules(given)
-        self._roots = roots_of(given.roots.values())
+        if any(MODULE_HOOKS.dicts) and passed.roots:
+            self._add_hooks_of_all_modules(passed)
+        self._roots = roots_of(passed.roots.values())
         each, attributes = [root.tensors() for root in self._roots], _NO_ATTRIBUTES
-        for some in (given.tensors, *each):
+        for some in (passed.tensors, *each):
             if any(map(_attributes, some)):
-                attributes = put_aside(given, self._roots, each)
+                attributes = put_aside(passed, self._roots, each)
                 break
         if not any(each):
             return [], attributes
-        return number_all(given, self._roots, each, self.buffers), attributes
+        return number_all(passed, self._roots, each, self.buffers), attributes
 
-    def _add_hooks_of_all_modules(self, given: Given) -> None:
+    def _add_hooks_of_all_modules(self, passed: CallArguments) -> None:
         hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
         # Those of counters are to see what runs again.
         if not all(map(is_hook_of_library, hooks)):
-            given.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
+            passed.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
 
-    def _lease(self, given: Given) -> None:
+    def _lease(self, passed: CallArguments) -> None:
         """Refer to containers that code may tell from others like them."""
-        given.are_found = True
+        passed.are_found = True
         end_leases()
         for root in self._roots:
             root.lease(self.asks)
@@ -159,10 +162,10 @@ class Reach:
             if is_told(value, asks):
                 box.ref.ref = box.ref.ref or lease_of(value)
 
-    def _note_code(self, given: Given) -> None:
+    def _note_code(self, passed: CallArguments) -> None:
         """Note what code that it reaches does, and the random streams."""
         found: dict[int, Any] = {}
-        if (search := given.search) is not None:
+        if (search := passed.search) is not None:
             found, self.compiled = search.streams, search.compiled
             self.uses_stream_states = search.uses_stream_states
             self._writes, self.asks = search.writes, search.asks
@@ -207,9 +210,9 @@ class Reach:
         """Whether it refers to functions, numbers and packages, and tensors passed."""
         if self.is_bare:
             return True
-        given = (*self._values, *self._modes, self._cache)
+        passed = (*self._values, *self._modes, self._cache)
         refers_to_more = any(root.refers_to_more for root in self._roots)
-        return not (refers_to_more or self.attributes or Box in map(type, given))
+        return not (refers_to_more or self.attributes or Box in map(type, passed))
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
@@ -255,7 +258,7 @@ class Reach:
         self._boxes = {}
         self._watched = ()
         for root in self._roots:
-            root.taken = root.effects = None
+            root.live = root.effects = None
 
     # --- A recompute ---
 
@@ -400,7 +403,7 @@ class Reach:
     def alive(self) -> list[Tensor | None]:
         """Return the tensors of the call that are still there."""
         roots = [root for root in self._roots if root.first is not None]
-        return [*map(call, chain(self._refs, *(root.contents.refs for root in roots)))]
+        return [*map(call, chain(self._refs, *(root.before.refs for root in roots)))]
 
     def _names_now(self, wanted: Any = None) -> tuple[CallNames, Sequence[Any]]:
         """Search for all tensors, and what is wanted; only an error needs names."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
-from remat._reach.contents import At, at
+from remat._reach.before import At, at
 from remat._reach.left import Left
 from remat._reach.making import make
 from remat._reach.paths import Path, written

@@ -1,9 +1,9 @@
 """One root of a call: what it reached at the call, and what the forward changed of it.
 
 The layout of a root is remembered while the root lives. A call reads what the holders
-hold now. If that is what they held at the last call, it shares the contents of that.
+hold now. If that is what they held at the last call, it shares what is kept of that.
 
-Invariant: as in `contents`, it leads to no tensor and to nothing that can be held
+Invariant: as in `before`, it leads to no tensor and to nothing that can be held
 weakly, except what cannot be made again (`_held`). Until the end of the forward it
 holds the holders themselves, too: the forward may put others in their places.
 Rejected: to compare along the paths again. A path may lead elsewhere by then.
@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
+from remat._reach.before import Before, HolderIndex
 from remat._reach.buffers import HELD, UNNAMED, HeldBuffer, is_buffer
 from remat._reach.compared import Iterated, Large
 from remat._reach.container_kinds import container_kind
-from remat._reach.contents import Contents, HolderIndex
 from remat._reach.exchange import Exchange
 from remat._reach.holders import VARIABLES, HolderKind, MovedError
-from remat._reach.layout import Layout, Taken, lay_out, take
+from remat._reach.layout import Layout, LiveValues, lay_out, live_in
 from remat._reach.leases import Lease, is_told, lease_of
 
 
@@ -38,19 +38,19 @@ class Root:
     """What one root reached at a call."""
 
     __slots__ = (
-        *("_held", "_iterators", "_namespaces", "buffers", "effects", "taken"),
-        *("contents", "entries", "first", "large", "layout", "leases"),
+        *("_held", "_iterators", "_namespaces", "buffers", "effects", "live"),
+        *("before", "entries", "first", "large", "layout", "leases"),
     )
 
-    def __init__(self, layout: Layout, contents: Contents, taken: Taken) -> None:
-        self.layout, self.contents = layout, contents
-        self.taken: Taken | None = taken
+    def __init__(self, layout: Layout, before: Before, live: LiveValues) -> None:
+        self.layout, self.before = layout, before
+        self.live: LiveValues | None = live
         self.effects: set[HolderIndex] | None = None
         # The numbers in the call of its tensors, or of those that are no parameters,
         # and the number of the first parameter, if those have numbers of their own.
         self.entries: Sequence[int] = ()
         self.first: int | None = None
-        owners = taken.owners
+        owners = live.owners
         # Held for functions that have to be made again.
         self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
         self.leases: Sequence[Lease] = ()
@@ -58,7 +58,7 @@ class Root:
         self.buffers: list[HeldBuffer] = []
         self.large: dict[int, Large] = {}
         for p, name in layout.special.items():
-            value = taken.values[p]
+            value = live.values[p]
             if is_buffer(type(value)):
                 how = UNNAMED if p in layout.unnamed else HELD
                 self.buffers.append((value, name, how))
@@ -68,23 +68,23 @@ class Root:
                 self._iterators[p] = Iterated(value, name)
         # As long as the call, as its caller would have held it.
         self._held = owners[layout.scripted]
-        if layout.odd or contents.opaque:
+        if layout.odd or before.opaque:
             self._held += map(owners.__getitem__, layout.odd)
-            self._held += map(taken.values.__getitem__, contents.opaque)
+            self._held += map(live.values.__getitem__, before.opaque)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the root reaches, each once, before the forward."""
-        assert self.taken is not None
-        return self.contents.tensors_in(self.taken)
+        assert self.live is not None
+        return self.before.tensors_in(self.live)
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of its tensors in the call."""
         if self.first is None:
             return [*self.entries]
-        first, count = self.first, len(self.contents.refs)
+        first, count = self.first, len(self.before.refs)
         numbers = [*range(first, first + count)]
-        for i, number in zip(self.contents.others, self.entries, strict=True):
+        for i, number in zip(self.before.others, self.entries, strict=True):
             numbers.insert(i, number)
         return numbers
 
@@ -92,7 +92,7 @@ class Root:
         """Return its tensors, of those of the call."""
         numbers: Sequence[int] = self.entries
         if self.first is not None:
-            count, are_all = len(self.contents.refs), not self.contents.others
+            count, are_all = len(self.before.refs), not self.before.others
             last = self.first + count
             numbers = range(self.first, last) if are_all else self.numbers
         if type(numbers) is range:
@@ -107,27 +107,27 @@ class Root:
 
     def lease(self, asks: Container[str]) -> None:
         """Refer to containers below that code may tell from others like them."""
-        assert self.taken is not None
+        assert self.live is not None
         self.leases = [
             lease_of(value)
-            for _, holders in self.taken.below
+            for _, holders in self.live.below
             for value in holders
             if not type(value).__weakrefoffset__ and is_told(value, asks)
         ]
 
-    def lease_all(self, taken: Taken) -> None:
+    def lease_all(self, live: LiveValues) -> None:
         """Refer to all containers and variables: hooks that the forward set have them.
 
         What such a hook changes, in the graph of a recompute, is the user's.
         """
-        held = [value for _, holders in taken.below for value in holders]
-        held += taken.holders[1]
+        held = [value for _, holders in live.below for value in holders]
+        held += live.holders[1]
         self.leases = [lease_of(v) for v in held if not type(v).__weakrefoffset__]
 
     @property
     def refers_to_more(self) -> bool:
         """Whether it reaches more than functions without variables."""
-        return not self.layout.is_contained or self.contents.has_tensors
+        return not self.layout.is_contained or self.before.has_tensors
 
     @property
     def has_iterators(self) -> bool:
@@ -136,17 +136,17 @@ class Root:
 
     def forward_done(self) -> None:
         """Note what the forward changed."""
-        taken, self.taken = self.taken, None
-        if taken is not None:
+        live, self.live = self.live, None
+        if live is not None:
             # Unless other threads change it meanwhile: then the effects are not known.
             with contextlib.suppress(MovedError, RuntimeError):
-                self.effects = self.contents.changed_in(taken.again())
+                self.effects = self.before.changed_in(live.again())
 
     # --- For a recompute ---
 
     def but_for_tensors(
         self, tensors: Sequence[Any]
-    ) -> tuple[Taken, list[tuple[Any, Any]]] | None:
+    ) -> tuple[LiveValues, list[tuple[Any, Any]]] | None:
         """Return what is held now, if nothing is to be exchanged but tensors.
 
         With those that are there, and what is to be there; None where more differs.
@@ -154,27 +154,27 @@ class Root:
         if self.effects is None or self.effects or self._iterators:
             return None
         try:
-            taken = take(self.layout)
+            live = live_in(self.layout)
         except MovedError:
             return None
-        contents = self.contents
-        if contents.are_in(taken):
-            if not contents.has_tensors:
-                return taken, []
+        before = self.before
+        if before.are_in(live):
+            if not before.has_tensors:
+                return live, []
             ours = self._among(tensors)
-            there = contents.tensors_in(taken)
+            there = before.tensors_in(live)
             if all(map(operator.is_, there, ours)):
-                return taken, []
-            return taken, [*zip(there, ours, strict=True)]
-        found = contents.tensors_instead(taken)
+                return live, []
+            return live, [*zip(there, ours, strict=True)]
+        found = before.tensors_instead(live)
         if found is None:
             return None
         numbers = self.numbers
-        return taken, [(there, tensors[numbers[n]]) for there, n in found]
+        return live, [(there, tensors[numbers[n]]) for there, n in found]
 
     def but_for_numbers(
         self, tensors: Sequence[Any]
-    ) -> tuple[Taken, list[Differing]] | None:
+    ) -> tuple[LiveValues, list[Differing]] | None:
         """Return what is held now, if nothing is to be exchanged but numbers and words.
 
         With the holders of these and those that the forward wrote, what they hold, and
@@ -183,30 +183,30 @@ class Root:
         if self._iterators:
             return None
         try:
-            taken = take(self.layout)
+            live = live_in(self.layout)
         except MovedError:
             return None
-        contents, values = self.contents, taken.values
-        places = contents.others_in(taken)
-        if places is None or not all(contents.is_number(p, taken) for p in places):
+        before, values = self.before, live.values
+        places = before.others_in(live)
+        if places is None or not all(before.is_number(p, live) for p in places):
             return None
-        there = contents.tensors_in(taken)
+        there = before.tensors_in(live)
         if not all(map(operator.is_, there, self._among(tensors))):
             return None
-        others, groups = {*places}, taken.groups()
+        others, groups = {*places}, live.groups()
         found: list[Differing] = []
-        for span in contents.spans_among(places, self.effects or ()):
+        for span in before.spans_among(places, self.effects or ()):
             kind, holders = groups[span.group]
             if kind.frozen or kind is VARIABLES:  # made again, or reset
                 return None
-            keys = taken.keys[span.first_key : span.first_key + span.key_count]
+            keys = live.keys[span.first_key : span.first_key + span.key_count]
             now = values[span.start : span.end]
             then = [
-                contents.kept[p] if p in others else value
+                before.kept[p] if p in others else value
                 for p, value in enumerate(now, span.start)
             ]
             found.append((kind, holders[span.number], keys, now, then))
-        return taken, found
+        return live, found
 
     def exchange(
         self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
@@ -214,7 +214,7 @@ class Root:
         """Return what has all that the root reaches hold what it held."""
         return Exchange(
             self.layout,
-            self.contents,
+            self.before,
             self.effects,
             self._namespaces,
             self._among(tensors),
@@ -255,25 +255,25 @@ def _root_of(value: Any) -> Root:
             root = None
         if root is not None:
             return root
-    layout, taken = lay_out(value)
-    layout.last = last = Contents(taken)
+    layout, live = lay_out(value)
+    layout.last = last = Before(live)
     if not layout.is_lazy:
         key = id(value)
         forget = weakref.ref(value, lambda _: _LAYOUTS.pop(key, None))
         _LAYOUTS[key] = forget, layout
-    return Root(layout, last, taken)
+    return Root(layout, last, live)
 
 
 def _root_with(layout: Layout) -> Root | None:
     """Return what a root reached, by its layout; None if that fits no more."""
-    taken, last = take(layout), layout.last  # which other threads may replace
+    live, last = live_in(layout), layout.last  # which other threads may replace
     layout.hooks_known = RemovableHandle.next_id
-    if not last.are_in(taken):
-        new = last.with_tensors_of(taken) or last.in_form_of(taken)
+    if not last.are_in(live):
+        new = last.with_tensors_of(live) or last.in_form_of(live)
         if new is None:
             return None
         layout.last = last = new
-    return Root(layout, last, taken)
+    return Root(layout, last, live)
 
 
 _NO_LAYOUT: Any = None, None

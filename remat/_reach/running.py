@@ -24,14 +24,14 @@ from remat._base.absent import Absent
 from remat._base.code import has_marks
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
+from remat._reach.before import Ref, differing, marks_of
 from remat._reach.buffers import Buffer
 from remat._reach.classes import CLASS_OF
 from remat._reach.container_kinds import CONTAINERS
-from remat._reach.contents import Ref, differing, marks_of
 from remat._reach.exchange import LOCK, Exchange, Written, are_same, written_to
 from remat._reach.holders import HOOKS, HolderKind, MovedError
 from remat._reach.holding import HolderNow, among, holding
-from remat._reach.layout import Taken, take
+from remat._reach.layout import LiveValues, live_in
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import Lifted
 from remat._reach.roots import Root
@@ -81,7 +81,7 @@ class Running:
         self.passed: Callable[[int], Any] = _nothing
         self._made: dict[int, Any] = {}
         self._alive: dict[int, Any] = {}
-        self._now: list[tuple[Root, Taken | Exchange]] = []
+        self._now: list[tuple[Root, LiveValues | Exchange]] = []
         self._undo: list[Callable[[], object]] = []
         self._stand_ins: Sequence[Any] = ()  # that may have attributes
 
@@ -182,7 +182,7 @@ class Running:
                 if value is not None:
                     return value
                 continue
-            place = root.contents.places(root.layout).get(kept.id)
+            place = root.before.places(root.layout).get(kept.id)
             if place is not None:
                 position, as_key = place
                 value = (now.keys if as_key else now.values)[position]
@@ -223,7 +223,7 @@ class Running:
                     return False  # one that is to be two
         pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
         if pairs:
-            here = [partial(holding, root.layout, taken) for root, taken in now]
+            here = [partial(holding, root.layout, live) for root, live in now]
             lifted = Lifted(here, [u for u, _ in pairs], [t for _, t in pairs])
             self._lifted = lifted.__enter__()
         self._now = now
@@ -247,7 +247,7 @@ class Running:
             self._undo.append(exchange.end)
             exchange.start()
 
-    def _with_numbers(self, root: Root) -> Taken | None:
+    def _with_numbers(self, root: Root) -> LiveValues | None:
         """Exchange numbers and words, if nothing else differs; else return None."""
         found = root.but_for_numbers(self.tensors)
         if found is None:
@@ -294,7 +294,7 @@ def undone(roots: Sequence[Root]) -> Iterator[None]:
     """Have all holders hold, after the body, what they held before it."""
     undo: list[Callable[[], None]] = []
     with suppress(MovedError):
-        undo = [_putting_back(take(root.layout)) for root in roots]
+        undo = [_putting_back(live_in(root.layout)) for root in roots]
     try:
         yield
     finally:
@@ -302,12 +302,12 @@ def undone(roots: Sequence[Root]) -> Iterator[None]:
             put_back()
 
 
-def _putting_back(then: Taken) -> Callable[[], None]:
+def _putting_back(then: LiveValues) -> Callable[[], None]:
     """Return what has all holders hold again what they held."""
     return partial(_put_back_all, then, [*map(type, then.owners)])
 
 
-def _put_back_all(then: Taken, classes: Sequence[type]) -> None:
+def _put_back_all(then: LiveValues, classes: Sequence[type]) -> None:
     for owner, kind in zip(then.owners, classes, strict=True):
         if type(owner) is not kind:
             CLASS_OF.write(owner, [], [kind])

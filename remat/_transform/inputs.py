@@ -87,11 +87,10 @@ class SavedInputs:
             not count it. Of each there is a copy, or, while the forward runs, an alias
             and its bytes (`_memory`). Its end takes out those that it left alone, where
             that can be told.
-        originals_at: the indices of those that are saved themselves: leaves that
-            require grad, and parameters.
-        originals: those.
+        originals_at: the indices of those that are saved themselves.
+        originals: those: leaves that require grad, and parameters.
         renorms: for weights of which `max_norm=` of an embedding scaled rows in place,
-            these rows, in order: of the forward, and of what ran since.
+            these, in order: of the forward, and of what ran since.
     """
 
     __slots__ = (

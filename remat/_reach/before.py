@@ -2,10 +2,10 @@
 
 Numbers and words are held themselves. In place of a tensor is its number: the call
 holds it (`_transform/inputs.py`). Anything else is watched by a weak reference, or
-known by its identity. So contents keep nothing alive, and calls between which nothing
-changed share them.
+known by its identity. So a `Before` keeps nothing alive, and calls between which
+nothing changed share one.
 
-Invariant: contents lead to no tensor and to no object of the user's that can be held
+Invariant: it leads to no tensor and to no object of the user's that can be held
 weakly. A graph holds its calls where Python's garbage collector does not look.
 Rejected: strong references to containers. A list may hold what the graph holds.
 """
@@ -26,7 +26,7 @@ from remat._base.interpreter import may_refer_to_others
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.container_kinds import ATTRIBUTES, OWNED
 from remat._reach.holders import FUNCTIONS, MISSING, SLOTS, HolderKind, dict_of
-from remat._reach.layout import Layout, Taken, taking
+from remat._reach.layout import Layout, LiveValues, taking
 from remat._reach.objects import is_spent_by_use
 from remat._reach.walk import is_of_atoms, is_opaque
 
@@ -38,7 +38,7 @@ HolderIndex = tuple[int, int]  # of its group among all, and of it in that
 class At:
     """In place of a tensor: its number.
 
-    Among those of a root, in contents; among those of the call, in what was given.
+    Among those of a root, in `Before`; among those of the call, in what was passed.
     """
 
     __slots__ = ("number",)
@@ -103,7 +103,7 @@ class _Keeper:
         if _is_number(value, kind):
             return value
         if kind is threading.Thread or is_opaque(value, kind):
-            # The call holds it: contents outlive calls.
+            # The call holds it: a `Before` outlives calls.
             if not kind.__weakrefoffset__ or place[1]:
                 return value
             self.opaque.append(place[0])
@@ -145,7 +145,7 @@ class Span(NamedTuple):
         return (self.end - self.start) * self.kind.keyed
 
 
-class Contents:
+class Before:
     """What the holders of a layout held.
 
     Attributes:
@@ -164,15 +164,15 @@ class Contents:
         *("keys", "kept", "opaque", "others", "parameters", "refs"),
     )
 
-    def __init__(self, taken: Taken) -> None:
-        self._marks = taken.marks
+    def __init__(self, live: LiveValues) -> None:
+        self._marks = live.marks
         self._places: dict[int, Place] | None = None
         self._held: Sequence[tuple[Span, Place | None]] | None = None
         self._but_for_tensors: Any = None
         self._spans: dict[int, list[Span]] | None = None
-        self._sizes = [(kind, len(holders)) for kind, holders in taken.groups()]
-        keeper, keys = _Keeper(), taken.keys
-        self.kept = keeper.keep_all(taken.values, as_keys=False)
+        self._sizes = [(kind, len(holders)) for kind, holders in live.groups()]
+        keeper, keys = _Keeper(), live.keys
+        self.kept = keeper.keep_all(live.values, as_keys=False)
         if not ATOMS.issuperset(map(type, keys)):
             keys = keeper.keep_all(keys, as_keys=True)
         self.keys = keys
@@ -181,11 +181,11 @@ class Contents:
         self._in_values = taking([p for p, as_key in keeper.places if not as_key])
         in_keys = [p for p, as_key in keeper.places if as_key]
         self._in_keys = taking(in_keys) if in_keys else None
-        self.classes = [*map(weakref.ref, map(type, taken.owners))]
-        self._note_tensors(taken)
+        self.classes = [*map(weakref.ref, map(type, live.owners))]
+        self._note_tensors(live)
 
-    def _note_tensors(self, taken: Taken) -> None:
-        tensors = self.tensors_in(taken)
+    def _note_tensors(self, live: LiveValues) -> None:
+        tensors = self.tensors_in(live)
         are = [kind is nn.Parameter for kind in map(type, tensors)]
         self.others = [i for i, is_parameter in enumerate(are) if not is_parameter]
         parameters = [*itertools.compress(tensors, are)]
@@ -194,11 +194,11 @@ class Contents:
 
     # --- Compared with another moment ---
 
-    def are_in(self, taken: Taken) -> bool:
+    def are_in(self, live: LiveValues) -> bool:
         """Say whether the same is held now."""
-        return self._marks == taken.marks
+        return self._marks == live.marks
 
-    def tensors_instead(self, now: Taken) -> list[tuple[Any, int]] | None:
+    def tensors_instead(self, now: LiveValues) -> list[tuple[Any, int]] | None:
         """Return what is where tensors were, with their numbers; None if more differs.
 
         Where each tensor was, in order.
@@ -225,7 +225,7 @@ class Contents:
             return None
         return [*zip(found, numbers, strict=True)]
 
-    def with_tensors_of(self, now: Taken) -> "Contents | None":
+    def with_tensors_of(self, now: LiveValues) -> "Before | None":
         """Return what is held now, if only tensors are others; else None."""
         pairs = self.tensors_instead(now)
         if not pairs:
@@ -238,13 +238,13 @@ class Contents:
         new._note_tensors(now)
         return new
 
-    def in_form_of(self, now: Taken) -> "Contents | None":
+    def in_form_of(self, now: LiveValues) -> "Before | None":
         """Return what is held now, if only numbers, words and tensors are others."""
         places = self.others_in(now)
         if places is None or not all(self._is_alike(p, now) for p in places):
             return None
         if any(p < len(self.kept) and type(self.kept[p]) is At for p in places):
-            return Contents(now)
+            return Before(now)
         new = copy.copy(self)
         new._marks, new._but_for_tensors = now.marks, None
         new.kept, new.keys = self.kept.copy(), self.keys.copy()
@@ -255,7 +255,7 @@ class Contents:
                 new.keys[p - len(new.kept)] = now.keys[p - len(new.kept)]
         return new
 
-    def others_in(self, now: Taken) -> list[int] | None:
+    def others_in(self, now: LiveValues) -> list[int] | None:
         """Return where something else is held now: at values, keys, and classes.
 
         None if holders hold more or less than they did.
@@ -265,7 +265,7 @@ class Contents:
         ids = (memoryview(marks).cast("Q") for marks in (self._marks[0], now.marks[0]))
         return [*itertools.compress(itertools.count(), map(operator.ne, *ids))]
 
-    def is_number(self, p: int, now: Taken) -> bool:
+    def is_number(self, p: int, now: LiveValues) -> bool:
         """Say whether a value is another number or word now."""
         return p < len(self.kept) and _are_plain(self.kept[p], now.values[p])
 
@@ -284,7 +284,7 @@ class Contents:
             if is_among:
                 yield span
 
-    def _is_alike(self, p: int, now: Taken) -> bool:
+    def _is_alike(self, p: int, now: LiveValues) -> bool:
         """Say whether another value leads to what the one before led to."""
         count = len(self.kept)
         if p < count and type(self.kept[p]) is At:
@@ -296,10 +296,10 @@ class Contents:
         key = now.keys[p - count]
         return type(key) in ATOMS and self.keys[p - count] == key
 
-    def tensors_in(self, taken: Taken) -> list[Tensor]:
+    def tensors_in(self, live: LiveValues) -> list[Tensor]:
         """Return the tensors, of what is held now."""
-        found = [*self._in_values(taken.values)]
-        return found if self._in_keys is None else [*found, *self._in_keys(taken.keys)]
+        found = [*self._in_values(live.values)]
+        return found if self._in_keys is None else [*found, *self._in_keys(live.keys)]
 
     @property
     def has_tensors(self) -> bool:
@@ -313,7 +313,7 @@ class Contents:
         others = {*self.others}
         return [t for i, t in enumerate(tensors) if i not in others]
 
-    def changed_in(self, now: Taken) -> set[HolderIndex]:
+    def changed_in(self, now: LiveValues) -> set[HolderIndex]:
         """Return the holders that hold something else now."""
         if self.are_in(now):
             return set()
@@ -407,13 +407,13 @@ def spans_of(
             start, key = start + length, key + length * kind.keyed
 
 
-# What a `Taken` or contents say of what they hold: `marks`, and how many values.
+# What `LiveValues` or a `Before` say of what they hold: `marks`, and how many values.
 Marks = tuple[tuple[bytes, list[int]], int]
 
 
-def marks_of(taken: Taken) -> Marks:
-    """Return what is compared of what was taken."""
-    return taken.marks, len(taken.values)
+def marks_of(live: LiveValues) -> Marks:
+    """Return what is compared of what is live."""
+    return live.marks, len(live.values)
 
 
 def differing(

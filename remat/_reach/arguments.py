@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
+from remat._reach.before import FIRST, At, Ref, at
 from remat._reach.boxes import Box, HolderParts, Watched
 from remat._reach.buffers import (
     PASSED,
@@ -43,7 +44,6 @@ from remat._reach.container_kinds import (
     OWNED,
     container_kind,
 )
-from remat._reach.contents import FIRST, At, Ref, at
 from remat._reach.exchange import are_same
 from remat._reach.holders import (
     MISSING,
@@ -70,7 +70,7 @@ from remat._reach.walk import (
 )
 
 
-class Given:
+class CallArguments:
     """What a call is given."""
 
     __slots__ = (
