@@ -41,7 +41,7 @@ from remat._fit.walk import Walker
 from remat._report.inputs import label_of_function
 from remat._scope.following import Course, Placed
 from remat._scope.values import BETWEEN, PASSING
-from remat._transform.refused import has_forward
+from remat._transform.api import has_forward
 from remat.nn._apply import apply_from
 from remat.nn._followed import FollowedScope, follow
 from remat.policies import Policy

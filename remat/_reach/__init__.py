@@ -10,12 +10,11 @@ it held at the call.
     attributes  what is set on tensors
     numbers     where each tensor is among the inputs of the call
     left        what a function leaves in holders besides its result
-    identities  identities of tensors that code asks for, which are refused
     copies      copies of buffers in holders, which other threads may find
     roots       one root of a call
     arguments   the function and the arguments, put aside and made again
     boxes       what is held of containers that were passed
-    leases      references to what has no weak references
+    identities  identities that code asks for: what is held, and what is refused
     exchange    has holders hold what they held, in place, and puts them back
     classes     of objects that changed theirs, and which a call may hold
     making      makes values again, each after what it holds
@@ -32,10 +31,8 @@ Kinds of values, how each is told apart, read and written:
     objects             kinds of objects, and what they hold
     buffers             buffers of numbers, and what a call keeps of each
     holders             how cells, globals, classes, slots are read and written
-    container_kinds     how lists, dicts and sets are
-    compared            iterators and large containers, which are not copied
+    container_kinds     how lists, dicts and sets are, and iterators that are not copied
     stream_search       random streams in what is not walked
-    paths               how the author of a function writes where a value is
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
 looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`

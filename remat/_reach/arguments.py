@@ -39,9 +39,9 @@ from remat._reach.buffers import (
     is_bare_buffer,
     is_buffer,
 )
-from remat._reach.compared import Iterated
 from remat._reach.container_kinds import (
     OWNED,
+    Iterated,
     container_kind,
 )
 from remat._reach.exchange import are_same

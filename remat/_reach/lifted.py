@@ -42,8 +42,7 @@ from remat._reach.copies import without_copies
 from remat._reach.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._reach.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind
 from remat._reach.holding import FindHolders, HolderNow, among, held_in, holding
-from remat._reach.identities import refuse_of_container, refuse_of_tensors
-from remat._reach.leases import end_leases
+from remat._reach.identities import end_leases, refuse_of_container, refuse_of_tensors
 from remat._reach.left import Left, LeftAt, LeftPlace
 from remat._reach.making import make
 from remat._reach.roots import roots_of

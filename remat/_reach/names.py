@@ -1,18 +1,21 @@
 """Where tensors are, as the author of a function would write it: for errors, reports.
 
-What a value holds is read as a call reads it (`holders`), and each part has a path.
+What a value holds is read as a call reads it (`holders`), and each part has a path,
+which holds no value of the user's but the keys of dicts.
 
 Invariant: each value is visited once, in the order in which a reader meets it, and is
 held until the search is let go of: no other value gets its identity.
-Rejected: paths in the walk of a call (`walk`). To write one costs as much as to search
-what it leads to, and most are never read.
+Rejected: paths in the walk of a call (`walk`), and paths as text. To write one costs as
+much as to search what it leads to, and most are never read.
 """
 
 import enum
+import functools
+import inspect
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +47,84 @@ from remat._reach.objects import (
     is_view,
     slots_of,
 )
-from remat._reach.paths import Path, argument_name, code_of_arguments, texts_of
 from remat._reach.stream_search import is_stream
 from remat._torch import is_compiled
+
+
+# The position of an argument; None for the function; `(path, text)` for what a value
+# holds; `(path, key, None)` for an item, whose key is written only when asked for.
+Path: TypeAlias = tuple[Any, ...] | int | None
+
+
+def written(path: Path) -> tuple[int | None, str]:
+    """Return the root of a path, and how it is written from there."""
+    root, parts = texts_of(path)
+    return root, "".join(parts)
+
+
+def texts_of(path: Path) -> tuple[int | None, list[str]]:
+    """Return the root of a path, and the texts after it."""
+    parts: list[str] = []
+    while isinstance(path, tuple):
+        path, part, *is_item = path
+        parts.append(f"[{part!r}]" if is_item else part)
+    return path, parts[::-1]
+
+
+def code_of_arguments(fn: Any) -> tuple[Any, int]:
+    """Return the code that names the arguments of a function, and how many it skips.
+
+    Those are bound: `self`, or arguments of a partial.
+    """
+    skip = 0
+    while True:
+        if isinstance(fn, types.FunctionType):
+            if "__wrapped__" not in fn.__dict__:
+                return fn.__code__, skip
+            fn = fn.__dict__["__wrapped__"]
+        elif isinstance(fn, types.MethodType):
+            fn, skip = fn.__func__, skip + 1
+        elif isinstance(fn, functools.partial):
+            fn, skip = fn.func, skip + len(fn.args)
+        elif isinstance(fn, nn.Module):
+            fn = fn.forward
+        elif hasattr(type(fn), "__remat_options__"):
+            fn = fn.__wrapped__
+        elif isinstance(
+            inspect.getattr_static(type(fn), "__call__", None), types.FunctionType
+        ):
+            fn, skip = type(fn).__call__, skip + 1
+        else:
+            return None, 0
+
+
+def argument_name(
+    target: tuple[Any, int], names: Sequence[str], k: int, count: int
+) -> str:
+    """Return what messages call an argument.
+
+    Args:
+        target: what `code_of_arguments` returned.
+        names: of the keyword arguments, which come after the others.
+        k: its number.
+        count: how many arguments there are without keywords.
+    """
+    if k >= count:
+        return names[k - count]
+    code, skip = target
+    return parameter_at(code, skip + k) or f"args[{k}]"
+
+
+def parameter_at(code: Any, position: int) -> str:
+    """Return the name of a parameter; "" if there is none."""
+    if code is None:
+        return ""
+    if position < code.co_argcount:
+        return code.co_varnames[position]
+    if not code.co_flags & inspect.CO_VARARGS:
+        return ""
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    return f"{name}[{position - code.co_argcount}]"
 
 
 class NamedSearch:

@@ -30,8 +30,7 @@ from remat._reach.attributes import put_aside, set_again
 from remat._reach.before import At
 from remat._reach.boxes import Box
 from remat._reach.buffers import Buffer, buffers_of, changed
-from remat._reach.identities import RefuseMarks
-from remat._reach.leases import end_leases, is_told, lease_of
+from remat._reach.identities import RefuseMarks, end_leases, is_told, lease_of
 from remat._reach.lifted import LiftedForward
 from remat._reach.moment import Moment
 from remat._reach.names import CallNames

@@ -34,10 +34,12 @@ from remat._reach.container_kinds import container_kind
 from remat._reach.holders import MISSING, PART, PARTS, HolderKind
 from remat._reach.names import (
     NamedSearch,
+    Path,
     RegisteredKind,
     held_with_paths,
     kinds_of,
     kinds_of_object,
+    written,
 )
 from remat._reach.objects import (
     by_class,
@@ -46,7 +48,6 @@ from remat._reach.objects import (
     is_left_alone,
     is_spent_by_use,
 )
-from remat._reach.paths import Path, written
 from remat._reach.stream_search import is_stream
 from remat._torch import is_of_torch_func
 

@@ -21,7 +21,7 @@ from remat._base.types import Outputs
 from remat._reach.before import At, at
 from remat._reach.left import Left
 from remat._reach.making import make
-from remat._reach.paths import Path, written
+from remat._reach.names import Path, written
 from remat._reach.result_walk import NOTHING, Hidden, Own, Part, ResultWalk
 from remat._torch import are_sizes_equal, is_below_tracer
 

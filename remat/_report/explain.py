@@ -29,8 +29,7 @@ from remat._report.fates import Fates
 from remat._report.inputs import one_by_one, refuse_transforms, unwrapped
 from remat._report.reports import Explanation, SuggestedPolicy
 from remat._report.step import peak_of
-from remat._transform.api import options_of
-from remat._transform.refused import refuse_function
+from remat._transform.api import options_of, refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.saved import DIFFERENTIATED_AGAIN
 from remat.policies import Policy, nothing_saveable, save_ops

@@ -11,8 +11,7 @@
                     that compute something else where a mode is entered
     fakes           fake tensors, of operations that were done before
     tensors         tensors without data, fake tensors and copies; storages
-    replicas        copies of replicas that send nothing
-    shards          the same for shards; storages that change their size
+    shards          copies of replicas and shards that send nothing; resized storages
     noted           what a run does to torch's state that torch tells nobody
     process         settings, global generators, autocast, torch's checkpoint
     versions        whether torch is one that is known
@@ -218,17 +217,15 @@ from remat._torch.process import (
     unhook_all_modules as unhook_all_modules,
     write_settings as write_settings,
 )
-from remat._torch.replicas import (
+from remat._torch.shards import (
     copied_without_sending as copied_without_sending,
+    copies_of_shards as copies_of_shards,
     holds_gradients as holds_gradients,
     in_buckets as in_buckets,
-    replicas_in as replicas_in,
-)
-from remat._torch.shards import (
-    copies_of_shards as copies_of_shards,
     is_flat as is_flat,
     is_sending as is_sending,
     is_wrapper as is_wrapper,
+    replicas_in as replicas_in,
     sent_to_nobody as sent_to_nobody,
     shards_in as shards_in,
     telling_of_resized as telling_of_resized,

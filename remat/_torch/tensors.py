@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from remat._torch.fakes import RememberingMode
-from remat._torch.replicas import copied_without_sending
+from remat._torch.shards import copied_without_sending
 from remat._torch.tracing import eager_only
 
 

@@ -3,7 +3,7 @@
 In: a call of `remat(fn)`. Out: the results of `fn`, with a graph that recomputes.
 To follow a call, read the files in this order.
 
-    api, refused        the decorator, and what it refuses
+    api                 the decorator, and what it refuses
     rematerialized      what it returns: a callable
     module              what it returns for a module: a module
     lowering            the one file that chooses, and runs an eager call as chosen
@@ -13,7 +13,6 @@ Under base autograd: plain's own graph, which holds handles.
 
     saved               the whole lowering, from the call to the end of a recompute
     inputs              what it saves of the inputs of a call
-    watched             writes to them that torch does not count
     stand_ins           what takes their place where they are gone
     leaves              what a recompute must leave as it was
 
@@ -26,7 +25,7 @@ Under torch.func: one Function, whose backward is again a program.
     checks              what a call must not do, and a recompute must do
     forward_inputs      what a forward runs on, and what it changes of that
     state               what recomputes restore; buffers, which are updated once
-    changes             what changes an input in place, for an error
+    changes             what changes inputs in place, for an error; uncounted writes
     written             what a recompute reads of large inputs that are written to
 
 Called by users, by `_report`, which runs calls to look at them, and by rooms that make

@@ -62,11 +62,11 @@ from remat._torch import (
     unwrap_dead,
     without_dead_levels,
 )
+from remat._transform.changes import FirstBytes, run_watched
 from remat._transform.checks import refuse_leaks
 from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.leaves import hand_over_hooks
 from remat._transform.state import CallState
-from remat._transform.watched import FirstBytes, run_watched
 from remat.policies import Policy
 
 

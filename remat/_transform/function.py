@@ -112,11 +112,10 @@ from remat._torch import (
 )
 from remat._transform import checks
 from remat._transform.call import Call, users_fn
-from remat._transform.changes import changes_of
+from remat._transform.changes import changes_of, first_bytes
 from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals, needs_above, to_save
 from remat._transform.state import CallState, call_state
-from remat._transform.watched import first_bytes
 
 
 _requires_grad = operator.attrgetter("requires_grad")

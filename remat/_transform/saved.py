@@ -85,7 +85,7 @@ from remat._torch import (
     when_done,
     without_node,
 )
-from remat._transform.changes import changes_of
+from remat._transform.changes import changes_of, first_bytes, run_watched
 from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
@@ -99,7 +99,6 @@ from remat._transform.leaves import (
     preserved_marks,
     preserved_memory,
 )
-from remat._transform.watched import first_bytes, run_watched
 from remat._transform.written import (
     ENDED,
     HeldAtEnd,

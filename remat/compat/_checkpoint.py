@@ -31,16 +31,15 @@ from remat._base.observer import Observer
 from remat._base.source import shown, user_line
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
-from remat._reach.paths import code_of_arguments
+from remat._reach.names import code_of_arguments
 from remat._report.check_replay import (
     RunOperation,
     argument_statics,
     around,
     same_statics,
 )
-from remat._transform.api import PolicyLike
+from remat._transform.api import PolicyLike, refuse_function
 from remat._transform.lowering import Lowering, call_lowered, lowering_of
-from remat._transform.refused import refuse_function
 from remat._transform.rematerialized import Rematerialized
 from remat._transform.traced import call_as_node, call_in_graph, call_traced, key_of
 from remat.policies import Policy, as_policy

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from remat._base.sizes import bytes_in
-from remat._transform.refused import has_forward
+from remat._transform.api import has_forward
 from remat.nn._applied import shown_name
 from remat.policies import Decision, Policy, as_policy, within
 

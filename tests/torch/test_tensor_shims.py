@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat._torch import graphs, operators, replicas, shards, tensors, tracing
+from remat._torch import graphs, operators, shards, tensors, tracing
 
 
 CPU = torch.device("cpu")
@@ -436,11 +436,11 @@ def test_replicas_are_copied_without_what_sends():
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
         replica = nn.parallel.DistributedDataParallel(module)
         model = nn.Sequential(replica)
-        assert replicas.replicas_in([model, replica]) == [replica]
-        found = replicas.in_buckets(replica)
+        assert shards.replicas_in([model, replica]) == [replica]
+        found = shards.in_buckets(replica)
         assert [*map(id, found)] == [*map(id, module.parameters())]
-        assert replicas.holds_gradients(replica) is False
-        copied = replicas.copied_without_sending(model, [replica])[0]
+        assert shards.holds_gradients(replica) is False
+        copied = shards.copied_without_sending(model, [replica])[0]
         assert copied.reducer is None
         x = torch.ones(2, 3)
         assert same(copied(x), replica(x))

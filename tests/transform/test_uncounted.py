@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from remat import MutationError, policies, remat
-from remat._transform import watched
+from remat._transform import changes
 from remat.testing import count_ops
 
 
@@ -174,13 +174,13 @@ def test_three_calls_of_a_module_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noted: list[int] = []
-    before = watched.FirstBytes.__init__
+    before = changes.FirstBytes.__init__
 
-    def init(self: watched.FirstBytes, tensors: list[Tensor]) -> None:
+    def init(self: changes.FirstBytes, tensors: list[Tensor]) -> None:
         noted.append(len(tensors))
         before(self, tensors)
 
-    monkeypatch.setattr(watched.FirstBytes, "__init__", init)
+    monkeypatch.setattr(changes.FirstBytes, "__init__", init)
     module = Table("frozen", 16, WRITES["data.lerp_"])
     module.write = None
     for _ in range(5):
@@ -196,9 +196,9 @@ def test_what_is_remembered_goes_with_the_module() -> None:
     module = Table("frozen", 16, WRITES["data.lerp_"])
     module.write = None
     gc.collect()
-    count = len(watched._COUNTED)
+    count = len(changes._COUNTED)
     remat(module)(given()).backward()
-    assert len(watched._COUNTED) == count + 1
+    assert len(changes._COUNTED) == count + 1
     del module
     gc.collect()
-    assert len(watched._COUNTED) == count
+    assert len(changes._COUNTED) == count
