@@ -111,3 +111,21 @@ def test_a_dual_result_that_shares_memory_may_be_changed_in_place():
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3, 3), torch.ones(3, 3))
         remat(lambda x: x[0])(dual).mul_(2)
+
+
+def test_dropout_of_what_is_not_contiguous_draws_as_at_the_base():
+    """A transform of torch's takes another kernel for it, on the CPU."""
+    x = torch.linspace(1, 2, 20).view(5, 4)
+
+    def drawn(fn, transform):
+        torch.manual_seed(0)
+        return transform(lambda x: fn(x.t()).sum())(x)
+
+    drop, of_x = nn.Dropout(0.4), torch.func.grad
+    with count_ops() as ops:
+        ours = drawn(remat(drop), of_x)
+    assert ops["bernoulli_"] == 2
+    torch.manual_seed(0)
+    at_base = drop(x.t()).t() / x
+    assert torch.allclose(ours, at_base)
+    assert not torch.equal(drawn(drop, of_x), ours)
