@@ -14,7 +14,7 @@ from support.zoo import V, leaves_of, make, ops_of, scalar
 from torch import nn
 
 from remat import policies, remat
-from remat._graph.edges import handles_at
+from remat._graph.graph import handles_at
 from remat.testing import assert_same, count_ops, live_bytes
 
 

@@ -19,7 +19,7 @@ from remat import (
     remat as ckpt,
     saved_residuals,
 )
-from remat._graph.edges import foreign_tensors_at, handles_at, nodes_of
+from remat._graph.graph import foreign_tensors_at, handles_at, nodes_of
 
 
 def ones(*shape):
