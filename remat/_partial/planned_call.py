@@ -44,6 +44,7 @@ from remat._torch import (
     is_batch_of_cotangents,
     is_lazy,
     outside_dispatch_mode,
+    top_hooks,
     transforms,
 )
 from remat.policies import Policy
@@ -70,6 +71,7 @@ class PlannedCall:
     ) -> None:
         self.cache, self._policy, self._prune = cache, policy, prune
         self._inputs, self._inner, self._label = inputs, inner, label
+        self._is_counted = top_hooks(True) is not None  # so each run saves the same
         self._nested = nested  # the hooks for saved tensors around it are of a call
         self.plans: Plans | None = None if cache.reason else cache.plans
         self.statics: dict[int, Any] = {}  # of the operations whose results are saved
@@ -136,7 +138,7 @@ class PlannedCall:
             elif may_drop and mode is not None and mode.verifies:
                 inputs, unread = self._inputs, self._inputs_to_drop(plans)
                 self.dropped = {i: like(inputs[i]) for i in unread}
-        if residuals and not self._nested:
+        if residuals and not self._is_counted:
             if True in map(has_no_memory, residuals):
                 self.is_late = True
                 self.dropped = {}

@@ -65,13 +65,12 @@ class InGraph:
     __slots__ = "_box", "_node"
 
     def __init__(self, tensor: Tensor) -> None:
-        self._box: list[Tensor] = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, list.pop)
+        box: list[Tensor] = []
+        self._box = box
+        # The node holds the hook, where the collector does not look.
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: box, list.pop)
         with torch.enable_grad(), hooks:
             self._node: Any = _Saving.apply(tensor).grad_fn
-
-    def _pack(self, _: Tensor) -> list[Tensor]:
-        return self._box
 
     def of(self, value: Tensor) -> Tensor:
         """Return a tensor of a value in this place."""

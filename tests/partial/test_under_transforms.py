@@ -14,6 +14,7 @@ import torch
 from support.zoo import counted, ops_of
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
@@ -375,3 +376,39 @@ def test_what_a_subclass_is_asked_is_not_compared(options):
         assert_same(found.inner, expected)
         saves_all = options.get("policy") is policies.everything_saveable
         assert len(calls) == (1 if saves_all else 2) * (k + 1)
+
+
+COUNTED = {
+    "remat": (remat, {"higher_order": True}),
+    "torch": (lambda f: lambda x: checkpoint(f, x, use_reentrant=False), {}),
+}
+
+
+@pytest.mark.parametrize(("middle", "inner"), COUNTED.values(), ids=COUNTED)
+@pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
+def test_a_call_that_is_counted_around_saves_the_same_in_each_run(
+    middle, inner, policy
+):
+    """What a call around it knows by number would be another value."""
+
+    def program(within, between, around):
+        named = within(lambda x: (x.sin() @ x).tanh())
+        counted = between(lambda x: named(x).sin())
+        return around(lambda x: counted(x.sin()))
+
+    def gradient(f):
+        x = X[0].clone().requires_grad_()
+        with count_ops() as ops:
+            (found,) = torch.autograd.grad(f(x).sum(), x)
+        return found, ops["sin"]
+
+    expected, sines = gradient(program(*[lambda f: f] * 3))
+    f = program(
+        remat(policy=getattr(policies, policy), **inner),
+        middle,
+        remat(prune=True, higher_order=True),
+    )
+    for _ in range(3):
+        found, count = gradient(f)
+        assert torch.equal(found, expected)
+        assert count > sines

@@ -259,10 +259,11 @@ def test_an_input_of_which_something_is_asked_is_freed_if_a_result_is_added_to_i
 
     def run(wrap):
         watch, a = Watch(), torch.linspace(0, 1, 4).requires_grad_()
+        scaled = lambda: a * watch(torch.full((4,), 1.5))  # the graph alone holds it
         with count_ops() as ops:
-            y = wrap(fn)(a * 1.5)  # which is gone by the backward
+            y = wrap(fn)(scaled())  # which is gone by the backward
             y.sum().backward()
-            x = watch(a * 1.5)
+            x = watch(scaled())
             x += watch(wrap(fn)(x))  # nobody differentiates it
         del x, y
         assert watch.alive == 0
