@@ -156,9 +156,8 @@ class Ambient:
             return self._restored(
                 [*zip(self._global.streams, before, strict=True), *others]
             )
-        unchanged = self._settings == read_settings()
-        if self._filters is not warnings.filters:
-            unchanged = False
+        has_filters = self._filters is warnings.filters
+        unchanged = has_filters and self._settings == read_settings()
         if unchanged and self._plain and not autocast_depth():
             return NOTHING
         return self._restored(self._moved)

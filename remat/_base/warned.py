@@ -26,7 +26,7 @@ from remat._base.source import user_frame
 def warn(message: str) -> None:
     """Warn at the user's line."""
     with _telling():
-        _warn_at(user_frame(), message, UserWarning)
+        _warn_in(user_frame(), message, UserWarning)
 
 
 def warn_at(message: str, file: str, line: int) -> None:
@@ -95,7 +95,7 @@ class _Category(type):
         if frame is None:
             return False
         with _telling():
-            _warn_at(frame, _THREAD.text, category)
+            _warn_in(frame, _THREAD.text, category)
         return True
 
 
@@ -131,10 +131,10 @@ def _telling() -> Iterator[None]:
         _THREAD.is_telling = before
 
 
-def _warn_at(
+def _warn_in(
     frame: types.FrameType | None, message: str, category: type[Warning]
 ) -> None:
-    """Warn as `warnings.warn` does in a frame."""
+    """Warn as `warnings.warn` does, in a frame."""
     if frame is None:  # on a thread of the autograd engine
         warnings.warn(message, category, stacklevel=3)
         return

@@ -80,9 +80,7 @@ def _found(walker: Walker, chosen: Chosen | None, budget: int) -> Chosen | None:
     return None if chosen is None else improved(walker, chosen, budget)
 
 
-# Near enough to the optimum. Blocks that are alike have many choices of the same work,
-# and a search among them finds nothing better.
-_SOON = {"node_limit": 1, "mip_rel_gap": 1e-2}
+_SOON = {"mip_rel_gap": 1e-2}  # near enough to the optimum
 
 # --- The ladder ---
 

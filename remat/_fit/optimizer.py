@@ -102,8 +102,9 @@ class UpdateMeter(Meter):
 
 
 def _hold(meter: Meter, tensors: Sequence[Tensor]) -> None:
-    for part in (part for tensor in tensors for part in parts(tensor)):
-        meter.hold(part)
+    for tensor in tensors:
+        for part in parts(tensor):
+            meter.hold(part)
 
 
 def _parts(optimizer: Any) -> list[Tensor]:
