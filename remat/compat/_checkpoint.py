@@ -1,7 +1,5 @@
 """`checkpoint`: a call of torch's checkpoint, as a call of `remat`.
 
-It turns torch's arguments into options, and calls the function as `remat` calls it.
-
 Invariant: in a trace it is what `remat` is there. Only contexts that no graph can hold
 are left to torch's own checkpoint, which refuses them.
 Rejected: a `Rematerialized` for each call. To copy the names and attributes of the
@@ -10,13 +8,11 @@ contexts of selective checkpointing. They store all that the policy saves, read 
 """
 
 import functools
-import inspect
-import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -64,34 +60,12 @@ class Asked(NamedTuple):
     policy: Policy | None = None
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def with_signature_of(original: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Let a function show the arguments that another has in the torch that runs."""
-
-    def shown(fn: _F) -> _F:
-        types = inspect.unwrap(fn).__annotations__  # torch gives none for some
-        signature = inspect.signature(original)
-        typed = [
-            parameter.replace(annotation=types.get(parameter.name, Any))
-            for parameter in signature.parameters.values()
-        ]
-        vars(fn)["__signature__"] = signature.replace(
-            parameters=typed, return_annotation=types["return"]
-        )
-        return fn
-
-    return shown
-
-
 _DEFAULTS = Asked()
 _OPTIONS = Options()
 _NOTHING_SET = None, None
 
 
 @_torch.eager_only
-@with_signature_of(_checkpoint_of_torch)
 def checkpoint(
     function: Any = None,
     *args: Any,
@@ -175,12 +149,6 @@ def checkpoint(
     return call_checkpointed(function, args, kwargs, asked, sys._getframe(1))
 
 
-_NO_FUNCTION = (
-    "remat: checkpoint has no argument {names}. Without a function it returns a "
-    "decorator, which takes only the options of checkpoint."
-)
-
-
 def _has_argument(function: Any, name: str) -> bool:
     # Where torch's checkpoint has no such argument, code may pass it to its function.
     code, _ = code_of_arguments(function)
@@ -194,21 +162,23 @@ def _check(asked: Asked, use_reentrant: bool | None) -> None:
     if check not in ("default", "none"):
         message = f"remat: determinism_check={check!r}: use 'default' or 'none'"
         raise ValueError(message)
-    is_of_context = asked.context_fn is not noop_context_fn
-    is_of_one = is_of_context or asked.debug is not False
-    if is_of_context and asked.policy is not None:
+    has_contexts = asked.context_fn is not noop_context_fn
+    if has_contexts and asked.policy is not None:
         raise ValueError(_TWO_POLICIES)
-    if use_reentrant and (is_of_one or asked.respect_saved_tensors_hooks is not None):
+    hooks = asked.respect_saved_tensors_hooks
+    if use_reentrant and (has_contexts or asked.debug or hooks is not None):
         raise ValueError(_REENTRANT)
 
 
+_NO_FUNCTION = (
+    "remat: checkpoint has no argument {names}. Without a function it returns a "
+    "decorator, which takes only the options of checkpoint."
+)
 _REENTRANT = (
     "remat: context_fn, debug and respect_saved_tensors_hooks need "
     "use_reentrant=False, as in torch. Leave use_reentrant out: remat has one "
     "implementation."
 )
-
-
 _TWO_POLICIES = (
     "remat: checkpoint takes a policy or a context_fn, and got both. Join what the "
     "context_fn saves to the policy: policy | [operators]."
@@ -278,7 +248,9 @@ def call_checkpointed(
     lowering = lowering_of(options)
     if lowering is Lowering.INLINED or lowering is Lowering.PLAIN:
         return fn(*args, **kwargs)
-    name = name or _name_of(fn)
+    if not name:
+        own = None if isinstance(fn, nn.Module) else getattr(fn, "__qualname__", None)
+        name = own or type(fn).__qualname__
     file, line = caller.f_code.co_filename, caller.f_lineno
     if asked != _DEFAULTS or _torch.checkpoint_settings() != _NOTHING_SET:
         fn, options = _prepared(fn, asked)
@@ -294,11 +266,6 @@ def call_checkpointed(
     except Exception as error:
         hide_frames(error)
         raise
-
-
-def _name_of(fn: Any) -> str:
-    name = None if isinstance(fn, nn.Module) else getattr(fn, "__qualname__", None)
-    return name or type(fn).__qualname__
 
 
 @functools.lru_cache(maxsize=1024)
@@ -388,25 +355,19 @@ class _Operations(Observer):
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Noted first: an operation may raise.
-        self.steps.append(
-            RunOperation(func, argument_statics((args, kwargs)), user_line())
-        )
+        statics = argument_statics((args, kwargs))
+        self.steps.append(RunOperation(func, statics, user_line()))
         return super().run(func, args, kwargs)
 
 
 def _described(first: _Operations, second: _Operations) -> str:
     """Write the operations of both runs around the first that differs."""
     then, now = first.steps, second.steps
-    pairs = itertools.zip_longest(then, now)
-    i = next((k for k, pair in enumerate(pairs) if _differ(*pair)), len(then))
+    pairs = zip(then, now, strict=False)
+    same = [a.func is b.func and same_statics(b.statics, a.statics) for a, b in pairs]
+    i = [*same, False].index(False)
     lines = [*around("forward", then, i), *around("recompute", now, i)]
     return "\n".join([_TITLE, *lines])
-
-
-def _differ(then: RunOperation | None, now: RunOperation | None) -> bool:
-    if then is None or now is None or then.func is not now.func:
-        return True
-    return not same_statics(now.statics, then.statics)
 
 
 # --- Policies of contexts ---

@@ -1,11 +1,8 @@
 """`checkpoint_sequential`; and `patch`, which puts ours in place of torch's.
 
-Invariant: a segment refers to its own functions only. A call searches all that its
-function refers to, so that a list of all would be searched once for each segment.
 Invariant: what `patch` puts there is an object of its own, which nobody has who
 imported `remat.compat`. So what is taken out again is exactly what was put there, and
 what was bound from there.
-Rejected: to checkpoint the last segment as well. Its recompute would come at once.
 Rejected: to replace the code of torch's functions. Whoever holds one would call ours,
 but so would `remat` where it means torch's, and Dynamo knows those functions.
 """
@@ -28,7 +25,6 @@ from remat.compat._checkpoint import Asked
 
 
 @eager_only
-@_checkpoint.with_signature_of(theirs.checkpoint_sequential)
 def checkpoint_sequential(
     functions: nn.Sequential | Sequence[Fn],
     segments: int,
@@ -36,7 +32,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     *,
     preserve_rng_state: bool = True,
-    **unknown: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call functions one after another, and recompute all segments but the last.
 
@@ -48,7 +44,7 @@ def checkpoint_sequential(
         input: of the first function.
         use_reentrant: not needed: see `checkpoint`.
         preserve_rng_state: without effect: see `checkpoint`.
-        **unknown: not accepted.
+        **kwargs: not accepted.
 
     Returns:
         What the last function returns.
@@ -70,18 +66,18 @@ def checkpoint_sequential(
         (8, 6)
     """
     del use_reentrant, preserve_rng_state
-    if unknown:
-        names = ", ".join(unknown)
-        message = f"remat: checkpoint_sequential has no argument {names}"
-        raise ValueError(message)
+    if kwargs:
+        names = ", ".join(kwargs)
+        raise ValueError(f"remat: checkpoint_sequential has no argument {names}")
     is_module = isinstance(functions, nn.Sequential)
     chain = tuple(functions.children() if is_module else functions)
     count = len(chain)
     if not 0 < segments <= max(count, 1):
         message = f"remat: {segments} segments of {count} functions: use 1 to {count}"
         raise ValueError(message)
-    size, start = count // segments, 0
-    for _ in range(segments - 1):
+    size = count // segments
+    last = size * (segments - 1)
+    for start in range(0, last, size or 1):
         segment = _joined(chain[start : start + size])
         if torch.compiler.is_compiling():
             input = _checkpoint.checkpoint(segment, input)
@@ -90,12 +86,14 @@ def checkpoint_sequential(
             input = _checkpoint.call_checkpointed(
                 segment, (input,), {}, Asked(), sys._getframe(1), name
             )
-        start += size
-    return _joined(chain[start:])(input)
+    return _joined(chain[last:])(input)
 
 
 def _joined(functions: Sequence[Fn]) -> Fn:
-    """Return a function that calls functions one after another."""
+    """Return a function that calls functions one after another.
+
+    It refers to these only: a call searches all that its function refers to.
+    """
     if len(functions) == 1:
         return functions[0]
 
@@ -181,6 +179,7 @@ def _copy(fn: Any) -> FunctionType:
         fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     copy.__kwdefaults__, copy.__doc__ = fn.__kwdefaults__, fn.__doc__
+    copy.__annotations__ = fn.__annotations__
     # By this name a pickle finds it.
     copy.__module__, copy.__qualname__ = __name__, f"_put_in_{fn.__name__}"
     vars(copy).update(vars(fn))
