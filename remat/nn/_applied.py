@@ -1,4 +1,4 @@
-"""What recomputes which module of a model: to list it, to show it, to refuse a second.
+"""What recomputes which module of a model: to list it, and to refuse a second.
 
 Invariant: what is listed is read from the model itself. So copies, pickles and parts of
 a model have it, and it is gone with what it speaks of.
@@ -11,29 +11,22 @@ attributes has the switch, of whatever library and version: none is imported.
 
 import inspect
 import types
-import weakref
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from remat._base.interpreter import nested
-from remat._transform.module import RematModule, prefix
+from remat._transform.module import RematModule
 from remat.policies import Policy
 
 
-REMAT, APPLY, ENABLE, PLAN = (
-    "remat.remat",
-    "remat.nn.apply",
-    "remat.nn.enable",
-    "remat.fit",
-)
+REMAT, APPLY, ENABLE = "remat.remat", "remat.nn.apply", "remat.nn.enable"
+PLAN = "remat.fit"
 LIBRARY = FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
-_MARKED = "_get_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ def applied(model: nn.Module) -> dict[str, Applied]:
     `remat.fit` recompute, and the gradient checkpointing of transformers and diffusers.
     Where a library has its switch in a module that calls the blocks, that module is
     listed. A plan for a whole step is listed with the module whose calls follow it.
-    `print(model)` shows the same.
+    `print(model)` shows those of `remat.remat` and `remat.nn.apply`.
 
     Args:
         model: the model. It is not changed.
@@ -162,51 +155,6 @@ def shown_name(name: str) -> str:
     return f"`{name}`" if name else "the model itself"
 
 
-# --- Names that a model prints ---
-
-
-class _Name:
-    """The name of a module that is recomputed, in place of its method `_get_name`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        # A module that refers to itself would be left to the garbage collector.
-        self._module = weakref.ref(module)
-
-    def __call__(self) -> str:
-        module = self._module()
-        if module is None:  # a part of it outlives it
-            return ""
-        name = type(module)._get_name(module)
-        found = claim_on(module)
-        if found is None:
-            return name
-        if found.by == PLAN:
-            return f"remat.fit's plan for {name}"
-        return f"{prefix(found.policy)} {name}"
-
-    @override
-    def __reduce__(self) -> Any:
-        return object.__new__, (_Name,), (self._module(),)
-
-    def __setstate__(self, state: tuple[nn.Module]) -> None:
-        self._module = weakref.ref(*state)
-
-
-def mark(module: nn.Module) -> None:
-    """Have a module print what recomputes it."""
-    kind = type(module)
-    # Another pickle may not know the module yet when it comes to the name.
-    if (kind.__reduce__, kind.__reduce_ex__) == _USUAL:
-        vars(module)[_MARKED] = _Name(module)
-
-
-def unmark(module: nn.Module) -> None:
-    """Have a module print its own name."""
-    if isinstance(vars(module).get(_MARKED), _Name):
-        del vars(module)[_MARKED]
-
-
-_USUAL = object.__reduce__, object.__reduce_ex__
 _OURS = (
     "{by}, since {where}. A model has one of these at a time: call "
     "remat.nn.remove(model) first."

@@ -35,7 +35,6 @@ from remat.nn._applied import (
     is_layer,
     is_on,
     library_of,
-    mark,
     recomputes,
     refuse_no_module,
     refuse_others,
@@ -172,10 +171,11 @@ class Checkpoint:
 
         That of transformers for `offload=True` offloads inputs; so does ours then.
         """
-        if _offloads(function):
+        does = _does(function)
+        if does == "offload":
             away = self.options.offload_inputs or True
             return replace(self, options=replace(self.options, offload_inputs=away))
-        if isinstance(function, Checkpoint) or _only_recomputes(function):
+        if does or isinstance(function, Checkpoint):
             return self
         shown = getattr(function, "__qualname__", repr(function))
         of = {"kind": type(module).__name__, "library": library_of(module)}
@@ -222,7 +222,6 @@ def _keep(module: nn.Module, checkpoint: Checkpoint) -> None:
         recompute_in_place(module, checkpoint.where, checkpoint.options, ENABLE)
         keeping = _KeepingOff
     module.register_forward_pre_hook(keeping(checkpoint), prepend=True)
-    mark(module)
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -230,31 +229,24 @@ def _is_ours(module: nn.Module) -> bool:
     return isinstance(module, RematModule) and module._remat_spec.by == ENABLE
 
 
-def _offloads(function: Any) -> bool:
-    """Say whether a function is that of transformers for `offload=True`."""
-    if isinstance(function, functools.partial):
-        known = {"use_reentrant"}.issuperset(function.keywords) and not function.args
-        return known and _offloads(function.func)
-    name = getattr(function, "__qualname__", "")
+def _does(function: Any) -> str:
+    """Say what a function of a library does: "recompute", "offload", or "" for more."""
+    while isinstance(function, functools.partial):
+        if function.args or not {"use_reentrant"}.issuperset(function.keywords):
+            return ""
+        function = function.func
     module = getattr(function, "__module__", None) or ""
-    return module.startswith("transformers.") and name.endswith(_OFFLOADING)
-
-
-_OFFLOADING = "_activation_checkpointing_enable.<locals>.checkpoint_func"
-
-
-def _only_recomputes(function: Any) -> bool:
-    """Say whether a function of a library does nothing that remat does not."""
-    if isinstance(function, functools.partial):
-        known = {"use_reentrant"}.issuperset(function.keywords) and not function.args
-        return known and _only_recomputes(function.func)
-    module = getattr(function, "__module__", None) or ""
+    if module.startswith("transformers."):
+        whole = getattr(function, "__qualname__", "")
+        return "offload" if whole.endswith(_OFFLOADING) else ""
     name = getattr(function, "__name__", "")
     is_default = module.startswith("diffusers.") and name == FUNCTION
     is_torchs = module in _TORCHS and name == "checkpoint"
-    return is_default or is_torchs or type(function).__name__ == _IN_TRACES
+    known = is_default or is_torchs or type(function).__name__ == _IN_TRACES
+    return "recompute" if known else ""
 
 
+_OFFLOADING = "_activation_checkpointing_enable.<locals>.checkpoint_func"
 # The second one has ours in place of torch's.
 _TORCHS = "torch.utils.checkpoint", "remat.compat._patch"
 # What Dynamo has in place of torch's.

@@ -179,7 +179,6 @@ def follow(
     entering = _Entering(label, courses, where, over)
     model.register_forward_pre_hook(entering, prepend=True)
     model.register_forward_hook(_Leaving(), always_call=True)
-    _applied.mark(model)
 
 
 def _planned_part(model: nn.Module, label: str, courses: Sequence[Course]) -> nn.Module:
@@ -206,13 +205,12 @@ def _submodule(inner: nn.Module, name: str) -> nn.Module:
 
 
 def unfollow(module: nn.Module) -> None:
-    """Take out of a module the hooks and the name that are there because of us."""
+    """Take out of a module the hooks that are there because of us."""
     for hooks in module._forward_pre_hooks, module._forward_hooks:
         for key, hook in [*hooks.items()]:
             if isinstance(hook, (Claiming, Refusing, _Leaving)):
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
-    _applied.unmark(module)
 
 
 @constant_in_traces
@@ -253,7 +251,6 @@ def plan_at_first_call(model: M, budget: str, where: str) -> M:
     _applied.refuse_later(model, _applied.PLAN, where)
     hook = _AtFirstCall(budget, where)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    _applied.mark(model)
     return model
 
 

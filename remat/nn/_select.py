@@ -67,8 +67,7 @@ def chosen(model: nn.Module, select: Any, policy: Any) -> Picked:
 # --- Texts ---
 
 
-_MODES = "full", "none", "every_2"
-_EVERY = re.compile(r"every_([1-9]\d*)")
+_WHICH = re.compile(r"full|none|every_([1-9]\d*)")
 _BUDGET = re.compile(r"budget\s*:(.*)")
 
 
@@ -87,7 +86,7 @@ def _mode(model: nn.Module, select: Any) -> tuple[int, Any] | None:
         return 1, None
     if not isinstance(select, str):
         return None
-    if select in _MODES or _EVERY.fullmatch(select):
+    if _WHICH.fullmatch(select):
         return meaning(select, "apply, select")
     named = {name for name, _ in model.named_modules()}
     policy = None if select in named else _constant(select)
@@ -110,18 +109,20 @@ def meaning(policy: Any, key: str) -> tuple[int, Any]:
     if not isinstance(policy, str):
         return 1, policy
     text = policy.strip()
-    if text in ("full", "none"):
-        return int(text == "full"), None
-    if every := _EVERY.fullmatch(text):
-        return int(every[1]), None
+    if which := _WHICH.fullmatch(text):
+        return int(which[1] or text == "full"), None
     if budget := _BUDGET.fullmatch(text):
         return 1, within(bytes_in(budget[1], f"remat.nn.{key}"))
     found = _constant(text)
     if found is None:
-        near = get_close_matches(text, _WORDS, 1)
-        advice = "".join(f"Do you mean {each!r}? " for each in near)
+        advice = _advice(text, _WORDS)
         raise ValueError(_NO_POLICY.format(key=key, text=text, advice=advice))
     return 1, found
+
+
+def _advice(text: str, known: Iterable[str]) -> str:
+    near = get_close_matches(text, known, 1)
+    return "".join(f"Do you mean {each!r}? " for each in near)
 
 
 def _constant(text: str) -> Policy | None:
@@ -131,7 +132,10 @@ def _constant(text: str) -> Policy | None:
         return None
 
 
-_WORDS = *_MODES, "dots", "dots_with_no_batch_dims", "save", "recompute", "offload"
+_WORDS = (
+    *("full", "none", "every_2", "dots", "dots_with_no_batch_dims"),
+    *("save", "recompute", "offload"),
+)
 _NO_POLICY = (
     "remat.nn.{key}: {text!r} is no policy. {advice}Write 'full', 'none', "
     "'every_2', 'budget:1GB', 'dots', 'save', 'offload', 'disk', or the name of a "
@@ -167,20 +171,20 @@ def selected(
     tests = [_test_of(selector) for selector in selectors]
     found: list[tuple[str, nn.Module, int]] = []
     useful: set[int] = set()
-    left_out: dict[int, str] = {}
+    left_out: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         hits = [k for k, test in enumerate(tests) if test(name, module)]
-        if not has_forward(module):
-            left_out.update((k, name) for k in hits if k not in left_out)
-        elif hits:
+        if hits and has_forward(module):
             useful.update(hits)
             found.append((name, module, hits[0]))
+        else:
+            left_out = dict.fromkeys(hits, (name, module)) | left_out
     for k, selector in enumerate(selectors):
         if k not in useful and k in left_out:
-            name = left_out[k]
-            kind = type(model.get_submodule(name)).__name__
-            known = {"kind": kind, "inside": f"{name}.*" if name else "*"}
-            raise ValueError(_NO_FORWARD.format(shown=shown_name(name), **known))
+            name, module = left_out[k]
+            inside = f"{name}.*" if name else "*"
+            known = {"shown": shown_name(name), "kind": type(module).__name__}
+            raise ValueError(_NO_FORWARD.format(inside=inside, **known))
         if k not in useful:
             raise ValueError(_nothing(model, selector))
     return found
@@ -190,26 +194,19 @@ def _test_of(selector: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         return lambda name, module: isinstance(module, selector)
     if isinstance(selector, str):
-        return _test_of_text(selector)
+        pattern = _pattern(selector)
+        return lambda name, module: (
+            pattern.fullmatch(name) is not None or selector in _class_names(module)
+        )
     if isinstance(selector, nn.Module):
         return lambda name, module: module is selector
     if isinstance(selector, (Policy, Decision)):
         raise TypeError(_POLICY.format(policy=selector))
     if callable(selector) and not isinstance(selector, type):
-        if _takes_one(selector):
-            return lambda name, module: selector(module)
-        return selector
+        return (
+            (lambda _, module: selector(module)) if _takes_one(selector) else selector
+        )
     raise TypeError(_NO_SELECTOR.format(selector=selector))
-
-
-def _test_of_text(text: str) -> Callable[[str, nn.Module], bool]:
-    """Return a test for the name of a module, or the name of its class."""
-    pattern = _pattern(text)
-
-    def test(name: str, module: nn.Module) -> bool:
-        return pattern.fullmatch(name) is not None or text in _class_names(module)
-
-    return test
 
 
 def _class_names(module: nn.Module) -> set[str]:
@@ -263,18 +260,12 @@ def _nothing(model: nn.Module, selector: Any) -> str:
     shown = getattr(selector, "__name__", repr(selector))
     if isinstance(selector, nn.Module):
         shown = f"a {type(selector).__name__} that is not in it"
-    known = {*names}.union(*map(_class_names, model.modules()), _MODES)
-    near: Sequence[str] = ()
     if isinstance(selector, str):
-        near = [word for word in _WORDS if selector.startswith(f"{word}_")]
-        near = [_TITANS[selector]] if selector in _TITANS else near
-        near = near[:1] or get_close_matches(selector, known, 1)
-    has = "".join(f"Do you mean {each!r}? " for each in near) + has
+        known = {*names, *_WORDS}.union(*map(_class_names, model.modules()))
+        has = _advice(selector, known) + has
     return _NOTHING.format(shown=shown, model=type(model).__name__, has=has)
 
 
-# Modes of torchtitan.
-_TITANS = {"selective": "every_2", "op": "dots", "memory_budget": "budget:24GB"}
 _NO_SELECTOR = (
     "remat.nn.apply: {selector!r} is not a selector. Pass a class of modules, a name "
     "such as 'layers.*', a module, a function of a module (or of its name and the "

@@ -1,4 +1,4 @@
-"""What recomputes which module: `remat.nn.applied`, `print`, and who refuses whom."""
+"""What recomputes which module: `remat.nn.applied`, and who refuses whom."""
 
 import copy
 import functools
@@ -55,29 +55,27 @@ BY = {"remat.fit by blocks": "remat.fit"}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_recomputes_is_listed_and_printed(way):
+def test_what_recomputes_is_listed(way):
     model = Newer()
-    plain = repr(model)
     assert remat.nn.applied(model) == {}
     WAYS[way](model)
     found = remat.nn.applied(model)
     assert {each.by for each in found.values()} == {BY.get(way, way)}
-    assert ("remat" in repr(model)) is (way != "gradient_checkpointing")
     if way != "gradient_checkpointing":
         assert all("test_applied.py:" in each.where for each in found.values())
         assert remat.nn.applied(remat.nn.remove(model)) == {}
-        assert repr(model) == plain
         assert tanhs(model) == 3
 
 
 @pytest.mark.parametrize("change", [remat.nn.apply, remat.nn.enable])
-def test_policies_are_listed_and_printed(change):
+def test_policies_are_listed(change):
     policy = policies.dots_saveable | policies.save_only_these_names("a")
     model = change(Newer(), policy=policy)
     found = remat.nn.applied(model)
     assert [*found] == ["layers.0", "layers.1", "layers.2"]
     assert {each.policy for each in found.values()} == {policy}
-    assert f"(0-2): 3 x remat(policy={policy}) Layer(" in repr(model)
+    if change is remat.nn.apply:
+        assert f"(0-2): 3 x remat(policy={policy}) Layer(" in repr(model)
 
 
 def test_a_module_of_remat_is_listed():
@@ -90,9 +88,8 @@ def test_a_module_of_remat_is_listed():
 def test_a_module_that_calls_the_blocks_is_listed_for_them():
     model = remat.nn.enable(Stacked())
     assert [*remat.nn.applied(model)] == [""]
-    assert repr(model).startswith("remat Stacked(")
     switch_off(model)
-    assert repr(model).startswith("Stacked(")
+    assert not remat.nn.applied(model)
 
 
 def test_the_plan_of_a_step_is_listed_once():
@@ -101,8 +98,6 @@ def test_the_plan_of_a_step_is_listed_once():
     assert [(name, each.by, each.policy) for name, each in found.items()] == [
         ("", "remat.fit", None)
     ]
-    assert repr(model).startswith("remat.fit's plan for Newer(\n  (layers)")
-    assert "remat Layer" not in repr(model)
 
 
 def test_what_is_listed_is_a_value():
@@ -124,21 +119,20 @@ def test_something_else_is_no_model():
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
 )
-def test_a_copy_is_listed_and_printed_as_what_it_was_copied_from(change, again):
+def test_a_copy_is_listed_as_what_it_was_copied_from(change, again):
     model = change(Newer())
     copied = again(model)
     assert remat.nn.applied(copied) == remat.nn.applied(model)
-    assert repr(copied) == repr(model)
     remat.nn.remove(model)
     assert remat.nn.applied(copied)
-    assert "remat" in repr(copied)
 
 
-def test_a_model_that_prints_its_blocks_is_freed_at_once():
+@pytest.mark.parametrize("change", [remat.nn.enable, lambda m: of_a_step().apply(m)])
+def test_a_model_is_freed_at_once(change):
+    of_a_step()
     gc.disable()
     try:
-        model = remat.nn.enable(Newer())
-        repr(model)
+        model = change(Newer())
         ref = weakref.ref(model.layers[0])
         del model
         assert ref() is None
