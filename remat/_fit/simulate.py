@@ -40,6 +40,7 @@ from remat._torch import (
     replicas_in,
     scales_put_back,
     shards_in,
+    tells_of,
     without_log_of_fakes,
 )
 from remat.nn._followed import has_sharded_parts
@@ -92,7 +93,7 @@ def backward(outs: list[Tensor]) -> None:
     try:
         torch.autograd.backward(outs, [torch.ones_like(t) for t in outs])
     except RuntimeError as error:
-        if "a second time" in str(error):
+        if tells_of("a graph that is gone", error):
             raise RefusedStepError(BACKWARD) from error
         raise
 

@@ -44,6 +44,7 @@ from remat._torch import (
     is_lazy,
     is_view_op,
     storage_id,
+    tells_of,
 )
 
 
@@ -148,7 +149,8 @@ class Replay(Follow):
         inputs were dropped, the function cannot run as it is: a RecomputeError.
         """
         trouble = self.trouble
-        if error is not None and not (trouble or is_ours or _is_of_memory(error)):
+        fits = not (trouble or is_ours)
+        if error and fits and not tells_of("a tensor without memory", error):
             raise error
         self._cache.note_misfit(self._plans, trouble)
         if self._dropped:
@@ -350,19 +352,6 @@ def is_droppable(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_lazy(tensor)
 
 
-def _is_of_memory(error: Exception) -> bool:
-    """Say whether torch refused to read an absent tensor, or found no memory there."""
-    return any(words in str(error) for words in _REFUSALS)
-
-
-_REFUSALS = (
-    "Absent",
-    "data is not allocated yet",
-    "data pointer",
-    "tensor subclass",
-    "dispatch_on_subclass",
-    "non-wrapper subclass",
-)
 _READ = "  something read a value that was left out. {error}"
 _DROPPED = (
     "remat: the recompute did something else than earlier ones, and it needs inputs "

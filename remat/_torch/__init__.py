@@ -59,11 +59,11 @@ from remat._torch.autograd import (
     sequence_number as sequence_number,
     set_grad_enabled as set_grad_enabled,
     suspend_hooks as suspend_hooks,
+    tells_of as tells_of,
     top_hooks as top_hooks,
     unpack_hooks_of as unpack_hooks_of,
     when_done as when_done,
     without_hooks as without_hooks,
-    writes_to_leaf as writes_to_leaf,
 )
 from remat._torch.batches import (
     Wrapping as Wrapping,

@@ -173,7 +173,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
+        if not tells_of("a saved tensor that changed", error):
             raise
         raw = ctx._raw_saved_tensors
         if not all(hasattr(s, "data") for s in raw):
@@ -181,10 +181,23 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
         return tuple(s.data for s in raw)
 
 
-# Deleted by: a class of its own for this error.
-def writes_to_leaf(error: RuntimeError) -> bool:
-    """Say whether torch refused to write to a leaf that requires grad."""
-    return "a leaf Variable that requires grad" in str(error)
+# Deleted by: classes of their own for these errors.
+def tells_of(what: str, error: BaseException) -> bool:
+    """Say whether an error of torch is about this, a key of the table."""
+    text = str(error) if isinstance(error, Exception) else ""
+    return any(words in text for words in _TEXTS[what])
+
+
+_TEXTS = {
+    "a write to a leaf": ("a leaf Variable that requires grad",),
+    "a saved tensor that changed": ("modified by an inplace operation",),
+    "a graph that is gone": ("a second time",),
+    "a level that has ended": ("escaped from inside a function being vmapped",),
+    "a tensor without memory": (
+        *("Absent", "data is not allocated yet", "data pointer", "tensor subclass"),
+        *("dispatch_on_subclass", "non-wrapper subclass"),
+    ),
+}
 
 
 # Deleted by: hooks for single tensors of `ctx.save_for_backward`.

@@ -28,6 +28,7 @@ from remat._torch import (
     is_shared,
     shared_copy,
     storage_id,
+    tells_of,
 )
 from remat._transform.leaves import (
     LeafChanges,
@@ -80,7 +81,7 @@ class ForwardInputs:
         try:
             self.inner = leaves_for(inputs, needs, own)
         except RuntimeError as error:
-            if "escaped from inside a function being vmapped" not in str(error):
+            if not tells_of("a level that has ended", error):
                 raise
             raise CaptureError(_ENDED) from None
         self._own = [*map(operator.is_, self.inner, inputs)]

@@ -103,6 +103,7 @@ from remat._torch import (
     requires_grad_at_any_level,
     saved_tensors,
     set_grad_enabled,
+    tells_of,
     unwrap_dead,
     unwrap_for_grad,
     without_grad_mode,
@@ -585,8 +586,7 @@ def _run(
         outs = without_hooks(run, *inner)
     except BaseException as error:
         state.ambient.forget_casts()
-        text = str(error) if isinstance(error, RuntimeError) else ""
-        if "a leaf Variable that requires grad" not in text:
+        if not tells_of("a write to a leaf", error):
             raise
         again = functools.partial(call.run_on_copies, program)
         changes = changes_of(call.reach, inner, again)

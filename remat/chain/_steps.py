@@ -37,9 +37,9 @@ from remat._torch import (
     is_fake,
     is_legacy_batch,
     leaf_at,
+    tells_of,
     unbatched,
     unwrap_for_grad,
-    writes_to_leaf,
 )
 
 
@@ -252,7 +252,7 @@ def run_step(
         given = live.frame.filled(leaves)
         carry, y = steps.apply(*call, k, given, steps.place(k) - offset)
     except RuntimeError as error:
-        if not writes_to_leaf(error):
+        if not tells_of("a write to a leaf", error):
             raise
         raise MutationError(_CHANGED.format(k=k, label=steps.label)) from error
     if versions_of(leaves) != before:

@@ -33,15 +33,50 @@ def test_dual_levels_are_seen():
     assert autograd.is_forward_ad_enabled() is True
 
 
-@expects("writes_to_leaf")
-def test_a_write_to_a_leaf_is_told_by_its_text():
-    said = []
-    for write in (lambda x: x.add_(1), lambda x: x.view(9)):
+def _read_twice():
+    out = leaf().sin().sum()
+    out.backward()
+    out.backward()
+
+
+def _change_what_was_saved():
+    x = leaf() * 1
+    out = x.sin().sum()
+    x.add_(1)
+    out.backward()
+
+
+def _use_a_batch_that_has_ended():
+    kept = []
+    torch.vmap(lambda x: kept.append(x) or x)(torch.ones(2, 3))
+    kept[0].sin()
+
+
+def _read_what_has_no_memory():
+    with tensors.fake_mode():
+        torch.ones(2).data_ptr()
+
+
+ERRORS = {
+    "a write to a leaf": lambda: leaf().add_(1),
+    "a saved tensor that changed": _change_what_was_saved,
+    "a graph that is gone": _read_twice,
+    "a level that has ended": _use_a_batch_that_has_ended,
+    "a tensor without memory": _read_what_has_no_memory,
+}
+
+
+@expects("tells_of")
+def test_errors_are_told_by_their_texts():
+    assert autograd._TEXTS.keys() == ERRORS.keys()
+    for what, run in {**ERRORS, "nothing": lambda: leaf().view(9)}.items():
         try:
-            write(leaf())
+            run()
         except RuntimeError as error:
-            said.append(autograd.writes_to_leaf(error))
-    assert said == [True, False]
+            found = [each for each in ERRORS if autograd.tells_of(each, error)]
+            assert found == [what] * (what in ERRORS)
+        else:
+            raise AssertionError(what)
 
 
 @expects("execution_group")
