@@ -31,15 +31,7 @@ the product has a batch dimension and is recomputed. Use `dots_saveable` or name
 
 from remat._base import hints as _hints
 from remat._base.op import Op as Op, Value as Value
-from remat.policies._decision import Decision as Decision
-from remat.policies._dots import (
-    checkpoint_dots as checkpoint_dots,
-    checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims,
-    dots_saveable as dots_saveable,
-    dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
-    offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
-    register_dot as register_dot,
-)
+from remat.policies._functions import Decision as Decision
 from remat.policies._names import (
     save_and_offload_only_these_names as save_and_offload_only_these_names,
     save_any_names_but_these as save_any_names_but_these,
@@ -48,8 +40,14 @@ from remat.policies._names import (
     save_only_these_names as save_only_these_names,
 )
 from remat.policies._operations import (
+    checkpoint_dots as checkpoint_dots,
+    checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims,
     decisions_saveable as decisions_saveable,
+    dots_saveable as dots_saveable,
+    dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
+    offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
     register_cost as register_cost,
+    register_dot as register_dot,
     save_collectives as save_collectives,
     save_from_both_policies as save_from_both_policies,
     save_larger_than as save_larger_than,

@@ -16,8 +16,7 @@ import types
 from typing import Any
 
 from remat._torch import constant_in_traces
-from remat.policies._decision import Decision
-from remat.policies._functions import asked
+from remat.policies._functions import Decision, asked
 from remat.policies._policy import Function, Policy
 
 

@@ -1,20 +1,22 @@
-"""What users give in place of a policy: operators, functions, and likely mistakes.
+"""What users give in place of a policy, and what policies answer: decisions.
 
 Operators are held by name: names pickle and compare, and operator objects do not. A
 function of torch's selective checkpointing is called as torch would call it, with
 tensors that have metadata and no data.
 
-Invariant: `name` of an overload differs from `name` of its packet. Each name with
-`torch.ops.` in front is an expression for the operator.
-Rejected: names from users, such as `"aten::mm"`. A typo would make a policy that does
-nothing. And tensors on the meta device: a function that reads the device would decide
-differently.
+Invariant: decisions are ordered by how near the result stays. `name` of an overload
+differs from `name` of its packet.
+Rejected: a destination as a field of OFFLOAD, as in JAX. Two destinations would have no
+order, so policies could not be combined. Tensors on the meta device, for functions that
+read the device.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
+    CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
@@ -35,7 +38,83 @@ from remat._torch import (
     refuse_data_ptr,
     tensor_without_data,
 )
-from remat.policies._decision import Answer, Decision
+
+
+class Decision(Enum):
+    """What to do with the result of an operation, from farthest to nearest.
+
+    `bool(decision)` is False for RECOMPUTE and True for the others. `a | b` is the
+    nearer of two decisions, and `a & b` is the farther.
+
+    Example:
+        >>> Decision.SAVE & Decision.OFFLOAD
+        <Decision.OFFLOAD: 2>
+        >>> bool(Decision.RECOMPUTE)
+        False
+    """
+
+    RECOMPUTE = 0
+    """Recompute the result if the backward reads it."""
+    OFFLOAD_TO_DISK = 1
+    """Save the result in a file."""
+    OFFLOAD = 2
+    """Save the result in pinned memory of the host."""
+    SAVE = 3
+    """Save the result where it is."""
+
+    def __bool__(self) -> bool:
+        return self is not Decision.RECOMPUTE
+
+    def __or__(self, other: "Decision") -> "Decision":
+        return self if self.value >= other.value else other
+
+    def __and__(self, other: "Decision") -> "Decision":
+        return self if self.value <= other.value else other
+
+    def __invert__(self) -> "Decision":
+        return Decision.RECOMPUTE if self else Decision.SAVE
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the result is offloaded."""
+        return self in DESTINATIONS.values()
+
+
+Answer: TypeAlias = bool | Decision | CheckpointPolicy
+DESTINATIONS = {"pinned_host": Decision.OFFLOAD, "disk": Decision.OFFLOAD_TO_DISK}
+
+
+def decision_of(answer: object) -> Decision | None:
+    """Return the decision that an answer means, or None if it is not an answer."""
+    if isinstance(answer, Decision):
+        return answer
+    if isinstance(answer, bool):
+        return Decision.SAVE if answer else Decision.RECOMPUTE
+    if isinstance(answer, CheckpointPolicy):  # MUST_SAVE, PREFER_CPU_OFFLOAD, ...
+        return Decision[answer.name.rpartition("_")[2]]
+    return None
+
+
+def check_offload(dst: object, taker: str, src: object = "device") -> None:
+    """Check where a policy offloads to, and the `offload_src` of one of JAX's."""
+    if src != "device":
+        raise ValueError(f"remat: {taker} offloads from 'device'; got {src!r}")
+    if not (isinstance(dst, str) and dst in DESTINATIONS):
+        known = ", ".join(map(repr, DESTINATIONS))
+        raise ValueError(f"remat: {taker} offloads to one of {known}; got {dst!r}")
+
+
+def checked_number(number: object, says: str) -> float:
+    """Return a number that is not negative, or raise an error that says what fits."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        kind = type(number).__name__
+        raise TypeError(f"remat: {says}; got {number!r}, a {kind}")
+    if not number >= 0:
+        raise ValueError(f"remat: {says}, at least 0; got {number!r}")
+    return number
+
+
+# --- Operators ---
 
 
 @cache
@@ -172,26 +251,26 @@ def asked(fn: object) -> Ask:
             "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
         )
     checked_hash(fn)
-    if _is_of_jax(fn):
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin may have none
+        signature = inspect.Signature()
+    parameters = [*signature.parameters.values()]
+    rest = [p.kind for p in parameters[1:]]
+    is_of_jax = rest == [
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    ]
+    if is_of_jax and parameters[0].name != "op":
         raise TypeError(_OF_JAX.format(fn=fn))
-    if _takes(fn, 1):
+    if _takes(signature, 1):
         return fn
-    if _takes(fn, 3):
+    if _takes(signature, 3):
         return Selective(fn)
     raise TypeError(
         f"remat: policy {fn!r} can be called neither as policy(op) nor as "
         "policy(ctx, op, *args, **kwargs), as in torch's selective checkpointing"
     )
-
-
-def _is_of_jax(fn: Callable[..., Any]) -> bool:
-    """Say whether a function is written as `policy(prim, *avals, **params)`."""
-    try:
-        first, *others = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    kinds = [p.kind for p in others]
-    return first.name != "op" and kinds == [first.VAR_POSITIONAL, first.VAR_KEYWORD]
 
 
 _OF_JAX = (
@@ -214,10 +293,10 @@ def checked_hash(fn: _F) -> _F:
     return fn
 
 
-def _takes(fn: Callable[..., Any], count: int) -> bool:
+def _takes(signature: inspect.Signature, count: int) -> bool:
     try:
-        inspect.signature(fn).bind(*range(count))
-    except (TypeError, ValueError):  # ValueError: a builtin that has no signature
+        signature.bind(*range(count))
+    except TypeError:
         return False
     return True
 
@@ -228,39 +307,37 @@ def printed(ask: Ask) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-# --- Advice on likely mistakes ------------------------------------------------------
-
-
-PUBLIC = (
-    *("nothing_saveable", "everything_saveable", "dots_saveable", "checkpoint_dots"),
-    *("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims"),
-    *("offload_dot_with_no_batch_dims", "save_only_these_names"),
-    *("save_any_names_but_these", "save_anything_except_these_names"),
-    *("save_and_offload_only_these_names", "save_from_both_policies"),
-    *("save_names_matching", "save_ops", "save_larger_than", "save_smaller_than"),
-    *("save_collectives", "decisions_saveable", "every_other"),
-)
-_MAKERS = *PUBLIC, "within"
-_CONSTANTS = "nothing_saveable", "everything_saveable"
+def public() -> list[str]:
+    """Return the names of all policies, and of what makes policies."""
+    found = vars(sys.modules[__package__ or ""])
+    return [
+        name
+        for name, value in found.items()
+        if name.startswith(("save_", "offload_", "every_"))
+        or (hasattr(value, "decide") and not isinstance(value, type))
+    ]
 
 
 def advice(obj: object) -> str:
     """Return what to do about a likely mistake; "" for none."""
     if isinstance(obj, str):
-        near = [p for p in PUBLIC if obj and obj.lower() in p]
-        near = near or get_close_matches(obj.lower(), PUBLIC, 1, 0.5)
+        known = public()
+        near = [p for p in known if obj and obj.lower() in p]
+        near = near or get_close_matches(obj.lower(), known, 1, 0.5)
         return f"Do you mean remat.policies.{near[0]}? " if near else ""
     if isinstance(obj, bool):
-        return f"Do you mean remat.policies.{_CONSTANTS[obj]}? "
+        kind = "everything" if obj else "nothing"
+        return f"Do you mean remat.policies.{kind}_saveable? "
     if is_operator(obj):
         return "Do you mean a list with this operator, [...]? "
     if isinstance(obj, type):
         return "It is a class: pass an instance. "
     if isinstance(obj, nn.Module):
         return "It is a module, to which remat itself is applied: remat(module). "
-    if str(getattr(obj, "__module__", "")).startswith("remat."):
-        made = getattr(obj, "__name__", "")
-        return f"It makes policies: pass {made}(...). " if made in _MAKERS else ""
+    made = getattr(obj, "__name__", "")
+    if made and made in (*public(), "within"):
+        is_ours = str(getattr(obj, "__module__", "")).startswith("remat.")
+        return f"It makes policies: pass {made}(...). " if is_ours else ""
     if getattr(obj, "func", obj) is create_selective_checkpoint_contexts:
         return "Pass its argument instead: the function or the list. "
     return ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from remat._base.op import Op
-from remat.policies._decision import check_offload
+from remat.policies._functions import check_offload
 from remat.policies._policy import Policy
 
 
@@ -203,7 +203,7 @@ def save_and_offload_only_these_names(
          save_only_these_names('mlp').but_offload(to='pinned_host'))
     """
     taker = "save_and_offload_only_these_names"
-    check_offload(offload_src, offload_dst, taker)
+    check_offload(offload_dst, taker, offload_src)
     saved = _checked_names(names_which_can_be_saved, taker)
     offloaded = _checked_names(names_which_can_be_offloaded, taker)
     if both := saved & offloaded:

@@ -31,15 +31,14 @@ from typing_extensions import override
 from remat._base.module_paths import class_names, full_name
 from remat._base.op import Op
 from remat._torch import is_operator
-from remat.policies import _dots, _operations
-from remat.policies._decision import Decision, decision_of
-from remat.policies._functions import advice, family, name
+from remat.policies import _operations
+from remat.policies._functions import Decision, advice, decision_of, family, name
 from remat.policies._policy import (
     ACCEPTED,
     Always,
+    Both,
     Policy,
     SeenAround,
-    Union,
     as_policy,
     everything_saveable,
     nothing_saveable,
@@ -137,7 +136,7 @@ def keeps_call(policy: Policy, call: Op, modules: Sequence[Op]) -> bool:
 
     It does if all that the call may run is saved. `modules` are all that there are.
     """
-    if isinstance(policy, Union):
+    if isinstance(policy, Both) and policy.either:
         either = policy.left, policy.right
         return any(keeps_call(p, call, modules) for p in either)
     if isinstance(policy, SeenAround):
@@ -269,7 +268,7 @@ def _no_budget(policy: Policy, taker: str) -> Policy:
     return policy
 
 
-_CONSTANTS = {**vars(_dots), **vars(_operations)}
+_CONSTANTS = vars(_operations)
 _KEY = (
     "remat: {key!r}, a {kind}, is no place. The keys of a policy are names of values, "
     "paths of modules, classes of modules or Functions, operators, and None for the "

@@ -21,7 +21,7 @@ are the same. And a `~p` that offloads what p offloads. Then `~~p == p` for all 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -30,17 +30,15 @@ from typing_extensions import override
 
 from remat._base.code import mentions
 from remat._base.op import Op
-from remat.policies._decision import (
+from remat.policies._functions import (
     DESTINATIONS,
     Answer,
-    Decision,
-    decision_of,
-    destination,
-)
-from remat.policies._functions import (
     Ask,
+    Decision,
     Selective,
     asked,
+    check_offload,
+    decision_of,
     name,
     printed,
 )
@@ -148,8 +146,17 @@ class Policy(ABC):
 
     @property
     def cache_key(self) -> Any:
-        """A key that is equal for equal policies and holds no function of the user."""
-        return self if self.is_data else weakref.ref(self)
+        """A key that is equal for equal policies and holds no function of the user.
+
+        It is made of the keys of its parts: a nested call makes a new policy each time.
+        """
+        if self.is_data:
+            return self
+        if not is_dataclass(self):
+            return weakref.ref(self)
+        parts = vars(self).values()
+        keys = (p.cache_key if isinstance(p, Policy) else p for p in parts)
+        return type(self), *keys
 
     def __or__(self, other: object) -> "Policy":
         other = as_policy(other)
@@ -194,7 +201,7 @@ class Policy(ABC):
             >>> dots_saveable.but_offload(save_larger_than(2**20), to="disk")
             dots_saveable.but_offload(save_larger_than(1048576), to='disk')
         """
-        destination(to, "but_offload")
+        check_offload(to, "but_offload")
         chosen = everything_saveable if which is None else as_policy(which)
         if chosen.has_budget:
             raise TypeError(_OFFLOADS_BUDGET.format(budget=chosen))
@@ -239,39 +246,20 @@ Example:
 
 
 @dataclass(frozen=True)
-class Union(Policy):
-    """Kept if either keeps it, in the nearer of the two places."""
+class Both(Policy):
+    """Combines two policies: `p | q` where it is `either`, else `p & q`."""
 
     left: Policy
     right: Policy
+    either: bool
 
     def decide(self, op: Op) -> Decision:
-        """Return the nearer decision."""
-        return self.left(op) | self.right(op)
-
-    @property
-    @override
-    def cache_key(self) -> Any:
-        """The keys of both policies: a nested call makes a new union each time."""
-        return self if self.is_data else (self.left.cache_key, self.right.cache_key)
+        """Return the nearer decision of the two, or the farther."""
+        left, right = self.left(op), self.right(op)
+        return left | right if self.either else left & right
 
     def __repr__(self) -> str:
-        return f"({self.left} | {self.right})"
-
-
-@dataclass(frozen=True)
-class Intersection(Policy):
-    """Kept if both keep it, in the farther of the two places."""
-
-    left: Policy
-    right: Policy
-
-    def decide(self, op: Op) -> Decision:
-        """Return the farther decision."""
-        return self.left(op) & self.right(op)
-
-    def __repr__(self) -> str:
-        return f"({self.left} & {self.right})"
+        return f"({self.left} {'|' if self.either else '&'} {self.right})"
 
 
 @dataclass(frozen=True)
@@ -340,16 +328,20 @@ _OFFLOADS_BUDGET = (
 
 def union(left: Policy, right: Policy) -> Policy:
     """Return `left | right`, or one of the two if it decides the same."""
-    if left == right or right == nothing_saveable:
+    if right == nothing_saveable or left in (right, everything_saveable):
         return left
-    return right if left == nothing_saveable else Union(left, right)
+    if left == nothing_saveable or right == everything_saveable:
+        return right
+    return Both(left, right, either=True)
 
 
 def intersection(left: Policy, right: Policy) -> Policy:
     """Return `left & right`, or one of the two if it decides the same."""
-    if left == right or right == everything_saveable:
+    if right == everything_saveable or left in (right, nothing_saveable):
         return left
-    return right if left == everything_saveable else Intersection(left, right)
+    if left == everything_saveable or right == nothing_saveable:
+        return right
+    return Both(left, right, either=False)
 
 
 # --- What `as_policy` accepts -------------------------------------------------------
@@ -365,16 +357,11 @@ class Function(Policy):
         """Return the function's answer."""
         return self.fn(op)
 
-    @property
-    @override
-    def is_data(self) -> bool:
-        """False."""
-        return False
+    is_data = False
 
     @property
     @override
     def asks_modules(self) -> bool:
-        """Whether the function reads an operation's module, or its classes."""
         is_ours = not isinstance(self.fn, Selective)
         return is_ours and mentions(self.fn, frozenset(("module", "classes")))
 
@@ -386,7 +373,7 @@ class Function(Policy):
     @property
     @override
     def cache_key(self) -> Any:
-        """A reference to the user's function: a call may make the policy anew."""
+        # Refers to the user's function: a call may make the policy anew.
         fn = self.fn.fn if isinstance(self.fn, Selective) else self.fn
         return weakref.ref(fn if type(fn) is FunctionType else self)
 

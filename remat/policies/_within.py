@@ -17,9 +17,8 @@ same reason: `within(b) | p.but_offload()` says which results leave the device.
 """
 
 import importlib.util
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from typing_extensions import override
@@ -27,8 +26,7 @@ from typing_extensions import override
 from remat._base.errors import missing
 from remat._base.op import Op
 from remat._base.sizes import bytes_in
-from remat.policies._decision import Decision
-from remat.policies._functions import is_collective
+from remat.policies._functions import Decision, checked_number, is_collective
 from remat.policies._policy import (
     Policy,
     as_policy,
@@ -74,14 +72,6 @@ class Within(Policy):
         may = Decision.RECOMPUTE if is_collective(op.func) else self.may(op)
         return may | self.must(op)
 
-    @property
-    @override
-    def cache_key(self) -> Any:
-        """The keys of its parts: a nested call makes a new policy each time."""
-        if self.is_data:
-            return self
-        return Within, self.budget, self.must.cache_key, self.may.cache_key
-
     @override
     def below(self, path: str, classes: tuple[str, ...]) -> Policy:
         """Return the budget, for which the call within asks its parts."""
@@ -92,28 +82,21 @@ class Within(Policy):
     def __or__(self, other: object) -> Policy:
         other = as_policy(other)
         if not isinstance(other, Within):
-            return Within(self.budget, _either(self.must, other), self.may)
+            return Within(self.budget, union(self.must, other), self.may)
         budget = max(self.budget, other.budget)
-        must, may = _either(self.must, other.must), _either(self.may, other.may)
+        must, may = union(self.must, other.must), union(self.may, other.may)
         return Within(budget, must, may)
 
     @override
-    def __ror__(self, other: object) -> Policy:
-        return Within(self.budget, _either(as_policy(other), self.must), self.may)
-
-    @override
     def __and__(self, other: object) -> Policy:
-        other = as_policy(other)
+        other, both = as_policy(other), intersection
         if not isinstance(other, Within):
-            return Within(self.budget, _both(self.must, other), _both(self.may, other))
-        budget, must = min(self.budget, other.budget), _both(self.must, other.must)
-        ours, theirs = _either(self.may, self.must), _either(other.may, other.must)
-        return Within(budget, must, _both(ours, theirs))
+            return Within(self.budget, both(self.must, other), both(self.may, other))
+        budget, must = min(self.budget, other.budget), both(self.must, other.must)
+        ours, theirs = union(self.may, self.must), union(other.may, other.must)
+        return Within(budget, must, both(ours, theirs))
 
-    @override
-    def __rand__(self, other: object) -> Policy:
-        other = as_policy(other)
-        return Within(self.budget, _both(other, self.must), _both(other, self.may))
+    __ror__, __rand__ = __or__, __and__
 
     @override
     def __invert__(self) -> NoReturn:
@@ -121,7 +104,6 @@ class Within(Policy):
 
     @override
     def but_offload(self, which: object = None, *, to: str = "pinned_host") -> NoReturn:
-        """Refuse: which results a budget keeps depends on the whole program."""
         raise TypeError(_NO_OFFLOAD.format(policy=self))
 
     def __repr__(self) -> str:
@@ -134,18 +116,6 @@ class Within(Policy):
 def times_operations(policy: Policy | None) -> bool:
     """Say whether a policy asks for the operations of a call to be timed."""
     return isinstance(policy, Within) and policy.budget.costs == "measured"
-
-
-def _either(left: Policy, right: Policy) -> Policy:
-    if everything_saveable in (left, right):
-        return everything_saveable
-    return union(left, right)
-
-
-def _both(left: Policy, right: Policy) -> Policy:
-    if nothing_saveable in (left, right):
-        return nothing_saveable
-    return intersection(left, right)
 
 
 NO_SCIPY = f"remat: a budget of bytes is solved by scipy: {missing('scipy')}."
@@ -222,24 +192,9 @@ def within(
     # Dynamo cannot trace the search. The call says it there.
     if not (torch.compiler.is_compiling() or importlib.util.find_spec("scipy")):
         raise ImportError(NO_SCIPY)
-    return Within(
-        Budget(nbytes, costs, _seconds(time_limit)),
-        nothing_saveable,
-        everything_saveable,
-    )
+    limit = float(checked_number(time_limit, "within takes time_limit in seconds"))
+    budget = Budget(nbytes, costs, limit)
+    return Within(budget, nothing_saveable, everything_saveable)
 
 
 _COSTS = "roofline", "measured"
-
-
-def _seconds(limit: object) -> float:
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        kind = type(limit).__name__
-        raise TypeError(
-            f"remat: within takes time_limit in seconds; got {limit!r}, a {kind}"
-        )
-    if math.isnan(limit) or limit < 0:
-        raise ValueError(
-            f"remat: within takes time_limit in seconds, at least 0; got {limit!r}"
-        )
-    return float(limit)

@@ -16,7 +16,7 @@ from remat.policies import (
     dots_with_no_batch_dims_saveable,
     register_dot,
 )
-from remat.policies._dots import _DOTS
+from remat.policies._operations import _DOTS
 
 
 def dots(fn, *shapes):
