@@ -1,14 +1,11 @@
 """Policies as data, for compiled code: a text that tells one, and its parts.
 
-The text is part of the key of a node in Dynamo's graph, for caches on disk. An object
-that the trace itself has made has no attributes as Dynamo calls ours, so a policy is
-passed as its class and its fields.
+The text is part of the key of a node in Dynamo's graph, for caches on disk. A policy
+that the trace itself makes has no attributes yet, so its class and fields are passed.
 
-Invariant: policies of equal identity decide alike. A policy that asks a user's
-function, or is of a user's class, has none: nobody can tell what its code reads. And
-`whole(*policy_parts(policy))` equals the policy.
-Rejected: `repr` and pickles. The first may be a user's own, and the second hold the
-order of sets, which differs between processes.
+Invariant: policies of equal identity decide alike. One with a user's function or class
+has none: nobody can tell what its code reads. `whole(*policy_parts(p))` equals p.
+Rejected: `repr`, which may be a user's own, and pickles, which hold the order of sets.
 """
 
 import re
@@ -22,10 +19,8 @@ from remat.policies._policy import Function, Policy
 
 def identity_of(policy: Any) -> str | None:
     """Return a text that tells a policy, or a part of one; None if there is none."""
-    if policy is None or type(policy) in (bool, int, float, str):
+    if policy is None or type(policy) in (bool, int, float, str, Decision):
         return repr(policy)
-    if isinstance(policy, Decision):
-        return str(policy)
     if isinstance(policy, re.Pattern):
         return f"{policy.pattern!r} {policy.flags}"
     if isinstance(policy, frozenset):

@@ -9,11 +9,8 @@
 
 The first kind in this order decides; of paths the longest, then the one with fewer
 stars, then the first in the dict; of classes the innermost.
-
-Invariant: all keys are texts, so that a policy prints, pickles, compares, and is data
-in compiled code. What a text is shows where it matches.
-Rejected: to look up what a text is when the policy is made. Operators are registered
-later, and names are given later. What matches nothing is told after the first call.
+Invariant: all keys are texts, and so data. What a text is shows where it matches.
+Rejected: to look up what it is when the policy is made. Operators and names come later.
 """
 
 import functools

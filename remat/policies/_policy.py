@@ -7,15 +7,11 @@ Decisions are ordered from far to near, and policies combine as their decisions 
     ~p      saved if p does not keep it, else recomputed
     p - q   what p keeps and q does not: p & ~q
 
-Both `|` and `&` are associative, commutative, idempotent and distributive. Each absorbs
-the other, and De Morgan's laws hold. `p & ~p` keeps nothing, and `p | ~p` keeps
-everything. `~~p` is p, except that it saves what p offloads.
+All laws of a lattice hold, and De Morgan's. `~~p` is p, but saves what p offloads.
 
-Invariant: a policy is a value. It compares by its structure and hashes. It pickles if
-its functions do, and prints as the expression that makes it.
-Rejected: closures. They neither compare nor print, so a cache could not see that two
-are the same. And a `~p` that offloads what p offloads. Then `~~p == p` for all p. But
-`q & ~p`, "q without p", would keep what p keeps.
+Invariant: a policy is a value. It compares, hashes, pickles if its functions do, and
+prints as the expression that makes it. Rejected: closures. They neither compare nor
+print. A `~p` that offloads what p offloads: "q without p" would keep what p keeps.
 """
 
 import weakref
@@ -204,7 +200,7 @@ class Policy(ABC):
         check_offload(to, "but_offload")
         chosen = everything_saveable if which is None else as_policy(which)
         if chosen.has_budget:
-            raise TypeError(_OFFLOADS_BUDGET.format(budget=chosen))
+            raise TypeError(NO_MEANING.format(written=f"but_offload({chosen})"))
         return ButOffload(self, chosen, to)
 
 
@@ -320,9 +316,10 @@ class SeenAround(Policy):
         return f"{self.policy}"
 
 
-_OFFLOADS_BUDGET = (
-    "remat: {budget} cannot say what to offload: a budget says how much is kept. Pass "
-    "a policy that says which results are offloaded."
+NO_MEANING = (
+    "remat: {written} has no meaning: a budget says how much is kept, and not which "
+    "results. To keep some results out of a budget, write within(bytes) - policy. To "
+    "offload some, write within(bytes) | policy.but_offload()."
 )
 
 

@@ -1,7 +1,6 @@
 """`within`: a policy that keeps at most so many bytes, and recomputes the least work.
 
-Other policies decide about one operation at a time. A budget decides when a forward has
-ended, by its whole record (`remat._partial.budget`). With p for another policy:
+It decides when a forward has ended, by its whole record (`remat._partial.budget`):
 
     within(b) | p              what p keeps must be kept, and counts in b
     within(b) & p              only what p keeps may be kept
@@ -9,11 +8,9 @@ ended, by its whole record (`remat._partial.budget`). With p for another policy:
     within(a) | within(b)      the larger budget
     within(a) & within(b)      the smaller budget
 
-Invariant: a budget is data. Every expression has one form, `(within(b) & may) | must`,
-so that equal expressions compare equal.
-Rejected: `~within(b)`, what a budget does not keep. Which results those are depends on
-the whole program, and on the solver. Offloading what a budget keeps is refused for the
-same reason: `within(b) | p.but_offload()` says which results leave the device.
+Invariant: a budget is data. Every expression has one form, `(within(b) & may) | must`.
+Rejected: `~within(b)` and `within(b).but_offload()`. Which results a budget keeps
+depends on the whole program, and on the solver.
 """
 
 import importlib.util
@@ -28,6 +25,7 @@ from remat._base.op import Op
 from remat._base.sizes import bytes_in
 from remat.policies._functions import Decision, checked_number, is_collective
 from remat.policies._policy import (
+    NO_MEANING,
     Policy,
     as_policy,
     everything_saveable,
@@ -100,11 +98,11 @@ class Within(Policy):
 
     @override
     def __invert__(self) -> NoReturn:
-        raise TypeError(_NO_COMPLEMENT.format(policy=self))
+        raise TypeError(NO_MEANING.format(written=f"~{self}"))
 
     @override
     def but_offload(self, which: object = None, *, to: str = "pinned_host") -> NoReturn:
-        raise TypeError(_NO_OFFLOAD.format(policy=self))
+        raise TypeError(NO_MEANING.format(written=f"{self}.but_offload()"))
 
     def __repr__(self) -> str:
         shown = repr(self.budget)
@@ -119,14 +117,6 @@ def times_operations(policy: Policy | None) -> bool:
 
 
 NO_SCIPY = f"remat: a budget of bytes is solved by scipy: {missing('scipy')}."
-_NO_COMPLEMENT = (
-    "remat: ~{policy} has no meaning: a budget says how much is kept, and not which "
-    "results. To keep some results out of a budget, write within(bytes) - policy."
-)
-_NO_OFFLOAD = (
-    "remat: {policy} cannot be offloaded: a budget says how much is kept where it is. "
-    "To offload some results, write within(bytes) | policy.but_offload()."
-)
 
 
 def within(
