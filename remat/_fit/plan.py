@@ -317,7 +317,7 @@ class Plan(_render.Shown):
         found = {"plain": (self.plain_peak, 0), **found}
         peaks, costs = zip(*found.values(), strict=True)
         above = f"peak of {self.label}, budget {self._bytes(self.budget)}"
-        return _render.points_in(self.budget, [*found], peaks, costs, above, ax)
+        return _render.points([*found], peaks, costs, above, ax, budget=self.budget)
 
     @override
     def __repr__(self) -> str:

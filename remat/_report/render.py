@@ -3,11 +3,10 @@
 A report is a table of strings, of which both texts are made. A function that plots
 draws on the axes that it is given, or on new ones, and returns them; bytes are in MiB.
 
-Invariant: nothing is computed here, so that all forms of a report say the same. Labels
-of plots stand in a legend, where room is left for it, or at an axis.
+Invariant: nothing is computed here, so that all forms of a report say the same.
 Rejected: tables of rich. They break long lines. A label beside each point: policies
-that do the same are at one point. Importing matplotlib at the top: it is optional, and
-slow to import.
+that do the same are at one point, so names stand in a legend. Importing matplotlib at
+the top: it is optional, and slow to import.
 """
 
 import importlib
@@ -32,8 +31,6 @@ COLOURS = {
     "recomputed": "#ff7f0e",
     "dead": "#c7c7c7",
 }
-_BRIGHT = {"recomputed", "dead"}
-_LONG = 24  # letters; a longer text is broken into lines, so that tables fit a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +51,41 @@ class Shown(ABC):
     def _table(self) -> Table: ...
 
     def __str__(self) -> str:
-        return text(self._table())
+        table = self._table()
+        heads = [name.removeprefix("#") for name in table.columns]
+        rows = [heads, *table.rows] if heads else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sides = [">" if name.startswith("#") else "<" for name in table.columns]
+        form = "  ".join(f"{{:{a}{w}}}" for a, w in zip(sides, widths, strict=True))
+        lines = [form.format(*row).rstrip() for row in rows]
+        return "\n".join([table.title, *lines, *table.notes])
 
     def _repr_html_(self) -> str:
-        return html(self._table())
+        table = self._table()
+        looks = [
+            f"text-align: {'right' if name.startswith('#') else 'left'}"
+            for name in table.columns
+        ]
+        heads = [name.removeprefix("#") for name in table.columns]
+        lines = [_row("th", heads, looks)] if heads else []
+        kinds = table.kinds or [""] * len(table.rows)
+        for row, kind in zip(table.rows, kinds, strict=True):
+            colour = COLOURS.get(kind, "transparent")
+            fate = f"{looks[0]}; border-left: 0.7em solid {colour}"
+            own = [
+                fate if name == "fate" else look
+                for name, look in zip(table.columns, looks, strict=True)
+            ]
+            lines.append(_row("td", row, own))
+        notes = "".join(f"<div>{escape(note)}</div>" for note in table.notes)
+        rows = f"<table>{''.join(lines)}</table>" if lines else ""
+        return f"<b>{escape(table.title)}</b>{rows}{notes}"
+
+
+def _row(tag: str, cells: Sequence[str], looks: Sequence[str]) -> str:
+    each = zip(cells, looks, strict=True)
+    found = (f'<{tag} style="{look}">{escape(cell)}</{tag}>' for cell, look in each)
+    return f"<tr>{''.join(found)}</tr>"
 
 
 def short_array(dtype: torch.dtype, shape: Iterable[int]) -> str:
@@ -75,47 +103,6 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def text(table: Table) -> str:
-    """Write a table in columns for a terminal."""
-    if not table.columns:
-        return "\n".join([table.title, *table.notes])
-    rows = [[name.removeprefix("#") for name in table.columns], *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [">" if name.startswith("#") else "<" for name in table.columns]
-    form = "  ".join(f"{{:{a}{w}}}" for a, w in zip(sides, widths, strict=True))
-    lines = [form.format(*row).rstrip() for row in rows]
-    return "\n".join([table.title, *lines, *table.notes])
-
-
-def html(table: Table) -> str:
-    """Write a table for a notebook, with fates in colours."""
-    head = "".join(_cell("th", name, name.removeprefix("#")) for name in table.columns)
-    lines = [f"<tr>{head}</tr>"] if head else []
-    for row, kind in zip(
-        table.rows, table.kinds or [""] * len(table.rows), strict=True
-    ):
-        pairs = zip(table.columns, row, strict=True)
-        cells = (_cell("td", name, cell, kind) for name, cell in pairs)
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    rows = f'<table style="font-size: 85%">{"".join(lines)}</table>' if lines else ""
-    notes = "".join(f"<div>{escape(note)}</div>" for note in table.notes)
-    title = f"<div><b>{escape(table.title)}</b></div>"
-    return f'<div style="overflow-x: auto">{title}{rows}{notes}</div>'
-
-
-def _cell(tag: str, column: str, cell: str, kind: str = "") -> str:
-    style = (
-        f"padding: 0.1em 0.5em; text-align: {'right' if column[0] == '#' else 'left'}"
-    )
-    style += "" if len(cell) > _LONG else "; white-space: nowrap"
-    shown = escape(cell)
-    if column == "fate" and kind:
-        look = f"background: {COLOURS[kind]}; color: "
-        look += "black" if kind in _BRIGHT else "white"
-        shown = f'<span style="padding: 0 0.4em; {look}">{shown}</span>'
-    return f'<{tag} style="{style}">{shown}</{tag}>'
-
-
 # --- Plots, with matplotlib ---
 
 
@@ -127,7 +114,6 @@ _NO_AXES = (
 _MARKERS = "osD^vP*X<>"
 _GREY = "#9a9a9a"
 _WIDE = 60  # letters in a line
-_ACROSS, _MARK = 90, 8  # letters in a row of a legend, and the width of its marks
 
 
 def bars(
@@ -142,7 +128,7 @@ def bars(
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
     ax.margins(x=0.3)  # beside the longest bar, for the legend
-    return _finished(ax, title, ("size of the result, MiB", ""), loc="best")
+    return _finished(ax, title, ("size of the result, MiB", ""))
 
 
 def points(
@@ -152,8 +138,9 @@ def points(
     title: str,
     ax: Any = None,
     front: Sequence[tuple[int, int]] = (),
+    budget: int | None = None,
 ) -> Any:
-    """Draw a point for each pair of bytes and FLOPs.
+    """Draw a point for each pair of bytes and FLOPs; bytes of peaks, if in a budget.
 
     A line joins the points that no other beats, a dashed one what budgets reach.
     """
@@ -170,27 +157,14 @@ def points(
         look = {"marker": _MARKERS[at], "color": f"C{at + around}"}
         label = "\n".join(textwrap.fill(name, _WIDE) for name in names)
         ax.scatter([size / MIB], [cost], 60, **look, label=label)
+    if budget is not None:
+        ax.axvline(budget / MIB, color=_GREY, linestyle=":", label="budget")
     ticker: Any = importlib.import_module("matplotlib.ticker")
     ax.yaxis.set_major_formatter(ticker.EngFormatter())
     if not any(costs):  # matplotlib would show numbers around zero
         ax.set_ylim(0, 1)
-    axes = "saved memory, MiB", "recomputed work, FLOPs"
-    return _finished(ax, title, axes, loc="best")
-
-
-def points_in(
-    budget: int,
-    labels: Sequence[str],
-    peaks: Sequence[int],
-    costs: Sequence[int],
-    title: str,
-    ax: Any = None,
-) -> Any:
-    """Draw points of peaks and FLOPs, and a line at the budget."""
-    ax = points(labels, peaks, costs, title, ax)
-    ax.axvline(budget / MIB, color=_GREY, linestyle=":", label="budget")
-    axes = "peak of the step, MiB", ax.get_ylabel()
-    return _finished(ax, title, axes, loc="best")
+    what = "saved memory, MiB" if budget is None else "peak of the step, MiB"
+    return _finished(ax, title, (what, "recomputed work, FLOPs"))
 
 
 def _unbeaten(pairs: Sequence[tuple[int, int]]) -> Any:
@@ -213,8 +187,7 @@ def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
     if heights:
         top = heights.index(max(heights))
         ax.plot([top], [heights[top]], "o", color=colour, label=peak)
-    axes = "allocations and frees so far", "memory alive, MiB"
-    return _below_its_legend(ax, title, axes)
+    return _over_time(ax, title, ("allocations and frees so far", "memory alive, MiB"))
 
 
 def lines(
@@ -229,16 +202,14 @@ def lines(
     for name, counts in series.items():
         (line,) = ax.plot(at, counts, label=name, linewidth=1)
         line.sticky_edges.y.append(0)
-    return _below_its_legend(ax, title, axes)
+    return _over_time(ax, title, axes)
 
 
-def _below_its_legend(ax: Any, title: str, axes: tuple[str, str]) -> Any:
-    """Leave room above the lines for the legend, which is as flat as it can be."""
-    labels = ax.get_legend_handles_labels()[1]
-    across = max(1, _ACROSS // (max(map(len, labels), default=0) + _MARK))
-    # Lines keep their lowest end at zero: they are sticky there.
-    ax.margins(y=0.1 + 0.2 * -(-len(labels) // across))
-    return _finished(ax, title, axes, loc="upper right", ncols=across)
+def _over_time(ax: Any, title: str, axes: tuple[str, str]) -> Any:
+    """Leave room above the lines for the legend, of two columns."""
+    rows = (len(ax.get_legend_handles_labels()[1]) + 1) // 2
+    ax.margins(y=0.1 + 0.2 * rows)  # not below: lines stick to zero
+    return _finished(ax, title, axes, loc="upper right", ncols=2)
 
 
 def _finished(ax: Any, title: str, axes: tuple[str, str], **legend: Any) -> Any:

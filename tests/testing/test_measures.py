@@ -16,7 +16,6 @@ from torch import nn
 from torch.func import jvp
 
 from remat import remat
-from remat._report.render import text
 from remat.testing import count_ops, live_bytes, memory_timeline, peak_bytes
 
 
@@ -176,7 +175,7 @@ def test_a_timeline_is_a_value_that_shows_as_a_table():
     assert repr(found) == (
         f"<MemoryTimeline of `{name}`: 5 events, peak of 8.0 KiB in cos>"
     )
-    lines = text(found._table()).splitlines()
+    lines = str(found).splitlines()
     assert lines[1].split() == [
         "operation",
         "allocations",
