@@ -1,64 +1,207 @@
-"""What a graph holds in place of a tensor that it saved.
-
-The hook that packs saved tensors puts it there: of a call (`_transform/saved.py`), or
-of a scope (`_scope/hooks.py`), which has handles of its own.
+"""What a graph holds in place of a tensor that it saved, and what a policy keeps.
 
     Handle          of a value that the call recomputes, or that its policy keeps
     VersionedTensor of an input of the call, or of a leaf that requires grad: itself
     PackedOutside   of an input of the call, as the hooks around the call packed it
 
-Invariant: none of them holds what the call computed with its graph. The graph holds
-them where Python's garbage collector does not look, so it would never be freed.
+Invariant: none holds what the call computed with its graph. The graph holds them where
+Python's garbage collector does not look, so it would never be freed.
 Rejected: the tensor itself in place of `VersionedTensor`. torch compares no versions
-under hooks, so a change in place would not be noticed.
+under hooks. One list of residuals for a call: a backward frees them node by node.
 """
 
 import functools
-from collections.abc import Container
+import weakref
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from remat._base.context import here
 from remat._base.errors import MutationError, hide_frames
-from remat._base.tensors import describe
-from remat._graph.residual import Offloaded, ReadOnce, Residual
+from remat._base.tensors import describe, taken_apart
 from remat._offload.inputs import away_of
+from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._reach.reach import Reach
 from remat._torch import (
+    base_tensor,
+    current_task,
     has_no_memory,
     is_of_checkpoint,
     keeps_graph,
     leave_hooks_on,
     top_hooks,
     viewed,
+    when_done,
 )
+from remat.policies import Decision
 
 
 if TYPE_CHECKING:
-    from remat._base.op import Value
+    from remat._base.op import Op, Value
+
+
+# --- Residuals: what a policy keeps of a call, on the device or elsewhere ---
+
+
+OFFLOAD = {Decision.OFFLOAD: in_host_memory, Decision.OFFLOAD_TO_DISK: in_file}
+
+
+class ReadOnce:
+    """A tensor that is brought back once in a backward, and stays until its end."""
+
+    __slots__ = ("__weakref__", "_read")
+
+    def __init__(self) -> None:
+        self._read: Tensor | None = None
+
+    def once(self, bring: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor: what was read before, or what `bring` returns."""
+        read = self._read
+        if read is None:
+            read = bring()
+            if current_task() >= 0:
+                self._read = read
+                when_done(functools.partial(_let_go, weakref.ref(self)))
+        return read
+
+
+def _let_go(ref: weakref.ref[ReadOnce]) -> None:
+    if (found := ref()) is not None:
+        found._read = None
+
+
+class Residual(ReadOnce):
+    """One tensor that is kept: itself, or what the hooks around the call made of it."""
+
+    __slots__ = ("_tensor", "_unpack", "_version", "op")
+    decision = Decision.SAVE
+
+    def __init__(self, tensor: Tensor, op: "Op", hooks: Any = None) -> None:
+        super().__init__()
+        self.op, self._unpack = op, None
+        self._version = base_tensor(tensor)._version
+        self._tensor: Any = tensor
+        if hooks is not None:
+            pack, self._unpack = hooks
+            self._tensor, self._version = pack(tensor), None
+
+    def let_go_of_graph(self) -> None:
+        """Keep only the value of a tensor that got its node after it was kept.
+
+        The graph may lead back to who keeps it: a cycle that Python does not see.
+        """
+        if isinstance(self._tensor, Tensor) and self._tensor.grad_fn is not None:
+            self._tensor = self._tensor.detach()
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether it was not changed in place. Hooks check what they hold."""
+        is_ours = self._unpack is None
+        return not is_ours or base_tensor(self._tensor)._version == self._version
+
+    def value(self) -> Tensor:
+        """Return the tensor."""
+        if self._unpack is not None:
+            return self.once(functools.partial(self._unpack, self._tensor))
+        if not self.is_as_it_was:
+            raise MutationError(CHANGED.format(op=self.op.func, where=self.op.source))
+        return self._tensor
+
+    def stored(self) -> list[Tensor]:
+        """Return what is kept, for reports; nothing if hooks have it."""
+        return [] if self._unpack is not None else [self._tensor]
+
+
+class Offloaded(ReadOnce):
+    """One residual that is kept elsewhere, with the others of its call."""
+
+    __slots__ = ("_all", "_k", "decision", "op")
+
+    def __init__(
+        self, offloads: "Offloads", k: int, op: "Op", decision: Decision
+    ) -> None:
+        super().__init__()
+        self._all, self._k, self.op, self.decision = offloads, k, op, decision
+
+    def value(self) -> Tensor:
+        """Return the tensor, brought back."""
+        return self.once(functools.partial(self._all.take, self._k))
+
+    def stored(self) -> list[Tensor]:
+        """Return what is kept, for reports."""
+        return [self._all.stored[self._k]]
+
+
+class Offloads:
+    """The residuals of a call that are kept elsewhere, in the order of the forward.
+
+    A backward reads them from the end. While it uses one, the one before is fetched.
+    """
+
+    __slots__ = ("_fetched", "_origins", "_wrap", "stored")
+
+    def __init__(self) -> None:
+        self.stored: list[Tensor] = []
+        self._origins: list[Origin] = []
+        self._wrap: list[Callable[[Tensor], Tensor]] = []
+        self._fetched: Fetched | None = None
+
+    def put(self, tensor: Tensor, op: "Op", decision: Decision) -> Offloaded:
+        """Move a tensor to where a policy wants it."""
+        inner, wrap = taken_apart(tensor)
+        self._wrap.append(wrap)
+        self._origins.append(origin_of(inner))
+        self.stored.append(OFFLOAD[decision](inner))
+        return Offloaded(self, len(self.stored) - 1, op, decision)
+
+    def take(self, k: int) -> Tensor:
+        """Bring a tensor back."""
+        if self._fetched is None:
+            self._fetched = Fetched(self.stored[::-1], self._origins[::-1])
+        return self._wrap[k](self._fetched.take(len(self.stored) - 1 - k))
+
+
+def store(
+    tensors: Sequence[Tensor],
+    decisions: Sequence[Decision],
+    ops: Sequence["Op"],
+    hooks: Any,
+    *,
+    nested: bool,
+) -> list[Residual | Offloaded]:
+    """Store the residuals of a call where a policy wants them.
+
+    The hooks for saved tensors around the call pack what is not offloaded. If they are
+    of a call of remat (`nested`), that decides what is offloaded.
+    """
+    offloads = Offloads()
+    return [
+        offloads.put(tensor, op, decision)
+        if decision in OFFLOAD and not nested
+        else Residual(tensor, op, hooks)
+        for tensor, decision, op in zip(tensors, decisions, ops, strict=True)
+    ]
+
+
+# --- Handles ---
 
 
 class Handle:
-    """Stands for a tensor that a call computed.
-
-    Attributes:
-        call: gives the value, by its `value_of`; None where the policy saves it.
-        position: the handle's number among all that the call saved.
-        value: the tensor, if it was recomputed and not read yet.
-        version: how often that had been changed when it was saved.
-        residual: the residual that the tensor is, or is a view of, if it is any.
-        view: which view of it; None if it is the residual.
-    """
+    """Stands for a tensor that a call computed."""
 
     __slots__ = (
         *("__weakref__", "call", "position", "residual", "value", "version", "view"),
     )
 
     def __init__(self, call: Any, position: int) -> None:
+        # What gives the value, by its `value_of`; and the number of the handle among
+        # all that the call saved.
         self.call, self.position = call, position
+        # The tensor, if it was recomputed and not read yet, and its version then.
         self.value: Tensor | None = None
         self.version: int
+        # The residual that the tensor is, if it is any, or is this view of.
         self.residual: Residual | Offloaded | None = None
         self.view: Value | None = None
 
@@ -91,9 +234,9 @@ class Handle:
 
 
 class VersionedTensor:
-    """Stands for a tensor that is saved itself, with its version at that time.
+    """Stands for a tensor that is saved itself, with its version, if torch counts it.
 
-    The version is None if torch counts none. The reach of the call knows its name.
+    The reach of the call knows its name.
     """
 
     __slots__ = ("reach", "tensor", "version")
@@ -111,7 +254,7 @@ class VersionedTensor:
     def _changed(self) -> str:
         name = self.reach.name_of_tensor(self.tensor)
         name = describe(self.tensor) if name is None else f"`{name}`"
-        return _CHANGED.format(name=name, label=self.reach.label)
+        return _INPUT_CHANGED.format(name=name, label=self.reach.label)
 
 
 class PackedOutside(ReadOnce):
@@ -205,7 +348,12 @@ def _are_harmless() -> bool:
 leave_hooks_on(_are_harmless)
 
 
-_CHANGED = (
+_INPUT_CHANGED = (
     "remat: {name} was changed in place between the forward and the backward of "
     "{label}, which reads it. Change a copy, or change it after the backward."
+)
+CHANGED = (
+    "remat: a result of {op} ({where}), which the policy saves for the backward, was "
+    "changed in place since the forward. Change a copy: it was returned, or shares "
+    "memory with what was."
 )

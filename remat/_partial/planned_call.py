@@ -27,8 +27,7 @@ from typing_extensions import override
 from remat._base.absent import Absent, like
 from remat._base.context import here
 from remat._base.errors import MutationError
-from remat._graph.handles import Handle
-from remat._graph.residual import CHANGED, OFFLOAD, Offloaded, Residual, store
+from remat._graph.handles import CHANGED, OFFLOAD, Handle, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache, Plans
 from remat._partial.decide import ACCUMULATES, plan_recorded

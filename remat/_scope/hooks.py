@@ -43,8 +43,7 @@ from remat._base.context import here
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
-from remat._graph.handles import VersionedTensor, unpack
-from remat._graph.residual import Offloaded
+from remat._graph.handles import Offloaded, VersionedTensor, unpack
 from remat._scope.table import ValueTable
 from remat._scope.values import (
     BlockOperation,

@@ -25,7 +25,7 @@ from remat._base.observer import Observer
 from remat._base.op import NO_NAMES, Op
 from remat._base.source import user_line
 from remat._base.types import CONSTANTS
-from remat._graph.residual import OFFLOAD, Offloads
+from remat._graph.handles import OFFLOAD, Offloads
 from remat._partial.effects import (
     Exposures,
     Traits,

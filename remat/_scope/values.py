@@ -33,7 +33,7 @@ from remat._torch import (
 
 if TYPE_CHECKING:
     from remat._base.op import Op, Value
-    from remat._graph.residual import Offloaded
+    from remat._graph.handles import Offloaded
 
 
 class Block:

@@ -33,7 +33,7 @@ from remat._base.program import Program, Request
 from remat._base.tensors import describe
 from remat._base.types import Fn, Outputs
 from remat._base.warned import warn
-from remat._graph.edges import NOT_LIFTED, edge_of, edges_behind
+from remat._graph.graph import NOT_LIFTED, edge_of, edges_behind
 from remat._offload.inputs import Offloading
 from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (

@@ -36,7 +36,7 @@ from remat._base.observer import Observer
 from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.tensors import parts, version_of, versions_of
 from remat._base.types import TENSORS
-from remat._graph.edges import Edge, edge_of, leads_to, reached_inputs
+from remat._graph.graph import Edge, edge_of, leads_to, reached_inputs
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden
 from remat._torch import (

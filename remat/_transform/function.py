@@ -60,7 +60,7 @@ from remat._base.program import (
 )
 from remat._base.tensors import outside_inference_mode, taken_apart
 from remat._base.types import Fn, Outputs
-from remat._graph.edges import (
+from remat._graph.graph import (
     once_differentiable,
     reached_by,
     reaches_only_inputs,

@@ -35,7 +35,7 @@ from remat._base.program import (
 )
 from remat._base.tensors import changed_since, versions_of
 from remat._base.types import Outputs
-from remat._graph.edges import reached_inputs
+from remat._graph.graph import reached_inputs
 from remat._reach.copies import note_copy
 from remat._torch import (
     JVP,

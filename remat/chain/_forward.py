@@ -21,7 +21,7 @@ from remat._base.context import here
 from remat._base.errors import CaptureError
 from remat._base.pytree import TENSOR
 from remat._base.types import INERT, Fn
-from remat._graph.edges import reached_inputs
+from remat._graph.graph import reached_inputs
 from remat._reach.moment import Moment
 from remat._reach.reach import Reach, reach_of
 from remat._torch import current_layer

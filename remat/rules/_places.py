@@ -24,8 +24,7 @@ from remat._base.op import Op
 from remat._base.program import Evaluation, Planned
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import user_line
-from remat._graph.handles import unpack
-from remat._graph.residual import Residual
+from remat._graph.handles import Residual, unpack
 from remat._torch import (
     JVP,
     LeanDispatchMode,

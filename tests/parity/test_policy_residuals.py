@@ -19,7 +19,7 @@ from support.zoo import plainly
 from torch.func import grad, jvp, vmap
 
 from remat import checkpoint_name, remat, saved_residuals
-from remat._graph import residual as _residual
+from remat._graph import handles as _residual
 from remat._offload import offload as _offload
 from remat._partial.cache import CACHES
 from remat.policies import (

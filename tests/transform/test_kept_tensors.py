@@ -5,7 +5,7 @@ import torch
 from support.tables import rows
 
 from remat import CaptureError, chain
-from remat._graph import edges
+from remat._graph import graph
 
 
 X = torch.ones(3)
@@ -15,19 +15,19 @@ GLOBAL = []
 def test_graphs_of_others_are_walked_once(monkeypatch):
     asked = []
 
-    def counted(value, edge_of=edges.edge_of):
+    def counted(value, edge_of=graph.edge_of):
         asked.append(value)
         return edge_of(value)
 
-    monkeypatch.setattr(edges, "edge_of", counted)
+    monkeypatch.setattr(graph, "edge_of", counted)
     leaf, other = (torch.ones(3, requires_grad=True) for _ in range(2))
-    ends, others, chain_of = {edges.edge_of(leaf)}, set(), [other]
+    ends, others, chain_of = {graph.edge_of(leaf)}, set(), [other]
     for _ in range(200):
         chain_of.append(chain_of[-1].sin())
     for t in chain_of:
-        assert not edges.leads_to(edges.edge_of(t), ends, others)
+        assert not graph.leads_to(graph.edge_of(t), ends, others)
     assert 400 < len(asked) < 800
-    assert edges.leads_to(edges.edge_of((leaf.sin() * other).exp()), ends, others)
+    assert graph.leads_to(graph.edge_of((leaf.sin() * other).exp()), ends, others)
 
 
 class Holder:
