@@ -21,7 +21,7 @@ Under torch.func: one Function, whose backward is again a program.
     call                a user's call, taken apart
     function            the call as a program, how it is evaluated at each level, the
                         forward, the node, and the vjp: read it from top to bottom
-    levels, below       a program under vmap and under jvp, as programs
+    levels              a program under vmap and under jvp, as programs
     checks              what a call must not do, and a recompute must do
     forward_inputs      what a forward runs on, and what it changes of that
     state               what recomputes restore; buffers, which are updated once

@@ -115,7 +115,7 @@ from remat._transform import checks
 from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of, first_bytes
 from remat._transform.forward_inputs import ForwardInputs
-from remat._transform.levels import Batch, Dual, Duals, needs_above, to_save
+from remat._transform.levels import Batch, Dual, Duals, needs_above
 from remat._transform.state import CallState, call_state
 
 
@@ -404,7 +404,9 @@ def dispatch(
         outs = _wrapped(results, level)
         if True in map(_requires_grad, below):
             ends = lifted(layer, kind, inputs)  # constants of a level: no graph below
-            inputs = [*map(to_save, inputs, ends)]
+            # A node saves constants of the level; torch saves no inference tensor.
+            pairs = zip(inputs, ends, strict=True)
+            inputs = [t if t.is_inference() else there for t, there in pairs]
     ends = evaluation.ends(ends)
     if ends:
         found = evaluation._replace(is_below=True) if request.is_below else evaluation
@@ -446,7 +448,7 @@ def _dispatch_below_vmap(
     batch = Batch(program, needs_outside, (in_dims, size, randomness))
     outs, evaluation = dispatch(batch, inputs, request)
     updated = [in_dims[i] for i in evaluation.updated]
-    out_dims = (*batch.out_dims, *updated, *[None] * evaluation.residuals)
+    out_dims = (*batch.found, *updated, *[None] * evaluation.residuals)
     return tuple(outs), out_dims, evaluation
 
 

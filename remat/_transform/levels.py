@@ -3,8 +3,6 @@
     Batch    (*inputs) -> outs, for all examples at once
     Dual     (*primals, *tangents) -> (*outs, *tangents of outs)
 
-The levels below see a program like any other, and its backward recomputes all at once.
-
 Invariant: the function sees inputs that require grad exactly where it does in plain
 code. Else other kernels would be chosen.
 Rejected: a node at the level. At a vmap nothing is differentiated. A jvp rule evaluates
@@ -12,9 +10,10 @@ once more for the tangents, and below it torch turns forward mode off.
 """
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -57,65 +56,34 @@ from remat._torch import (
 )
 
 
+def _of_program(name: str) -> Any:
+    return property(attrgetter(f"program.{name}"))
+
+
 class Below(Program):
     """A program as the levels below see it, run inside of one more level.
 
     Attributes:
         program: the program.
         needs: which of its inputs some level differentiates that does not show below.
+        arity: how many inputs the program has. Others, if there are any, follow them.
     """
 
-    __slots__ = ("_leaves", "needs", "offloading", "program")
+    __slots__ = ("_leaves", "arity", "needs", "offloading", "program")
+    # These are those of the program.
+    once, outside = _of_program("once"), _of_program("outside")
+    passed, own = _of_program("passed"), _of_program("own")
+    hooked, is_forward = _of_program("hooked"), _of_program("is_forward")
+    evaluate_first, own_vjp = _of_program("evaluate_first"), _of_program("own_vjp")
 
     def __init__(self, program: Program, needs: PerInput) -> None:
-        self.program, self.needs = program, needs
+        self.program, self.needs, self.arity = program, needs, len(needs)
         self.offloading = program.offloading
         self._leaves: list[Tensor] = []  # of a forward, until it has ended
-
-    @property
-    def arity(self) -> int:
-        """How many inputs the program has. Others, if there are any, follow them."""
-        return len(self.needs)
-
-    @property
-    @override
-    def once(self) -> Mapping[int, Any]:  # pyrefly: ignore[bad-override]
-        return self.program.once
-
-    @property
-    @override
-    def outside(self) -> tuple[OutsideVmap, ...]:  # pyrefly: ignore[bad-override]
-        return self.program.outside
-
-    @property
-    @override
-    def is_forward(self) -> bool:
-        return self.program.is_forward
-
-    @property
-    @override
-    def passed(self) -> Sequence[Tensor]:
-        return self.program.passed
-
-    @override
-    def evaluate_first(
-        self, program: Program, inputs: Sequence[Tensor], request: Request
-    ) -> tuple[Sequence[Any], Evaluation]:
-        return self.program.evaluate_first(program, inputs, request)
 
     @override
     def uses(self, count: int) -> Sequence[InputIndex]:
         return (*self.program.uses(self.arity), *range(self.arity, count))
-
-    @property
-    @override
-    def own(self) -> Container[InputIndex]:
-        return self.program.own
-
-    @property
-    @override
-    def hooked(self) -> Any:  # pyrefly: ignore[bad-override]
-        return self.program.hooked
 
     @override
     def may_write(self, i: InputIndex, tensor: Tensor) -> bool:
@@ -144,51 +112,24 @@ class Below(Program):
         missing = [i for i in missing if i < self.arity]
         self.program.check_reached(outs, inputs, missing)
 
-    @override
-    def own_vjp(
-        self,
-        seen_as: Program,
-        evaluation: Evaluation,
-        wanted: Sequence[InputIndex],
-        given: Sequence[OutputIndex],
-    ) -> Program | None:
-        return self.program.own_vjp(seen_as, evaluation, wanted, given)
-
-    def _function(self, mode: Any, *, is_marked: bool) -> Callable[..., Any]:
-        """Return what is run at the level; marked inputs require grad there."""
-        run = self._run_marked if is_marked else self.program.run
-        return functools.partial(run, mode=mode)
-
     def _run_marked(self, *inputs: Tensor, mode: Any) -> Outputs:
         with grad_level() as level:
-            pairs = enumerate(zip(inputs, self.needs, strict=True))
-            # A level refuses writes to what is not of it. Other constants stay.
-            inner = [
-                leaf_at(level, t, requires_grad=need)
-                if need or is_of_torch_func(t) or self.may_write(i, t)
-                else t
-                for i, (t, need) in pairs
-            ]
-            for t, there, need in zip(inputs, inner, self.needs, strict=True):
-                if there is not t and not need:
-                    there.__dict__ = t.__dict__  # a constant may have attributes
-                    note_copy(there, base_tensor(t))  # other threads may find it
+            inner: list[Tensor] = []
+            for i, (t, need) in enumerate(zip(inputs, self.needs, strict=True)):
+                # A level refuses writes to what is not of it. Other constants stay.
+                if need or is_of_torch_func(t) or self.may_write(i, t):
+                    there = leaf_at(level, t, requires_grad=need)
+                    if not need:
+                        there.__dict__ = t.__dict__  # a constant may have attributes
+                        note_copy(there, base_tensor(t))  # other threads may find it
+                    t = there
+                inner.append(t)
             outs = self.program.run(*inner, mode=mode)
-            # Here, for below the level the outputs have no graph.
-            self._note_marked(outs, inner, mode)
+            if isinstance(self, Batch):  # here: below the level outputs have no graph
+                self.note_outside(outs, inner, mode)
             # A mode may hold results: what leads to leaves is looked for after its end.
             self._leaves = [*compress(inner, self.needs)]
             return tuple(o if o is None else unwrap_for_grad(o, level) for o in outs)
-
-    def _note_marked(
-        self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
-    ) -> None:
-        """Note what the graph of a marked run is, before it is dropped."""
-
-
-def to_save(tensor: Tensor, lifted: Tensor) -> Tensor:
-    """Return what a node of a level saves of an input: torch saves no inference one."""
-    return tensor if tensor.is_inference() else lifted
 
 
 def needs_above(
@@ -196,11 +137,7 @@ def needs_above(
 ) -> list[bool]:
     """Return which inputs are differentiated where that does not show below a level.
 
-    Args:
-        program: whose inputs they are.
-        request: what is asked of it.
-        needs: which are differentiated below.
-        level: of a vmap or a jvp.
+    `needs` says which are differentiated below. The level is of a vmap or a jvp.
     """
     pairs = zip(request.needs, needs, strict=True)
     found = [need and not below for need, below in pairs]
@@ -217,23 +154,24 @@ class Batch(Below):
     Its `needs` are the inputs that are differentiated only outside the vmap.
     """
 
-    __slots__ = ("_found", "out_dims", "vmap")
+    __slots__ = ("_outside", "found", "vmap")
 
     def __init__(
         self, program: Program, needs: PerInput, vmap: tuple[Any, int, str]
     ) -> None:
         super().__init__(program, needs)
         self.vmap = vmap
-        self._found: tuple[OutsideVmap, ...] = ()
-        self.out_dims: tuple[Any, ...] = ()
+        self._outside: tuple[OutsideVmap, ...] = ()
+        self.found: tuple[Any, ...] = ()  # the dimensions in which outputs are batched
 
     @override
     def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
         """Evaluate the program on every element of the batch."""
         # Asked before the run: after it the program is a forward no more.
         is_marked = self.program.is_forward and True in self.needs
-        function = self._function(mode, is_marked=is_marked)
-        outs, self.out_dims = batch(function, *self.vmap)(*inputs)
+        run = self._run_marked if is_marked else self.program.run
+        run = functools.partial(run, mode=mode)
+        outs, self.found = batch(run, *self.vmap)(*inputs)
         return outs
 
     @property
@@ -241,31 +179,22 @@ class Batch(Below):
         """Whether it batches any input. A vmap over cotangents batches none."""
         return {*self.vmap[0]} != {None}
 
-    @property
-    def found(self) -> Any:
-        """What a run found of the level, to be set where no run is made."""
-        return self.out_dims
-
-    @found.setter
-    def found(self, found: Any) -> None:
-        self.out_dims = found
-
-    @override
-    def _note_marked(
+    def note_outside(
         self, outs: Sequence[Any], inner: Sequence[Tensor], mode: Any
     ) -> None:
+        """Note what the graph of a marked run is, before it is dropped."""
         if mode is not None:
             # Now, for at its end the mode is told of outputs without this graph.
             mode.note_saved(outs)
         differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
         used, asks_grad_mode, certain = reached_inputs(outs, inner)
         found = OutsideVmap(used, differentiable, asks_grad_mode, certain)
-        self._found = (found,)
+        self._outside = (found,)
 
     @property
     @override
-    def outside(self) -> tuple[OutsideVmap, ...]:
-        return (*self.program.outside, *self._found)
+    def outside(self) -> tuple[OutsideVmap, ...]:  # pyrefly: ignore[bad-override]
+        return (*self.program.outside, *self._outside)
 
     @property
     @override
@@ -284,23 +213,17 @@ class Dual(Below):
     dual numbers.
     """
 
-    __slots__ = (
-        "_marked",
-        "_versions",
-        "_with_tangents",
-        "count",
-        "is_split",
-        "positions",
-    )
+    __slots__ = (*("_marked", "_versions", "_with_tangents", "found", "is_split"),)
 
     def __init__(
         self, program: Program, needs: PerInput, with_tangents: Sequence[InputIndex]
     ) -> None:
         super().__init__(program, needs)
-        self._with_tangents, self.count = with_tangents, 0
+        self._with_tangents = with_tangents
+        # How many outputs there are; those with tangents, once a run has told.
+        self.found: tuple[int, list[OutputIndex] | None] = 0, None
         self.is_split = True in needs  # then its node is of values alone
         self._marked = self.is_split and program.is_forward
-        self.positions: list[OutputIndex] | None = None  # of outputs with tangents
         self._versions: Sequence[int | None] | None = None
 
     @override
@@ -314,24 +237,17 @@ class Dual(Below):
                 self._versions = versions_of(tensors)
             elif changed_since(tensors, self._versions, (Absent,)):
                 raise MutationError(_CHANGED)
-        function = self._function(mode, is_marked=self._marked)
+        run = self._run_marked if self._marked else self.program.run
+        run = functools.partial(run, mode=mode)
         written = [i for i, t in enumerate(primals) if self.program.may_write(i, t)]
         given = self._with_tangents, tangents
-        outs, found = call_at_jvp(function, primals, *given, written)
-        self.count = len(outs)
-        if self.positions is None:
-            self.positions = [j for j, t in enumerate(found) if t is not None]
-        pairs = ((outs[j], found[j]) for j in self.positions)
+        outs, found = call_at_jvp(run, primals, *given, written)
+        at = self.found[1]
+        if at is None:
+            at = [j for j, t in enumerate(found) if t is not None]
+        self.found = len(outs), at
+        pairs = ((outs[j], found[j]) for j in at)
         return (*outs, *(torch.zeros_like(o) if t is None else t for o, t in pairs))
-
-    @property
-    def found(self) -> Any:
-        """What a run found of the level, to be set where no run is made."""
-        return self.count, self.positions
-
-    @found.setter
-    def found(self, found: Any) -> None:
-        self.count, self.positions = found
 
     @property
     @override
@@ -342,8 +258,8 @@ class Dual(Below):
         self, results: Sequence[Any], evaluation: Evaluation
     ) -> "DualResults":
         """Take apart what an evaluation of this gave."""
-        positions = self.positions or ()
-        count, end = self.count, self.count + len(positions)
+        count, positions = self.found[0], self.found[1] or ()
+        end = count + len(positions)
         tangents = dict(zip(positions, results[count:end], strict=True))
         request, differentiable = evaluation.request, evaluation.differentiable
         last = len(results) - evaluation.residuals
@@ -367,7 +283,7 @@ class Duals(NamedTuple):
     tangents: Sequence[Tensor]
 
     @classmethod
-    def at_level(cls, layer: Any, inputs: Sequence[Tensor]) -> "Duals":
+    def at_level(cls, layer: Any, inputs: Sequence[Tensor]) -> Self:
         """Take the inputs of a program at a jvp level apart."""
         level, are_duals = layer.level(), base_dual_level_active()
         pairs = [
@@ -379,14 +295,14 @@ class Duals(NamedTuple):
         return cls.of_pairs(pairs)
 
     @classmethod
-    def of_pairs(cls, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> "Duals":
+    def of_pairs(cls, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Self:
         """Return what pairs of a primal and a tangent, if it has one, are."""
         with_tangents = [i for i, (_, t) in enumerate(pairs) if t is not None]
         tangents = [t for _, t in pairs if t is not None]
         return cls([t for t, _ in pairs], with_tangents, tangents)
 
     @classmethod
-    def here(cls, inputs: Sequence[Tensor]) -> "Duals":
+    def here(cls, inputs: Sequence[Tensor]) -> Self:
         """Take inputs apart that may be dual numbers of a user's `dual_level`."""
         return cls.of_pairs([*map(unpack_dual, inputs)])
 
@@ -423,6 +339,103 @@ def _dense(tensor: Tensor) -> Tensor:
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     is_expanded = any(size > 1 and stride == 0 for size, stride in pairs)
     return tensor.contiguous() if is_expanded else tensor
+
+
+# --- What all runs of a program have in common about the levels around it ---
+
+
+def levels_below(program: Program) -> list[Any]:
+    """Return the levels of torch.func around a program, the outermost first.
+
+    A vmap over cotangents does not count, as it batches no input.
+    """
+    found: list[Any] = []
+    while isinstance(program, Below):
+        is_vmap = isinstance(program, Batch) and program.batches_inputs
+        if is_vmap or isinstance(program, Dual):
+            found.append(program)
+        program = program.program
+    return found
+
+
+def note_levels(program: Program, found: Sequence[Any], count: int) -> None:
+    """Tell levels what an earlier run with `count` outputs found, without a run."""
+    left = [*found]
+    chain: list[Any] = []
+    while isinstance(program, Below):
+        chain.append(program)
+        program = program.program
+    for level in reversed(chain):
+        if isinstance(level, Batch) and not level.batches_inputs:
+            level.found = (None,) * count
+        elif left:
+            level.found = left.pop()
+            if isinstance(level, Dual):
+                count += len(level.found[1] or ())
+
+
+def total_needs(program: Program, needs: PerInput) -> PerInput:
+    """Return which inputs some level differentiates, inside a vmap or outside."""
+    total = [*needs]
+    while isinstance(program, Below):
+        for i, need in enumerate(program.needs):
+            total[i] = total[i] or need
+        program = program.program
+    return total
+
+
+class BatchVjp(Program):
+    """The vjp of a program under a vmap, for all examples at once.
+
+    Its inputs are those of the program, what else a node saved of it, and cotangents.
+    """
+
+    __slots__ = ("_below", "_given", "_of", "_wanted")
+
+    def __init__(
+        self,
+        below: Program,
+        of: Batch,
+        wanted: Sequence[InputIndex],
+        given: Sequence[OutputIndex],
+    ) -> None:
+        self._below, self._of = below, of
+        self._wanted, self._given = wanted, given
+
+    @override
+    def run(self, *inputs: Tensor, mode: Any = None) -> Outputs:
+        """Evaluate the vjp of the program on every element of the batch."""
+        del mode
+        in_dims, size, randomness = self._of.vmap
+        given = [self._of.found[j] for j in self._given]
+        end = len(inputs) - len(given)
+        if self._of.batches_inputs:
+            # An output that is not batched belongs to all examples together, so its
+            # cotangent must count once in the sum of their gradients.
+            pairs = zip(inputs[end:], given, strict=True)
+            cts = [_of_first(ct, size) if d is None else ct for ct, d in pairs]
+            given = [0 if d is None else d for d in given]
+            inputs = (*inputs[:end], *cts)
+        dims = (*in_dims, *[None] * (end - len(in_dims)), *given)
+        grads, found = batch(self._below.run, dims, size, randomness)(*inputs)
+        return tuple(
+            None if g is None else at_dim(g, dim, in_dims[i], size)
+            for g, dim, i in zip(grads, found, self._wanted, strict=True)
+        )
+
+
+def _of_first(ct: Tensor, size: int) -> Tensor:
+    """Return a batch of cotangents, all zero but for the first one."""
+    return torch.cat([ct.unsqueeze(0), ct.new_zeros((size - 1, *ct.shape))])
+
+
+def at_dim(ct: Tensor, dim: int | None, to: int | None, size: int) -> Tensor:
+    """Return a cotangent whose batch dimension is that of its output."""
+    if to is None:
+        return ct if dim is None else ct.sum(dim)
+    if dim is None:
+        return ct.unsqueeze(to).expand(*ct.shape[:to], size, *ct.shape[to:])
+    return ct.movedim(dim, to)
 
 
 _CHANGED = (

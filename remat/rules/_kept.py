@@ -29,11 +29,17 @@ from remat._torch import (
     lowered,
     raised,
 )
-from remat._transform.below import at_dim, levels_below, note_levels, total_needs
 from remat._transform.call import Call
 from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.function import Evaluated, Primal, Vjp, evaluate_forward
-from remat._transform.levels import Batch, Below
+from remat._transform.levels import (
+    Batch,
+    Below,
+    at_dim,
+    levels_below,
+    note_levels,
+    total_needs,
+)
 from remat.rules._places import are_differentiated, outside
 
 
@@ -225,7 +231,7 @@ class KeptVjp(Program):
             return None
         in_dims, size, _ = outer.vmap
         dims = tuple(in_dims[i] for i in self._wanted)
-        to = [outer.out_dims[j] for j in self._given]
+        to = [outer.found[j] for j in self._given]
         if None in (*dims, *to):
             return None
         physical = [*map(at_dim, found[0], each[0], to, [size] * len(to))]
