@@ -10,7 +10,7 @@
 #
 #     _reuse      finds keys that are consumed twice
 #     _bind       has torch's own functions draw from a key, by the rules of
-#     _rerouted, _rerouted_nn
+#     _rerouted
 #
 # Called by users.
 

@@ -39,29 +39,16 @@ from remat._torch import (
     without_dispatch_mode,
 )
 from remat.random._key import Key, KeyLike, data_of, fold_in
-from remat.random._rerouted import DRAWS
-from remat.random._rerouted_nn import LAYERS
+from remat.random._rerouted import RULES
 from remat.random._reuse import in_block
 
 
-# --- Draws without a keyed version ------------------------------------------------
-
-
-def _refusing(plain: Any, draws: Callable[..., bool]) -> Any:
-    """Return the rule of a function that is refused, by its name, if it draws."""
-
-    def rule(draw: Any, *args: Any, **kwargs: Any) -> Any:
-        del draw  # no key would do
-        if draws(*args, **kwargs):
-            _refuse(plain.__name__)
-        return plain(*args, **kwargs)
-
-    return rule
+# --- Draws that are keyed, or refused by name -------------------------------------
 
 
 def _recurrent(plain: Any) -> Any:
     def rule(draw: Any, *args: Any) -> Any:
-        del draw
+        del draw  # no key would do
         # A packed sequence is two arguments: data and batch sizes.
         at = 6 if isinstance(args[3], (list, tuple)) else 5
         layers, p, train = args[at - 1 : at + 2]
@@ -78,29 +65,8 @@ def _refuse(name: str) -> NoReturn:
     raise RandomnessError(_REFUSED.format(op=name, where=where))
 
 
-def _always(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def _trains(
-    _x: Any, _lower: Any = 0, _upper: Any = 0, training: Any = False, *_: Any, **__: Any
-) -> bool:
-    return training is True
-
-
-def _has_no_samples(*_: Any, _random_samples: Any = None, **__: Any) -> bool:
-    return _random_samples is None
-
-
-_POOLS = [f"fractional_max_pool{d}d{i}" for d in (2, 3) for i in ("", "_with_indices")]
-_DRAWS_WHERE: list[tuple[Callable[..., bool], list[Any]]] = [
-    (_always, [Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_]),
-    (_trains, [torch.rrelu, torch.rrelu_, functional.rrelu]),
-    (_has_no_samples, [getattr(functional, name) for name in _POOLS]),
-]
 _RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
-_RULES = DRAWS | LAYERS | {plain: _recurrent(plain) for plain in _RECURRENT}
-_RULES |= {f: _refusing(f, draws) for draws, plain in _DRAWS_WHERE for f in plain}
+_RULES = RULES | {plain: _recurrent(plain) for plain in _RECURRENT}
 
 
 # --- Composites -------------------------------------------------------------------
@@ -230,18 +196,21 @@ class _BindGuard(Guard):
 # --- What Dynamo traces, without a guard ------------------------------------------
 
 
-# Public functions that draw and have no rule.
-_UNKEYED = (
-    *("binomial", "native_dropout", "poisson", "_sample_dirichlet", "_standard_gamma"),
-)
+# Functions that draw and have no rule. Outside of traces the guard refuses them.
+_POOLS = [f"fractional_max_pool{d}d{i}" for d in (2, 3) for i in ("", "_with_indices")]
+_UNKEYED = {
+    **dict.fromkeys(_POOLS, functional),
+    **dict.fromkeys(("cauchy_", "geometric_", "log_normal_"), Tensor),
+    **dict.fromkeys(("rrelu", "rrelu_", "binomial", "native_dropout"), torch),
+    **dict.fromkeys(("poisson", "_sample_dirichlet", "_standard_gamma"), torch),
+}
 
 
 @constant_in_traces
 def _show_draws() -> bool:
     """Make Dynamo pass these functions to modes. It would put them into the graph."""
-    show_to_traced_modes(
-        [*_RULES, *_COMPOSITES, *(getattr(torch, n) for n in _UNKEYED)]
-    )
+    unkeyed = [getattr(owner, name) for name, owner in _UNKEYED.items()]
+    show_to_traced_modes([*_RULES, *_COMPOSITES, *unkeyed, functional.rrelu])
     return True
 
 

@@ -138,11 +138,11 @@ def choice(
         _check_weights(p, n, min(count, 1) if replace else count)
     batch = data_of(key).ndim - 1
     if replace and n:
-        index = randint(key, shape, 0, n) if p is None else _invert(key, shape, p)
+        index = randint(key, shape, 0, n) if p is None else inverted(key, shape, p)
     elif p is None or not n:
         index = permutation(key, n)[..., :count]
     else:
-        index = _noisy(key, (n,), p.detach().log()).topk(count).indices
+        index = noisy(key, (n,), p.detach().log()).topk(count).indices
     return _take(a, index.reshape((*index.shape[:batch], *shape)), axis, batch)
 
 
@@ -168,13 +168,13 @@ def _check_weights(p: Tensor, n: int, least: int) -> None:
         )
 
 
-def _invert(key: KeyLike, shape: tuple[int, ...], p: Tensor) -> Tensor:
-    dtype = torch.promote_types(p.dtype, torch.float32)
-    sums = _scaled(p.detach().to(dtype)).cumsum(0)
-    u = _draw.draw(_ops.uniform, consumed(key), shape, dtype)
+def inverted(key: KeyLike, shape: tuple[int, ...], p: Tensor) -> Tensor:
+    """Look uniform numbers up in the cumulative sums of weights, of rows of these."""
+    sums = _scaled(p.detach().to(_draw.wide(p.dtype))).cumsum(-1)
+    u = _draw.draw(_ops.uniform, consumed(key), shape, sums.dtype)
     # Right of equal sums, so that entries of probability 0 are skipped.
-    index = torch.searchsorted(sums, u * sums[-1], right=True)
-    return index.clamp(max=p.shape[0] - 1)
+    index = torch.searchsorted(sums, u * sums[..., -1:], right=True)
+    return index.clamp(max=p.shape[-1] - 1)
 
 
 _EXPONENT = {
@@ -188,15 +188,15 @@ def _scaled(p: Tensor) -> Tensor:
     # A power of two is exact, so no draw changes. Sums cannot overflow any more, and
     # products cannot underflow.
     bits, mask = _EXPONENT[p.dtype]
-    power = (p.max().view(bits) & mask).view(p.dtype)
+    power = (p.amax(-1, keepdim=True).view(bits) & mask).view(p.dtype)
     return p / power.clamp(min=torch.finfo(p.dtype).tiny)
 
 
-def _noisy(key: KeyLike, shape: tuple[int, ...], logits: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return gumbel(key, _draw.shape_like(logits, shape), dtype) + logits.detach().to(
-        dtype
-    )
+def noisy(key: KeyLike, shape: tuple[int, ...], logits: Tensor) -> Tensor:
+    """Add Gumbel noise to logits. The largest of a row is a draw of its categories."""
+    dtype = _draw.wide(logits.dtype)
+    noise = gumbel(key, _draw.shape_like(logits, shape), dtype)
+    return noise + logits.detach().to(dtype)
 
 
 def categorical(
@@ -245,9 +245,9 @@ def categorical(
             "with replacement the rows may also broadcast to it."
         )
     if replace:
-        return _noisy(key, (*shape, n), logits).argmax(-1)
+        return noisy(key, (*shape, n), logits).argmax(-1)
     count = math.prod(prefix)
     _check_choice(n, count, replace)
-    index = _noisy(key, (*rows, n), logits).topk(count).indices
+    index = noisy(key, (*rows, n), logits).topk(count).indices
     batch = tuple(data_of(key).shape[:-1])
     return index.movedim(-1, len(batch)).reshape((*batch, *shape))

@@ -21,7 +21,7 @@ from remat.random._key import KeyLike, data_of, integer
 
 Shape: TypeAlias = int | tuple[int, ...] | Tensor | None
 Number: TypeAlias = float | Tensor
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def draw(
@@ -143,27 +143,27 @@ def below(t: Tensor) -> Tensor:
     return t - (bits.view(t.dtype) - down.view(t.dtype))
 
 
+def _format_of(dtype: torch.dtype) -> tuple[int, int]:
+    info = torch.finfo(dtype)
+    return 2 - math.frexp(info.eps)[1], math.frexp(info.tiny)[1]
+
+
 # Binary digits, and the exponent of the smallest normal number as frexp gives it.
-_FORMATS = {
-    torch.float16: (11, -13),
-    torch.bfloat16: (8, -125),
-    torch.float32: (24, -125),
-    torch.float64: (53, -1021),
-}
+FORMATS = {dtype: _format_of(dtype) for dtype in _FLOATS}
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
     """Round a number as torch does. This is ten times as fast as making a tensor."""
     if dtype.itemsize == 2:
         number = rounded(number, torch.float32)
-    digits, least = _FORMATS[dtype]
+    digits, least = FORMATS[dtype]
     unit = max(math.frexp(number)[1], least) - digits
     return math.ldexp(round(math.ldexp(number, -unit)), unit)
 
 
 def number_below(value: float, dtype: torch.dtype) -> float:
     """Return the next smaller value of a dtype."""
-    digits, least = _FORMATS[dtype]
+    digits, least = FORMATS[dtype]
     fraction, exponent = math.frexp(value)
     # Below a power of two, values are twice as dense.
     exponent = max(exponent - (fraction == 0.5), least) if value else least

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from remat import RandomnessError, random
 from remat._ambient.draws import Guard
 from remat.random import bind, fold_in, key, split
-from remat.random._bind import _COMPOSITES, _RULES
+from remat.random._bind import _COMPOSITES, _RULES, _UNKEYED
 from remat.testing import count_ops
 
 
@@ -347,7 +347,7 @@ UNKEYED = REFUSED | {
 def test_a_draw_without_a_rule_is_refused_and_leaves_the_stream(name):
     draw = UNKEYED[name]
     where = draw.__code__.co_filename
-    match = rf"{name}[.\w]* drew from.*\n.*{where}"
+    match = rf"{name.partition(',')[0]}[.\w]* drew from.*\n.*{where}"
     with unmoved(), pytest.raises(RandomnessError, match=match):
         bound(0, draw)
 
@@ -393,6 +393,7 @@ def test_a_draw_in_a_checkpoint_that_decorates_is_refused():
 GUARDED = set(
     """
     poisson binomial native_dropout rrelu_with_noise rrelu_with_noise_ miopen_rnn
+    rrelu rrelu_ cauchy_ geometric_ log_normal_
     _standard_gamma
     _sample_dirichlet _fused_dropout _fill_mem_eff_dropout_mask_ _cudnn_rnn
     _cudnn_init_dropout_state _lstm_mps cauchy exponential geometric log_normal random
@@ -442,4 +443,4 @@ def test_each_function_of_torch_that_draws_has_a_rule_or_is_run_with_the_mode_on
         # Which the mode sees from outside only.
         if calls - {name} and asks & {*fn.__code__.co_names}:
             unseen |= {name} if fn not in _RULES and fn not in _COMPOSITES else set()
-    assert not unseen
+    assert unseen <= {*_UNKEYED}

@@ -151,7 +151,7 @@ LAYERS = {
     "TransformerDecoderLayer": (SEQUENCE, lambda x: DECODER(x, x.sin())),
 }
 
-# Draws that have no rule, and are refused.
+# Draws that have no rule, and are refused by the name before a comma.
 REFUSED = {
     "poisson": lambda: torch.poisson(ONES),
     "binomial": lambda: torch.binomial(ONES, ONES / 2),
@@ -162,11 +162,9 @@ REFUSED = {
     "geometric_": lambda: torch.empty(20, dtype=torch.int64).geometric_(0.1),
     "rrelu": lambda: F.rrelu(X, training=True),
     "rrelu_": lambda: torch.rrelu_(X * 1, 0.1, 0.3, True),
-    "fractional_max_pool2d_with_indices": lambda: pooled(
-        X, output_size=7, return_indices=True
-    ),
-    "fractional_max_pool2d": lambda: nn.FractionalMaxPool2d(2, output_size=7)(X),
-    "fractional_max_pool3d": lambda: pooled(X, 3, output_size=(2, 7, 7)),
+    "rand, of a pool": lambda: pooled(X, output_size=7, return_indices=True),
+    "rand, of a module": lambda: nn.FractionalMaxPool2d(2, output_size=7)(X),
+    "rand, of a pool in 3d": lambda: pooled(X, 3, output_size=(2, 7, 7)),
     "the dropout between layers of lstm": lambda: stacked(nn.LSTM, bidirectional=True),
     "the dropout between layers of gru": lambda: stacked(nn.GRU, packed=True),
     "the dropout between layers of rnn_tanh": lambda: stacked(nn.RNN, bias=False),
