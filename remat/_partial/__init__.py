@@ -15,7 +15,6 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     replay                 the mode of a recompute along a plan
     names                  `checkpoint_name`
     tape, barrier          in a graph: what is kept, and read after the cotangents
-    sketch                 in a graph: what a budget keeps
 
 Called by users to name values, by `_transform` if there is a policy or pruning, by
 `_scope` and `_report`, and for options, costs, caches or records by `_fit`, `chain`,

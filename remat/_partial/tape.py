@@ -1,13 +1,12 @@
 """What a call in a graph keeps: what its policy says, and the states before draws.
 
 Each run of a call is under a `Tape`. The first keeps, and a recompute is given what
-was kept, in the order of the operations. A budget is spent when the first run ends, by
-a `Sketch` of it. In a recompute, a call keeps nothing if no more of that reads it, as
-in eager code (`plan`).
+was kept, in the order of the operations. A budget is spent when the first run ends. In
+a recompute, a call keeps nothing if no more of that reads it, as in eager code.
 
 Invariant: what is given reads the cotangents (`barrier`), as all that a recompute does.
-Rejected: record, plan and replay, as outside of graphs. Whatever makes a graph
-drops what nobody reads.
+What is not known of a graph leads to fewer results being kept, never to more bytes.
+Rejected: record, plan and replay. Whatever makes a graph drops what nobody reads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,16 +24,17 @@ from remat._base.absent import inputs_of
 from remat._base.calls import Places
 from remat._base.context import here
 from remat._base.errors import OffloadError, RandomnessError, RecomputeError
-from remat._base.op import NO_NAMES, Op
+from remat._base.op import NO_NAMES, Op, Value
 from remat._base.operators import named
 from remat._base.source import user_line
 from remat._base.tensors import taken_apart
 from remat._graph.graph import nodes_of
 from remat._partial.barrier import Order, after_cotangents
+from remat._partial.budget import spent_by
 from remat._partial.effects import declared_writes, traits_of
 from remat._partial.names import PolicyKeys
+from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT
-from remat._partial.sketch import Sketch
 from remat._partial.values import Arguments, Results
 from remat._torch import (
     AddedNodes,
@@ -43,9 +43,11 @@ from remat._torch import (
     base_tensor,
     draw_again,
     draw_and_keep_state,
+    is_symbolic,
     is_view_op,
     let_graphs_draw,
     no_torch_functions,
+    size_hint,
     storage_id,
     unlevelled,
 )
@@ -88,16 +90,19 @@ class TapedCall:
 class TapedOperation:
     """What is kept of one operation."""
 
-    __slots__ = ("devices", "func", "op", "results")
+    __slots__ = ("devices", "func", "may", "op", "results", "step")
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.op: Op | None = None  # what the policy is asked about, if it is
+        self.may = Decision.RECOMPUTE  # what it says
         self.results: list[Any] | None = None  # what it returned, if that is kept
         self.devices: list[Any] = []  # where results belong
+        self.step: Step | None = None  # for a budget
 
     def keep(self, out: Any, decision: Decision, label: str) -> None:
         """Keep what the operation returned, where the decision says."""
+        self.may, self.results = decision, None
         if not decision:
             return
         if decision is Decision.OFFLOAD_TO_DISK:
@@ -228,10 +233,10 @@ class FirstTape(Tape):
         super().__init__(kept)
         # By storage: what made it, with the tensor, so that the number stays its own.
         self._made: dict[int, tuple[TapedOperation, Any]] = {}
-        policy = kept.policy
-        has_budget = policy is not None and policy.has_budget
-        self._sketch = Sketch(policy) if policy is not None and has_budget else None
-        self._sketched: dict[TapedOperation, int] = {}
+        self._has_budget = kept.policy is not None and kept.policy.has_budget
+        # For a budget: the numbers of storages, and what keeps these from changing.
+        self._numbers: dict[int, int] = {}
+        self._held: list[Any] = []
         self._nodes, self._given = AddedNodes(), getattr(here().tape, "given", 0)
 
     @override
@@ -281,40 +286,41 @@ class FirstTape(Tape):
     def _note(
         self, func: Any, arguments: Arguments, out: Any, written: Sequence[Tensor] = ()
     ) -> None:
-        entry = TapedOperation(func)
+        entry, place = TapedOperation(func), self._places.of(func)
         self._kept.entries.append(entry)
-        place = self._places.of(func)
         may_keep = _computes(func) and bool(arguments.tensors)
-        if not may_keep and self._sketch is None:
+        if not (may_keep or self._has_budget):
             return
         results = Results(out, arguments)
         values = tuple(results.values)
         op = Op(func, *arguments.described, values, NO_NAMES, user_line(), *place)
-        decision = Decision.RECOMPUTE
         if may_keep:
-            decision = self._keep(entry, op, out)
+            self._keep(entry, op, out)
             for t in results.tensors:
                 self._made[storage_id(t)] = entry, out
-        if self._sketch is not None:
+        if self._has_budget:
             tensors = arguments.tensors, results.tensors, written
-            self._sketched[entry] = self._sketch.note(op, decision, *tensors)
+            self._held += [*arguments.tensors, *results.tensors]
+            reads, makes, writes = (tuple(map(self._number, each)) for each in tensors)
+            is_known = (makes and {*makes} <= {*reads}) or not is_view_op(func)
+            entry.step = Step(op, reads, makes, writes, always_runs=not is_known)
 
-    def _keep(self, entry: TapedOperation, op: Op, out: Any) -> Decision:
+    def _number(self, tensor: Tensor) -> int:
+        key = storage_id(base_tensor(tensor))
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _keep(self, entry: TapedOperation, op: Op, out: Any) -> None:
         """Keep what an operation returned, where the policy says."""
         assert self._kept.policy is not None
-        entry.op, entry.results = op, None
-        decision = self._kept.policy(op)
-        entry.keep(out, decision, self._kept.label)
-        return decision
+        entry.op = op
+        entry.keep(out, self._kept.policy(op), self._kept.label)
 
     @override
     def name(self, tensor: Tensor, name: str) -> None:
         entry, out = self._made.get(storage_id(tensor), (None, None))
         if entry is not None and entry.op is not None:
             op = replace(entry.op, names=entry.op.names | {name})
-            decision = self._keep(entry, op, out)
-            if self._sketch is not None:
-                self._sketch.rename(self._sketched[entry], op, decision)
+            self._keep(entry, op, out)
 
     @override
     def returned(self, out: Any) -> None:
@@ -322,11 +328,8 @@ class FirstTape(Tape):
 
         The caller may change that in place. Where nobody does, no graph has the copy.
         """
-        if self._sketch is not None:  # while the result has a graph
-            chosen = self._sketch.chosen(tree_leaves(out))
-            for entry, i in self._sketched.items():
-                if i not in chosen:
-                    entry.results = None
+        if self._has_budget:  # while the result has a graph
+            self._spend(tree_leaves(out))
         self._is_copying = True
         for t in filter(_is_tensor, tree_leaves(out)):
             entry, _ = self._made.get(storage_id(base_tensor(t)), (None, None))
@@ -334,6 +337,52 @@ class FirstTape(Tape):
                 with unlevelled(), torch.no_grad():
                     each = entry.results
                     entry.results = [k.clone() if _is_tensor(k) else k for k in each]
+
+    def _spend(self, outs: Sequence[Any]) -> None:
+        """Let go of what the budget does not keep."""
+        entries = self._kept.entries
+        steps: list[Step] = []
+        may: list[Decision] = []
+        for entry in entries:
+            step, op = entry.step, entry.op
+            assert step is not None
+            steps.append(step._replace(op=_hinted(op or step.op)))
+            sizes = [n for v in step.op.outputs for n in v.shape]
+            has_sizes = None not in map(size_hint, sizes)
+            may.append(entry.may if has_sizes else Decision.RECOMPUTE)
+        roots = frozenset(self._saved([o for o in outs if _is_tensor(o)]))
+        record = Record(tuple(steps), (), (roots,))
+        found = spent_by(self._kept.policy, record, may, (), prune=True)
+        assert found is not None
+        self._held.clear()
+        for i, entry in enumerate(entries):
+            if i not in found.solution.saved:
+                entry.results = None
+
+    def _saved(self, outs: Sequence[Tensor]) -> Iterable[int]:
+        """Return the storages that the graph of the outputs saved."""
+        found: set[int] = set()
+        for node, tensors in nodes_of(outs):
+            if type(node).__name__ in SILENT:
+                return self._numbers.values()
+            keys = (storage_id(base_tensor(t)) for t in tensors)
+            found.update(self._numbers[k] for k in keys if k in self._numbers)
+        return found
+
+
+def _hinted(op: Op) -> Op:
+    """Return an operation with the sizes that a trace has for those that vary."""
+    args, kwargs, outputs = map(_with_hints, (op.args, op.kwargs, op.outputs))
+    return Op(op.func, args, kwargs, outputs, op.names, op.source)
+
+
+def _with_hints(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return tuple(map(_with_hints, part))
+    if isinstance(part, Value):
+        shape, stride = _with_hints(part.shape), _with_hints(part.stride)
+        return Value(shape, part.dtype, part.device, stride, _with_hints(part.offset))
+    return size_hint(part) or 0 if is_symbolic(part) else part
 
 
 def _computes(func: Any) -> bool:
