@@ -25,8 +25,8 @@ Under torch.func: one Function, whose backward is again a program.
     checks              what a call must not do, and a recompute must do
     forward_inputs      what a forward runs on, and what it changes of that
     state               what recomputes restore; buffers, which are updated once
-    changes             what changes inputs in place, for an error; uncounted writes
-    written             what a recompute reads of large inputs that are written to
+    changes             writes to inputs: who makes them, those that torch does not
+                        count, and what a recompute reads of large ones
 
 Called by users, by `_report`, which runs calls to look at them, and by rooms that make
 calls: `chain`, `nn`, `compat`, `_fit` and `rules`.

@@ -85,7 +85,18 @@ from remat._torch import (
     when_done,
     without_node,
 )
-from remat._transform.changes import changes_of, first_bytes, run_watched
+from remat._transform.changes import (
+    ENDED,
+    HeldAtEnd,
+    as_written,
+    before_a_call,
+    changes_of,
+    first_bytes,
+    is_plain,
+    is_written,
+    note_written,
+    run_watched,
+)
 from remat._transform.checks import changed_inside, decided, enter_refusing_reads
 from remat._transform.inputs import SMALL, SavedInputs
 from remat._transform.leaves import (
@@ -98,15 +109,6 @@ from remat._transform.leaves import (
     may_be_gathered,
     preserved_marks,
     preserved_memory,
-)
-from remat._transform.written import (
-    ENDED,
-    HeldAtEnd,
-    as_written,
-    before_a_call,
-    is_plain,
-    is_written,
-    note_written,
 )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from remat import MutationError, policies, remat
-from remat._transform import written
+from remat._transform import changes
 from remat.testing import count_ops
 
 
@@ -484,14 +484,14 @@ def test_a_large_constant_is_copied_once_somebody_needs_what_it_held():
     run = remat(fn)
     for _ in range(3):
         run(x, 1).sum().backward()
-    assert not written.ENDED
+    assert not changes.ENDED
     x.grad = None
     outs = [run(x, i) for i in range(3)]
-    held = sorted(ref().held is None for ref in written.ENDED)
+    held = sorted(ref().held is None for ref in changes.ENDED)
     assert held == [False, False, True]
     torch.stack(outs).sum().backward()
     del outs
-    assert not written.ENDED
+    assert not changes.ENDED
     cache.zero_()[1] = x.detach() * 2
     grads = [torch.autograd.grad(fn(x, i).sum(), x)[0] for i in range(3)]
     torch.testing.assert_close(x.grad, sum(grads))

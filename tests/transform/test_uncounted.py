@@ -176,9 +176,9 @@ def test_three_calls_of_a_module_are_looked_at(
     noted: list[int] = []
     before = changes.FirstBytes.__init__
 
-    def init(self: changes.FirstBytes, tensors: list[Tensor]) -> None:
+    def init(self: changes.FirstBytes, tensors: list[Tensor], key: int) -> None:
         noted.append(len(tensors))
-        before(self, tensors)
+        before(self, tensors, key)
 
     monkeypatch.setattr(changes.FirstBytes, "__init__", init)
     module = Table("frozen", 16, WRITES["data.lerp_"])
