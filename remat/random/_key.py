@@ -81,18 +81,6 @@ class Key:
         """Return the same key on a device."""
         return Key(self.data.to(device), self.impl)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> "Key":
-        """Stack keys, or concatenate arrays of keys.
-
-        Raises:
-            TypeError: of other functions, which take no keys.
-        """
-        del types
-        return _joined(func, *args, **(kwargs or {}))
-
     def __len__(self) -> int:
         if not self.ndim:
             raise TypeError(
@@ -168,25 +156,6 @@ pytree.register_attributes(Key, "remat.random.Key", children=["data"], static=["
 # A Key, or its data. (torch.func._random calls the data a key.)
 KeyLike: TypeAlias = Key | Tensor
 AnyKey = TypeVar("AnyKey", bound=KeyLike)
-
-
-def _joined(func: Any, tensors: Any = (), dim: int = 0, **more: Any) -> Key:
-    """Return what `torch.stack` or `torch.cat` makes of keys."""
-    if func not in (torch.stack, torch.cat) or more:
-        raise TypeError(_NO_TENSOR.format(name=getattr(func, "__name__", func)))
-    if func is torch.cat and not all(key.ndim for key in tensors):
-        raise TypeError(_SINGLE)
-    data = [key.data for key in tensors]
-    return Key(func(data, dim if dim >= 0 else dim - 1))
-
-
-_NO_TENSOR = (
-    "remat: {name} takes tensors, and a key is none. Of keys, torch.stack and "
-    "torch.cat make an array; key.data is their tensor."
-)
-_SINGLE = (
-    "remat: torch.cat joins arrays of keys. Of single keys, torch.stack makes one."
-)
 
 
 def _dims_used(part: Any) -> int:

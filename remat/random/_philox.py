@@ -212,11 +212,7 @@ def _write(out: Tensor, words: Tensor, flipped: bool, reading: BlockReading) -> 
 # --- Keys -------------------------------------------------------------------------
 
 
-def _same(values: Tensor) -> Tensor:
-    return values
-
-
-KEYS = BlockReading(2, _same)
+KEYS = BlockReading(2, lambda words: words)
 
 
 def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
@@ -232,10 +228,6 @@ def _quarters(words: Tensor) -> Tensor:
     return words.view(torch.int32)
 
 
-def _unsigned_quarters(words: Tensor) -> Tensor:
-    return words.view(torch.uint32)
-
-
 def _halves(words: Tensor) -> Tensor:
     """Join each two words to one. The first word becomes the high half."""
     first = words.bitwise_left_shift(_WORD)
@@ -245,7 +237,7 @@ def _halves(words: Tensor) -> Tensor:
 BITS = {
     8: BlockReading(4, _quarters, _constant(0xFF, torch.int32)),
     16: BlockReading(4, _quarters, _constant(0xFFFF, torch.int32)),
-    32: BlockReading(4, _unsigned_quarters),
+    32: BlockReading(4, lambda words: words.view(torch.uint32)),
     64: BlockReading(2, _halves),
 }
 
@@ -270,38 +262,33 @@ UNIFORM = {dtype: _uniform(bits, dtype) for dtype, bits in _PRECISION.items()}
 # --- Normal numbers, by the method of Box and Muller ------------------------------
 
 
-class _Normal(NamedTuple):
-    step: Tensor
-    half_step: Tensor
-    minus_two: Tensor
-    turn: Tensor
-
-    def pairs(self, pairs: Tensor) -> Tensor:
-        """Turn pairs of uniform numbers in (0, 1] into pairs of normal numbers."""
-        u, v = pairs.view(-1, 2).unbind(-1)
-        radius = u.log().mul_(self.minus_two).sqrt_()
-        return torch.polar(radius, v * self.turn).view(pairs.dtype)
+# By dtype: what words and halves of words are multiplied with, minus two, and a turn.
+_CONSTANTS = {
+    dtype: [_constant(n, dtype) for n in (2.0**-32, 2.0**-33, -2.0, 2 * math.pi)]
+    for dtype in (torch.float32, torch.float64)
+}
 
 
-def _normal(dtype: torch.dtype) -> _Normal:
-    numbers = 2.0**-32, 2.0**-33, -2.0, 2 * math.pi
-    return _Normal(*[_constant(number, dtype) for number in numbers])
-
-
-_NARROW, _WIDE = _normal(torch.float32), _normal(torch.float64)
+def _pairs(uniform: Tensor) -> Tensor:
+    """Turn pairs of uniform numbers in (0, 1] into pairs of normal numbers."""
+    _, _, minus_two, turn = _CONSTANTS[uniform.dtype]
+    u, v = uniform.view(-1, 2).unbind(-1)
+    radius = u.log().mul_(minus_two).sqrt_()
+    return torch.polar(radius, v * turn).view(uniform.dtype)
 
 
 def _narrow(words: Tensor) -> Tensor:
     """Turn the two halves of each 64 bits into two normal numbers: float32."""
+    step, half_step = _CONSTANTS[torch.float32][:2]
     u = words.view(torch.uint32).to(torch.float32)
-    return _NARROW.pairs(u.mul_(_NARROW.step).add_(_NARROW.half_step))
+    return _pairs(u.mul_(step).add_(half_step))
 
 
 def _wide(words: Tensor) -> Tensor:
     """Turn the two halves of each 128 bits into two normal numbers: float64."""
+    step, half_step = _CONSTANTS[torch.float64][:2]
     high, low = words.view(torch.uint32).to(torch.float64).view(-1, 2).unbind(-1)
-    u = (low * _WIDE.step).add_(_WIDE.half_step).add_(high)
-    return _WIDE.pairs(u.mul_(_WIDE.step))
+    return _pairs((low * step).add_(half_step).add_(high).mul_(step))
 
 
 NORMAL = dict.fromkeys(UNIFORM, BlockReading(4, _narrow))

@@ -268,18 +268,10 @@ def test_a_key_is_no_number(op):
 
 @pytest.mark.parametrize("op", [torch.sin, lambda k: torch.add(k, 1), torch.stack])
 def test_torch_does_not_take_a_key_for_a_tensor(op):
-    with pytest.raises(TypeError, match=r"remat: .*key"):
+    with pytest.raises(TypeError, match=r"Key|Tensors"):
         op(K)
 
 
 def test_key_data_and_wrap_key_data_are_inverse():
     assert random.key_data(KEYS) is KEYS.data
     assert random.wrap_key_data(random.key_data(KEYS)) == KEYS
-
-
-def test_keys_are_stacked_and_concatenated():
-    keys = random.split(random.key(3), 2)
-    stacked = torch.stack([*keys])
-    assert stacked == keys
-    assert torch.stack([keys, keys], -1).shape == torch.stack([keys, keys], 1).shape
-    assert torch.cat([keys, keys])[2] == keys[0]
