@@ -17,6 +17,7 @@ Muller, "A note on the generation of random normal deviates", 1958.
 import functools
 import math
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -212,7 +213,7 @@ def _write(out: Tensor, words: Tensor, flipped: bool, reading: BlockReading) -> 
 # --- Keys -------------------------------------------------------------------------
 
 
-KEYS = BlockReading(2, lambda words: words)
+KEYS = BlockReading(2, methodcaller("view", torch.int64))
 
 
 def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
@@ -224,8 +225,7 @@ def split(keys: Tensor, num: int, start: int = 0) -> Tensor:
 # --- Bits and uniform numbers -----------------------------------------------------
 
 
-def _quarters(words: Tensor) -> Tensor:
-    return words.view(torch.int32)
+_quarters = methodcaller("view", torch.int32)
 
 
 def _halves(words: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def _halves(words: Tensor) -> Tensor:
 BITS = {
     8: BlockReading(4, _quarters, _constant(0xFF, torch.int32)),
     16: BlockReading(4, _quarters, _constant(0xFFFF, torch.int32)),
-    32: BlockReading(4, lambda words: words.view(torch.uint32)),
+    32: BlockReading(4, methodcaller("view", torch.uint32)),
     64: BlockReading(2, _halves),
 }
 
