@@ -4,43 +4,43 @@ A few steps run on fake tensors, under a meter. Then closed forms say what sched
 such steps hold, and how many steps run again.
 
 Invariant: bytes are those of stored carries, of the live carry, and of the steps that
-run at a time. Arguments, results and the gradients of both come on top. A step that is
-measured runs as the chain runs it, by the chain's own forward, segments and reversal.
-What it reaches is put back: objects, buffers and random streams. No dispatch mode sees
-it; a print or a write to a file is seen.
+run at a time. Arguments, results and the gradients of both come on top. What is
+measured is the chain's own forward, segments and reversal; what it reaches is put back.
 Rejected: the peak of a whole training step as a budget. A loop does not know what else
-is alive: `remat.fit` does. Rejected: a record of one step, and a formula of what
-autograd keeps of it. Policies, chains inside of steps and shared memory would each need
-one.
+is alive: `remat.fit` does. Rejected: to measure each call, or to compare the identity
+of objects to tell which are alike. A closure is a new one in each call.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat import _torch
+from remat._ambient.ambient import Ambient
 from remat._base.context import differentiated
+from remat._base.errors import BudgetError
 from remat._base.program import Request, replaced_at
-from remat._base.sizes import Unit, amount_in
+from remat._base.sizes import Unit, amount_in, in_unit
 from remat._base.types import TENSORS
 from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
-from remat._partial.cache import CACHES
+from remat._partial.cache import CACHES, metas_of
 from remat._report.timeline import has_storage
 from remat.chain._actions import Reverse, Schedule
 from remat.chain._chain import Chain, Reversing
 from remat.chain._forward import ChainCall, call_of
-from remat.chain._schedules import Binomial, Online, Uniform
+from remat.chain._schedules import Binomial, Online, Sqrt, Uniform
 from remat.chain._segment import segment_from
 from remat.chain._steps import Live, Steps, tensors_and_frame
+from remat.policies import Policy
 
 
-TOGETHER = 32  # steps that are reversed together, at most
-_SLOTS = 2**20  # of a loop whose carries take no bytes
+# --- What a user asks for ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,131 @@ def budget_of(
     return LoopBudget(nbytes, policy, unit)
 
 
+_BOTH = (
+    "remat: {taker} got budget={budget!r} and {name}={value!r}: pass one of them. A "
+    "budget chooses the checkpoints."
+)
+
+
+def schedule_within(
+    budget: LoopBudget,
+    call: ChainCall,
+    called: tuple[Any, tuple[Any, ...]],
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> tuple[Schedule, str]:
+    """Return the schedule with the least work that stays under a budget; or a warning.
+
+    The chain warns once its steps have run: an error in them is raised first.
+    """
+    layer, steps = _torch.current_layer(), call.steps
+    if layer is not None and _torch.kind_of(layer) == _torch.VMAP:
+        return Sqrt(), _OUTSIDE.format(label=steps.label)
+    batch = _torch.batch_size()
+    inside = replace(budget, nbytes=budget.nbytes // batch)
+    step = _of_kind(
+        *_kind_of(call, inputs, needs, inside),
+        lambda: measured(*called, steps, inside.nbytes, is_batched=batch > 1),
+    )
+    if isinstance(step, Exception):
+        other = Sqrt() if steps.length is not None else Online(_ONLINE)
+        return other, _UNMEASURED.format(label=steps.label, error=step)
+    found, few = chosen(step, steps.length, inside.nbytes)
+    if found is None:
+        few *= batch
+        sizes = {"budget": budget.nbytes, "least": few}
+        shown = {name: in_unit(n, budget.unit) for name, n in sizes.items()}
+        raise BudgetError(_TOO_SMALL.format(label=steps.label, **shown), few)
+    return found, ""
+
+
+_ONLINE = 10  # checkpoints of a loop that cannot be measured
+_OUTSIDE = (
+    "remat: {label} is differentiated outside of a vmap, where no checkpoints are "
+    "stored: its budget is not kept. Its backward holds about sqrt(n) carries. "
+    "Differentiate inside of the vmap: vmap(grad(f))."
+)
+_UNMEASURED = (
+    "remat: the steps of {label} could not be measured, so the budget is not kept. "
+    "Pass checkpoints= instead. ({error})"
+)
+_TOO_SMALL = (
+    "remat: a budget of {budget} is too small for {label}. The least that works is "
+    "{least}. It holds the carries that are stored, and the steps that run at a time. "
+    "Pass more, or make a step smaller, for example by policy=."
+)
+
+
+# --- Chains that are alike ---
+
+
+# What was measured, by kind, and for each by the numbers that its steps refer to.
+_KNOWN: dict[Hashable, dict[int, "StepBytes"]] = {}
+_KINDS, _TIMES = 128, 4
+# Only one trial at a time: what it sets aside is of the whole process.
+_ALONE = threading.RLock()
+
+
+def _of_kind(
+    kind: Hashable, numbers: int, measure: Callable[[], "StepBytes | Exception"]
+) -> "StepBytes | Exception":
+    """Return what was measured of a kind of chains, or measure one.
+
+    A step that counts refers to another number in each call. Once some measurements
+    with other numbers were all the same, no more are made.
+    """
+    with _ALONE:
+        known = _KNOWN.setdefault(kind, {})
+        if len(_KNOWN) > _KINDS:
+            del _KNOWN[next(iter(_KNOWN))]
+        if numbers in known:
+            return known[numbers]
+        costs = {*known.values()}
+        if len(known) == _TIMES and len(costs) == 1:
+            return costs.pop()
+        found = measure()
+        if not isinstance(found, Exception):
+            known[numbers] = found
+            if len(known) > _TIMES:
+                del known[next(iter(known))]
+        return found
+
+
+def _kind_of(
+    call: ChainCall,
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+    budget: LoopBudget,
+) -> tuple[Hashable, int]:
+    """Return what chains have in common whose steps are alike.
+
+    That is the code, with shapes and settings, and a hash of the numbers that it leads
+    to. Nothing of the user's is held.
+    """
+    steps = call.steps
+    # A trial runs at most so many steps: longer chains are alike.
+    most = TOGETHER + len(call.initial) + 2
+    is_long = (steps.length or 0) > most
+    rows = {*call.scanned} if is_long else ()
+    wholes = [t for i, t in enumerate(inputs) if i not in rows]
+    shapes = metas_of(wholes), *((inputs[i].shape[1:], inputs[i].dtype) for i in rows)
+    settings = Ambient().key, torch.get_default_dtype()
+    length = None if is_long else steps.length
+    code = call.reach.signature, shapes, tuple(needs), settings, length
+    policy = budget.policy
+    rules = policy.cache_key if isinstance(policy, Policy) else policy
+    first = getattr(steps.apply, "args", ())  # of `fori_loop`: its first number
+    numbers = call.reach.moment(inputs).numbers
+    return (code, budget.nbytes, first), hash((rules, *numbers))
+
+
+# --- Which schedule ---
+
+
+TOGETHER = 32  # steps that are reversed together, at most
+_SLOTS = 2**20  # of a loop whose carries take no bytes
+
+
 @dataclass(frozen=True, slots=True)
 class StepBytes:
     """The bytes of a step that is like all others."""
@@ -75,19 +200,13 @@ class StepBytes:
     # without what the gradients of arguments take.
     reverse: tuple[tuple[int, int], ...]
 
-    @property
-    def together(self) -> int:
-        """How many steps may be reversed together."""
-        return self.reverse[-1][0]
-
     def reversing(self, count: int) -> int:
-        """Return the bytes of reversing so many steps, at most `together`.
+        """Return the bytes of reversing so many steps.
 
         Each of the operations of a segment takes what grows with its steps, and the
         peak is the largest. So it is convex, and a line between two of its points is
         above it. A line beyond them would not be.
         """
-        assert count <= self.together, "nothing is known of so many steps"
         above = next(k for k, (steps, _) in enumerate(self.reverse) if steps >= count)
         steps, nbytes = self.reverse[above]
         if steps == count:
@@ -101,28 +220,6 @@ class StepBytes:
         return self.carry + max(advance, self.reversing(unroll))
 
 
-def counts_together(length: int) -> list[int]:
-    """Return how many steps of a chain to reverse together, to measure it.
-
-    Example:
-        >>> counts_together(5), counts_together(1000)
-        ([1, 2, 4, 5], [1, 2, 4, 8, 16, 32])
-    """
-    powers = [2**k for k in range(TOGETHER.bit_length())]
-    return [
-        *(n for n in powers if n < length),
-        *([length] if length <= TOGETHER else ()),
-    ]
-
-
-class Priced(NamedTuple):
-    """A schedule, its peak, and how many steps it runs again."""
-
-    nbytes: int
-    cost: int
-    schedule: Schedule
-
-
 def chosen(
     step: StepBytes, length: int | None, nbytes: int
 ) -> tuple[Schedule | None, int]:
@@ -130,57 +227,41 @@ def chosen(
 
     Of those with as much work, it is the first one.
     """
-    if length is None:
-        slots = max(1, _slots(step, nbytes - step.between(1), _SLOTS))
-        options = [_priced(step, Online(slots), 0)]
-    else:
-        options = [*_of_steps(step, length, nbytes)]
-    fitting = [option for option in options if option.nbytes <= nbytes]
-    found = min(fitting, key=lambda option: option.cost, default=None)
-    least = min(option.nbytes for option in options)
-    return None if found is None else found.schedule, least
+    options = [*_options(step, length, nbytes)]
+    fitting = [option for option in options if option[0] <= nbytes]
+    found = min(fitting, key=lambda option: option[1], default=None)
+    return None if found is None else found[2], min(option[0] for option in options)
 
 
-def _of_steps(step: StepBytes, length: int, nbytes: int) -> Iterator[Priced]:
-    """Yield schedules of equal steps: segments, then those with fewer carries.
+def _options(
+    step: StepBytes, length: int | None, nbytes: int
+) -> Iterator[tuple[int, int, Schedule]]:
+    """Yield schedules of equal steps, with their bytes and how many steps run again.
 
-    Segments run each step twice, which is the least, and the longest come first.
+    Segments run each step twice, which is the least, and the longest come first. Then
+    come schedules with fewer carries; the one with the fewest holds the least.
     """
-    together = min(step.together, length)
+
+    def slots(unroll: int, most: int) -> int:
+        # With that of the first carry, which is an argument.
+        free = nbytes - step.between(unroll)
+        count = min(free // step.carry + 1, most) if step.carry else most
+        return max(count if free >= 0 else 0, int(unroll == 1))
+
+    if length is None:
+        count = slots(1, _SLOTS)
+        yield (count - 1) * step.carry + step.between(1), 0, Online(count)
+        return
+    together = min(step.reverse[-1][0], length)
     for size in range(together, 0, -1):
         count = -(-length // size)
         runs = max(step.carry + step.advance, step.reversing(-(-length // count)))
-        yield Priced((count - 1) * step.carry + runs, length, Uniform(count))
-    yield _binomial(step, length, 1, 1)
+        yield (count - 1) * step.carry + runs, length, Uniform(count)
     for unroll in range(1, together + 1):
-        free = nbytes - step.between(unroll)
-        slots = _slots(step, free, -(-length // unroll))
-        if slots:
-            yield _binomial(step, length, slots, unroll)
-
-
-def _slots(step: StepBytes, free: int, most: int) -> int:
-    """Return how many carries may be stored, with the first, which is an argument."""
-    if free < 0:
-        return 0
-    return min(free // step.carry + 1, most) if step.carry else most
-
-
-def _priced(step: StepBytes, schedule: Binomial | Online, cost: int) -> Priced:
-    unroll = schedule.unroll if isinstance(schedule, Binomial) else 1
-    nbytes = (schedule.checkpoints - 1) * step.carry + step.between(unroll)
-    return Priced(nbytes, cost, schedule)
-
-
-def _binomial(step: StepBytes, length: int, slots: int, unroll: int) -> Priced:
-    schedule = Binomial(slots, unroll)
-    return _priced(step, schedule, schedule.evaluations(length).backward)
-
-
-_BOTH = (
-    "remat: {taker} got budget={budget!r} and {name}={value!r}: pass one of them. A "
-    "budget chooses the checkpoints."
-)
+        if count := slots(unroll, -(-length // unroll)):
+            schedule = Binomial(count, unroll)
+            held = (count - 1) * step.carry + step.between(unroll)
+            yield held, schedule.evaluations(length).backward, schedule
 
 
 # --- What a step takes ---
@@ -190,36 +271,35 @@ def measured(
     fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
 ) -> StepBytes | Exception:
     """Return the numbers of the steps of a chain, as they are inside all vmaps."""
+    most = len(tensors_and_frame(args[0])[0]) + 2
     lengths: Sequence[int] = (steps.length or 0,)
     if steps.length is None:  # there may be fewer than are tried
-        lengths = len(tensors_and_frame(args[0])[0]) + 2, 2, 1
+        lengths = most, 2, 1
     error: Exception = RuntimeError()
     # Fake kernels refuse some of what the real ones compute.
     for is_real in (False,) if is_batched else (False, True):
         for length in lengths:
             known = replace(steps, length=length, goes_on=None)
             try:
-                with _ALONE:
-                    return _measured(fn, args, known, nbytes, is_real=is_real)
+                for count in 2, most:
+                    found = _tried(fn, args, known, nbytes, count, is_real=is_real)
+                    if found is not None:
+                        return found
             except Exception as raised:  # noqa: BLE001 - the chain raises what is wrong
                 error = raised.with_traceback(None)
     return error
 
 
-# Only one trial at a time: what it sets aside is of the whole process.
-_ALONE = threading.RLock()
-
-
-def _measured(
+def _tried(
     fn: Any,
     args: tuple[Any, ...],
     steps: Steps,
     nbytes: int,
+    count: int,
     *,
     is_real: bool,
-    count: int = 2,
-) -> StepBytes:
-    """Try some steps, and more of them if carries after these are unlike others."""
+) -> StepBytes | None:
+    """Try so many steps; None if carries after these are unlike others."""
     trial = call_of(fn, args, steps, Uniform(1))
     assert trial is not None
     assert steps.length is not None
@@ -230,29 +310,18 @@ def _measured(
         raise MissingValueError("of tensors of other classes there are no fakes")
     mode, chain = None if is_real else _torch.fake_mode(), Chain(trial)
 
-    def run() -> StepBytes:
-        inputs = (
-            [_torch.empty_in(mode, t) for t in passed]
-            if mode
-            else _copies(chain, passed)
-        )
+    def run() -> StepBytes | None:
+        like = [_torch.empty_in(mode, t) for t in passed] if mode else None
+        inputs = like or _copies(chain, passed)
         with _torch.grad_mode(False), mode or nullcontext(), Meter() as meter:
             for tensor in inputs:
                 meter.hold(tensor)
             rehearsal = Rehearsal(chain, inputs, needs, meter)
-            return _step_of(rehearsal, nbytes, is_real=is_real)
+            return rehearsal.step(nbytes, is_real=is_real)
 
-    try:
-        with (
-            _torch.outside_all_dispatch_modes(),
-            isolated(),
-            CACHES.set_aside(),
-            _set_back(trial),
-        ):
-            return _torch.below_all_levels(run)
-    except Unsettled as unsettled:
-        count = unsettled.steps
-    return _measured(fn, args, steps, nbytes, is_real=is_real, count=count)
+    aside = _torch.outside_all_dispatch_modes(), isolated(), CACHES.set_aside()
+    with aside[0], aside[1], aside[2], _set_back(trial):
+        return _torch.below_all_levels(run)
 
 
 def _copies(chain: Chain, passed: Sequence[Tensor]) -> list[Tensor]:
@@ -276,40 +345,6 @@ def _set_back(trial: ChainCall) -> Iterator[None]:
             stream.write(state)
 
 
-class Unsettled(Exception):  # noqa: N818
-    """Carries of the first steps are unlike those after them."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(steps)
-        self.steps = steps
-
-
-def _step_of(rehearsal: "Rehearsal", nbytes: int, *, is_real: bool) -> StepBytes:
-    """Return the numbers of a step that is like those after it."""
-    length = rehearsal.call.steps.length
-    assert length is not None
-    lives, taken = rehearsal.settled()
-    last = len(lives) - 1
-    carry = rehearsal.size(lives[-1])
-    advance = max(*taken, rehearsal.forward_bytes - carry)
-
-    def reversing(count: int) -> int:
-        start = min(last, length - count)
-        live = lives[start]
-        return rehearsal.reversed(live, Reverse(start, start + count))
-
-    reversing(1)  # from the second time on the gradients of arguments are there
-    reverse = {1: reversing(1)}
-    cotangent = rehearsal.cotangent
-    for count in counts_together(length)[1:]:
-        before = max(reverse.values())
-        # More steps take more, and real ones are not to take that much.
-        if (2 * before if is_real else before) > nbytes:
-            break
-        reverse[count] = reversing(count)
-    return StepBytes(carry, cotangent, advance, tuple(reverse.items()))
-
-
 class Rehearsal:
     """A forward of a trial that has run, and steps of it that run again."""
 
@@ -320,66 +355,80 @@ class Rehearsal:
         needs: Sequence[bool],
         meter: Meter,
     ) -> None:
-        self._chain, self._meter, self.call = chain, meter, chain.call
+        self._chain, self._meter, self._call = chain, meter, chain.call
         request = Request(needs, at_base=True)
         (outs, evaluation), peak = self._measured(chain.evaluate, inputs, request)
         updated = evaluation.updated  # buffers, whose values from before come last
         if updated:
             inputs = replaced_at(inputs, updated, outs[-len(updated) :])
-        self.inputs = inputs  # with the values of buffers from before the forward
+        self._inputs = inputs  # with the values of buffers from before the forward
         places = chain.call.outs
         # What the forward took, without what was collected.
-        self.forward_bytes = peak - _nbytes([outs[j] for j in places.of_collected])
+        self._forward = peak - _nbytes([outs[j] for j in places.of_collected])
         given = [*places.of_carry, *places.of_collected]
         given = [j for j in given if evaluation.differentiable[j]]
         cotangents = {j: outs[j].new_zeros(outs[j].shape) for j in given}
         wanted = [i for i, need in enumerate(needs) if need]
-        self.run = Reversing(chain, inputs, wanted, cotangents)
+        self._run = Reversing(chain, inputs, wanted, cotangents)
 
-    def settled(self) -> tuple[list[Live], list[int]]:
+    def step(self, nbytes: int, *, is_real: bool) -> StepBytes | None:
+        """Return the numbers of a step that is like those after it; None if unlike."""
+        length = self._call.steps.length
+        assert length is not None
+        lives, taken = self._settled(length)
+        if len(lives) - 1 > max(self._call.length, 1):
+            return None
+        del lives[length:]  # the result, where the chain has no more steps
+        carry = _nbytes(lives[-1].tensors, self._inputs)
+
+        def reversing(count: int) -> int:
+            start = min(len(lives) - 1, length - count)
+            return self._reversed(lives[start], Reverse(start, start + count))
+
+        reversing(1)  # from the second time on the gradients of arguments are there
+        reverse = {1: reversing(1)}
+        cotangent = _nbytes(self._run.carried)
+        tried = sorted({2, 4, 8, 16, TOGETHER, length})
+        for count in [n for n in tried if 1 < n <= min(length, TOGETHER)]:
+            before = max(reverse.values())
+            # More steps take more, and real ones are not to take that much.
+            if (2 * before if is_real else before) > nbytes:
+                break
+            reverse[count] = reversing(count)
+        advance = max(*taken, self._forward - carry)
+        return StepBytes(carry, cotangent, advance, tuple(reverse.items()))
+
+    def _settled(self, length: int) -> tuple[list[Live], list[int]]:
         """Run steps until carries are alike; return these, and what steps took.
 
         The first may hold tensors that were passed, and need no gradients yet.
         """
-        lives = [self.call.first(self.inputs)]
+        lives = [self._call.first(self._inputs)]
         taken: list[int] = []
-        assert self.call.steps.length is not None
-        most = min(self.call.steps.length, len(lives[0].tensors) + 2)
-        while len(taken) < most:
-            bounds = len(taken), len(taken) + 1
-            segment, given = segment_from(self._chain, lives[-1], self.inputs, bounds)
+        while len(taken) < min(length, len(lives[0].tensors) + 2):
+            last, bounds = lives[-1], (len(taken), len(taken) + 1)
+            segment, given = segment_from(self._chain, last, self._inputs, bounds)
             live, found = self._measured(segment.advance, given)
             taken.append(found)
-            if self._form(live) == self._form(lives[-1]) and len(taken) > 1:
+            forms = [
+                (_nbytes(c.tensors, self._inputs), [*c.needs]) for c in (last, live)
+            ]
+            if forms[0] == forms[1] and len(taken) > 1:
                 break
             lives.append(live)
-        if len(lives) - 1 > max(self.call.length, 1):
-            raise Unsettled(len(lives))
-        # The last one is the result where the chain has no more steps.
-        return lives[: self.call.steps.length], taken
+        return lives, taken
 
-    def _form(self, live: Live) -> tuple[int, Sequence[bool]]:
-        return self.size(live), [*live.needs]
-
-    def reversed(self, live: Live, action: Reverse) -> int:
+    def _reversed(self, live: Live, action: Reverse) -> int:
         """Reverse steps from a carry; return the most bytes they took.
 
         The cotangents that they were given count; new gradients of arguments do not.
         """
-        given, before = self.cotangent, _nbytes(self.run.gradients.values())
-        self.run.live = live
-        with differentiated(), self.run.surroundings:
-            _, peak = self._measured(self.run.do, action)
-        return peak + given - _nbytes(self.run.gradients.values()) + before
-
-    @property
-    def cotangent(self) -> int:
-        """The bytes of the cotangents of a carry."""
-        return _nbytes(self.run.carried)
-
-    def size(self, live: Live) -> int:
-        """Return the bytes of a carry, without those of inputs of the chain."""
-        return _nbytes(live.tensors, self.inputs)
+        run = self._run
+        given, before = _nbytes(run.carried), _nbytes(run.gradients.values())
+        run.live = live
+        with differentiated(), run.surroundings:
+            _, peak = self._measured(run.do, action)
+        return peak + given - _nbytes(run.gradients.values()) + before
 
     def _measured(self, call: Callable[..., Any], *args: Any) -> tuple[Any, int]:
         """Call; return the result, and the most bytes beside those from before."""

@@ -1,35 +1,20 @@
 """Calls a chain: as one node, as the plain loop, or in a graph.
 
-Under a budget of bytes, some steps are measured first, which tells the schedule.
-
 Invariant: the plain loop checks carries like the chain does. Code that works without
 gradients works with them.
-Invariant: steps that are alike are measured once. What cannot be measured runs without
-a budget, and a warning says so, once the steps have run: an error in them is raised by
-the chain. To tell what is alike, nothing of the user's is held: code and settings,
-shapes, and a hash of the numbers that a step refers to.
 Rejected: a node for each step in the plain loop, for what a body may differentiate.
-Rejected: to measure each call. It takes as long as some sixty steps on fake tensors.
-Rejected: the identity of objects. A closure is a new one in each call.
 """
 
 import functools
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from remat import _torch
-from remat._ambient.ambient import Ambient
 from remat._base import pytree
-from remat._base.errors import BudgetError, hide_frames, label_of
-from remat._base.sizes import in_unit
-from remat._partial.cache import metas_of
+from remat._base.errors import hide_frames, label_of
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT
 from remat._transform.api import PolicyLike, caller, remat
@@ -37,12 +22,11 @@ from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat.chain import _steps
 from remat.chain._actions import Schedule
-from remat.chain._budget import TOGETHER, LoopBudget, StepBytes, chosen, measured
+from remat.chain._budget import LoopBudget, schedule_within
 from remat.chain._chain import Chain
-from remat.chain._forward import ChainCall, Progress, call_of
-from remat.chain._schedules import Online, Segments, Sqrt, ranges_of
+from remat.chain._forward import Progress, call_of
+from remat.chain._schedules import Segments, Sqrt, ranges_of
 from remat.chain._steps import Columns, Live, Steps
-from remat.policies import Policy
 
 
 # What is stored, or how many bytes there may be.
@@ -68,7 +52,7 @@ def call_chain(
             if not call.is_lazy:
                 warning = ""
                 if isinstance(asked, LoopBudget) and True in needs:
-                    found = _schedule_within(asked, call, (fn, args), inputs, needs)
+                    found = schedule_within(asked, call, (fn, args), inputs, needs)
                     call.schedule, warning = found
                 outs = evaluate_differentiably(Chain(call), inputs, needs)
                 if warning:
@@ -169,117 +153,6 @@ _DISK = (
     "remat: {label} is a part of a graph, which stores carries in memory: disk=True is "
     "not followed. Leave it out of the graph (`torch.compiler.disable`)."
 )
-
-
-# --- Under a budget ---
-
-
-def _schedule_within(
-    budget: LoopBudget,
-    call: ChainCall,
-    called: tuple[Any, tuple[Any, ...]],
-    inputs: Sequence[Tensor],
-    needs: Sequence[bool],
-) -> tuple[Schedule, str]:
-    """Return the schedule with the least work that stays under a budget."""
-    layer, steps = _torch.current_layer(), call.steps
-    if layer is not None and _torch.kind_of(layer) == _torch.VMAP:
-        return Sqrt(), _OUTSIDE.format(label=steps.label)
-    batch = _torch.batch_size()
-    inside = replace(budget, nbytes=budget.nbytes // batch)
-    kind = _kind_of_chain(call, inputs, needs, inside)
-    numbers = _known(*kind)
-    if numbers is None:
-        numbers = measured(*called, steps, inside.nbytes, is_batched=batch > 1)
-        if isinstance(numbers, Exception):
-            other = Sqrt() if steps.length is not None else Online(_ONLINE)
-            return other, _UNMEASURED.format(label=steps.label, error=numbers)
-        _remember(*kind, numbers)
-    found, few = chosen(numbers, steps.length, inside.nbytes)
-    if found is None:
-        few *= batch
-        sizes = {"budget": budget.nbytes, "least": few}
-        shown = {name: in_unit(n, budget.unit) for name, n in sizes.items()}
-        raise BudgetError(_TOO_SMALL.format(label=steps.label, **shown), few)
-    return found, ""
-
-
-_ONLINE = 10  # checkpoints of a loop that cannot be measured
-_OUTSIDE = (
-    "remat: {label} is differentiated outside of a vmap, where no checkpoints are "
-    "stored: its budget is not kept. Its backward holds about sqrt(n) carries. "
-    "Differentiate inside of the vmap: vmap(grad(f))."
-)
-_UNMEASURED = (
-    "remat: the steps of {label} could not be measured, so the budget is not kept. "
-    "Pass checkpoints= instead. ({error})"
-)
-_TOO_SMALL = (
-    "remat: a budget of {budget} is too small for {label}. The least that works is "
-    "{least}. It holds the carries that are stored, and the steps that run at a time. "
-    "Pass more, or make a step smaller, for example by policy=."
-)
-
-
-# --- Chains that are alike ---
-
-
-# What was measured, by kind, and for each by the numbers that its steps refer to.
-_KNOWN: OrderedDict[Hashable, dict[int, StepBytes]] = OrderedDict()
-_KINDS, _TIMES = 128, 4
-_LOCK = threading.Lock()
-
-
-def _known(kind: Hashable, numbers: int) -> StepBytes | None:
-    """Return what was measured of a kind; None if nothing was.
-
-    A step that counts refers to another number in each call. Once some measurements
-    with other numbers were all the same, no more are made.
-    """
-    with _LOCK:
-        found = _KNOWN.get(kind, {})
-        costs = {*found.values()}
-        if len(found) == _TIMES and len(costs) == 1:
-            return costs.pop()
-        return found.get(numbers)
-
-
-def _remember(kind: Hashable, numbers: int, costs: StepBytes) -> None:
-    """Remember what was measured; the oldest is forgotten first."""
-    with _LOCK:
-        found = _KNOWN.setdefault(kind, {})
-        found[numbers] = costs
-        if len(found) > _TIMES:
-            del found[next(iter(found))]
-        if len(_KNOWN) > _KINDS:
-            _KNOWN.popitem(last=False)
-
-
-def _kind_of_chain(
-    call: ChainCall,
-    inputs: Sequence[Tensor],
-    needs: Sequence[bool],
-    budget: LoopBudget,
-) -> tuple[Hashable, int]:
-    """Return what chains have in common whose steps are alike.
-
-    That is the code, with shapes and settings, and the numbers that it leads to.
-    """
-    steps = call.steps
-    # A trial runs at most so many steps: longer chains are alike.
-    most = TOGETHER + len(call.initial) + 2
-    is_long = (steps.length or 0) > most
-    rows = {*call.scanned} if is_long else ()
-    wholes = [t for i, t in enumerate(inputs) if i not in rows]
-    shapes = metas_of(wholes), *((inputs[i].shape[1:], inputs[i].dtype) for i in rows)
-    settings = Ambient().key, torch.get_default_dtype()
-    length = None if is_long else steps.length
-    code = call.reach.signature, shapes, tuple(needs), settings, length
-    policy = budget.policy
-    rules = policy.cache_key if isinstance(policy, Policy) else policy
-    first = getattr(steps.apply, "args", ())  # of `fori_loop`: its first number
-    numbers = call.reach.moment(inputs).numbers
-    return (code, budget.nbytes, first), hash((rules, *numbers))
 
 
 # --- What users pass ---

@@ -4,8 +4,6 @@ Bytes are those that the profiler sees allocated, which knows nothing of the met
 a step was measured with.
 """
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from support.loops import Plain, of_backward
@@ -15,7 +13,7 @@ from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import BudgetError, chain, checkpoint_name, policies, remat
-from remat.chain import _call
+from remat.chain import _budget
 from remat.testing import assert_same, count_ops, memory_timeline
 
 
@@ -27,7 +25,7 @@ W = torch.linspace(-0.1, 0.1, 10_000).reshape(100, 100)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(_call, "_KNOWN", OrderedDict())
+    monkeypatch.setattr(_budget, "_KNOWN", {})
 
 
 def _scanned(loops, x, us, w, **options):
@@ -313,13 +311,13 @@ def test_measuring_leaves_objects_that_steps_change_as_they_were(asks):
 @pytest.fixture
 def times(monkeypatch):
     """One for each measurement."""
-    found, measure = [], _call.measured
+    found, measure = [], _budget.measured
 
     def measured(*args, **options):
         found.append(1)
         return measure(*args, **options)
 
-    monkeypatch.setattr(_call, "measured", measured)
+    monkeypatch.setattr(_budget, "measured", measured)
     return found
 
 
@@ -359,7 +357,7 @@ def test_a_policy_is_measured_too():
     found, ran = steps_run(wide, x, us, w, budget=budget, policy=policy)
     assert_same(found, expected, reassociated=True)
     assert ran == 2 * N  # hidden values are saved
-    assert len(_call._KNOWN) == 3
+    assert len(_budget._KNOWN) == 3
 
 
 class _Power:
@@ -410,7 +408,7 @@ def test_steps_that_cannot_be_measured_run_with_a_warning(monkeypatch):
     def measured(*_, **__):
         return ValueError("not today")
 
-    monkeypatch.setattr(_call, "measured", measured)
+    monkeypatch.setattr(_budget, "measured", measured)
     with pytest.warns(UserWarning, match=r"could not be measured.*\(not today\)"):
         found, ran = steps_run(_counted, X, US, W, budget="1 KiB")
     expected = of_backward(lambda *ts: _counted(Plain, *ts), X, US, W)
