@@ -12,7 +12,7 @@ Rejected: torch.utils._pytree, ten times slower and without key paths for every 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import optree
@@ -126,8 +126,7 @@ def _adopt(cls: type) -> bool:
     if cls in _LEAVES or issubclass(cls, (Tensor, nn.Module)):
         return False
     if cls in TORCH_NODES:
-        node = TORCH_NODES[cls]
-        _register(cls, node.flatten_fn, _unflatten_with(node), namespace=_NAMESPACE)
+        _register(cls, *_of_torch(cls), namespace=_NAMESPACE)
     elif _is_dataclass(cls) and not issubclass(cls, (dict, list, tuple)):
         unflatten_node = functools.partial(_unflatten_attributes, cls)
         _register(cls, _flatten_dataclass, unflatten_node, namespace=_NAMESPACE)
@@ -193,11 +192,14 @@ def register_attributes(
     register_torch_node(cls, flatten_node, unflatten_node, **named)
 
 
+_Unflatten: TypeAlias = Callable[[Any, Iterable[Any]], Any]
+
+
 class Registered(NamedTuple):
     """How a class that a user registered is taken apart and rebuilt."""
 
     flatten: Callable[[Any], tuple[Iterable[Any], Any]]
-    unflatten: Callable[[Any, Iterable[Any]], Any]
+    unflatten: _Unflatten
 
 
 REGISTERED: dict[type, Registered] = {}
@@ -207,17 +209,13 @@ def registration_of(cls: type) -> Registered | None:
     """Return how a class is taken apart, if it is registered here or with torch."""
     if cls in REGISTERED:
         return REGISTERED[cls]
-    if cls not in TORCH_NODES:
-        return None
+    return _of_torch(cls) if cls in TORCH_NODES else None
+
+
+def _of_torch(cls: type) -> Registered:
     node = TORCH_NODES[cls]
-    return Registered(node.flatten_fn, _unflatten_with(node))
-
-
-def _unflatten_with(node: Any) -> Callable[[Any, Iterable[Any]], Any]:
-    def unflatten_node(context: Any, children: Iterable[Any]) -> Any:
-        return node.unflatten_fn([*children], context)
-
-    return unflatten_node
+    again: _Unflatten = lambda rest, children: node.unflatten_fn([*children], rest)
+    return Registered(node.flatten_fn, again)
 
 
 # --- `remat.register` ---
@@ -270,9 +268,10 @@ def register(
         tensor([1., 1.])
     """
     _refuse_class(cls)
-    if flatten is None and unflatten is None:
-        flatten, unflatten = _methods_of(cls)
     name = cls.__qualname__
+    if flatten is None and unflatten is None:
+        flatten = getattr(cls, "tree_flatten", None)
+        unflatten = getattr(cls, "tree_unflatten", None)
     if not (callable(flatten) and callable(unflatten)):
         raise TypeError(_FUNCTIONS.format(name=name))
     _check_takes(flatten, 1, name, "flatten")
@@ -280,10 +279,9 @@ def register(
     known, how = REGISTERED.get(cls), Registered(flatten, unflatten)
     if known is not None and all(map(_is_same, known, how)):
         return cls
-    if known is not None:
-        raise ValueError(_TWICE.format(name=name))
-    if cls in TORCH_NODES:
-        raise ValueError(_BY_TORCH.format(name=name))
+    if known is not None or cls in TORCH_NODES:
+        where = "other functions" if known else "torch.utils._pytree, which remat asks"
+        raise ValueError(_TWICE.format(name=name, where=where))
     _register_everywhere(cls, how)
     return cls
 
@@ -309,26 +307,12 @@ def _register_everywhere(cls: type, how: Registered) -> None:
 def _refuse_class(cls: Any) -> None:
     if not isinstance(cls, type):
         raise TypeError(_NO_CLASS.format(what=repr(cls)))
-    if cls in INERT or cls is object:
-        raise TypeError(_REFUSED.format(name=cls.__qualname__, why="holds no tensors"))
-    for base, why in _REFUSED_BASES.items():
+    why = "holds no tensors" if cls in INERT or cls is object else ""
+    for base in (Tensor, nn.Module, dict, list, tuple):
         if issubclass(cls, base):
-            raise TypeError(_REFUSED.format(name=cls.__qualname__, why=why))
-
-
-_CONTAINER = "is a container that needs no registration"
-_REFUSED_BASES: Mapping[type, str] = {
-    Tensor: "is a tensor, which is an input itself",
-    nn.Module: "is a module, whose parameters are found",
-    **dict.fromkeys((dict, list, tuple), _CONTAINER),
-}
-
-
-def _methods_of(cls: Any) -> tuple[Any, Any]:
-    """Return what a class itself says of how it is taken apart and rebuilt."""
-    if not (hasattr(cls, "tree_flatten") and hasattr(cls, "tree_unflatten")):
-        raise TypeError(_FUNCTIONS.format(name=cls.__qualname__))
-    return cls.tree_flatten, cls.tree_unflatten
+            why = f"is a {base.__name__}, whose tensors are found as they are"
+    if why:
+        raise TypeError(_REFUSED.format(name=cls.__qualname__, why=why))
 
 
 def _check_takes(fn: Callable[..., Any], count: int, name: str, what: str) -> None:
@@ -370,10 +354,6 @@ _TAKES = (
     "tensors: `" + _HOW + "`."
 )
 _TWICE = (
-    "remat: {name} is registered already, with other functions. A class is registered "
-    "once: define the class again first, or leave this out."
-)
-_BY_TORCH = (
-    "remat: {name} is registered already with torch.utils._pytree, which remat asks as "
-    "well. Leave this out."
+    "remat: {name} is registered already with {where}. A class is registered once: "
+    "define the class again first, or leave this out."
 )

@@ -28,14 +28,14 @@ def bytes_in(size: object, taker: str) -> int:
         >>> bytes_in("8GB", "within"), bytes_in("1.5 KiB", "within"), bytes_in(7, "fit")
         (8000000000, 1536, 7)
     """
+    what = f"the text {size!r}" if isinstance(size, str) else repr(size)
     if isinstance(size, bool) or not isinstance(size, Real | str):
-        kind = type(size).__name__
-        raise TypeError(_KIND.format(taker=taker, size=size, kind=kind))
-    if isinstance(size, str):
-        return _read(size, taker)
-    number = size if isinstance(size, int) else float(size)
-    if number != number // 1 or not 0 <= number < math.inf:
-        raise ValueError(_NUMBER.format(taker=taker, size=size))
+        what = f"{what}, a {type(size).__name__}"
+        raise TypeError(_REFUSED.format(taker=taker, what=what))
+    number = _read(size) if isinstance(size, str) else size
+    number = number if isinstance(number, int) else float(number)
+    if not 0 <= number < math.inf or number != number // 1:
+        raise ValueError(_REFUSED.format(taker=taker, what=what))
     return int(number)
 
 
@@ -81,24 +81,21 @@ def number_in(nbytes: int, unit: str) -> str:
     return f"{thousandths // 1000:,}.{thousandths % 1000:03}"
 
 
-def _read(text: str, taker: str) -> int:
+def _read(text: str) -> int:
+    """Return how many bytes a text says; -1 if it says none."""
     found = _SIZE.fullmatch(text)
-    is_bits = (
-        found is not None and found[2][-1:] == "b" and found[2] != found[2].lower()
-    )
-    if found is None or is_bits or (found[2] and found[2].upper() not in _UNITS):
-        raise ValueError(_TEXT.format(taker=taker, size=text))
+    unit = "" if found is None else found[2]
+    is_bits = unit[-1:] == "b" and unit != unit.lower()
+    if found is None or is_bits or (unit or "B").upper() not in _UNITS:
+        return -1
     whole, _, fraction = found[1].partition(".")
-    unit = _UNITS[found[2].upper() or "B"]
     digits = int(whole or 0) * 10 ** len(fraction) + int(fraction or 0)
-    return digits * unit // 10 ** len(fraction)
+    return digits * _UNITS[(unit or "B").upper()] // 10 ** len(fraction)
 
 
-_ACCEPTED = (
-    "Pass bytes as a whole number, at least 0, or as a text: '800 MB', '1.5GiB'. Units "
-    "are B, KB, MB, GB and TB (powers of 1000), and KiB, MiB, GiB and TiB (powers of "
-    "1024); a small b after a capital letter is bits."
+_REFUSED = (
+    "remat: {taker} takes a number of bytes; got {what}. Pass bytes as a whole number, "
+    "at least 0, or as a text: '800 MB', '1.5GiB'. Units are B, KB, MB, GB and TB "
+    "(powers of 1000), and KiB, MiB, GiB and TiB (powers of 1024); a small b after a "
+    "capital letter is bits."
 )
-_KIND = "remat: {taker} takes a number of bytes; got {size!r}, a {kind}. " + _ACCEPTED
-_NUMBER = "remat: {taker} takes a number of bytes; got {size!r}. " + _ACCEPTED
-_TEXT = "remat: {taker} takes a number of bytes; got the text {size!r}. " + _ACCEPTED

@@ -148,9 +148,12 @@ def whole(rest, children):
 
 REFUSED = {
     "no class": (lambda: (3, halves, whole), "takes a class, and got 3"),
-    "a tensor": (lambda: (torch.nn.Parameter, halves, whole), "it is a tensor"),
-    "a module": (lambda: (torch.nn.Linear, halves, whole), "it is a module"),
-    "a dict": (lambda: (type("D", (dict,), {}), halves, whole), "D cannot be .* conta"),
+    "a tensor": (lambda: (torch.nn.Parameter, halves, whole), "it is a Tensor"),
+    "a module": (lambda: (torch.nn.Linear, halves, whole), "it is a Module"),
+    "a dict": (
+        lambda: (type("D", (dict,), {}), halves, whole),
+        "D cannot be .* it is a dict",
+    ),
     "a number": (lambda: (int, halves, whole), "int cannot .* it holds no tensors"),
     "one function": (lambda: (fresh(), halves), r"register\(Fresh\) needs two"),
     "no functions": (lambda: (fresh(),), r"register\(Fresh\) needs two .*tree_flatten"),
@@ -175,7 +178,7 @@ def test_what_cannot_be_registered_is_refused(make, message):
 def test_a_class_is_registered_once():
     cls = fresh()
     package.register(cls, halves, whole)
-    with pytest.raises(ValueError, match="Fresh is registered already, with other fun"):
+    with pytest.raises(ValueError, match="Fresh is registered already with other fun"):
         package.register(cls, lambda o: ([], o), whole)
 
 
