@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -36,11 +37,7 @@ def user_line() -> str:
 def user_frame() -> types.FrameType | None:
     """Return the innermost frame that runs neither torch's code nor remat's."""
     frame: types.FrameType | None = sys._getframe(1)
-    passed = _PASSED
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file not in passed and not _is_passed(file):
-            break
+    while frame is not None and _is_passed(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -75,33 +72,13 @@ def shown(file: str) -> str:
 _GENERATED = ("<string>", "<frozen", "<eval_with_key>")
 
 
+@functools.lru_cache(maxsize=4096)  # each operation of a block asks it ten times
 def _is_passed(file: str) -> bool:
     """Say whether a file's lines are torch's, remat's, or of no file at all."""
-    if not _is_library(file):
-        return False
-    if not file.startswith("<"):  # each generated code has a name of its own
-        _PASSED.add(file)
-    return True
-
-
-# Each operation of a block asks this of ten frames.
-_PASSED: set[str] = set()
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
     return file.startswith((TORCH, OURS, *_GENERATED)) or is_standard(file)
 
 
 # --- The module that runs a line ---
-
-
-def _module_of(frame: types.FrameType) -> nn.Module | None:
-    """Return the module that is called in a frame, if it is that of `__call__`."""
-    if frame.f_code.co_filename != module.__file__:
-        return None
-    called = frame.f_locals.get("self")
-    return called if isinstance(called, nn.Module) else None
 
 
 def _path_of(first: types.FrameType) -> str:
@@ -110,9 +87,10 @@ def _path_of(first: types.FrameType) -> str:
     outer: nn.Module | None = None
     frame: types.FrameType | None = first
     while frame is not None:
-        found = _module_of(frame)
-        if found is not None:
-            inner, outer = found if inner is None else inner, found
+        if frame.f_code.co_filename == module.__file__:  # that of `Module.__call__`
+            found = frame.f_locals.get("self")
+            if isinstance(found, nn.Module):
+                inner, outer = found if inner is None else inner, found
         frame = frame.f_back
     return "" if inner is None or outer is None else _name_in(outer, inner)
 
@@ -120,7 +98,7 @@ def _path_of(first: types.FrameType) -> str:
 class _Names(threading.local):
     """The names in the module that a thread asked about last: a record asks often."""
 
-    outer: Any = None
+    outer: Callable[[], Any] = staticmethod(lambda: None)
     names: dict[int, str] = {}  # noqa: RUF012 - never changed, only replaced
 
 
@@ -129,17 +107,7 @@ _LAST = _Names()
 
 def _name_in(outer: nn.Module, inner: nn.Module) -> str:
     """Return the name of a module in another one, "" if it is not in there."""
-    name = _LAST.names.get(id(inner), "")
-    known = _LAST.outer is not None and _LAST.outer() is outer
-    if not (known and name and _is_at(outer, name, inner)):
+    if _LAST.outer() is not outer or _LAST.names.get(id(inner)) is None:
         _LAST.outer = weakref.ref(outer)
         _LAST.names = {id(m): name for name, m in outer.named_modules()}
-        name = _LAST.names.get(id(inner), "")
-    return name
-
-
-def _is_at(outer: nn.Module, name: str, inner: nn.Module) -> bool:
-    try:
-        return outer.get_submodule(name) is inner
-    except AttributeError:
-        return False
+    return _LAST.names.get(id(inner), "")
