@@ -19,10 +19,10 @@ import torch
 
 from remat._ambient.streams import (
     Stream,
+    device_streams,
     global_streams,
     moved_since,
-    set_state,
-    state_of,
+    stream_of,
 )
 from remat._base.warned import watch_warnings, without_errors
 from remat._torch import (
@@ -99,10 +99,7 @@ class Ambient:
         self._settings = read_settings()
         self._filters = warnings.filters  # `catch_warnings` puts another list there
         self._global = ours = global_streams()
-        devices = device_generators()
-        others: list[tuple[Any, Any]] = []
-        if devices or streams:
-            others += [(s, state_of(s)) for s in (*devices, *streams)]
+        others = [(s, s.read()) for s in (*device_streams(), *streams)]
         # The states at the call; None once the forward has ended.
         self._before: tuple[Any, Any] | None = ours.read(), others
 
@@ -122,13 +119,10 @@ class Ambient:
         if always or before != now:
             each = zip(self._global.streams, before, now, strict=True)
             moved += [(s, old) for s, old, new in each if always or old != new]
-        present = device_generators()
-        if others or present:
-            moved += others if always else moved_since(others)
-            known = {id(s) for s, _ in others}
-            # The forward initialized these.
-            fresh = [g for g in present if id(g) not in known]
-            moved += [(g, _initial_state(g)) for g in fresh]
+        moved += others if always else moved_since(others)
+        for generator in device_generators():
+            if all(s.of != id(generator) for s, _ in others):  # the forward made it
+                moved.append(_at_its_start(generator))
         self._plain = not (always or moved or self._autocast)
         if not keeps_casts:
             self.forget_casts()
@@ -167,10 +161,8 @@ class Ambient:
 
         Python's and NumPy's are left: other threads, which load data, draw from them.
         """
-        ours, devices = self._global.streams[0], device_generators()
-        states: Sequence[Any] = ()
-        if devices or others:
-            states = [(s, state_of(s)) for s in (*devices, *others)]
+        ours = self._global.streams[0]
+        states = [(s, s.read()) for s in (*device_streams(), *others)]
         return ours, ours.read(), states
 
     @contextmanager
@@ -181,7 +173,9 @@ class Ambient:
             if self._filters is not warnings.filters:
                 stack.enter_context(without_errors())
             self._enter_autocast(stack)
-            _set(states, stack)
+            for s, state in states:
+                stack.callback(s.write, s.read())
+                s.write(state)
             yield
 
     def _enter_autocast(self, stack: ExitStack) -> None:
@@ -211,7 +205,7 @@ def noted(streams: Sequence[Stream], earlier: Ambient | None = None) -> Ambient:
     if earlier is not None and not moved_since(earlier.moved):
         if not streams:
             return earlier
-        known = {getattr(stream, "of", 0) for stream, _ in earlier.moved}
+        known = {stream.of for stream, _ in earlier.moved}
         if known.issuperset(stream.of for stream in streams):
             return earlier
     ambient = Ambient(streams, always=True)
@@ -224,28 +218,12 @@ def put_back(noted: tuple[Any, Any, Any]) -> None:
     ours, before, states = noted
     if ours.read() != before:
         ours.write(before)
-    if states:
-        for stream, state in moved_since(states):
-            set_state(stream, state)
+    for stream, state in moved_since(states):
+        stream.write(state)
 
 
-def _set(states: list[tuple[Any, Any]], stack: ExitStack) -> None:
-    """Set the states of streams, until a stack ends."""
-    present: dict[Any, Any] = {}
-    if states:
-        present = {s.name: s for s in global_streams().streams}
-    for s, _ in states:
-        # NumPy's generator may have been exchanged since. The present one is put back
-        # last: callbacks run in reverse.
-        now = present.get(getattr(s, "name", None), s)
-        stack.callback(set_state, now, state_of(now))
-        if now is not s:
-            stack.callback(set_state, s, state_of(s))
-    for s, state in states:
-        set_state(s, state)
-
-
-def _initial_state(generator: torch.Generator) -> torch.Tensor:
-    """Return the state in which a generator started that the forward initialized."""
+def _at_its_start(generator: torch.Generator) -> tuple[Stream, Any]:
+    """Return the stream of a generator, and the state in which it was made."""
     fresh = torch.Generator(generator.device)
-    return fresh.manual_seed(generator.initial_seed()).get_state()
+    fresh.manual_seed(generator.initial_seed())
+    return stream_of(generator), stream_of(fresh).read()

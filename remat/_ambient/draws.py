@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from remat._ambient.streams import global_streams, moved_since, set_state, state_of
+from remat._ambient.streams import device_streams, global_streams, moved_since
 from remat._base.errors import RandomnessError
 from remat._base.observer import Observer
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._torch import OpOverload, default_generators
+from remat._torch import OpOverload
 
 
 class Guard(Observer):
@@ -37,13 +37,14 @@ class Guard(Observer):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not _may_draw(func) or self.is_off():
             return super().run(func, args, kwargs)
-        before = [(g, state_of(g)) for g in default_generators()]
+        streams = [global_streams().streams[0], *device_streams()]
+        before = [(s, s.read()) for s in streams]
         out = super().run(func, args, kwargs)
         moved = moved_since(before)
         if not moved:
             return out
-        for generator, state in moved:
-            set_state(generator, state)
+        for stream, state in moved:
+            stream.write(state)
         raise RandomnessError(self._message.format(op=func, where=user_line()))
 
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remat._torch import (
+    device_generators,
     function_mode_count,
     no_torch_functions,
     twister_memory,
@@ -54,31 +55,32 @@ def _memory(address: int, size: int) -> Any:
 # --- torch's ---
 
 
-def _torch_access(value: torch.Generator) -> tuple[Callable[[], Any], Any]:
-    return functools.partial(_torch_state, value), functools.partial(_set_torch, value)
+def _of_torch(generator: torch.Generator) -> Stream:
+    def read() -> bytes:
+        state = generator.get_state()
+        with no_torch_functions() if function_mode_count() else _NOTHING:
+            return ctypes.string_at(state.data_ptr(), state.numel())
+
+    def write(state: bytes) -> None:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return Stream("a torch.Generator", read, write, id(generator))
 
 
-def _torch_state(generator: torch.Generator) -> bytes:
-    state = generator.get_state()
-    if function_mode_count():
-        return _bytes_of(state)
-    return ctypes.string_at(state.data_ptr(), state.numel())
+_NOTHING = contextlib.nullcontext()
+_of_device = functools.lru_cache(maxsize=64)(_of_torch)
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    # Unseen by modes and transforms.
-    with no_torch_functions():
-        return ctypes.string_at(state.data_ptr(), state.numel())
+def device_streams() -> list[Stream]:
+    """Return the global stream of every initialized device besides the CPU."""
+    return [*map(_of_device, device_generators())]
 
 
-def _set_torch(generator: torch.Generator, state: bytes) -> None:
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _torch_global(generator: torch.Generator) -> tuple[Stream, Any]:
-    memory = twister_memory(generator)
+def _global_of_torch() -> tuple[Stream, Any]:
+    generator = torch.default_generator
+    memory, stream = twister_memory(generator), _of_torch(generator)
     if memory is None:
-        return Stream("cpu", *_torch_access(generator)), None
+        return stream._replace(name="cpu", of=0), None
 
     def write(raw: bytes) -> None:
         with no_torch_functions():  # unseen by modes
@@ -104,18 +106,19 @@ def _python_state(raw: bytes, gauss: float | None) -> tuple[Any, ...]:
     return (3, (*words, position), gauss)
 
 
-def _python_global(owner: Any) -> tuple[Stream, Any]:
-    memory = _python_memory(random.Random(0))
-    name = "Python's random"
-    if memory is None or type(owner) is not random.Random:
+def _global_of_python() -> tuple[Stream, Any]:
+    memory, name = _python_memory(random.Random(0)), "Python's random"
+    if memory is None or _PYTHON is None:
         return Stream(name, random.getstate, random.setstate), None
-    memory = _memory(id(owner) + _HEADER, len(memory))
-    untyped: Any = owner
+    memory = _memory(id(_PYTHON) + _HEADER, len(memory))
 
     def write(state: tuple[bytes, float | None]) -> None:
-        untyped.setstate(_python_state(*state))
+        _PYTHON.setstate(_python_state(*state))
 
-    return Stream(name, lambda: (memory.raw, untyped.gauss_next), write), memory
+    return Stream(name, lambda: (memory.raw, _PYTHON.gauss_next), write), memory
+
+
+_PYTHON: Any = vars(random).get("_inst")  # the object behind the functions of `random`
 
 
 # --- NumPy's ---
@@ -123,44 +126,23 @@ def _python_global(owner: Any) -> tuple[Stream, Any]:
 _GAUSS = struct.Struct("id")  # whether there is a second normal number, and which
 
 
-def _numpy_global(numpy_random: Any) -> tuple[Any, Any]:
+def _global_of_numpy(numpy_random: Any) -> tuple[Any, Any]:
     owner, bits = numpy_random.mtrand._rand, numpy_random.get_bit_generator()
-    words, offset = _numpy_memory(bits), _gauss_offset(numpy_random)
-    if words is None or offset is None:
-        return _numpy_slowly(numpy_random, owner, bits), None
+    memory, offset = _numpy_memory(bits), _gauss_offset(numpy_random)
+    if memory is None or offset is None:
+        return stream_of(owner)._replace(name="numpy.random", of=0), None
     gauss = _memory(id(owner) + offset, _GAUSS.size)
 
     def write(state: tuple[bytes, bytes]) -> None:
-        _install(numpy_random, bits)
-        owner.set_state(_numpy_state(bits, *state))
+        if numpy_random.get_bit_generator() is not bits:
+            return  # it was exchanged since: the other one is left alone
+        *key, position = struct.unpack(f"{_WORDS}Ii", state[0])
+        has_gauss, second = _GAUSS.unpack(state[1])
+        words = {"state": {"key": key, "pos": position}, "has_gauss": has_gauss}
+        owner.set_state({**bits.state, **words, "gauss": second})
 
-    stream = Stream("numpy.random", lambda: (words.raw, gauss.raw), write)
-    return stream, (words, gauss)
-
-
-def _install(numpy_random: Any, bits: Any) -> None:
-    # Only if it is another: setting one forgets the second of two normal numbers.
-    if numpy_random.get_bit_generator() is not bits:
-        numpy_random.set_bit_generator(bits)
-
-
-def _numpy_slowly(numpy_random: Any, owner: Any, bits: Any) -> Stream:
-    def read() -> bytes:
-        now = numpy_random.get_bit_generator()
-        if now is bits:
-            return pickle.dumps(owner.get_state(legacy=False))
-        kept = owner.get_state(legacy=False)
-        numpy_random.set_bit_generator(bits)
-        state = pickle.dumps(owner.get_state(legacy=False))
-        numpy_random.set_bit_generator(now)
-        owner.set_state(kept)
-        return state
-
-    def write(state: bytes) -> None:
-        _install(numpy_random, bits)
-        owner.set_state(pickle.loads(state))
-
-    return Stream("numpy.random", read, write)
+    stream = Stream("numpy.random", lambda: (memory.raw, gauss.raw), write)
+    return stream, (memory, gauss)
 
 
 def _numpy_memory(bits: Any) -> Any:
@@ -183,15 +165,6 @@ def _gauss_offset(numpy_random: Any) -> int | None:
     return None if at < 0 else _HEADER + at
 
 
-def _numpy_state(bits: Any, raw: bytes, gauss: bytes) -> dict[str, Any]:
-    *words, position = struct.unpack(f"{_WORDS}Ii", raw)
-    has_gauss, second = _GAUSS.unpack(gauss)
-    state = bits.state
-    state["state"]["key"][:] = words
-    state["state"]["pos"] = position
-    return {**state, "has_gauss": has_gauss, "gauss": second}
-
-
 # --- Which there are ---
 
 
@@ -201,30 +174,26 @@ class GlobalStreams(NamedTuple):
     Attributes:
         read: returns the states of all, to be compared by `==`.
         streams: each of them; to each belongs one of the states.
-        python, numpy, bits: the object behind Python's functions, NumPy's module and
-            its generator. All three may be exchanged.
+        numpy, bits: NumPy's module, and its generator, which may be exchanged.
     """
 
     read: Callable[[], Sequence[Any]]
     streams: Sequence[Stream]
-    python: Any
     numpy: Any
     bits: Any
 
 
-def _find_global(python: Any, numpy_random: Any) -> GlobalStreams:
-    found = [_torch_global(torch.default_generator), _python_global(python)]
-    bits = None
+def _find_global(numpy_random: Any) -> GlobalStreams:
+    found, bits = [_global_of_torch(), _global_of_python()], None
     if isinstance(numpy_random, _MODULE):
         bits = numpy_random.get_bit_generator()
-        found.append(_numpy_global(numpy_random))
-    streams = [stream for stream, _ in found]
-    read = _reader(python, [memory for _, memory in found])
-    read = read or (lambda: [s.read() for s in streams])
-    return GlobalStreams(read, streams, python, numpy_random, bits)
+        found.append(_global_of_numpy(numpy_random))
+    streams, memories = zip(*found, strict=True)
+    read = _reader(memories) or (lambda: [s.read() for s in streams])
+    return GlobalStreams(read, streams, numpy_random, bits)
 
 
-def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
+def _reader(memories: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
     """Return the quickest way to read all of them, if all of them are in memory.
 
     All words of a stream are replaced at once. So what is around them and the first few
@@ -239,12 +208,12 @@ def _reader(python: Any, memories: Sequence[Any]) -> Callable[[], Sequence[Any]]
 
     def read() -> Sequence[Any]:
         nonlocal last
-        known, now = last, (_join(ends), python.gauss_next)
+        known, now = last, (_join(ends), _PYTHON.gauss_next)
         if now != known[0]:
             first, second, *others = map(_raw, all_)
             more = [(*others,)] if others else ()
-            known = now, (first, (second, python.gauss_next), *more)
-            if now == (_join(ends), python.gauss_next):  # no other thread drew
+            known = now, (first, (second, _PYTHON.gauss_next), *more)
+            if now == (_join(ends), _PYTHON.gauss_next):  # no other thread drew
                 last = known
         return known[1]
 
@@ -270,47 +239,35 @@ _global: GlobalStreams | None = None
 def global_streams() -> GlobalStreams:
     """Return the global streams of the host."""
     global _global
-    # The object behind the functions of `random`, which a test may replace.
-    python: Any = getattr(random, "_inst", None)
     numpy_random: Any = sys.modules.get("numpy.random")
     known = _global
     if (
         known is None
-        or known.python is not python
         or known.numpy is not numpy_random
         or (known.bits and numpy_random.get_bit_generator() is not known.bits)
         or (numpy_random is None and type(sys.modules.get("numpy")) is _MODULE)
     ):
-        known = _global = _find_global(python, _numpy_module())
+        if type(sys.modules.get("numpy")) is _MODULE:
+            # NumPy imports it on its first use, which may be within a forward.
+            numpy_random = importlib.import_module("numpy.random")
+        known = _global = _find_global(numpy_random)
     return known
 
 
-def _numpy_module() -> Any:
-    if type(sys.modules.get("numpy")) is _MODULE:
-        # NumPy imports it on its first use, which may be within a forward.
-        return importlib.import_module("numpy.random")
-    return sys.modules.get("numpy.random")
-
-
-def stream_of(value: Any) -> Stream | None:
+def stream_of(value: Any) -> Any:
     """Return how to read and write an object that draws; None if it is none."""
     if isinstance(value, torch.Generator):
-        return Stream("a torch.Generator", *_torch_access(value), id(value))
+        return _of_torch(value)
     if isinstance(value, random.Random):
-        return _python_stream(value)
+        with contextlib.suppress(NotImplementedError):  # SystemRandom has no state
+            value.getstate()
+            return Stream("a random.Random", value.getstate, value.setstate, id(value))
     if str(type(value).__module__).startswith("numpy.random"):
-        return _numpy_stream(value)
+        return _of_numpy(value)
     return None
 
 
-def _python_stream(value: random.Random) -> Stream | None:
-    with contextlib.suppress(NotImplementedError):  # SystemRandom has no state
-        value.getstate()
-        return Stream("a random.Random", value.getstate, value.setstate, id(value))
-    return None
-
-
-def _numpy_stream(value: Any) -> Stream | None:
+def _of_numpy(value: Any) -> Stream | None:
     """Access a RandomState, a Generator or a bit generator."""
     name = f"a numpy.random.{type(value).__name__}"
     owner = getattr(value, "bit_generator", value)
@@ -331,25 +288,6 @@ def _numpy_stream(value: Any) -> Stream | None:
     return Stream(name, read, write, id(owner))
 
 
-# --- Whether one moved ---
-
-
-def state_of(stream: Any) -> Any:
-    """Return the state of a stream, or of a torch.Generator."""
-    return stream.read() if isinstance(stream, Stream) else stream.get_state()
-
-
-def set_state(stream: Any, state: Any) -> None:
-    """Set a state that `state_of` returned."""
-    (stream.write if isinstance(stream, Stream) else stream.set_state)(state)
-
-
-def moved_since(states: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def moved_since(states: Iterable[tuple[Stream, Any]]) -> list[tuple[Stream, Any]]:
     """Return those streams, with their states from before, that were drawn from."""
-    return [(s, old) for s, old in states if _differ(old, state_of(s))]
-
-
-def _differ(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return _bytes_of(a) != _bytes_of(b)
-    return a != b
+    return [(s, old) for s, old in states if s.read() != old]

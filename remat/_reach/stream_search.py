@@ -45,7 +45,7 @@ from remat._reach.objects import (
     defines,
     is_rematerialized,
 )
-from remat._torch import default_generators, is_compiled
+from remat._torch import device_generators, is_compiled
 
 
 _LIMIT = 300  # values walked in a call
@@ -132,7 +132,8 @@ class StreamSearch:
         """Add one stream."""
         known = id(value) in self.streams
         # `Ambient` notes the global ones in any case.
-        if not known and all(value is not g for g in default_generators()):
+        ambient = torch.default_generator, *device_generators()
+        if not known and all(value is not g for g in ambient):
             stream = stream_of(value)
             if stream is not None:
                 self.streams[id(value)] = stream

@@ -41,7 +41,6 @@ from remat._reach.reach import Reach
 from remat._report.inputs import (
     is_parameter,
     reader_of,
-    stream_name,
     tensors_in,
     undoing,
 )
@@ -192,7 +191,7 @@ def _examined(
         exposed=frozenset(noting.exposed),
         kind=call.kind(leaves),
         owner=owner,
-        streams=tuple(stream_name(stream) for stream, _ in call.ambient.moved),
+        streams=tuple(stream.name for stream, _ in call.ambient.moved),
     )
 
 

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from remat import _torch
-from remat._ambient.streams import Stream, global_streams, stream_of
+from remat._ambient.streams import device_streams, global_streams
 from remat._base import pytree
 from remat._base.errors import CaptureError, Label, label_of, name_in, note
 from remat._base.observer import Observer
@@ -261,8 +261,7 @@ class Inputs:
 @contextmanager
 def streams_kept(others: Iterable[Any] = ()) -> Iterator[None]:
     """Leave the random streams of the process, and others, as they are now."""
-    devices = filter(None, map(stream_of, _torch.device_generators()))
-    streams = [*global_streams().streams, *devices, *others]
+    streams = [*global_streams().streams, *device_streams(), *others]
     states = [stream.read() for stream in streams]
     try:
         yield
@@ -349,11 +348,6 @@ def unwrapped(fn: Any) -> tuple[Any, str, Options]:
 def label_of_function(fn: Any) -> Label:
     """Return the label of a function that is not rematerialized."""
     return label_of(getattr(fn, "__qualname__", type(fn).__qualname__))
-
-
-def stream_name(stream: Any) -> str:
-    """Return the name of a random stream, or of a generator that was passed."""
-    return stream.name if isinstance(stream, Stream) else "a torch.Generator"
 
 
 def reader_of(node: Any) -> str:

@@ -316,7 +316,7 @@ class _Notes:
     def _note_states(self, moved: Iterable[tuple[Any, Any]], reader: str) -> None:
         """Note the states of streams, which a recompute sets back."""
         for stream, state in moved:
-            origin = f"state of the stream: {_inputs.stream_name(stream)}"
+            origin = f"state of the stream: {stream.name}"
             if isinstance(state, Tensor):
                 self._note([state], reader, origin=origin)
             else:

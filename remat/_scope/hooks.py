@@ -38,7 +38,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from remat._ambient.streams import set_state, state_of
 from remat._base.context import here
 from remat._base.errors import RecomputeError
 from remat._base.tensors import describe, version_of
@@ -438,8 +437,8 @@ def _as_recorded(operation: BlockOperation, settings: Any) -> Iterator[None]:
             write_settings(operation.settings)
             stack.callback(write_settings, settings)
         for stream, state in operation.streams:
-            stack.callback(set_state, stream, state_of(stream))
-            set_state(stream, state)
+            stack.callback(stream.write, stream.read())
+            stream.write(state)
         yield
 
 

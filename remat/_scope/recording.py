@@ -17,7 +17,7 @@ import torch
 from torch import Tag, Tensor
 from typing_extensions import override
 
-from remat._ambient.streams import Stream, global_streams, stream_of
+from remat._ambient.streams import Stream, device_streams, global_streams, stream_of
 from remat._base.absent import IGNORED, inputs_of, tensors_of
 from remat._base.calls import NOWHERE, Places
 from remat._base.context import here
@@ -50,7 +50,6 @@ from remat._torch import (
     OpOverload,
     call_kernel,
     current_task,
-    device_generators,
     eager_only,
     is_in_compiled_code,
     is_lazy,
@@ -331,7 +330,7 @@ def _states_before(
     passed = [stream_of(arg) for arg in (*args, *kwargs.values())]
     streams = [s for s in passed if s is not None]
     if not streams:
-        streams = [s for s in map(stream_of, device_generators()) if s is not None]
+        streams = device_streams()
         streams.append(global_streams().streams[0])  # the CPU's, read without a copy
     if traits.is_of_others:
         streams += global_streams().streams[1:]  # Python's and NumPy's

@@ -199,7 +199,6 @@ from remat._torch.process import (
     autocast_depth as autocast_depth,
     checkpoint_depth as checkpoint_depth,
     checkpoint_settings as checkpoint_settings,
-    default_generators as default_generators,
     device_generators as device_generators,
     has_hooks_on_all_modules as has_hooks_on_all_modules,
     hook_all_modules as hook_all_modules,

@@ -138,11 +138,6 @@ def device_generators() -> list[torch.Generator]:
     return [g for generators in _STREAMS for g in generators()] if _STREAMS else []
 
 
-def default_generators() -> list[torch.Generator]:
-    """Return the global generator of every device that is initialized."""
-    return [torch.default_generator, *device_generators()]
-
-
 # --- The state of a CPU generator, from memory ---
 
 _WORDS = 624  # of 32 bits

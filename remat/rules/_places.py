@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._ambient.streams import global_streams, moved_since, set_state, state_of
+from remat._ambient.streams import device_streams, global_streams, moved_since
 from remat._base.context import here
 from remat._base.errors import RecomputeError
 from remat._base.op import Op
@@ -29,7 +29,6 @@ from remat._torch import (
     JVP,
     LeanDispatchMode,
     base_dual_level_active,
-    device_generators,
     dispatch_modes,
     hooks_here,
     is_of_checkpoint,
@@ -68,20 +67,20 @@ class PlaceInCall:
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what recomputes leave out, and note what it draws."""
-        streams, own = global_streams(), (*device_generators(), *self.streams)
-        before, others = streams.read(), [(each, state_of(each)) for each in own]
+        streams, own = global_streams(), (*device_streams(), *self.streams)
+        before, others = streams.read(), [(each, each.read()) for each in own]
         with alone(self.policy):
             result = fn(*args, **kwargs)
         each = zip(streams.streams, before, streams.read(), strict=True)
         moved: list[Any] = [(s, now) for s, then, now in each if then != now]
-        moved += [(each, state_of(each)) for each, _ in moved_since(others)]
+        moved += [(each, each.read()) for each, _ in moved_since(others)]
         self._moved = moved
         return result
 
     def skip(self) -> None:
         """Leave the streams as the forward left them."""
         for stream, state in self._moved:
-            set_state(stream, state)
+            stream.write(state)
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Keep tensors without a graph, as the user's hooks for saved tensors do."""

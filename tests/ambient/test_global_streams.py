@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import itertools
 import random
 import re
 import sys
@@ -368,27 +367,6 @@ def test_another_bit_generator_may_be_the_global_one(wrap, bit_generator):
     x = leaf()
     bit_generator(np.random.PCG64(7))
     return torch.autograd.grad(wrap(draw_numpy)(x).sum(), x)
-
-
-KINDS = np.random.PCG64, np.random.MT19937
-
-
-@pytest.mark.parametrize(("first", "then"), [*itertools.product(KINDS, KINDS)])
-@replayed(sin=2)
-def test_numpys_generator_may_be_exchanged_before_the_backward(
-    wrap, bit_generator, first, then
-):
-    x = leaf()
-    old, other = first(7), then(3)
-    bit_generator(old)
-    y = wrap(draw_numpy)(x).sum()
-    state = repr(old.state)
-    bit_generator(other)
-    gradients = torch.autograd.grad(y, x)
-    assert np.random.get_bit_generator() is other
-    assert repr(other.state) == repr(then(3).state)
-    assert repr(old.state) == state
-    return gradients
 
 
 @pytest.mark.parametrize("initialized", ["before", "in the forward"])
