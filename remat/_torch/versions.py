@@ -28,12 +28,12 @@ try:
         autograd,
         graphs as graphs,
         levels,
-        modes,
+        modes as modes,
         nodes as nodes,
         noted as noted,
         operators as operators,
         process as process,
-        tensors,
+        tensors as tensors,
     )
 except (AttributeError, ImportError, KeyError) as missing:
     raise ImportError(
@@ -58,9 +58,8 @@ def was_run(version: str) -> bool:
 def examine() -> None:
     """Warn of a torch that is none of those that were run, and differs."""
     if not was_run(torch.__version__) and (found := differences()):
-        run, what = " and ".join(RUN), ", ".join(found)
-        message = _DIFFERS.format(torch.__version__, run, what)
-        warnings.warn(message, stacklevel=2)
+        names = torch.__version__, " and ".join(RUN), ", ".join(found)
+        warnings.warn(_DIFFERS.format(*names), stacklevel=2)
 
 
 _DIFFERS = (
@@ -70,27 +69,24 @@ _DIFFERS = (
 
 
 def differences() -> list[str]:
-    """Return what of torch is not as expected."""
+    """Return what of torch is not as expected, and the error that says so, if any."""
     found: list[str] = []
 
     def run() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found.extend(filter(None, (_differs(*check) for check in CHECKS.items())))
+            for what, holds in CHECKS.items():
+                try:
+                    found.extend(() if holds() else (what,))
+                except Exception as error:  # noqa: BLE001 - whatever another torch raises
+                    text = str(error).partition("\n")[0]
+                    found.append(f"{what} ({type(error).__name__}: {text})")
 
+    # In a thread no mode and no level of the caller's is there.
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     return found
-
-
-def _differs(what: str, check: Callable[[], bool]) -> str:
-    """Return what is not as expected, and the error that says so, if any; or ""."""
-    try:
-        return "" if check() else what
-    except Exception as error:  # noqa: BLE001 - whatever another torch raises
-        text = str(error).partition("\n")[0]
-        return f"{what} ({type(error).__name__}: {text})"
 
 
 # --- What is tried ---
@@ -133,35 +129,9 @@ def _makes_a_node_at_one_level() -> bool:
     return has_node and torch.equal(below, x)
 
 
-class _Seen(modes.LeanDispatchMode):
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.func = func
-        return modes.call_kernel(func, *args, **(kwargs or {}))
-
-
-def _enters_a_mode() -> bool:
-    x, depth = torch.ones(2), torch._C._len_torch_dispatch_stack
-    with _Seen() as mode:
-        entered = depth()
-        x.sin()
-    return mode.func is torch.ops.aten.sin.default and entered - depth() == 1
-
-
-def _reads_what_was_saved() -> bool:
-    x = torch.ones(2, requires_grad=True) * 1.0
-    (saved,) = autograd.saved_by(x.sin().grad_fn)
-    ref = tensors.StorageRef(x.untyped_storage())
-    return tensors.storage_id(saved) == tensors.storage_id(x) == ref.address
-
-
 CHECKS: dict[str, Callable[[], bool]] = {
     "hooks for saved tensors": _suspends_hooks,
     "levels of torch.func": _makes_a_node_at_one_level,
-    "dispatch modes": _enters_a_mode,
-    "saved tensors and storages": _reads_what_was_saved,
 }
 
 examine()

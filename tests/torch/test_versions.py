@@ -57,10 +57,6 @@ def test_flags_that_threads_left_set_are_no_difference(monkeypatch):
         ("hooks for saved tensors", autograd, "push_hooks"),
         ("levels of torch.func", versions.levels, "call_below"),
         ("levels of torch.func", versions.levels, "apply_at_level"),
-        ("dispatch modes", torch._C, "_push_on_torch_dispatch_stack"),
-        ("dispatch modes", torch._C, "_pop_torch_dispatch_stack"),
-        ("saved tensors and storages", versions.tensors, "storage_id"),
-        ("saved tensors and storages", autograd, "_raw_of"),
     ],
 )
 def test_what_differs_is_named(monkeypatch, what, module, name):
