@@ -6,7 +6,7 @@ name may be given to a value long after the operation that made it.
 """
 
 import weakref
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -64,9 +64,10 @@ class Candidates:
             self._error = self._error or error
             return Decision.RECOMPUTE
 
-    def _hold(self, tensor: Tensor, number: int) -> None:
-        can_be = is_strided(tensor) or sees_operations(tensor)
-        if number not in self._held and can_be and not is_lazy(tensor):
+    def _hold(self, tensor: Tensor | None, number: int) -> None:
+        if tensor is None or number in self._held or is_lazy(tensor):
+            return
+        if is_strided(tensor) or sees_operations(tensor):
             self._held[number] = tensor
 
     def hold_named(self, number: int, tensor: Tensor, steps: Sequence[Step]) -> None:
@@ -74,9 +75,7 @@ class Candidates:
         for outputs, step in zip(self._outputs, steps, strict=False):
             if number in step.makes and number not in step.reads:
                 for ref, s in zip(outputs, step.makes, strict=True):
-                    t = ref() if isinstance(ref, weakref.ref) else ref
-                    if t is not None:
-                        self._hold(t, s)
+                    self._hold(ref() if isinstance(ref, weakref.ref) else ref, s)
                 # The output itself may be gone, and only a view of it be left.
                 self._hold(tensor, number)
                 return
@@ -93,21 +92,20 @@ class Candidates:
         if self._error is not None:
             raise self._error
 
-    def decisions(self, record: Record, exposed: Collection[int]) -> list[Decision]:
+    def decisions(self, record: Record, exposed: Container[int]) -> list[Decision]:
         """Return what the policy says of each operation, by its names too."""
-        if self._policy is None:
-            return [Decision.RECOMPUTE] * len(record.steps)
+        policy = self._policy
+        if policy is None:
+            return decisions_of(None, record, exposed)
         pairs = [*zip(record.steps, self._decisions, strict=True)]
-        if self._policy.may_count:
-            kept = ((step.op, decision) for step, decision in pairs if decision)
-            for op, decision in kept:
-                if self._policy(op) is not decision:
-                    message = _COUNTS.format(policy=self._policy, op=op.func)
-                    warn(message)
-                    break
-        again = not self._policy.is_in_order
-        found = [self._policy(s.op) if s.op.names and again else d for s, d in pairs]
-        return _final(record, found, exposed)
+        kept = ((step.op, decision) for step, decision in pairs if decision)
+        for op, decision in kept if policy.may_count else ():
+            if policy(op) is not decision:
+                warn(_COUNTS.format(policy=policy, op=op.func))
+                break
+        if not policy.is_in_order:
+            self._decisions = [policy(s.op) if s.op.names else d for s, d in pairs]
+        return decisions_of(policy, record, exposed, self._decisions)
 
     def residual(self, value: Value, number: int) -> Tensor:
         """Return the output that was made with a storage, of which a view was held."""
@@ -130,35 +128,31 @@ _COUNTS = (
 
 
 def decisions_of(
-    policy: Policy | None, record: Record, exposed: Container[int]
+    policy: Policy | None,
+    record: Record,
+    exposed: Container[int],
+    given: Iterable[Decision] = (),
 ) -> list[Decision]:
-    """Return what a policy says of each operation of a record."""
+    """Return what a policy says of each operation of a record, or has said: `given`.
+
+    What made an exposed storage is recomputed. Python may have written to its memory,
+    where no version counts it.
+    """
     if policy is None:
         return [Decision.RECOMPUTE] * len(record.steps)
-    return _final(record, [policy(step.op) for step in record.steps], exposed)
-
-
-def _final(
-    record: Record, decisions: Sequence[Decision], exposed: Container[int]
-) -> list[Decision]:
-    """Return the decisions, but recompute what made an exposed storage.
-
-    Python may have written to its memory, where no version counts it.
-    """
-    found = [
-        Decision.RECOMPUTE if any(s in exposed for s in step.makes) else decision
-        for step, decision in zip(record.steps, decisions, strict=True)
-    ]
+    found = [*given] or [policy(step.op) for step in record.steps]
+    for i, step in enumerate(record.steps):
+        if any(s in exposed for s in step.makes):
+            found[i] = Decision.RECOMPUTE
     return overwritten(record, found)
 
 
 def overwritten(record: Record, decisions: Sequence[Decision]) -> list[Decision]:
     """Return the decisions, where what a collective overwrites is saved for it."""
     found = [*decisions]
-    if any(step.is_collective for step in record.steps):
-        for j, made in overwrites(record).items():
-            for i in made:
-                found[i] |= decisions[j]
+    for j, made in overwrites(record).items():
+        for i in made:
+            found[i] |= decisions[j]
     return found
 
 

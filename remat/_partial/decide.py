@@ -49,11 +49,6 @@ _ASKING = "has_torch_function", "is_torch_function"
 _ASKS = "it asks whether there is a torch function (has_torch_function)"
 # Reasons that are known after a forward only.
 ACCUMULATES = "it changes gradients inside, as by .backward()"
-ASSIGNS = "it assigns to the .data of a tensor"
-UNSEEN = (
-    "a part of it is not seen: a branch of torch.cond that torch compiles, or a kept "
-    "call that is entered again"
-)
 
 SMALL = 2**15  # elements, below which "auto" has too little to leave out
 
@@ -179,10 +174,9 @@ def plan_recorded(
     if recorder.begins_anew:
         return None
     asked = asked_for(policy, prune)
-    why = UNSEEN if recorder.misses else ASSIGNS if recorder.assigns else ""
-    if why:
-        cache.refuse(why)
-        _warn_not_followed(asked, label, why)
+    if recorder.why_void:
+        cache.refuse(recorder.why_void)
+        _warn_not_followed(asked, label, recorder.why_void)
         return None
     exposed = recorder.exposed
     decisions = recorder.candidates.decisions(record, exposed)

@@ -353,7 +353,10 @@ def overwrites(record: Record) -> dict[int, frozenset[int]]:
 
     Nothing else has read such a result by then, and the collective writes nothing else.
     """
-    steps, makers = record.steps, makers_of(record)
+    steps = record.steps
+    if not any(step.is_collective for step in steps):
+        return {}
+    makers = makers_of(record)
     found: dict[int, frozenset[int]] = {}
     for j, step in enumerate(steps):
         if not step.is_collective or step.always_runs or step.draws:

@@ -1,14 +1,13 @@
 """Records what the first forward of a kind does, and what its graph saved.
 
 Invariant: a record holds no tensor, and recording changes no value. What it gets wrong
-shows in the replay, as an error or as an operation that is not the one expected. An
-operation is left out or saved only if everything that it did is known.
+shows in the replay. An operation is left out only if all that it did is known.
 Rejected: recording on fake tensors, a second run. The user's code may look at values,
 and some operations choose another kernel.
 """
 
-import dataclasses
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +49,11 @@ from remat.policies._within import times_operations
 
 
 _NEW_EMPTY = torch.ops.aten.new_empty_strided.default
+_ASSIGNS = "it assigns to the .data of a tensor"
+_UNSEEN = (
+    "a part of it is not seen: a branch of torch.cond that torch compiles, or a kept "
+    "call that is entered again"
+)
 
 
 class Recorder(Observer):
@@ -84,10 +88,7 @@ class Recorder(Observer):
         # Whether a backward inside copied a gradient for a leaf. It does so only while
         # something else holds that gradient, as candidates do.
         self.copies_gradients, self._task = False, current_task()
-        # Whether a tensor was given other memory, by `.data`. No operation tells, and a
-        # tensor that is held for the policy has another value by then.
-        self.assigns = False
-        self.misses = False  # operations
+        self.why_void = ""  # why no call can follow the record
         self.begins_anew = False  # the next call is recorded again, without a warning
         asks = self.tells_modules or (policy is not None and policy.asks_modules)
         self._places = Places(asks, is_asked=asks or policy is not None)
@@ -133,22 +134,31 @@ class Recorder(Observer):
     ) -> None:
         """Add an operation to the record."""
         storages, traits = self._storages, traits_of(func)
-        args, kwargs = arguments.args, arguments.kwargs
+        args, kwargs, number = arguments.args, arguments.kwargs, storages.number
         if func is _NEW_EMPTY and current_task() != self._task:
             self.copies_gradients = True
         written = declared_writes(traits, args, kwargs)
         if written and not traits.is_counted:
             increment_version(written)
-        reads = tuple(map(storages.number, arguments.tensors))
-        writes = tuple(map(storages.number, written))
-        updated = updated_statistics(traits, args, kwargs)
-        self._updates.append(tuple(map(storages.number, updated)))
+        reads = tuple(map(number, arguments.tensors))
+        writes = tuple(map(number, written))
+        self._updates.append(
+            tuple(map(number, updated_statistics(traits, args, kwargs)))
+        )
         # Storages that get a number from here on were made by this operation.
         known = len(storages)
-        makes = tuple(map(storages.number, results.tensors))
-        # Before the storages that it made count as the call's own.
-        always_runs = traits.is_read_by_python or self._always_runs(
-            arguments, results, written, writes
+        makes = tuple(map(number, results.tensors))
+        hides = arguments.hides_aliases or results.hides_aliases
+        # No plan may leave it out, for what it does or for what it ran on.
+        always_runs = (
+            traits.is_read_by_python
+            # For tensors of a subclass `on_subclass` says what may be left out.
+            or not ((arguments.all_strided and results.all_strided) or hides)
+            or not (results.tensors or written)
+            or any(map(is_lazy, results.tensors))
+            # It wrote to what the call has not met before.
+            or not all(s in self._made or s in self.inputs for s in writes)
+            or (bool(written) and _resizes(written, arguments))
         )
         values, place = tuple(results.values), self._places.of(func)
         step = Step(
@@ -160,10 +170,11 @@ class Recorder(Observer):
             may_draw=traits.may_draw,
             metadata_only=metadata_only_outputs(func, len(values)),
             always_runs=always_runs,
-            hides_aliases=arguments.hides_aliases or results.hides_aliases,
+            hides_aliases=hides,
             on_subclass=arguments.on_subclass,
             result=results.form,
         )
+        # Only now, as what it made counts as the call's own from here on.
         self._made.update(range(known, len(storages)))
         self.steps.append(step)
         if self._timing is not None:
@@ -171,25 +182,6 @@ class Recorder(Observer):
         if self._policy is not None:
             statics = statics_of(args, kwargs)
             self.candidates.ask(step, statics, results.tensors, written)
-
-    def _always_runs(
-        self,
-        arguments: Arguments,
-        results: Results,
-        written: Sequence[Tensor],
-        writes: Sequence[int],
-    ) -> bool:
-        """Say whether no plan may leave an operation out, for what it ran on."""
-        are_strided = arguments.all_strided and results.all_strided
-        return (
-            # For tensors of a subclass `on_subclass` says what may be left out.
-            not (are_strided or arguments.hides_aliases or results.hides_aliases)
-            or not (results.tensors or written)
-            or any(map(is_lazy, results.tensors))
-            # It wrote to what the call has not met before.
-            or not all(s in self._made or s in self.inputs for s in writes)
-            or (bool(written) and _resizes(written, arguments))
-        )
 
     @property
     def paths(self) -> Sequence[str]:
@@ -200,7 +192,7 @@ class Recorder(Observer):
     @override
     def note_unseen(self) -> None:
         """Note that the record lacks operations."""
-        self.misses = True
+        self.why_void = _UNSEEN
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give the value of a tensor a name."""
@@ -222,12 +214,15 @@ class Recorder(Observer):
             self.exposed.add(number)
 
     def assign(self, tensor: Tensor, value: Tensor) -> None:
-        """Note that a tensor is given the memory of another."""
+        """Note that a tensor is given the memory of another.
+
+        No operation tells, and one that is held for the policy has another value then.
+        """
         known = self._storages.known
         number, is_ours = known(tensor), known(value) is not None
         is_held = number is not None and self.candidates.has([number])
         if is_held or (number in self.inputs and is_ours):
-            self.assigns = True
+            self.why_void = self.why_void or _ASSIGNS
 
     def note_saved(self, outs: Sequence[Any]) -> None:
         """Note what the graph of each output saved."""
@@ -240,7 +235,7 @@ class Recorder(Observer):
     def record(self, outs: Sequence[Any], gone: Container[int] = ()) -> Record:
         """Return the record."""
         return Record(
-            _completed(self.steps, self._names, self._updates, self.exposed),
+            tuple(self._completed()),
             self.inputs,
             self.saved_storages.roots(gone),
             tuple(map(self._storages.known, outs)),
@@ -250,6 +245,33 @@ class Recorder(Observer):
             RemovableHandle.next_id > self._next_hook,
             self.saved_storages.within(self._within),
         )
+
+    def _completed(self) -> list[Step]:
+        """Return the operations, with names, hidden draws and updates of statistics.
+
+        A batch norm writes to statistics that something reads afterwards. If nothing
+        does, the write is left out: a recompute drops it, and an operation that writes
+        to memory of others could not be saved.
+        """
+        names, read = self._names, {*self.exposed}
+        draws = any(step.draws for step in self.steps)
+        found: list[Step] = []
+        each = zip(reversed(self.steps), reversed(self._updates), strict=True)
+        for step, updated in each:
+            op, writes = step.op, step.writes
+            if names:
+                made = {*step.makes}.difference(step.reads)
+                own = [name for s in made for name in names.get(s, ())]
+                op = replace(op, names=frozenset(own)) if own else op
+            if not read.isdisjoint(updated):
+                writes += updated
+                updated = ()
+            read.update({*step.reads}.difference(updated))
+            # An operation of others may draw from a stream that nobody knows of.
+            hidden = draws and traits_of(op.func).is_of_others
+            is_drawing = step.draws or hidden
+            found.append(step._replace(op=op, writes=writes, draws=is_drawing))
+        return found[::-1]
 
 
 def tell_recorders(
@@ -267,57 +289,6 @@ def _resizes(written: Iterable[Tensor], arguments: Arguments) -> bool:
     """Say whether an operation changed the metadata of what it wrote to."""
     before = dict(zip(map(id, arguments.tensors), arguments.values, strict=True))
     return any(value_of(t) != before[id(t)] for t in written)
-
-
-# --- What is known only at the end ---
-
-
-def _completed(
-    steps: Sequence[Step],
-    names: Mapping[int, Iterable[str]],
-    updates: Sequence[tuple[int, ...]],
-    exposed: Iterable[int],
-) -> tuple[Step, ...]:
-    """Return the operations, with names, hidden draws and updates of statistics."""
-    if names:
-        steps = [_named(step, names) for step in steps]
-    if any(step.draws for step in steps):
-        # An operation of others may draw from a stream that nobody knows of.
-        steps = [
-            step._replace(draws=True) if traits_of(step.op.func).is_of_others else step
-            for step in steps
-        ]
-    if any(updates):
-        steps = _with_updates(steps, updates, exposed)
-    return tuple(steps)
-
-
-def _named(step: Step, names: Mapping[int, Iterable[str]]) -> Step:
-    made = {*step.makes}.difference(step.reads)
-    own: frozenset[str] = frozenset().union(*(names.get(s, ()) for s in made))
-    if not own:
-        return step
-    return step._replace(op=dataclasses.replace(step.op, names=own))
-
-
-def _with_updates(
-    steps: Sequence[Step], updates: Sequence[tuple[int, ...]], exposed: Iterable[int]
-) -> list[Step]:
-    """Have a batch norm write to the statistics that something reads afterwards.
-
-    If nothing reads them, the write is left out: a recompute drops it, and an operation
-    that writes to memory of others could not be saved.
-    """
-    read = {*exposed}
-    found: list[Step] = []
-    for step, updated in zip(steps[::-1], updates[::-1], strict=True):
-        if read.isdisjoint(updated):
-            read.update({*step.reads}.difference(updated))
-            found.append(step)
-        else:
-            read.update(step.reads)
-            found.append(step._replace(writes=step.writes + updated))
-    return found[::-1]
 
 
 # --- What the graph saved: the roots of plans ---
@@ -359,16 +330,13 @@ class SavedStorages:
 
     def note_saved(self, outs: Sequence[Any]) -> None:
         """Note what the graph of each output saved, while there is a graph."""
-        while len(self._roots) < len(outs):
-            self._roots.append(set())
-        found = [*zip(outs, self._roots, strict=True)]
-        if len(outs) <= _MANY:
-            for out, roots in found:
-                roots.update(self._saved([out]))
-        else:
-            saved = self._saved(outs)
-            for _, roots in found:
-                roots.update(saved)
+        self._roots += [set() for _ in outs[len(self._roots) :]]
+        # Of many outputs the graph is walked once for all.
+        parts = [[k] for k in range(len(outs))]
+        for part in parts if len(outs) <= _MANY else [[*range(len(outs))]]:
+            found = self._saved([outs[k] for k in part])
+            for k in part:
+                self._roots[k] |= found
 
     def _saved(self, outs: Iterable[Any]) -> set[int]:
         """Return the storages that the backward of some outputs reads."""
@@ -376,19 +344,16 @@ class SavedStorages:
         known = self._storages.known
         for node, tensors in nodes_of(outs):
             kind = type(node).__name__
-            if kind in SILENT:
-                saved = {*(self._changed() if kind == "CopySlices" else self._made)}
+            if kind == "CopySlices":  # of what is changed in place
+                written = [step for step in self._steps if step.writes]
+                saved = {s for step in written for s in (*step.reads, *step.makes)}
+            elif kind in SILENT:
+                saved = {*self._made}
             else:
                 saved = {s for s in map(known, tensors) if s is not None}
             found |= saved
             self._read |= saved.difference(map(known, residuals_at(node)))
         return found
-
-    def _changed(self) -> Iterator[int]:
-        """Yield what is read by operations that change something in place."""
-        for step in self._steps:
-            if step.writes:
-                yield from (*step.reads, *step.makes)
 
     def within(self, calls: Iterable[Within]) -> tuple[Within, ...]:
         """Return the calls within whose residuals the graph alone holds.
@@ -408,6 +373,6 @@ class SavedStorages:
         )
 
 
-_MANY = 16  # outputs, up to which the graph is walked for each
+_MANY = 16
 # Nodes that do not tell what they saved: of in-place operations on views, and in C++.
 SILENT = {"CopySlices", "CppFunction"}
