@@ -21,108 +21,14 @@ from remat._base.absent import Trouble
 from remat._base.calls import module_names, root_of
 from remat._base.types import TENSORS
 from remat._base.warned import warn
-from remat._partial.budget import spent_by
-from remat._partial.candidates import Candidates
 from remat._partial.options import reference
-from remat._partial.plan import CallPlan, Record, plan
-from remat._partial.runnable import RunnablePlan
+from remat._partial.runnable import Plans
 from remat._torch import has_hooks_on_all_modules
-from remat.policies import Decision, Policy
+from remat.policies import Policy
 
 
 if TYPE_CHECKING:
     from remat._partial.names import PolicyKeys
-
-
-class Plans:
-    """The plans of one record: `full` for all handles or outputs, and others for some.
-
-    `decisions` are the policy's. A budget allows these, and keeps some: `spent`.
-    """
-
-    def __init__(
-        self,
-        record: Record,
-        decisions: Sequence[Decision],
-        policy: Policy | None,
-        *,
-        prune: bool,
-        extra_roots: Iterable[int] = (),
-    ) -> None:
-        self.record, self.decisions, self.prune = record, decisions, prune
-        self.extra_roots = frozenset(extra_roots)
-        roots = self.extra_roots
-        self.spent = spent_by(policy, record, decisions, roots, prune=prune)
-        kept = decisions if self.spent is None else self.spent.decisions
-        saveable = [i for i, decision in enumerate(kept) if decision]
-        made = plan(record, saveable, extra_roots=roots, prune=prune)
-        self.full = RunnablePlan(record, made)
-        self.destinations = [decisions[i] for i, _ in made.residuals]  # they go there
-        self._narrowed: dict[tuple[int, ...], RunnablePlan] = {}
-        self.residual_of_handle = residual_of_handle(record, made)
-        count = range(len(made.residuals))
-        self.each_has_handle = {*self.residual_of_handle.values()} == {*count}
-        pairs = zip(record.steps, made.fates, strict=True)
-        read = {s for step, fate in pairs if fate.is_run for s in step.reads} | roots
-        numbers = enumerate(_storages_of_residuals(record, made))
-        self.for_recompute = frozenset(  # the residuals that it reads, by index
-            index
-            for index, s in numbers
-            # No absent tensor can stand for one of a subclass.
-            if s in read or record.steps[made.residuals[index][0]].hides_aliases
-        )
-
-    def planned_again(
-        self, decisions: Sequence[Decision], extra_roots: frozenset[int]
-    ) -> "Plans":
-        """Return the plans of the same record for other decisions or more roots."""
-        policy = None if self.spent is None else self.spent.policy
-        args = self.record, decisions, policy
-        return Plans(*args, prune=self.prune, extra_roots=extra_roots)
-
-    def residuals_of(self, candidates: Candidates) -> list[Tensor]:
-        """Return the residuals of the call that was recorded."""
-        steps = self.record.steps
-        return [
-            candidates.residual(steps[i].op.outputs[k], steps[i].makes[k])
-            for i, k in self.full.plan.residuals
-        ]
-
-    def runnable_for(
-        self, targets: Sequence[int], *, saves: bool = True
-    ) -> RunnablePlan:
-        """Return the plan for some handles or outputs, laid out to be run.
-
-        Unless it `saves`, it is that of a call without residuals.
-        """
-        if saves and (not self.prune or len(targets) == len(self.record.roots)):
-            return self.full
-        key = *targets, saves
-        runnable = self._narrowed.get(key)
-        if runnable is None:
-            full = self.full.plan
-            how = {"extra_roots": self.extra_roots, "prune": self.prune}
-            made = plan(self.record, full.saved if saves else (), targets, **how)
-            order = full.residuals if saves else ()
-            runnable = self._narrowed[key] = RunnablePlan(self.record, made, order)
-        return runnable
-
-
-def _storages_of_residuals(record: Record, made: CallPlan) -> list[int]:
-    return [record.steps[i].makes[k] for i, k in made.residuals]
-
-
-def residual_of_handle(record: Record, made: CallPlan) -> dict[int, int]:
-    """Return the residual that each handle is a view of, for those that are."""
-    index = {s: n for n, s in enumerate(_storages_of_residuals(record, made))}
-    values = [record.steps[i].op.outputs[k] for i, k in made.residuals]
-    return {
-        position: index[pack.storage]
-        for position, pack in enumerate(record.packs)
-        if pack is not None
-        and pack.storage in index
-        and pack.is_of(values[index[pack.storage]])
-    }
 
 
 _MISFITS = 3  # records that did not fit, after which no more is made
@@ -218,7 +124,7 @@ class CallCache:
             self._give_up("the function reads too many values outside of operations")
         if self.plans is not None:
             self.proven = set()
-            self.plans = plans.planned_again(plans.decisions, extra_roots)
+            self.plans = plans.planned_again(extra_roots=extra_roots)
 
 
 _GIVEN_UP = (

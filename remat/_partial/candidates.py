@@ -107,12 +107,17 @@ class Candidates:
             self._decisions = [policy(s.op) if s.op.names else d for s, d in pairs]
         return decisions_of(policy, record, exposed, self._decisions)
 
-    def residual(self, value: Value, number: int) -> Tensor:
-        """Return the output that was made with a storage, of which a view was held."""
-        held = self._held[number]
-        if value_of(held) == value or has_no_memory(held):
-            return held
-        return viewed(held, value.shape, value.stride, value.offset)
+    def residuals(
+        self, values: Sequence[Value], storages: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the outputs that were made with storages, of which views were held."""
+        found: list[Tensor] = []
+        for value, number in zip(values, storages, strict=True):
+            held = self._held[number]
+            if not (value_of(held) == value or has_no_memory(held)):
+                held = viewed(held, value.shape, value.stride, value.offset)
+            found.append(held)
+        return found
 
     def has(self, numbers: Iterable[int]) -> bool:
         """Say whether all these storages were held."""

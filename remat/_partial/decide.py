@@ -16,15 +16,14 @@ from typing import Any
 from remat._base.code import is_installed
 from remat._base.interpreter import nested
 from remat._base.warned import warn
-from remat._partial.budget import Spent
-from remat._partial.cache import CallCache, Plans
-from remat._partial.candidates import Candidates
+from remat._partial.cache import CallCache
 from remat._partial.cost import reason_against
 from remat._partial.effects import traits_of
 from remat._partial.names import PolicyKeys
 from remat._partial.options import Prune
-from remat._partial.plan import CallPlan, Record
+from remat._partial.plan import Record
 from remat._partial.recorder import Recorder
+from remat._partial.runnable import Plans
 from remat._torch import dispatch_mode_count
 from remat.policies import Decision, Policy
 
@@ -113,40 +112,18 @@ def _asks_for_modes(signature: tuple[Any, ...]) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the calls after a recorded one do: follow plans, or not, and why."""
-
-    plans: Plans | None
-    why_none: str
-    why_unpruned: str
-
-    @property
-    def plan(self) -> CallPlan | None:
-        """What becomes of each operation."""
-        return None if self.plans is None else self.plans.full.plan
-
-    @property
-    def spent(self) -> Spent | None:
-        """What the budget of the policy keeps."""
-        return None if self.plans is None else self.plans.spent
-
-
-def verdict_of(
+def plans_of(
     record: Record,
     decisions: Sequence[Decision],
     policy: Policy | None,
     prune: Prune,
     extra_roots: Collection[int],
-) -> Verdict:
-    """Return what the calls after a recorded one do."""
+) -> tuple[Plans, str]:
+    """Return the plans of a record, and why no call follows them; "" if calls do."""
     unpruned, args = _why_unpruned(prune, record), (record, decisions, policy)
-    plans = Plans(*args, prune=not unpruned, extra_roots=extra_roots)
-    if policy is None and prune == "auto":
-        why = reason_against(record, plans.full.plan)
-        if why:
-            return Verdict(None, why, unpruned)
-    return Verdict(plans, "", unpruned)
+    plans = Plans(*args, unpruned=unpruned, extra_roots=extra_roots)
+    is_choice = policy is None and prune == "auto"
+    return plans, reason_against(record, plans.full.plan) if is_choice else ""
 
 
 def _why_unpruned(prune: Prune, record: Record) -> str:
@@ -178,14 +155,13 @@ def plan_recorded(
         cache.refuse(recorder.why_void)
         _warn_not_followed(asked, label, recorder.why_void)
         return None
-    exposed = recorder.exposed
-    decisions = recorder.candidates.decisions(record, exposed)
-    found = verdict_of(record, decisions, policy, prune, exposed)
-    if found.why_unpruned and prune is True:
-        warn_once(_NOT_PRUNED.format(label=label, why=found.why_unpruned))
-    plans = found.plans
-    if plans is None:
-        cache.reason = found.why_none
+    candidates, exposed = recorder.candidates, recorder.exposed
+    decisions = candidates.decisions(record, exposed)
+    plans, why = plans_of(record, decisions, policy, prune, exposed)
+    if plans.unpruned and prune is True:
+        warn_once(_NOT_PRUNED.format(label=label, why=plans.unpruned))
+    if why:
+        cache.reason = why
         return None
     spent = plans.spent
     if spent is not None and spent.overdrawn:
@@ -198,28 +174,20 @@ def plan_recorded(
         ops = [step.op for step in record.steps]
         cache.keys = PolicyKeys(policy, ops, label, recorder.paths)
     cache.asked = asked and f"{asked} of {label}"
-    return _with_what_was_held(plans, recorder.candidates)
+    if candidates.has(plans.storages):
+        return plans
+    # A result that got its name after it was freed is saved by later calls only.
+    return plans.planned_again(
+        [
+            decision if candidates.has(step.makes) else Decision.RECOMPUTE
+            for step, decision in zip(record.steps, plans.decisions, strict=True)
+        ]
+    )
 
 
 def _decides(record: Record) -> bool:
     """Say whether Python reads a result, or a shape that depends on values."""
     return any(traits_of(step.op.func).is_read_by_python for step in record.steps)
-
-
-def _with_what_was_held(plans: Plans, candidates: Candidates) -> Plans:
-    """Return the plans for the call that was recorded.
-
-    A result that got its name after it was freed is saved by later calls only.
-    """
-    record = plans.record
-    residuals = plans.full.plan.residuals
-    if candidates.has(record.steps[i].makes[k] for i, k in residuals):
-        return plans
-    decisions = [
-        decision if candidates.has(step.makes) else Decision.RECOMPUTE
-        for step, decision in zip(record.steps, plans.decisions, strict=True)
-    ]
-    return plans.planned_again(decisions, plans.extra_roots)
 
 
 # --- Warnings ---

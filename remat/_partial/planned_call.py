@@ -29,12 +29,13 @@ from remat._base.context import here
 from remat._base.errors import MutationError
 from remat._graph.handles import CHANGED, OFFLOAD, Handle, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
-from remat._partial.cache import CallCache, Plans
+from remat._partial.cache import CallCache
 from remat._partial.decide import ACCUMULATES, plan_recorded
 from remat._partial.follow import Check, Collect
 from remat._partial.options import Prune
 from remat._partial.recorder import Recorder, tell_recorders
 from remat._partial.replay import Replay, is_droppable
+from remat._partial.runnable import Plans
 from remat._partial.values import key_of, value_of, viewed_as
 from remat._torch import (
     base_tensor,
@@ -127,7 +128,7 @@ class PlannedCall:
             if plans is not None:
                 statics = mode.candidates.statics
                 self.statics = {i: statics[i] for i in plans.full.plan.saved}
-                residuals = plans.residuals_of(mode.candidates)
+                residuals = mode.candidates.residuals(plans.values, plans.storages)
         elif plans is not None:
             if count == len(plans.record.roots):
                 residuals = self._collected()
@@ -197,11 +198,9 @@ class SavedInHandles(PlannedCall):
         new.cache, new.plans, new.may_drop, forward = choice
         new._waiting = getattr(forward(), "_waiting", {})
         plans, early = choice[1], new._early
-        steps, residuals = plans.record.steps, plans.full.plan.residuals
 
         def on_residual(tensor: Tensor) -> None:
-            i, _ = residuals[len(early)]
-            early.append(Residual(tensor, steps[i].op, hooks))
+            early.append(Residual(tensor, plans.ops[len(early)], hooks))
 
         if plans.destinations:
             new.mode, new._was_seen = Collect(plans.full, on_residual=on_residual), True
@@ -251,10 +250,8 @@ class SavedInHandles(PlannedCall):
         plans = self.plans
         if plans is None or tensors is None or self.is_late:
             return
-        steps, residuals = plans.record.steps, plans.full.plan.residuals
-        ops = [steps[i].op for i, _ in residuals]
         saved = self._early or store(
-            tensors, plans.destinations, ops, self._hooks, nested=self._nested
+            tensors, plans.destinations, plans.ops, self._hooks, nested=self._nested
         )
         packs = plans.record.packs
         for position, k in plans.residual_of_handle.items():
@@ -290,19 +287,16 @@ class SavedInHandles(PlannedCall):
 
     def _in_graph(self, plans: Plans) -> list[Tensor] | None:
         """Return the residuals, taken from the tensors that the graph saved."""
-        steps = plans.record.steps
         found: dict[int, Tensor] = {}
-        residuals = plans.full.plan.residuals
         for position, k in plans.residual_of_handle.items():
             if k not in found and position in self._taken:
-                i, j = residuals[k]
-                view = viewed_as(self._taken[position], steps[i].op.outputs[j])
+                view = viewed_as(self._taken[position], plans.values[k])
                 if view is None:
                     return None
                 found[k] = view
-        if len(found) < len(residuals):
+        if len(found) < len(plans.values):
             return None
-        return [found[k] for k in range(len(residuals))]
+        return [found[k] for k in range(len(plans.values))]
 
     def residuals_held(self) -> list[Residual | Offloaded]:
         """Return the residuals that the call holds for a recompute."""
@@ -431,8 +425,7 @@ class SavedInNode(PlannedCall):
         if now != self._versions:
             assert self.plans is not None
             index = [*map(operator.ne, now, self._versions)].index(True)
-            i, _ = self.plans.full.plan.residuals[index]
-            op = self.plans.record.steps[i].op
+            op = self.plans.ops[index]
             raise MutationError(CHANGED.format(op=op.func, where=op.source))
         if not self._origins:
             return residuals.__getitem__

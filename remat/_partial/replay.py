@@ -34,10 +34,16 @@ from remat._base.errors import RecomputeError
 from remat._base.op import Value
 from remat._base.operators import named
 from remat._base.types import TENSORS
-from remat._partial.cache import CallCache, Plans
 from remat._partial.follow import Follow
 from remat._partial.plan import Fate, Slot, Step, filled
-from remat._partial.runnable import CAST, CLONE, UNRECORDED, fits_metadata, statics_of
+from remat._partial.runnable import (
+    CAST,
+    CLONE,
+    UNRECORDED,
+    Plans,
+    fits_metadata,
+    statics_of,
+)
 from remat._torch import (
     base_tensor,
     is_fake,
@@ -74,7 +80,7 @@ class Replay(Follow):
     ) -> None:
         runnable = plans.runnable_for(targets, saves=not call.is_late)
         super().__init__(runnable, runnable.runs)
-        self._cache: CallCache = call.cache
+        self._cache = call.cache
         self._plans, self._targets = plans, targets
         self._statics, self._dropped = call.statics, call.dropped
         self._may_drop: bool = call.may_drop and not call.is_late

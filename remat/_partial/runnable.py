@@ -1,30 +1,27 @@
-"""A plan laid out for running, and how operations are compared with those of a record.
+"""The plans of a record, laid out to be run, and how operations are compared with it.
 
 Invariant: what is looked up for each operation is a list index or one look in a dict.
-An operation that is left out returns the metadata that it returned then. That depends
-on the metadata of its tensor arguments and on its *static* ones, the others, so these
-are compared.
+What is left out returns the metadata that it returned then. That depends on metadata
+and on its *static* arguments, those that are no tensors, so these are compared.
 Rejected: to compare static arguments of pointwise operations, such as a factor that is
-annealed: they change no metadata.
+annealed: they change no metadata. To plan in each backward: most read the same.
 """
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, is_storage
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from remat._base.absent import (
-    IGNORED,
-    are_tensors,
-    tensors_of,
-)
+from remat._base.absent import IGNORED, are_tensors, tensors_of
 from remat._base.op import Op, Value
-from remat._partial.plan import CallPlan, Fate, Record
+from remat._partial.budget import spent_by
+from remat._partial.plan import CallPlan, Fate, Record, plan
 from remat._torch import SHARED_COPY, call_kernel, is_view_op, kernel_of
+from remat.policies import Decision, Policy
 
 
 # No record has these. A nested call makes shared copies of what it may update (see
@@ -188,3 +185,93 @@ def _kernel_of(op: Op) -> Kernel:
     if any(value.dtype.is_complex for value in (*op.inputs, *op.outputs)):
         return functools.partial(call_kernel, kernel)
     return kernel
+
+
+class Plans:
+    """The plans of one record: `full` for all handles or outputs, and others for some.
+
+    `decisions` are the policy's. A budget allows these, and keeps some: `spent`.
+
+    Attributes:
+        unpruned: why nothing is left out; "" if something may be.
+        destinations: of the residuals.
+        ops: the operations whose results they are, `values` and `storages` the results.
+        residual_of_handle: the residual that a handle is a view of, for those that are.
+        for_recompute: the residuals that a recompute reads, by index.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        decisions: Sequence[Decision],
+        policy: Policy | None,
+        *,
+        unpruned: str = "",
+        extra_roots: Iterable[int] = (),
+    ) -> None:
+        self.record, self.decisions, self.unpruned = record, decisions, unpruned
+        self.extra_roots = frozenset(extra_roots)
+        self._how: Any = {"extra_roots": self.extra_roots, "prune": not unpruned}
+        roots, prune = self.extra_roots, not unpruned
+        self.spent = spent_by(policy, record, decisions, roots, prune=prune)
+        kept = decisions if self.spent is None else self.spent.decisions
+        saveable = [i for i, decision in enumerate(kept) if decision]
+        made = plan(record, saveable, **self._how)
+        self.full = RunnablePlan(record, made)
+        self._narrowed: dict[tuple[int, ...], RunnablePlan] = {}
+        steps = [record.steps[i] for i, _ in made.residuals]
+        which = [k for _, k in made.residuals]
+        self.destinations = [decisions[i] for i, _ in made.residuals]
+        self.ops = [step.op for step in steps]
+        self.values = [op.outputs[k] for op, k in zip(self.ops, which, strict=True)]
+        self.storages = [s.makes[k] for s, k in zip(steps, which, strict=True)]
+        index = {s: n for n, s in enumerate(self.storages)}
+        self.residual_of_handle = {
+            position: index[pack.storage]
+            for position, pack in enumerate(record.packs)
+            if pack is not None
+            and pack.storage in index
+            and pack.is_of(self.values[index[pack.storage]])
+        }
+        found = {*self.residual_of_handle.values()}
+        self.each_has_handle = len(found) == len(steps)
+        pairs = zip(record.steps, made.fates, strict=True)
+        read = {s for step, fate in pairs if fate.is_run for s in step.reads} | roots
+        self.for_recompute = frozenset(
+            n
+            for n, (s, step) in enumerate(zip(self.storages, steps, strict=True))
+            # No absent tensor can stand for one of a subclass.
+            if s in read or step.hides_aliases
+        )
+
+    def planned_again(
+        self,
+        decisions: Sequence[Decision] | None = None,
+        extra_roots: Collection[int] | None = None,
+    ) -> "Plans":
+        """Return the plans of the same record for other decisions or more roots."""
+        return Plans(
+            self.record,
+            self.decisions if decisions is None else decisions,
+            None if self.spent is None else self.spent.policy,
+            unpruned=self.unpruned,
+            extra_roots=self.extra_roots if extra_roots is None else extra_roots,
+        )
+
+    def runnable_for(
+        self, targets: Sequence[int], *, saves: bool = True
+    ) -> RunnablePlan:
+        """Return the plan for some handles or outputs, laid out to be run.
+
+        Unless it `saves`, it is that of a call without residuals.
+        """
+        if saves and (self.unpruned or len(targets) == len(self.record.roots)):
+            return self.full
+        key = *targets, saves
+        runnable = self._narrowed.get(key)
+        if runnable is None:
+            full = self.full.plan
+            made = plan(self.record, full.saved if saves else (), targets, **self._how)
+            order = full.residuals if saves else ()
+            runnable = self._narrowed[key] = RunnablePlan(self.record, made, order)
+        return runnable

@@ -16,10 +16,9 @@ from remat._base.op import Op
 from remat._base.operators import unit
 from remat._base.source import short
 from remat._partial.budget import Spent, cost_of
-from remat._partial.cache import residual_of_handle
 from remat._partial.candidates import decisions_of, moves
 from remat._partial.cost import flops
-from remat._partial.decide import verdict_of, why_no_record
+from remat._partial.decide import plans_of, why_no_record
 from remat._partial.options import Options, Prune
 from remat._partial.plan import CallPlan, Fate, Step, plan
 from remat._report.examine import Examined
@@ -56,16 +55,15 @@ def outcome_of(found: Examined, options: Options) -> Outcome:
     if not why:
         decisions = decisions_of(policy, record, found.exposed)
         roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
-        verdict = verdict_of(record, decisions, policy, prune, roots)
-        made, why = verdict.plan, verdict.why_none
-        if made is not None:
+        plans, why = plans_of(record, decisions, policy, prune, roots)
+        if not why:
             pairs = enumerate(zip(record.steps, decisions, strict=True))
             # What is in host memory stays in it.
             away = frozenset(i for i, (step, d) in pairs if moves(d, step.op.outputs))
-            dropped = _dropped(found, made, prune, is_saved=is_saved)
-            rest = dropped, dropped, away, verdict.spent
-            outcome = Outcome(made, verdict.why_unpruned, *rest)
-            filled = residual_of_handle(record, made) if is_saved else ()
+            dropped = _dropped(found, plans.full.plan, prune, is_saved=is_saved)
+            rest = dropped, dropped, away, plans.spent
+            outcome = Outcome(plans.full.plan, plans.unpruned, *rest)
+            filled = plans.residual_of_handle if is_saved else ()
     outcome = outcome or Outcome(plan(record, prune=False), why)
     return _stopped(outcome, found, filled) if is_saved else outcome
 
