@@ -17,14 +17,12 @@ from typing_extensions import override
 
 from remat._base.absent import MismatchError, inputs_of, tensors_of
 from remat._base.errors import RecomputeError
-from remat._base.op import Op
 from remat._base.source import user_line
-from remat._partial.plan import Fate, Step
+from remat._partial.plan import Step
 from remat._partial.runnable import (
     UNRECORDED,
     Kernel,
     RunnablePlan,
-    fits_metadata,
     has_same_statics,
     is_optional,
     statics_of,
@@ -90,13 +88,11 @@ class Follow(LeanDispatchMode):
 
     @override
     def note_unseen(self) -> None:
-        """Let nothing fit: the record has no operations that a mode does not see."""
-        self._differs(None)
+        self._differs(None)  # no record has operations that a mode does not see
 
     def _differs(self, func: Any) -> Exception:
         """Return the error that another operation ran than was recorded."""
-        steps = self.runnable.record.steps
-        error = MismatchError(_described(steps, self._next, func))
+        error = MismatchError(_described(self.runnable.record.steps, self._next, func))
         self._give_up()
         return error
 
@@ -107,21 +103,17 @@ class Follow(LeanDispatchMode):
 
 def _described(steps: Sequence[Step], i: int, func: Any) -> str:
     """Describe the first operation that is not as recorded, with those before."""
-    before = [_line(step.op) for step in steps[max(0, i - 2) : i]]
-    then = [_line(step.op) for step in steps[i : i + 3]] or ["nothing more"]
-    now = f"{func}  # {user_line()}" if func is not None else "nothing more"
-    return "\n".join(
-        [
-            "  forward:",
-            *(f"    {line}" for line in (*before, *then)),
-            "  recompute:",
-            *(f"    {line}" for line in (*before, now)),
-        ]
-    )
 
+    def lines(part: Sequence[Step]) -> list[str]:
+        ops = (step.op for step in part)
+        return [f"{op.func}" + (f"  # {op.source}" if op.source else "") for op in ops]
 
-def _line(op: Op) -> str:
-    return f"{op.func}" + (f"  # {op.source}" if op.source else "")
+    before, then = lines(steps[max(0, i - 2) : i]), lines(steps[i : i + 3])
+    now = "nothing more" if func is None else f"{func}  # {user_line()}"
+    forward = [*before, *(then or ["nothing more"])]
+    parts = ("  forward:", forward), ("  recompute:", [*before, now])
+    text = (line for head, part in parts for line in (head, *map("    ".__add__, part)))
+    return "\n".join(text)
 
 
 class Collect(Follow):
@@ -138,23 +130,18 @@ class Collect(Follow):
         inputs: Sequence[Tensor] | None = None,
         on_residual: Callable[[Tensor], None] | None = None,
     ) -> None:
-        kernels = runnable.collecting
-        if inputs is not None:  # all are looked at
-            kernels = [None] * len(kernels)
-        super().__init__(runnable, kernels)
-        self._numbers: dict[int, int] | None = None
+        super().__init__(runnable, runnable.collecting)
+        # Whether it checks what each operation reads, for which it looks at all.
+        self.verifies = inputs is not None
+        self._numbers: dict[int, int] = {}
         if inputs is not None:
+            self._kernels = [None] * len(self._kernels)
             pairs = zip(inputs, runnable.record.inputs, strict=True)
             self._numbers = {key_of(t): s for t, s in pairs}
         self._on_residual = on_residual
         self._collected: list[tuple[Tensor, int]] = []  # with their versions
         self._fits = True  # so far
         self.statics: dict[int, Any] = {}
-
-    @property
-    def verifies(self) -> bool:
-        """Whether it checks what each operation reads."""
-        return self._numbers is not None
 
     @override
     def at(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -165,8 +152,8 @@ class Collect(Follow):
         outputs = tensors_of(result)
         if i in self.runnable.residual_index:
             self._collect(i, args, kwargs, outputs)
-        if self._numbers is not None and self._fits:
-            self._verify(i, args, kwargs, outputs, self._numbers)
+        if self.verifies and self._fits and not self._verify(i, args, kwargs, outputs):
+            self._give_up()
         return result
 
     @override
@@ -191,26 +178,25 @@ class Collect(Follow):
                 self._on_residual(outputs[k])
 
     def _verify(
-        self,
-        i: int,
-        args: Any,
-        kwargs: Any,
-        outputs: Sequence[Tensor],
-        numbers: dict[int, int],
-    ) -> None:
-        """Check that an operation reads the storages that it read."""
-        runnable, inputs = self.runnable, inputs_of(args, kwargs)
+        self, i: int, args: Any, kwargs: Any, outputs: Sequence[Tensor]
+    ) -> bool:
+        """Say whether an operation reads the storages that it read."""
+        runnable, inputs, numbers = (
+            self.runnable,
+            inputs_of(args, kwargs),
+            self._numbers,
+        )
         step, known = runnable.record.steps[i], runnable.known
         if (len(inputs), len(outputs)) != (len(step.reads), len(step.makes)):
-            return self._give_up()
+            return False
         reads = zip(inputs, step.reads, strict=True)
         if not all(numbers.get(key_of(t), s) == s for t, s in reads if s in known):
-            return self._give_up()
-        if runnable.fates[i] is Fate.DEAD and not fits_metadata(
-            runnable.expected[i], args, kwargs, inputs
-        ):
-            return self._give_up()
-        return numbers.update(zip(map(key_of, outputs), step.makes, strict=True))
+            return False
+        expected = runnable.expected.get(i)
+        if expected is not None and not expected.fits(args, kwargs, inputs):
+            return False
+        numbers.update(zip(map(key_of, outputs), step.makes, strict=True))
+        return True
 
     @override
     def _give_up(self) -> None:
@@ -234,10 +220,9 @@ class Check(Follow):
     """Follows a function that runs again in full, and must do what its forward did.
 
     An operation that differs is an error, also where the user's code catches it. Views,
-    copies and casts are not compared. Module hooks may make views, as those of torch's
-    FLOP counter do; autograd may copy what is changed in place; and autocast may find a
-    cast in its cache. An operation that depends on no input may be missing: the
-    function may have cached its result, a table of positions for instance.
+    copies and casts are not compared: module hooks may make views, autograd copies, and
+    autocast has a cache. What depends on no input may be missing: the function may have
+    cached its result, a table of positions for instance.
     """
 
     def __init__(self, runnable: RunnablePlan) -> None:

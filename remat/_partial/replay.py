@@ -41,7 +41,6 @@ from remat._partial.runnable import (
     CLONE,
     UNRECORDED,
     Plans,
-    fits_metadata,
     statics_of,
 )
 from remat._torch import (
@@ -251,10 +250,9 @@ class Replay(Follow):
         if number is None or not is_view_op(func):
             return False
         step, expected = self.runnable.record.steps[i], self.runnable.expected.get(i)
-        same = step.reads[0] == number and expected is not None
-        return not (
-            same and fits_metadata(expected, args, kwargs, inputs_of(args, None))
-        )
+        if step.reads[0] != number or expected is None:
+            return True
+        return not expected.fits(args, kwargs, inputs_of(args, None))
 
     def _made_again(self, func: Any, args: Any, kwargs: Any, number: int) -> Any:
         base = args[0]
@@ -280,7 +278,7 @@ class Replay(Follow):
     def _left_out(self, i: int, step: Step, args: Any, kwargs: Any) -> Any:
         """Return absent tensors in place of the result of an operation."""
         inputs = inputs_of(args, kwargs)
-        if not fits_metadata(self.runnable.expected[i], args, kwargs, inputs):
+        if not self.runnable.expected[i].fits(args, kwargs, inputs):
             raise self._differs(step.op.func)
         if step.writes:
             numbers = zip(step.reads, inputs, strict=True)

@@ -36,24 +36,6 @@ CAST = torch.ops.aten._to_copy.default
 Kernel: TypeAlias = Callable[..., Any]
 
 
-def fits_metadata(
-    step: "Expected", args: Any, kwargs: Any, inputs: Sequence[Tensor]
-) -> bool:
-    """Say, by its arguments, whether an operation returns metadata as recorded."""
-    if [*map(_metadata, inputs)] != step.metadata:
-        return False
-    pairs = zip(inputs, step.strides, strict=True)
-    if not all(not then or t.stride() == then for t, then in pairs):
-        return False
-    if step.has_statics:
-        return has_same_statics(step.op, args, kwargs, step.same)
-    # An argument that was left to its default then may be passed now.
-    return not kwargs and len(args) == len(inputs)
-
-
-_metadata = operator.attrgetter("shape", "dtype", "device")
-
-
 def statics_of(args: Any, kwargs: Any) -> list[str]:
     """Write the static arguments, with their names if they have one."""
     if are_tensors(args, kwargs):
@@ -70,17 +52,32 @@ def _text(value: Any) -> str:
 class Expected:
     """What is compared of an operation that is left out."""
 
-    __slots__ = ("has_statics", "metadata", "op", "same", "strides")
+    __slots__ = ("_has_statics", "_metadata", "_op", "_same", "_strides")
 
     def __init__(self, op: Op) -> None:
-        self.op, inputs = op, op.inputs
-        self.metadata = [*map(_metadata, inputs)]
+        self._op, inputs = op, op.inputs
+        self._metadata = [*map(_metadata, inputs)]
         # () for a tensor without strides: then they are not compared.
-        self.strides = [value.stride for value in inputs]
+        self._strides = [value.stride for value in inputs]
         alone = all(isinstance(arg, Value) for arg in op.args)
-        self.has_statics = bool(op.kwargs) or not alone
+        self._has_statics = bool(op.kwargs) or not alone
         pointwise = torch.Tag.pointwise in op.func.tags
-        self.same = _same_type if pointwise else _same
+        self._same = _same_type if pointwise else _same
+
+    def fits(self, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> bool:
+        """Say, by its arguments, whether an operation returns metadata as recorded."""
+        if [*map(_metadata, inputs)] != self._metadata:
+            return False
+        pairs = zip(inputs, self._strides, strict=True)
+        if not all(not then or t.stride() == then for t, then in pairs):
+            return False
+        if self._has_statics:
+            return has_same_statics(self._op, args, kwargs, self._same)
+        # An argument that was left to its default then may be passed now.
+        return not kwargs and len(args) == len(inputs)
+
+
+_metadata = operator.attrgetter("shape", "dtype", "device")
 
 
 def _same_type(now: Any, then: Any) -> bool:
