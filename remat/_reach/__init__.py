@@ -28,11 +28,10 @@ it held at the call.
 
 Kinds of values, how each is told apart, read and written:
 
-    objects             kinds of objects, and what they hold
-    buffers             buffers of numbers, and what a call keeps of each
-    holders             how cells, globals, classes, slots are read and written
-    container_kinds     how lists, dicts and sets are, and iterators that are not copied
-    stream_search       random streams in what is not walked
+    objects         kinds of objects, and what they hold
+    holders         how cells, globals, classes, slots and containers are read, written
+    watched         what is no holder: buffers of numbers, iterators, large containers
+    stream_search   random streams in what is not walked
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
 looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`

@@ -32,31 +32,20 @@ from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.before import FIRST, At, Ref, at
 from remat._reach.boxes import Box, HolderParts, Watched
-from remat._reach.buffers import (
-    PASSED,
-    HeldBuffer,
-    has_objects,
-    is_bare_buffer,
-    is_buffer,
-)
-from remat._reach.container_kinds import (
-    OWNED,
-    Iterated,
-    container_kind,
-)
 from remat._reach.exchange import are_same
 from remat._reach.holders import (
     MISSING,
+    OWNED,
     PART,
     PARTS,
     SLOTS,
     VARIABLES,
     HolderKind,
-    dict_of,
+    container_kind,
 )
 from remat._reach.making import make
 from remat._reach.names import CallNames
-from remat._reach.objects import is_spent_by_use, slots_of
+from remat._reach.objects import dict_of, is_spent_by_use, slots_of
 from remat._reach.stream_search import (
     StreamSearch,
     has_defaults,
@@ -67,6 +56,14 @@ from remat._reach.walk import (
     is_of_atoms,
     is_of_library,
     is_used_as_it_is,
+)
+from remat._reach.watched import (
+    PASSED,
+    HeldBuffer,
+    Iterated,
+    has_objects,
+    is_bare_buffer,
+    is_buffer,
 )
 
 
@@ -431,7 +428,7 @@ class Building:
         items, key = self.values(box.items), box.ref.id
         value = self._there.get(key)
         if value is not None:
-            if all(map(operator.is_, items, box.how.values([value]))):
+            if all(map(operator.is_, items, box.how.items(value))):
                 return value
             del self._there[key]
         return box.how.new(box.ref.kind(), items, None)

@@ -23,9 +23,8 @@ from torch import Tensor
 from remat._base.code import has_marks
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.arguments import Building, CallArguments
-from remat._reach.container_kinds import ATTRIBUTES
 from remat._reach.exchange import are_same
-from remat._reach.holders import flatten
+from remat._reach.holders import ATTRIBUTES, flatten
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import LiftedForward
 from remat._reach.roots import Root, roots_of

@@ -24,10 +24,16 @@ from torch import Tensor, nn
 
 from remat._base.interpreter import may_refer_to_others
 from remat._base.types import ATOMS, TENSORS
-from remat._reach.container_kinds import ATTRIBUTES, OWNED
-from remat._reach.holders import FUNCTIONS, MISSING, SLOTS, HolderKind, dict_of
+from remat._reach.holders import (
+    ATTRIBUTES,
+    FUNCTIONS,
+    MISSING,
+    OWNED,
+    SLOTS,
+    HolderKind,
+)
 from remat._reach.layout import Layout, LiveValues, taking
-from remat._reach.objects import is_spent_by_use
+from remat._reach.objects import dict_of, is_spent_by_use
 from remat._reach.walk import is_of_atoms, is_opaque
 
 
@@ -68,12 +74,6 @@ class Ref:
         self.id, self.kind = id(value), weakref.ref(kind)
         self.limit = value.maxlen if issubclass(kind, deque) else None
         self.ref: Any = weakref.ref(value) if kind.__weakrefoffset__ else None
-
-    def is_of(self, value: Any) -> bool:
-        """Say whether this is in place of that value."""
-        if id(value) != self.id:
-            return False
-        return type(value) is self.kind() if self.ref is None else self.ref() is value
 
 
 class _Keeper:
@@ -267,7 +267,9 @@ class Before:
 
     def is_number(self, p: int, now: LiveValues) -> bool:
         """Say whether a value is another number or word now."""
-        return p < len(self.kept) and _are_plain(self.kept[p], now.values[p])
+        if p >= len(self.kept):
+            return False
+        return _is_plain(self.kept[p]) and _is_plain(now.values[p])
 
     def spans_among(
         self, places: Collection[int], indices: Collection[HolderIndex]
@@ -436,11 +438,6 @@ def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:
     first = keys + span.first_key
     last = first + span.key_count
     return ids[span.start * 8 : span.end * 8], ids[first * 8 : last * 8]
-
-
-def _are_plain(kept: Any, value: Any) -> bool:
-    """Say whether neither what was held nor what is leads anywhere."""
-    return _is_plain(kept) and _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,9 +17,16 @@ from typing import Any
 
 from remat._base.interpreter import identities
 from remat._reach.before import Ref
-from remat._reach.container_kinds import CONTAINERS, FACTORIES, OWNED
-from remat._reach.holders import PART, SLOTS, VARIABLES, HolderKind, dict_of
-from remat._reach.objects import slots_of
+from remat._reach.holders import (
+    CONTAINERS,
+    FACTORIES,
+    OWNED,
+    PART,
+    SLOTS,
+    VARIABLES,
+    HolderKind,
+)
+from remat._reach.objects import dict_of, slots_of
 
 
 class HolderParts:

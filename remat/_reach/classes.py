@@ -12,40 +12,31 @@ import enum
 import functools
 import types
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from remat._base.code import class_without_us, is_library
 from remat._base.errors import RecomputeError
 from remat._base.types import ATOMS
-from remat._reach.holders import CELLS, GONE, HolderKind, dict_of, refers_to
+from remat._reach.holders import GONE, HolderKind, contents_of, refers_to
 from remat._reach.objects import (
     by_class,
     can_be_made_anew,
+    dict_of,
     is_left_alone,
     is_stateless,
 )
 from remat._reach.stream_search import user_bases
 
 
-class ClassOf(HolderKind):
-    """The class of an object."""
-
-    fixed = 1
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return map(type, holders)
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        object.__setattr__(holder, "__class__", values[0])
-
-
-CLASS_OF = ClassOf()
+# The class of an object.
+CLASS_OF = HolderKind(
+    lambda value: (type(value),),
+    lambda value, _, kinds: object.__setattr__(value, "__class__", kinds[0]),
+    fixed=1,
+)
 
 
 def is_of_another(value: Any, then: type | None) -> bool:
@@ -77,7 +68,7 @@ def _parts_of(value: Any) -> Iterable[Any] | None:
     """Return what code consists of; None of anything else."""
     kind = type(value)
     if kind is types.FunctionType:
-        held = [*CELLS.values(value.__closure__ or ()), *vars(value).values()]
+        held = [*contents_of(value.__closure__ or ()), *vars(value).values()]
         held += (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         if is_library(value.__globals__):  # which has tables of its own, as a dataclass
             held = [part for part in held if _is_users(part)]

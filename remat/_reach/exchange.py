@@ -23,19 +23,18 @@ from remat._base.code import VIEWED
 from remat._base.errors import RecomputeError
 from remat._reach.before import At, Before, HolderIndex, Place, Ref, Span
 from remat._reach.classes import CLASS_OF, is_of_another
-from remat._reach.container_kinds import container_kind
 from remat._reach.holders import (
     GONE,
     MISSING,
     SCOPES,
     SLOTS,
     HolderKind,
-    dict_of,
+    container_kind,
     without_contents,
 )
 from remat._reach.layout import Layout, groups_of
 from remat._reach.making import make
-from remat._reach.objects import is_view
+from remat._reach.objects import dict_of, is_view
 
 
 class Exchange:

@@ -5,27 +5,27 @@ reaches before and after its forward. It writes one holder at a time, in place.
 
 Invariant: a container is read and written by the methods of its base class, whatever a
 subclass overrides. No property and no setter of the user's runs.
-Rejected: one record for each holder. A block of a model reaches hundreds of them.
+Rejected: one record for each holder. A block of a model reaches hundreds of them. A set
+in the order that it had, which none but CPython's own tables tell.
 """
 
 import contextlib
 import functools
 import itertools
-import operator
 import sys
-import threading
 import types
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from operator import attrgetter, is_
+from typing import Any, TypeAlias
 
 from torch import nn
-from typing_extensions import override
 
 from remat._base.errors import RecomputeError
 from remat._base.interpreter import mapping_of
-from remat._reach.objects import members_of
+from remat._reach.objects import by_class, dict_of, members_of
 
 
 flatten = itertools.chain.from_iterable
@@ -55,199 +55,182 @@ class Holdings:
     lengths: list[int]
 
 
+Write: TypeAlias = Callable[[Any, Sequence[Any], Sequence[Any]], Any]
+
+
+def _no_write(_: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    """Leave what can never be changed."""
+
+
 class HolderKind:
     """How holders of one kind are read and written.
 
     Attributes:
-        keyed: whether a holder has a key for each value.
+        items: returns what one holder holds.
+        keys_of: returns its keys; None where there are none.
+        write: has a holder hold keys and values and nothing else, in place.
+        put_back: has it hold what it held just before a run.
+        new: returns a holder like one that is gone, from its class, from what it held
+            where that cannot be written later, and from how long it may get.
         frozen: whether a holder can never be changed, only what it holds.
         adds: whether what it reads may be only a part of what a value holds.
         fixed: how many values each holder holds; 0 if that differs.
     """
 
-    keyed = frozen = adds = False
-    fixed = 0
+    def __init__(
+        self,
+        items: Callable[[Any], Iterable[Any]],
+        write: Write = _no_write,
+        new: Callable[[Any, Sequence[Any], int | None], Any] | None = None,
+        *,
+        length: Callable[[Any], int] = len,
+        keys_of: Callable[[Any], Iterable[Any]] | None = None,
+        put_back: Write | None = None,
+        adds: bool = False,
+        fixed: int = 0,
+    ) -> None:
+        self.items, self.keys_of, self._length = items, keys_of, length
+        self.write, self.put_back = write, put_back or write
+        self.new: Any = new
+        self.frozen, self.adds, self.fixed = write is _no_write, adds, fixed
+        self.keyed = keys_of is not None
 
     def read(self, holders: Sequence[Any], to: Holdings) -> None:
         """Add what all of these holders hold."""
-        values, keys = len(to.values), len(to.keys)
-        to.values += self.values(holders)
+        items, keys_of, values, keys = self.items, self.keys_of, to.values, to.keys
         if self.fixed:
+            values += flatten(map(items, holders))
             return
-        lengths = [*self.lengths(holders)]
-        count = sum(lengths)
-        if self.keyed:
-            to.keys += self.keys(holders)
-            keys += count
-        if len(to.values) != values + count or len(to.keys) != keys:
-            raise MovedError
+        lengths = [*map(self._length, holders)]
+        ends = len(values) + len(keys) + sum(lengths) * (1 if keys_of is None else 2)
         to.lengths += lengths
-
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        """Return what all of these holders hold, one after the other."""
-        raise NotImplementedError
-
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        """Return how many values each of them holds, where that is not fixed."""
-        raise NotImplementedError
-
-    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
-        """Return the keys of all values."""
-        del holders
-        return ()
+        if keys_of is None:
+            values += flatten(map(items, holders))
+        else:
+            for holder in itertools.compress(holders, lengths):  # most are empty
+                values += items(holder)
+                keys += keys_of(holder)
+        if len(values) + len(keys) != ends:  # threads change it meanwhile
+            raise MovedError
 
     def held(self, holder: Any) -> tuple[list[Any], list[Any]]:
         """Return the keys and the values of one holder."""
-        return [*self.keys([holder])], [*self.values([holder])]
-
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-        """Have a holder hold this and nothing else, in place."""
-        raise NotImplementedError
-
-    def put_back(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """Have a holder hold what it held just before a run."""
-        self.write(holder, keys, values)
-
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        """Return a holder like one that is gone; what can be written is written later.
-
-        Args:
-            kind: its class.
-            values: what it held, where that cannot be written later.
-            limit: how long it may get, where that is limited.
-        """
-        raise NotImplementedError
+        keys = [] if self.keys_of is None else [*self.keys_of(holder)]
+        return keys, [*self.items(holder)]
 
 
-class Cells(HolderKind):
-    """Variables of outer functions."""
-
-    fixed = 1
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        try:
-            return [cell.cell_contents for cell in holders]
-        except ValueError:  # one is empty
-            return [*map(content_of, holders)]
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        (value,) = values
-        if value is MISSING:
-            del holder.cell_contents
-        else:
-            holder.cell_contents = value
-
-    @override
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        return types.CellType()
+# --- Variables ---
 
 
-def content_of(cell: types.CellType) -> Any:
-    """Return what a variable holds, or `MISSING`."""
+def contents_of(cells: Iterable[types.CellType]) -> list[Any]:
+    """Return what variables of outer functions hold, or `MISSING`."""
     try:
-        return cell.cell_contents
+        return [cell.cell_contents for cell in cells]
+    except ValueError:  # one is empty
+        return [part for cell in cells for part in _content_of(cell)]
+
+
+def _content_of(cell: types.CellType) -> Sequence[Any]:
+    try:
+        return (cell.cell_contents,)
     except ValueError:
+        return (MISSING,)
+
+
+def _write_cell(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    (value,) = values
+    if value is MISSING:
+        del holder.cell_contents
+    else:
+        holder.cell_contents = value
+
+
+CELLS = HolderKind(_content_of, _write_cell, lambda *_: types.CellType(), fixed=1)
+
+
+def _globals_of(pair: Any) -> list[Any]:
+    scope, names = pair
+    return [scope.get(name, MISSING) for name in names]
+
+
+def _write_globals(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    scope, names = holder
+    for name, value in zip(names, values, strict=True):
+        if value is MISSING:
+            scope.pop(name, None)
+        elif scope.get(name, MISSING) is not value:
+            scope[name] = value
+
+
+# Pairs of a namespace and the names that code refers to.
+SCOPES = HolderKind(_globals_of, _write_globals, length=lambda pair: len(pair[1]))
+
+
+def variable_value(variable: ContextVar[Any]) -> Any:
+    """Return the value of a context variable, or its default."""
+    try:
+        return variable.get()
+    except LookupError:
         return MISSING
 
 
-class Scopes(HolderKind):
-    """Global variables: pairs of a namespace and the names that code refers to."""
+def _set_variable(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    """Set a variable; return what takes that back, as `exchange` does."""
+    (value,) = values
+    if value is not MISSING:
+        return holder.set(value)
+    if variable_value(holder) is not MISSING:
+        raise RecomputeError(_VARIABLE.format(name=holder.name))
+    return None
 
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return [scope.get(name, MISSING) for scope, names in holders for name in names]
 
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        scope, names = holder
-        for name, value in zip(names, values, strict=True):
-            if value is MISSING:
-                scope.pop(name, None)
-            elif scope.get(name, MISSING) is not value:
-                scope[name] = value
+def _set_variable_again(holder: Any, keys: Any, values: Sequence[Any]) -> None:
+    if values[0] is not MISSING:  # else `exchange` takes the value away
+        holder.set(values[0])
+
+
+VARIABLES = HolderKind(
+    lambda variable: (variable_value(variable),),
+    _set_variable,
+    put_back=_set_variable_again,
+    fixed=1,
+)
+
+
+# --- Functions, classes, slots ---
 
 
 # The code is first: `before` reads it there.
 _DEFAULTS = ("__code__", "__defaults__", "__kwdefaults__")
-_DEFAULTS_OF = operator.attrgetter(*_DEFAULTS)
 
 
-class Functions(HolderKind):
-    """What a function has besides its variables: its code and its defaults."""
-
-    fixed = 3
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(_DEFAULTS_OF, holders))
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        for name, value in zip(_DEFAULTS, values, strict=True):
-            if getattr(holder, name) is not value:
-                setattr(holder, name, value)
+def _write_function(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    for name, value in zip(_DEFAULTS, values, strict=True):
+        if getattr(holder, name) is not value:
+            setattr(holder, name, value)
 
 
-class Classes(HolderKind):
-    """Classes of the user's, with their attributes and methods."""
-
-    keyed = True
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(cls.__dict__.values() for cls in holders)
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return map(len, map(_table_of, holders))
-
-    @override
-    def keys(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(_table_of, holders))
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        now = {**holder.__dict__}
-        for key, value in zip(keys, values, strict=True):
-            if now.pop(key, MISSING) is not value:
-                type.__setattr__(holder, key, value)
-        for key in now:
-            type.__delattr__(holder, key)
+FUNCTIONS = HolderKind(attrgetter(*_DEFAULTS), _write_function, fixed=3)
 
 
-_table_of = operator.attrgetter("__dict__")
+def _write_class(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    now = {**holder.__dict__}
+    for key, value in zip(keys, values, strict=True):
+        if now.pop(key, MISSING) is not value:
+            type.__setattr__(holder, key, value)
+    for key in now:
+        type.__delattr__(holder, key)
 
 
-class Slots(HolderKind):
-    """Objects with slots."""
-
-    adds = True
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        pairs = ((m, v) for v in holders for m in members_of(type(v)))
-        return [_slot_of(value, member) for member, value in pairs]
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return [len(members_of(type(value))) for value in holders]
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        for member, value in zip(members_of(type(holder)), values, strict=True):
-            if value is not MISSING:
-                member.__set__(holder, value)
-            elif _slot_of(holder, member) is not MISSING:
-                member.__delete__(holder)
-
-    @override
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        return without_contents(kind)
+CLASSES = HolderKind(
+    lambda cls: cls.__dict__.values(),
+    _write_class,
+    length=lambda cls: len(cls.__dict__),
+    keys_of=attrgetter("__dict__"),
+)
 
 
-def without_contents(kind: Any) -> Any:
+def without_contents(kind: Any, *_: Any) -> Any:
     """Return an instance of a class, without attributes."""
     if issubclass(kind, types.SimpleNamespace):
         return types.SimpleNamespace.__new__(kind)
@@ -255,13 +238,6 @@ def without_contents(kind: Any) -> Any:
         return object.__new__(kind)
     except TypeError:
         raise RecomputeError(GONE.format(name=f"A {kind.__qualname__}")) from None
-
-
-GONE = (
-    "remat: {name} that the function reached at the call is gone, and cannot be made "
-    "again for the recompute. Keep it alive until the backward, or pass what is needed "
-    "of it as an argument."
-)
 
 
 def names_of(kind: type) -> list[str]:
@@ -276,76 +252,29 @@ def _slot_of(value: Any, member: Any) -> Any:
         return MISSING
 
 
-class Variables(HolderKind):
-    """Context variables."""
-
-    fixed = 1
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return [*map(variable_value, holders)]
-
-    @override
-    def write(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-        """Set a variable; return what takes that back, as `exchange` does."""
-        (value,) = values
-        if value is MISSING:
-            if variable_value(holder) is MISSING:
-                return None
-            raise RecomputeError(_VARIABLE.format(name=holder.name))
-        return holder.set(value)
-
-    @override
-    def put_back(self, holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        if values[0] is not MISSING:  # else `exchange` takes the value away
-            holder.set(values[0])
+def _write_slots(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    for member, value in zip(members_of(type(holder)), values, strict=True):
+        if value is not MISSING:
+            member.__set__(holder, value)
+        elif _slot_of(holder, member) is not MISSING:
+            member.__delete__(holder)
 
 
-def variable_value(variable: ContextVar[Any]) -> Any:
-    """Return the value of a context variable, or its default."""
-    try:
-        return variable.get()
-    except LookupError:
-        return MISSING
-
-
-_VARIABLE = (
-    "remat: the context variable `{name}` had no value at the call and has one now. "
-    "Python cannot take it away again for the recompute. Set it before the call, or "
-    "give it a default."
+SLOTS = HolderKind(
+    lambda value: [_slot_of(value, member) for member in members_of(type(value))],
+    _write_slots,
+    without_contents,
+    length=lambda value: len(members_of(type(value))),
+    adds=True,
+)
+# Modules of TorchScript, of which only the parameters are known.
+SCRIPTED = HolderKind(
+    lambda module: module.parameters(),
+    length=lambda module: len([*module.parameters()]),
 )
 
 
-class Scripted(HolderKind):
-    """Modules of TorchScript, of which only the parameters are known."""
-
-    frozen = True
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(module.parameters() for module in holders)
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return [len([*module.parameters()]) for module in holders]
-
-
-class Parts(HolderKind):
-    """What can be called or read through, and never changes: partials, methods."""
-
-    frozen = True
-
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return flatten(map(refers_to, holders))
-
-    @override
-    def lengths(self, holders: Sequence[Any]) -> Iterable[int]:
-        return [len(refers_to(value)) for value in holders]
-
-    @override
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        return made_of(kind, values)
+# --- What can be called or read through, and never changes: partials, methods ---
 
 
 def refers_to(value: Any) -> tuple[Any, ...]:
@@ -361,38 +290,38 @@ def _parts_of_builtin(value: Any) -> tuple[Any, ...]:
     return (sys.intern(value.__name__), value.__self__)  # a new string each time
 
 
+def _behind(proxy: Any) -> tuple[Any, ...]:
+    """Return what a weak proxy stands for; None if that is gone."""
+    with contextlib.suppress(ReferenceError):
+        return (proxy.__reduce_ex__.__self__,)
+    return (None,)
+
+
 _READERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    functools.partial: operator.attrgetter("func", "args", "keywords", "__dict__"),
-    types.MethodType: operator.attrgetter("__func__", "__self__"),
-    slice: operator.attrgetter("start", "stop", "step"),
+    functools.partial: attrgetter("func", "args", "keywords", "__dict__"),
+    types.MethodType: attrgetter("__func__", "__self__"),
+    slice: attrgetter("start", "stop", "step"),
     types.BuiltinFunctionType: _parts_of_builtin,
     types.MethodWrapperType: _parts_of_builtin,
-    property: operator.attrgetter("fget", "fset", "fdel"),
+    property: attrgetter("fget", "fset", "fdel"),
     staticmethod: lambda value: (value.__func__,),
     classmethod: lambda value: (value.__func__,),
     types.MappingProxyType: lambda value: (mapping_of(value),),
     weakref.KeyedRef: lambda ref: (ref(), ref.__callback__, ref.key),
     weakref.WeakMethod: lambda ref: (weakref.ref.__call__(ref), ref._func_ref()),
     weakref.ref: lambda ref: (ref(), ref.__callback__),
-    weakref.ProxyType: lambda proxy: (_behind(proxy),),
-    weakref.CallableProxyType: lambda proxy: (_behind(proxy),),
+    weakref.ProxyType: _behind,
+    weakref.CallableProxyType: _behind,
 }
 PARTS = (*_READERS,)
 _SET_PARTIAL: Any = vars(functools.partial)["__setstate__"]
 
 
-def _behind(proxy: Any) -> Any:
-    """Return what a weak proxy stands for; None if that is gone."""
-    with contextlib.suppress(ReferenceError):
-        return proxy.__reduce_ex__.__self__
-    return None
-
-
-def made_of(kind: Any, values: Sequence[Any]) -> Any:
+def _made_of(kind: Any, values: Sequence[Any], _: int | None = None) -> Any:
     """Return a value of `PARTS` from what it refers to."""
     if issubclass(kind, functools.partial):
         # Around these very dicts, which may be filled later.
-        made = functools.partial.__new__(kind, operator.is_)
+        made = functools.partial.__new__(kind, is_)
         _SET_PARTIAL(made, (*values,))
         return made
     if issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
@@ -410,15 +339,112 @@ def made_of(kind: Any, values: Sequence[Any]) -> Any:
     return kind(*values)
 
 
-CELLS, SCOPES, FUNCTIONS = Cells(), Scopes(), Functions()
-CLASSES, SLOTS, VARIABLES = Classes(), Slots(), Variables()
-PART, SCRIPTED = Parts(), Scripted()
+PART = HolderKind(refers_to, new=_made_of, length=lambda value: len(refers_to(value)))
 
 
-def dict_of(value: Any) -> dict[str, Any] | None:
-    """Return the dict of an object; None if it has none, or pretends not to."""
-    if issubclass(type(value), threading.local):
-        return value.__dict__  # of this thread
-    with contextlib.suppress(Exception):
-        return object.__getattribute__(value, "__dict__")
-    return None
+# --- Containers, and the dicts of objects ---
+
+
+def _write_dict(
+    base: Any, holder: Any, keys: Sequence[Any], values: Sequence[Any]
+) -> None:
+    now, wanted = [*base.__iter__(holder)], {*map(id, keys)}
+    stay = [key for key in now if id(key) in wanted]
+    if len(stay) <= len(keys) and all(map(is_, stay, keys)):
+        for key in now:
+            if id(key) not in wanted:
+                base.__delitem__(holder, key)
+    else:  # it is emptied only if the order differs
+        base.clear(holder)
+    if base is dict:
+        dict.update(holder, zip(keys, values, strict=True))
+        return
+    for key, value in zip(keys, values, strict=True):
+        base.__setitem__(holder, key, value)
+
+
+def _dicts(base: Any) -> HolderKind:
+    # An OrderedDict has an order of its own.
+    return HolderKind(
+        base.values,
+        functools.partial(_write_dict, base),
+        lambda kind, *_: base.__new__(kind),
+        length=dict.__len__,
+        keys_of=base.keys,
+    )
+
+
+def _write_set(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    # The rest stays, and mostly its order.
+    set.difference_update(holder, set.difference(holder, values))
+    set.update(holder, values)
+
+
+def _write_deque(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    deque.clear(holder)
+    deque.extend(holder, values)
+
+
+def _items(base: Any, write: Write = _no_write) -> HolderKind:
+    def new(kind: Any, values: Sequence[Any], limit: int | None) -> Any:
+        if hasattr(kind, "n_sequence_fields"):
+            return kind(values)
+        if write is _no_write:
+            return base.__new__(kind, values)
+        made = base.__new__(kind)
+        if limit is not None:
+            deque.__init__(made, (), limit)
+        return made
+
+    return HolderKind(base.__iter__, write, new, length=base.__len__)
+
+
+# By the base class, the more special one first.
+CONTAINERS: dict[type, HolderKind] = {
+    OrderedDict: _dicts(OrderedDict),
+    dict: _dicts(dict),
+    list: _items(list, lambda v, _, new: list.__setitem__(v, slice(None), new)),
+    tuple: _items(tuple),
+    set: _items(set, _write_set),
+    frozenset: _items(frozenset),
+    deque: _items(deque, _write_deque),
+}
+
+
+@by_class
+def container_kind(kind: type) -> HolderKind | None:
+    """Return how instances of a class are read; None if it is no container's."""
+    return next(
+        (how for base, how in CONTAINERS.items() if issubclass(kind, base)), None
+    )
+
+
+# The dicts of objects and functions, which threads read meanwhile.
+ATTRIBUTES = _dicts(dict)
+# The same of values that have no weak references, as instances of a tuple's subclass.
+OWNED = HolderKind(
+    lambda holder: dict.values(dict_of(holder) or {}),
+    lambda holder, keys, values: _write_dict(dict, dict_of(holder), keys, values),
+    without_contents,
+    length=lambda holder: len(dict_of(holder) or ()),
+    keys_of=lambda holder: dict_of(holder) or (),
+    adds=True,
+)
+# What makes the missing values of a defaultdict.
+FACTORIES = HolderKind(
+    lambda holder: (holder.default_factory,),
+    lambda holder, _, values: setattr(holder, "default_factory", values[0]),
+    adds=True,
+    fixed=1,
+)
+
+GONE = (
+    "remat: {name} that the function reached at the call is gone, and cannot be made "
+    "again for the recompute. Keep it alive until the backward, or pass what is needed "
+    "of it as an argument."
+)
+_VARIABLE = (
+    "remat: the context variable `{name}` had no value at the call and has one now. "
+    "Python cannot take it away again for the recompute. Set it before the call, or "
+    "give it a default."
+)

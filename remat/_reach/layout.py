@@ -25,8 +25,8 @@ from remat._base.code import AGAIN, is_named, recipe_of, static_of
 from remat._base.interpreter import identities, nested
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.classes import leads_nowhere
-from remat._reach.container_kinds import ATTRIBUTES
 from remat._reach.holders import (
+    ATTRIBUTES,
     CELLS,
     CLASSES,
     FUNCTIONS,
@@ -38,11 +38,11 @@ from remat._reach.holders import (
     HolderKind,
     Holdings,
     MovedError,
-    dict_of,
+    contents_of,
     flatten,
     names_of,
 )
-from remat._reach.objects import is_rematerialized
+from remat._reach.objects import dict_of, is_rematerialized
 from remat._reach.walk import Walk, can_be_revived
 
 
@@ -245,7 +245,7 @@ class LiveValues(Holdings):
         if len(keys) != len(values) or len(keys) != sum(lengths):
             raise MovedError
         if cells:
-            values += CELLS.values(cells)
+            values += contents_of(cells)
         for scope, names in scopes:
             lengths.append(len(names))
             for name in names:

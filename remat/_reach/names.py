@@ -10,37 +10,37 @@ much as to search what it leads to, and most are never read.
 """
 
 import enum
-import functools
 import inspect
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from remat._base.code import VIEWED, known_code
 from remat._base.errors import CaptureError
 from remat._base.pytree import REGISTERED, Registered
 from remat._base.types import INERT
 from remat._reach.boxes import kinds_besides
-from remat._reach.buffers import is_bare_buffer
-from remat._reach.container_kinds import FACTORIES, OWNED, container_kind
 from remat._reach.holders import (
-    CELLS,
+    FACTORIES,
     MISSING,
+    OWNED,
     PART,
     PARTS,
     REGISTRIES,
     SLOTS,
     TEMPLATE,
     HolderKind,
-    dict_of,
+    container_kind,
+    contents_of,
     names_of,
 )
 from remat._reach.objects import (
+    dict_of,
     is_left_alone,
     is_rematerialized,
     is_spent_by_use,
@@ -48,6 +48,7 @@ from remat._reach.objects import (
     slots_of,
 )
 from remat._reach.stream_search import is_stream
+from remat._reach.watched import is_bare_buffer
 from remat._torch import is_compiled
 
 
@@ -84,7 +85,7 @@ def code_of_arguments(fn: Any) -> tuple[Any, int]:
             fn = fn.__dict__["__wrapped__"]
         elif isinstance(fn, types.MethodType):
             fn, skip = fn.__func__, skip + 1
-        elif isinstance(fn, functools.partial):
+        elif isinstance(fn, partial):
             fn, skip = fn.func, skip + len(fn.args)
         elif isinstance(fn, nn.Module):
             fn = fn.forward
@@ -204,7 +205,7 @@ def parts_of(value: Any, kind: Any, path: Path) -> Iterator[tuple[Any, Path]]:
     elif is_rematerialized(kind):
         yield value.__wrapped__, path
     elif kind is types.CellType:
-        yield from ((content, path) for content in CELLS.values([value]))
+        yield contents_of([value])[0], path
     else:
         for how in kinds_of(value, kind):
             yield from held_with_paths(how, kind, *how.held(value), path)
@@ -316,28 +317,22 @@ class RegisteredKind(HolderKind):
     tensors, too.
     """
 
-    frozen = True
-
     def __init__(self, how: Registered) -> None:
-        self._how = how
+        def rebuilt(_: Any, values: Sequence[Any], limit: int | None) -> Any:
+            *children, context = values
+            return how.unflatten(context, children)
 
-    @override
-    def values(self, holders: Sequence[Any]) -> Iterable[Any]:
-        return [part for value in holders for part in self._flattened(value)]
+        super().__init__(partial(_flattened, how), new=rebuilt)
 
-    @override
-    def new(self, kind: Any, values: Sequence[Any], limit: int | None) -> Any:
-        *children, context = values
-        return self._how.unflatten(context, children)
 
-    def _flattened(self, value: Any) -> list[Any]:
-        found: Any = self._how.flatten(value)
-        try:
-            children, context = found[:2]
-            return [*children, context]
-        except (KeyError, TypeError, ValueError) as error:
-            name, kind = type(value).__qualname__, type(found).__name__
-            raise CaptureError(_NO_PAIR.format(name=name, kind=kind)) from error
+def _flattened(how: Registered, value: Any) -> list[Any]:
+    found: Any = how.flatten(value)
+    try:
+        children, context = found[:2]
+        return [*children, context]
+    except (KeyError, TypeError, ValueError) as error:
+        name, kind = type(value).__qualname__, type(found).__name__
+        raise CaptureError(_NO_PAIR.format(name=name, kind=kind)) from error
 
 
 _NO_PAIR = (

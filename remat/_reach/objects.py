@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import sys
+import threading
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList
@@ -49,10 +50,16 @@ def by_class(fn: Callable[[type], T]) -> Callable[[type], T]:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return what an object holds, in its `__dict__` and its slots."""
-    held: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # it has none, or pretends not to
-        held = object.__getattribute__(value, "__dict__").copy()
-    return held | slots_in(value) if slots_of(type(value)) else held
+    return (dict_of(value) or {}) | slots_in(value)
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """Return the dict of an object; None if it has none, or pretends not to."""
+    if issubclass(type(value), threading.local):
+        return value.__dict__  # of this thread
+    with contextlib.suppress(Exception):
+        return object.__getattribute__(value, "__dict__")
+    return None
 
 
 def slots_in(value: Any) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from remat._reach.arguments import Building, CallArguments, StillThere, structur
 from remat._reach.attributes import put_aside, set_again
 from remat._reach.before import At
 from remat._reach.boxes import Box
-from remat._reach.buffers import Buffer, buffers_of, changed
 from remat._reach.identities import RefuseMarks, end_leases, is_told, lease_of
 from remat._reach.lifted import LiftedForward
 from remat._reach.moment import Moment
@@ -38,6 +37,7 @@ from remat._reach.numbers import number_all
 from remat._reach.roots import Root, code_writes, roots_of
 from remat._reach.running import BoundFunction, Running, call_under, undone
 from remat._reach.walk import is_hook_of_library
+from remat._reach.watched import Buffer, buffers_of, changed
 from remat._torch import (
     MODULE_HOOKS,
     function_mode_count,
@@ -234,7 +234,7 @@ class Reach:
     def forward_done(self) -> None:
         """Note what the forward changed."""
         self._boxes = {}
-        for each in (*self._roots, *self._watched, *self._buffers):
+        for each in (*self._roots, *self._watched):
             each.forward_done()
         self._watched = ()
 

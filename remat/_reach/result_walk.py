@@ -29,9 +29,7 @@ from torch import Tensor, nn
 from remat._base.code import has_marks
 from remat._base.pytree import REGISTERED, registration_of
 from remat._base.types import INERT
-from remat._reach.buffers import is_bare_buffer
-from remat._reach.container_kinds import container_kind
-from remat._reach.holders import MISSING, PART, PARTS, HolderKind
+from remat._reach.holders import MISSING, PART, PARTS, HolderKind, container_kind
 from remat._reach.names import (
     NamedSearch,
     Path,
@@ -49,6 +47,7 @@ from remat._reach.objects import (
     is_spent_by_use,
 )
 from remat._reach.stream_search import is_stream
+from remat._reach.watched import is_bare_buffer
 from remat._torch import is_of_torch_func
 
 
@@ -361,7 +360,7 @@ def visit_instance(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderK
     if how is not None and (kind in REGISTERED or not is_plain):
         return [RegisteredKind(how)]
     kinds = kinds_of_object(value, kind)
-    entries = [v for how in kinds for v in how.values([value])]
+    entries = [v for how in kinds for v in how.items(value)]
     if not is_plain and _tensors_behind(value, entries):
         walk.hide(value, path, _HOLDS)
     elif not (is_plain or entries):

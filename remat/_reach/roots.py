@@ -21,12 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
 from remat._reach.before import Before, HolderIndex
-from remat._reach.buffers import HELD, UNNAMED, HeldBuffer, is_buffer
-from remat._reach.container_kinds import Iterated, Large, container_kind
 from remat._reach.exchange import Exchange
-from remat._reach.holders import VARIABLES, HolderKind, MovedError
+from remat._reach.holders import VARIABLES, HolderKind, MovedError, container_kind
 from remat._reach.identities import Lease, is_told, lease_of
 from remat._reach.layout import Layout, LiveValues, lay_out, live_in
+from remat._reach.watched import HELD, UNNAMED, HeldBuffer, Iterated, Large, is_buffer
 
 
 # How a holder is read, it itself, its keys, what it holds, and what it is to hold.

@@ -25,17 +25,16 @@ from remat._base.code import has_marks
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
 from remat._reach.before import Ref, differing, marks_of
-from remat._reach.buffers import Buffer
 from remat._reach.classes import CLASS_OF
-from remat._reach.container_kinds import CONTAINERS
 from remat._reach.exchange import LOCK, Exchange, Written, are_same, written_to
-from remat._reach.holders import HOOKS, HolderKind, MovedError
+from remat._reach.holders import CONTAINERS, HOOKS, HolderKind, MovedError
 from remat._reach.holding import HolderNow, among, holding
 from remat._reach.layout import LiveValues, live_in
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import Lifted
 from remat._reach.roots import Root
 from remat._reach.walk import is_hook_of_library
+from remat._reach.watched import Buffer
 from remat._torch import (
     MODULE_HOOKS,
     function_mode_count,

@@ -30,12 +30,12 @@ from remat._base.code import (
     known_code,
 )
 from remat._base.types import INERT, TENSORS
-from remat._reach.container_kinds import container_kind
 from remat._reach.holders import (
-    CELLS,
     MISSING,
     PARTS,
     HolderKind,
+    container_kind,
+    contents_of,
     refers_to,
     variable_value,
 )
@@ -100,7 +100,7 @@ def methods_with_state(cls: type) -> tuple[tuple[int, str], ...]:
 
 
 def _has_state(cells: tuple[types.CellType, ...] | None) -> bool:
-    return not _STATE.isdisjoint(map(type, CELLS.values(cells or ())))
+    return not _STATE.isdisjoint(map(type, contents_of(cells or ())))
 
 
 _STATE = {list, dict}  # not a set: `dataclass` has one around `__repr__`
@@ -254,12 +254,12 @@ def has_defaults(fn: types.FunctionType) -> bool:
 
 
 def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:
-    cells, scope = CELLS.values(fn.__closure__ or ()), fn.__globals__
+    cells, scope = contents_of(fn.__closure__ or ()), fn.__globals__
     return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
 
 
 def _parts_of_container(value: Any, how: HolderKind) -> Iterable[Any]:
-    items = [*how.values([value])]
+    items = [*how.items(value)]
     held = [*attributes(value).values()]
     if isinstance(value, defaultdict):  # of another, a user's `__getattr__` would run
         held.append(value.default_factory)

@@ -21,25 +21,28 @@ from torch.nn.parameter import is_lazy
 from remat._base.code import is_library, known_code
 from remat._base.interpreter import nested
 from remat._base.types import ATOMS, TENSORS
-from remat._reach.buffers import has_objects, is_bare_buffer, is_buffer
 from remat._reach.classes import MAKING
-from remat._reach.container_kinds import CONTAINERS, FACTORIES, OWNED, container_kind
 from remat._reach.holders import (
     CELLS,
+    CONTAINERS,
+    FACTORIES,
     HOOKS,
     MISSING,
+    OWNED,
     PART,
     PARTS,
     REGISTRIES,
     SLOTS,
     TEMPLATE,
     HolderKind,
-    dict_of,
+    container_kind,
+    contents_of,
     refers_to,
     variable_value,
 )
 from remat._reach.objects import (
     can_be_made_anew,
+    dict_of,
     is_left_alone,
     is_left_alone_in,
     is_rematerialized,
@@ -55,6 +58,7 @@ from remat._reach.stream_search import (
     methods_with_state,
     user_bases,
 )
+from remat._reach.watched import has_objects, is_bare_buffer, is_buffer
 from remat._torch import MODULE_HOOKS, is_compiled
 
 
@@ -167,7 +171,7 @@ class Walk:
                 self._reach_object(value, kind)
         elif kind is types.CellType:
             self._hold(value, CELLS)
-            self._todo += CELLS.values([value])
+            self._todo += contents_of([value])
         elif is_used_as_it_is(value, kind):
             self.streams.walk(value)
             if kind is types.ModuleType and not is_library(vars(value)):
@@ -197,7 +201,7 @@ class Walk:
             self._todo += map(held.__getitem__, new)
 
     def _reach_container(self, value: Any, how: HolderKind) -> None:
-        items = [*how.values([value])]
+        keys, items = how.held(value)
         if len(items) > _LARGE and _are_plain(items):
             self.special.add(id(value))
             return
@@ -208,7 +212,7 @@ class Walk:
             self._hold(value, FACTORIES)
             self._todo.append(value.default_factory)
         self._todo += items
-        self._todo += how.keys([value])
+        self._todo += keys
         if dict_of(value) is not None or slots_of(type(value)):
             self._reach_object(value, type(value))
         elif user_bases(type(value)):  # of a named tuple, the methods
@@ -222,7 +226,7 @@ class Walk:
         self._todo += fn.__defaults__ or ()
         self._todo.append(fn.__defaults__)
         self._todo.append(fn.__kwdefaults__)
-        self._todo += CELLS.values(fn.__closure__ or ())
+        self._todo += contents_of(fn.__closure__ or ())
         if is_compiled(fn.__dict__):
             return
         scope, own = fn.__globals__, (*known.open, *known.names.stored)
@@ -259,7 +263,7 @@ class Walk:
             else:
                 self._hold(value, OWNED)
         if slots_of(kind):
-            self._todo += SLOTS.values([value])
+            self._todo += SLOTS.items(value)
             if is_owner:
                 self.slotted.append(value)
             else:

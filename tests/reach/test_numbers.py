@@ -1,4 +1,4 @@
-"""Buffers of numbers: put back up to 64 KiB, watched up to 4 MiB, left alone above."""
+"""Buffers of numbers: put back up to 4 MiB, left alone above."""
 
 import array
 import ctypes
@@ -6,7 +6,6 @@ import mmap
 import re
 import tracemalloc
 import types
-import zlib
 
 import numpy as np
 import pytest
@@ -101,24 +100,15 @@ def args_of(kind, size):
     return reading(table), make(4, seed=2), change
 
 
-@crossed("kind, way", BUFFERS, WAYS)
-def test_small_ones_are_put_back(kind, way):
+@crossed("kind, way, size", BUFFERS, WAYS, [64 * KIB, 4 * MIB])
+def test_they_are_put_back(kind, way, size):
     found = []
     for wrap in (lambda fn: fn, remat):
         with count_ops() as ops:
-            found.append(WAYS[way](wrap, *args_of(kind, 64 * KIB)))
+            found.append(WAYS[way](wrap, *args_of(kind, size)))
         found.append(ops["sin"])
     assert found[3] > found[1]
     assert_same(found[0], found[2])
-
-
-@crossed("kind, way", BUFFERS, WAYS)
-def test_a_change_of_larger_ones_is_an_error(kind, way):
-    for size in (64 * KIB + 16, 4 * MIB):
-        with pytest.raises(
-            MutationError, match=r"table` was changed between the .* back"
-        ):
-            WAYS[way](remat, *args_of(kind, size))
 
 
 @crossed("kind, way", BUFFERS, WAYS)
@@ -162,10 +152,12 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_message_names_it(name):
-    table = np.ones(10**4)
+    memory = np.ones(10**4)
+    table = memory.view()
+    table.flags.writeable = False
     call = NAMES[name](table)
     loss = call(make(4, seed=2).requires_grad_()).sum()
-    table[5] = 2
+    memory[5] = 2
     message = (
         rf"`{re.escape(name)}` was changed between the forward and the backward of"
     )
@@ -178,7 +170,7 @@ def test_one_that_cannot_be_written_is_watched():
     table = memoryview(memory).toreadonly()
     loss = remat(reading(table))(make(4, seed=2).requires_grad_()).sum()
     memory[1] = 2
-    with pytest.raises(MutationError, match=r"`table` was changed .* of `memoryview`"):
+    with pytest.raises(MutationError, match=r"`table` was changed .* `memoryview`"):
         loss.backward()
 
 
@@ -193,41 +185,11 @@ def test_one_that_grew_or_was_closed_is_watched():
         loss.backward()
 
 
-def test_many_calls_share_one_copy_of_a_table(monkeypatch):
-    sums, crc32 = [], zlib.crc32
-
-    def counted(held):
-        sums.append(memoryview(held).nbytes)
-        return crc32(held)
-
-    table, x = np.ones(MIB // 8), make(4, seed=2).requires_grad_()
-    fn = remat(reading(table))
-    monkeypatch.setattr(zlib, "crc32", counted)
-    tracemalloc.start()
-    y, before = x, tracemalloc.get_traced_memory()[0]
-    for _ in range(12):
-        y = fn(y)
-    held = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert MIB < held < 2 * MIB
-    with count_ops() as ops:
-        y.sum().backward(retain_graph=True)
-    assert ops["sin"] == 12
-    assert sums == [MIB] * 2  # of the two first calls, before one is known to be shared
-    table[-1] = 2
-    with pytest.raises(MutationError, match="`table` was changed between"):
-        y.sum().backward()
-
-
 # --- What the function itself changes, and what a call holds ---
 
 
-@pytest.mark.parametrize(
-    ("size", "calls"),
-    [(MIB, 1), (MIB, 8), (64 * KIB, 32)],
-    ids=["one holds no large one", "large ones are shared", "small ones are shared"],
-)
-def test_calls_hold_no_buffer_each_that_is_left_alone(size, calls):
+@pytest.mark.parametrize(("size", "calls"), [(MIB, 8), (64 * KIB, 32)])
+def test_calls_share_what_no_forward_changed(size, calls):
     table = np.ones(size // 8)
     fns = [remat(reading(table)) for _ in range(calls)]
     x = make(4, seed=2).requires_grad_()
@@ -238,11 +200,11 @@ def test_calls_hold_no_buffer_each_that_is_left_alone(size, calls):
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held < MIB * (2 if calls == 8 else 1)
+    assert held < size + MIB
 
 
 @pytest.mark.parametrize("kind", [k for k in BUFFERS if "two rows" not in k])
-def test_calls_share_what_a_large_one_holds_but_where_they_changed_it(kind):
+def test_each_call_starts_from_what_it_found(kind):
     def run(wrap):
         table = BUFFERS[kind](MIB)
 
@@ -252,20 +214,14 @@ def test_calls_share_what_a_large_one_holds_but_where_they_changed_it(kind):
             return y.exp()
 
         xs = [make(4, seed=k).requires_grad_() for k in range(8)]
-        tracemalloc.start()
-        try:
-            with count_ops() as ops:
-                ys = [*map(wrap(fn), xs)]
-                held, _ = tracemalloc.get_traced_memory()
-                grads = torch.autograd.grad(sum(y.sum() for y in ys), xs)
-        finally:
-            tracemalloc.stop()
-        return (grads, float(np.ravel(table[0])[0])), ops["sin"], held
+        with count_ops() as ops:
+            ys = [*map(wrap(fn), xs)]
+            grads = torch.autograd.grad(sum(y.sum() for y in ys), xs)
+        return (grads, float(np.ravel(table[0])[0])), ops["sin"]
 
-    (want, sines, _), (found, more, held) = run(lambda fn: fn), run(remat)
+    (want, sines), (found, more) = run(lambda fn: fn), run(remat)
     assert_same(found, want)
     assert more == 2 * sines
-    assert held < 3 * MIB  # of one, and of eight first pieces
 
 
 @pytest.mark.parametrize("size", [10**4, 6 * 10**5])
@@ -310,15 +266,11 @@ class Logging(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", ["log", "table"])
-def test_what_no_code_names_is_not_watched(name):
+def test_a_log_may_change_and_a_table_is_put_back(name):
     module, x = Logging(), make(4, seed=2).requires_grad_()
     (want,) = torch.autograd.grad(module(x).sum(), x)
     with count_ops() as ops:
         loss = remat(module)(x).sum()
-        getattr(module, name)[3] = 5.0
-        if name == "table":
-            with pytest.raises(MutationError, match=r"`self\.table` was changed"):
-                loss.backward()
-            return
+        getattr(module, name)[0] = 5.0
         assert_same(torch.autograd.grad(loss, x)[0], want)
     assert ops["sin"] == 3  # one is of the derivative of the cosine

@@ -13,7 +13,7 @@ from support.zoo import ops_of
 from torch.func import grad
 
 from remat import remat
-from remat._reach import container_kinds
+from remat._reach.holders import _dicts
 from remat.testing import assert_same, count_ops
 
 
@@ -127,7 +127,7 @@ def test_streams_of_attributes_of_what_classes_hold_are_set_back(name):
     assert ops["sin"] == 2
 
 
-def test_a_dict_that_gets_a_key_is_never_empty(monkeypatch):
+def test_a_dict_that_gets_a_key_is_never_empty():
     table = OrderedDict((f"key {i}", 2.0) for i in range(5))
     cleared = []
 
@@ -136,9 +136,7 @@ def test_a_dict_that_gets_a_key_is_never_empty(monkeypatch):
             cleared.append(1)
             super().clear()
 
-    watched = Watched(table)
-    how = container_kinds.container_kind(Watched)
-    monkeypatch.setattr(how, "_base", Watched)
+    watched, how = Watched(table), _dicts(Watched)
     keys, values = how.held(watched)
     how.write(watched, [*keys, "new"], [*values, 3.0])
     assert [*watched.items()][-1] == ("new", 3.0)
