@@ -9,7 +9,7 @@ it held at the call.
     holding     which holders hold one of some values
     attributes  what is set on tensors
     numbers     where each tensor is among the inputs of the call
-    left        what a function leaves in holders besides its result
+    left        what a function leaves in holders, and what holds tensors of its result
     copies      copies of buffers in holders, which other threads may find
     roots       one root of a call
     arguments   the function and the arguments, put aside and made again
@@ -23,8 +23,8 @@ it held at the call.
     layout      which holders a root reaches, and where each one is
     walk        the walk over what a root reaches: how each value is treated
     names       where tensors are, as the author of a function writes it
-    result_walk, results
-                a result taken apart, and put together around other tensors
+    result_walk a result taken apart, and put together around other tensors
+    results     where the tensors of a result are
 
 Kinds of values, how each is told apart, read and written:
 

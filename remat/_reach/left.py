@@ -10,13 +10,15 @@ Rejected: to refuse these, as JAX does. Plain code and torch's checkpoint are ri
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 
+from remat._reach.before import At
 from remat._reach.exchange import LOCK
 from remat._reach.holders import HolderKind
+from remat._reach.making import make_all
 
 
 # The number of a root and the index of a holder of it; or, of what was passed, None and
@@ -80,3 +82,84 @@ class Pending:
     @override
     def __repr__(self) -> str:
         return "<remat: a call that raised an error was to leave a tensor here>"
+
+
+# --- What holds tensors in a result ---
+
+
+class Part:
+    """A value of a result that holds others.
+
+    Attributes:
+        value: it itself; None once its tensors are out, if it still has them.
+        frozen: whether it is made again around other tensors, and not changed.
+        held: how each of what it holds is read, the keys, and the values.
+    """
+
+    __slots__ = ("_kind", "frozen", "held", "value")
+
+    def __init__(self, value: Any, kinds: Sequence[HolderKind]) -> None:
+        self.value, self.frozen, self._kind = value, kinds[0].frozen, type(value)
+        self.held = [(kind, kind.held(value)) for kind in kinds]
+
+    def parts(self) -> list[Any]:
+        """Return all that it holds."""
+        return [part for _, (keys, items) in self.held for part in (*items, *keys)]
+
+    def empty(self, put_aside: Callable[[Any], Any]) -> None:
+        """Put all aside that it holds, and take it out."""
+        self.held = [
+            (how, ([*map(put_aside, keys)], [*map(put_aside, items)]))
+            for how, (keys, items) in self.held
+        ]
+        if self.frozen:
+            self.value = None
+        else:
+            self._write(lambda kept: None if type(kept) in (At, Part) else kept)
+
+    def emptied(self) -> "list[Part]":
+        """Return what it holds that was emptied, too."""
+        return [part for part in self.parts() if type(part) is Part]
+
+    def fill(self, find: Callable[[Any], Any]) -> bool:
+        """Fill it, or make it again; say whether all that it takes is there."""
+        if any(part.value is None for part in self.emptied()):
+            return False
+        if self.frozen:
+            how, (_, items) = self.held[0]
+            self.value = how.new(self._kind, [*map(find, items)], None)
+        self._write(find)
+        return True
+
+    def _write(self, find: Callable[[Any], Any]) -> None:
+        for how, (keys, items) in self.held:
+            if not how.frozen:
+                # Past methods of the user's, which may do more than set an item.
+                how.write(self.value, [*map(find, keys)], [*map(find, items)])
+
+
+def is_exchanged(kept: Any) -> bool:
+    """Say whether a value in a holder is a tensor, or is made again around some."""
+    return type(kept) is At or (type(kept) is Part and kept.frozen)
+
+
+def filled(
+    kept: Any,
+    parts: Sequence[Part],
+    left: Sequence[tuple[Left, Sequence[Any]]],
+    attributes: Mapping[int, dict[str, Any]],
+    tensors: Sequence[Any],
+) -> Any:
+    """Put tensors in what was emptied, and in holders, and return the result."""
+
+    def find(kept: Any) -> Any:
+        if type(kept) is At:
+            return tensors[kept.number]
+        return kept.value if type(kept) is Part else kept
+
+    make_all(parts, Part.emptied, lambda part: part.fill(find))
+    for index, held in attributes.items():
+        vars(tensors[index]).update(held)
+    for one, values in left:
+        one.put([*map(find, values)])
+    return find(kept)

@@ -40,6 +40,23 @@ def make(
         left = again
 
 
+def make_all(
+    values: Iterable[Value],
+    parts: Callable[[Value], Iterable[Value]],
+    complete: Callable[[Value], bool],
+) -> None:
+    """Make values, each after its parts; `complete` as for `make`."""
+    entered: set[int] = set()
+
+    def enter(value: Value) -> Iterable[Value] | None:
+        is_new = id(value) not in entered
+        entered.add(id(value))
+        return parts(value) if is_new else None
+
+    for value in values:
+        make(value, enter, complete)
+
+
 def _in_order(
     value: Value, enter: Callable[[Value], Iterable[Value] | None]
 ) -> list[Value]:

@@ -1,12 +1,19 @@
-"""The walk over what a function returned: finds its tensors, and what holds them.
+"""A function's result: its tensors, what holds them, and others put in their places.
 
-Invariant: whatever holds a tensor of the run is walked or refused. A value that is
-walked stays that very value: see `results`.
-Rejected: pytrees. They know few classes, take no cycle, and say nothing of identity.
+Under torch.func the forward computes tensors of the level below. What it returns stays
+those very objects and containers: their tensors are taken out, and those of the level
+are put in. So nobody's constructor runs, and an object that the user passed, and that
+the function changed and returned, is that object.
+
+Invariant: whatever holds a tensor of the run is walked or refused. Between the two
+nothing holds one. What cannot be changed, such as a tuple, is made again.
+Rejected: copies of objects. Weak references and tables by identity would know another
+one. Pytrees: they know few classes, take no cycle, and say nothing of identity.
 """
 
 import enum
 import gc
+import operator
 import sys
 import types
 import weakref
@@ -14,22 +21,27 @@ from collections import deque
 from collections.abc import (
     AsyncGenerator,
     Callable,
+    Collection,
     Container,
     Coroutine,
     Generator,
+    Iterable,
     Iterator,
     Mapping,
     MappingView,
     Sequence,
 )
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from remat._base.code import has_marks
 from remat._base.pytree import REGISTERED, registration_of
 from remat._base.types import INERT
+from remat._reach.before import at
 from remat._reach.holders import MISSING, PART, PARTS, HolderKind, container_kind
+from remat._reach.left import Left, Part, filled, is_exchanged
 from remat._reach.names import (
     NamedSearch,
     Path,
@@ -65,7 +77,7 @@ class Own(NamedTuple):
     known: Container[int]
 
 
-NOTHING = Own({}, {}, ())
+_NOTHING = Own({}, {}, ())
 
 
 class Hidden(NamedTuple):
@@ -78,7 +90,7 @@ class Hidden(NamedTuple):
     def told(self, message: str, label: str) -> str:
         """Return a message that names the value, and what to do instead."""
         kind, where, remedy = self.kind.__qualname__, self.where, "Return a list"
-        if self.kind.__module__ not in _UNREGISTERED:
+        if self.kind.__module__ not in ("builtins", "itertools"):
             remedy = (
                 f"Register the class: `remat.register({kind}, lambda value: "
                 f"([value.tensor, ...], None), lambda rest, tensors: {kind}(*tensors))`"
@@ -89,62 +101,107 @@ class Hidden(NamedTuple):
         )
 
 
-class Part:
-    """A value of a result that holds others.
+class Result:
+    """A result, taken apart, with what the function left in holders.
 
-    Attributes:
-        value: it itself.
-        frozen: whether it is made again around other tensors, and not changed.
-        held: how each of what it holds is read, the keys, and the values.
-    """
-
-    __slots__ = ("frozen", "held", "value")
-
-    def __init__(self, value: Any, kinds: Sequence[HolderKind]) -> None:
-        self.value, self.frozen = value, kinds[0].frozen
-        self.held = [(kind, *kind.held(value)) for kind in kinds]
-
-    def parts(self) -> list[Any]:
-        """Return all that it holds."""
-        return [part for _, keys, items in self.held for part in (*items, *keys)]
-
-
-class ResultWalk:
-    """A walk over one result, in the order in which a reader meets what it holds.
+    It is walked in the order in which a reader meets what it holds.
 
     Attributes:
         tensors: each once.
         places: where each is, with its index: one may be in several places.
-        parts: what holds others, by identity.
-        hidden: values that cannot be seen into.
-        left: the places in what was left in holders, which is walked last.
-        attributes: what was set on tensors that the run computed, by their indices.
+        own: what the user had before.
     """
 
     __slots__ = (
-        *("_in_holders", "_index", "_later", "_own", "_seen", "attributes", "hidden"),
-        *("left", "parts", "places", "tensors"),
+        *(
+            "_attributes",
+            "_hidden",
+            "_in_holders",
+            "_index",
+            "_later",
+            "_left",
+            "_parts",
+            "_places",
+        ),
+        *("_seen", "_value", "own", "places", "tensors"),
     )
 
     def __init__(
-        self, value: Any, own: Own, left: Sequence[Sequence[Any]] = ()
+        self, value: Any, own: Own = _NOTHING, left: Sequence[Left] = ()
     ) -> None:
-        self._own, self._in_holders = own, False
-        self.tensors: list[Tensor] = []
+        self._value, self.own, self._left = value, own, left
         self.places: dict[Path, int] = {}
-        self.parts: dict[int, Part] = {}
-        self.hidden: list[Hidden] = []
-        self._index: dict[int, int] = {}
-        self._later: list[tuple[Any, Path]] = []
+        self.tensors: list[Tensor] = []
+        self._index: dict[int, int] | None = None
+        self._parts: dict[int, Part] = {}
+        self._hidden: list[Hidden] = []
+        # Where tensors are in what was left in holders, which is walked last.
+        self._places: set[Path] = set()
+        self._in_holders = False
+        # To walk a tensor would cost as much as a small call.
+        if type(value) is Tensor and not (left or value.__dict__):
+            self.places[None] = 0
+            self.tensors.append(value)
+            return
+        index: dict[int, int] = {}
+        self._index = index
+        self._later: list[tuple[Any, Path]] = []  # functions and modules
         self._seen: dict[int, Any] = {}
-        self.left: set[Path] = set()
-        self.attributes: dict[int, dict[str, Any]] = {}
+        # What was set on tensors that the run computed, by their indices.
+        self._attributes: dict[int, dict[str, Any]] = {}
         self._walk(value, None)
         self._in_holders = True
-        for number, values in enumerate(left):
-            for n, held in enumerate(values):
+        for number, each in enumerate(left):
+            for n, held in enumerate(each.values()):
                 self._walk(held, ((_IN_HOLDERS, number, None), n, None))
         self._in_holders = False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether tensors of the run are in holders."""
+        return bool(self._places)
+
+    def places_like(self, slots: Mapping[Path, int]) -> Collection[Path]:
+        """Return its places, but for others than those of a forward in holders."""
+        left = self._places
+        if not left:
+            return self.places.keys()
+        return {p for p in self.places if p in slots or p not in left}
+
+    def hidden(self) -> Sequence[Hidden]:
+        """Return the values in which a tensor may be hidden."""
+        if self._index is not None:
+            for value, path in self._later:
+                if self._leads_to_others(_apart_from_module(value)):
+                    self._hide(value, path, _CLOSED)
+        return self._hidden
+
+    def without_tensors(self) -> Callable[[Sequence[Any]], Any]:
+        """Take the tensors out of what holds them.
+
+        Returns:
+            A function that puts others in, also in holders, and returns the result.
+        """
+        if self._index is None:
+            return operator.itemgetter(0)
+        live = {key: self._parts[key] for key in self._live()}
+
+        def put_aside(value: Any) -> Any:
+            index = self._index_in(value)
+            if index is not None:
+                return at(index)
+            value = self._original(value)
+            return live.get(id(value), value)
+
+        parts, attributes = [*live.values()], self._attributes
+        for part in parts:
+            part.empty(put_aside)
+        left = [(held, [*map(put_aside, held.values())]) for held in self._left]
+        for held, kept in left:
+            held.take_out([n for n, k in enumerate(kept) if is_exchanged(k)])
+        return partial(filled, put_aside(self._value), parts, left, attributes)
+
+    # --- The walk ---
 
     def _walk(self, value: Any, path: Path) -> None:
         todo: list[tuple[Any, Path]] = [(value, path)]
@@ -159,28 +216,36 @@ class ResultWalk:
                 if is_new and value.__dict__ and has_marks(type(value)):
                     todo += self._attributes_of(value, path)
                 continue
-            value = self._own.originals.get(id(value), value)
-            if id(value) not in self._seen:
-                self._seen[id(value)] = value
-                todo += [*self._visited(value, path)][::-1]
+            value = self._original(value)
+            if id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            kind = type(value)
+            kinds = self._kinds_at(value, kind, path)
+            if kinds:
+                part = self._parts[id(value)] = Part(value, kinds)
+                each = (held_with_paths(how, kind, *h, path) for how, h in part.held)
+                todo += [one for found in each for one in found][::-1]
 
     def _is_others(self, value: Any) -> bool:
         """Say whether a value in a holder is no part of the result, nor leads there."""
         if not issubclass(type(value), Tensor):
-            return id(value) in self._own.known  # it is a holder itself
-        if id(value) in self._own.tensors:
+            return id(value) in self.own.known  # it is a holder itself
+        if id(value) in self.own.tensors:
             return True
         return not (value.requires_grad or is_of_torch_func(value))
 
     def _attributes_of(self, tensor: Tensor, path: Path) -> list[tuple[Any, Path]]:
         """Return what was set on a tensor: it will be on the tensor of its level."""
-        if id(tensor) in self._own.tensors:
+        index = self._index_in(tensor)
+        if index is None:
             return []
-        attributes = self.attributes[self._index[id(tensor)]] = vars(tensor)
-        return [(attributes, (path, ".__dict__"))]
+        self._attributes[index] = vars(tensor)
+        return [(vars(tensor), (path, ".__dict__"))]
 
     def _note(self, tensor: Tensor, path: Path) -> bool:
         """Note a tensor; say whether it was not met before."""
+        assert self._index is not None
         index = self._index.setdefault(id(tensor), len(self.tensors))
         is_new = index == len(self.tensors)
         if is_new:
@@ -189,44 +254,82 @@ class ResultWalk:
             path = path, "'"
         self.places[path] = index
         if self._in_holders:
-            self.left.add(path)
+            self._places.add(path)
         return is_new
 
-    def _visited(self, value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
-        """Do what is done at a value; yield what it holds, with paths."""
-        kinds = kinds_in_result(type(value))(self, value, path)
-        if not kinds:
-            return
-        part = self.parts[id(value)] = Part(value, kinds)
-        for how, keys, items in part.held:
-            yield from held_with_paths(how, type(value), keys, items, path)
+    def _kinds_at(self, value: Any, kind: type, path: Path) -> Sequence[HolderKind]:
+        """Return how what a value holds is read; nothing if it stays as it is."""
+        treated = _treatment(kind)
+        if treated == "instance":
+            return self._kinds_of_instance(value, kind, path)
+        if treated == "later":  # once the rest is known; a leak is found by its graph
+            if not self._in_holders and id(value) not in self.own.known:
+                self._later.append((value, path))
+        elif treated == "lazy":
+            self._hide(value, path, _LAZY)
+        elif treated == "iterated":
+            gives = self._leads_to_tensors(value, into=object)
+            self._hide(value, path, _GIVES if gives else "")
+        elif treated == "weak":
+            # One to what the result holds is made again, as in a weak dictionary.
+            there: Any = weakref.ref.__call__(value)
+            return [PART] if self._has_met(there) else ()
+        elif treated != "as it is":
+            if treated == "set" and len(self._new_tensors_in(value)) > 1:
+                self._hide(value, path, _SET)
+            return kinds_of(value, kind)
+        return ()
 
-    def has_met(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is one of those found so far."""
-        return id(tensor) in self._index
+    def _kinds_of_instance(
+        self, value: Any, kind: type, path: Path
+    ) -> Sequence[HolderKind]:
+        if kind not in REGISTERED and is_left_alone(kind):
+            holds = self._leads_to_tensors(value, into=_PLAIN)
+            self._hide(value, path, _HOLDS if holds else "")
+            return ()
+        how = registration_of(kind)
+        is_plain = can_be_made_anew(kind)
+        if how is not None and (kind in REGISTERED or not is_plain):
+            return [RegisteredKind(how)]
+        kinds = kinds_of_object(value, kind)
+        entries = [v for how in kinds for v in how.items(value)]
+        if not is_plain and self._leads_to_tensors(value, apart=entries, into=_PLAIN):
+            self._hide(value, path, _HOLDS)
+        elif not (is_plain or entries):
+            self._hide(value, path)
+        return kinds
 
-    def index_in(self, value: Any) -> int | None:
+    def _has_met(self, value: Any) -> bool:
+        assert self._index is not None
+        return issubclass(type(value), Tensor) and id(value) in self._index
+
+    def _new_tensors_in(self, values: Any) -> list[Tensor]:
+        search = NamedSearch()
+        for one in values:
+            search.walk(one)
+        return [t for t in search.tensors if not self._has_met(t)]
+
+    def _index_in(self, value: Any) -> int | None:
         """Return the index of a tensor of the run; None of what is the user's."""
-        return None if id(value) in self._own.tensors else self._index.get(id(value))
+        assert self._index is not None
+        return None if id(value) in self.own.tensors else self._index.get(id(value))
 
-    def original(self, value: Any) -> Any:
-        """Return what is the user's of a value that stands in for it."""
-        return self._own.originals.get(id(value), value)
+    def _original(self, value: Any) -> Any:
+        return self.own.originals.get(id(value), value)
 
-    def live(self) -> set[int]:
+    def _live(self) -> set[int]:
         """Return the identities of what leads to what is exchanged."""
         above: dict[int, list[int]] = {}
         found: set[int] = set()
-        for key, part in self.parts.items():
+        for key, part in self._parts.items():
             for held in part.parts():
-                if self.index_in(held) is not None or self.original(held) is not held:
+                if self._index_in(held) is not None or self._original(held) is not held:
                     found.add(key)
                 above.setdefault(id(held), []).append(key)
         todo = [*found]
-        while todo:
+        for key in todo:  # which grows
             # Only what is made again is another value to what holds it.
-            key = todo.pop()
-            if self.parts[key].frozen:
+            if self._parts[key].frozen:
                 new = {*above.get(key, ())} - found
                 found |= new
                 todo += new
@@ -234,39 +337,35 @@ class ResultWalk:
 
     # --- What it cannot see into ---
 
-    def look_into_functions(self) -> None:
-        """Note functions and modules that hold tensors, once the rest is walked."""
-        for value, path in self._later:
-            if self._leads_to_others(_apart_from_module(value)):
-                self.hide(value, path, _CLOSED)
-
-    def later(self, value: Any, path: Path) -> None:
-        """Look at a value once the rest of the result is known."""
-        if self._in_holders:
-            return  # a leak is found by its graph
-        if id(value) not in self._own.known:
-            self._later.append((value, path))
-
-    def hide(self, value: Any, path: Path, why: str = "") -> None:
-        """Note a value in which it cannot see."""
-        if self._in_holders or id(value) in self._own.known:
+    def _hide(self, value: Any, path: Path, why: str = "") -> None:
+        if self._in_holders or id(value) in self.own.known:
             why = ""
-        self.hidden.append(Hidden(type(value), written(path)[1], why))
+        self._hidden.append(Hidden(type(value), written(path)[1], why))
 
-    def may_give_tensors(self, value: Any) -> bool:
-        """Say whether an iterator or view leads to a tensor, or to a replica."""
-        seen, pending = {id(value): value}, [value]
+    def _leads_to_tensors(
+        self, value: Any, *, apart: Iterable[Any] = (), into: type | tuple[type, ...]
+    ) -> bool:
+        """Say whether an object leads to a tensor, or to a replica, in C or in Python.
+
+        Args:
+            value: the object.
+            apart: what is no such tensor.
+            into: the classes of what is looked into besides.
+        """
+        seen, pending = {id(v): v for v in (value, *apart)}, [value]
         while pending:
             for part in _referents(pending.pop()):
                 kind = type(part)
-                if issubclass(kind, Tensor) or len(seen) > _MANY:
-                    return True
                 if kind in INERT or issubclass(kind, _TYPES) or id(part) in seen:
                     continue
-                if id(part) in self._own.originals and not issubclass(kind, _CHANGED):
+                if issubclass(kind, Tensor) or len(seen) > _MANY:
+                    return True
+                is_original = self._original(part) is part
+                if not (is_original or issubclass(kind, (list, dict, set, deque))):
                     return True
                 seen[id(part)] = part  # which keeps its identity
-                pending.append(part)
+                if issubclass(kind, into):
+                    pending.append(part)
         return False
 
     def _leads_to_others(self, value: Any) -> bool:
@@ -274,14 +373,46 @@ class ResultWalk:
 
         What the result holds anyway, and stays that very value, is not looked at again.
         """
-        search, own = NamedSearch(), self._own
-        for key, part in self.parts.items():
-            if not part.frozen:
-                search.seen[key] = part.value
+        search, own = NamedSearch(), self.own
+        parts = self._parts.items()
+        search.seen.update((k, part.value) for k, part in parts if not part.frozen)
         search.walk(value)
         if not own.originals.keys().isdisjoint(search.seen):
             return True  # to a replica, in place of the user's own object
         return any(id(t) not in own.tensors for t in search.tensors)
+
+
+# --- How a value is treated ---
+
+
+@by_class
+def _treatment(kind: type) -> str:
+    """Return what is done at the instances of a class."""
+    if kind in (types.FunctionType, types.BuiltinFunctionType):
+        return "later"
+    if issubclass(kind, nn.Module) or defines(kind, "__remat_options__"):
+        return "later"
+    if issubclass(kind, (Generator, Coroutine, AsyncGenerator)):
+        return "lazy"  # it computes when it is read
+    if issubclass(kind, (set, frozenset)):
+        return "set"
+    if issubclass(kind, weakref.ref) and not issubclass(kind, weakref.WeakMethod):
+        return "weak"
+    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_bare_buffer(kind):
+        return "as it is"
+    if _gives_parts(kind):
+        return "iterated"
+    is_walked = container_kind(kind) is not None or issubclass(kind, PARTS)
+    return "walked" if is_walked and kind not in REGISTERED else "instance"
+
+
+def _gives_parts(kind: type) -> bool:
+    """Say whether instances of a class are iterators or views that are not walked."""
+    if issubclass(kind, MappingView):
+        return is_left_alone(kind)
+    if not issubclass(kind, Iterator):
+        return False
+    return is_spent_by_use(kind) or not can_be_made_anew(kind)
 
 
 def _apart_from_module(value: Any) -> Any:
@@ -294,110 +425,6 @@ def _apart_from_module(value: Any) -> Any:
     return value.__defaults__, value.__kwdefaults__
 
 
-# --- What is done at a value: how what it holds is read, if it is walked ---
-
-Visit: TypeAlias = Callable[[ResultWalk, Any, Path], Sequence[HolderKind]]
-
-
-def visit_nothing(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Leave a value as it is."""
-    return ()
-
-
-def visit_later(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Look at a function or a module later."""
-    walk.later(value, path)
-    return ()
-
-
-def visit_lazy(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Refuse what computes when it is read."""
-    walk.hide(value, path, _LAZY)
-    return ()
-
-
-def visit_walked(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Walk a container, a partial or a method."""
-    return kinds_of(value, type(value))
-
-
-def visit_weak(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Make a reference again to what the result holds, as one in a weak dictionary."""
-    there: Any = weakref.ref.__call__(value)
-    is_exchanged = issubclass(type(there), Tensor) and walk.has_met(there)
-    return [PART] if is_exchanged else ()
-
-
-def visit_set(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Walk a set, which must not have several tensors: their order is by chance."""
-    search = NamedSearch()
-    for one in value:
-        search.walk(one)
-    if len([t for t in search.tensors if not walk.has_met(t)]) > 1:
-        walk.hide(value, path, _SET)
-    return kinds_of(value, type(value))
-
-
-def visit_hidden(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Leave what nobody can see into as it is, unless it holds a tensor."""
-    walk.hide(value, path, _HOLDS if _tensors_behind(value, []) else "")
-    return ()
-
-
-def visit_iterated(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Leave an iterator or a view as it is, unless it may give tensors."""
-    walk.hide(value, path, _GIVES if walk.may_give_tensors(value) else "")
-    return ()
-
-
-def visit_instance(walk: ResultWalk, value: Any, path: Path) -> Sequence[HolderKind]:
-    """Walk what an object holds."""
-    kind = type(value)
-    if kind not in REGISTERED and is_left_alone(kind):
-        return visit_hidden(walk, value, path)
-    how = registration_of(kind)
-    is_plain = can_be_made_anew(kind)
-    if how is not None and (kind in REGISTERED or not is_plain):
-        return [RegisteredKind(how)]
-    kinds = kinds_of_object(value, kind)
-    entries = [v for how in kinds for v in how.items(value)]
-    if not is_plain and _tensors_behind(value, entries):
-        walk.hide(value, path, _HOLDS)
-    elif not (is_plain or entries):
-        walk.hide(value, path)
-    return kinds
-
-
-@by_class
-def kinds_in_result(kind: type, /) -> Visit:
-    """Return what to do at the instances of a class."""
-    if kind in (types.FunctionType, types.BuiltinFunctionType):
-        return visit_later
-    if issubclass(kind, nn.Module) or defines(kind, "__remat_options__"):
-        return visit_later
-    if issubclass(kind, (Generator, Coroutine, AsyncGenerator)):
-        return visit_lazy
-    if issubclass(kind, (set, frozenset)):
-        return visit_set
-    if issubclass(kind, weakref.ref) and not issubclass(kind, weakref.WeakMethod):
-        return visit_weak
-    if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_bare_buffer(kind):
-        return visit_nothing
-    if _gives_parts(kind):
-        return visit_iterated
-    is_walked = container_kind(kind) is not None or issubclass(kind, PARTS)
-    return visit_walked if is_walked and kind not in REGISTERED else visit_instance
-
-
-def _gives_parts(kind: type) -> bool:
-    """Say whether instances of a class are iterators or views that are not walked."""
-    if issubclass(kind, MappingView):
-        return is_left_alone(kind)
-    if not issubclass(kind, Iterator):
-        return False
-    return is_spent_by_use(kind) or not can_be_made_anew(kind)
-
-
 def _referents(value: Any) -> list[Any]:
     """Return what a value refers to, but for the globals of a function."""
     parts = gc.get_referents(value)
@@ -406,24 +433,11 @@ def _referents(value: Any) -> list[Any]:
     return parts
 
 
-def _tensors_behind(value: Any, seen: Any) -> bool:
-    """Say whether an object leads to a tensor that is not among those seen."""
-    ids = {*map(id, seen)}
-    behind = [r for r in gc.get_referents(value) if not issubclass(type(r), _TYPES)]
-    nearest = [*behind]
-    for one in behind:
-        if type(one) is dict:
-            nearest += one.values()
-        elif type(one) in (list, tuple):
-            nearest += one
-    return any(issubclass(type(r), Tensor) and id(r) not in ids for r in nearest)
-
-
 _AS_THEY_ARE = (types.ModuleType, type, enum.Enum, weakref.ref, *weakref.ProxyTypes)
 _IN_HOLDERS = (None, " left in a holder")
 _MANY = 10_000  # objects: what leads to more is taken to lead to a tensor
 _TYPES = (type, types.ModuleType)
-_CHANGED = (list, dict, set, deque)
+_PLAIN = (dict, list, tuple)
 _CLOSED = (
     "leads to a tensor that the function computed. Return that tensor, and make the "
     "rest outside"
@@ -432,5 +446,3 @@ _LAZY = "computes when it is read. Return a list"
 _GIVES = "holds a tensor, or computes one when it is read. Return a list"
 _SET = "has several tensors in an order that is by chance. Return a list"
 _HOLDS = "holds a tensor where remat cannot see it. {remedy}"
-# The modules of classes that nobody can make from tensors.
-_UNREGISTERED = ("builtins", "itertools")

@@ -35,7 +35,8 @@ from remat._partial.cache import CACHES
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
 from remat._reach.reach import Reach
-from remat._reach.results import Out, Result
+from remat._reach.result_walk import Result
+from remat._reach.results import Out
 from remat._report import inputs as _inputs
 from remat._report.inputs import Inputs
 from remat._torch import below_all_levels, undisturbed, unwrap_dead

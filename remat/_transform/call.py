@@ -50,8 +50,8 @@ from remat._reach.copies import without_copies
 from remat._reach.identities import ForwardCheck
 from remat._reach.lifted import LiftedForward
 from remat._reach.reach import Reach
-from remat._reach.result_walk import Hidden, Own
-from remat._reach.results import Emptied, Out, Result, slots_of
+from remat._reach.result_walk import Hidden, Own, Result
+from remat._reach.results import Out, slots_of
 from remat._torch import (
     current_layer,
     is_below_tracer,
@@ -95,7 +95,7 @@ class Call:
     """
 
     __slots__ = (
-        *("_emptied", "_inputs", "_options", "_users", "_users_call"),
+        *("_fill", "_inputs", "_options", "_users", "_users_call"),
         *("hidden", "is_differentiated_once", "may_read_early", "watching"),
         *("offloading", "policy", "prune"),
         *("reach", "rewritten", "structure", "wrapped"),
@@ -118,7 +118,7 @@ class Call:
         self.offloading = Offloading.of(reach, where) if where else None
         self.structure: Out | None = None
         self.hidden: Sequence[Hidden] = ()
-        self._emptied: Emptied | None = None
+        self._fill: Callable[[Sequence[Any]], Any] | None = None
         self.watching: FirstBytes | None = None
         self.wrapped: Sequence[Tensor] = ()
         self.is_differentiated_once = True
@@ -239,7 +239,7 @@ class Call:
                 raise CaptureError(hidden.told(_OPAQUE, self.reach.label))
         outs, self.structure = Out.split(result, inputs)
         # Only now: the tensors were found in what is emptied.
-        self._emptied = result.without_tensors()
+        self._fill = result.without_tensors()
         return outs
 
     def planned(
@@ -290,9 +290,9 @@ class Call:
     def join(self, outs: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
         """Return the value that the function returned, around tensors of its level."""
         assert self.structure is not None
-        assert self._emptied is not None
-        emptied, self._emptied = self._emptied, None  # which holds what is the user's
-        return emptied.filled(self.structure.put_in(outs, inputs))
+        assert self._fill is not None
+        fill, self._fill = self._fill, None  # which holds what is the user's
+        return fill(self.structure.put_in(outs, inputs))
 
     def run_again(self, inputs: Sequence[Tensor]) -> Result:
         """Call the function on other tensors; what it does to objects is dropped."""

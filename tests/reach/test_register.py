@@ -227,7 +227,7 @@ HIDING = {
     ),
     "a thread's variables": (
         lambda y: in_thread_local(y),
-        r"It may be in the _?local .* \(`result\['out'\]`\).*`remat.register",
+        r" _?local .*\(`result\['out'\]`\).*`remat.register",
     ),
 }
 
