@@ -33,7 +33,11 @@ if _typing.TYPE_CHECKING:
         Plan as Plan,
     )
     from remat._partial.names import checkpoint_name as checkpoint_name
-    from remat._report.compare import compare as compare
+    from remat._report.compare import (
+        ComparedPolicy as ComparedPolicy,
+        Comparison as Comparison,
+        compare as compare,
+    )
     from remat._report.explain import explain as explain
     from remat._report.peak import (
         HeldValues as HeldValues,
@@ -41,8 +45,6 @@ if _typing.TYPE_CHECKING:
         Peak as Peak,
     )
     from remat._report.reports import (
-        ComparedPolicy as ComparedPolicy,
-        Comparison as Comparison,
         ExplainedInput as ExplainedInput,
         ExplainedOp as ExplainedOp,
         Explanation as Explanation,
@@ -64,13 +66,10 @@ else:
             "remat._fit.api": ("fit",),
             "remat._fit.plan": ("FitSegment", "Followed", "Plan"),
             "remat._partial.names": ("checkpoint_name",),
-            "remat._report.compare": ("compare",),
+            "remat._report.compare": ("ComparedPolicy", "Comparison", "compare"),
             "remat._report.explain": ("explain",),
             "remat._report.peak": ("HeldValues", "Holder", "Peak"),
-            "remat._report.reports": (
-                *("ComparedPolicy", "Comparison", "ExplainedInput", "ExplainedOp"),
-                "Explanation",
-            ),
+            "remat._report.reports": ("ExplainedInput", "ExplainedOp", "Explanation"),
             "remat._report.residuals": (
                 *("SavedResidual", "print_saved_residuals", "saved_residuals"),
             ),

@@ -315,9 +315,9 @@ class Plan(_render.Shown):
         each = {"plan.apply(model)": self.applied, "with plan": self.around}
         found = {k: (f.peak, f.recomputed) for k, f in each.items() if f is not None}
         found = {"plain": (self.plain_peak, 0), **found}
-        peaks, costs = zip(*found.values(), strict=True)
         above = f"peak of {self.label}, budget {self._bytes(self.budget)}"
-        return _render.points([*found], peaks, costs, above, ax, budget=self.budget)
+        at = [*found.values()]
+        return _render.points([*found], at, above, ax, budget=self.budget)
 
     @override
     def __repr__(self) -> str:

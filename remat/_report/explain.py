@@ -121,10 +121,9 @@ def examined_again(
     fn: Fn, label: str, args: Any, kwargs: Any, options: Options, plainly: Examined
 ) -> Examined:
     """Return what a call does under its policy, given what it does without one."""
-    if options.policy is None or not any(
-        plainly.inside
-    ):  # calls within save more under the policy
+    if options.policy is None or not any(plainly.inside):
         return plainly
+    # Calls within save more under the policy.
     return examine(fn, label, args, kwargs, options) or plainly
 
 
@@ -144,12 +143,9 @@ def _suggested(
     """Return the policy that saves what takes most FLOPs for each of its bytes."""
     if any(found.inside) or report.budget is not None or not report.recomputed_flops:
         return None
-    pairs = zip(found.record.steps, report.ops, strict=True)
-    costs = [
-        (step.op.packet, op.nbytes, op.flops)
-        for step, op in pairs
-        if op.flops * op.times
-    ]
+    pairs = zip(found.log.steps, report.ops, strict=True)
+    again = [(step.op.packet, op) for step, op in pairs if op.flops * op.times]
+    costs = [(packet, op.nbytes, op.flops) for packet, op in again]
     policy = save_ops(*operators_to_save(costs))
     if report.policy is not None and report.policy != nothing_saveable:
         policy = report.policy | policy
@@ -166,7 +162,7 @@ def _advice(
     """Yield what to change; of a step, what `report.peak` does not say."""
     pairs = zip(report.inputs, found.leaves, strict=True)
     alive = sum(row.nbytes for row, leaf in pairs if row.kept and leaf.kept)
-    leaves = zip(plainly.leaves, plainly.record.inputs, strict=True)
+    leaves = zip(plainly.leaves, plainly.log.inputs, strict=True)
     anyway = {s for leaf, s in leaves if leaf.kept}
     ours = report.saved_bytes - alive
     plain = plainly.nbytes(plainly.saved_by_plain() - anyway)
@@ -178,7 +174,7 @@ def _advice(
     if report.label in DIFFERENTIATED_AGAIN and not options.higher_order:
         yield _HIGHER_ORDER.format(plain=plain)
     if report.policy is not None:
-        near = unmatched(report.policy, [step.op for step in found.record.steps])
+        near = unmatched(report.policy, [step.op for step in found.log.steps])
         for part, key in sorted(near, key=lambda each: each[1]):
             yield f"The {told_of_key(key, near[part, key])}"
 

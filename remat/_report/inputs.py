@@ -26,12 +26,14 @@ from typing_extensions import override
 from remat import _torch
 from remat._ambient.streams import device_streams, global_streams
 from remat._base import pytree
+from remat._base.absent import Absent
 from remat._base.errors import CaptureError, Label, label_of, name_in, note
 from remat._base.observer import Observer
 from remat._base.program import Program
 from remat._base.source import user_line
 from remat._base.tensors import parts
 from remat._base.types import Fn
+from remat._graph.handles import PackedOutside, stored_by
 from remat._partial.effects import written_by
 from remat._partial.options import Options
 from remat._reach.names import CallNames
@@ -40,6 +42,7 @@ from remat._torch import StorageRef
 from remat._transform.function import Primal
 from remat._transform.levels import Below
 from remat._transform.module import recomputed_by
+from remat._transform.saved import Saved
 
 
 CONSTANT, ARGUMENT, CAPTURED, MADE = range(4)
@@ -143,6 +146,23 @@ def _put_back(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> No
 
 
 L = TypeVar("L", bound=Ledger)
+T = TypeVar("T")
+
+
+def tried(
+    run: Callable[["Inputs", Ledger], tuple[T, bool]], fn: Fn, args: Any, kwargs: Any
+) -> T:
+    """Return what a run finds. If it says that this is not all, there is another.
+
+    In that one all arguments are differentiated.
+    """
+    with undoing(fn, args, kwargs) as (inputs, ledger):
+        found, is_all = run(inputs, ledger)
+    if is_all or not inputs.has_others:
+        return found
+    with undoing(fn, args, kwargs, every=True) as given:
+        more, is_all = run(*given)
+    return more if is_all else found
 
 
 @contextmanager
@@ -177,6 +197,15 @@ def is_parameter(tensor: Tensor) -> bool:
 def has_values(tensor: Tensor) -> bool:
     """Say whether a tensor has values, and not only metadata."""
     return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
+
+
+def inputs_kept(call: Saved) -> Iterator[Tensor]:
+    """Yield the tensors that a call keeps of its inputs, some as other hooks have."""
+    for value in call.inputs.values:
+        if type(value) is PackedOutside:
+            yield from stored_by(value)
+        elif type(value) is not Absent:
+            yield value
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

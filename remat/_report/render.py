@@ -133,8 +133,7 @@ def bars(
 
 def points(
     labels: Sequence[str],
-    sizes: Sequence[int],
-    costs: Sequence[int],
+    at: Sequence[tuple[int, int]],
     title: str,
     ax: Any = None,
     front: Sequence[tuple[int, int]] = (),
@@ -146,22 +145,22 @@ def points(
     """
     ax = _axes(ax, (8, 3.5 + 0.2 * len(labels)))
     named: dict[tuple[int, int], list[str]] = {}
-    for label, size, cost in zip(labels, sizes, costs, strict=True):
-        named.setdefault((size, cost), []).append(label)
+    for label, point in zip(labels, at, strict=True):
+        named.setdefault(point, []).append(label)
     ax.plot(*_unbeaten([*named]), color=_GREY, linewidth=1, zorder=0)
     if front:
         style = {"linestyle": "--", "marker": ".", "color": _GREY, "zorder": 0}
         ax.plot(*_unbeaten(front), **style, label="policies.within(...)")
     for i, ((size, cost), names) in enumerate(named.items()):
-        around, at = divmod(i, len(_MARKERS))
-        look = {"marker": _MARKERS[at], "color": f"C{at + around}"}
+        around, k = divmod(i, len(_MARKERS))
+        look = {"marker": _MARKERS[k], "color": f"C{k + around}"}
         label = "\n".join(textwrap.fill(name, _WIDE) for name in names)
         ax.scatter([size / MIB], [cost], 60, **look, label=label)
     if budget is not None:
         ax.axvline(budget / MIB, color=_GREY, linestyle=":", label="budget")
     ticker: Any = importlib.import_module("matplotlib.ticker")
     ax.yaxis.set_major_formatter(ticker.EngFormatter())
-    if not any(costs):  # matplotlib would show numbers around zero
+    if not any(cost for _, cost in at):  # matplotlib would show numbers around zero
         ax.set_ylim(0, 1)
     what = "saved memory, MiB" if budget is None else "peak of the step, MiB"
     return _finished(ax, title, (what, "recomputed work, FLOPs"))

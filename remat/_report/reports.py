@@ -1,7 +1,6 @@
-"""The reports that `explain` and `compare` return: numbers that print as tables.
+"""The report that `explain` returns: numbers that print as a table.
 
-Invariant: reports hold neither tensors nor the user's function, so they pickle and
-compare.
+Invariant: it holds neither tensors nor the user's function, so it pickles and compares.
 """
 
 from collections import Counter
@@ -128,7 +127,8 @@ class SuggestedPolicy:
 
     def __str__(self) -> str:
         share = f"{self.recomputed_share:.0%} of FLOPs again"
-        return f"policy={self.code}: {self.saved_bytes:,} bytes saved, {share}"
+        code = f"to recompute less, write policy={self.code}"
+        return f"{code}: {self.saved_bytes:,} bytes saved, {share}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,7 +218,7 @@ class Explanation(_render.Shown):
         labels = [f"{op.name} ({short(op.source)})" for op in self._shown_ops]
         sizes = [op.nbytes for op in self._shown_ops]
         fates = [op.fate for op in self._shown_ops]
-        return _render.bars(labels, sizes, fates, self._table().title, ax)
+        return _render.bars(labels, sizes, fates, f"remat of {self._name}", ax)
 
     @property
     def _shown_ops(self) -> list[ExplainedOp]:
@@ -226,22 +226,21 @@ class Explanation(_render.Shown):
 
     @property
     def _name(self) -> str:
-        return (
-            self.label if self.policy is None else f"{self.label} under {self.policy}"
-        )
+        under = "" if self.policy is None else f" under {self.policy}"
+        return self.label + under
 
     @override
     def _table(self) -> _render.Table:
-        if not (self.inputs or self.ops):  # nothing requires grad
-            title = f"remat of {self._name}: {self.reason}"
-            return _render.Table(title, notes=tuple(self._told()))
+        title = f"remat of {self._name}"
+        if not self.inputs:  # nothing requires grad
+            return _render.Table(f"{title}: {self.reason}", notes=tuple(self._told()))
         rows = [row._row() for row in (*self._shown_inputs, *self._shown_ops)]
         return _render.Table(
-            title=f"remat of {self._name}",
+            title=title,
             columns=("operation", "line", "output", "#bytes", "#FLOPs", "fate", "why"),
             rows=tuple(row for row, _ in rows),
             kinds=tuple(kind for _, kind in rows),
-            notes=tuple(self._notes()),
+            notes=(*self._totals(), *self._told()),
         )
 
     @property
@@ -256,20 +255,18 @@ class Explanation(_render.Shown):
 
     @override
     def __repr__(self) -> str:
-        if not (self.inputs or self.ops):
+        if not self.inputs:
             return f"<Explanation of {self._name}: {self.reason}>"
         fates = Counter(op.fate for op in self._shown_ops)
-        counts = ", ".join(f"{n} {fate}" for fate, n in fates.items())
-        total = f"{fates.total()} operations ({counts})" if counts else "no operations"
+        counts = ", ".join(f"{n} {fate}" for fate, n in fates.items()) or "none"
+        total = f"{fates.total()} operations ({counts})"
         sizes = f"{self.saved_bytes:,} bytes saved, {self.plain_bytes:,} plain"
         return f"<Explanation of {self._name}: {total}; {sizes}>"
 
-    def _notes(self) -> Iterator[str]:
+    def _totals(self) -> Iterator[str]:
         less = f"; {self.offloaded_bytes:,} offloaded" if self.offloaded_bytes else ""
         yield f"saved: {self.saved_bytes:,} bytes{less}; plain: {self.plain_bytes:,}"
-        yield f"{_PEAK}: {self.peak_bytes:,} bytes"
-        if self.held_bytes:
-            yield f"of these, the graph holds {self.held_bytes:,} itself"
+        yield f"peak without gradients: {self.peak_bytes:,} bytes"
         again = sum(op.times for op in self._shown_ops)
         work = f"{self.recomputed_flops:,} of {self.flops:,} FLOPs"
         share = f"({self.recomputed_share:.0%}), {again} of {len(self._shown_ops)}"
@@ -279,115 +276,12 @@ class Explanation(_render.Shown):
         yield "pruned: " + ("yes" if self.pruned else f"no, {self.reason}")
         if self.streams:
             yield f"also saved: the state of random streams: {', '.join(self.streams)}"
-        yield from self._told()
 
     def _told(self) -> Iterator[str]:
         if self.suggested is not None:
-            yield f"{_SUGGESTED}{self.suggested}"
+            yield str(self.suggested)
         yield from (f"advice: {line}" for line in self.advice)
         yield from self.peak.lines() if self.peak is not None else ()
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedPolicy:
-    """What one policy saves and recomputes.
-
-    Attributes:
-        name: the policy as it prints, or its name in the mapping that was passed;
-            "plain" for code without remat, and "as written" for the function with the
-            blocks that it calls.
-        saved_bytes: the bytes that stay alive for the backward and are not offloaded.
-        peak_bytes: the saved bytes, and what the recompute of the largest call holds.
-        offloaded_bytes: the bytes that are offloaded.
-        recomputed_flops, recomputed_share: the FLOPs that the backward recomputes, and
-            their share of the FLOPs of the forward.
-
-    Example:
-        >>> import torch
-        >>> from remat import compare
-        >>> found = compare(lambda x: x.sin().exp(), torch.ones(4), policies=[])
-        >>> [(row.name, row.saved_bytes) for row in found.rows]
-        [('plain', 32), ('nothing_saveable', 16)]
-    """
-
-    name: str
-    saved_bytes: int
-    peak_bytes: int
-    offloaded_bytes: int
-    recomputed_flops: int
-    recomputed_share: float
-
-    def _row(self) -> tuple[str, ...]:
-        sizes = self.saved_bytes, self.peak_bytes, self.offloaded_bytes
-        numbers = (f"{n:,}" for n in (*sizes, self.recomputed_flops))
-        return self.name, *numbers, f"{self.recomputed_share:.0%}"
-
-
-@dataclass(frozen=True, repr=False)
-class Comparison(_render.Shown):
-    """The report of `compare`. It prints as a table.
-
-    Attributes:
-        label: the name of the function.
-        rows: of the function as written, if it calls rematerialized functions; of plain
-            code; of remat without a policy; and of each policy.
-        front: what `policies.within` reaches, with budgets from nothing to everything.
-            Empty if the function calls rematerialized functions.
-        no_front: why there is no front; "" if there is one.
-        suggested: the policy to write, as code: that of the rows which saves least and
-            repeats at most half of what `nothing_saveable` does; None if none does.
-
-    Example:
-        >>> import torch
-        >>> from remat import compare
-        >>> compare(lambda x: x.sin().exp(), torch.ones(4), policies=[])
-        <Comparison for `<lambda>`: 2 rows; 16 to 32 bytes saved>
-    """
-
-    label: str
-    rows: tuple[ComparedPolicy, ...]
-    front: tuple[ComparedPolicy, ...] = ()
-    no_front: str = ""
-    suggested: SuggestedPolicy | None = None
-
-    @override
-    def __repr__(self) -> str:
-        sizes = [row.saved_bytes for row in self.rows]
-        between = f"{min(sizes):,} to {max(sizes):,} bytes saved"
-        return f"<Comparison for {self.label}: {len(self.rows)} rows; {between}>"
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw recomputed FLOPs against saved bytes, a point for each policy.
-
-        A dashed line joins what `policies.within` reaches. Returns the matplotlib axes:
-        new ones if `ax` is None.
-        """
-        names = [row.name for row in self.rows]
-        sizes = [row.saved_bytes for row in self.rows]
-        costs = [row.recomputed_flops for row in self.rows]
-        line = [(row.saved_bytes, row.recomputed_flops) for row in self.front]
-        return _render.points(names, sizes, costs, self._table().title, ax, line)
-
-    @override
-    def _table(self) -> _render.Table:
-        cells = [row._row() for row in self.rows]
-        for row in (row._row() for row in self.front):
-            cells += [row] if all(row[1:] != cell[1:] for cell in cells) else []
-        numbers = "saved bytes", _PEAK, "offloaded", "FLOPs recomputed", "share"
-        return _render.Table(
-            title=f"policies for {self.label}",
-            columns=("policy", *map("#{}".format, numbers)),
-            rows=tuple(cells),
-            notes=tuple(self._notes()),
-        )
-
-    def _notes(self) -> Iterator[str]:
-        if self.no_front:
-            yield self.no_front
-        if self.suggested is not None:
-            yield f"{_SUGGESTED}{self.suggested}"
-
-
-_PEAK = "peak without gradients"
-_SUGGESTED = "to recompute less, write "
 _FEW = 4  # parameters, which have a line each

@@ -504,10 +504,10 @@ def test_the_plot_has_a_line_for_it(compared):
 def test_a_function_with_blocks_has_no_front():
     block = remat(layers)
     found = compare(lambda w, v, x: block(w, v, block(w, v, x)), W, V, X)
-    assert (found.front, found.no_front) == ((), "")
+    assert found.front == ()
 
 
-def test_without_scipy_the_front_is_left_out_and_that_is_said(monkeypatch, compared):
+def test_without_scipy_the_front_is_left_out(monkeypatch, compared):
     def no_scipy():
         raise ImportError(NO_SCIPY)
 
@@ -517,5 +517,3 @@ def test_without_scipy_the_front_is_left_out_and_that_is_said(monkeypatch, compa
     found = compare(layers, W, V, X)
     assert found.rows == compared.rows
     assert found.front == ()
-    assert "without what policies.within reaches. remat: a budget" in str(found)
-    assert "pip install scipy" in " ".join(str(found).split())  # lines are wrapped

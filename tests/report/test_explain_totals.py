@@ -385,7 +385,7 @@ def test_as_points(pyplot):
 
 def test_no_two_of_many_points_look_alike(pyplot):
     many = range(40)
-    axes = render.points([*map(str, many)], many, many[::-1], "many")
+    axes = render.points([*map(str, many)], [*enumerate(many[::-1])], "many")
     looks = {
         (dots.get_facecolor().tobytes(), dots.get_paths()[0].vertices.tobytes())
         for dots in axes.collections
