@@ -23,8 +23,7 @@ Under torch.func: one Function, whose backward is again a program.
                         forward, the node, and the vjp: read it from top to bottom
     levels              a program under vmap and under jvp, as programs
     checks              what a call must not do, and a recompute must do
-    forward_inputs      what a forward runs on, and what it changes of that
-    state               what recomputes restore; buffers, which are updated once
+    state               what a forward runs on and in, and what recomputes restore
     changes             writes to inputs: who makes them, those that torch does not
                         count, and what a recompute reads of large ones
 

@@ -64,9 +64,8 @@ from remat._torch import (
 )
 from remat._transform.changes import FirstBytes, run_watched
 from remat._transform.checks import refuse_leaks
-from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.leaves import hand_over_hooks
-from remat._transform.state import CallState
+from remat._transform.state import CallState, ForwardInputs
 from remat.policies import Policy
 
 

@@ -1,35 +1,17 @@
 """The lowering to one recursive Function: the life of a call under torch.func.
 
-    call_as_function    takes a user's call apart (`call`), and puts its result together
-    Primal              the call as a program of its tensors
-    dispatch            a program is evaluated by the innermost level, which goes down:
-        vmap            Batch(program)   the same program for all examples (`levels`)
-        jvp             Dual(program)    the same program with tangents (`levels`)
-        grad, the base  the program, and then one node is made of the graph
-    the forward         below all levels: the user's function runs
-    Remat               the node; its backward is `evaluate(Vjp(program), ...)`
-    Vjp                 recomputes a program and pulls cotangents back; again a program
-
-A forward begins in `evaluate_differentiably`, which `remat.chain` calls, too.
-
-    dispatch                        at each level, down to the base
-    Program.evaluate                at the base
-    Primal.evaluate_first           as the first run is the forward
-    _evaluate_below, _run           what is before and after the run; that, in grad mode
-    Batch.run, Dual.run             up again through these levels, if there are any
-    Primal.run, Primal.run_forward  of the program itself
-    Call.run_forward                calls the user's function
-
-A node is made once it is known which inputs the outputs may depend on, and has edges to
-these. At the base, for a function of its inputs alone, they are all that require grad.
+In: a user's call, which `Primal` makes a program of its tensors. `dispatch` goes down:
+a vmap makes `Batch` of a program, a jvp `Dual`. Below all levels the forward runs. On
+the way up each level of grad, or the base, makes a node of the graph (`Remat`), with
+edges to the inputs that the outputs may depend on. Its backward evaluates `Vjp`, which
+recomputes the program and pulls cotangents back. Out: the results, behind that node.
 
 Invariant: a graph made here holds the inputs of a call and what its policy keeps, at
 every level and order. So a backward is itself a call: `torch.func.grad` keeps the graph
 of the backward, and would keep all that a recompute inside saves.
 Rejected: a Function made anew for each call (functorch's way, eight times the cost). A
-forward without grad mode: composite operations decompose differently there, so that a
-recompute would be another function, and what the outputs depend on could not be told.
-`torch.func.vjp` for a backward at the base, where plain autograd costs half of it.
+forward without grad mode: composite operations decompose differently there. At the base
+`torch.func.vjp` for a backward: plain autograd costs half of it.
 """
 
 import contextlib
@@ -42,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from remat._base.context import differentiated, here, within
@@ -114,9 +97,8 @@ from remat._torch import (
 from remat._transform import checks
 from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of, first_bytes
-from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.levels import Batch, Dual, Duals, needs_above
-from remat._transform.state import CallState, call_state
+from remat._transform.state import CallState, ForwardInputs, call_state
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -208,7 +190,8 @@ class Primal(Program):
     ) -> Evaluated:
         found = _evaluate_below(self.call, program, inputs, request)
         results, evaluation, state = _, self.evaluation, self.state = found
-        self.hooked = self.call.reach if state.were_hooks_set() else None
+        were_set = RemovableHandle.next_id != state.next_hook  # hooks, since the call
+        self.hooked = self.call.reach if were_set else None
         if request.is_jvp:  # recomputes are given no tangents beside primals
             arity, count = self._counts  # which `run` has set by now
             differentiable = evaluation.differentiable[:count]
@@ -581,7 +564,8 @@ def _run(
     run = program.run if mode is None else functools.partial(program.run, mode=mode)
     if call.wrapped:
         run = functools.partial(call.labelled, run)
-    run = state.watched(run)
+    if state.modes is not None:  # notes whether the user's modes change the forward
+        run = functools.partial(state.modes.run_watched, run)
     tracked = hooks_of_trackers()
     set_grad_enabled(True)
     try:

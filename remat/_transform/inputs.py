@@ -43,6 +43,7 @@ from remat._torch import (
 )
 from remat._transform.leaves import (
     ONLY_MARKS,
+    SMALL,
     LeafChanges,
     Memory,
     addresses_of,
@@ -67,9 +68,7 @@ from remat._transform.stand_ins import (
 
 _requires_grad = operator.attrgetter("requires_grad")
 _is_leaf = operator.attrgetter("is_leaf")
-# The largest inputs that are copied, in elements: a module's buffer, a vector.
-SMALL = 2**14
-_STATISTICS = 2**20
+_STATISTICS = 2**20  # elements of the largest vectors of a module that are copied
 _FEW = 4  # inputs, which are looked at sooner one by one
 # What was let go of, and what the user's hooks may give back as another tensor.
 _NOT_OURS = Absent, PackedOutside

@@ -57,6 +57,7 @@ NO_CHANGES = LeafChanges(accumulates=False, moves=False, marks=False)
 ONLY_MARKS = LeafChanges(accumulates=False, moves=False, marks=True)
 
 
+SMALL = 2**14  # elements of the largest inputs that are copied, or noted by their bytes
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _hooks_of = operator.attrgetter(*_HOOKS)
 grad_of = operator.attrgetter("grad")

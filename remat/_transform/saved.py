@@ -98,11 +98,12 @@ from remat._transform.changes import (
     run_watched,
 )
 from remat._transform.checks import changed_inside, decided, enter_refusing_reads
-from remat._transform.inputs import SMALL, SavedInputs
+from remat._transform.inputs import SavedInputs
 from remat._transform.leaves import (
     MOVED,
     NO_CHANGES,
     ONLY_MARKS,
+    SMALL,
     PreserveGradients,
     WatchedLeaves,
     addresses_now,

@@ -30,7 +30,6 @@ from remat._torch import (
     raised,
 )
 from remat._transform.call import Call
-from remat._transform.forward_inputs import ForwardInputs
 from remat._transform.function import Evaluated, Primal, Vjp, evaluate_forward
 from remat._transform.levels import (
     Batch,
@@ -40,6 +39,7 @@ from remat._transform.levels import (
     note_levels,
     total_needs,
 )
+from remat._transform.state import ForwardInputs
 from remat.rules._places import are_differentiated, outside
 
 

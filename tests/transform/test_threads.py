@@ -15,7 +15,7 @@ from torch.utils import _python_dispatch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from remat import remat
-from remat._transform import forward_inputs, function
+from remat._transform import function, state
 from remat.compat import checkpoint
 from remat.testing import assert_same, count_ops
 
@@ -218,7 +218,7 @@ def test_a_copy_of_a_large_buffer_is_never_left(
         happened[happens].set()
         assert happened[waits].wait(timeout=60)
 
-    class Inputs(forward_inputs.ForwardInputs):
+    class Inputs(state.ForwardInputs):
         def __init__(self, *args):
             if threading.current_thread().name == "b":
                 then("b begins", b_begins)
