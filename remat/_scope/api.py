@@ -184,7 +184,6 @@ class _Blocks(threading.local):
         recording.blocks.remove(block)
         block.is_open = False
         self._table.settle()
-        self._table.drop_parted()
         if not recording.blocks:
             recording.end()
             if recording.places.calls is not None:

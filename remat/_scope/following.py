@@ -1,16 +1,12 @@
 """A policy by place: what a plan for a whole step saves, call by call of its modules.
 
-A place is a call of a module (`calls`). Each has a list of its own operations, so what
-differs in one call is of no consequence for the next. Within a call operations are
-aligned with the list, with as few as possible more or fewer.
-
+Each call of a module has a list of its own operations, with which those that run are
+aligned: as few as possible more or fewer. So a difference ends with its call.
 Invariant: an answer depends on the operations so far, not on sizes. What is not in the
 plan is recomputed. If an operation that the plan saves does not run, the operands of
 the next planned operation are saved instead: they may be all that a block saves.
-Rejected: to follow by position in the step. One operation more, as libraries run for a
-mask whose values can be read, and all that followed was recomputed.
-Rejected: to go on at the next operation of the same name. One `clone` more loses the
-rest of a block.
+Rejected: to follow by position in the step, or to go on at the next operation of the
+same name: one operation more, and all that followed was recomputed.
 """
 
 import logging

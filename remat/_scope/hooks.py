@@ -1,30 +1,11 @@
 """What a graph saves of a block is a handle; backwards compute what handles stand for.
 
-torch calls only the innermost hooks of a thread. Those of blocks have to stay after the
-block, for consumers come later, and then the `with` blocks around them end, each of
-which takes away the innermost hooks, whatever they are. So the stack is rebuilt: ours
-at its bottom, and each pair that was there in a pair that asks ours first.
-
-    before   [a, b]
-    inside   [ours, ours before a, ours before b]
-
-They go when no value is left.
-
-The first handle that a backward reads plans its recomputes: which operations all
-handles that are alive need, and how often each value is used, by operations and by
-handles. Then each handle that is read has those operations run that its value still
-needs. A value is dropped when it was used for the last time.
-
-Where a step differs from its plan, and no bytes are left, what no backward was planned
-to read is not held for its handles: each has it computed anew.
-
 Invariant: what is no value of a block is saved as without us: by the hooks around, or
-itself, with its version, since torch compares no versions under hooks. But for that, an
-operation runs at most once for a backward. Recomputes end with it, also after an error.
+itself, with its version, since torch compares no versions under hooks. An operation
+runs at most once for a backward. Recomputes end with it, also after an error.
 Rejected: to exchange `saved_tensors_hooks.__enter__`. Hooks that are entered later, as
-torch's checkpoint has them, count what they are given, in a recompute too.
-Rejected: to run all operations for the first handle. Values would wait for handles that
-are read much later.
+torch's checkpoint has them, count what they are given, in a recompute too. To run all
+operations for the first handle: values would wait for handles that are read much later.
 """
 
 import functools
@@ -81,7 +62,18 @@ from remat._torch import (
 
 
 class Hooks:
-    """The hooks of blocks in one thread, of which some are `open`."""
+    """The hooks of blocks in one thread, of which some are `open`.
+
+    torch calls only the innermost hooks of a thread. Ours have to stay after a block,
+    for consumers come later, and the `with` blocks around it end then, each of which
+    takes away the innermost hooks, whatever they are. So the stack is rebuilt: ours at
+    its bottom, and each pair that was there in a pair that asks ours first.
+
+        before   [a, b]
+        inside   [ours, ours before a, ours before b]
+
+    They go when no value is left.
+    """
 
     def __init__(self, table: ValueTable) -> None:
         self.table, self.open = table, 0
@@ -142,10 +134,7 @@ class Hooks:
 
 
 class _AfterBackward:
-    """Takes hooks away when a backward is over.
-
-    What its callbacks do to the stack is undone. They are freed after that.
-    """
+    """Takes hooks away when it is freed: what a backward's callbacks do is undone."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
@@ -171,33 +160,29 @@ class Asking:
         hooks, inner = self._hooks, self.inner
         hooks.packing += 1
         try:
-            handle = _handle_of(tensor, hooks.table, inner is None)
-            if handle is not None:
-                return handle
-            return _itself(tensor, hooks) if inner is None else inner[0](tensor)
+            of = None
+            if not (tensor.requires_grad and tensor.is_leaf):
+                of = _value_of(tensor, hooks.table, inner is None)
+            if of is not None:
+                operand = Operand.of_layout(of, TensorLayout.of(tensor))
+                return ValueHandle(hooks.table, operand)
+            if inner is not None:
+                return inner[0](tensor)
+            if is_of_torch_func(tensor):
+                tensor = unwrap_dead(tensor)
+                if is_of_torch_func(tensor):
+                    return without_node(tensor)
+            return SavedItself(tensor, hooks)
         finally:
             hooks.packing -= 1
 
 
-def _handle_of(tensor: Tensor, table: ValueTable, may_go: bool) -> Any:
-    """Return a handle of a value, or of what was given to a block that sends it out."""
-    if tensor.requires_grad and tensor.is_leaf:
-        return None
-    of: Any = table.entry_of(tensor)
-    of = None if of is None or of.made.is_blank else of.made
-    if of is None and may_go:
-        of = table.given_to_send(tensor)
-    if of is None:
-        return None
-    return ValueHandle(table, Operand.of_layout(of, TensorLayout.of(tensor)))
-
-
-def _itself(tensor: Tensor, hooks: Hooks) -> Any:
-    if is_of_torch_func(tensor):
-        tensor = unwrap_dead(tensor)
-        if is_of_torch_func(tensor):
-            return without_node(tensor)
-    return SavedItself(tensor, hooks)
+def _value_of(tensor: Tensor, table: ValueTable, may_go: bool) -> Any:
+    """Return the value of a tensor, or what stands for it if a block sends it out."""
+    entry = table.entry_of(tensor)
+    if entry is not None and not entry.made.is_blank:
+        return entry.made
+    return table.given_to_send(tensor) if may_go else None
 
 
 class SavedItself(VersionedTensor):
@@ -285,7 +270,14 @@ def _end(recomputes: "Recomputes", ref: "weakref.ref[ValueTable]") -> None:
 
 
 class Recomputes:
-    """The recomputes of one backward."""
+    """The recomputes of one backward.
+
+    The first handle that it reads plans them: which operations all handles that are
+    alive need, and how often each value is used, by operations and by handles. Then
+    each handle has those operations run that its value still needs. A value is dropped
+    when it was used for the last time. Where a step differs from its plan, and no bytes
+    are left, what no backward was planned to read is computed anew for each handle.
+    """
 
     def __init__(self, handles: "set[weakref.ref[ValueHandle]]") -> None:
         self.unread = handles.copy()
@@ -310,10 +302,7 @@ class Recomputes:
                 self._uses.update(operation.needs() if self._sends else operation.reads)
 
     def _is_held(self, made: Any) -> bool:
-        """Say whether a value is held until its handles are read.
-
-        Else it is computed again for each, as a plan has no bytes for it.
-        """
+        """Say whether a value is held until its handles are read."""
         return not (self._is_short and made.unread and made.operation is not None)
 
     def take(self, handle: ValueHandle) -> Tensor:
@@ -363,10 +352,8 @@ class Recomputes:
         if kwargs:
             kwargs = mapped(kwargs, Operand, lambda _: next(operands))
         set_grad_enabled(operation.grad_mode)
-        if operation.streams or operation.settings != settings:
-            with _as_recorded(operation, settings):
-                result = call_kernel(operation.func, *args, **kwargs)
-        else:
+        is_as_now = not operation.streams and operation.settings == settings
+        with nullcontext() if is_as_now else _as_recorded(operation, settings):
             result = call_kernel(operation.func, *args, **kwargs)
         results = results_of(result)
         for number, is_operand, ref in operation.made:
@@ -383,10 +370,7 @@ class Recomputes:
                 self._use(read)
 
     def _operand_values(self, operation: BlockOperation) -> list[Tensor]:
-        """Return the tensors to run an operation on.
-
-        What it writes to is copied, unless nobody else will read it.
-        """
+        """Return what an operation runs on: copies of what it writes to, if need be."""
         bases: dict[int, Tensor] = {}
         for k in operation.written:
             of = operation.operands[k].of
@@ -417,16 +401,12 @@ class Recomputes:
         return TensorLayout.of(base).view_of(storage)
 
 
-def _stored(made: Made | GivenTensor) -> Tensor:
+def _stored(made: Any) -> Tensor:
     if isinstance(made, GivenTensor):
         return made.tensor()
-    stored = made.stored
-    assert stored is not None
-    if isinstance(stored, Offloaded):
-        return made.layout.view_of(stored.value().detach())
-    assert made.op is not None
-    stored_tensor = stored.tensor(made.op.func, made.op.source)
-    return made.layout.view_of(stored_tensor)
+    if isinstance(made.stored, Offloaded):
+        return made.layout.view_of(made.stored.value().detach())
+    return made.layout.view_of(made.stored.tensor(made.op.func, made.op.source))
 
 
 @contextmanager

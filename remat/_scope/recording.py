@@ -1,7 +1,5 @@
 """Records the operations of blocks, and asks the policy about each result.
 
-One observer serves all blocks of a thread that are open.
-
 Invariant: what is recorded is what would run again. To record changes no value, and
 reads none. A result that the policy saves is no value of the block: graphs save it as
 they would without one. A result that it offloads is a value that is brought back.
@@ -9,9 +7,10 @@ Rejected: to record above autograd, and to run functions again. What they call m
 cast and count, and Python code may do anything.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tag, Tensor
@@ -24,6 +23,7 @@ from remat._base.context import here
 from remat._base.observer import Observer
 from remat._base.op import NO_NAMES, Op
 from remat._base.source import user_line
+from remat._base.tensors import version_of
 from remat._base.types import CONSTANTS
 from remat._graph.handles import OFFLOAD, Offloads
 from remat._partial.effects import (
@@ -34,7 +34,6 @@ from remat._partial.effects import (
     updated_statistics,
 )
 from remat._partial.values import value_of
-from remat._scope.late import LateResults
 from remat._scope.table import Operands, ValueEntry, ValueTable
 from remat._scope.values import (
     Block,
@@ -64,10 +63,7 @@ from remat.policies import Decision, Policy
 
 
 class _EagerExposures(Exposures):
-    """Notices memory that is taken. Dynamo does not inline it, for that would trace.
-
-    Not so that of a record: with it kept out, Dynamo went on to trace our hooks.
-    """
+    """Notices memory that is taken. Dynamo does not inline it, for that would trace."""
 
     @override
     @eager_only
@@ -82,7 +78,7 @@ _COMMUNICATE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_m
 
 
 class Recording(Observer):
-    """Records the operations of the blocks that are open."""
+    """Records the operations of the blocks that are open, all of one thread."""
 
     # A detached view ties its storage.
     unseen = IGNORED - {op for op in IGNORED if is_view_op(op)}
@@ -111,8 +107,7 @@ class Recording(Observer):
     @classmethod
     @override
     def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo compile in a block."""
-        return True
+        return True  # Dynamo may compile in a block
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -121,8 +116,15 @@ class Recording(Observer):
         with no_torch_functions():
             table = self._table
             table.settle()
-            if is_view_op(func) or not _may_run_again(func) or is_in_compiled_code():
-                return self._run_unasked(func, args, kwargs)
+            may_run_again = isinstance(func, OpOverload) and (
+                func.namespace not in _COMMUNICATE and not is_in_compiled_code()
+            )
+            if is_view_op(func) or not may_run_again:
+                if not is_view_op(func):
+                    self.store_late()
+                result = call_kernel(func, *args, **kwargs)
+                self._tie(tensors_of(result))
+                return result
             traits = traits_of(func)
             written_to = declared_writes(traits, args, kwargs)
             statistics = updated_statistics(traits, args, kwargs)
@@ -138,10 +140,9 @@ class Recording(Observer):
             result = call_kernel(func, *args, **kwargs)
             operation.streams = [(s, state) for s, state in before if s.read() != state]
             written = [(t, e) for t, e in targets if e is not None]
-            new, others, parts = self._sorted(results_of(result), operands.storages)
             inputs = [*map(id, inputs_of(args, kwargs))]
-            if parts:
-                self._drop_parted(parts, inputs)
+            read = operands.storages
+            new, others = self._sorted(results_of(result), read, inputs)
             for entry in filter(None, map(table.entry_at, statistics)):
                 table.drop(entry)  # a batch norm wrote to it, and counted no version
             if len(written) < len(targets):
@@ -151,24 +152,14 @@ class Recording(Observer):
                 # Statistics that it updates are no result that anybody saves.
                 asks = not written_to
                 self._note_new(operation, new, result, asks=asks)
-                policy = self.blocks[-1].policy
-                if policy is not None and policy.owed:
-                    self._store_owed(policy, args)
+                self._store_owed(args)
             self._tie(others)
             return result
 
-    def _run_unasked(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation that no policy is asked about."""
-        if not is_view_op(func):
-            self.store_late()
-        result = call_kernel(func, *args, **kwargs)
-        self._tie(tensors_of(result))
-        return result
-
     def _sorted(
-        self, results: Sequence[Tensor | None], read: set[int]
-    ) -> tuple[list[tuple[int, Tensor]], list[Tensor], list[Tensor]]:
-        """Sort results by their storages."""
+        self, results: Sequence[Tensor | None], read: set[int], inputs: Sequence[int]
+    ) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
+        """Sort results by their storages: new ones, with their numbers, and others."""
         new: list[tuple[int, Tensor]] = []
         others: list[Tensor] = []
         parts: list[Tensor] = []
@@ -177,23 +168,20 @@ class Recording(Observer):
             if t is None or not has_layout(t):
                 continue
             key = storage_id(t)
-            if key in read:
+            if key in read and id(t) not in inputs:
                 parts.append(t)
             if key in read or key in known or self._table.entry_in(key) is not None:
                 others.append(t)
             else:
                 new.append((k, t))
                 known.add(key)
-        return new, others, parts
-
-    def _drop_parted(self, parts: Sequence[Tensor], inputs: Sequence[int]) -> None:
-        """Drop values whose parts are returned with version counters of their own."""
-        parts = [t for t in parts if id(t) not in inputs]
         for entry in filter(None, map(self._table.entry_at, parts)):
+            # Parts are returned with version counters of their own.
             if len(parts) > 1:
                 self._table.drop(entry)
             else:
                 entry.is_parted = True
+        return new, others
 
     def _note_writes(
         self,
@@ -208,13 +196,15 @@ class Recording(Observer):
         operation.settings, operation.line = read_settings(), user_line()
         operation.grad_mode = torch.is_grad_enabled()
         for t, entry in written:
-            if traits_of(operation.func).is_read_by_python or _may_grow(operation.func):
+            func = operation.func
+            may_grow = func.overloadpacket.__name__ in ("resize_", "resize_as_")
+            if traits_of(func).is_read_by_python or may_grow:
                 self._table.drop(entry)  # its storage is another one, or a larger one
-            elif Tag.inplace_view in operation.func.tags:
+            elif Tag.inplace_view in func.tags:
                 self._table.wrote(entry, t)  # to its shape alone
             else:
                 made = Made(self.blocks[-1].part(), TensorLayout.of(t), operation)
-                operation.note_made(inputs.index(id(t)), made, is_operand=True)
+                operation.made.append((inputs.index(id(t)), True, weakref.ref(made)))
                 made.unread = entry.made.unread
                 entry.made = made
                 self._table.wrote(entry, t)
@@ -238,7 +228,7 @@ class Recording(Observer):
                 self._error = self._error or error
         numbers = {id(t): k for k, t in new}
         for made, t in makes:
-            operation.note_made(numbers[id(t)], made, is_operand=False)
+            operation.made.append((numbers[id(t)], False, weakref.ref(made)))
             self._table.enter(made, t)
 
     def _choose(
@@ -268,17 +258,19 @@ class Recording(Observer):
         # Of several results some are for the backward alone, as statistics: no other
         # result can stand in their place.
         if decision and policy.is_late and len(makes) == 1:
-            policy.owed += self._late.add(makes)
+            policy.owed += self._late.add([t for _, t in makes])
             return [*makes]
         return [(m, t) for m, t in makes if not _is_stored(m, t, decision)]
 
-    def _store_owed(self, policy: Policy, args: Any) -> None:
+    def _store_owed(self, args: Any) -> None:
         """Store late results, and what an operation reads, as far as bytes are owed."""
-        # `x + f(x)` has the newer one last.
-        found = map(self._table.entry_of, reversed(inputs_of(args, {})))
-        read = [entry for entry in found if entry is not None]
-        self._late.settle(read, policy.owed, policy.is_replaced)
-        policy.owed, policy.is_replaced = self._late.nbytes, False
+        policy = self.blocks[-1].policy
+        if policy is not None and policy.owed:
+            # `x + f(x)` has the newer one last.
+            found = map(self._table.entry_of, reversed(inputs_of(args, {})))
+            read = [entry for entry in found if entry is not None]
+            self._late.settle(read, policy.owed, policy.is_replaced)
+            policy.owed, policy.is_replaced = self._late.nbytes, False
 
     def store_late(self) -> None:
         """Store late results now."""
@@ -312,15 +304,6 @@ class Recording(Observer):
             self._table.drop(entry)
 
 
-def _may_grow(func: Any) -> bool:
-    """Say whether an operation may give a storage more bytes, whose values are open."""
-    return func.overloadpacket.__name__ in ("resize_", "resize_as_")
-
-
-def _may_run_again(func: Any) -> bool:
-    return isinstance(func, OpOverload) and func.namespace not in _COMMUNICATE
-
-
 def _states_before(
     traits: Traits, args: Any, kwargs: dict[str, Any]
 ) -> list[tuple[Stream, Any]]:
@@ -337,7 +320,7 @@ def _states_before(
     return [(s, s.read()) for s in streams]
 
 
-# --- What a policy says ------------------------------------------------------------
+# --- What a policy says ---
 
 
 def _described(arg: Any) -> Any:
@@ -376,3 +359,87 @@ def _is_stored(made: Made, tensor: Tensor, decision: Decision) -> bool:
     # What was made of it meanwhile reads it here.
     made.stored, made.operation = GivenTensor(tensor, made.layout), None
     return True
+
+
+# --- Results whose saving is decided late, once it is known what is read instead ---
+#
+# A program may compute another value from a result that the plan saves, and read only
+# that value from then on. Then the value is saved in place of the result. To save both
+# would break the budget: a layer that makes two more would save one more.
+
+
+class _Late(NamedTuple):
+    entry: ValueEntry
+    nbytes: int
+    # What was read, while the result was there too: with its memory, which may be there
+    # longer than it.
+    instead: Sequence[tuple[ValueEntry, Tensor]]
+
+
+class LateResults:
+    """The late results of one thread, in the order in which they were made."""
+
+    def __init__(self, table: ValueTable) -> None:
+        self._table = table
+        self._waiting: list[_Late] = []
+        # Of the operation that runs. They are in the table when it is over.
+        self._new: Sequence[Tensor] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes wait."""
+        return sum(each.nbytes for each in self._waiting)
+
+    def add(self, new: Sequence[Tensor]) -> int:
+        """Have results of the operation that runs wait; return how many bytes."""
+        self._new = new
+        return sum(t.nbytes for t in new)
+
+    def settle(self, read: Sequence[ValueEntry], owed: int, is_replaced: bool) -> None:
+        """Decide when an operation runs that is planned, and has read some values.
+
+        So many bytes are owed. Where operations were not planned that ran before, what
+        is read may have replaced results.
+        """
+        waiting, new = self._waiting, [(self._table.entry_of(t), t) for t in self._new]
+        self._waiting = [_Late(e, t.nbytes, ()) for e, t in new if e is not None]
+        owed -= sum(t.nbytes for t in self._new)
+        self._new = ()
+        for late in waiting:
+            owed -= late.nbytes
+            entry, instead, is_read = late.entry, late.instead, late.entry in read
+            if is_replaced and not (instead or is_read):
+                instead = [(e, e.tied()[0].detach()) for e in read]
+            late = late._replace(instead=instead)
+            if not is_read and entry.ties and any(e.ties for e, _ in instead):
+                self._waiting.append(late)
+            elif not self._decide(late, is_read):
+                owed += late.nbytes
+        for entry in read:
+            owed -= self._store(entry) if owed > 0 else 0
+
+    def _decide(self, late: _Late, is_read: bool) -> bool:
+        """Store a result or what was read instead; say whether something is stored."""
+        if late.entry.ties and (is_read or not any(e.ties for e, _ in late.instead)):
+            return self._store(late.entry) > 0
+        return any(self._store(*each) for each in late.instead)
+
+    def store_all(self) -> bool:
+        """Decide now; say whether there was something to decide."""
+        waiting = [*self._waiting]
+        self._waiting.clear()
+        for late in waiting:
+            self._decide(late, is_read=False)
+        return bool(waiting)
+
+    def _store(self, entry: ValueEntry, tensor: Tensor | None = None) -> int:
+        """Store a value, if its storage holds it; return how many bytes."""
+        made, tied = entry.made, entry.tied()
+        if tensor is None and tied:
+            tensor = tied[0].detach()
+        if tensor is None or entry.version != version_of(tensor) or made.stored:
+            return 0
+        whole = made.layout.view_of(tensor)
+        made.stored, made.operation = self._table.given_of(whole, made.layout), None
+        self._table.drop(entry)
+        return whole.nbytes

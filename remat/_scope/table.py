@@ -39,8 +39,7 @@ class ValueEntry:
     __slots__ = ("_ref", "is_parted", "key", "made", "table", "ties", "version")
 
     def __init__(self, table: "ValueTable", made: Made, tensor: Tensor) -> None:
-        self.table, self.made = table, made
-        self.key = storage_id(tensor)
+        self.table, self.made, self.key = table, made, storage_id(tensor)
         # So that the key stays its own.
         self._ref = StorageRef(tensor.untyped_storage())
         # Of the storage when it held the value; None while it is not known.
@@ -127,12 +126,6 @@ class ValueTable:
             if any(version_of(t) != entry.version for t in entry.tied()):
                 self.drop(entry)  # these count their versions apart
 
-    def drop_parted(self) -> None:
-        """Take out entries whose tensors have version counters of their own."""
-        for entry in [*self._entries.values()]:
-            if entry.is_parted and len(entry.ties) > 1:
-                self.drop(entry)
-
     def drop(self, entry: ValueEntry) -> None:
         """Take an entry out."""
         if self._entries.get(entry.key) is entry:
@@ -166,11 +159,13 @@ class ValueTable:
     def forget_used_up(self) -> None:
         """Take out what was made in blocks that are closed and used up.
 
-        A value that is kept, for a log say, would hold all that it was made of.
+        A value that is kept, for a log say, would hold all that it was made of. And
+        where tensors have version counters of their own.
         """
         for entry in [*self._entries.values()]:
             part = entry.made.part
-            if part.is_used_up and not part.block.is_open:
+            is_over = part.is_used_up and not part.block.is_open
+            if is_over or (entry.is_parted and len(entry.ties) > 1):
                 self.drop(entry)
 
     # --- Operands ---

@@ -1,8 +1,5 @@
 """The values of a block, as data: what made each one, down to what the block was given.
 
-A `Made` refers to its operation, and that to what it was applied to. A view is a value
-and a layout, so it is no operation.
-
 Invariant: references lead from results to what they were made of, never back. So a
 value that no handle and no later value needs is freed by reference counts.
 Rejected: a tape of the operations in their order. It holds what nobody needs any more,
@@ -10,7 +7,6 @@ and has to be run from the start.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -32,6 +28,8 @@ from remat._torch import (
 
 
 if TYPE_CHECKING:
+    import weakref
+
     from remat._base.op import Op, Value
     from remat._graph.handles import Offloaded
 
@@ -42,9 +40,8 @@ class Block:
     def __init__(self, policy: Any, away: Any = None) -> None:
         self.policy, self.away, self.is_open = policy, away, True
         # What the policy was asked about, to tell of keys that match nothing.
-        self.asked: list[Any] | None = None
-        if policy is not None and policy.keys:
-            self.asked = []
+        has_keys = policy is not None and policy.keys
+        self.asked: list[Any] | None = [] if has_keys else None
         self._part = BlockPart(self)
 
     def part(self) -> "BlockPart":
@@ -82,16 +79,9 @@ class TensorLayout(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """Return that of a tensor."""
-        parts = (
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.device,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        return _new(cls, parts)
+        where = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        kind = tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
+        return _new(cls, where + kind)
 
     def value(self) -> "Value":
         """Return what is known of such a tensor."""
@@ -129,8 +119,7 @@ class GivenTensor:
     """A tensor that no block made, which operations of a block read."""
 
     __slots__ = (
-        *("__weakref__", "_back", "_nbytes", "_tensor", "_version", "layout"),
-        "part",
+        *("__weakref__", "_back", "_nbytes", "_tensor", "_version", "layout", "part"),
     )
     operation, unread = None, 0  # as of what an operation made, and a policy stored
 
@@ -194,8 +183,8 @@ class Made:
     """What an operation of a block left in a storage."""
 
     __slots__ = (
-        *("__weakref__", "is_blank", "layout", "op", "operation"),
-        *("part", "stored", "unread"),
+        *("__weakref__", "is_blank", "layout", "op", "operation", "part"),
+        *("stored", "unread"),
     )
 
     def __init__(
@@ -257,13 +246,7 @@ class BlockOperation:
         *("reads", "settings", "streams", "written"),
     )
 
-    def __init__(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        operand_of: Any,
-    ) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, operand_of: Any) -> None:
         self.func = func
         self.args = mapped(args, Tensor, operand_of)
         self.kwargs = mapped(kwargs, Tensor, operand_of) if kwargs else {}
@@ -284,10 +267,6 @@ class BlockOperation:
         """Return the values that it reads, and what has to be brought back for it."""
         given = {o.of for o in self.operands if isinstance(o.of, GivenTensor)}
         return [*self.reads, *(of for of in given if of.is_away)]
-
-    def note_made(self, number: int, made: Made, *, is_operand: bool) -> None:
-        """Note what it made."""
-        self.made.append((number, is_operand, weakref.ref(made)))
 
 
 def needed_for(
