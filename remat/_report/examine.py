@@ -41,6 +41,7 @@ from remat._report.inputs import (
     inputs_kept,
     is_parameter,
     reader_of,
+    reporting,
     tensors_in,
     tried,
 )
@@ -166,13 +167,9 @@ class Examined(Recorder):
 
     def run_call(self, fn: Fn, *run: Any) -> None:
         """Run the call, and note what it does."""
-        call, leaves, context = self._call, run[-1], here()
-        before, context.reporter = context.reporter, self
-        try:
-            with self:
-                result = call.forward(fn, *run)
-        finally:
-            context.reporter = before
+        call, leaves = self._call, run[-1]
+        with reporting(self), self:
+            result = call.forward(fn, *run)
         outs = tensors_in(result)
         alive = {handle.position for handle in call.alive()}
         self.log = self.record(outs, {*range(len(call.handles))} - alive)

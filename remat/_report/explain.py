@@ -31,7 +31,6 @@ from remat._report.reports import Explanation, SuggestedPolicy
 from remat._report.step import peak_of
 from remat._transform.api import options_of, refuse_function
 from remat._transform.rematerialized import Rematerialized
-from remat._transform.saved import DIFFERENTIATED_AGAIN
 from remat.policies import Policy, nothing_saveable, save_ops
 from remat.policies._places import unmatched
 
@@ -171,8 +170,6 @@ def _advice(
             yield _NO_RESULT
         elif ours >= _MOST * plain:
             yield _SAVES_NOTHING.format(ours=ours, plain=plain)
-    if report.label in DIFFERENTIATED_AGAIN and not options.higher_order:
-        yield _HIGHER_ORDER.format(plain=plain)
     if report.policy is not None:
         near = unmatched(report.policy, [step.op for step in found.log.steps])
         for part, key in sorted(near, key=lambda each: each[1]):
@@ -189,12 +186,6 @@ _SAVES_NOTHING = (
     "{ours:,} bytes stay alive with it and {plain:,} without. The backward reads "
     "little but the inputs of the function, or the policy saves all that it reads. Put "
     "remat around more operations, save fewer results, or leave it out."
-)
-_HIGHER_ORDER = (
-    "A backward of this function was differentiated again (create_graph=True). What "
-    "that backward computed stayed in memory, as in plain code: about as much as the "
-    "{plain:,} bytes that plain code saves in the forward, and more with each order. "
-    "With higher_order=True it is recomputed, too."
 )
 
 

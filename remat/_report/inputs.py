@@ -27,6 +27,7 @@ from remat import _torch
 from remat._ambient.streams import device_streams, global_streams
 from remat._base import pytree
 from remat._base.absent import Absent
+from remat._base.context import Reporter, here
 from remat._base.errors import CaptureError, Label, label_of, name_in, note
 from remat._base.observer import Observer
 from remat._base.program import Program
@@ -183,6 +184,17 @@ def undoing(
         torch.clear_autocast_cache()  # casts in it may be of another graph
         stack.callback(torch.clear_autocast_cache)
         yield inputs, mode(stack)
+
+
+@contextmanager
+def reporting(reporter: Reporter) -> Iterator[None]:
+    """Have the calls in a run tell somebody of themselves."""
+    context = here()
+    before, context.reporter = context.reporter, reporter
+    try:
+        yield
+    finally:
+        context.reporter = before
 
 
 # --- Tensors ---

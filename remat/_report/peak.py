@@ -6,13 +6,11 @@ Rejected: one holder for each value. A model has thousands, made by a few lines.
 Rejected: advice for each holder. The largest one hides what the others cost.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from remat._base.source import short
-from remat._base.tensors import describe_meta
 from remat._report import render as _render
 
 
@@ -134,46 +132,32 @@ class Peak:
         yield f"what to do: {self.advice}"
 
 
-class Built(NamedTuple):
-    """How a step was built."""
-
-    calls: int  # rematerialized ones, without those within others
-    nested: int  # those within others
-    covered: float  # the share of its forward operations that ran in calls
-    again: tuple[str, ...]  # the labels of calls of which a backward is differentiated
-    differentiates: bool  # whether any backward is (`create_graph=True`)
+# --- What to do about it ---
 
 
-def advice_on(holders: Sequence[Holder], built: Built) -> str:
-    """Return what to do, in one line."""
+def advice_on(
+    holders: Sequence[Holder], again: Iterable[str], *, calls: int, is_whole: bool
+) -> str:
+    """Return what to do about the largest holder, in one line.
+
+    `again` has the labels of calls of which a backward is differentiated. There are so
+    many `calls` in no other; `is_whole` says that the only one is nearly all.
+    """
     if not holders:
         return "nothing is alive: there is nothing to save."
     main = holders[0]
     values = [v for v in main.values if v.dtype is not None]
     most = str(values[0]) if values else "memory of operations"
-    text, calls = _text(main.kind, built), ", ".join(built.again)
-    if text is _TEXTS["loss"] and values:  # the logits are known by their maker
-        like = [v for v in values if math.prod(v.shape) == math.prod(values[0].shape)]
-        first = min(like, key=lambda v: v.is_gradient)
-        what = describe_meta(first.dtype, first.shape)
-        most = f"{what}, made at {short(first.source)}"
-    return text.format(name=main.name, share=main.share, most=most, calls=calls)
+    text, labels = _TEXTS[main.kind], ", ".join(again)
+    if labels and main.kind not in ("gradients", "parameters", "inputs"):
+        text = _AGAIN
+    elif is_whole and main.kind in ("recompute", "cotangents"):
+        text = _EVERYTHING
+    elif main.kind == "residuals" and not calls:
+        text = _NOTHING
+    return text.format(name=main.name, share=main.share, most=most, calls=labels)
 
 
-def _text(kind: PeakHolder, built: Built) -> str:
-    if built.again and kind not in ("gradients", "parameters", "inputs"):
-        return _AGAIN
-    is_whole = built.calls == 1 and built.covered >= _WHOLE
-    if is_whole and kind in ("recompute", "cotangents") and not built.nested:
-        return _EVERYTHING
-    if is_whole and kind == "recompute":
-        return _GROUP
-    if kind == "residuals" and not built.calls:
-        return _NOTHING_TWICE if built.differentiates else _NOTHING
-    return _TEXTS[kind]
-
-
-_WHOLE = 0.7  # of the operations: then the call is the whole model
 _LOGITS = "If these are the logits, compute the loss in chunks"
 _ANYWAY = "the peak is not in activations, so remat cannot lower it much"
 _AGAIN = (
@@ -185,18 +169,9 @@ _EVERYTHING = (
     "there is one remat around everything: its recompute holds what plain code holds. "
     "Put remat around each block of the model instead."
 )
-_GROUP = (
-    "the {name} is the largest: {share:.0%}, mainly {most}. It holds what the calls "
-    "within save. Divide it into groups of calls, each with a remat of its own."
-)
 _NOTHING = (
     "nothing is rematerialized: the operations of the step hold {share:.0%}, mainly "
     f"{{most}}. Put remat around each block of the model. {_LOGITS}."
-)
-_NOTHING_TWICE = (
-    "nothing is rematerialized, and a backward is differentiated (create_graph=True): "
-    "{share:.0%} is mainly {most}. Put remat(block, higher_order=True) around each "
-    "block of the model."
 )
 _TEXTS: dict[PeakHolder, str] = {
     "recompute": "the {name} is the largest: {share:.0%}, mainly {most}. Split that "

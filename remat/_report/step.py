@@ -13,7 +13,7 @@ memory that they do not return.
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor, autograd, is_grad_enabled
+from torch import Tensor, autograd
 from typing_extensions import override
 
 from remat._base.context import Observe, here
@@ -29,18 +29,20 @@ from remat._base.source import user_line
 from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
-from remat._report.examine import inputs_kept
 from remat._report.inputs import (
+    MADE,
     Inputs,
     Ledger,
+    StorageNote,
     has_values,
+    inputs_kept,
     is_parameter,
+    reporting,
     tensors_in,
     undoing,
 )
 from remat._report.peak import (
     NAMES,
-    Built,
     HeldValues,
     Holder,
     Peak,
@@ -82,7 +84,7 @@ def peak_of(fn: Fn, args: Any, kwargs: Any) -> Peak | None:
                 for t in inputs.tensors:
                     if t.is_leaf:
                         t.grad = None
-                with watch:
+                with reporting(watch), watch:
                     call = partial(run, fn, args, kwargs, inputs, watch)
                     if is_first and call() is None:
                         break
@@ -104,7 +106,7 @@ def _loss(fn: Fn, _args: Any, _kwargs: Any, inputs: Inputs, watch: "StepWatch") 
         if watch.ran_backward:  # its own, which freed the graph
             return None
         raise
-    watch.note_gradients(g for g in grads if g is not None)
+    watch.hold("gradients", grads)
     return result, grads
 
 
@@ -119,7 +121,7 @@ def _own_backward(
         return None
     made = [t for t in tensors_in(result) if t.numel() > 1]
     grads = [t.grad for t in inputs.tensors if t.is_leaf and t.grad is not None]
-    watch.note_gradients([*made, *grads])
+    watch.hold("gradients", [*made, *grads])
     return (result,)
 
 
@@ -140,7 +142,7 @@ def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Ten
     return found
 
 
-# --- What runs ---
+# --- The record of a step ---
 
 
 class WatchedOp(NamedTuple):
@@ -149,99 +151,79 @@ class WatchedOp(NamedTuple):
     name: str
     source: str
     node: int  # the number of the node whose backward it is in; -1 in a forward
-    called: str  # the name of the call whose forward it is in; "" if it is in none
-    again: str  # of the innermost call whose recompute it is in; "" if it is in none
+    called: "CalledAs | None"  # the call whose forward it is in
+    again: "CalledAs | None"  # the innermost call whose recompute it is in
     saves: bool  # whether a policy of a call under torch.func may save its result
 
 
-StorageNumber: TypeAlias = tuple[int, int]  # the operation that made it, and its id
-
-
-class MadeStorage(NamedTuple):
-    """A storage that an operation made, and the tensor that it was made for."""
-
-    storage: StorageNumber
-    dtype: Any
-    shape: tuple[int, ...]
+CalledAs: TypeAlias = tuple[str, int]  # the label of a call, and which one of it; or 0
 
 
 class StepWatch(Ledger):
-    """A mode that notes the operations of a step and the storages that they make."""
+    """Notes the operations of a step, and the storages that they make."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(stack)
         self.ops: list[WatchedOp] = []
-        self.made: dict[tuple[int, int], MadeStorage] = {}  # by operation and address
-        # For each node, by number, the first operation of its forward.
+        # What operations made, by operation and address; for each node, by number, the
+        # first operation of its forward; and storages that are held by one kind.
+        self.made: dict[tuple[int, int], StorageNote] = {}
         self.origins: dict[int, int] = {}
-        # Storages: that calls save as inputs; that policies save; of the parameters'
-        # gradients.
-        self.inputs: set[StorageNumber] = set()
-        self.saved: set[StorageNumber] = set()
-        self.gradients: set[StorageNumber] = set()
-        self._makers: dict[int, int] = {}  # of storages, by id: the last operation
+        self.kinds: dict[int, PeakHolder] = {}
         # Calls that were not recomputed: how many have each label; how many are in no
-        # other; the index of the last operation of a forward.
-        self.names: dict[str, int] = {}
+        # other; the last operation of a forward.
+        self.labels: Counter[str] = Counter()
         self.outermost, self.last = 0, -1
         self.ran_backward = False
-        self.differentiates = False  # whether a backward is (`create_graph=True`)
-        self.packing: dict[str, None] = {}  # the labels of calls under base autograd
-        self._named: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-    @override
-    def __enter__(self) -> Any:
-        self._reporter, here().reporter = here().reporter, self
-        return super().__enter__()
-
-    @override
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
-        here().reporter = self._reporter
+        self.again: dict[str, None] = {}  # the labels of those under base autograd
+        self._called: weakref.WeakKeyDictionary[Any, CalledAs]
+        self._called = weakref.WeakKeyDictionary()
 
     @override
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        node, i, context = current_node(), len(self.ops), here()
-        if node is not None and is_grad_enabled() and not context.recomputing:
-            self.differentiates = True
+        node, context, i = current_node(), here(), len(self.ops)
+        again, called = map(self._innermost, (context.recomputing, context.inside))
+        if context.functions:
+            called = called or ("a call", 0)
         if node is not None and not self.ran_backward:
             self.ran_backward = True
-            self.saved.update(self._numbers_in(_saved_by_policies(node)))
-        again = self._name_of(context.recomputing[-1]) if context.recomputing else ""
-        called = self._name_of(context.inside[-1]) if context.inside else ""
-        called = called or ("a call" if context.functions else "")
+            self.hold("policy", _saved_by_policies(node))
         self.last = i if called and not again else self.last
         name = getattr(func, "overloadpacket", func).__name__
         saves = bool(context.functions) and context.policy is not None
         number = -1 if node is None else sequence_number(node)
-        where = name, user_line(), number, called, again, saves
-        self.ops.append(WatchedOp(*where))
+        op = WatchedOp(name, user_line(), number, called, again, saves)
+        self.ops.append(op)
         self.origins.setdefault(nodes_made() - 1, i)
         with marked(f"{MARK}{i}"):
-            result = super().call(func, args, kwargs)
-        given = {storage_id(part) for part in _parts_in((args, kwargs))}
-        for part in _parts_in(result):
-            if storage_id(part) not in self.entries and not part._is_zerotensor():
-                if storage_id(part) not in given:
-                    self._makers[storage_id(part)] = i
-                place = i, part.untyped_storage().data_ptr()
-                meta = self._numbers_in([part])[0], part.dtype, tuple(part.shape)
-                self.made.setdefault(place, MadeStorage(*meta))
-        return result
+            return super().call(func, args, kwargs)
 
-    def _numbers_in(self, tree: Any) -> list[StorageNumber]:
-        """Number storages by their makers: a freed one leaves its id to others."""
-        ids = map(storage_id, _parts_in(tree))
-        return [(self._makers.get(key, -1), key) for key in ids]
+    @override
+    def know(
+        self, tensor: Tensor, rank: int, origin: str, source: str = ""
+    ) -> list[StorageNote]:
+        found = super().know(tensor, rank, origin, source)
+        if rank == MADE:
+            for part, entry in zip(parts(tensor), found, strict=True):
+                if not part._is_zerotensor():
+                    place = len(self.ops) - 1, part.untyped_storage().data_ptr()
+                    self.made.setdefault(place, entry)
+        return found
 
     @override
     def _preserve(self, tensor: Tensor) -> None:
         with marked(OURS):
             super()._preserve(tensor)
 
-    def note_gradients(self, tensors: Iterable[Tensor]) -> None:
-        """Note what is a gradient of a parameter."""
-        self.gradients.update(self._numbers_in([*tensors]))
+    def hold(self, kind: PeakHolder, tree: Any) -> None:
+        """Note what holds some tensors; gradients are nothing else."""
+        for t in tensors_in(tree):
+            for part in parts(base_tensor(t)):
+                number = storage_id(part)
+                if number in self.entries and kind == "gradients":
+                    self.kinds[number] = kind
+                elif number in self.entries:
+                    self.kinds.setdefault(number, kind)
 
     # --- Calls ---
 
@@ -252,35 +234,33 @@ class StepWatch(Ledger):
 
     def observe(self, call: Any, observe: Observe | None) -> Observe:
         """Note a call under base autograd, and what it saves of its inputs."""
-        self.packing[call.label] = None
+        if call.label in DIFFERENTIATED_AGAIN:
+            self.again[call.label] = None
         self._note(call, [*inputs_kept(call)])
         return observe or (lambda _position, _tensor: None)
 
     def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
         """Note a call under torch.func, and its inputs."""
-        self._note(call, [base_tensor(t) for t in inputs])
+        self._note(call, [*inputs])
 
     def _note(self, call: Any, inputs: Sequence[Tensor]) -> None:
         context = here()
-        if context.recomputing:
-            return
-        self.inputs.update(self._numbers_in(inputs))
-        count = self.names[call.label] = self.names.get(call.label, 0) + 1
-        self._named[call] = f"{call.label}\0{count}"
-        self.outermost += not (context.inside or context.functions)
+        if not context.recomputing:
+            self.hold("saved inputs", inputs)
+            self.labels[call.label] += 1
+            self._called[call] = call.label, self.labels[call.label]
+            self.outermost += not (context.inside or context.functions)
 
-    def _name_of(self, call: Any) -> str:
-        return self._named.get(call, call.label)
+    def _innermost(self, calls: Sequence[Any]) -> CalledAs | None:
+        if not calls:
+            return None
+        return self._called.get(calls[-1], (calls[-1].label, 0))
 
-    def words_of(self, called: str) -> str:
+    def words_of(self, called: CalledAs) -> str:
         """Return the name of a call, with its number if others have the same label."""
-        label, _, number = called.partition("\0")
-        count = self.names.get(label, 1)
+        label, number = called
+        count = self.labels[label]
         return f"{label} (call {number} of {count})" if number and count > 1 else label
-
-
-def _parts_in(tree: Any) -> list[Tensor]:
-    return [part for t in tensors_in(tree) for part in parts(base_tensor(t))]
 
 
 def _saved_by_policies(root: Any) -> list[Tensor]:
@@ -298,7 +278,7 @@ def _saved_by_policies(root: Any) -> list[Tensor]:
     return [t for residual in found for t in tensors_in(residual.stored())]
 
 
-# --- The peak ---
+# --- Its peak ---
 
 
 def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> Peak:
@@ -306,17 +286,28 @@ def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> 
     live = [*accumulate(change.nbytes for change in theirs)]
     end = live.index(max(live)) + 1 if live and max(live) > 0 else 0
     holders = _holders(theirs[:end], watch, inputs)
-    first = [op for op in watch.ops if op.node < 0 and not op.again]
-    built = Built(
-        calls=watch.outermost,
-        nested=sum(watch.names.values()) - watch.outermost,
-        covered=sum(bool(op.called) for op in first) / max(1, len(first)),
-        again=tuple(c for c in watch.packing if c in DIFFERENTIATED_AGAIN),
-        differentiates=watch.differentiates,
-    )
     op = running_operation(theirs[end - 1].running) if end else ""
-    nbytes = sum(h.nbytes for h in holders)
-    return Peak(nbytes, op, tuple(holders), advice_on(holders, built))
+    first = [op for op in watch.ops if op.node < 0 and not op.again]
+    covered = sum(bool(op.called) for op in first) / max(1, len(first))
+    calls, is_only = watch.outermost, watch.labels.total() == 1
+    is_whole = is_only and covered >= _WHOLE
+    advice = advice_on(holders, watch.again, calls=calls, is_whole=is_whole)
+    return Peak(sum(h.nbytes for h in holders), op, tuple(holders), advice)
+
+
+_WHOLE = 0.7  # of the operations of a forward: then the call is the whole model
+
+
+def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
+    """Yield the changes but for copies that are kept to put tensors back."""
+    ours: set[Any] = set()
+    for change in changes:
+        if change.nbytes > 0 and OURS in change.running:
+            ours.add(change.place)
+        elif change.nbytes < 0 and change.place in ours:
+            ours.discard(change.place)
+        else:
+            yield change
 
 
 def _holders(
@@ -333,77 +324,57 @@ def _holders(
         if change.nbytes > 0:
             alive[change.place] = change, last
     is_early = bool(watch.ops) and watch.ops[last].node < 0  # before the backward
-    known = [
-        (_sorted(watch, change, i, is_early=is_early), change.nbytes)
-        for change, i in alive.values()
-    ]
-    known += _before(inputs)
-    sizes, counts = Counter(), Counter(key for key, _ in known)
-    for key, nbytes in known:
-        sizes[key] += nbytes
+    sizes, counts = Counter(), Counter()
+    for change, i in alive.values():
+        key = _sorted(watch, change, i, is_early=is_early)
+        sizes[key] += change.nbytes
+        counts[key] += 1
+    storages = {
+        storage_id(part): (t, part) for t in inputs.tensors for part in parts(t)
+    }
+    for t, part in storages.values():  # what is alive before the step
+        like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
+        kind: PeakHolder = "parameters" if is_parameter(t) else "inputs"
+        sizes[kind, NAMES[kind], like] += part.untyped_storage().nbytes()
+        counts[kind, NAMES[kind], like] += 1
     held: dict[tuple[PeakHolder, str], list[HeldValues]] = defaultdict(list)
     for (kind, name, like), nbytes in sizes.most_common():
         value = replace(like, count=counts[kind, name, like], nbytes=nbytes)
-        held[kind, name or NAMES[kind]].append(value)
+        held[kind, name].append(value)
+    total = sizes.total()
     found = [(sum(v.nbytes for v in values), key) for key, values in held.items()]
     found.sort(key=lambda each: -each[0])
-    total = sizes.total()
-    return [Holder(*k, n, n / total, tuple(held[k])) for n, k in found if n]
-
-
-def _theirs(changes: Sequence[MemoryChange]) -> Iterator[MemoryChange]:
-    """Yield the changes but for copies that are kept to put tensors back."""
-    ours: set[Any] = set()
-    for change in changes:
-        if change.nbytes > 0 and OURS in change.running:
-            ours.add(change.place)
-        elif change.nbytes < 0 and change.place in ours:
-            ours.discard(change.place)
-        else:
-            yield change
-
-
-_OfHolder: TypeAlias = tuple[PeakHolder, str, HeldValues]  # without counts and bytes
-
-
-def _before(inputs: Inputs) -> Iterator[tuple[_OfHolder, int]]:
-    """Yield what is alive before the step: parameters and inputs."""
-    seen: set[int] = set()
-    for t in inputs.tensors:
-        kind: PeakHolder = "parameters" if is_parameter(t) else "inputs"
-        for part in parts(t):
-            if storage_id(part) not in seen:
-                seen.add(storage_id(part))
-                like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
-                yield (kind, "", like), part.untyped_storage().nbytes()
+    return [Holder(*key, n, n / total, tuple(held[key])) for n, key in found if n]
 
 
 def _sorted(
     watch: StepWatch, change: MemoryChange, i: int, *, is_early: bool
-) -> _OfHolder:
+) -> tuple[PeakHolder, str, HeldValues]:
     """Return what holds an allocation, and what it is, but for counts and bytes."""
     made = watch.made.get((i, change.place[1]))
-    storage, dtype, shape = made or MadeStorage((-1, -1), None, ())
+    meta = (None, ()) if made is None else (made.dtype, made.shape)
     if i >= len(watch.ops):
-        return "residuals", "", HeldValues("", dtype, shape, "", 0, 0)
+        return "residuals", NAMES["residuals"], HeldValues("", *meta, "", 0, 0)
     op = watch.ops[i]
     # The operation in whose forward or backward it ran; -1 if that is unknown.
     is_gradient = op.node >= 0 and not op.again
     origin = watch.origins.get(op.node, -1) if is_gradient else i
     maker = watch.ops[origin] if origin >= 0 else op
-    key = HeldValues(maker.name, dtype, shape, maker.source, 0, 0, is_gradient)
-    if storage in watch.gradients:
-        return "gradients", "", key
-    if op.again:
-        return "recompute", f"recompute of {watch.words_of(op.again)}", key
-    if storage in watch.inputs:
-        return "saved inputs", "", key
-    if storage in watch.saved or (op.saves and op.node < 0):
-        return "policy", "", key
-    if op.node >= 0 and watch.names and (origin < 0 or maker.called or maker.again):
-        return "cotangents", "", key
-    if op.called and op.node < 0:
+    value = HeldValues(maker.name, *meta, maker.source, 0, 0, is_gradient)
+    known = None if made is None else watch.kinds.get(made.ref.address)
+    kind: PeakHolder = "loss" if -1 < watch.last < origin else "residuals"
+    if known == "gradients":
+        kind = known
+    elif op.again:
+        return "recompute", f"recompute of {watch.words_of(op.again)}", value
+    elif known is not None:
+        kind = known
+    elif op.saves and op.node < 0:
+        kind = "policy"
+    elif op.node >= 0 and watch.labels and (origin < 0 or maker.called or maker.again):
+        kind = "cotangents"
+    elif op.called and op.node < 0:
         if is_early:
-            return "forward", f"the forward of {watch.words_of(op.called)}", key
-        return "residuals", "", key
-    return "loss" if -1 < watch.last < origin else "residuals", "", key
+            return "forward", f"the forward of {watch.words_of(op.called)}", value
+        kind = "residuals"
+    return kind, NAMES[kind], value

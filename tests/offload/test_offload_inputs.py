@@ -13,7 +13,6 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 import remat
 from remat import explain
 from remat._offload import inputs, offload
-from remat._report import step as report_step
 from remat._torch import base_tensor
 from remat.testing import assert_same, count_ops, peak_bytes
 
@@ -154,28 +153,9 @@ def outside_of_torch(tensor):
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
-class Reused:
-    """Ids of storages that are given again as soon as they are free."""
-
-    def __init__(self):
-        self.ids, self.free = {}, []
-
-    def __call__(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.ids:
-            number = self.free.pop() if self.free else len(self.ids)
-            self.ids[storage._cdata] = number
-            weakref.finalize(storage, self._forget, storage._cdata).atexit = False
-        return self.ids[storage._cdata]
-
-    def _forget(self, cdata):
-        self.free.append(self.ids.pop(cdata))
-
-
 @pytest.mark.parametrize("policy", [None, remat.policies.dots_saveable])
 def test_they_are_gone_from_the_peak(policy, monkeypatch):
     monkeypatch.setattr(inputs, "in_file", outside_of_torch)
-    monkeypatch.setattr(report_step, "storage_id", Reused())
 
     def peak(count, **options):
         """In inputs of blocks, of a step of so many."""

@@ -14,7 +14,6 @@ from torch.func import vmap
 from torch.nn import functional as F  # noqa: N812
 
 from remat import compare, explain, policies, remat as ckpt
-from remat.testing import count_ops
 
 
 def explained(fn, *sizes, prune=True):
@@ -527,25 +526,3 @@ def test_advice_where(case):
     found = "\n".join(explain(fn, *args(), policy=policy).advice)
     assert [text for text in SAID[case] if text not in found] == []
     assert "'up'" not in found
-
-
-def test_it_advises_higher_order_after_a_backward_was_differentiated():
-    def net(x, w):
-        return (x @ w).tanh().sin()
-
-    def explained(**options):
-        wrapped = ckpt(net, **options)
-        x, w = (torch.full((4, 4), 0.5).requires_grad_() for _ in range(2))
-        before = explain(wrapped, x, w).advice
-        with count_ops() as ops:
-            (slope,) = torch.autograd.grad(wrapped(x, w).sum(), x, create_graph=True)
-            slope.square().sum().backward()
-        assert ops["tanh"] > 1
-        return before, explain(wrapped, x, w).advice
-
-    before, after = explained()
-    assert not any("higher_order=True" in line for line in before)
-    assert any("With higher_order=True it is recomputed" in line for line in after)
-    assert not any(
-        "higher_order=True" in line for line in explained(higher_order=True)[1]
-    )
