@@ -6,13 +6,12 @@ saves some carries and runs the steps between them again.
     scan, fori_loop, while_loop, sequential   what users call
     schedules                                 which carries to store: public
 
-    _loops, _sequential   what a step is: arguments are checked here
-    _call                 calls a chain as a node, as the plain loop, or in a graph, and
-                          finds the schedule for a budget of bytes
-    _chain                the node, and its backward, which runs a schedule
-    _forward              its forward, which leaves checkpoints
-    _segment              some of the steps, as a program
-    _steps                what is between two steps, how one runs, and what is stored
+    _loops      what a step is
+    _call       calls a chain as a node, as the plain loop, or in a graph
+    _chain      the node, and its backward, which runs a schedule
+    _forward    its forward, which leaves checkpoints
+    _segment    some of the steps, as a program
+    _steps      what is between two steps, how one runs, and what is stored
 
     _budget     what a step takes, and which schedule stays under a budget
 
@@ -26,9 +25,9 @@ from remat.chain import schedules as schedules
 from remat.chain._loops import (
     fori_loop as fori_loop,
     scan as scan,
+    sequential as sequential,
     while_loop as while_loop,
 )
-from remat.chain._sequential import sequential as sequential
 
 
 _hints.at(__name__)

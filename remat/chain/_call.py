@@ -6,11 +6,13 @@ Rejected: a node for each step in the plain loop, for what a body may differenti
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from remat import _torch
 from remat._base import pytree
@@ -22,13 +24,21 @@ from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat.chain import _steps
 from remat.chain._actions import Schedule
-from remat.chain._budget import LoopBudget, schedule_within
+from remat.chain._budget import LoopBudget, budget_of, schedule_within
 from remat.chain._chain import Chain
 from remat.chain._forward import Progress, call_of
-from remat.chain._schedules import Segments, Sqrt, ranges_of
+from remat.chain._schedules import (
+    Binomial,
+    EveryStep,
+    Online,
+    Segments,
+    Sqrt,
+    ranges_of,
+)
 from remat.chain._steps import Columns, Live, Steps
 
 
+Checkpoints: TypeAlias = int | Literal["all"] | Schedule | None
 # What is stored, or how many bytes there may be.
 Strategy: TypeAlias = Schedule | LoopBudget
 
@@ -96,9 +106,9 @@ def _inlined(
     if length is None:
         raise NotImplementedError(_UNKNOWN.format(label=steps.label))
     if progress is not None:
-        _warn(_PROGRESS.format(label=steps.label))
+        _warn(steps.label, "which runs without Python: progress= is not called")
     if steps.on_disk:
-        _warn(_DISK.format(label=steps.label))
+        _warn(steps.label, "which stores carries in memory: disk=True is not followed")
     carry = args[0]
     rows: list[Any] = []
     for numbers in ranges_of(_segments_for(asked, steps.label), length):
@@ -117,18 +127,16 @@ def _segments_for(asked: Strategy, label: str) -> Segments:
     if isinstance(asked, Segments):
         return asked
     if lowering_of(DEFAULT) is Lowering.TRACED:
-        kind = type(asked).__name__
-        why, what = f"which cannot follow {kind} checkpoints", "follow them"
+        what = f"which cannot follow {type(asked).__name__} checkpoints"
         if isinstance(asked, LoopBudget):
-            why, what = "where no step is measured: its budget is not kept", _KEEP
-        _warn(_SEGMENTS.format(label=label, why=why, what=what))
+            what = "where its budget is not kept"
+        _warn(label, what + _SEGMENTS)
     return Sqrt()
 
 
 @_torch.constant_in_traces
-def _warn(message: str) -> str:
-    warn_once(message)
-    return message
+def _warn(label: str, what: str) -> None:
+    warn_once(_IN_GRAPH.format(label=label, what=what))
 
 
 def _stack(*leaves: Any) -> Any:
@@ -139,19 +147,13 @@ _UNKNOWN = (
     "remat: {label} cannot be compiled: how many steps there are depends on values. "
     "Leave it out of the compiled function (`torch.compiler.disable`)."
 )
-_KEEP = "keep the budget"
+_IN_GRAPH = (
+    "remat: {label} is a part of a graph, {what}. For that, leave it out of the graph "
+    "(`torch.compiler.disable`)."
+)
 _SEGMENTS = (
-    "remat: {label} is a part of a graph, {why}. About sqrt(n) segments are recomputed "
-    "instead. To choose how many, pass checkpoints=schedules.Uniform(k); to {what}, "
-    "leave it out of the graph (`torch.compiler.disable`)."
-)
-_PROGRESS = (
-    "remat: {label} is a part of a graph, which runs without Python: progress= is not "
-    "called. Leave it out of the graph to see it (`torch.compiler.disable`)."
-)
-_DISK = (
-    "remat: {label} is a part of a graph, which stores carries in memory: disk=True is "
-    "not followed. Leave it out of the graph (`torch.compiler.disable`)."
+    ": about sqrt(n) segments are recomputed. To choose how many, pass "
+    "checkpoints=schedules.Uniform(k)"
 )
 
 
@@ -183,18 +185,100 @@ def _unless_none(fn: Callable[[Any], Any], leaf: Any) -> Any:
     return None if leaf is None else fn(leaf)
 
 
-def check_callable(kind: str, fns: Sequence[object], progress: object) -> None:
-    """Refuse functions of a loop, and a `progress`, that cannot be called."""
+def asked_for(
+    taker: str,
+    fns: Sequence[object],
+    progress: object,
+    checkpoints: Checkpoints,
+    unroll: int,
+    budget: int | str | None,
+    policy: PolicyLike,
+    disk: bool,
+) -> Strategy:
+    """Return what a user asks for: a budget, or a schedule; refuse what is wrong."""
     for f in fns:
         if not callable(f):
-            got = type(f).__qualname__
-            raise TypeError(
-                f"remat: {kind} takes a function; got an object of type {got}"
-            )
+            raise TypeError(_NO_FUNCTION.format(taker=taker, got=type(f).__qualname__))
     if progress is not None and not callable(progress):
         raise TypeError(_NO_PROGRESS.format(got=progress))
+    if budget is not None:
+        others = {"checkpoints": checkpoints, "disk": disk or None}
+        others |= {"unroll": None if unroll == 1 else unroll}
+        return budget_of(taker, budget, policy, others)
+    schedule = schedule_for(checkpoints, unroll)
+    if taker != "while_loop" or isinstance(schedule, (Online, EveryStep)):
+        return schedule
+    if isinstance(schedule, Binomial):
+        return Online(schedule.checkpoints)
+    raise TypeError(_ONLINE.format(got=checkpoints))
 
 
+def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
+    """Return the schedule that a user asks for."""
+    if isinstance(checkpoints, Schedule):
+        if unroll != 1:
+            raise ValueError(_UNROLL.format(unroll=unroll, checkpoints=checkpoints))
+        return checkpoints
+    if checkpoints is None and unroll == 1:
+        return Sqrt()
+    if checkpoints is None or checkpoints == "all":
+        return EveryStep(unroll)
+    if isinstance(checkpoints, int) and not isinstance(checkpoints, bool):
+        return Binomial(checkpoints, unroll)
+    raise TypeError(_CHECKPOINTS.format(got=checkpoints))
+
+
+def length_of(xs: Any, length: int | None, label: str) -> int:
+    """Return the number of steps."""
+    known = None if length is None else operator.index(length)
+    for path, leaf in _with_paths(xs):
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            got = f"a {type(leaf).__name__}"
+            if isinstance(leaf, Tensor):
+                got = "a tensor without dimensions"
+            raise TypeError(_SCANNED.format(label=label, path=path, got=got))
+        if known is None:
+            known = len(leaf)
+        elif known != len(leaf):
+            message = _LENGTHS.format(label=label, path=path, got=len(leaf), had=known)
+            raise ValueError(message)
+    if known is None:
+        raise ValueError(_NO_LENGTH.format(label=label))
+    if known < 0:
+        raise ValueError(f"remat: {label} has length={known}; use 0 or more")
+    return known
+
+
+def _with_paths(xs: Any) -> list[tuple[str, Any]]:
+    if _torch.must_inline():  # Dynamo traces no other pytrees
+        return [("", leaf) for leaf in tree_leaves(xs) if leaf is not None]
+    leaves, treedef = pytree.flatten(xs)
+    return [*zip(pytree.paths(treedef), leaves, strict=True)]
+
+
+_NO_FUNCTION = "remat: {taker} takes a function; got an object of type {got}"
 _NO_PROGRESS = (
     "remat: progress= takes a function of the number of steps done; got {got!r}."
 )
+_UNROLL = (
+    "remat: unroll={unroll} needs checkpoints that are a number, 'all' or None; got "
+    "checkpoints={checkpoints!r}."
+)
+_CHECKPOINTS = (
+    "remat: checkpoints={got!r}: use a number, 'all', None, or one of "
+    "remat.chain.schedules."
+)
+_ONLINE = (
+    "remat: while_loop takes checkpoints that are a number, 'all' or "
+    "schedules.Online, as its length is not known; got {got!r}. Pass checkpoints=10, "
+    "or a budget of bytes: budget='64 MiB'."
+)
+_SCANNED = (
+    "remat: {label} scans `xs{path}`, which is {got}. Scan tensors whose first "
+    "dimension counts the steps."
+)
+_LENGTHS = (
+    "remat: {label} scans `xs{path}` of length {got}, where `length` or others are "
+    "{had}."
+)
+_NO_LENGTH = "remat: {label} scans nothing. Pass `xs`, or `length=`."

@@ -1,4 +1,4 @@
-"""`scan`, `fori_loop` and `while_loop`: loops whose gradients need few carries.
+"""`scan`, `fori_loop`, `while_loop`, `sequential`: gradients need few of their carries.
 
 Users call them. Each says what a step is, and `_call` runs the chain.
 
@@ -8,28 +8,22 @@ Rejected: numbers as carries that turn into tensors, as in JAX. Eager code can c
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
-from remat._base import pytree
 from remat._base.errors import note
-from remat._torch import must_inline
 from remat._transform.api import PolicyLike
 from remat.chain import _call
-from remat.chain._actions import Schedule
-from remat.chain._budget import budget_of
-from remat.chain._call import Strategy
+from remat.chain._call import Checkpoints
 from remat.chain._forward import Progress
-from remat.chain._schedules import Binomial, EveryStep, Online, Sqrt
+from remat.chain._schedules import Online, Uniform
 from remat.chain._steps import Steps
 
 
 C = TypeVar("C")
-Checkpoints: TypeAlias = int | Literal["all"] | Schedule | None
 
 
 def scan(
@@ -126,10 +120,10 @@ def scan(
         >>> x.grad.shape
         torch.Size([3])
     """
-    _call.check_callable("scan", [f], progress)
-    asked = _asked("scan", checkpoints, unroll, budget, policy, disk=disk)
+    given = checkpoints, unroll, budget, policy, disk
+    asked = _call.asked_for("scan", [f], progress, *given)
     label = _call.label_for("scan", f)
-    count = _length_of(xs, length, label)
+    count = _call.length_of(xs, length, label)
     if not count:
         return init, _nothing_collected(f, init, xs)
     steps = Steps(
@@ -188,18 +182,17 @@ def fori_loop(
         >>> y.item(), x.grad.item()
         (1024.0, 5120.0)
     """
-    _call.check_callable("fori_loop", [body], progress)
-    asked = _asked("fori_loop", checkpoints, unroll, budget, policy, disk=disk)
+    given = checkpoints, unroll, budget, policy, disk
+    asked = _call.asked_for("fori_loop", [body], progress, *given)
     first, stop = operator.index(lower), operator.index(upper)
     if stop <= first:
         return init
     label = _call.label_for("fori_loop", body)
     step = functools.partial(_counted_step, first)
     steps = Steps(step, label, stop - first, on_disk=disk)
+    fn = _call.policed(body, policy)
     try:
-        return _call.call_chain(
-            _call.policed(body, policy), (init,), steps, asked, progress
-        )[0]
+        return _call.call_chain(fn, (init,), steps, asked, progress)[0]
     except (AttributeError, TypeError) as error:
         if not str(error).startswith("remat:"):
             note(error, "remat: fori_loop calls body(i, carry), the number first.")
@@ -256,12 +249,104 @@ def while_loop(
         >>> y.item(), x.grad.item()
         (0.75, 0.25)
     """
-    _call.check_callable("while_loop", [cond, body], progress)
-    asked = _asked("while_loop", checkpoints, 1, budget, policy, disk=disk)
+    given = checkpoints, 1, budget, policy, disk
+    asked = _call.asked_for("while_loop", [cond, body], progress, *given)
     label = _call.label_for("while_loop", body)
     steps = Steps(_while_step, label, None, goes_on=_goes_on, on_disk=disk)
     both = cond, _call.policed(body, policy)
     return _call.call_chain(both, (init,), steps, asked, progress)[0]
+
+
+def sequential(
+    fns: Iterable[Callable[..., Any]],
+    x: Any,
+    *args: Any,
+    segments: int | None = None,
+    checkpoints: Checkpoints = None,
+    budget: None = None,
+    disk: bool = False,
+    policy: PolicyLike = None,
+    progress: Progress = None,
+    **others: Any,
+) -> Any:
+    """Call functions one after the other, each with the result of the one before.
+
+    The value is that of `for fn in fns: x = fn(x, *args)`. The forward stores only some
+    of the values between the functions. The backward calls functions again, from these
+    on, and reverses them one after the other. Gradients reach `x`, `args`, and the
+    parameters of the functions.
+
+    Args:
+        fns: functions or modules, in a list, an `nn.Sequential` or an `nn.ModuleList`.
+            A module may update its buffers, as batch normalization does.
+        x: what the first function is given, a pytree. Values between functions may have
+            other shapes.
+        *args: what each function is given besides.
+        segments: into how many equal segments to cut the list. The backward calls the
+            functions of a segment again, and holds the residuals of all of them.
+        checkpoints: as of `scan`; not together with `segments`. `None` with no
+            `segments`: about sqrt(n) segments.
+        budget: not taken: a model in a row with a budget is `remat.fit`.
+        disk: as of `scan`.
+        policy: as of `scan`.
+        progress: as of `scan`.
+        **others: not taken: an error says what to write for torch's names.
+
+    Returns:
+        The result of the last function.
+
+    Raises:
+        TypeError: `fns` holds something that cannot be called, there is a budget, or an
+            argument of another name.
+        ValueError: both `segments` and `checkpoints` are given, or `segments` is not a
+            positive number.
+
+    Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory
+    cost", arXiv 1604.06174, 2016.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from remat import chain
+        >>> layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(16)])
+        >>> y = chain.sequential(layers, torch.ones(2, 8), checkpoints=4)
+        >>> y.sum().backward()
+        >>> layers[0].weight.grad.shape
+        torch.Size([8, 8])
+    """
+    if others:
+        raise TypeError(_unexpected(next(iter(others)), x))
+    layers = (*fns,)
+    for i, fn in enumerate(layers):
+        if not callable(fn):
+            raise TypeError(f"remat: fns[{i}] of sequential is not callable: {fn!r}")
+    if budget is not None:
+        raise TypeError(_BUDGET.format(budget=budget))
+    if segments is not None and checkpoints is not None:
+        raise ValueError(_BOTH.format(segments=segments, checkpoints=checkpoints))
+    given = checkpoints if segments is None else Uniform(segments), 1, None, policy
+    schedule = _call.asked_for("sequential", (), progress, *given, disk)
+    if not layers:
+        return x
+    name = type(fns).__name__ if isinstance(fns, nn.Module) else "functions"
+    label = _call.label_for(f"sequential of {len(layers)} {name}")
+    steps = Steps(_apply_layer, label, len(layers), is_repeated=False, on_disk=disk)
+    called = tuple(_call.policed(fn, policy) for fn in layers)
+    try:
+        return _call.call_chain(called, (x, args), steps, schedule, progress)[0]
+    except (AttributeError, TypeError) as error:
+        if type(x) is int and args:  # as checkpoint_sequential takes them
+            note(error, _ORDER.format(segments=x))
+        raise
+
+
+def _unexpected(name: str, x: Any) -> str:
+    """Say what to write in place of an argument of `checkpoint_sequential`."""
+    advice = _NOT_NEEDED if name in ("use_reentrant", "preserve_rng_state") else ""
+    if name == "input":
+        segments = x if type(x) is int else "n"
+        advice = f" Write sequential(functions, input, segments={segments})."
+    return f"remat: sequential() got an unexpected keyword argument {name!r}.{advice}"
 
 
 # --- Steps ---
@@ -296,79 +381,11 @@ def _goes_on(both: tuple[Any, Any], carry: Any) -> bool:
     return bool(both[0](carry))
 
 
-# --- Arguments ---
-
-
-def _asked(
-    taker: str,
-    checkpoints: Checkpoints,
-    unroll: int,
-    budget: int | str | None,
-    policy: PolicyLike,
-    *,
-    disk: bool,
-) -> Strategy:
-    """Return what a user asks for: a budget, or a schedule."""
-    if budget is not None:
-        others = {"checkpoints": checkpoints, "disk": disk or None}
-        others |= {"unroll": None if unroll == 1 else unroll}
-        return budget_of(taker, budget, policy, others)
-    if taker == "while_loop":
-        return _online(checkpoints)
-    return schedule_for(checkpoints, unroll)
-
-
-def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
-    """Return the schedule that a user asks for."""
-    if isinstance(checkpoints, Schedule):
-        if unroll != 1:
-            raise ValueError(_UNROLL.format(unroll=unroll, checkpoints=checkpoints))
-        return checkpoints
-    if checkpoints is None and unroll == 1:
-        return Sqrt()
-    if checkpoints is None or checkpoints == "all":
-        return EveryStep(unroll)
-    if isinstance(checkpoints, int) and not isinstance(checkpoints, bool):
-        return Binomial(checkpoints, unroll)
-    raise TypeError(_CHECKPOINTS.format(got=checkpoints))
-
-
-def _online(checkpoints: Checkpoints) -> Schedule:
-    """Return the schedule of a loop whose length is not known."""
-    schedule = schedule_for(checkpoints, 1)
-    if isinstance(schedule, Binomial):
-        return Online(schedule.checkpoints)
-    if not isinstance(schedule, (Online, EveryStep)):
-        raise TypeError(_ONLINE.format(got=checkpoints))
-    return schedule
-
-
-def _length_of(xs: Any, length: int | None, label: str) -> int:
-    """Return the number of steps."""
-    known = None if length is None else operator.index(length)
-    for path, leaf in _with_paths(xs):
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            got = f"a {type(leaf).__name__}"
-            if isinstance(leaf, Tensor):
-                got = "a tensor without dimensions"
-            raise TypeError(_SCANNED.format(label=label, path=path, got=got))
-        if known is None:
-            known = len(leaf)
-        elif known != len(leaf):
-            message = _LENGTHS.format(label=label, path=path, got=len(leaf), had=known)
-            raise ValueError(message)
-    if known is None:
-        raise ValueError(_NO_LENGTH.format(label=label))
-    if known < 0:
-        raise ValueError(f"remat: {label} has length={known}; use 0 or more")
-    return known
-
-
-def _with_paths(xs: Any) -> list[tuple[str, Any]]:
-    if must_inline():  # Dynamo traces no other pytrees
-        return [("", leaf) for leaf in tree_leaves(xs) if leaf is not None]
-    leaves, treedef = pytree.flatten(xs)
-    return [*zip(pytree.paths(treedef), leaves, strict=True)]
+def _apply_layer(
+    layers: Sequence[Any], args: Sequence[Any], k: int, carry: Any, place: int
+) -> tuple[Any, None]:
+    del place
+    return layers[k](carry, *args[1]), None
 
 
 def _nothing_collected(f: Any, init: Any, xs: Any) -> Any:
@@ -391,28 +408,19 @@ _PAIR = (
     "remat: the function of a scan returns two values, the next carry and what is "
     "collected (`return carry, y`, or `return carry, None`); got a {got}."
 )
-_UNROLL = (
-    "remat: unroll={unroll} needs checkpoints that are a number, 'all' or None; got "
-    "checkpoints={checkpoints!r}."
-)
-_CHECKPOINTS = (
-    "remat: checkpoints={got!r}: use a number, 'all', None, or one of "
-    "remat.chain.schedules."
-)
-_ONLINE = (
-    "remat: while_loop takes checkpoints that are a number, 'all' or "
-    "schedules.Online, as its length is not known; got {got!r}. Pass checkpoints=10, "
-    "or a budget of bytes: budget='64 MiB'."
-)
-_SCANNED = (
-    "remat: {label} scans `xs{path}`, which is {got}. Scan tensors whose first "
-    "dimension counts the steps."
-)
-_LENGTHS = (
-    "remat: {label} scans `xs{path}` of length {got}, where `length` or others are "
-    "{had}."
-)
-_NO_LENGTH = "remat: {label} scans nothing. Pass `xs`, or `length=`."
 _COLLECTED = (
     "remat: the function of a scan collects a {kind}. Collect tensors, numbers or None."
+)
+_NOT_NEEDED = " It is not needed: leave it out."
+_ORDER = (
+    "remat: the number of segments is no second argument here: write "
+    "sequential(functions, input, segments={segments})."
+)
+_BOTH = (
+    "remat: sequential got segments={segments} and checkpoints={checkpoints!r}: pass "
+    "one of them."
+)
+_BUDGET = (
+    "remat: sequential got budget={budget!r}. For a model in a row with a budget write "
+    "remat.fit(model, batch, budget={budget!r}), or pass checkpoints= here."
 )
