@@ -23,9 +23,6 @@ from remat._torch import base_tensor
 from remat.random import _ops
 
 
-IMPL = "philox4x32-10"
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Key:
     """A key, or an array of keys. Random numbers are functions of a key.
@@ -37,13 +34,11 @@ class Key:
 
     Args:
         data: uint64 of shape ``[*shape, 2]``: the seed and the offset of each key, as
-            in ``torch.func._random``.
-        impl: the name of the generator. There is only one.
+            in ``torch.func._random``. The generator is Philox4x32-10.
 
     Raises:
         TypeError: ``data`` is not a tensor of uint64.
         ValueError: the last dimension of ``data`` does not have length 2.
-        NotImplementedError: ``impl`` names another generator.
 
     Example:
         >>> key(42)
@@ -53,13 +48,8 @@ class Key:
     """
 
     data: Tensor
-    impl: str = IMPL
 
     def __post_init__(self) -> None:
-        if self.impl != IMPL:
-            raise NotImplementedError(
-                f"remat: there is no generator {self.impl!r}; use {IMPL!r}."
-            )
         _check_data(self.data)
 
     @property
@@ -79,7 +69,7 @@ class Key:
 
     def to(self, device: torch.device | str | int) -> "Key":
         """Return the same key on a device."""
-        return Key(self.data.to(device), self.impl)
+        return Key(self.data.to(device))
 
     def __len__(self) -> int:
         if not self.ndim:
@@ -94,7 +84,7 @@ class Key:
                 "remat: one key cannot be iterated over. To get several, write "
                 "`k1, k2 = remat.random.split(key)`."
             )
-        return (Key(row, self.impl) for row in self.data.unbind(0))
+        return map(Key, self.data.unbind(0))
 
     def __getitem__(self, index: Any) -> "Key":
         parts = index if isinstance(index, tuple) else (index,)
@@ -106,15 +96,14 @@ class Key:
             )
         # The last dimension, seed and offset, must stay, wherever an ellipsis is.
         rest = slice(None) if any(p is Ellipsis for p in parts) else Ellipsis
-        return Key(self.data[(*parts, rest)], self.impl)
+        return Key(self.data[(*parts, rest)])
 
     @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Key):
             return NotImplemented
-        if (self.impl, self.shape) != (other.impl, other.shape):
-            return False
-        return torch.equal(self.data, other.data.to(self.device))
+        same = self.shape == other.shape
+        return same and torch.equal(self.data, other.data.to(self.device))
 
     @override
     def __hash__(self) -> NoReturn:
@@ -136,7 +125,7 @@ class Key:
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         # As int64: torch 2.13 pickles a tensor of uint64 and cannot load it again.
-        return _unpickle, (self.data.view(torch.int64), self.impl)
+        return _unpickle, (self.data.view(torch.int64),)
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
@@ -145,14 +134,14 @@ class Key:
         )
 
 
-def _unpickle(data: Tensor, impl: str) -> Key:
-    return Key(data.view(torch.uint64), impl)
+def _unpickle(data: Tensor) -> Key:
+    return Key(data.view(torch.uint64))
 
 
 # `_unpickle` only makes a key, so `torch.load(weights_only=True)` may call it.
 torch.serialization.add_safe_globals([_unpickle])
 
-pytree.register_attributes(Key, "remat.random.Key", children=["data"], static=["impl"])
+pytree.register_attributes(Key, "remat.random.Key", children=["data"])
 # A Key, or its data. (torch.func._random calls the data a key.)
 KeyLike: TypeAlias = Key | Tensor
 AnyKey = TypeVar("AnyKey", bound=KeyLike)
@@ -204,7 +193,7 @@ def consumed(key: KeyLike) -> Tensor:
 
 
 def _like(key: AnyKey, data: Tensor) -> AnyKey:
-    found: Any = Key(data, key.impl) if isinstance(key, Key) else data
+    found: Any = Key(data) if isinstance(key, Key) else data
     return found
 
 
@@ -345,12 +334,11 @@ def key_data(key: KeyLike) -> Tensor:
     return data_of(key)
 
 
-def wrap_key_data(data: Tensor, *, impl: str = IMPL) -> Key:
+def wrap_key_data(data: Tensor) -> Key:
     """Return the key with these bits. This is the inverse of :func:`key_data`.
 
     Args:
         data: uint64 of shape ``[*shape, 2]``.
-        impl: the name of the generator. There is only one.
 
     Returns:
         A key of shape ``shape``.
@@ -358,10 +346,9 @@ def wrap_key_data(data: Tensor, *, impl: str = IMPL) -> Key:
     Raises:
         TypeError: ``data`` is not a tensor of uint64.
         ValueError: the last dimension of ``data`` does not have length 2.
-        NotImplementedError: ``impl`` names another generator.
 
     Example:
         >>> wrap_key_data(torch.tensor([42, 0], dtype=torch.uint64)) == key(42)
         True
     """
-    return Key(data, impl)
+    return Key(data)

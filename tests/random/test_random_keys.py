@@ -25,7 +25,7 @@ def test_the_keys_of_a_seed_are_those_of_torch():
     assert_same(K.data, raw(42, 0))
     assert_same(random.split(K, 3).data, SPLIT)
     assert_same(random.fold_in(K, 7).data, FOLDED)
-    assert (K.shape, K.ndim, K.device, K.impl) == ((), 0, K.data.device, Key.impl)
+    assert (K.shape, K.ndim, K.device) == ((), 0, K.data.device)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,6 @@ REFUSED = {
     "the items of one": (iter, K, TypeError, "one key cannot be iterated over"),
     "hashed": (hash, K, TypeError, "a key cannot be hashed"),
     "asked for its truth": (bool, K, TypeError, "neither true nor false.*None"),
-    **{
-        f"another generator of {make.__name__}": (
-            *(lambda data, make=make: make(data, impl="threefry2x32"), K.data),
-            *(NotImplementedError, "no generator 'threefry2x32'"),
-        )
-        for make in (random.wrap_key_data, Key)
-    },
 }
 
 
