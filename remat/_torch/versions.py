@@ -9,6 +9,7 @@ Rejected: to check a shim where it is first used. That is mostly in a backward, 
 is raised there says nothing of versions.
 """
 
+import importlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,17 +25,10 @@ from typing_extensions import override
 RUN = ("2.13.0", "2.14.1")
 
 try:
-    from remat._torch import (
-        autograd,
-        graphs as graphs,
-        levels,
-        modes as modes,
-        nodes as nodes,
-        noted as noted,
-        operators as operators,
-        process as process,
-        tensors as tensors,
-    )
+    from remat._torch import autograd, levels
+
+    for _file in ("graphs", "nodes", "noted", "operators", "process"):
+        importlib.import_module(f"remat._torch.{_file}")
 except (AttributeError, ImportError, KeyError) as missing:
     raise ImportError(
         f"remat: torch {torch.__version__} lacks private API that remat needs: "
