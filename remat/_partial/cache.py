@@ -92,11 +92,16 @@ class CallCache:
             self.keys = None
 
     def note_misfit(self, plans: Plans, trouble: Trouble) -> None:
-        """Correct or drop plans that did not fit a replay."""
-        if trouble.missed and not trouble.differs:
-            self._add_roots(plans, trouble.missed)
-        else:
+        """Plan again with what a replay read and the plan lacks, or drop the record."""
+        if trouble.differs or not trouble.missed:
             self.drop_record()
+            return
+        extra_roots = plans.extra_roots.union(trouble.missed)
+        if len(extra_roots) > _EXTRA_ROOTS:
+            self._give_up("the function reads too many values outside of operations")
+        if self.plans is not None:
+            self.proven = set()
+            self.plans = plans.planned_again(extra_roots=extra_roots)
 
     def drop_record(self) -> None:
         """Give up a record that did not fit a call after it."""
@@ -110,21 +115,9 @@ class CallCache:
         self.plans, self.proven, self.reason = None, set(), reason
 
     def _give_up(self, reason: str) -> None:
-        if self.reason:
-            return
-        self.reason = reason
-        if self.asked:
-            message = _GIVEN_UP.format(asked=self.asked, reason=reason)
-            warn(message)
-
-    def _add_roots(self, plans: Plans, numbers: Iterable[int]) -> None:
-        """Plan again, with storages that a replay read and the plan had left out."""
-        extra_roots = plans.extra_roots.union(numbers)
-        if len(extra_roots) > _EXTRA_ROOTS:
-            self._give_up("the function reads too many values outside of operations")
-        if self.plans is not None:
-            self.proven = set()
-            self.plans = plans.planned_again(extra_roots=extra_roots)
+        if self.asked and not self.reason:
+            warn(_GIVEN_UP.format(asked=self.asked, reason=reason))
+        self.reason = self.reason or reason
 
 
 _GIVEN_UP = (

@@ -95,7 +95,7 @@ def is_refused(
     if cache.plans is not None or cache.reason or not _asks_for_modes(signature):
         return False
     cache.refuse(_ASKS)
-    _warn_not_followed(asked_for(policy, prune), label, _ASKS)
+    warn_if_asked(policy, prune, None, label, _ASKS)
     return True
 
 
@@ -150,10 +150,9 @@ def plan_recorded(
     """
     if recorder.begins_anew:
         return None
-    asked = asked_for(policy, prune)
     if recorder.why_void:
         cache.refuse(recorder.why_void)
-        _warn_not_followed(asked, label, recorder.why_void)
+        warn_if_asked(policy, prune, None, label, recorder.why_void)
         return None
     candidates, exposed = recorder.candidates, recorder.exposed
     decisions = candidates.decisions(record, exposed)
@@ -173,6 +172,7 @@ def plan_recorded(
     if policy is not None and policy.keys:
         ops = [step.op for step in record.steps]
         cache.keys = PolicyKeys(policy, ops, label, recorder.paths)
+    asked = asked_for(policy, prune)
     cache.asked = asked and f"{asked} of {label}"
     if candidates.has(plans.storages):
         return plans
@@ -201,16 +201,11 @@ def asked_for(policy: Policy | None, prune: Prune) -> str:
 
 
 def warn_if_asked(
-    policy: Policy | None, prune: Prune, call: Situation, label: str, why: str
+    policy: Policy | None, prune: Prune, call: Situation | None, label: str, why: str
 ) -> None:
     """Warn, once for each function, that a policy or `prune=True` is not followed."""
     asked = asked_for(policy, prune)
-    if why and not (call.is_split or call.is_traced):
-        _warn_not_followed(asked, label, why)
-
-
-def _warn_not_followed(asked: str, label: str, why: str) -> None:
-    if asked:
+    if why and asked and not (call and (call.is_split or call.is_traced)):
         warn_once(_NOT_FOLLOWED.format(asked=asked, label=label, why=why))
 
 
