@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._ambient.draws import without_draws
@@ -42,238 +41,6 @@ from remat._report.inputs import Inputs
 from remat._torch import below_all_levels, undisturbed, unwrap_dead
 from remat._transform.leaves import ONLY_MARKS
 from remat._transform.saved import Filling, Saved, recompute
-
-
-@dataclass(slots=True)
-class RunOperation:
-    """One operation of a run."""
-
-    func: Any
-    statics: Any  # its arguments, with `Tensor` in place of each tensor
-    source: str
-    reads: tuple[int, ...] = ()  # the number of the storage of each tensor argument
-    # Copies of what it made, wrote, or was the first to read, each with a description.
-    values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"{self.func}  # {self.source}"
-
-
-_NO_OPERATION = RunOperation(None, ((), {}), "")
-_NOTHING: tuple[str, list[Tensor]] = "nothing", []
-
-
-class RunValues(Observer):
-    """Keeps what the operations of a run make, or compares it with an earlier run."""
-
-    def __init__(self, then: Sequence[RunOperation] | None = None) -> None:
-        super().__init__()
-        self.steps: list[RunOperation] = []
-        self.values = self.nbytes = 0  # how many were looked at, and their bytes
-        self.difference: str | None = None  # what differs first
-        self._then, self._at = then, 0
-        # What the earlier run looked at next.
-        self._left: Iterator[tuple[str, list[Tensor]]] = iter(())
-        self._storages = Storages()
-
-    @override
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        step = RunOperation(func, argument_statics((args, kwargs)), user_line())
-        self.steps.append(step)
-        if self._then is not None and self.difference is None:
-            self._compare_operation(step, self._then)
-        inputs, known = inputs_of(args, kwargs), len(self._storages)
-        step.reads = tuple(map(self._number, inputs))
-        for k, t in enumerate(inputs):
-            if step.reads[k] >= known and step.reads[k] not in step.reads[:k]:
-                self._look(step, f"input {k}", t)
-        result = super().run(func, args, kwargs)
-        outputs, written = tensors_of(result), written_by(func, args, kwargs)
-        given, scratch = {id(t) for t in outputs}, _scratch_of(func)
-        views = {*step.reads} - {*map(self._number, written)}
-        for k, t in enumerate(outputs):
-            if self._number(t) not in views and k not in scratch:
-                self._look(step, f"output {k}", t)
-        for k, t in enumerate(written):
-            if not (scratch or id(t) in given):
-                self._look(step, f"what it wrote to ({k})", t)
-        return result
-
-    def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's first storage; -1 if it has none."""
-        part = next(parts(tensor), None)
-        return -1 if part is None else self._storages.number(part)
-
-    def _look(self, step: RunOperation, what: str, tensor: Tensor) -> None:
-        self.values += 1
-        bits = [_on_host(part) for part in parts(tensor) if _inputs.has_values(part)]
-        self.nbytes += sum(t.nbytes for t in bits)
-        if self._then is None:
-            step.values.append((what, bits))
-        elif self.difference is None:
-            was, before = next(self._left, _NOTHING)
-            if was != what:
-                self.difference = f"has {what}, where the forward had {was}."
-            elif found := _differences(bits, before):
-                why = _why(step, self._then[self._at], what)
-                self.difference = f"differs: {what} {found}.{why}"
-
-    def _compare_operation(
-        self, step: RunOperation, earlier: Sequence[RunOperation]
-    ) -> None:
-        self._at = at = len(self.steps) - 1
-        then = earlier[at] if at < len(earlier) else _NO_OPERATION
-        self._left = iter(then.values)
-        if then is _NO_OPERATION:
-            self.difference = "is one more than the forward ran."
-        elif step.func is not then.func:
-            self.difference = f"was {then.func} in the forward."
-        elif not same_statics(step.statics, then.statics):
-            now, before = _shown(step.statics), _shown(then.statics)
-            self.difference = f"has the arguments {now}, in the forward {before}."
-
-    def end(self) -> None:
-        """Note if operations of the earlier run did not run."""
-        if self.difference is None and len(self.steps) < len(self._then or ()):
-            self._at, self.difference = len(self.steps), "did not run."
-
-    def described(self, label: str) -> str:
-        """Return the message: what differs, and the operations around it."""
-        i, now, then = self._at, self.steps, self._then or ()
-        step = now[i] if i < len(now) else then[i]
-        where = {"i": i, "func": step.func, "source": step.source}
-        message = _MESSAGE.format(label=label, difference=self.difference, **where)
-        lines = *around("forward", then, i), *around("recompute", now, i)
-        return "\n".join([message, *lines])
-
-
-def _why(step: RunOperation, then: RunOperation, what: str) -> str:
-    if what.startswith("input"):
-        return _OUTSIDE
-    return _NONDETERMINISTIC if step.reads == then.reads else _ANOTHER
-
-
-def around(title: str, steps: Sequence[RunOperation], i: int) -> Iterator[str]:
-    """Write the operations of a run around the i-th, line by line."""
-    yield f"  {title} ({len(steps)} operations):"
-    first = max(0, i - 2)
-    for k, step in enumerate(steps[first : i + 3], first):
-        yield f"  {'>' if k == i else ' '} {k}: {step}"
-    if i >= len(steps):
-        yield "  > nothing more"
-
-
-_MESSAGE = (
-    "remat: recomputing {label} does something else than its forward did. "
-    "Operation {i}, {func} at {source}, {difference} The function must compute the "
-    "same thing twice: what it reads, pass as an argument."
-)
-_OUTSIDE = " It is from outside of the function, and had another value in the forward."
-_ANOTHER = " It reads another tensor."
-_NONDETERMINISTIC = (
-    " It read the same tensors: the operation itself gives another result each time "
-    "(see torch.use_deterministic_algorithms), or reads something that changed."
-)
-
-
-# --- Arguments ---
-
-
-def argument_statics(tree: Any) -> Any:
-    """Return arguments with classes in place of tensors and of what has no equality."""
-    if isinstance(tree, Tensor):
-        return Tensor
-    if isinstance(tree, (list, tuple)):
-        return tuple(map(argument_statics, tree))
-    if isinstance(tree, dict):
-        return {name: argument_statics(part) for name, part in tree.items()}
-    return tree if type(tree) in CONSTANTS else type(tree)
-
-
-def same_statics(now: Any, then: Any) -> bool:
-    """Say whether two results of `argument_statics` are equal; a NaN equals itself."""
-    pairs = zip(tree_leaves(now), tree_leaves(then), strict=False)
-    nan = all(a == b or (a != a and b != b) for a, b in pairs)
-    return nan and len(tree_leaves(now)) == len(tree_leaves(then))
-
-
-def _shown(statics: Any) -> str:
-    """Write the arguments of an operation, with `_` for each tensor."""
-    args, kwargs = statics
-    named = [f"{name}={_text(value)}" for name, value in kwargs.items()]
-    return f"({', '.join([*map(_text, args), *named])})"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    is_class = isinstance(value, type)
-    return "_" if value is Tensor else value.__name__ if is_class else repr(value)
-
-
-# --- Values ---
-
-
-# Kernels whose output of index 3 is scratch memory.
-_SCRATCH = {
-    *("cudnn_batch_norm", "_cudnn_rnn", "mkldnn_rnn_layer"),
-    *("_batch_norm_with_update", "batch_norm_with_update"),
-}
-_STATES = {"rng_state", "unused", "debug_attn_mask", "philox_seed", "philox_offset"}
-_UNWRITTEN = {
-    *("empty", "empty_like", "empty_permuted", "empty_strided"),
-    *("new_empty", "new_empty_strided", "resize", "resize_", "_resize_output_"),
-}
-
-
-def _scratch_of(func: Any) -> set[int]:
-    """Return the outputs of an operation whose values mean nothing."""
-    packet = getattr(getattr(func, "overloadpacket", func), "__name__", "")
-    if getattr(func, "namespace", "") != "aten":
-        return set()
-    returns = func._schema.returns
-    if packet in _UNWRITTEN:
-        return {*range(len(returns))}
-    tensors = [r.name for r in returns if str(r.type) == "Tensor"]
-    states = {k for k, name in enumerate(tensors) if name in _STATES}
-    return {*states, 3} if packet in _SCRATCH else states
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy in host memory."""
-    with undisturbed():
-        dense = tensor.detach().resolve_conj().resolve_neg()
-        return dense.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _differences(now: Sequence[Tensor], then: Sequence[Tensor]) -> str:
-    """Say how the parts of two tensors differ; "" if all bits are equal."""
-    if len(now) != len(then):
-        return f"is of {len(now)} tensors, where it was of {len(then)}"
-    with undisturbed():
-        return next(filter(None, map(_difference, now, then)), "")
-
-
-def _difference(now: Tensor, then: Tensor) -> str:
-    meta, before = (describe_meta(t.dtype, t.shape) for t in (now, then))
-    if meta != before:
-        return f"is {meta}, where it was {before}"
-    other = _bits_of(now).ne(_bits_of(then)).any(1)
-    count = int(other.sum())
-    if not count:
-        return ""
-    apart = ""
-    if not (now.dtype is torch.bool or now.is_quantized):
-        wide = torch.complex128 if now.is_complex() else torch.float64
-        a, b = (t.reshape(-1)[other].to(wide) for t in (now, then))
-        apart = f", by up to {float((a - b).abs().max()):.6g}"
-    return f"({meta}) differs in {count} of {now.numel()} elements{apart}"
-
-
-def _bits_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of each element."""
-    flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
-    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +144,219 @@ _GRADLESS = (
 )
 
 
+# --- Operations ---
+
+
+@dataclass(slots=True)
+class RunOperation:
+    """One operation of a run."""
+
+    func: Any
+    arguments: str  # as text, with `_` for each tensor
+    source: str
+    reads: tuple[int, ...] = ()  # the number of the storage of each tensor argument
+    # Copies of what it made, wrote, or was the first to read, each with a description.
+    values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.func}  # {self.source}"
+
+
+def operation_of(func: Any, args: Any, kwargs: dict[str, Any]) -> RunOperation:
+    """Return an operation that is about to run, with the line of the user."""
+    named = [f"{name}={_text(value)}" for name, value in kwargs.items()]
+    arguments = f"({', '.join([*map(_text, args), *named])})"
+    return RunOperation(func, arguments, user_line())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "_"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value) if type(value) in CONSTANTS else type(value).__name__
+
+
+def around(title: str, steps: Sequence[RunOperation], i: int) -> Iterator[str]:
+    """Write the operations of a run around the i-th, line by line."""
+    yield f"  {title} ({len(steps)} operations):"
+    first = max(0, i - 2)
+    for k, step in enumerate(steps[first : i + 3], first):
+        yield f"  {'>' if k == i else ' '} {k}: {step}"
+    if i >= len(steps):
+        yield "  > nothing more"
+
+
+_NOTHING: tuple[str, list[Tensor]] = "nothing", []
+
+
+class RunValues(Observer):
+    """Keeps what the operations of a run make, or compares it with an earlier run."""
+
+    def __init__(self, then: Sequence[RunOperation] | None = None) -> None:
+        super().__init__()
+        self.steps: list[RunOperation] = []
+        self.values = self.nbytes = 0  # how many were looked at, and their bytes
+        self.difference: str | None = None  # what differs first
+        self._then, self._at = then, 0
+        # What the earlier run looked at next.
+        self._left: Iterator[tuple[str, list[Tensor]]] = iter(())
+        self._storages = Storages()
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        step = operation_of(func, args, kwargs)
+        self.steps.append(step)
+        if self._then is not None and self.difference is None:
+            self._compare_operation(step, self._then)
+        inputs, known = inputs_of(args, kwargs), len(self._storages)
+        step.reads = tuple(map(self._number, inputs))
+        for k, t in enumerate(inputs):
+            if step.reads[k] >= known and step.reads[k] not in step.reads[:k]:
+                self._look(step, f"input {k}", t)
+        result = super().run(func, args, kwargs)
+        outputs, written = tensors_of(result), written_by(func, args, kwargs)
+        given, scratch = {id(t) for t in outputs}, _scratch_of(func)
+        views = {*step.reads} - {*map(self._number, written)}
+        for k, t in enumerate(outputs):
+            if self._number(t) not in views and k not in scratch:
+                self._look(step, f"output {k}", t)
+        for k, t in enumerate(written):
+            if not (scratch or id(t) in given):
+                self._look(step, f"what it wrote to ({k})", t)
+        return result
+
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's first storage; -1 if it has none."""
+        part = next(parts(tensor), None)
+        return -1 if part is None else self._storages.number(part)
+
+    def _look(self, step: RunOperation, what: str, tensor: Tensor) -> None:
+        self.values += 1
+        bits = [_on_host(part) for part in parts(tensor) if _inputs.has_values(part)]
+        self.nbytes += sum(t.nbytes for t in bits)
+        if self._then is None:
+            step.values.append((what, bits))
+        elif self.difference is None:
+            was, before = next(self._left, _NOTHING)
+            if was != what:
+                self.difference = f"has {what}, where the forward had {was}."
+            elif found := _differences(bits, before):
+                is_outside = what.startswith("input")
+                is_same = step.reads == self._then[self._at].reads
+                why = _OUTSIDE if is_outside else _ITSELF if is_same else _ANOTHER
+                self.difference = f"differs: {what} {found}.{why}"
+
+    def _compare_operation(
+        self, step: RunOperation, earlier: Sequence[RunOperation]
+    ) -> None:
+        self._at = at = len(self.steps) - 1
+        if at >= len(earlier):
+            self.difference = "is one more than the forward ran."
+            return
+        then = earlier[at]
+        self._left = iter(then.values)
+        if step.func is not then.func:
+            self.difference = f"was {then.func} in the forward."
+        elif step.arguments != then.arguments:
+            before = f"in the forward {then.arguments}"
+            self.difference = f"has the arguments {step.arguments}, {before}."
+
+    def end(self) -> None:
+        """Note if operations of the earlier run did not run."""
+        if self.difference is None and len(self.steps) < len(self._then or ()):
+            self._at, self.difference = len(self.steps), "did not run."
+
+    def described(self, label: str) -> str:
+        """Return the message: what differs, and the operations around it."""
+        i, now, then = self._at, self.steps, self._then or ()
+        step = now[i] if i < len(now) else then[i]
+        where = {"i": i, "func": step.func, "source": step.source}
+        message = _MESSAGE.format(label=label, difference=self.difference, **where)
+        lines = *around("forward", then, i), *around("recompute", now, i)
+        return "\n".join([message, *lines])
+
+
+_MESSAGE = (
+    "remat: recomputing {label} does something else than its forward did. "
+    "Operation {i}, {func} at {source}, {difference} The function must compute the "
+    "same thing twice: what it reads, pass as an argument."
+)
+_OUTSIDE = " It is from outside of the function, and had another value in the forward."
+_ANOTHER = " It reads another tensor."
+_ITSELF = (
+    " It read the same tensors: the operation itself gives another result each time "
+    "(see torch.use_deterministic_algorithms), or reads something that changed."
+)
+
+
+# --- Values ---
+
+
+# Kernels whose output of index 3 is scratch memory.
+_SCRATCH = {
+    *("cudnn_batch_norm", "_cudnn_rnn", "mkldnn_rnn_layer"),
+    *("_batch_norm_with_update", "batch_norm_with_update"),
+}
+_STATES = {"rng_state", "unused", "debug_attn_mask", "philox_seed", "philox_offset"}
+_UNWRITTEN = {
+    *("empty", "empty_like", "empty_permuted", "empty_strided"),
+    *("new_empty", "new_empty_strided", "resize", "resize_", "_resize_output_"),
+}
+
+
+def _scratch_of(func: Any) -> set[int]:
+    """Return the outputs of an operation whose values mean nothing."""
+    packet = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+    if getattr(func, "namespace", "") != "aten":
+        return set()
+    returns = func._schema.returns
+    if packet in _UNWRITTEN:
+        return {*range(len(returns))}
+    tensors = [r.name for r in returns if str(r.type) == "Tensor"]
+    states = {k for k, name in enumerate(tensors) if name in _STATES}
+    return {*states, 3} if packet in _SCRATCH else states
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy in host memory."""
+    with undisturbed():
+        dense = tensor.detach().resolve_conj().resolve_neg()
+        return dense.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _differences(now: Sequence[Tensor], then: Sequence[Tensor]) -> str:
+    """Say how the parts of two tensors differ; "" if all bits are equal."""
+    if len(now) != len(then):
+        return f"is of {len(now)} tensors, where it was of {len(then)}"
+    with undisturbed():
+        return next(filter(None, map(_difference, now, then)), "")
+
+
+def _difference(now: Tensor, then: Tensor) -> str:
+    meta, before = (describe_meta(t.dtype, t.shape) for t in (now, then))
+    if meta != before:
+        return f"is {meta}, where it was {before}"
+    other = _bits_of(now).ne(_bits_of(then)).any(1)
+    count = int(other.sum())
+    if not count:
+        return ""
+    apart = ""
+    if not (now.dtype is torch.bool or now.is_quantized):
+        wide = torch.complex128 if now.is_complex() else torch.float64
+        a, b = (t.reshape(-1)[other].to(wide) for t in (now, then))
+        apart = f", by up to {float((a - b).abs().max()):.6g}"
+    return f"({meta}) differs in {count} of {now.numel()} elements{apart}"
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of each element."""
+    flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
+    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
+
+
 # --- The two runs ---
+
 
 _requires_grad = operator.attrgetter("requires_grad")
 

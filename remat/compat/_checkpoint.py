@@ -24,15 +24,14 @@ from remat import _torch
 from remat._base.context import here
 from remat._base.errors import Label, RematError, hide_frames, label_of
 from remat._base.observer import Observer
-from remat._base.source import shown, user_line
+from remat._base.source import shown
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
 from remat._reach.names import code_of_arguments
 from remat._report.check_replay import (
     RunOperation,
-    argument_statics,
     around,
-    same_statics,
+    operation_of,
 )
 from remat._transform.api import PolicyLike, refuse_function
 from remat._transform.lowering import Lowering, call_lowered, lowering_of
@@ -355,8 +354,7 @@ class _Operations(Observer):
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Noted first: an operation may raise.
-        statics = argument_statics((args, kwargs))
-        self.steps.append(RunOperation(func, statics, user_line()))
+        self.steps.append(operation_of(func, args, kwargs))
         return super().run(func, args, kwargs)
 
 
@@ -364,7 +362,7 @@ def _described(first: _Operations, second: _Operations) -> str:
     """Write the operations of both runs around the first that differs."""
     then, now = first.steps, second.steps
     pairs = zip(then, now, strict=False)
-    same = [a.func is b.func and same_statics(b.statics, a.statics) for a, b in pairs]
+    same = [a.func is b.func and a.arguments == b.arguments for a, b in pairs]
     i = [*same, False].index(False)
     lines = [*around("forward", then, i), *around("recompute", now, i)]
     return "\n".join([_TITLE, *lines])
