@@ -231,8 +231,7 @@ class Placer:
 
     def at(self, step: int) -> list[Action]:
         """Return what to do when carry `step`, the next one, is live."""
-        if step != self._next:
-            raise ValueError(f"remat: expected carry {self._next}; got carry {step}")
+        assert step == self._next, f"expected carry {self._next}; got carry {step}"
         self._next += 1
         if step == 0:
             return [Save(0)]
@@ -296,18 +295,9 @@ class Online(Schedule):
             yield from placer.at(step)
             yield Advance(step, step + 1)
 
-    def backward(
-        self, length: int, stored: Iterable[int] | None = None
-    ) -> Iterator[Action]:
-        """Reverse a chain.
-
-        Args:
-            length: How many steps the forward ran.
-            stored: The carries that the forward left. None: they are computed.
-        """
-        if stored is None:
-            stored = self._stored(length)
-        return reverse(stored, length, self.checkpoints)
+    def backward(self, length: int) -> Iterator[Action]:
+        """Reverse the chain from the carries that the forward left."""
+        return reverse(self._stored(length), length, self.checkpoints)
 
     @override
     def evaluations(self, length: int) -> Evaluations:

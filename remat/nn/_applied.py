@@ -142,11 +142,9 @@ def refuse_others(
             continue
         module = model.get_submodule(name)
         what = f"{shown_name(name)} ({type(module).__name__})"
-        if found.by != LIBRARY:
-            message = _OURS.format(by=found.by, where=found.where)
-        else:
-            advice = how_to_switch_off(model)
-            message = _LIBRARYS.format(library=library_of(module), advice=advice)
+        message = _OURS.format(by=found.by, where=found.where)
+        if found.by == LIBRARY:
+            message = _LIBRARYS.format(library=library_of(module))
         raise ValueError(f"{function}: {what} is recomputed already, by {message}")
 
 
@@ -160,8 +158,9 @@ _OURS = (
     "remat.nn.remove(model) first."
 )
 _LIBRARYS = (
-    "the gradient checkpointing of {library}. Switch that off first: {advice}. Or call "
-    "only remat.nn.enable(model), which takes the place of it."
+    "the gradient checkpointing of {library}. Switch that off first, in the model or "
+    "in the arguments of its trainer. Or call only remat.nn.enable(model), which takes "
+    "the place of it."
 )
 
 
@@ -215,22 +214,11 @@ def library_of(module: nn.Module) -> str:
     return type(module).__module__.partition(".")[0]
 
 
-def how_to_switch_off(model: nn.Module) -> str:
-    """Return what a user does to switch off what a library recomputes in a model."""
-    for owner in model.modules():
-        for method in "activation_checkpointing", "gradient_checkpointing":
-            if hasattr(owner, f"{method}_disable"):
-                return _TRAINER.format(method=method)
-        if hasattr(owner, "disable_gradient_checkpointing"):
-            break
-    return "call model.disable_gradient_checkpointing()"
-
-
 class Refusing:
     """The hook before calls that refuses a switch which was put on too late."""
 
-    def __init__(self, by: str, where: str, advice: str) -> None:
-        self.shown = {"by": by, "where": where, "advice": advice}
+    def __init__(self, by: str, where: str) -> None:
+        self.shown = {"by": by, "where": where}
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         if is_on(module) and torch.is_grad_enabled():
@@ -240,15 +228,13 @@ class Refusing:
 
 def refuse_later(model: nn.Module, by: str, where: str) -> None:
     """Have a model refuse its switch from now on, when it is called."""
-    advice = how_to_switch_off(model)
     for module in switchable(model):
-        hook = Refusing(by, where, advice)
-        module.register_forward_pre_hook(hook, prepend=True)
+        module.register_forward_pre_hook(Refusing(by, where), prepend=True)
 
 
-_TRAINER = "pass {method}=False to the trainer, or call model.{method}_disable()"
 _LATE = (
     "remat: the gradient checkpointing of {library} is on in this {kind}, and "
-    "{by} recomputes blocks already, since {where}. To have these stay, {advice}. To "
-    "have those of {library}, call remat.nn.remove(model) and remat.nn.enable(model)."
+    "{by} recomputes blocks already, since {where}. To have these stay, switch that "
+    "off, in the model or in the arguments of its trainer. To have those of {library}, "
+    "call remat.nn.remove(model) and remat.nn.enable(model)."
 )
