@@ -37,17 +37,6 @@ def _fold_in(data: Tensor, value: int) -> Tensor:
     return _philox.split(data.reshape(-1, 2), 1, value).view(data.shape)
 
 
-def _fold_in_tensor(data: Tensor, value: Tensor) -> Tensor:
-    if value.ndim == 0 and value.is_cpu and data.is_cpu:
-        return _fold_in(data, int(value.item()))
-    shape = torch.broadcast_shapes(data.shape[:-1], value.shape)
-    if value.dtype != torch.uint64:
-        value = value.to(torch.int64)
-    seed, offset = data.view(torch.int64).expand(*shape, 2).unbind(-1)
-    moved = torch.stack((seed, offset + value.view(torch.int64)), -1)
-    return _split(moved.view(torch.uint64), 1)[0]
-
-
 def _bits(data: Tensor, n: int, width: int) -> Tensor:
     """Return random words: int64[..., n].
 
@@ -129,36 +118,12 @@ _KEYS = [[42, 0], [2**64 - 1, 2**64 - 1], [2**40 + 3, 2**32 - 2]]
 # --- vmap: a batch is more keys ---------------------------------------------------
 
 
-VmapRule = Callable[..., tuple[Tensor, int]]
-
-
-def _more_keys(op: Any, out_dim: int = 0) -> VmapRule:
+def _more_keys(op: Any, out_dim: int) -> Callable[..., tuple[Tensor, int]]:
     def rule(info: Any, in_dims: Any, data: Tensor, *args: Any) -> tuple[Tensor, int]:
         del info  # the batch size is not needed
         return op(data.movedim(in_dims[0], 0), *args), out_dim
 
     return rule
-
-
-def _more_keys_or_values(op: Any) -> VmapRule:
-    def rule(
-        info: Any, in_dims: Any, data: Tensor, value: Tensor
-    ) -> tuple[Tensor, int]:
-        del info  # the batch size is not needed
-        key, number = in_dims
-        rank = max(data.ndim - 1 - (key is not None), value.ndim - (number is not None))
-        if key is not None:
-            data = _with_rank(data.movedim(key, 0), rank + 2)
-        if number is not None:
-            value = _with_rank(value.movedim(number, 0), rank + 1)
-        return op(data, value), 0
-
-    return rule
-
-
-def _with_rank(batch: Tensor, ndim: int) -> Tensor:
-    """Insert dimensions of size one after the first."""
-    return batch[(slice(None), *[None] * (ndim - batch.ndim))]
 
 
 # --- Operators --------------------------------------------------------------------
@@ -172,7 +137,7 @@ def _operator(
     schema: str,
     kernel: F,
     shape: Callable[[Tensor, Any, Any], Tensor],
-    vmap: Callable[[Any], VmapRule] = _more_keys,
+    out_dim: int = 0,
 ) -> F:
     """Make a kernel an operator. Return the function that calls it.
 
@@ -188,7 +153,8 @@ def _operator(
     # Not `register_fake`, which looks up the source of what it is given.
     _LIBRARY.impl(name, meta, "Meta")
     op: Any = getattr(torch.ops.remat, name)
-    torch.library.register_vmap(f"remat::{name}", vmap(op.default), lib=_LIBRARY)
+    rule = _more_keys(op.default, out_dim)
+    torch.library.register_vmap(f"remat::{name}", rule, lib=_LIBRARY)
 
     def call(data: Tensor, *args: Any) -> Tensor:
         return (kernel if is_unwatched(data) else op)(data, *args)
@@ -204,20 +170,12 @@ split = _operator(
     "split(Tensor data, SymInt num) -> Tensor",
     _split,
     lambda data, num, _: data.new_empty(num, *data.shape),
-    functools.partial(_more_keys, out_dim=1),
+    out_dim=1,
 )
 _fold_in_number = _operator(
     "fold_in(Tensor data, SymInt value) -> Tensor",
     _fold_in,
     lambda data, *_: data.new_empty(data.shape),
-)
-_fold_in_each = _operator(
-    "fold_in_tensor(Tensor data, Tensor value) -> Tensor",
-    _fold_in_tensor,
-    lambda data, value, _: data.new_empty(
-        *torch.broadcast_shapes(data.shape[:-1], value.shape), 2
-    ),
-    _more_keys_or_values,
 )
 bits = _operator(
     "bits(Tensor data, SymInt n, int width) -> Tensor",
@@ -235,13 +193,23 @@ normal = _operator(
 def fold_in(data: Tensor, value: int | Tensor) -> Tensor:
     """Return the key that `split` would give at index `value`: uint64[..., 2]."""
     if isinstance(value, Tensor):
-        if value.dtype.is_floating_point or value.dtype in _NO_INTEGERS:
-            raise TypeError(_NOT_INTEGERS.format(got=value.dtype))
-        op = _fold_in_each if is_unwatched(value) else torch.ops.remat.fold_in_tensor
-        return op(data, value)
+        return _fold_in_each(data, value)
     if not 0 <= value < 2**64:
         raise ValueError(_OUT_OF_RANGE.format(got=value))
     return _fold_in_number(data, as_int64(value))
+
+
+def _fold_in_each(data: Tensor, value: Tensor) -> Tensor:
+    if value.dtype.is_floating_point or value.dtype in _NO_INTEGERS:
+        raise TypeError(_NOT_INTEGERS.format(got=value.dtype))
+    if not value.ndim and value.is_cpu and is_unwatched(value) and is_unwatched(data):
+        return _fold_in_number(data, as_int64(int(value.item()) % 2**64))
+    if value.dtype != torch.uint64:
+        value = value.to(torch.int64)
+    shape = torch.broadcast_shapes(data.shape[:-1], value.shape)
+    seed, offset = data.view(torch.int64).expand(*shape, 2).unbind(-1)
+    moved = torch.stack((seed, offset + value.view(torch.int64)), -1)
+    return split(moved.view(torch.uint64), 1)[0]
 
 
 def as_int64(word: int) -> int:

@@ -24,7 +24,6 @@ every_draw = rows("draw", RAW_DRAWS)
 OPERATIONS = {
     "split": (_ops.split, (3,)),
     "fold_in": (_ops.fold_in, (7,)),
-    "fold_in_tensor": (_ops.fold_in, (torch.tensor([7, -2]),)),
     "bits": (_ops.bits, (5, 16)),
     "uniform": (_ops.uniform, (5, torch.bfloat16)),
     "normal": (_ops.normal, (5, torch.float64)),
@@ -54,7 +53,7 @@ def test_dispatched_draws_are_those_that_are_not(draw):
 
 def operations_in(graph):
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
-    return [n.target.overloadpacket for n in nodes]
+    return [getattr(n.target, "overloadpacket", n.target) for n in nodes]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -65,6 +64,15 @@ def test_a_trace_holds_one_operation_for_each_draw(name):
     ours = [op for op in operations_in(graph) if str(op).startswith("remat.")]
     assert ours == [getattr(torch.ops.remat, name)]
     assert torch.equal(graph(raw(7, 0)), draw(raw(7, 0)))
+
+
+def test_a_trace_of_numbers_that_are_folded_in_splits_once():
+    draw = lambda k, n: _ops.fold_in(k, n)
+    numbers = torch.tensor([7, -2])
+    graph = make_fx(draw)(ONE, numbers)
+    ours = [op for op in operations_in(graph) if str(op).startswith("remat.")]
+    assert ours == [torch.ops.remat.split]
+    assert torch.equal(graph(raw(7, 0), numbers + 1), draw(raw(7, 0), numbers + 1))
 
 
 def test_a_trace_of_a_batch_holds_one_draw():
