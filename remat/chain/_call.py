@@ -109,9 +109,16 @@ def _inlined(
         _warn(steps.label, "which runs without Python: progress= is not called")
     if steps.on_disk:
         _warn(steps.label, "which stores carries in memory: disk=True is not followed")
+    if not isinstance(asked, Segments):  # a graph cannot follow others
+        what = f"which cannot follow {type(asked).__name__} checkpoints"
+        if isinstance(asked, LoopBudget):
+            what = "where its budget is not kept"
+        if lowering_of(DEFAULT) is Lowering.TRACED:
+            _warn(steps.label, what + _SEGMENTS)
+        asked = Sqrt()
     carry = args[0]
     rows: list[Any] = []
-    for numbers in ranges_of(_segments_for(asked, steps.label), length):
+    for numbers in ranges_of(asked, length):
         segment = functools.partial(
             _steps.through, steps, fn, numbers=numbers, offset=0
         )
@@ -120,18 +127,6 @@ def _inlined(
     if steps.is_reversed:
         rows.reverse()
     return carry, tree_map(_stack, *rows)
-
-
-def _segments_for(asked: Strategy, label: str) -> Segments:
-    """Return the segments of a graph, which cannot follow other schedules."""
-    if isinstance(asked, Segments):
-        return asked
-    if lowering_of(DEFAULT) is Lowering.TRACED:
-        what = f"which cannot follow {type(asked).__name__} checkpoints"
-        if isinstance(asked, LoopBudget):
-            what = "where its budget is not kept"
-        _warn(label, what + _SEGMENTS)
-    return Sqrt()
 
 
 @_torch.constant_in_traces
@@ -176,13 +171,13 @@ def label_for(kind: str, f: Any = None) -> str:
 
 def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return a pytree with another value in place of each leaf."""
+
+    def mapped(leaf: Any) -> Any:
+        return None if leaf is None else fn(leaf)
+
     if _torch.must_inline():  # Dynamo traces no other pytrees
-        return tree_map(functools.partial(_unless_none, fn), tree)
+        return tree_map(mapped, tree)
     return pytree.map_leaves(fn, tree)
-
-
-def _unless_none(fn: Callable[[Any], Any], leaf: Any) -> Any:
-    return None if leaf is None else fn(leaf)
 
 
 def asked_for(
@@ -231,7 +226,12 @@ def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
 def length_of(xs: Any, length: int | None, label: str) -> int:
     """Return the number of steps."""
     known = None if length is None else operator.index(length)
-    for path, leaf in _with_paths(xs):
+    if _torch.must_inline():  # Dynamo traces no other pytrees
+        leaves = [("", leaf) for leaf in tree_leaves(xs) if leaf is not None]
+    else:
+        flat, treedef = pytree.flatten(xs)
+        leaves = [*zip(pytree.paths(treedef), flat, strict=True)]
+    for path, leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             got = f"a {type(leaf).__name__}"
             if isinstance(leaf, Tensor):
@@ -247,13 +247,6 @@ def length_of(xs: Any, length: int | None, label: str) -> int:
     if known < 0:
         raise ValueError(f"remat: {label} has length={known}; use 0 or more")
     return known
-
-
-def _with_paths(xs: Any) -> list[tuple[str, Any]]:
-    if _torch.must_inline():  # Dynamo traces no other pytrees
-        return [("", leaf) for leaf in tree_leaves(xs) if leaf is not None]
-    leaves, treedef = pytree.flatten(xs)
-    return [*zip(pytree.paths(treedef), leaves, strict=True)]
 
 
 _NO_FUNCTION = "remat: {taker} takes a function; got an object of type {got}"

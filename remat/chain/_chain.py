@@ -30,7 +30,6 @@ from remat._base.program import (
     Evaluation,
     InputIndex,
     OutputIndex,
-    PerInput,
     Program,
     Request,
     has_derivatives,
@@ -184,17 +183,13 @@ class Reversing:
         self.live = None  # freed first
         # The state of the call knows of carry 0: its tensors are inputs.
         changed = self._stored.changed(step) if step else []
-        if changed:
-            self._refuse(step, changed)
-        self.live = self._stored.load(step)
-
-    def _refuse(self, step: int, changed: Sequence[Tensor]) -> None:
-        """Refuse reads of what was changed, in one mode for all carries."""
-        if self._refused is None:
+        if changed and self._refused is None:  # one mode for all carries
             self._refused = self.surroundings.enter_context(RefuseReads())
         name = f"the carry of step {step} of {self._call.steps.label}"
         for t in changed:
-            self._refused.refuse(t, lambda name=name: name)
+            assert self._refused is not None
+            self._refused.refuse(t, lambda: name)
+        self.live = self._stored.load(step)
 
     def _segment(
         self, start: int, stop: int
@@ -256,23 +251,18 @@ class Reversing:
             self._add(i, found[count + i], first)
 
     def _add(self, i: int, grad: Tensor | None, place: int) -> None:
-        """Add to the gradient of an input, or note that of slices."""
+        """Add to the gradient of an input, or write that of slices to its place."""
         if grad is None:
             return
-        if i in self._call.scanned:
-            self._add_slices(i, grad, place)
-        else:
+        if i not in self._call.scanned:
             known = self._grads.get(i)
             self._grads[i] = grad if known is None else known + grad
-
-    def _add_slices(self, i: int, grad: Tensor, place: int) -> None:
-        """Write the gradient of slices to its place. Joined, it would be held twice."""
-        if self._is_watched or not can_be_written(grad):
+        elif self._is_watched or not can_be_written(grad):
             self._slices.setdefault(i, []).append((place, grad))
-            return
-        if i not in self._whole:
-            self._whole[i] = torch.zeros_like(self._inputs[i])
-        self._whole[i].narrow(0, place, len(grad)).copy_(grad)
+        else:  # joined, it would be held twice
+            if i not in self._whole:
+                self._whole[i] = torch.zeros_like(self._inputs[i])
+            self._whole[i].narrow(0, place, len(grad)).copy_(grad)
 
     def gradient_of(self, i: int) -> Tensor | None:
         """Return the gradient of an input, once all steps are reversed."""
@@ -318,7 +308,11 @@ class Chain(ChainProgram):
         """Evaluate for the first time, and keep the checkpoints."""
         call = self.call
         # Before the sweep, which makes leaves of what any level differentiates.
-        call.needs = _needs_of(program, request)
+        call.needs, below = request.needs, program
+        while isinstance(below, Below):  # of some level inside a vmap, or outside
+            pairs = zip(call.needs[: below.arity], below.needs, strict=True)
+            call.needs = [inside or outside for inside, outside in pairs]
+            below = below.program
         # Under a vmap a checkpoint would be of a level that is gone in the backward.
         call.stores = program is self and not request.is_jvp
         results, evaluation = super().evaluate_first(program, inputs, request)
@@ -373,29 +367,15 @@ class Chain(ChainProgram):
             segment, given = segment_from(self, live, inputs, bounds)
             outs = evaluate(segment, given)
             live = segment.carry_of(outs)
-            rows += _cut_rows(outs[len(live.tensors) :], len(steps))
+            tensors = outs[len(live.tensors) :]
+            width = max(1, len(tensors) // len(steps))
+            rows += [tensors[i : i + width] for i in range(0, len(tensors), width)]
         if call.steps.is_reversed:
             rows.reverse()
         columns = [torch.stack([*c]) for c in zip(*rows, strict=True)]
         places = [*call.outs.of_carry, *call.outs.of_collected]
         found = dict(zip(places, [*live.tensors, *columns], strict=True))
         return tuple(found[j] for j in range(len(places)))
-
-
-def _cut_rows(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
-    """Return what each of some steps collected."""
-    width = len(tensors) // count
-    return [tensors[i * width : (i + 1) * width] for i in range(count)] if width else []
-
-
-def _needs_of(program: Program, request: Request) -> PerInput:
-    """Return which inputs some level differentiates, inside a vmap or outside."""
-    needs = request.needs
-    while isinstance(program, Below):
-        pairs = zip(needs[: program.arity], program.needs, strict=True)
-        needs = [inside or outside for inside, outside in pairs]
-        program = program.program
-    return needs
 
 
 def _connected(

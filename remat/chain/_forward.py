@@ -105,15 +105,6 @@ class ChainCall(Call):
         tensors = [inputs[i] for i in self.initial]
         return Live(tensors, self._form, [self.needs[i] for i in self.initial])
 
-    def cut_to(
-        self, inputs: Sequence[Tensor], start: int, stop: int
-    ) -> Sequence[Tensor]:
-        """Return the inputs of the chain, with the slices of some steps."""
-        cut, (first, end) = [*inputs], self.steps.slices(start, stop)
-        for i in self.scanned:
-            cut[i] = cut[i].narrow(0, first, end - first)
-        return cut
-
     @override
     def instead(self, fn: Any, args: Sequence[Any]) -> Any:
         """Run all steps, with the function and the arguments of the forward."""

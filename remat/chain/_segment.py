@@ -188,5 +188,8 @@ def segment_from(
     chain: ChainProgram, live: Live, inputs: Sequence[Tensor], steps: tuple[int, int]
 ) -> tuple[Segment, list[Tensor]]:
     """Return some steps from a carry on, and what they are given."""
-    given = [*live.tensors, *chain.call.cut_to(inputs, *steps)]
-    return Segment(chain, live, *steps), given
+    call, cut = chain.call, [*inputs]
+    first, end = call.steps.slices(*steps)
+    for i in call.scanned:
+        cut[i] = cut[i].narrow(0, first, end - first)
+    return Segment(chain, live, *steps), [*live.tensors, *cut]

@@ -364,7 +364,10 @@ class Columns:
         if not self._count:
             self._frame, self._needs = row.frame, [*row.needs]
             self._form = form_of(row)
-            self._columns = [*map(self._column, row.tensors)]
+            self._columns = [
+                t.new_empty((self._length, *t.shape)) if can_be_written(t) else []
+                for t in row.tensors
+            ]
         else:
             label = self._steps.label
             refuse_other_form(row, self._form, self._count, label, COLLECTED)
@@ -375,12 +378,6 @@ class Columns:
             else:
                 column[self._steps.place(self._count)] = t
         self._count += 1
-
-    def _column(self, first: Tensor) -> Any:
-        if can_be_written(first):
-            return first.new_empty((self._length, *first.shape))
-        rows: list[Tensor] = []
-        return rows
 
     def stacked(self) -> Live:
         """Return what was collected, stacked, and forget it."""
