@@ -76,9 +76,8 @@ def _never(*_: object) -> bool:
     return False
 
 
-_UNASKED: dict[str, Any] = {
-    f"has_torch_function{kind}": _never for kind in ("", "_unary", "_variadic")
-}
+_NAMES = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
+_UNASKED: dict[str, Any] = dict.fromkeys(_NAMES, _never)
 
 
 def _scope(func: Any) -> dict[str, Any]:
@@ -242,13 +241,12 @@ def _checkpoints() -> int:
 
 
 def _has_generator(args: Any, kwargs: Any) -> bool:
-    return any(map(_is_generator, (*args, kwargs.get("generator"))))
-
-
-def _is_generator(value: Any) -> bool:
     # Tensors first: `torch.Generator` has an `__instancecheck__` of its own, and Dynamo
     # cannot trace that for a tensor.
-    return not isinstance(value, Tensor) and isinstance(value, torch.Generator)
+    given = *args, kwargs.get("generator")
+    return any(
+        not isinstance(x, Tensor) and isinstance(x, torch.Generator) for x in given
+    )
 
 
 _CHECKPOINTED = (

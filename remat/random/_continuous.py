@@ -174,7 +174,14 @@ def truncated_normal(
     # Rounded first: the result must lie within the bounds as its dtype rounds them.
     low = _draw.as_parameter(lower, u.to(dtype))
     high = _draw.as_parameter(upper, u.to(dtype))
-    x = _between(u, low.to(u.dtype), high.to(u.dtype)).to(dtype)
+    # The distribution function is accurate near 0 and loses its digits near 1. And not
+    # torch.special.ndtr, which is not accurate near 0 either.
+    left, right, flips = low.to(u.dtype), high.to(u.dtype), low > 0
+    a, b = torch.where(flips, -right, left), torch.where(flips, -left, right)
+    below_a, below_b = (0.5 * (-math.sqrt(0.5) * end).erfc() for end in (a, b))
+    p = below_a + u * (below_b - below_a)
+    x = torch.special.ndtri(p.clamp(min=torch.finfo(p.dtype).tiny))
+    x = torch.where(flips, -x, x).to(dtype)
     most = torch.finfo(dtype).max
     x = torch.minimum(x, _draw.below(high.clamp(max=most)))
     return torch.maximum(x, -_draw.below((-low).clamp(max=most)))
@@ -185,25 +192,11 @@ def _check_between(lower: float, upper: float, dtype: torch.dtype) -> None:
     # While compiling, `rounded` would make the number a constant of the graph.
     if some and not torch.compiler.is_compiling():
         most = torch.finfo(dtype).max
-        low, high = (
-            _draw.rounded(max(lower, -most), dtype),
-            _draw.rounded(min(upper, most), dtype),
-        )
+        low = _draw.rounded(max(lower, -most), dtype)
+        high = _draw.rounded(min(upper, most), dtype)
         some = low < _draw.number_below(high, dtype)
     if not some:
         raise ValueError(
             f"remat: expected lower < upper with a value of {dtype} between them, got "
             f"{lower} and {upper}."
         )
-
-
-def _between(u: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the number below which a fraction `u` of the mass between bounds lies."""
-    # The distribution function is accurate near 0 and loses its digits near 1.
-    right = low > 0
-    a, b = torch.where(right, -high, low), torch.where(right, -low, high)
-    # Not torch.special.ndtr, which is not accurate near 0 either.
-    below_a, below_b = (0.5 * (-math.sqrt(0.5) * x).erfc() for x in (a, b))
-    p = below_a + u * (below_b - below_a)
-    x = torch.special.ndtri(p.clamp(min=torch.finfo(p.dtype).tiny))
-    return torch.where(right, -x, x)

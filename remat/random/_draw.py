@@ -32,7 +32,9 @@ def draw(
 ) -> Tensor:
     """Return `op`'s numbers, `shape` of them from each key."""
     if isinstance(shape, Sharded):
-        return draw_sharded(op, data, shape, kind)
+        keys = data.shape[:-1]
+        whole = Sharded((*keys, *shape), shape.mesh, shape.placements, len(keys))
+        return draw_each(op, data, whole, kind)
     numbers = op(data, math.prod(shape), kind)
     return numbers.reshape((*data.shape[:-1], *shape))
 
@@ -143,13 +145,11 @@ def below(t: Tensor) -> Tensor:
     return t - (bits.view(t.dtype) - down.view(t.dtype))
 
 
-def _format_of(dtype: torch.dtype) -> tuple[int, int]:
-    info = torch.finfo(dtype)
-    return 2 - math.frexp(info.eps)[1], math.frexp(info.tiny)[1]
-
-
 # Binary digits, and the exponent of the smallest normal number as frexp gives it.
-FORMATS = {dtype: _format_of(dtype) for dtype in _FLOATS}
+FORMATS = {
+    dtype: (2 - math.frexp(info.eps)[1], math.frexp(info.tiny)[1])
+    for dtype, info in ((dtype, torch.finfo(dtype)) for dtype in _FLOATS)
+}
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
@@ -186,11 +186,16 @@ class Sharded(tuple[int, ...]):
     placements: tuple[Any, ...]
 
     def __new__(
-        cls, shape: Sequence[int], mesh: Any, placements: Sequence[Any]
+        cls, shape: Sequence[int], mesh: Any, placements: Sequence[Any], moved: int = 0
     ) -> "Sharded":
-        """Return such a shape."""
+        """Return such a shape, whose dimensions have moved by those of keys."""
+        from torch.distributed.tensor import Shard  # noqa: PLC0415
+
         new = super().__new__(cls, shape)
-        new.mesh, new.placements = mesh, tuple(placements)
+        new.mesh = mesh
+        new.placements = tuple(
+            Shard(p.dim + moved) if type(p) is Shard else p for p in placements
+        )
         return new
 
 
@@ -218,19 +223,6 @@ def shape_like(x: Tensor, shape: Sequence[int] | None = None) -> tuple[int, ...]
 
     placements = [p if fits(p) else Replicate() for p in like.placements]
     return Sharded(shape, like.device_mesh, placements)
-
-
-def draw_sharded(
-    op: Callable[[Tensor, int, Any], Tensor], data: Tensor, shape: Sharded, kind: Any
-) -> Tensor:
-    """Return the numbers of one key, or of each: a DTensor."""
-    from torch.distributed.tensor import Shard  # noqa: PLC0415
-
-    keys = data.shape[:-1]
-    moved = [
-        Shard(p.dim + len(keys)) if type(p) is Shard else p for p in shape.placements
-    ]
-    return draw_each(op, data, Sharded((*keys, *shape), shape.mesh, moved), kind)
 
 
 def draw_each(
@@ -290,31 +282,20 @@ def shard(
     if not cut or 0 in lengths:
         return op(data, math.prod(lengths), kind).reshape(out)
     last = cut[-1]
-    first = _starts_of_runs(shape, lengths, starts, last)
+    # The number of the first element of each run.
+    first = torch.zeros((), dtype=torch.int64, device="cpu")
+    for d in range(last):
+        places = torch.arange(lengths[d], device="cpu") + starts[d]
+        first = first.unsqueeze(-1) + places * math.prod(shape[d + 1 :])
+    first = first.reshape(-1) + starts[last] * math.prod(shape[last + 1 :])
     run, per_block = math.prod(lengths[last:]), _ops.per_block(kind)
     block, lane = first // per_block, first % per_block
     seed, offset = data.view(torch.int64).unsqueeze(-2).unbind(-1)
     offset = offset + block.to(data.device)
     rows = torch.stack((seed.expand_as(offset), offset), -1).view(torch.uint64)
     numbers = op(rows, run + int(lane.max()), kind)
-    return _from_lanes(numbers, lane, run).reshape(out)
-
-
-def _starts_of_runs(
-    shape: Sequence[int], lengths: Sequence[int], starts: Sequence[int], last: int
-) -> Tensor:
-    """Return the number of the first element of each run: int64[:], on the CPU."""
-    first = torch.zeros((), dtype=torch.int64, device="cpu")
-    for d in range(last):
-        places = torch.arange(lengths[d], device="cpu") + starts[d]
-        first = first.unsqueeze(-1) + places * math.prod(shape[d + 1 :])
-    return first.reshape(-1) + starts[last] * math.prod(shape[last + 1 :])
-
-
-def _from_lanes(numbers: Tensor, lane: Tensor, run: int) -> Tensor:
-    """Return the runs of some rows of numbers, each from its lane on."""
     if not lane.any():
-        return numbers[..., :run]
+        return numbers[..., :run].reshape(out)
     index = lane.unsqueeze(-1) + torch.arange(run, device="cpu")
     index = index.to(numbers.device).expand(*numbers.shape[:-1], run)
-    return numbers.gather(-1, index)
+    return numbers.gather(-1, index).reshape(out)

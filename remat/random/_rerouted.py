@@ -166,7 +166,7 @@ def _bernoulli(
     draw: Draw, input: Tensor, p: float | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     _check_floats("bernoulli", input)
-    value = _coin(draw().to(input.device), input if p is None else p, input)
+    value = _coins(draw().to(input.device), input, input if p is None else p)
     return _into(out, _constant_in(value, input))
 
 
@@ -248,13 +248,9 @@ def _gaussian(key: Key, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tenso
 
 
 def _coins(key: Key, x: Tensor, p: Any = 0.5) -> Tensor:
-    return _coin(key, p, x)
-
-
-def _coin(key: Key, p: Any, like: Tensor) -> Tensor:
     if isinstance(p, Tensor):
         _check_all(lambda: (p >= 0) & (p <= 1), p, "probabilities are between 0 and 1")
-    return _samplers.bernoulli(key, p, shape_like(like)).to(like.dtype)
+    return _samplers.bernoulli(key, p, shape_like(x)).to(x.dtype)
 
 
 def _exponential(key: Key, x: Tensor, lambd: float = 1.0) -> Tensor:
@@ -297,8 +293,7 @@ def integers(key: Key, shape: Any, low: Any, high: Any, dtype: Any) -> Tensor:
 
 
 def _zeroed(x: Tensor, p: float, mask: Tensor) -> Tensor:
-    scale = 1 / (1 - p) if p < 1 else 1.0
-    return torch.where(mask, 0.0, x * scale)
+    return torch.where(mask, 0.0, x * (1 / (1 - p) if p < 1 else 1.0))
 
 
 # Minus the limit of selu: Klambauer et al., "Self-Normalizing Neural Networks", 2017.
@@ -314,7 +309,6 @@ def _saturated(x: Tensor, p: float, mask: Tensor) -> Tensor:
 
 
 def _dropout(plain: Any, name: str) -> Rule:
-    drop = _saturated if "alpha" in name else _zeroed
     of_features, is_in_place = "feature" in name, plain.__name__.endswith("_")
 
     def rule(draw: Draw, input: Tensor, p: float, train: bool) -> Tensor:
@@ -331,7 +325,7 @@ def _dropout(plain: Any, name: str) -> Rule:
             ones = (1,) * (input.dim() - 2)
             shape = (*input.shape[:2], *ones) if of_features else tuple(input.shape)
             mask = _samplers.bernoulli(key, p, shape_like(input, shape))
-            out = drop(input, p, mask)
+            out = (_saturated if "alpha" in name else _zeroed)(input, p, mask)
         out = _laid_out(out, input)
         return input.copy_(out) if is_in_place else out
 

@@ -55,13 +55,20 @@ def uniform(
     """
     dtype = _draw.float_dtype(dtype)
     shape = _draw.shape_for(key, shape, minval=minval, maxval=maxval)
-    numbers = isinstance(minval, (int, float)) and isinstance(maxval, (int, float))
-    if numbers:
-        _check_bounds(dtype, minval, maxval)
-    # While compiling, compute with tensors: `rounded` would make the number a constant
-    # of the graph. Not for small dtypes, which the compiler rounds less often than we.
-    if numbers and not (torch.compiler.is_compiling() and dtype.itemsize > 2):
-        return _uniform_between(key, shape, dtype, minval, maxval)
+    if isinstance(minval, (int, float)) and isinstance(maxval, (int, float)):
+        most, span = torch.finfo(dtype).max, maxval - minval
+        if not (0 <= span <= most and abs(minval) <= most and abs(maxval) <= most):
+            raise ValueError(_BOUNDS.format(dtype=dtype, low=minval, high=maxval))
+        # While compiling, compute with tensors: `rounded` would make the number a
+        # constant of the graph. Not for small dtypes, which the compiler rounds less
+        # often than we.
+        if not torch.compiler.is_compiling() or dtype.itemsize <= 2:
+            u = _draw.draw(_ops.uniform, consumed(key), shape, dtype)
+            if (minval, maxval) == (0, 1):
+                return u
+            low, high = (_draw.rounded(number, dtype) for number in (minval, maxval))
+            u = u.to(_draw.wide(dtype)).mul_(_draw.rounded(high - low, dtype)).add_(low)
+            return u.to(dtype).clamp(max=max(low, _draw.number_below(high, dtype)))
     u = _draw.draw(_ops.uniform, consumed(key), shape, dtype)
     if _draw.is_number(minval, 0) and _draw.is_number(maxval, 1):
         return u
@@ -71,24 +78,10 @@ def uniform(
     return torch.where(out >= high, torch.maximum(_draw.below(high), low), out)
 
 
-def _uniform_between(
-    key: KeyLike, shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float
-) -> Tensor:
-    u = _draw.draw(_ops.uniform, consumed(key), shape, dtype)
-    if (low, high) == (0, 1):
-        return u
-    low, high = _draw.rounded(low, dtype), _draw.rounded(high, dtype)
-    out = u.to(_draw.wide(dtype)).mul_(_draw.rounded(high - low, dtype)).add_(low)
-    return out.to(dtype).clamp(max=max(low, _draw.number_below(high, dtype)))
-
-
-def _check_bounds(dtype: torch.dtype, low: float, high: float) -> None:
-    most = torch.finfo(dtype).max
-    if not (0 <= high - low <= most and abs(low) <= most and abs(high) <= most):
-        raise ValueError(
-            f"remat: expected minval <= maxval at a finite distance in {dtype}, got "
-            f"{low} and {high}."
-        )
+_BOUNDS = (
+    "remat: expected minval <= maxval at a finite distance in {dtype}, got {low} and "
+    "{high}."
+)
 
 
 def normal(
@@ -284,12 +277,15 @@ def randint(
         words = words_of(key, shape)
         low, high = _draw.as_parameter(minval, words), _draw.as_parameter(maxval, words)
         return (low + _modulo_each(words, low, high)).to(dtype)
-    _check_range(minval, maxval, dtype)
-    span = maxval - minval
-    if dtype.itemsize <= 4 and span < 2**28:
-        return (_draw.draw(_ops.bits, consumed(key), shape, 32) % span + minval).to(
-            dtype
+    info, span = torch.iinfo(dtype), maxval - minval
+    if not info.min <= minval < maxval <= info.max + 1:
+        raise ValueError(
+            f"remat: expected minval < maxval within the range of {dtype}, got "
+            f"{minval} and {maxval}."
         )
+    if dtype.itemsize <= 4 and span < 2**28:
+        words = _draw.draw(_ops.bits, consumed(key), shape, 32)
+        return (words % span + minval).to(dtype)
     return (modulo(words_of(key, shape), span) + minval).to(dtype)
 
 
@@ -306,15 +302,6 @@ def _check_bound(name: str, value: Any, dtype: torch.dtype, above: int) -> None:
         wrong |= number < 0
     if wrong.any():
         raise ValueError(f"remat: `{name}` is {value}, outside the range of {dtype}.")
-
-
-def _check_range(low: int, high: int, dtype: torch.dtype) -> None:
-    info = torch.iinfo(dtype)
-    if not info.min <= low < high <= info.max + 1:
-        raise ValueError(
-            f"remat: expected minval < maxval within the range of {dtype}, got {low} "
-            f"and {high}."
-        )
 
 
 def words_of(key: KeyLike, shape: tuple[int, ...]) -> Tensor:
