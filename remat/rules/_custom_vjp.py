@@ -96,8 +96,7 @@ class custom_vjp:  # noqa: N801
             bwd: `bwd(res, cotangents) -> cotangents of the arguments`, a tuple; None
                 for an argument whose cotangent is zero, or that has none.
         """
-        _refuse_others(fwd, bwd)
-        self._outside = fwd, None, bwd
+        self._outside = _checked(fwd, None, bwd)
         self._function = _function_of(self, self._outside)
 
     def defremat(
@@ -115,8 +114,7 @@ class custom_vjp:  # noqa: N801
                 runs again, and nothing is kept.
             bwd: `bwd(res2, cotangents) -> cotangents of the arguments`.
         """
-        _refuse_others(fwd, bwd, *filter(None, [rem]))
-        self._inside = fwd, rem, bwd
+        self._inside = _checked(fwd, rem, bwd)
         self._function = _function_of(self, self._outside or self._inside)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -136,10 +134,9 @@ class custom_vjp:  # noqa: N801
     def label(self) -> str:
         """What messages call the function."""
         code = getattr(inspect.unwrap(self.fn), "__code__", None)
-        name = getattr(self.fn, "__name__", repr(self.fn))
-        if code is None:
-            return f"`{name}`"
-        return f"`{name}` ({shown(code.co_filename)}:{code.co_firstlineno})"
+        name = f"`{getattr(self.fn, '__name__', repr(self.fn))}`"
+        at = code and f" ({shown(code.co_filename)}:{code.co_firstlineno})"
+        return name + (at or "")
 
     def name_of(self, index: int, path: str = "") -> str:
         """Write an argument as the function's author would."""
@@ -229,10 +226,11 @@ def _function_of(rule: custom_vjp, rules: Any) -> Any:
     return ByRules
 
 
-def _refuse_others(*rules: Any) -> None:
-    for rule in rules:
+def _checked(fwd: Any, rem: Any, bwd: Any) -> Any:
+    for rule in (fwd, *filter(None, [rem]), bwd):
         if not callable(rule):
             raise TypeError(f"remat: a rule of a custom_vjp is no function: {rule!r}")
+    return fwd, rem, bwd
 
 
 _NO_RULE = (

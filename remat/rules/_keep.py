@@ -7,10 +7,8 @@
     under torch.func      its graph stays, and ends at leaves of its own (`_kept`).
 
 Calls of modules and Functions that a policy saves by place are kept so, too.
-
 Invariant: whatever the call changes besides its results is there in the recompute, or
-the call is entered again, with a warning that names it. A recompute keeps the calls
-that the forward kept.
+the call is entered again, with a warning that names it.
 Rejected: to save what it saves among the residuals of the call around. A node that is
 not ours cannot be made again around saved tensors.
 """
@@ -100,13 +98,10 @@ def keep(fn: F) -> F:
 
 
 class KeptPlace(PlaceInCall):
-    """What is kept of a call, besides its results.
+    """What is kept of a call, besides its results."""
 
-    Attributes:
-        how: puts its results in place, in a recompute; None where it is called as it
-            is, or was called outside of our hooks and modes and is again (`is_unseen`).
-    """
-
+    # Puts its results in place, in a recompute; None where it is called as it is, or
+    # was called outside of our hooks and modes and is again (`is_unseen`).
     how: Callable[..., Any] | None = None
     is_unseen = False
 
@@ -265,7 +260,7 @@ def _with_graph(
 ) -> tuple[Any, Callable[..., Any] | None]:
     """Call the function as a program whose graph stays; also return what reads it."""
     with alone():
-        call = Call(_reach(place, fn, args, kwargs), fn, args, kwargs)
+        call = Call(Reach(fn, place.name, args, kwargs), fn, args, kwargs)
     inputs, needs = call.take_inputs()
     program = KeptCall(call)
     outs = place.run(evaluate_differentiably, program, inputs, needs)
@@ -284,10 +279,6 @@ def _with_graph(
     )
 
 
-def _reach(place: KeptPlace, fn: Any, args: Any, kwargs: Any) -> Reach:
-    return Reach(fn, place.name, args, kwargs)
-
-
 def _by_graph(
     place: KeptPlace,
     program: KeptCall,
@@ -300,7 +291,7 @@ def _by_graph(
     """Return what the forward returned, behind a node that leads to its graph."""
     if program.is_changed():
         place.warn(_RESULT)
-    reach = _reach(place, fn, args, kwargs)
+    reach = Reach(fn, place.name, args, kwargs)
     inputs, needs = Call(reach, fn, args, kwargs).take_inputs()
     with alone():
         outs = evaluate_differentiably(program, inputs, needs)
@@ -312,10 +303,9 @@ def _by_graph(
 
 
 # --- Places of a policy with the value "save" ---
-# A module or a custom Function whose nearest key is saved, with all that it may run, is
-# kept as a call: a kernel that the dispatcher does not see would be launched again, and
-# code that is no operation would run again. One that changes what it reaches is not,
-# from its next call on: its operations are saved one by one, as by any policy.
+# A module or Function that is saved with all that it may run is kept as a call: else
+# what the dispatcher does not see would run again. One that changes what it reaches is
+# not, from its next call on: its operations are saved, as by any policy.
 
 
 class PlaceOfPolicy(KeptPlace):

@@ -1,11 +1,10 @@
 """What a forward keeps of a call within a rematerialized one, for its recomputes.
 
-Each rematerialized call that runs has a list of places, in the order in which calls
-with rules run. A forward notes a place in the lists of all calls around, and the
-recompute of any of these finds it there. `here().regions` leads to the lists.
+Each rematerialized call has a list of places, in the order in which calls with rules
+run (`here().regions`). A forward notes a place in the lists of all calls around, and
+the recompute of any of these finds it there, or there is an error.
 
-Invariant: a place is found by the call that noted it, or there is an error. What is
-kept are values without a graph, or a graph that ends at leaves of its own.
+Invariant: what is kept are values without a graph, or a graph with leaves of its own.
 Rejected: to keep by position among what the graph saves. What a rule keeps, nobody
 packs in a recompute.
 """
@@ -43,23 +42,13 @@ from remat._torch import (
 
 
 class PlaceInCall:
-    """What is kept of one call.
+    """What is kept of one call."""
 
-    Attributes:
-        name: what messages call what is called.
-        source: the user's line of the call.
-        is_in_function: whether a graph around is dropped when a forward has ended.
-        residuals: tensors, as they are kept; None once they are not any more.
-        outs: of a graph that is kept.
-        policy: of rematerialized calls within.
-        streams: random ones that it reaches, besides those of the process.
-    """
-
-    is_in_function = False
-    policy: Any = None
-    residuals: Sequence[Residual] | None = None
-    outs: Sequence[Tensor] = ()
-    streams: Sequence[Any] = ()
+    is_in_function = False  # whether a graph around is dropped when a forward has ended
+    policy: Any = None  # of rematerialized calls within
+    residuals: Sequence[Residual] | None = None  # None once they are not kept any more
+    outs: Sequence[Tensor] = ()  # of a graph that is kept
+    streams: Sequence[Any] = ()  # random, that it reaches besides those of the process
     _moved: Sequence[tuple[Any, Any]] = ()  # streams, and where the call left them
 
     def __init__(self, name: str) -> None:
@@ -107,7 +96,7 @@ class PlaceInCall:
         """Add what places keep to what the node of a call around saves."""
         places = [place for place in places if place.residuals]
         kept = [r.value() for place in places for r in place.residuals or ()]
-        saved: Any = _SavedWithPlaces(places, evaluation.planned)
+        saved = SavedWithPlaces(places, evaluation.planned)
         if not here().regions:  # else the recompute of a call around reads it, too
             for place in places:
                 place.residuals = None
@@ -118,7 +107,7 @@ class PlaceInCall:
         )
 
 
-class _SavedWithPlaces:
+class SavedWithPlaces:
     """What a node saves: the inputs of its call, residuals, and what places keep."""
 
     def __init__(self, places: Sequence[PlaceInCall], planned: Planned | None) -> None:
@@ -234,8 +223,8 @@ def place_of(kind: Any, name: str) -> tuple[Any, bool]:
         noting.append(places)
         is_in_function |= is_function
     else:
-        place = kind(name)
-        place.is_in_function, is_again = is_in_function, False
+        place, is_again = kind(name), False
+        place.is_in_function = is_in_function
     for places in noting:
         places.append(place)
     return place, is_again
@@ -251,20 +240,15 @@ _DIFFERS = (
 class Lowered:
     """A pytree whose tensors are below all levels. `args` tell which levels those are.
 
-    Attributes:
-        tensors: these, without their graph; None if they cannot be told.
+    `tensors` are these, without their graph; None if they cannot be told.
     """
 
     __slots__ = ("_dims", "_frame", "tensors")
 
     def __init__(self, tree: Any, args: Sequence[Tensor]) -> None:
         tensors, self._frame = tensors_and_frame(tree)
-        below = lowered(tensors, args)
-        self.tensors: list[Tensor] | None = None
-        self._dims: Sequence[Any] = ()
-        if below is not None:
-            self.tensors = [t.detach() for t in below[0]]
-            self._dims = below[1]
+        found, self._dims = lowered(tensors, args) or (None, ())
+        self.tensors = None if found is None else [t.detach() for t in found]
 
     def take(self) -> list[Tensor]:
         """Return the tensors, which do not stay here."""

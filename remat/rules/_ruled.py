@@ -7,9 +7,8 @@
         of the call, and `rem` in the recompute, which leaves its own there for the vjp.
         The node saves the arguments alone. A vjp that finds none calls `rem`.
 
-Invariant: residuals have no graph. Where the vjp is differentiated once more, they are
-computed again from the arguments, by the rules as plain code.
-Rejected: a Function of its own. It would repeat what `dispatch` does for each level.
+Invariant: residuals have no graph. Where the vjp is differentiated once more, rules
+compute them again. Rejected: a Function of its own, which repeats what `dispatch` does.
 """
 
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ from remat._transform.levels import Batch, BatchVjp, levels_below, note_levels
 from remat.rules._places import (
     Lowered,
     PlaceInCall,
+    SavedWithPlaces,
     alone,
     are_differentiated,
     has_jvp,
@@ -47,20 +47,13 @@ from remat.rules._places import (
 
 
 class RulePlace(PlaceInCall):
-    """What is kept of a call by rules: the residuals of `fwd`.
+    """What is kept of a call by rules: the residuals of `fwd`."""
 
-    Attributes:
-        is_plain: whether nothing was differentiated.
-        lowered: the residuals without their tensors; None if they cannot be kept.
-        then: what a recompute left for the vjp.
-        result: its structure, and what its tensors are.
-        below: what the levels below found, for a replay that leaves the call out.
-    """
-
-    is_plain = False
-    lowered: Lowered | None = None
-    then: Lowered | None = None
-    result: tuple[Frame, Sequence[Any]] | None = None
+    is_plain = False  # whether nothing was differentiated
+    lowered: Lowered | None = None  # residuals without tensors; None: none can be kept
+    then: Lowered | None = None  # what a recompute left for the vjp
+    result: tuple[Frame, Sequence[Any]] | None = None  # structure, and of its tensors
+    # What the levels below found, for a replay that leaves the call out.
     below: Sequence[Any] | None = None
 
     def raised(self, args: Sequence[Tensor]) -> Any:
@@ -162,17 +155,17 @@ class Ruled(Program):
             context.rules = around
         if type(result) in (tuple, list) and len(result) == 2:
             return result
-        kind, label = type(result).__name__, self._rule.label
-        raise TypeError(_PAIR.format(which=which, label=label, kind=kind))
+        kind = type(result).__name__
+        raise _wrong(self._rule, which, f"a {kind}, and no pair of (out, residuals)")
 
     def _flat(self, out: Any) -> Outputs:
         outs, frame = tensors_and_frame(out)
         now = frame, [(t.shape, t.dtype, t.device) for t in outs]
         place, then = self.place, None if self.place is None else self.place.result
         if then is not None and (then[0].treedef, then[1]) != (frame.treedef, now[1]):
-            shown = [f"{f.treedef} of {_listed(metas)}" for f, metas in (then, now)]
-            label = self._rule.label
-            raise TypeError(_RESULT.format(label=label, then=shown[0], now=shown[1]))
+            a, b = [f"{f.treedef} of {_listed(metas)}" for f, metas in (then, now)]
+            what = f"{b}, where fwd returned {a}. Both must return the same `out`"
+            raise _wrong(self._rule, "rem", what)
         self._result = now
         if place is not None:
             place.result = now
@@ -200,7 +193,7 @@ class Ruled(Program):
             differentiable=[*map(has_derivatives, outs), *[False] * len(kept)],
             asks_grad_mode=True,
             residuals=len(kept),
-            planned=_SAVES_ALL if kept else None,
+            planned=SavedWithPlaces((), None) if kept else None,
         )
 
     def _run(self, program: Program, inputs: Sequence[Tensor]) -> Sequence[Any]:
@@ -266,42 +259,45 @@ class Ruled(Program):
         rule, count = self._rule, len(args)
         static = {i % count for i in rule.nondiff_argnums}
         numbers = [k for k in range(count) if k not in static]
-        if type(found) not in (tuple, list) or len(found) != len(numbers):
-            given = f"{len(found)} cotangents" if type(found) in (tuple, list) else ""
-            given = given or f"a {type(found).__name__}"
-            names = {"label": rule.label, "given": given, "count": len(numbers)}
-            raise TypeError(_NUMBER.format(**names))
+        is_tuple = type(found) in (tuple, list)
+        if not is_tuple or len(found) != len(numbers):
+            given = f"{len(found)} cotangents" if is_tuple else f"a {_kind(found)}"
+            many = f"a tuple of {len(numbers)}: a cotangent for each argument that is"
+            what = f"{given}, and not {many} differentiated, None where it is zero"
+            raise _wrong(rule, "bwd", what)
         cotangents = dict(zip(numbers, found, strict=True))
         flat: list[Any] = []
         for k, arg in enumerate(args):
-            flat += _matched(rule, k, arg, cotangents.get(k))
+            leaves, treedef = pytree.flatten(arg)
+            ct, each = cotangents.get(k), [None] * len(leaves)
+            try:
+                each = each if ct is None else pytree.parts(treedef, ct)
+            except ValueError as error:
+                than = f"another structure than {rule.name_of(k)} has: {error}"
+                raise _wrong(rule, "bwd", f"a cotangent of {than}") from None
+            for n, (leaf, g) in enumerate(zip(leaves, each, strict=True)):
+                if isinstance(leaf, Tensor):
+                    if not (g is None or _is_like(g, leaf)):
+                        name = rule.name_of(k, pytree.paths(treedef)[n])
+                        raise _wrong(rule, "bwd", _unlike(g, leaf, name))
+                    flat.append(g if has_derivatives(leaf) else None)
         return flat
 
 
-def _matched(rule: Any, index: int, arg: Any, ct: Any) -> list[Any]:
-    """Return the cotangents of the tensors in one argument."""
-    leaves, treedef = pytree.flatten(arg)
-    try:
-        each = [None] * len(leaves) if ct is None else pytree.parts(treedef, ct)
-    except ValueError as error:
-        text = _STRUCTURE.format(
-            error=error, label=rule.label, name=rule.name_of(index)
-        )
-        raise TypeError(text) from None
-    flat: list[Any] = []
-    for k, (leaf, g) in enumerate(zip(leaves, each, strict=True)):
-        if not isinstance(leaf, Tensor):
-            continue
-        is_tensor = isinstance(g, Tensor)
-        if g is not None and not (
-            is_tensor and (g.shape, g.dtype) == (leaf.shape, leaf.dtype)
-        ):
-            given = describe_meta(g.dtype, g.shape) if is_tensor else type(g).__name__
-            name = rule.name_of(index, pytree.paths(treedef)[k])
-            is_of = {"given": given, "arg": describe_meta(leaf.dtype, leaf.shape)}
-            raise TypeError(_COTANGENT.format(label=rule.label, name=name, **is_of))
-        flat.append(g if has_derivatives(leaf) else None)
-    return flat
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _is_like(ct: Any, leaf: Tensor) -> bool:
+    return isinstance(ct, Tensor) and (ct.shape, ct.dtype) == (leaf.shape, leaf.dtype)
+
+
+def _unlike(ct: Any, leaf: Tensor, name: str) -> str:
+    is_tensor = isinstance(ct, Tensor)
+    given = describe_meta(ct.dtype, ct.shape) if is_tensor else _kind(ct)
+    wanted = describe_meta(leaf.dtype, leaf.shape)
+    both = "It must have the same shape and dtype"
+    return f"a cotangent of {given} for {name}, which is {wanted}. {both}"
 
 
 class RuledVjp(Program):
@@ -336,40 +332,15 @@ class RuledVjp(Program):
         return tuple(grads[i] for i in self._wanted)
 
 
-class _SavesAll:
-    """What the node of a call by rules saves: all its inputs, and then residuals."""
-
-    plans, dropped, ops = None, (), ()
-
-    def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Return all."""
-        return inputs
-
-
-_SAVES_ALL: Any = _SavesAll()
-
-
 def _listed(metas: Sequence[Any]) -> str:
     return ", ".join(describe_meta(dtype, shape) for shape, dtype, _ in metas)
 
 
-_PAIR = "remat: {which} of {label} returned a {kind}, and no pair of (out, residuals)."
-_RESULT = (
-    "remat: rem of {label} returned {now}, where fwd returned {then}. Both must return "
-    "the same `out`."
-)
-_NUMBER = (
-    "remat: bwd of {label} returned {given}, and not a tuple of {count}: a cotangent "
-    "for each argument that is differentiated, None where it is zero."
-)
-_STRUCTURE = (
-    "remat: bwd of {label} returned a cotangent of another structure than {name} has: "
-    "{error}"
-)
-_COTANGENT = (
-    "remat: bwd of {label} returned a cotangent of {given} for {name}, which is {arg}. "
-    "It must have the same shape and dtype."
-)
+def _wrong(rule: Any, which: str, returned: str) -> TypeError:
+    """Return the error that a rule returned something else than it has to."""
+    return TypeError(f"remat: {which} of {rule.label} returned {returned}.")
+
+
 _REACHED = (
     "remat: fwd of {label} computes with a tensor that requires grad and is no "
     "argument, so its gradient would be lost. Pass it as an argument."
