@@ -86,18 +86,17 @@ def _is_written(func: Any, argument: Any) -> bool:
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    traits = traits_of(func)
-    declared = declared_writes(traits, args, kwargs)
-    return [*declared, *updated_statistics(traits, args, kwargs)]
+    call = traits_of(func), args, kwargs
+    return [*declared_writes(*call), *updated_statistics(*call)]
 
 
 def declared_writes(
     traits: Traits, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
-    if not traits.writes:
-        return []
-    return tensors_of([_given(argument, args, kwargs) for argument in traits.writes])
+    # Most write to none.
+    given = [_given(each, args, kwargs) for each in traits.writes]
+    return tensors_of(given) if given else []
 
 
 def updated_statistics(
@@ -105,8 +104,7 @@ def updated_statistics(
 ) -> list[Tensor]:
     """Return the running statistics that a batch norm updates."""
     names, training = traits.statistics, traits.training
-    updates = training is None or _given(training, args, kwargs)
-    if not (names and updates):
+    if not names or (training and not _given(training, args, kwargs)):
         return []
     return tensors_of([_given(argument, args, kwargs) for argument in names])
 
@@ -140,12 +138,11 @@ def metadata_only_outputs(func: Any, count: int) -> tuple[int, ...]:
 
     Nor does the number of its draws.
     """
-    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return ()
-    if name in LIKE:
-        return (*range(count),)
-    if name in _DRAWS_IN_PLACE and func._overloadname != "Tensor":
+    name = func.overloadpacket.__name__
+    in_place = name in _DRAWS_IN_PLACE and func._overloadname != "Tensor"
+    if name in LIKE or in_place:
         return (*range(count),)
     if name == "native_dropout":
         return (1,)
@@ -153,10 +150,7 @@ def metadata_only_outputs(func: Any, count: int) -> tuple[int, ...]:
 
 
 class DrawDetector:
-    """Tells whether an operation draws: made before it runs, asked afterwards.
-
-    By its tag, or, for an operation without tags, by the global streams.
-    """
+    """Tells, by tag or by the streams, whether an operation draws: made before it."""
 
     __slots__ = ("_before", "_tagged")
 
@@ -204,19 +198,17 @@ class Exposures(TorchFunctionMode):
         del types
         # One look-up, for this is asked of everything that Python calls.
         if func in _NOTICED:
-            if func != _ASSIGNS:
-                if args and isinstance(args[0], Tensor):
-                    self._expose(args[0])
-            elif self._assign is not None:
+            if func == _ASSIGNS and self._assign is not None:
                 self._assign(*args)
+            elif func != _ASSIGNS and args and isinstance(args[0], Tensor):
+                self._expose(args[0])
         return func(*args, **(kwargs or {}))
 
 
 _TENSOR: Any = Tensor
 _ASSIGNS = _TENSOR.data.__set__
 _NOTICED = {
-    _ASSIGNS,
-    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
+    *(_ASSIGNS, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
     *(Tensor.storage, Tensor.untyped_storage, Tensor.tolist, _TENSOR.const_data_ptr),
     *(Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.share_memory_),
 }

@@ -1,14 +1,12 @@
 """Describes tensors, arguments and results as data, and numbers their storages.
 
-Invariant: tensors that share a storage have the same number, and a number is never used
-for two storages: each storage is referred to weakly, so that its address is not used
-again. No value is read, and no tensor is held by a description.
-Rejected: to number every tensor by its storage. Sparse, nested and quantized tensors
-have several storages or none, so each such tensor has a number of its own, and is held.
+Invariant: tensors that share a storage have the same number, and no two storages do:
+each is referred to weakly, so that its address is not used again. A description holds
+no tensor. Sparse, nested and quantized tensors have several storages or none, so each
+has a number of its own, and is held.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,9 +124,8 @@ def viewed_as(tensor: Tensor, value: Value) -> Tensor | None:
     has_strides = is_strided(tensor) and len(value.stride) == len(value.shape)
     if not has_strides or tensor.dtype != value.dtype:
         return None
-    if storage_bytes(value) > storage_of(tensor).nbytes():
-        return None
-    return viewed(tensor, value.shape, value.stride, value.offset)
+    fits = storage_bytes(value) <= storage_of(tensor).nbytes()
+    return viewed(tensor, value.shape, value.stride, value.offset) if fits else None
 
 
 def storage_bytes(value: Value) -> int:
@@ -169,10 +166,9 @@ class Described:
             self.on_subclass = True
             self.hides_aliases = self.hides_aliases or sees_operations(tensor)
         self.all_strided = self.all_strided and is_strided(tensor)
-        value = value_of(tensor)
         self.tensors.append(tensor)
-        self.values.append(value)
-        return value
+        self.values.append(value_of(tensor))
+        return self.values[-1]
 
 
 class Arguments(Described):
@@ -194,11 +190,14 @@ class Arguments(Described):
             return self._describe(arg)
         if isinstance(arg, (list, tuple)):
             return tuple(map(self._described, arg))
-        if isinstance(arg, dict):
-            for tensor in tensors_of(arg):
-                self._describe(tensor)
+        for tensor in tensors_of(arg) if isinstance(arg, dict) else ():
+            self._describe(tensor)
         # Others, such as a generator, belong to the user: only their class is held.
         return type(arg)
+
+
+# A `torch.Size` is described as the tuple that it is.
+_HELD_AS_IS = CONSTANTS - {torch.Size}
 
 
 class Results(Described):
@@ -208,7 +207,7 @@ class Results(Described):
 
     def __init__(self, result: Any, arguments: Arguments) -> None:
         super().__init__()
-        self._passed = dict(zip(map(id, arguments.tensors), itertools.count()))
+        self._passed = {id(t): k for k, t in enumerate(arguments.tensors)}
         self.form = self._form_of(result)
 
     def _form_of(self, result: Any) -> Any:
@@ -219,7 +218,3 @@ class Results(Described):
         if isinstance(result, (list, tuple)):
             return type(result)(map(self._form_of, result))
         return finished(result)  # a collective's own would hold its tensors
-
-
-# A `torch.Size` is described as the tuple that it is.
-_HELD_AS_IS = CONSTANTS - {torch.Size}
