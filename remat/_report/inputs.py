@@ -11,11 +11,9 @@ no argument says which is meant.
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -241,7 +239,7 @@ class Inputs:
     `tensors` are passed or captured; `run_on` has each itself, or its stand-in. `args`
     and `kwargs` are what to run on. If no tensor requires grad, or `every` floating
     argument is to be differentiated, those are (`are_made_up`); `has_others` says that
-    some are not.
+    some are not. The first `passed` are arguments.
     """
 
     def __init__(
@@ -263,7 +261,7 @@ class Inputs:
         graphs = [t for t in given if t.requires_grad and not t.is_leaf]
         stand_ins = _stand_ins([*others, *graphs] if every else graphs)
         self.run_on = [stand_ins.get(id(t), t) for t in self.tensors]
-        self._passed = len({id(value) for value in leaves if isinstance(value, Tensor)})
+        self.passed = len({id(value) for value in leaves if isinstance(value, Tensor)})
         leaves = [stand_ins.get(id(value), value) for value in leaves]
         self.args, self.kwargs = pytree.unflatten(treedef, leaves)
 
@@ -273,18 +271,6 @@ class Inputs:
         if is_passed:
             return ARGUMENT, f"from the argument {name}"
         return CAPTURED, f"from the captured `{name}`"
-
-    def references(self) -> list[int]:
-        """Return how many references there are to each tensor.
-
-        Python's references count only for arguments: a captured tensor is held by the
-        object that captured it, which a call may hold.
-        """
-        ours = self.run_on[: self._passed]
-        pythons = chain(map(sys.getrefcount, ours), repeat(0))
-        return [
-            _torch.use_count(t) + n for t, n in zip(self.run_on, pythons, strict=False)
-        ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +37,9 @@ from remat._graph.graph import (
 from remat._graph.handles import Handle
 from remat._partial.names import tell_of_keys, told_of_names
 from remat._report import inputs as _inputs
-from remat._report.inputs import Inputs, Ledger, StorageNote
+from remat._report.inputs import Inputs, Ledger, StorageNote, tried
 from remat._report.render import short_array
-from remat._torch import saved_by, sequence_number, storage_id
+from remat._torch import saved_by, sequence_number, storage_id, use_count
 from remat._transform.function import Primal
 from remat.policies import Decision
 
@@ -131,33 +132,29 @@ def saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> list[SavedResidual]
     """
     instead = "the transformed function: saved_residuals(torch.func.grad(f), x)"
     _inputs.refuse_transforms("saved_residuals", instead)
-    found, has_others = _residuals(fn, args, kwargs, every=False)
-    if found is None and has_others:
-        found, _ = _residuals(fn, args, kwargs, every=True)
-    return found or []
+    return tried(partial(_residuals, fn, args), fn, args, kwargs)
 
 
 def _residuals(
-    fn: Fn, args: Any, kwargs: Any, *, every: bool
-) -> tuple[list[SavedResidual] | None, bool]:
-    """Run a function; None if no output requires grad. Say if more arguments could."""
-    with _inputs.undoing(fn, args, kwargs, every=every) as (inputs, ledger):
-        for i, tensor in enumerate(inputs.tensors):
-            ledger.know(tensor, *inputs.described(i))
-        first = torch.zeros((), requires_grad=True).view(())
-        with _inputs.one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
-            result = fn(*inputs.args, **inputs.kwargs)
-        tell_of_keys()
-        torch.clear_autocast_cache()
-        outs = [t for t in tensors_reached(result) if t.requires_grad]
-        del result
-        if not outs:
-            return None, inputs.has_others
-        notes = _Notes(ledger)
-        notes.ask(outs, sequence_number(first.grad_fn))
-        roots = [t.grad_fn for t in outs]
-        outs.clear()
-        return notes.residuals(roots, inputs), False
+    fn: Fn, args: Any, inputs: Inputs, ledger: Ledger
+) -> tuple[list[SavedResidual], bool]:
+    """Run a function; say whether an output requires grad."""
+    for i, tensor in enumerate(inputs.tensors):
+        ledger.know(tensor, *inputs.described(i))
+    first = torch.zeros((), requires_grad=True).view(())
+    with _inputs.one_by_one("saved_residuals", args), told_of_names(ledger), ledger:
+        result = fn(*inputs.args, **inputs.kwargs)
+    tell_of_keys()
+    torch.clear_autocast_cache()
+    outs = [t for t in tensors_reached(result) if t.requires_grad]
+    del result
+    if not outs:
+        return [], False
+    notes = _Notes(ledger)
+    notes.ask(outs, sequence_number(first.grad_fn))
+    roots = [t.grad_fn for t in outs]
+    outs.clear()
+    return notes.residuals(roots, inputs), True
 
 
 def print_saved_residuals(fn: Fn, /, *args: Any, **kwargs: Any) -> None:
@@ -245,9 +242,14 @@ class _Notes:
                 for name, value in known.items():
                     setattr(entry, name, value)
 
-    def _note_copies(self, name: str, tensors: Iterable[Tensor], reader: str) -> None:
-        origin = f"copy of `{name}` as it was before the call"
-        self._note(tensors, reader, origin=origin, rank=_inputs.MADE)
+    def _note_inputs(
+        self, each: Iterable[tuple[int, Tensor]], copied: Any, of: Any, reader: str
+    ) -> None:
+        """Note what is saved of the inputs of a call, of which some are copies."""
+        for i, t in each:
+            was = f"copy of `{of.name_of(i)}` as it was before the call"
+            copy = {"origin": was, "rank": _inputs.MADE} if i in copied else {}
+            self._note([t], reader, **copy)
 
     def _note_call(self, node: Any, call: Primal, reader: str) -> None:
         """Note what a call keeps besides its inputs: copies, residuals, states."""
@@ -265,10 +267,9 @@ class _Notes:
         found += [(op, Decision.SAVE) for op in getattr(planned, "ops", ())]
         for value, (op, decision) in zip(saved[len(kept) :], found, strict=True):
             self._note_saved(_inputs.tensors_in(value), op, decision, reader)
-        for i, value in zip(kept, saved, strict=False):
-            if i in evaluation.updated:
-                name = call.call.reach.name_of(i)
-                self._note_copies(name, _inputs.tensors_in(value), reader)
+        pairs = zip(kept, map(_inputs.tensors_in, saved), strict=False)
+        each = ((i, t) for i, tensors in pairs for t in tensors)
+        self._note_inputs(each, evaluation.updated, call.call.reach, reader)
         self._note_states(call.state.ambient.moved if call.state else (), reader)
 
     def _note_kept(self, places: Iterable[Any], reader: str, start: int) -> None:
@@ -290,13 +291,10 @@ class _Notes:
             return
         self._calls.add(id(call))
         reader = f"remat({name_in(call.label)})"
-        for i, t in call.inputs.stored():
-            if i in call.inputs.may_be_written:
-                self._note_copies(call.name_of(i), [t], reader)
-            else:
-                self._note([t], reader)
-        for residual in call.planned.residuals_held() if call.planned else ():
-            self._note_saved(residual.stored(), residual.op, residual.decision, reader)
+        stored, copied = call.inputs.stored(), call.inputs.may_be_written
+        self._note_inputs(stored, copied, call, reader)
+        for kept in call.planned.residuals_held() if call.planned else ():
+            self._note_saved(kept.stored(), kept.op, kept.decision, reader)
         self._note_kept(call.kept, reader, start)
         self._note_states(call.ambient.moved, reader)
 
@@ -328,9 +326,7 @@ class _Notes:
         """Drop the graph, and list what it saved or was seen to hold."""
         entries, counts = self._ledger.entries, self._counts
         rows = {address: _row(entry) for address, entry in entries.items()}
-        made = {
-            address for address, entry in entries.items() if entry.rank == _inputs.MADE
-        }
+        made = {a for a, entry in entries.items() if entry.rank == _inputs.MADE}
         # Held until the end: the gradient accumulators of leaves go with the graph,
         # which would look as if it had saved the leaves.
         leaves = [t for t in inputs.run_on if t.is_leaf and t.requires_grad]
@@ -351,9 +347,11 @@ class _Notes:
         """Return how many references there are to storages, and to inputs with them."""
         entries = self._ledger.entries.items()
         found = Counter({address: entry.ref.count() for address, entry in entries})
-        for t, count in zip(inputs.run_on, inputs.references(), strict=True):
+        for i, t in enumerate(inputs.run_on):
+            # A captured tensor is held by what captured it, which a call may hold.
+            pythons = sys.getrefcount(t) if i < inputs.passed else 0
             for part in parts(t):
-                found[storage_id(part)] += count
+                found[storage_id(part)] += use_count(t) + pythons
         return found
 
 
