@@ -1,18 +1,13 @@
 """What a call under base autograd saves of its inputs.
 
-Leaves that require grad, and parameters, are saved themselves, others without their
-graphs, unless code asks for these. A recompute runs on the user's own tensors if these
-are there, hold what they held, and the forward moved no leaf to other memory; else on
-stand-ins. So it is if the forward changed gradients, or a leaf's `requires_grad`.
-
-Where torch may not count a write, as to running statistics, the input is copied before
-a forward, or its bytes are noted; a forward that left it alone ends with neither.
-
-Invariant: no graph is held that no code asks for, and a write is never missed. What
-changed since the call is refused when it is read.
+Leaves and parameters are saved themselves, others without their graphs. A recompute
+runs on the user's own tensors if they are there, hold what they held, and the forward
+changed nothing of leaves; else on stand-ins. What may be written though torch does not
+count it, as running statistics, is copied before a forward, or its bytes are noted.
+Invariant: no graph is held that no code asks for, and a write is never missed.
 Rejected: stand-ins for all leaves, because gradients of other threads would be lost. A
-copy that shares memory until it is written: an array of NumPy's loses its memory. A
-checksum, which takes longer. One class with `CallState`, which must hold no tensors.
+copy that shares memory until it is written: an array of NumPy's loses its memory. One
+class with `CallState`, which must hold no tensors.
 """
 
 import contextlib
@@ -84,10 +79,8 @@ class SavedInputs:
             the hooks around the call packed, or an absent tensor.
         may_be_written: the indices of those that a run may write to, though torch does
             not count it. Of each there is a copy, or, while the forward runs, an alias
-            and its bytes (`_memory`). Its end takes out those that it left alone, where
-            that can be told.
-        originals_at: the indices of those that are saved themselves.
-        originals: those: leaves that require grad, and parameters.
+            and its bytes (`_memory`). Its end takes out those that it left alone.
+        originals, originals_at: those that are saved themselves, and their indices.
         renorms: for weights of which `max_norm=` of an embedding scaled rows in place,
             these, in order: of the forward, and of what ran since.
     """
@@ -117,8 +110,7 @@ class SavedInputs:
         self._refs = [*map(weakref.ref, entries)]
         # Which of those before the parameters had been computed, by a node.
         self._had_node = [*map(operator.not_, map(_is_leaf, entries))]
-        # For what is asked of nodes, in whose place nothing stands.
-        asks = reach.asks
+        asks = reach.asks  # of nodes, in whose place nothing stands
         self._asked = held_for(asks, entries, self._had_node) if asks else None
         self._classes: Sequence[type] = ()
         self._attributes: Sequence[dict[str, Any]] = ()
@@ -142,33 +134,34 @@ class SavedInputs:
             return
         self._packed = () if hooks is None else packed_outside(reach, hooks)
         self._choose_copies(entries, buffers)
-        self.values, self.originals_at = self._saved(entries)
-        self.originals = [*map(inputs.__getitem__, self.originals_at), *inputs[first:]]
-        self.originals_at += range(first, len(inputs))
+        themselves = self._save(entries)
+        self.originals = [*map(inputs.__getitem__, themselves), *inputs[first:]]
+        self.originals_at = [*themselves, *range(first, len(inputs))]
         self.values += inputs[first:]
         if nested:
             # The call around has to count them. There they may be no leaves.
             for t in self.originals:
                 hooks[0](t)
 
-    def _saved(self, entries: Sequence[Tensor]) -> tuple[list[Any], list[int]]:
-        """Return what is saved of each input, and which are saved themselves."""
+    def _save(self, entries: Sequence[Tensor]) -> list[int]:
+        """Note what is saved of inputs; return those that are saved themselves."""
         copied, needs = self.may_be_written.difference(self._memory), self.needs
         values: list[Any] = []
         themselves: list[int] = []
         for i, t in enumerate(entries):
             if (needs[i] and t.is_leaf) or type(t) is nn.Parameter:
                 themselves.append(i)
-                values.append(t)
+                value: Any = t
             elif i in copied:
-                values.append(self._copy(i, t))
+                value = self._copy(i, t)
             else:
                 try:
                     value = self._value_of(i, t) if self._packed else without_graph(t)
                 except RuntimeError:
                     value = in_place_of_dead(t)
-                values.append(value)
-        return values, themselves
+            values.append(value)
+        self.values = values
+        return themselves
 
     def _choose_copies(
         self, entries: Sequence[Tensor], buffers: Mapping[int, bool]
@@ -270,11 +263,15 @@ class SavedInputs:
             for i, a, b, then in zip(befores, addresses, there, held, strict=True)
         ]
         self.may_be_written = self.may_be_written.difference(compress(befores, same))
-        each = zip(befores, addresses, held, strict=True)
-        written = [*compress(each, map(operator.not_, same))]
-        for i, _, then in written:
-            self.values[i] = with_bytes(self.values[i], then)
-        self._overlaps = overlapping([(a, a + len(b), i) for i, a, b in written])
+        written = compress(befores.items(), map(operator.not_, same))
+        self._copy_noted(dict(written))
+
+    def _copy_noted(self, noted: Mapping[int, Memory]) -> None:
+        """Make copies of bytes that were noted before the forward."""
+        for i, (_, held) in noted.items():
+            self.values[i] = with_bytes(self.values[i], held)
+        each = noted.items()
+        self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in each])
 
     def _is_renormed(self, i: int, now: int | None, renorms: Sequence[Renorm]) -> bool:
         """Say whether all that changed an input is known, and note it."""
@@ -340,8 +337,9 @@ class SavedInputs:
         if are_originals and [*map(_requires_grad, self.values)] == self.needs:
             return [*self.values]
         on_others = on_originals and not changes.moves and changes is not ONLY_MARKS
-        if self._memory:
-            self._copy_now()
+        if self._memory:  # the forward still runs
+            self._copy_noted(self._memory)
+            self._memory = {}
         values, needs, first = self.values, self.needs, self._first
         parameters = values[first:]
         are_ours = on_originals and [*map(_requires_grad, parameters)] == needs[first:]
@@ -365,14 +363,6 @@ class SavedInputs:
             together(group, tensors, self._first_there(group, tensors))
         return tensors + parameters if are_ours else tensors
 
-    def _copy_now(self) -> None:
-        """Make copies of the bytes that were noted: the forward still runs."""
-        for i, (_, held) in self._memory.items():
-            self.values[i] = with_bytes(self.values[i], held)
-        memory = self._memory.items()
-        self._overlaps = overlapping([(a, a + len(b), i) for i, (a, b) in memory])
-        self._memory = {}
-
     def _first_there(self, group: Ranges, tensors: Sequence[Tensor]) -> int | None:
         """Return which of a group is first of those that are the user's own, if any."""
         return next((i for i in group if tensors[i] is self._refs[i]()), None)
@@ -389,23 +379,19 @@ class SavedInputs:
         if i in self.may_be_written:  # on a device, copies stand in for it
             is_writable = type(t) is Tensor and t.is_cpu and not t.is_inference()
             return t if is_writable else None
-        if type(value) in _NOT_OURS:
-            return t if self._is_as_it_was(i, t, value) else None
+        if type(value) in _NOT_OURS:  # nothing else checks that it is as it was
+            version, storage = self.versions[i], self._storages.get(i)
+            if type(value) is Absent:  # only the tensor is needed, and not its value
+                return t if version_of(t) == version else None
+            is_same = version is not None and t._version == version
+            is_same = is_same and storage is not None
+            return t if is_same and storage() is storage_if_any(t) else None
         if type(t) is not Tensor:
             return t
         try:  # it may have got other memory, as by assigning to `.data`
             return t if t.data_ptr() == value.data_ptr() else None
         except RuntimeError:  # it has no memory, or none that can be asked for
             return t
-
-    def _is_as_it_was(self, i: int, t: Tensor, value: Any) -> bool:
-        """Say whether an input, of which no value is here, was not changed."""
-        version = self.versions[i]
-        if type(value) is Absent:  # only the tensor is needed, and not its value
-            return version_of(t) == version
-        storage = self._storages.get(i)  # nothing else checks it
-        is_same = version is not None and t._version == version
-        return is_same and storage is not None and storage() is storage_if_any(t)
 
     def is_itself(self, i: int, tensor: Tensor) -> bool:
         """Say whether a tensor is an input, and not what stands in for it."""

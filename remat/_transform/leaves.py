@@ -1,7 +1,5 @@
 """The user's own tensors: a recompute runs on them, and leaves nothing on them.
 
-`saved` asks here what a forward changed of leaves, and recomputes in these contexts.
-
 Invariant: after a recompute a leaf has the hooks, the attributes and the memory that it
 had before, no gradient is gone, and what was written in place holds what it held.
 Rejected: stand-ins for all leaves, as for other inputs. What the function keeps by the
@@ -38,17 +36,11 @@ from remat._torch import (
 
 
 class LeafChanges(NamedTuple):
-    """What a forward changed of the user's leaves. A recompute may do the same.
+    """What a forward changed of the user's leaves. A recompute may do the same."""
 
-    Attributes:
-        accumulates: whether it changed a gradient, as by `backward()`.
-        moves: whether it gave a leaf other memory, as by assigning to `.data`.
-        marks: whether it may have set hooks or attributes.
-    """
-
-    accumulates: bool
-    moves: bool
-    marks: bool
+    accumulates: bool  # it changed a gradient, as by `backward()`
+    moves: bool  # it gave a leaf other memory, as by assigning to `.data`
+    marks: bool  # it may have set hooks or attributes
 
 
 NO_CHANGES = LeafChanges(accumulates=False, moves=False, marks=False)
@@ -67,13 +59,10 @@ _NONE = None, None
 
 
 class WatchedLeaves:
-    """What a forward may change of leaves, noted before it.
-
-    Attributes:
-        addresses: where they are in memory after it; None if that cannot be asked.
-    """
+    """What a forward may change of leaves, noted before it."""
 
     __slots__ = ("_are_plain", "_grads", "_leaves", "_next_hook", "_then", "addresses")
+    addresses: list[int] | None  # after it; None if that cannot be asked
 
     def __init__(self, leaves: Sequence[Tensor], others: int) -> None:
         # All but so many, which come first, are parameters.
@@ -121,11 +110,10 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int] | None:
     return addresses_now(tensors) if are_plain else None
 
 
+# To torch, to ask for an address is a write: not for a copy that shares memory until
+# it is written.
 def addresses_now(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return where plain tensors are in memory; None if some have none.
-
-    Not for a copy that shares memory until it is written: to torch this is a write.
-    """
+    """Return where plain tensors are in memory; None if some have none."""
     try:
         if not function_mode_count():
             return [*map(_address, tensors)]
@@ -155,8 +143,7 @@ Memory = tuple[int, bytes]  # an address, and what is there
 def memories_of(tensors: Sequence[Tensor]) -> Sequence[Memory | None]:
     """Return where tensors are and what they hold; None if that cannot be read at once.
 
-    To read one costs a tenth of making a copy and comparing it. None of a copy that
-    shares memory until it is written: to torch this is a write.
+    To read one costs a tenth of making a copy and comparing it.
     """
     if tensors and function_mode_count():
         with no_torch_functions():  # a mode may note who reads memory
@@ -166,25 +153,22 @@ def memories_of(tensors: Sequence[Tensor]) -> Sequence[Memory | None]:
 
 def _memories_of(tensors: Sequence[Tensor]) -> Sequence[Memory | None]:
     """Read all at the speed of C, or each by itself if some cannot be read."""
-    if _ONLY_TENSORS.issuperset(map(type, tensors)) and _can_be_read(tensors):
-        addresses = addresses_now(tensors)
-        if addresses is not None:
-            held = map(bytes_at, addresses, map(_nbytes, tensors))
-            return [*zip(addresses, held, strict=True)]
-    if len(tensors) == 1:
-        return [None]
-    return [memory for t in tensors for memory in _memories_of([t])]
-
-
-def _can_be_read(tensors: Sequence[Tensor]) -> bool:
-    """Say whether the bytes of plain tensors are their values, one after the other."""
-    return (
-        all(map(_is_cpu, tensors))
+    addresses = None
+    if (
+        _ONLY_TENSORS.issuperset(map(type, tensors))
+        and all(map(_is_cpu, tensors))
         and _DTYPES.issuperset(map(_dtype, tensors))
         and all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_neg, tensors))
         and not any(map(is_shared, tensors))
-    )
+    ):
+        addresses = addresses_now(tensors)
+    if addresses is not None:
+        held = map(bytes_at, addresses, map(_nbytes, tensors))
+        return [*zip(addresses, held, strict=True)]
+    if len(tensors) == 1:
+        return [None]
+    return [memory for t in tensors for memory in _memories_of([t])]
 
 
 _ONLY_TENSORS = frozenset({Tensor})
@@ -244,7 +228,7 @@ class PreserveGradients:
         self._leaves, self._grads = leaves, [*map(grad_of, leaves)]
 
     def __enter__(self) -> None:
-        """Do nothing: what to put back is known."""
+        """Do nothing yet."""
 
     def __exit__(self, *_: object) -> None:
         if all(map(operator.is_, self._grads, map(grad_of, self._leaves))):
@@ -258,16 +242,12 @@ class PreserveGradients:
 def preserved_marks(
     leaves: Sequence[Tensor], next_hook: int, stand_ins: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Give tensors the hooks that they had at a call, and no attributes, for the body.
+    """Give leaves the hooks that they had at a call, and no attributes, for the body.
 
     Those that were set by then are set again by what runs (`_reach/attributes.py`).
-    Afterwards they have those of before.
-
-    Args:
-        leaves: the user's own.
-        next_hook: the number that the next hook set anywhere was to get, at the call.
-        stand_ins: other tensors, on which no hooks stay that are set meanwhile. To a
-            call around this one they may be the user's own.
+    Afterwards they have those of before. `next_hook` is the number that the next hook
+    was to get at the call. On `stand_ins` no hooks stay that are set meanwhile: to a
+    call around this one they may be the user's own.
     """
     first, hooks = RemovableHandle.next_id, _hooks(leaves)
     if hooks is not None:  # without hooks, nothing is done for each leaf
@@ -281,7 +261,9 @@ def preserved_marks(
         yield
     finally:
         if RemovableHandle.next_id != first:
-            _forget_hooks_of_nodes(leaves, first)
+            for t in leaves:
+                if t.requires_grad:
+                    _forget_hooks_of_node(t, first)
             _forget_since(first, stand_ins)
         if hooks is not None or _hooks(leaves) is not None:
             for t, before in zip(leaves, hooks or [_NONE] * len(leaves), strict=True):
@@ -336,16 +318,14 @@ def _forget_since(first: int, tensors: Sequence[Tensor]) -> None:
             del hooks[key]
 
 
-def _forget_hooks_of_nodes(leaves: Sequence[Tensor], first: int) -> None:
+def _forget_hooks_of_node(leaf: Tensor, first: int) -> None:
     """Remove the hooks from a number on that were set on what accumulates gradients."""
-    for t in leaves:
-        if t.requires_grad:
-            node = below_all_levels(get_gradient_edge, t).node  # those see no leaves
-            for register in (node.register_prehook, node.register_hook):
-                handle = register(_nothing)  # which has all that there are
-                hooks: Any = handle.hooks_dict_ref()
-                for key in [key for key in hooks if key >= first]:
-                    del hooks[key]
+    node = below_all_levels(get_gradient_edge, leaf).node  # levels see no leaves
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)  # which has all that there are
+        hooks: Any = handle.hooks_dict_ref()
+        for key in [key for key in hooks if key >= first]:
+            del hooks[key]
 
 
 def _nothing(*_: Any) -> None: ...
@@ -361,24 +341,13 @@ def preserved_memory(
         yield
     finally:
         for k, (t, before) in enumerate(zip(leaves, befores, strict=True)):
-            address = _address_of(t)
-            if address != _address_of(before):
+            addresses = addresses_now([t])  # None: it was assigned what was left out
+            if addresses != addresses_now([before]):
                 now, t.data = t.data, before
-                if address is not None and not _is_equal(now, before):
+                with unseen():
+                    is_same = now.shape == before.shape and torch.equal(now, before)
+                if addresses is not None and not is_same:
                     raise error(k) from None
-
-
-def _address_of(tensor: Tensor) -> int | None:
-    """Return where a tensor is; None if it was assigned what a replay left out."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return None
-
-
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    with unseen():
-        return a.shape == b.shape and torch.equal(a, b)
 
 
 # --- What is written in place for a recompute; no version is counted ---
@@ -387,22 +356,22 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
 @contextmanager
 def holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Have tensors hold other values for the body, in place."""
+
+    def write(values: Sequence[Tensor]) -> None:
+        with unseen():
+            for tensor, value in zip(tensors, values, strict=True):
+                if tensor.shape != value.shape:
+                    tensor.resize_(value.shape)
+                tensor.data.copy_(value)
+
     with preserved_version((*tensors,)):
         with unseen():
             before = [t.detach().clone() for t in tensors]
-        _write(tensors, values)
+        write(values)
         try:
             yield
         finally:
-            _write(tensors, before)
-
-
-def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with unseen():
-        for tensor, value in zip(tensors, values, strict=True):
-            if tensor.shape != value.shape:
-                tensor.resize_(value.shape)
-            tensor.data.copy_(value)
+            write(before)
 
 
 @contextmanager

@@ -1,12 +1,9 @@
 """Tensors that stand in for inputs: with their values, and without their graphs.
 
-Inputs may share memory, as a buffer and a part of it. What was saved of each that the
-forward wrote to is a copy. A recompute that writes to one must read the new value in
-the other, so inputs that are gone are made anew in the memory that they shared.
-
 Invariant: a stand-in has the class and the attributes that the input had at the call,
-and a node if the input had one. Where one of those that share memory is still there,
-all are in its memory, and all of it is put back after the run.
+and a node if the input had one. Inputs that shared memory, as a buffer and a part of
+it, do so again, for a recompute writes to one and reads the other: in the memory of one
+that is still there, and all of it is put back after the run.
 Rejected: to ask a subclass for a copy. Its `detach` may drop the class or attributes.
 One copy of a whole storage: a part of it may be all that is passed.
 """
@@ -58,8 +55,7 @@ class _Saving(torch.autograd.Function):
 class InGraph:
     """The place of a computed tensor in its graph, without the tensor.
 
-    Held itself it would be in a cycle through the graph once a result of the call is
-    written to it.
+    That is in a cycle through the graph once a result of the call is written to it.
     """
 
     __slots__ = "_box", "_node"
