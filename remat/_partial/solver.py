@@ -123,9 +123,9 @@ class SavingProgram:
             for n in problem.touched[i]:
                 yield 0, [(self._needed[n], 1.0), (again, -1.0)]
         for n, kept in self._kept.items():
-            for i in self._saved_by[n]:
-                row = (kept, 1.0), (self._saved[i], -1.0), (self._needed[n], -1.0)
-                yield -1, [*row]
+            # One sum, not a row for each: half of two choices is not half of the bytes.
+            saved = [(self._saved[i], -1.0) for i in self._saved_by[n]]
+            yield -1, [(kept, 1.0), *saved, (self._needed[n], -1.0)]
         for i in self._prices.forced:
             saved = [(self._saved[i], 1.0)] if i in self._saved else []
             yield 1, [(self._again[i], 1.0), *saved]
