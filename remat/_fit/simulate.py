@@ -1,7 +1,4 @@
-"""A training step as data, and the peak of a copy of it.
-
-The copy is changed as a plan says. Where calls have policies it runs twice: the first
-call of a policy records what the function does, and may hold more than those after it.
+"""A training step as data, and the peak of a copy of it, changed as a plan says.
 
 Invariant: a step is a function of what is passed. Nothing of the user's is touched, no
 memory is allocated, no number is drawn.
@@ -302,11 +299,9 @@ def simulate(
     *,
     is_real: bool = False,
     is_functional: bool = False,
-    times: int = 2,
 ) -> Simulation:
-    """Run a copy of a step, where it is `isolated`; return the most of its runs."""
+    """Run a copy of a step, where it is `isolated`."""
     mode = nullcontext() if is_real else fake_mode()
-    peaks: list[tuple[int, str]] = []
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside():
         made = copied(step, mode, device)
@@ -320,25 +315,17 @@ def simulate(
             for tensor in storages_before(made):
                 meter.hold(tensor)
             before = meter.live
-            for _ in range(times):
-                _run(made, meter, is_functional=is_functional)
-                peaks.append((meter.peak, meter.peak_at))
-                put_back(grads)
-    peak, at = max(peaks, key=lambda each: each[0])
-    return Simulation(peak, before, at)
-
-
-def _run(step: TrainingStep, meter: Meter, *, is_functional: bool) -> None:
-    """Run a step under a meter."""
-    meter.begin()
-    if is_functional:
-        result, outs = functional_gradients(step), ()
-    else:
-        result, outs = step.to_loss()
-        meter.enter("")
-        backward(outs)
-    del result, outs
-    meter.end()
+            meter.begin()
+            if is_functional:
+                result, outs = functional_gradients(made), ()
+            else:
+                result, outs = made.to_loss()
+                meter.enter("")
+                backward(outs)
+            del result, outs
+            meter.end()
+            put_back(grads)
+    return Simulation(meter.peak, before, meter.peak_at)
 
 
 def _hook(meter: Meter, block: nn.Module, name: str) -> None:
