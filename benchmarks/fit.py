@@ -347,7 +347,6 @@ def bound(case: Case, budget: int) -> float:
             TrainingStep(model, args, kwargs, loss), mode, torch.device("cpu")
         )
         found = record(made, mode)
-    assert found is not None
     walker = Walker(found)
     program = program_of(walker)
     for at, nbytes in enumerate(walker.base):

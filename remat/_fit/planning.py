@@ -12,7 +12,7 @@ the first step, too.
 Rejected: to trust the walk. A user's code may hold what no operation made.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -115,21 +115,15 @@ class Planning:
         also = record_functional if is_functional else None
         names = *blocks, *around, *([""] if is_functional else ())
         found, self._is_real = recorded(step, device, blocks=names, also=also)
-        assert found is not None
         self.record = found
         # What is chosen for. An optimizer may need more than was asked for.
         self._asked, self._budget = budget, max(budget.nbytes, found.update.peak)
-        # With the model in evaluation mode if it trains, or the other way round; None
-        # if that runs the same operations.
-        self.other: StepRecord | None = None
-        self._others: dict[bool, list[_Draft]] = {}
         self._counts_gradients = begins_with_gradients(step)
         self._least: list[Followed] = []
         self._run_as: StepRecord | None = None  # that of torch.func, if it runs there
 
     def over_step(self) -> Plan:
         """Return a plan for the whole step."""
-        self.other = self._record_of_other_mode()
         record, whole = self.record, (0, self.record.turn)
         applied = None
         if record.called is not None:
@@ -284,62 +278,22 @@ class Planning:
         return _Attempt(followed, chosen, walker, drafts)
 
     def _drafts(self, walker: Walker, chosen: Chosen, peak: int) -> list[_Draft]:
-        """Return what was chosen for the step, and for others that a model may run."""
-        is_around = walker.span == (0, self.record.turn)
-        self._tell("choosing for steps with gradients, and for evaluation")
-        if is_around not in self._others:
-            self._others[is_around] = [*self._for_others(is_around)]
-        first = self._draft(walker, chosen, peak)
-        return [first, *self._others[is_around]]
+        """Return what was chosen, and what for a step that begins with gradients.
 
-    def _draft(self, walker: Walker, chosen: Chosen, peak: int) -> _Draft:
-        how = {
-            "over": peak - self._budget,
-            "counts_gradients": self._counts_gradients,
-            "is_training": self._is_training,
-        }
-        return _Draft(walker, chosen, spare(walker, chosen), how)
-
-    @property
-    def _is_training(self) -> bool:
-        model = self._step.model()
-        return model is None or model.training
-
-    # --- Other steps ---
-
-    def _record_of_other_mode(self) -> StepRecord | None:
-        if self._step.model() is None:
-            return None
-        try:
-            known = [op.name for op in self.record.operations[: self.record.turn]]
-            step = self._step, self._device
-            found = recorded(*step, known, in_other_mode=True)[0]
-            return None if found is None else found.updated(self.record.update)
-        except Exception:  # noqa: BLE001 - the user may never run it
-            return None
-
-    def _for_others(self, is_around: bool) -> Iterator[_Draft]:
-        """Yield choices for steps that begin with gradients, and of the other mode.
-
-        Where these are over the budget, they are near the least that there is.
+        Where that is over the budget, it is near the least that there is.
         """
+        drafts = [self._draft(walker, chosen, peak, self._counts_gradients)]
         if not (self._counts_gradients or self._step.model() is None):
-            record = self.record.accumulating()
-            how = {"counts_gradients": True, "is_training": self._is_training}
-            yield self._quick_draft(record, is_around, how)
-        if self.other is not None:
-            how = {
-                "counts_gradients": self._counts_gradients,
-                "is_training": not self._is_training,
-            }
-            yield self._quick_draft(self.other, is_around, how)
+            self._tell("choosing for steps with gradients")
+            other = Walker(walker.record.accumulating(), walker.span)
+            found = quickly_for(other, self._budget)
+            drafts.append(self._draft(other, found, other(found).peak, True))
+        return drafts
 
-    def _quick_draft(
-        self, record: StepRecord, is_around: bool, how: dict[str, Any]
+    def _draft(
+        self, walker: Walker, chosen: Chosen, peak: int, counts_gradients: bool
     ) -> _Draft:
-        walker = Walker(record, None if is_around else record.called)
-        chosen = quickly_for(walker, self._budget)
-        how["over"] = walker(chosen).peak - self._budget
+        how = {"over": peak - self._budget, "counts_gradients": counts_gradients}
         return _Draft(walker, chosen, spare(walker, chosen), how)
 
     # --- Errors ---

@@ -161,23 +161,18 @@ class StepRecord:
 def recorded(
     step: TrainingStep,
     device: torch.device,
-    unless: Sequence[str] | None = None,
     *,
-    in_other_mode: bool = False,
     blocks: Iterable[str] = (),
     also: Any = None,
-) -> tuple[StepRecord | None, bool]:
+) -> tuple[StepRecord, bool]:
     """Return the record of a copy of a step, and whether its tensors were real."""
 
-    def run(is_real: bool) -> StepRecord | None:
+    def run(is_real: bool) -> StepRecord:
         mode = nullcontext() if is_real else fake_mode()
         made = [copied(step, mode, device)]
         if shards_in(modules_of(step)):  # those have to run a backward, too
             made.append(copied(step, mode, device))
-        for model in (each.model() for each in made):
-            if in_other_mode and model is not None:
-                model.train(not model.training)
-        return record(made[0], mode, made[-1], unless=unless, blocks=blocks, also=also)
+        return record(made[0], mode, made[-1], blocks=blocks, also=also)
 
     return without_values_if_possible(step, run)
 
@@ -187,11 +182,10 @@ def record(
     mode: Any,
     other: TrainingStep | None = None,
     *,
-    unless: Sequence[str] | None = None,
     blocks: Iterable[str] = (),
     also: Any = None,
-) -> StepRecord | None:
-    """Run a step twice; return what it did, or None if they are those of `unless`.
+) -> StepRecord:
+    """Run a step twice; return what it did.
 
     `other` is a copy for the first run, which has no backward. `also` may run it again,
     and is given what was recorded.
@@ -206,8 +200,6 @@ def record(
         ):
             kept = watched.to_loss()
         del kept
-        if unless is not None and [op.name for op in alone.operations] == unless:
-            return None
         put_back(grads)
         with whole.watching(step) as watched:
             positions = Positions(whole)

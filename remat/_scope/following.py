@@ -48,7 +48,6 @@ class Course:
     # Whether gradients that are there when a step begins are counted.
     counts_gradients: bool = True
     over: int = 0  # the bytes of a step over its budget; less than 0 for what is left
-    is_training: bool = True  # the mode of the model that runs it
     nbytes: int = field(init=False, compare=False, repr=False)
     roots: frozenset[str] = field(init=False, compare=False, repr=False)
     # What was said about steps that differ, and whether one was as planned.
@@ -218,14 +217,11 @@ class ByPlace(Policy):
         return Decision.RECOMPUTE
 
     def _choose(self, root: Any) -> None:
-        """Choose the course of a model's mode, and of whether it has gradients."""
+        """Choose the course by whether a model has gradients."""
         self._is_chosen, has_gradients = True, _has_gradients(root)
         self._course = min(
             range(len(self._courses)),
-            key=lambda k: (
-                self._courses[k].is_training != root.training,
-                self._courses[k].counts_gradients != has_gradients,
-            ),
+            key=lambda k: self._courses[k].counts_gradients != has_gradients,
         )
         course = self._courses[self._course]
         if has_gradients and course.over > 0:
