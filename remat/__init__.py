@@ -6,7 +6,6 @@ from remat._base import interpreter as _interpreter  # noqa: F401  # isort: skip
 import typing as _typing
 
 from remat import random as random
-from remat._base import hints as _hints
 from remat._base.context import is_recomputing as is_recomputing
 from remat._base.errors import (
     BudgetError as BudgetError,
@@ -18,7 +17,7 @@ from remat._base.errors import (
     RecomputeError as RecomputeError,
     RematError as RematError,
 )
-from remat._base.later import later as _later
+from remat._base.package import advise as _advise, later as _later
 from remat._base.pytree import register as register
 
 
@@ -82,4 +81,4 @@ else:
 
 __version__ = "0.1.0"
 
-_hints.at(__name__)
+_advise(__name__)

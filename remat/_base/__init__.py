@@ -4,7 +4,6 @@ In: nothing of remat but `_torch`. Out: vocabulary.
 
     types             what flows between rooms
     errors            what a user may catch, and reads: names in messages, tracebacks
-    hints             what to write in place of a wrong name of the package
     pytree            the only importer of optree; `remat.register`
     context           which calls a thread is inside of, and for what
     interpreter       what holds for CPython alone: bytecode, and where objects lie
@@ -15,7 +14,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     sizes             numbers of bytes, as people write them
     op, program       an operation, and a call, as data
     operators         those that graphs and records hold: the barrier, names, units
-    later             names whose modules are imported where they are first used
+    package           names that are imported later, and what to write for wrong ones
     observer          the mode by which reports, blocks and budgets see operations
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, how often it was changed, its parts

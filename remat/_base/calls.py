@@ -30,7 +30,6 @@ from torch import nn
 
 from remat._base.code import VIEWED, content_of
 from remat._base.context import here
-from remat._base.later import from_above
 from remat._base.module_paths import (
     ModulePaths,
     Where,
@@ -38,6 +37,7 @@ from remat._base.module_paths import (
     full_name,
     names_in,
 )
+from remat._base.package import from_above
 from remat._base.types import Fn
 from remat._torch import hook_all_modules, modules_of_node, unhook_all_modules
 

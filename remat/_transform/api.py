@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat._base import hints
+from remat._base.package import advise_on
 from remat._base.source import shown
 from remat._offload.inputs import check_where
 from remat._partial.options import OffloadInputs, Options, Prune, Rng
@@ -365,4 +365,4 @@ def options_of(
 
 checkpoint = remat
 not_scriptable(remat, SCRIPTED)
-hints.on(remat, "remat")
+advise_on(remat, "remat")

@@ -20,7 +20,7 @@ saves some carries and runs the steps between them again.
 Called by users.
 """
 
-from remat._base import hints as _hints
+from remat._base.package import advise as _advise
 from remat.chain import schedules as schedules
 from remat.chain._loops import (
     fori_loop as fori_loop,
@@ -30,4 +30,4 @@ from remat.chain._loops import (
 )
 
 
-_hints.at(__name__)
+_advise(__name__)

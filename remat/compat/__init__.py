@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     set_device_states as set_device_states,
 )
 
-from remat._base import hints as _hints
+from remat._base.package import advise as _advise
 from remat._partial.names import checkpoint_name as _checkpoint_name
 from remat.compat._checkpoint import checkpoint as checkpoint
 from remat.compat._patch import (
@@ -41,4 +41,4 @@ from remat.compat._patch import (
 name = _checkpoint_name
 """`remat.checkpoint_name`, as is proposed for torch: `name(tensor, "n")`."""
 
-_hints.at(__name__)
+_advise(__name__)

@@ -14,11 +14,11 @@ In: a model. Out: the same model, whose blocks are recomputed in a backward.
 Called by users, and by `_fit`, whose plans modules follow.
 """
 
-from remat._base import hints as _hints
+from remat._base.package import advise as _advise
 from remat.nn._applied import Applied as Applied, applied as applied
 from remat.nn._apply import apply as apply, remove as remove
 from remat.nn._enable import enable as enable
 from remat.nn._select import blocks as blocks
 
 
-_hints.at(__name__)
+_advise(__name__)

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from remat._base.context import here
 from remat._base.errors import RematError
-from remat._base.later import from_above
+from remat._base.package import from_above
 from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import awaits_backward, scope

@@ -29,8 +29,8 @@ the product has a batch dimension and is recomputed. Use `dots_saveable` or name
 # Called by users, and by rooms that take or ask a policy: `_transform`, `_partial`,
 # `_report`, `_scope`, `_graph`, `_fit`, `rules`, `chain`, `nn` and `compat`.
 
-from remat._base import hints as _hints
 from remat._base.op import Op as Op, Value as Value
+from remat._base.package import advise as _advise
 from remat.policies._functions import Decision as Decision
 from remat.policies._names import (
     save_and_offload_only_these_names as save_and_offload_only_these_names,
@@ -64,4 +64,4 @@ from remat.policies._policy import (
 from remat.policies._within import within as within
 
 
-_hints.at(__name__)
+_advise(__name__)

@@ -16,8 +16,7 @@
 
 import typing as _typing
 
-from remat._base import hints as _hints
-from remat._base.later import later as _later
+from remat._base.package import advise as _advise, later as _later
 from remat.random._key import (
     Key as Key,
     clone as clone,
@@ -74,4 +73,4 @@ else:
         },
     )
 
-_hints.at(__name__)
+_advise(__name__)

@@ -15,7 +15,7 @@ import pytest
 from support.public import MODULES
 
 import remat
-from remat._base import hints
+from remat._base import package
 
 
 ROOT = Path(__file__).parents[2]
@@ -219,10 +219,10 @@ def test_what_surrounds_the_first_use_does_not_matter():
     assert len(cases) == 7
 
 
-@pytest.mark.parametrize("room", hints.IN_ROOMS)
+@pytest.mark.parametrize("room", package.IN_ROOMS)
 def test_names_that_the_function_says_are_in_a_room_are_there(room):
     found = importlib.import_module(f"remat.{room}")
-    for name in hints.IN_ROOMS[room]:
+    for name in package.IN_ROOMS[room]:
         assert callable(getattr(found, name))
         with pytest.raises(TypeError, match=rf"For remat\.{room}\.{name} write"):
             getattr(remat.remat, name)()

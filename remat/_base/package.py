@@ -1,27 +1,79 @@
-"""Says what to write where a name of remat is used wrongly.
+"""The names of the package: looked up at their first use, and what to write for others.
 
-Invariant: names that exist are found as without it. The right name is looked for when
-an error is raised, with `dir`; only the function has a table, which a test compares.
-Rejected: a package that can be called. `remat` would be a function in one file and a
-package in the next, and `remat.fit` would depend on which.
+A package names what it imports later (PEP 562), or a room below it does. `import remat`
+takes an eighth of what it takes to import all that a call needs.
+
+Invariant: names that exist are attributes from their first use on. The right name for a
+wrong one is looked for when an error is raised; only the function has a table of names.
+Rejected: a class of module with properties. Tools that read modules would meet a class
+that they do not know. A package that can be called: `remat` would be a function in one
+file and a package in the next, and `remat.fit` would depend on which.
 """
 
 import importlib
 import pkgutil
 import sys
 import types
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from typing_extensions import override
 
 
-def at(name: str) -> None:
+def later(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a package.
+
+    `names` are those of each module. Those of the package itself are modules in it.
+
+    >>> get, listed = later("email", {"email": ["mime"], "email.message": ["Message"]})
+    >>> get("Message"), get("mime").__name__
+    (<class 'email.message.Message'>, 'email.mime')
+    """
+    namespace = vars(sys.modules[package])
+    homes = {name: module for module in names for name in names[module]}
+
+    def get(name: str) -> Any:
+        if name == "__all__":  # `import *` asks for it, and else finds what is imported
+            return [name for name in listed() if not name.startswith("_")]
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name]
+        if home == package:
+            return importlib.import_module(f"{package}.{name}")
+        namespace[name] = getattr(importlib.import_module(home), name)
+        return namespace[name]
+
+    def listed() -> list[str]:
+        return sorted({*namespace, *homes})
+
+    return get, listed
+
+
+# All that rooms ask of rooms above them. The import contracts do not see these.
+_ABOVE = {"ask_at_calls": "remat.rules._keep", "fit": "remat._fit.api"}
+
+
+def from_above(name: str) -> Any:
+    """Return what a room above defines.
+
+    >>> from_above("fit").__module__
+    'remat._fit.api'
+    """
+    return getattr(importlib.import_module(_ABOVE[name]), name)
+
+
+# --- Names that are used wrongly ---
+
+
+def advise(name: str) -> None:
     """Have a module say what to write where it is called, or has no such name."""
     sys.modules[name].__class__ = _Hinting
 
 
-def on(function: Any, package: str) -> None:
+def advise_on(function: Any, package: str) -> None:
     """Have a function named like its package say so where names are looked up."""
     names = {n: n for n in dir(sys.modules[package]) if not n.startswith("_")}
     names |= {n: f"{room}.{n}" for room, found in IN_ROOMS.items() for n in found}
