@@ -11,8 +11,8 @@ user's code may look at values.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -88,28 +88,21 @@ class _Asks:
     asks_modules, keeps_calls = True, False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallWithin:
-    """A call of a rematerialized function in the function that is examined."""
+    """A call of a rematerialized function, the one that is examined or one in it."""
 
-    around: int  # the index of the call that it runs in; -1 if it runs in none
+    around: int  # the index of the call within that it runs in; -1 if it runs in none
+    # For each handle its storage, and how many operations ran before it; and the
+    # operations that ran in it, by index.
+    packed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
     # Storages: those that it keeps alive to be recomputed; that its recompute holds for
     # the backward; that its policy offloads.
-    inputs: frozenset[int]
-    holds: frozenset[int]
-    away: frozenset[int]
-    again: tuple[int, ...]  # the operations that its recompute runs
-
-
-@dataclass(slots=True)
-class _CallNote:
-    """What was noted of a call, the one that is examined first."""
-
-    call: Saved
-    around: int  # the index of the call that it runs in
-    # For each handle its storage, and how many operations ran before it.
-    packed: dict[int, tuple[int, int]]
-    steps: list[int]  # the operations that ran in it, by index
+    inputs: frozenset[int] = frozenset()
+    holds: frozenset[int] = frozenset()
+    away: frozenset[int] = frozenset()
+    again: Sequence[int] = ()  # the operations that its recompute runs
 
 
 class _Sizes(Storages):
@@ -139,7 +132,7 @@ class Examined(Recorder):
     differentiable: bool  # whether an output requires grad
     scalar: bool  # whether those outputs have one element each
     streams: tuple[str, ...]  # that it moved
-    calls: tuple[CallWithin, ...]  # the ones around before the ones inside
+    calls: Sequence[CallWithin]  # the ones around before the ones inside
 
     def __init__(
         self, call: Saved, leaves: Sequence[Tensor], owner: Any, ask: AskOptions | None
@@ -161,7 +154,7 @@ class Examined(Recorder):
         # share it, once modules of the kind differ.
         self.situation, self.kind = call.situation(leaves), call.kind(leaves)
         self.owner = owner
-        self._noted: dict[int, _CallNote] = {}  # by the id of the call
+        self._noted: dict[Saved, CallWithin] = {}  # the first is what is examined
         self._call = call
         super().__init__(leaves, None, self.storages)
 
@@ -183,7 +176,9 @@ class Examined(Recorder):
         self.scalar = all(t.numel() == 1 for t in needing)
         self.copied = frozenset(call.inputs.may_be_written)
         self.streams = tuple(stream.name for stream, _ in call.ambient.moved)
-        self.calls = tuple(self._calls())
+        for each in [*self._noted][1:]:
+            self._settle(each, self._noted[each])
+        self.calls = [*self._noted.values()][1:]
         self._noted.clear()
         del self._call
 
@@ -220,17 +215,17 @@ class Examined(Recorder):
         i, inside = len(self.steps), here().inside[1:]
         super().note(func, arguments, results, draws=draws)
         for call in inside:
-            if id(call) in self._noted:  # not one of an earlier graph, recomputed here
-                self._noted[id(call)].steps.append(i)
+            if call in self._noted:  # not one of an earlier graph, recomputed here
+                self._noted[call].steps.append(i)
         self.inside.append(name_in(inside[-1].label) if inside else "")
         self.differentiates |= current_task() >= 0
 
     def observe(self, call: Saved, observe: Observe | None) -> Observe:
         """Return a function that is called with each tensor that a call saves."""
         is_first, inside = not self._noted, here().inside
-        index = {key: i for i, key in enumerate(self._noted)}
-        around = index.get(id(inside[-1]), 0) if inside else 0
-        noted = self._noted[id(call)] = _CallNote(call, around, {}, [])
+        index = {noted: i - 1 for i, noted in enumerate(self._noted)}
+        noted = CallWithin(index.get(inside[-1], -1) if inside else -1)
+        self._noted[call] = noted
 
         def both(position: int, tensor: Tensor | None) -> None:
             if is_first:
@@ -255,8 +250,8 @@ class Examined(Recorder):
     def _note_readers(self, outs: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
         """Note which nodes of the graph read each storage."""
         numbers = {
-            id(noted.call.handle_at(position)): number
-            for noted in self._noted.values()
+            id(call.handle_at(position)): number
+            for call, noted in self._noted.items()
             for position, (number, _) in noted.packed.items()
         }
         for node, tensors in nodes_of(outs, {t.grad_fn for t in leaves}):
@@ -266,33 +261,28 @@ class Examined(Recorder):
             for number in found:
                 self.readers.setdefault(number, {})[reader_of(node)] = None
 
-    def _calls(self) -> Iterator[CallWithin]:
-        """Yield the calls within, those around before those inside."""
-        for noted in [*self._noted.values()][1:]:
-            call, waiting = noted.call, noted.call.alive()
-            choice = call.planned.choice if call.planned else None
-            made: Any = choice[1] if choice else None
-            if made and len(made.record.steps) != len(noted.steps):
-                made = None  # it is of another call
-            fates = made.full.plan.fates if made else repeat(Fate.RECOMPUTED)
-            runs = zip(noted.steps, fates, strict=False)
-            last = max((noted.packed[h.position][1] for h in waiting), default=0)
-            kept = inputs_kept(call) if waiting else ()
-            yield CallWithin(
-                around=noted.around - 1,
-                inputs=frozenset(map(self._number, kept)),
-                holds=frozenset(noted.packed[h.position][0] for h in waiting),
-                away=frozenset(self._away(noted.steps, made) if made else ()),
-                again=tuple(i for i, f in runs if f.is_run and i < last),
-            )
-
-    def _away(self, steps: Sequence[int], made: Any) -> Iterator[int]:
-        """Yield the storages of what a call offloads."""
-        pairs = zip(made.full.plan.residuals, made.destinations, strict=True)
-        for (i, k), decision in pairs:
-            step = self.steps[steps[i]]
-            if moves(decision, step.op.outputs):
-                yield step.makes[k]
+    def _settle(self, call: Saved, noted: CallWithin) -> None:
+        """Note what a call within keeps, and what its recompute runs."""
+        waiting = call.alive()
+        choice = call.planned.choice if call.planned else None
+        made: Any = choice[1] if choice else None
+        if made and len(made.record.steps) != len(noted.steps):
+            made = None  # it is of another call
+        fates = made.full.plan.fates if made else repeat(Fate.RECOMPUTED)
+        runs = zip(noted.steps, fates, strict=False)
+        last = max((noted.packed[h.position][1] for h in waiting), default=0)
+        noted.again = [i for i, fate in runs if fate.is_run and i < last]
+        noted.holds = frozenset(noted.packed[h.position][0] for h in waiting)
+        noted.inputs = frozenset(
+            map(self._number, inputs_kept(call) if waiting else ())
+        )
+        residuals = made.full.plan.residuals if made else ()
+        each = zip(residuals, made.destinations if made else (), strict=True)
+        noted.away = frozenset(
+            self.steps[noted.steps[i]].makes[k]
+            for (i, k), decision in each
+            if moves(decision, self.steps[noted.steps[i]].op.outputs)
+        )
 
     def _number(self, tensor: Tensor) -> int:
         return self.storages.number(base_tensor(tensor))

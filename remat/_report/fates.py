@@ -14,7 +14,7 @@ from itertools import chain
 from remat._base.op import Op
 from remat._base.operators import unit
 from remat._base.source import short
-from remat._partial.budget import Spent, cost_of
+from remat._partial.budget import cost_of
 from remat._partial.candidates import decisions_of, moves
 from remat._partial.cost import flops
 from remat._partial.decide import plans_of, why_no_record
@@ -41,7 +41,7 @@ class Fates:
         # read, and those of them that are not kept: the graph may save the others.
         self._away: frozenset[int] = frozenset()
         self._unread: frozenset[int] = frozenset()
-        self._spent: Spent | None = None  # what the budget of the policy keeps
+        self._spent: ExplainedBudget | None = None
         made, self._unpruned = self._planned()
         self._plan = made.full.plan if made else plan(log, prune=False)
         self._fates, self._dropped = self._plan.fates, self._unread
@@ -70,9 +70,14 @@ class Fates:
         decisions = decisions_of(policy, log, found.exposed)
         roots = found.exposed.union(cache.plans.extra_roots if cache.plans else ())
         plans, why = plans_of(log, decisions, policy, prune, roots)
-        self._spent = plans.spent
         if why:
             return None, why
+        spent = plans.spent
+        if spent is not None:
+            kept, budget = spent.solution, spent.policy.budget
+            whole = sum(map(cost_of(budget), log.steps))
+            sizes = budget.nbytes, kept.nbytes, kept.work, whole, kept.gap
+            self._spent = ExplainedBudget(*sizes, bool(spent.overdrawn))
         pairs = enumerate(zip(log.steps, decisions, strict=True))
         # What is in host memory stays in it.
         away = (i for i, (step, d) in pairs if moves(d, step.op.outputs))
@@ -129,14 +134,8 @@ class Fates:
             held_bytes=found.nbytes(held),
             recomputed_bytes=found.bytes_recomputed(kept, roots),
             streams=found.streams,
-            budget=self._budget(self._spent) if self._spent else None,
+            budget=self._spent,
         )
-
-    def _budget(self, spent: Spent) -> ExplainedBudget:
-        kept, budget = spent.solution, spent.policy.budget
-        whole = sum(map(cost_of(budget), self._found.log.steps))
-        sizes = budget.nbytes, kept.nbytes, kept.work, whole, kept.gap
-        return ExplainedBudget(*sizes, bool(spent.overdrawn))
 
     # --- What becomes of each, and why ---
 
@@ -151,8 +150,6 @@ class Fates:
             why = "nothing that is recomputed reads it"
         elif not why and self._unpruned:
             why = f"nothing is left out: {self._unpruned}"
-        elif not (why or self._is_saved) and i in self._plan.residual_sources:
-            why = "a saved value was computed from it, for higher derivatives"
         why = why or leaf.why or "only prune=True lets go of it"
         self._counted |= {s} if kept else set()
         return replace(leaf, nbytes=nbytes, kept=kept, why=why)

@@ -329,20 +329,19 @@ class _NonLeaf(Function):
 
 def refuse_transforms(report: str, instead: str) -> None:
     """Raise a RuntimeError under a transform of torch.func or a trace."""
+    where = _COMPILED if torch.compiler.is_compiling() else ""
     if _torch.current_layer() is not None or _torch.dual_level_active():
-        raise RuntimeError(_TRANSFORMED.format(report=report, instead=instead))
-    if torch.compiler.is_compiling():
-        raise RuntimeError(_COMPILED.format(report=report))
+        where = _TRANSFORMED
+    if where:
+        told = f"remat: {report} was called {where}. Call it outside, on {instead}."
+        raise RuntimeError(told)
 
 
 _TRANSFORMED = (
-    "remat: {report} was called under a transform of torch.func or forward-mode AD, "
-    "where tensors have several graphs. Call it outside, on {instead}."
+    "under a transform of torch.func or forward-mode AD, where tensors have several "
+    "graphs"
 )
-_COMPILED = (
-    "remat: {report} was called in a function that torch.compile traces. Call it "
-    "outside, on the function that is not compiled."
-)
+_COMPILED = "in a function that torch.compile traces"
 
 
 @contextmanager

@@ -22,16 +22,15 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.profiler import profile
 from typing_extensions import override
 
 from remat._base.absent import Absent, tensors_of
 from remat._base.observer import Observer
 from remat._reach.reach import Reach
-from remat._report import render as _render
-from remat._report.inputs import label_of_function
-from remat._torch import current_node, is_fake, storage_id
+from remat._report import inputs as _inputs, render as _render
+from remat._torch import current_node, storage_id
 
 
 class Alive(Observer):
@@ -210,10 +209,10 @@ def memory_timeline(
         ((4000, 8000, 4000), ('sin', 'cos', ''))
     """
     run = partial(fn, *args, **kwargs)
-    label = label_of_function(fn)
-    has_values = all(map(_has_values, (*args, *kwargs.values())))
+    label = _inputs.label_of_function(fn)
     # The function may refer to the model, as a lambda does.
-    has_values = has_values and _has_values(Reach(fn, label, args, kwargs).tensors)
+    tensors = Reach(fn, label, args, kwargs).tensors
+    has_values = all(map(_inputs.has_values, tensors))
     found = changes_in(run) if has_values else _changes_without_values(run)
     live = accumulate(change.nbytes for change in found)
     ops = tuple(running_operation(change.running) for change in found)
@@ -242,16 +241,6 @@ def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
     recorded: Any = profiler.kineto_results
     found = [*_changes(recorded.experimental_event_tree())]
     return [change for _, change in sorted(found, key=itemgetter(0))]
-
-
-def _has_values(given: Any) -> bool:
-    """Say whether an argument, and what a model among them holds, has values."""
-    tensors = (
-        (*given.parameters(), *given.buffers())
-        if isinstance(given, nn.Module)
-        else tensors_of(given)
-    )
-    return not any(t.is_meta or is_fake(t) for t in tensors)
 
 
 def _changes_without_values(fn: Callable[[], object]) -> list[MemoryChange]:
