@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,7 +48,7 @@ from remat._report.peak import (
     PeakHolder,
     advice_on,
 )
-from remat._report.timeline import MemoryChange, changes_in, running_operation
+from remat._report.timeline import MemoryChange, changes_in, timeline_of
 from remat._torch import (
     AccumulateGrad,
     base_tensor,
@@ -283,10 +282,10 @@ def _saved_by_policies(root: Any) -> list[Tensor]:
 
 def _peak(changes: Sequence[MemoryChange], watch: StepWatch, inputs: Inputs) -> Peak:
     theirs = [*_theirs(changes)]
-    live = [*accumulate(change.nbytes for change in theirs)]
-    end = live.index(max(live)) + 1 if live and max(live) > 0 else 0
+    seen = timeline_of("", theirs)
+    end = seen.bytes.index(seen.peak) + 1 if seen.peak > 0 else 0
     holders = _holders(theirs[:end], watch, inputs)
-    op = running_operation(theirs[end - 1].running) if end else ""
+    op = seen.peak_op if end else ""
     first = [op for op in watch.ops if op.node < 0 and not op.again]
     covered = sum(bool(op.called) for op in first) / max(1, len(first))
     calls, is_only = watch.outermost, watch.labels.total() == 1
@@ -324,27 +323,24 @@ def _holders(
         if change.nbytes > 0:
             alive[change.place] = change, last
     is_early = bool(watch.ops) and watch.ops[last].node < 0  # before the backward
-    sizes, counts = Counter(), Counter()
+    sizes: dict[tuple[PeakHolder, str, HeldValues], list[int]] = defaultdict(list)
     for change, i in alive.values():
-        key = _sorted(watch, change, i, is_early=is_early)
-        sizes[key] += change.nbytes
-        counts[key] += 1
-    storages = {
-        storage_id(part): (t, part) for t in inputs.tensors for part in parts(t)
-    }
+        sizes[_sorted(watch, change, i, is_early=is_early)].append(change.nbytes)
+    storages = {storage_id(p): (t, p) for t in inputs.tensors for p in parts(t)}
     for t, part in storages.values():  # what is alive before the step
-        like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
         kind: PeakHolder = "parameters" if is_parameter(t) else "inputs"
-        sizes[kind, NAMES[kind], like] += part.untyped_storage().nbytes()
-        counts[kind, NAMES[kind], like] += 1
+        like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
+        sizes[kind, NAMES[kind], like].append(part.untyped_storage().nbytes())
     held: dict[tuple[PeakHolder, str], list[HeldValues]] = defaultdict(list)
-    for (kind, name, like), nbytes in sizes.most_common():
-        value = replace(like, count=counts[kind, name, like], nbytes=nbytes)
-        held[kind, name].append(value)
-    total = sizes.total()
-    found = [(sum(v.nbytes for v in values), key) for key, values in held.items()]
-    found.sort(key=lambda each: -each[0])
-    return [Holder(*key, n, n / total, tuple(held[key])) for n, key in found if n]
+    for (kind, name, like), each in sizes.items():
+        held[kind, name].append(replace(like, count=len(each), nbytes=sum(each)))
+    total = sum(map(sum, sizes.values()))
+    found: list[Holder] = []
+    for key, values in held.items():
+        values.sort(key=lambda value: -value.nbytes)
+        size = sum(value.nbytes for value in values)
+        found += [Holder(*key, size, size / total, tuple(values))] if size else []
+    return sorted(found, key=lambda holder: -holder.nbytes)
 
 
 def _sorted(

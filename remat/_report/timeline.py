@@ -214,9 +214,7 @@ def memory_timeline(
     tensors = Reach(fn, label, args, kwargs).tensors
     has_values = all(map(_inputs.has_values, tensors))
     found = changes_in(run) if has_values else _changes_without_values(run)
-    live = accumulate(change.nbytes for change in found)
-    ops = tuple(running_operation(change.running) for change in found)
-    return MemoryTimeline(label, tuple(live), ops)
+    return timeline_of(label, found)
 
 
 class MemoryChange(NamedTuple):
@@ -225,6 +223,13 @@ class MemoryChange(NamedTuple):
     nbytes: int  # negative for a free
     place: Any  # the device and the address of the memory
     running: tuple[str, ...]  # what was running on the thread, the outermost first
+
+
+def timeline_of(label: str, changes: Sequence[MemoryChange]) -> MemoryTimeline:
+    """Return the bytes alive after each change, and the operation that ran."""
+    live = accumulate(change.nbytes for change in changes)
+    ops = tuple(running_operation(change.running) for change in changes)
+    return MemoryTimeline(label, tuple(live), ops)
 
 
 def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
