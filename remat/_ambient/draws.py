@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from remat._ambient.streams import device_streams, global_streams, moved_since
 from remat._base.errors import RandomnessError
-from remat._base.observer import Observer
+from remat._base.operators import Observer
 from remat._base.source import user_line
 from remat._base.types import Fn
 from remat._torch import OpOverload

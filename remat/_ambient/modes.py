@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from remat._base.errors import RecomputeError
-from remat._base.observer import Observer
+from remat._base.operators import Observer
 from remat._base.types import ATOMS
 from remat._torch import (
     call_kernel,

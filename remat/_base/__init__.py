@@ -13,9 +13,8 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     warned            at which line a warning is shown, and that it is shown once
     sizes             numbers of bytes, as people write them
     op, program       an operation, and a call, as data
-    operators         those that graphs and records hold: the barrier, names, units
+    operators         those that graphs and records hold; the mode that sees all
     package           names that are imported later, and what to write for wrong ones
-    observer          the mode by which reports, blocks and budgets see operations
     absent            a tensor without a value, for what a recompute leaves out
     tensors           how a tensor is described, how often it was changed, its parts
 

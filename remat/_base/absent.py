@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.op import Value
-from remat._base.operators import named
+from remat._base.operators import DETACH
 from remat._base.types import TENSORS
 from remat._torch import (
     eager_only,
@@ -31,17 +31,6 @@ from remat._torch import (
 
 
 _aten = torch.ops.aten
-# Autograd detaches the results that it saves. That is no operation of the function.
-DETACH = torch.ops.aten.detach.default
-# Neither are names, what is asked of fake tensors, and what forward mode asks of the
-# layouts of a value and its tangent.
-IGNORED = frozenset(
-    {
-        *(DETACH, named),
-        *(torch.ops.prim.device.default, torch.ops.prim.layout.default),
-        *(_aten.is_same_size.default, _aten._has_same_storage_numel.default),
-    }
-)
 
 
 # Operations that read the metadata of an argument, and not its values.

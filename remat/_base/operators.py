@@ -5,6 +5,10 @@
     named       a name of a value
     unit        several operations as one, for the modes that record or replay
 
+And the mode by which records, reports, `remat.scope`, budgets and guards see
+operations. They run as without it: it is asked before them, since some look at what an
+operation is about to change.
+
 Invariant: those that graphs hold compute nothing. They say what a graph must not
 reorder or lose. The user's modes, autograd and transforms see what is in a unit, as
 without us.
@@ -13,14 +17,23 @@ called as a unit: it runs below all of these.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from remat._base.context import here
-from remat._torch import as_one_operation
+from remat._torch import (
+    DEVICE_OF,
+    LeanDispatchMode,
+    as_one_operation,
+    call_kernel,
+    eager_only,
+    fake_device,
+    is_fake,
+)
 
 
 LIBRARY = torch.library.Library("remat", "FRAGMENT")
@@ -108,3 +121,52 @@ def as_unit(
             _ENTERED.runs.pop()
 
     return as_one_operation(call, fn)
+
+
+# --- The observer of operations ---
+
+
+# Autograd detaches the results that it saves. That is no operation of the function.
+DETACH = torch.ops.aten.detach.default
+# Neither are names, what is asked of fake tensors, and what forward mode asks of the
+# layouts of a value and its tangent.
+IGNORED = frozenset(
+    {
+        *(DETACH, named),
+        *(torch.ops.prim.device.default, torch.ops.prim.layout.default),
+        *(
+            torch.ops.aten.is_same_size.default,
+            torch.ops.aten._has_same_storage_numel.default,
+        ),
+    }
+)
+
+
+class Observer(LeanDispatchMode):
+    """A dispatch mode that sees each operation below autograd, and runs it.
+
+    A subclass says what it does around an operation in `run`, or after it in `seen`.
+    """
+
+    unseen: AbstractSet[Any] = IGNORED  # it does not look at these
+
+    @override
+    @eager_only
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func in self.unseen:
+            if func is DEVICE_OF and is_fake(args[0]):
+                return fake_device(args[0])
+            return call_kernel(func, *args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and look at it."""
+        result = call_kernel(func, *args, **kwargs)
+        self.seen(func, args, kwargs, result)
+        return result
+
+    def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Be told of an operation that has run."""

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from remat._base.calls import Places
 from remat._base.context import here
-from remat._base.observer import Observer
 from remat._base.op import NO_NAMES, Op
+from remat._base.operators import Observer
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of, residuals_at
 from remat._partial.candidates import Candidates

@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.absent import (
-    DETACH,
     LIKE,
     Absent,
     MissingError,
@@ -32,7 +31,7 @@ from remat._base.absent import (
 )
 from remat._base.errors import RecomputeError
 from remat._base.op import Value
-from remat._base.operators import named
+from remat._base.operators import DETACH, named
 from remat._base.types import TENSORS
 from remat._partial.follow import Follow
 from remat._partial.plan import Fate, Slot, Step, filled

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, is_storage
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from remat._base.absent import IGNORED, are_tensors, tensors_of
+from remat._base.absent import are_tensors, tensors_of
 from remat._base.op import Op, Value
+from remat._base.operators import IGNORED
 from remat._partial.budget import spent_by
 from remat._partial.plan import CallPlan, Fate, Record, plan
 from remat._torch import SHARED_COPY, call_kernel, is_view_op, kernel_of

@@ -26,7 +26,7 @@ from remat._ambient.draws import without_draws
 from remat._base.absent import inputs_of, tensors_of
 from remat._base.context import within
 from remat._base.errors import RecomputeError
-from remat._base.observer import Observer
+from remat._base.operators import Observer
 from remat._base.source import user_line
 from remat._base.tensors import describe_meta, parts
 from remat._base.types import CONSTANTS, Fn

@@ -27,7 +27,7 @@ from remat._base import pytree
 from remat._base.absent import Absent
 from remat._base.context import Reporter, here
 from remat._base.errors import CaptureError, Label, label_of, name_in, note
-from remat._base.observer import Observer
+from remat._base.operators import Observer
 from remat._base.program import Program
 from remat._base.source import user_line
 from remat._base.tensors import parts

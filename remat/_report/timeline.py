@@ -27,7 +27,7 @@ from torch.autograd.profiler import profile
 from typing_extensions import override
 
 from remat._base.absent import Absent, tensors_of
-from remat._base.observer import Observer
+from remat._base.operators import Observer
 from remat._reach.reach import Reach
 from remat._report import inputs as _inputs, render as _render
 from remat._torch import current_node, storage_id

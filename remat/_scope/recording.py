@@ -17,11 +17,11 @@ from torch import Tag, Tensor
 from typing_extensions import override
 
 from remat._ambient.streams import Stream, device_streams, global_streams, stream_of
-from remat._base.absent import IGNORED, inputs_of, tensors_of
+from remat._base.absent import inputs_of, tensors_of
 from remat._base.calls import NOWHERE, Places
 from remat._base.context import here
-from remat._base.observer import Observer
 from remat._base.op import NO_NAMES, Op
+from remat._base.operators import IGNORED, Observer
 from remat._base.source import user_line
 from remat._base.tensors import version_of
 from remat._base.types import CONSTANTS

@@ -25,7 +25,7 @@ from typing_extensions import override
 from remat._ambient.ambient import Ambient
 from remat._base.absent import DETACH, LIKE
 from remat._base.errors import MutationError
-from remat._base.observer import Observer
+from remat._base.operators import Observer
 from remat._base.source import user_line
 from remat._base.tensors import taken_apart, version_of, versions_of
 from remat._base.types import TENSORS, Fn

@@ -29,10 +29,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from remat._base.absent import DETACH
 from remat._base.context import is_under_mode
 from remat._base.errors import CaptureError, MutationError, RecomputeError
-from remat._base.observer import Observer
+from remat._base.operators import DETACH, Observer
 from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.tensors import parts, version_of, versions_of
 from remat._base.types import TENSORS

@@ -23,7 +23,7 @@ from typing_extensions import override
 from remat import _torch
 from remat._base.context import here
 from remat._base.errors import Label, RematError, hide_frames, label_of
-from remat._base.observer import Observer
+from remat._base.operators import Observer
 from remat._base.source import shown
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
