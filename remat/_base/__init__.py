@@ -8,8 +8,7 @@ In: nothing of remat but `_torch`. Out: vocabulary.
     context           which calls a thread is inside of, and for what
     interpreter       what holds for CPython alone: bytecode, and where objects lie
     code              what a function's code refers to, and whether that is the user's
-    module_paths      where modules are in one, and what their classes are called
-    source            the line of the user that is running
+    source            the line of the user that is running; where modules are in one
     warned            at which line a warning is shown, and that it is shown once
     sizes             numbers of bytes, as people write them
     op, program       an operation, and a call, as data

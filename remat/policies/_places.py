@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from remat._base.module_paths import class_names, full_name
 from remat._base.op import Op
+from remat._base.source import class_names, full_name
 from remat._torch import is_operator
 from remat.policies import _operations
 from remat.policies._functions import Decision, advice, decision_of, family, name
