@@ -136,7 +136,11 @@ def apply_from(
     found = chosen(model, select, policy)
     options = [options_of(policy, *flags) for _, _, policy in found]
     for name, module, _ in found:
-        _refuse(name, module)
+        if isinstance(module, RematModule):
+            of = {"kind": type(module).__name__, "where": module._remat_spec.where}
+            raise ValueError(_TWICE.format(name=shown_name(name), **of))
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(_SCRIPT.format(name=shown_name(name)))
     for (_, module, _), each in zip(found, options, strict=True):
         recompute_in_place(module, where, each, by)
     refuse_later(model, by, where)
@@ -186,15 +190,6 @@ def _undone(module: Any) -> Any:
     while isinstance(module, RematModule):
         module = undone(module)
     return module
-
-
-def _refuse(name: str, module: nn.Module) -> None:
-    """Refuse a module that is recomputed already, or cannot be."""
-    if isinstance(module, RematModule):
-        kind, where = type(module).__name__, module._remat_spec.where
-        raise ValueError(_TWICE.format(name=shown_name(name), kind=kind, where=where))
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(_SCRIPT.format(name=shown_name(name)))
 
 
 _TWICE = (

@@ -1,8 +1,5 @@
 """The gradient checkpointing of other libraries' models, done by remat.
 
-Models of transformers and diffusers call a function at each block if their gradient
-checkpointing is on. `enable` switches it on, and puts in a function of ours.
-
 Invariant: what else a library does when its checkpointing is on stays: it leaves out
 caches, for instance. Which blocks it recomputes is up to its switch, also later; what
 recomputes them is up to `enable`, until `remove`.
@@ -12,7 +9,7 @@ be handed a cache, and only the library knows where.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -111,16 +108,12 @@ def enable(
             raise ValueError(_LAYERS.format(text=text))
         every_n_layers = every
     options = options_of(policy, prune, rng, higher_order, offload_inputs)
-    # A module in there asks whether to call the function.
-    takes = [m for m in model.modules() if _takes_function(m)]
-    owners = [m for m in takes if any(True for _ in switchable(m))]
+    owners = _owners(model)
     if not owners:
         raise TypeError(_NOT_SUPPORTED.format(model=type(model).__name__))
     refuse_others(model, ENABLE, (REMAT, ENABLE, LIBRARY))
-    inner = {id(m) for owner in owners for m in owner.modules() if m is not owner}
-    owners = [owner for owner in owners if id(owner) not in inner]
-    for owner in owners:
-        _refuse_choice(owner, every_n_layers)
+    if every_n_layers not in (None, 1):
+        _refuse_choice(owners, every_n_layers)
     checkpoint = Checkpoint(caller(), options)
     chosen = [m for m in switchable(model) if is_on(m) or _is_ours(m)]
     for module in chosen:
@@ -136,6 +129,24 @@ def enable(
             setattr(module, FLAG, False)
         _keep(module, checkpoint)
     return model
+
+
+def _taken_by_switch(module: nn.Module) -> Container[str]:
+    """Return the names of what the switch of a model takes; none if it has none."""
+    switch = getattr(type(module), _SWITCH, None)
+    return () if switch is None else inspect.signature(switch).parameters
+
+
+def _owners(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost models whose switch takes a function for its modules."""
+    owners = [
+        module
+        for module in model.modules()
+        if "gradient_checkpointing_func" in _taken_by_switch(module)
+        and any(True for _ in switchable(module))
+    ]
+    inner = {id(m) for owner in owners for m in owner.modules() if m is not owner}
+    return [owner for owner in owners if id(owner) not in inner]
 
 
 def switch_off(model: nn.Module) -> None:
@@ -253,23 +264,15 @@ _TORCHS = "torch.utils.checkpoint", "remat.compat._patch"
 _IN_TRACES = "TagActivationCheckpoint"
 
 
-def _refuse_choice(owner: nn.Module, every: Any) -> None:
+def _refuse_choice(owners: Sequence[nn.Module], every: Any) -> None:
     """Refuse a choice of layers that the library cannot make."""
-    if every is None or every == 1:
-        return
     if not isinstance(every, int) or every < 1:
         raise ValueError(_NO_COUNT.format(every=every))
-    takes = _EVERY in inspect.signature(getattr(type(owner), _SWITCH)).parameters
-    if not takes or sum(map(is_layer, owner.modules())) < 2:
-        kind, library = type(owner).__name__, library_of(owner)
-        raise ValueError(_NO_CHOICE.format(every=every, kind=kind, library=library))
-
-
-def _takes_function(module: nn.Module) -> bool:
-    switch = getattr(type(module), _SWITCH, None)
-    if switch is None:
-        return False
-    return "gradient_checkpointing_func" in inspect.signature(switch).parameters
+    for owner in owners:
+        takes = _EVERY in _taken_by_switch(owner)
+        if not takes or sum(map(is_layer, owner.modules())) < 2:
+            of = {"kind": type(owner).__name__, "library": library_of(owner)}
+            raise ValueError(_NO_CHOICE.format(every=every, **of))
 
 
 _NOT_SUPPORTED = (

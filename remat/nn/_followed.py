@@ -42,7 +42,12 @@ class FollowedScope:
         self, label: str, courses: Sequence[Course], model: Any = None, over: int = 0
     ) -> None:
         self._is_refused = GRAD in kinds_here() and torch.is_grad_enabled()
-        why = _why_not(model)
+        why = ""
+        if torch.is_grad_enabled():
+            if model is not None and has_sharded_parts(model):
+                why = "with sharded parameters"
+            if current_layer() is not None:  # a vmap, or forward mode
+                why = "under a transform of torch.func"
         if why and not self._is_refused:
             _warn(label, why, over)
         self._label, self._courses = label, courses
@@ -90,16 +95,6 @@ def begin_scope(scope: FollowedScope) -> None:
 def end_scope(*raised: Any) -> None:
     """End what began last in this thread."""
     _OPEN.scopes.pop().__exit__(*raised)
-
-
-def _why_not(model: Any) -> str:
-    """Say why a scope cannot follow a plan here; "" if it can."""
-    if not torch.is_grad_enabled():
-        return ""
-    if current_layer() is not None:  # a vmap, or forward mode
-        return "under a transform of torch.func"
-    is_split = model is not None and has_sharded_parts(model)
-    return "with sharded parameters" if is_split else ""
 
 
 def can_follow(model: nn.Module) -> bool:
@@ -170,9 +165,14 @@ def follow(
 ) -> None:
     """Have each call of a module follow a plan; blocks do where no scope can act."""
     _applied.refuse_others(model, "plan.apply")
-    inner = _planned_part(model, label, courses)
-    for module, policy in [(_submodule(inner, name), p) for name, p in blocks]:
-        options = Options(policy=policy, unless_followed=True)
+    modules = dict(_planned_part(model, label, courses).named_modules())
+    found: list[tuple[nn.Module, Options]] = []
+    for path, policy in blocks:
+        name = path
+        while name not in modules and "." in name:  # in a wrapper of what was planned
+            name = name.partition(".")[2]
+        found.append((modules[name], Options(policy=policy, unless_followed=True)))
+    for module, options in found:
         recompute_in_place(module, where, options, _applied.PLAN)
     _applied.refuse_later(model, _applied.PLAN, where)
     # Last, so that it runs first: what begins here ends also after an error of a hook.
@@ -194,14 +194,6 @@ def _planned_part(model: nn.Module, label: str, courses: Sequence[Course]) -> nn
             if 2 * len(planned & names) >= len(planned):
                 return module
     raise ValueError(_OTHER_MODEL.format(label=label, kind=type(model).__name__))
-
-
-def _submodule(inner: nn.Module, name: str) -> nn.Module:
-    """Return the module of a path in a model, or in a wrapper of it."""
-    paths = dict(inner.named_modules())
-    while name not in paths and "." in name:
-        name = name.partition(".")[2]
-    return inner.get_submodule(name)
 
 
 def unfollow(module: nn.Module) -> None:
