@@ -20,7 +20,7 @@ from remat._base.op import Op
 from remat._base.source import user_line
 from remat._base.tensors import describe
 from remat._fit.workspace import copied_inside, held_inside, hidden_in
-from remat._partial.cost import flops, seconds
+from remat._partial.effects import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
 from remat._report.timeline import Alive

@@ -5,9 +5,9 @@ In: a policy, `prune=` and a forward. Out: a plan for its backward, and its repl
     options, decide        what the user asked for; whether a call is recorded, and why
     planned_call           what one call records, saves and replays
     recorder               records a forward, with the help of:
-      values, effects      tensors and storages as data; what an operation does
+      values, effects      tensors and storages as data; what operations do, and cost
       candidates           what the policy says, and the tensors that it may save
-    plan, cost             what becomes of each operation, and what it costs
+    plan                   what becomes of each operation
     budget, solver         what a number of bytes is best spent on; who chooses it
     cache                  the plans of a record, which calls of one signature share
     runnable               a plan laid out to be run, and what is compared then

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from remat._partial.candidates import moves, overwritten
-from remat._partial.cost import measured_work, work
+from remat._partial.effects import measured_work, work
 from remat._partial.plan import Record, Step, makers_of, overwrites, plan, saveable_in
 from remat._partial.solver import Choices, Prices, SavingProgram
 from remat._partial.values import storage_bytes

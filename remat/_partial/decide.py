@@ -17,8 +17,7 @@ from remat._base.code import is_installed
 from remat._base.interpreter import nested
 from remat._base.warned import warn
 from remat._partial.cache import CallCache
-from remat._partial.cost import reason_against
-from remat._partial.effects import traits_of
+from remat._partial.effects import reason_against, traits_of
 from remat._partial.names import PolicyKeys
 from remat._partial.options import Prune
 from remat._partial.plan import Record

@@ -23,10 +23,10 @@ from remat._base.operators import Observer
 from remat._base.source import user_line
 from remat._graph.graph import nodes_of, residuals_at
 from remat._partial.candidates import Candidates
-from remat._partial.cost import Timing
 from remat._partial.effects import (
     DrawDetector,
     Exposures,
+    Timing,
     declared_writes,
     metadata_only_outputs,
     traits_of,

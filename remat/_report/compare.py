@@ -21,7 +21,7 @@ from typing_extensions import override
 from remat._base.errors import name_in
 from remat._base.types import Fn
 from remat._partial.budget import problem_of, solution_of
-from remat._partial.cost import flops, work
+from remat._partial.effects import flops, work
 from remat._partial.options import Options, Prune
 from remat._report import render as _render
 from remat._report.examine import Examined, examine

@@ -16,8 +16,8 @@ from remat._base.operators import unit
 from remat._base.source import short
 from remat._partial.budget import cost_of
 from remat._partial.candidates import decisions_of, moves
-from remat._partial.cost import flops
 from remat._partial.decide import plans_of, why_no_record
+from remat._partial.effects import flops
 from remat._partial.options import Options
 from remat._partial.plan import Fate, plan
 from remat._partial.runnable import Plans

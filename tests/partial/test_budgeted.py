@@ -12,7 +12,7 @@ from support.records import collective, in_place, pure, record, records, view
 from remat import policies
 from remat._base.op import Op, Value
 from remat._partial.budget import spent_by
-from remat._partial.cost import work
+from remat._partial.effects import work
 from remat._partial.plan import plan
 from remat._partial.values import storage_bytes
 from remat.policies import Decision

@@ -10,7 +10,7 @@ from support.transforms import ALL
 from support.zoo import leaves_of, ops_of, plainly, scalar
 
 from remat import checkpoint_name, explain, remat
-from remat._partial import budget, cost as timing
+from remat._partial import budget, effects as timing
 from remat.policies import dots_saveable, save_only_these_names, within
 from remat.testing import assert_same, count_ops, live_bytes
 
