@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from typing_extensions import override
 
@@ -90,14 +90,14 @@ class TapedCall:
 class TapedOperation:
     """What is kept of one operation."""
 
-    __slots__ = ("devices", "func", "may", "op", "results", "step")
+    __slots__ = ("_devices", "func", "may", "op", "results", "step")
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.op: Op | None = None  # what the policy is asked about, if it is
         self.may = Decision.RECOMPUTE  # what it says
-        self.results: list[Any] | None = None  # what it returned, if that is kept
-        self.devices: list[Any] = []  # where results belong
+        self.results: Any = None  # what it returned, if that is kept
+        self._devices: list[torch.device] = []  # where that belongs
         self.step: Step | None = None  # for a budget
 
     def keep(self, out: Any, decision: Decision, label: str) -> None:
@@ -107,29 +107,24 @@ class TapedOperation:
             return
         if decision is Decision.OFFLOAD_TO_DISK:
             raise OffloadError(_DISK.format(label=label))
-        results = [t.detach() if _is_tensor(t) else t for t in tree_leaves(out)]
-        self.devices = [t.device if _is_tensor(t) else None for t in results]
+        self._devices = [t.device for t in _tensors(out)]
+        self.results = tree_map_only(Tensor, Tensor.detach, out)
         if decision is Decision.OFFLOAD:
-            results = [t.to("cpu") if _is_tensor(t) else t for t in results]
-        self.results = results
+            self.results = tree_map_only(Tensor, Tensor.cpu, self.results)
 
     def result(self) -> Any:
         """Return what the operation returned, for a recompute."""
-        assert self.results is not None
-        pairs = zip(self.results, self.devices, strict=True)
-        results = [_back(t, device) if _is_tensor(t) else t for t, device in pairs]
-        returns = self.func._schema.returns
-        is_one = len(returns) == 1 and str(returns[0].type) == "Tensor"
-        return results[0] if is_one else tuple(results)
+        devices = iter(self._devices)
+
+        def back(tensor: Tensor) -> Tensor:
+            device, found = next(devices), after_cotangents(tensor)
+            return found if found.device == device else found.to(device)
+
+        return tree_map_only(Tensor, back, self.results)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _back(tensor: Tensor, device: torch.device) -> Tensor:
-    back = after_cotangents(tensor)
-    return back if back.device == device else back.to(device)
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 _DISK = (
@@ -329,16 +324,15 @@ class FirstTape(Tape):
         The caller may change that in place. Where nobody does, no graph has the copy.
         """
         if self._has_budget:  # while the result has a graph
-            self._spend(tree_leaves(out))
+            self._spend(_tensors(out))
         self._is_copying = True
-        for t in filter(_is_tensor, tree_leaves(out)):
+        for t in _tensors(out):
             entry, _ = self._made.get(storage_id(base_tensor(t)), (None, None))
-            if entry is not None and entry.results is not None:
+            if entry is not None:
                 with unlevelled(), torch.no_grad():
-                    each = entry.results
-                    entry.results = [k.clone() if _is_tensor(k) else k for k in each]
+                    entry.results = tree_map_only(Tensor, Tensor.clone, entry.results)
 
-    def _spend(self, outs: Sequence[Any]) -> None:
+    def _spend(self, outs: Sequence[Tensor]) -> None:
         """Let go of what the budget does not keep."""
         entries = self._kept.entries
         steps: list[Step] = []
@@ -350,7 +344,7 @@ class FirstTape(Tape):
             sizes = [n for v in step.op.outputs for n in v.shape]
             has_sizes = None not in map(size_hint, sizes)
             may.append(entry.may if has_sizes else Decision.RECOMPUTE)
-        roots = frozenset(self._saved([o for o in outs if _is_tensor(o)]))
+        roots = frozenset(self._saved(outs))
         record = Record(tuple(steps), (), (roots,))
         found = spent_by(self._kept.policy, record, may, (), prune=True)
         assert found is not None
@@ -405,7 +399,7 @@ class LaterTape(Tape):
         """Have the calls within keep nothing of which no more is read."""
         if not self.within:
             return
-        outs = [t for t in tree_leaves(out) if _is_tensor(t)]
+        outs = _tensors(out)
         read: list[Tensor] = []
         for node, saved in nodes_of([*outs, *map(base_tensor, outs)]):
             if type(node).__name__ in SILENT:
