@@ -35,16 +35,8 @@ from remat._partial.recorder import Recorder
 from remat._partial.replay import is_droppable
 from remat._partial.values import Storages
 from remat._reach.reach import Reach
-from remat._report.inputs import (
-    Inputs,
-    Ledger,
-    inputs_kept,
-    is_parameter,
-    reader_of,
-    reporting,
-    tensors_in,
-    tried,
-)
+from remat._report import inputs as _inputs
+from remat._report.inputs import Inputs, Ledger, tensors_in, tried
 from remat._report.reports import ExplainedInput
 from remat._torch import base_tensor, current_task
 from remat._transform.saved import Saved
@@ -161,7 +153,7 @@ class Examined(Recorder):
     def run_call(self, fn: Fn, *run: Any) -> None:
         """Run the call, and note what it does."""
         call, leaves = self._call, run[-1]
-        with reporting(self), self:
+        with _inputs.reporting(self), self:
             result = call.forward(fn, *run)
         outs = tensors_in(result)
         alive = {handle.position for handle in call.alive()}
@@ -259,7 +251,7 @@ class Examined(Recorder):
             self.itself.update(found)
             found += [numbers[id(h)] for h in handles_at(node) if id(h) in numbers]
             for number in found:
-                self.readers.setdefault(number, {})[reader_of(node)] = None
+                self.readers.setdefault(number, {})[_inputs.reader_of(node)] = None
 
     def _settle(self, call: Saved, noted: CallWithin) -> None:
         """Note what a call within keeps, and what its recompute runs."""
@@ -274,7 +266,7 @@ class Examined(Recorder):
         noted.again = [i for i, fate in runs if fate.is_run and i < last]
         noted.holds = frozenset(noted.packed[h.position][0] for h in waiting)
         noted.inputs = frozenset(
-            map(self._number, inputs_kept(call) if waiting else ())
+            map(self._number, _inputs.inputs_kept(call) if waiting else ())
         )
         residuals = made.full.plan.residuals if made else ()
         each = zip(residuals, made.destinations if made else (), strict=True)
@@ -295,9 +287,13 @@ def _leaf(name: str, tensor: Tensor) -> ExplainedInput:
         real = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
         real = real if tensor.is_leaf else real.view(0)
     if not is_droppable(real):
-        stays = _ALIVE if is_parameter(real) else "its kind of tensor is not dropped"
+        stays = (
+            _ALIVE
+            if _inputs.is_parameter(real)
+            else "its kind of tensor is not dropped"
+        )
     meta = name, tensor.dtype, tuple(tensor.shape), nbytes
-    return ExplainedInput(*meta, bool(stays), stays, is_parameter(tensor))
+    return ExplainedInput(*meta, bool(stays), stays, _inputs.is_parameter(tensor))
 
 
 _ALIVE = "a leaf, which is alive anyway"

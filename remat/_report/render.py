@@ -111,7 +111,7 @@ _NO_AXES = (
     "remat: plot() takes the axes of matplotlib to draw on, and returns them; got a "
     "{kind}. For a file write report.plot().figure.savefig(path)."
 )
-_MARKERS = "osD^vP*X<>"
+_MARKERS = "osD^vP*X<"  # not ten, as there are ten colours
 _GREY = "#9a9a9a"
 _WIDE = 60  # letters in a line
 
@@ -139,22 +139,19 @@ def points(
     front: Sequence[tuple[int, int]] = (),
     budget: int | None = None,
 ) -> Any:
-    """Draw a point for each pair of bytes and FLOPs; bytes of peaks, if in a budget.
-
-    A line joins the points that no other beats, a dashed one what budgets reach.
-    """
+    """Draw a point for each pair of bytes and FLOPs; bytes of peaks, if in a budget."""
     ax = _axes(ax, (8, 3.5 + 0.2 * len(labels)))
     named: dict[tuple[int, int], list[str]] = {}
     for label, point in zip(labels, at, strict=True):
         named.setdefault(point, []).append(label)
-    ax.plot(*_unbeaten([*named]), color=_GREY, linewidth=1, zorder=0)
     if front:
+        bytes_of, work = zip(*front, strict=True)
         style = {"linestyle": "--", "marker": ".", "color": _GREY, "zorder": 0}
-        ax.plot(*_unbeaten(front), **style, label="policies.within(...)")
+        reached = [nbytes / MIB for nbytes in bytes_of]
+        ax.plot(reached, work, **style, label="policies.within(...)")
     for i, ((size, cost), names) in enumerate(named.items()):
-        around, k = divmod(i, len(_MARKERS))
-        look = {"marker": _MARKERS[k], "color": f"C{k + around}"}
         label = "\n".join(textwrap.fill(name, _WIDE) for name in names)
+        look = {"marker": _MARKERS[i % len(_MARKERS)], "color": f"C{i}"}
         ax.scatter([size / MIB], [cost], 60, **look, label=label)
     if budget is not None:
         ax.axvline(budget / MIB, color=_GREY, linestyle=":", label="budget")
@@ -164,15 +161,6 @@ def points(
         ax.set_ylim(0, 1)
     what = "saved memory, MiB" if budget is None else "peak of the step, MiB"
     return _finished(ax, title, (what, "recomputed work, FLOPs"))
-
-
-def _unbeaten(pairs: Sequence[tuple[int, int]]) -> Any:
-    """Return the points for which no other is as small in both: all x, all y."""
-    found: list[tuple[int, int]] = []
-    for pair in sorted(pairs):
-        if not found or pair[1] < found[-1][1]:
-            found.append(pair)
-    return zip(*((size / MIB, cost) for size, cost in found), strict=True)
 
 
 def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:

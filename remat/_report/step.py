@@ -23,23 +23,14 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, autograd
 from typing_extensions import override
 
+from remat import _torch
 from remat._base.context import Observe, here
 from remat._base.source import user_line
 from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
-from remat._report.inputs import (
-    MADE,
-    Inputs,
-    Ledger,
-    StorageNote,
-    has_values,
-    inputs_kept,
-    is_parameter,
-    reporting,
-    tensors_in,
-    undoing,
-)
+from remat._report import inputs as _inputs
+from remat._report.inputs import Inputs, Ledger, StorageNote, tensors_in, undoing
 from remat._report.peak import (
     NAMES,
     HeldValues,
@@ -49,15 +40,6 @@ from remat._report.peak import (
     advice_on,
 )
 from remat._report.timeline import MemoryChange, changes_in, timeline_of
-from remat._torch import (
-    AccumulateGrad,
-    base_tensor,
-    current_node,
-    marked,
-    nodes_made,
-    sequence_number,
-    storage_id,
-)
 from remat._transform.saved import DIFFERENTIATED_AGAIN
 
 
@@ -78,12 +60,12 @@ def peak_of(fn: Fn, args: Any, kwargs: Any) -> Peak | None:
                 break
             with undoing(fn, args, kwargs, StepWatch, every=every) as (inputs, watch):
                 others = inputs.has_others or every
-                if not all(map(has_values, inputs.tensors)):
+                if not all(map(_inputs.has_values, inputs.tensors)):
                     return None
                 for t in inputs.tensors:
                     if t.is_leaf:
                         t.grad = None
-                with reporting(watch), watch:
+                with _inputs.reporting(watch), watch:
                     call = partial(run, fn, args, kwargs, inputs, watch)
                     if is_first and call() is None:
                         break
@@ -136,7 +118,7 @@ def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Ten
             continue
         seen.add(node)
         todo += [behind for behind, _ in node.next_functions]
-        if type(node) is AccumulateGrad and id(node.variable) not in known:
+        if type(node) is _torch.AccumulateGrad and id(node.variable) not in known:
             found.append(node.variable)
     return found
 
@@ -180,7 +162,7 @@ class StepWatch(Ledger):
 
     @override
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        node, context, i = current_node(), here(), len(self.ops)
+        node, context, i = _torch.current_node(), here(), len(self.ops)
         again, called = map(self._innermost, (context.recomputing, context.inside))
         if context.functions:
             called = called or ("a call", 0)
@@ -190,11 +172,11 @@ class StepWatch(Ledger):
         self.last = i if called and not again else self.last
         name = getattr(func, "overloadpacket", func).__name__
         saves = bool(context.functions) and context.policy is not None
-        number = -1 if node is None else sequence_number(node)
+        number = -1 if node is None else _torch.sequence_number(node)
         op = WatchedOp(name, user_line(), number, called, again, saves)
         self.ops.append(op)
-        self.origins.setdefault(nodes_made() - 1, i)
-        with marked(f"{MARK}{i}"):
+        self.origins.setdefault(_torch.nodes_made() - 1, i)
+        with _torch.marked(f"{MARK}{i}"):
             return super().call(func, args, kwargs)
 
     @override
@@ -202,7 +184,7 @@ class StepWatch(Ledger):
         self, tensor: Tensor, rank: int, origin: str, source: str = ""
     ) -> list[StorageNote]:
         found = super().know(tensor, rank, origin, source)
-        if rank == MADE:
+        if rank == _inputs.MADE:
             for part, entry in zip(parts(tensor), found, strict=True):
                 if not part._is_zerotensor():
                     place = len(self.ops) - 1, part.untyped_storage().data_ptr()
@@ -211,14 +193,14 @@ class StepWatch(Ledger):
 
     @override
     def _preserve(self, tensor: Tensor) -> None:
-        with marked(OURS):
+        with _torch.marked(OURS):
             super()._preserve(tensor)
 
     def hold(self, kind: PeakHolder, tree: Any) -> None:
         """Note what holds some tensors; gradients are nothing else."""
         for t in tensors_in(tree):
-            for part in parts(base_tensor(t)):
-                number = storage_id(part)
+            for part in parts(_torch.base_tensor(t)):
+                number = _torch.storage_id(part)
                 if number in self.entries and kind == "gradients":
                     self.kinds[number] = kind
                 elif number in self.entries:
@@ -235,7 +217,7 @@ class StepWatch(Ledger):
         """Note a call under base autograd, and what it saves of its inputs."""
         if call.label in DIFFERENTIATED_AGAIN:
             self.again[call.label] = None
-        self._note(call, [*inputs_kept(call)])
+        self._note(call, [*_inputs.inputs_kept(call)])
         return observe or (lambda _position, _tensor: None)
 
     def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
@@ -326,9 +308,9 @@ def _holders(
     sizes: dict[tuple[PeakHolder, str, HeldValues], list[int]] = defaultdict(list)
     for change, i in alive.values():
         sizes[_sorted(watch, change, i, is_early=is_early)].append(change.nbytes)
-    storages = {storage_id(p): (t, p) for t in inputs.tensors for p in parts(t)}
+    storages = {_torch.storage_id(p): (t, p) for t in inputs.tensors for p in parts(t)}
     for t, part in storages.values():  # what is alive before the step
-        kind: PeakHolder = "parameters" if is_parameter(t) else "inputs"
+        kind: PeakHolder = "parameters" if _inputs.is_parameter(t) else "inputs"
         like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
         sizes[kind, NAMES[kind], like].append(part.untyped_storage().nbytes())
     held: dict[tuple[PeakHolder, str], list[HeldValues]] = defaultdict(list)

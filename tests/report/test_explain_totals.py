@@ -25,7 +25,6 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import remat._report.render
 from remat import compare, explain, policies, remat as ckpt, saved_residuals
 from remat._report import render
 from remat.testing import count_ops
@@ -287,32 +286,20 @@ class Html(HTMLParser):
 SAVED, RECOMPUTED, DEAD = "#1f77b4", "#ff7f0e", "#c7c7c7"
 
 
-def test_in_a_notebook_fates_are_coloured():
+def test_in_a_notebook_fates_are_coloured_and_names_escaped():
     w, x = example(*SQUARE)
-    shown = Html(explain(blk, w, x.detach(), policy=policies.dots_saveable))
+    found = explain(blk, w, x.detach(), policy=policies.dots_saveable)
+    shown, compared = Html(found), Html(compare(blk, w, x))
     names = [row[0] for row in shown.rows[1:]]
     assert names == ["w", "x", "mm", "tanh", "mm", "tanh"]
     assert shown.colours == [SAVED, SAVED, *[SAVED, RECOMPUTED] * 2]
-
-
-def test_in_a_notebook_dead_operations_and_dropped_inputs_are_grey():
+    assert len(compared.rows) == 1 + len(compare(blk, w, x).rows) + 1
+    assert not compared.colours
     x, y = (t * 1 for t in example((3,), (3,)))
-    shown = Html(explain(lambda x, y: x.sin().sin() + y, x, y, prune=True))
-    assert shown.colours == [SAVED, DEAD, RECOMPUTED, DEAD, DEAD]
-
-
-def test_in_a_notebook_names_are_escaped():
-    html = explain(lambda x: x.sin(), *example((64, 64)))._repr_html_()
-    assert "&lt;lambda&gt;`" in html
-    assert "<lambda>" not in html
-
-
-def test_in_a_notebook_a_comparison_has_a_row_for_each_policy():
-    _, compared = reports()
-    shown = Html(compared)
-    rows = [row.name for row in compared.rows]
-    assert [row[0] for row in shown.rows[1:]] == [*rows, "within(16384)"]
-    assert not shown.colours
+    dropped = explain(lambda x, y: x.sin().sin() + y, x, y, prune=True)
+    assert Html(dropped).colours == [SAVED, DEAD, RECOMPUTED, DEAD, DEAD]
+    assert "&lt;lambda&gt;`" in dropped._repr_html_()
+    assert "<lambda>" not in dropped._repr_html_()
 
 
 def test_many_parameters_of_a_module_have_one_line():
@@ -383,16 +370,6 @@ def test_as_points(pyplot):
     assert compared.plot(ours) is ours
 
 
-def test_no_two_of_many_points_look_alike(pyplot):
-    many = range(40)
-    axes = render.points([*map(str, many)], [*enumerate(many[::-1])], "many")
-    looks = {
-        (dots.get_facecolor().tobytes(), dots.get_paths()[0].vertices.tobytes())
-        for dots in axes.collections
-    }
-    assert len(looks) == len(many)
-
-
 def texts_of(axes):
     """Each text of a plot, with the box that it is drawn in."""
     axes.figure.draw_without_rendering()
@@ -444,13 +421,4 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     ids=str,
 )
 def test_dtypes_are_written_as_by_jax(dtype, text):
-    assert remat._report.render.short_array(dtype, (2,)) == text
-
-
-def test_labels_that_collide_are_found(pyplot):
-    axes = pyplot.figure().add_subplot()
-    axes.plot([0, 1], label="a line")
-    axes.legend(loc="center", bbox_to_anchor=(0.5, -0.05))
-    assert any(pair[0] == "a line" for pair in collisions(axes))
-    axes.set_title("a title that is too long for the figure" * 9, loc="left")
-    assert axes.get_title(loc="left") in collisions(axes)
+    assert render.short_array(dtype, (2,)) == text

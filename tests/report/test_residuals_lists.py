@@ -301,9 +301,6 @@ def test_a_function_that_acts_otherwise_under_a_mode_is_listed_as_it_acts_there(
     assert {r.readers for r in found if r.dtype is torch.long} >= {("ctc_loss",)}
 
 
-# --- What is refused ---
-
-
 # --- One entry, and how it prints ---
 
 
