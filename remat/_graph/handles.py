@@ -254,7 +254,7 @@ class VersionedTensor:
     def _changed(self) -> str:
         name = self.reach.name_of_tensor(self.tensor)
         name = describe(self.tensor) if name is None else f"`{name}`"
-        return _INPUT_CHANGED.format(name=name, label=self.reach.label)
+        return INPUT_CHANGED.format(name=name, label=self.reach.label)
 
 
 class PackedOutside(ReadOnce):
@@ -348,7 +348,7 @@ def _are_harmless() -> bool:
 leave_hooks_on(_are_harmless)
 
 
-_INPUT_CHANGED = (
+INPUT_CHANGED = (
     "remat: {name} was changed in place between the forward and the backward of "
     "{label}, which reads it. Change a copy, or change it after the backward."
 )

@@ -133,7 +133,7 @@ class Examined(Recorder):
         # The inputs, each with why it is kept even if no recompute reads it; and by
         # index, those that are differentiated.
         each = enumerate(leaves)
-        self.leaves = tuple(_leaf(call.name_of(i), t) for i, t in each)
+        self.leaves = tuple(_leaf(call.reach.name_of(i), t) for i, t in each)
         self.needs = frozenset(i for i, need in enumerate(call.inputs.needs) if need)
         self.copied: frozenset[int] = frozenset()  # those of which a call keeps a copy
         # What reads each storage in the backward, and which ones the graph saves

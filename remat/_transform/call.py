@@ -1,10 +1,5 @@
 """A user's call, split into its tensors and everything else that it reaches.
 
-Under torch.func a function runs below the levels that it was called in. A tensor of
-such a level cannot be used there. And if one input was computed from another, code that
-differentiates the first with respect to the second would find no path, and return
-zeros. Both are refused.
-
 Invariant: each run is given tensors of its own. The first one is the forward, whose
 effects on the user's objects stay; those of later runs are dropped.
 Rejected: a program for each module. All tensors that a function reaches are one set of
@@ -74,24 +69,7 @@ _attributes = operator.attrgetter("__dict__")
 
 
 class Call:
-    """One call of a user's function, taken apart.
-
-    Attributes:
-        policy: of the call, joined with those of the calls around.
-        prune: as passed to `remat`.
-        offloading: what sends inputs away; None if nothing does.
-        reach: what it reaches, without the tensors.
-        wrapped: the inputs as they were passed, where the function runs below levels
-            that they are of; empty at the base, and once the forward has run.
-        is_differentiated_once: whether one level at most differentiates each input.
-        may_read_early: says of an input, in a graph, whether a recompute may read it
-            before the cotangents; None if none is.
-        rewritten: the inputs to which the forward wrote uncounted.
-        structure: of the result. It is None until the forward has run: by that a
-            `Primal` knows whether its next run is the forward.
-        hidden: what in the result may hold a tensor that cannot be seen.
-        watching: what inputs held, until the forward has ended, in the first calls.
-    """
+    """One call of a user's function, taken apart."""
 
     __slots__ = (
         *("_fill", "_inputs", "_options", "_users", "_users_call"),
@@ -112,18 +90,27 @@ class Call:
     ) -> None:
         self._users_call: Any = fn, args, kwargs
         self._options = options
+        # The policy is joined with those of the calls around.
         self.policy, self.prune = policy, options.prune
         where = options.offload_inputs
         self.offloading = Offloading.of(reach, where) if where else None
+        # Of the result. It is None until the forward has run: by that a `Primal` knows
+        # whether its next run is the forward.
         self.structure: Out | None = None
+        # What in the result may hold a tensor that cannot be seen.
         self.hidden: Sequence[Hidden] = ()
         self._fill: Callable[[Sequence[Any]], Any] | None = None
+        # What inputs held, until the forward has ended, in the first calls.
         self.watching: FirstBytes | None = None
+        # The inputs as they were passed, where the function runs below levels that they
+        # are of; empty at the base, and once the forward has run.
         self.wrapped: Sequence[Tensor] = ()
-        self.is_differentiated_once = True
-        self.rewritten: Sequence[int] = ()
+        self.is_differentiated_once = True  # each input, by one level at most
+        self.rewritten: Sequence[int] = ()  # inputs that the forward wrote to uncounted
+        # Says of an input, in a graph, whether a recompute may read it before the
+        # cotangents; None if none is.
         self.may_read_early: Callable[[Tensor], bool] | None = None
-        self.reach: Any = reach
+        self.reach: Any = reach  # what it reaches, without the tensors
         self._inputs = self.reach.take_tensors()
         self._users: Sequence[Tensor] | None = self._inputs
 
@@ -131,11 +118,6 @@ class Call:
     def owner(self) -> Any:
         """The object that the function is a method of, or the function."""
         return owner_of(*self._users_call[:2])
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether some module that it reaches has no parameters yet."""
-        return self.reach.is_lazy
 
     def take_inputs(self) -> tuple[list[Tensor], list[bool]]:
         """Return the tensors of the call, and which require grad, at any level."""
@@ -159,8 +141,7 @@ class Call:
         self._inputs: list[Tensor] = []
         is_any_dead = True in map(operator.is_not, inputs, passed)
         if is_any_dead and holds_graph(passed, inputs):
-            message = _PULLBACK.format(label=self.reach.label)
-            warn(message)
+            warn(_PULLBACK.format(label=self.reach.label))
             return inputs, [False] * len(inputs)
         if current_layer() is None:
             return inputs, [*map(_requires_grad, inputs)]
@@ -345,7 +326,12 @@ _GRAD, _REQUIRE_GRAD = torch.autograd.grad, Tensor.requires_grad_
 
 
 class RefuseOuterLevels(ForwardCheck):
-    """A mode that refuses tensors and graphs of levels that a function is run below."""
+    """A mode that refuses tensors and graphs of levels that a function is run below.
+
+    A tensor of such a level cannot be used there. And if one input was computed from
+    another, code that differentiates the first with respect to the second would find no
+    path, and return zeros.
+    """
 
     def __init__(
         self,

@@ -3,8 +3,6 @@
     of a forward      it changes an input, or keeps its graph
     of a recompute    it computes something else, or reads what was changed since
 
-`function` asks under torch.func, and `saved` under base autograd.
-
 Invariant: a check raises an error or returns what it found. None changes a value.
 Rejected: methods of the call. What a check depends on would be hidden in its state.
 """
@@ -12,14 +10,7 @@ Rejected: methods of the call. What a check depends on would be hidden in its st
 import contextlib
 import gc
 import operator
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
@@ -36,6 +27,7 @@ from remat._base.program import InputIndex, PerInput, PerResult
 from remat._base.tensors import parts, version_of, versions_of
 from remat._base.types import TENSORS
 from remat._graph.graph import Edge, edge_of, leads_to, reached_inputs
+from remat._graph.handles import INPUT_CHANGED
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden
 from remat._torch import (
@@ -80,13 +72,11 @@ def refuse_changed_inputs(
 
 
 def changed_inside(
-    origin: Reach,
-    index: InputIndex | None,
-    changes: Mapping[InputIndex, str] | None = None,
+    origin: Reach, index: InputIndex | None, changes: Any = None
 ) -> MutationError:
-    """Return the error that a function changed an input in place."""
+    """Return the error that a function changed an input, which `changes` may tell."""
     name = "an input" if index is None else origin.name_of(index)
-    change = changes.get(index, "") if changes and index is not None else ""
+    change = changes.get(index, "") if changes else ""
     by = f", by {change}" if change else ""
     option = _OPTION if change.startswith(_ACTIVATIONS) else ""
     message = _IN_PLACE.format(name=name, label=origin.label, by=by, option=option)
@@ -135,11 +125,9 @@ def refuse_leaks(
 
     An attribute may hold it, of a tensor that was computed and that nobody else holds:
     a cycle that the garbage collector does not see. Such attributes are taken off, and
-    so is what traced Functions save, which torch holds in the same way.
+    so is what traced Functions save, which torch holds in the same way. Return whether
+    these held it, and nothing else.
     Where nothing else can hold the graph, one is only looked for if the call `is_new`.
-
-    Returns:
-        Whether attributes held it, and nothing else.
     """
     # A mode around this holds results for its call, which looks itself.
     if is_under_mode() or not is_graph_held(inner):
@@ -153,14 +141,13 @@ def refuse_leaks(
     _let_go_of_computed(inner)
     if is_graph_held(inner):
         gc.collect()  # what is left of traced Functions leads to it by their classes
-    if not is_graph_held(inner):
-        return True
-    if not reach.is_contained:
+    is_held = is_graph_held(inner)
+    if is_held and not reach.is_contained:
         message = _LEAKED.format(label=reach.label)
         if hidden:
             message += hidden[0].told(_MAY_HIDE, reach.label)
         raise CaptureError(message)
-    return False
+    return not is_held
 
 
 def _let_go_of_computed(leaves: Sequence[Tensor]) -> None:
@@ -211,15 +198,13 @@ def check_reached(
 
 
 def refuse_needed(
-    origin: Reach,
-    needed: Collection[InputIndex],
-    changed: Sequence[InputIndex],
+    origin: Reach, needed: Collection[InputIndex], changed: Sequence[InputIndex]
 ) -> None:
     """Refuse to recompute on inputs that were changed and are needed for it."""
     for i in changed:
         if i in needed:
-            name = origin.name_of(i)
-            raise MutationError(_NEEDED.format(name=name, label=origin.label))
+            name = f"`{origin.name_of(i)}`"
+            raise MutationError(INPUT_CHANGED.format(name=name, label=origin.label))
 
 
 def enter_refusing_reads(
@@ -229,11 +214,10 @@ def enter_refusing_reads(
     state: AbstractContextManager[Any],
     casts_anew: bool = False,
 ) -> AbstractContextManager[Any]:
-    """Enter `state`, and refuse reads of `changed` inputs.
+    """Enter `state`, and refuse reads of `changed` inputs; return what exits both.
 
-    The context that is returned exits both, and entering it does nothing. If it
-    `casts_anew`, reads of casts of inputs in autocast's cache are refused, too: they
-    may be of later values.
+    If it `casts_anew`, reads of casts of inputs in autocast's cache are refused, too:
+    they may be of later values.
     """
     refused = RefuseReads()
     for i in changed:
@@ -296,17 +280,12 @@ class RefuseReads(Observer):
 
 
 def _storages_of(tensor: Tensor) -> list[int]:
-    """Return the numbers of the storages of a tensor.
-
-    Those of opaque layouts cannot be told apart. Where one was changed, none is read.
-    """
+    """Return the numbers of the storages of a tensor."""
     try:
         return [*map(storage_id, parts(tensor))]
     except CaptureError:
-        return [_OPAQUE]
-
-
-_OPAQUE = -1  # no storage has this number
+        # Opaque layouts cannot be told apart. Where one was changed, none is read.
+        return [-1]
 
 
 _IN_PLACE = (
@@ -348,10 +327,6 @@ _LOST = (
     "the forward they did. The function must compute the same thing twice: if it "
     "depends on outside state that changed, pass that state as an argument."
 )
-_NEEDED = (
-    "remat: `{name}` was changed in place between the forward and the backward of "
-    "{label}, which reads it. Change a copy, or change it after the backward."
-)
 _READ = (
     "remat: {name} was changed in place between the forward and the backward, and the "
     "recompute reads it (in {what}). Change a copy, or change it after the "
@@ -360,15 +335,7 @@ _READ = (
 _INSIDE = "a region of autocast inside the function, which may find an earlier cast"
 
 
-# --- Decisions ---
-
-
-def decided(metas: Sequence[Any]) -> str:
-    """Return advice where integers were saved, which decide shapes; "" elsewhere."""
-    return _DECIDED if any(m and not m[1].is_floating_point for m in metas) else ""
-
-
-_DECIDED = (
+DECIDED = (
     " If it chooses by floating numbers, as a router does, which a device may compute "
     "a little differently each time, pass policy=remat.policies.decisions_saveable."
 )

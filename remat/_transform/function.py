@@ -124,7 +124,7 @@ def call_as_function(
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
     outs = None
-    if not call.is_lazy:
+    if not reach.is_lazy:
         outs = evaluate_differentiably(Primal(call), inputs, needs)
     return plain(*args, **kwargs) if outs is None else call.join(outs, inputs)
 

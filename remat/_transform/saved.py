@@ -1,15 +1,9 @@
 """The lowering under base autograd: a call has the graph that plain code makes.
 
-Read it from the top: it follows one call.
-
-    the call        `call_saved` takes its tensors; `Saved` is what is known of it
-    the forward     runs the function as it is, on the user's own tensors and objects
-    packing         its hook puts handles in place of what the graph saves
-    the recompute   the first handle that a backward reads has the function run again
-    filling         the hook of that run puts the j-th saved tensor into the j-th handle
-
-A recompute ends once each handle that is alive has its value. A handle of a node that
-no backward can reach any more is not alive.
+In: a user's call. `Saved` is what is known of it. The forward runs the function as it
+is; its hook (`_Packing`) puts handles in place of what the graph saves. The first that
+a backward reads has the function run again (`recompute`), whose hook (`Filling`) puts
+the j-th saved tensor into the j-th handle, until each that is alive has its value.
 
 Invariant: both runs save alike. The forward alone decides what is saved itself and what
 becomes a handle. A recompute counts all that is saved, and to save something else is an
@@ -97,7 +91,7 @@ from remat._transform.changes import (
     note_written,
     run_watched,
 )
-from remat._transform.checks import changed_inside, decided, enter_refusing_reads
+from remat._transform.checks import DECIDED, changed_inside, enter_refusing_reads
 from remat._transform.inputs import SavedInputs
 from remat._transform.leaves import (
     MOVED,
@@ -160,42 +154,18 @@ class Saved:
 
     It holds no tensor that the call computed, and not the user's module: the graph
     holds its handles, which hold the call.
-
-    Attributes:
-        reach: what it reaches, without its tensors.
-        vmaps: how each level of vmap around the call batches its inputs.
-        label: what messages call it.
-        policy: of the call, joined with those of the calls around.
-        hooks: for saved tensors, around the call: a pair, or None.
-        is_nested: whether those are of a call of remat.
-        inputs: what it saves of its inputs.
-        ambient: what it reads besides.
-        handles: by position; None for what was saved itself.
-        metas: of what the handles stand for, by position.
-        modes: the user's modes for operations around the call; None without any mode.
-        addresses: where the user's leaves were when the forward ended, if known.
-        leaf_changes: what the forward changed of the user's leaves.
-        is_done: whether the forward has ended.
-        planned: what it does with a record, or with its plans; None if nothing.
-        inner: what the calls within chose, in order.
-        kept: what is kept of calls within by their own rules, in order.
-        written: the inputs without a copy that the forward wrote to.
-        rewritten: those that it wrote to uncounted.
-        seeds: those that the forward took from the machine.
-        index: of the call among those within the call around; None outside of one.
     """
 
     __slots__ = (
         *("__weakref__", "addresses", "ambient", "handles", "hooks", "index", "inner"),
-        "inputs",
-        *("is_done", "is_nested", "kept", "label", "leaf_changes", "metas", "modes"),
-        *("options", "rewritten"),
-        *("planned", "policy", "reach", "seeds", "vmaps", "written"),
+        *("inputs", "is_done", "is_nested", "kept", "label", "leaf_changes", "metas"),
+        *("modes", "options", "planned", "policy", "reach", "rewritten", "seeds"),
+        *("vmaps", "written"),
     )
 
-    handles: Sequence[weakref.ref[Handle] | None]
-    metas: Sequence[Any]
-    seeds: Sequence[int]
+    handles: Sequence[weakref.ref[Handle] | None]  # None for what was saved itself
+    metas: Sequence[Any]  # of what the handles stand for
+    seeds: Sequence[int]  # that the forward took from the machine
 
     def __init__(
         self,
@@ -205,12 +175,15 @@ class Saved:
         needs: list[bool],
         vmaps: Sequence[Any] = (),
     ) -> None:
-        self.reach, self.label = reach, reach.label
+        self.reach, self.label = reach, reach.label  # what it reaches, without tensors
+        # How each level of vmap around the call batches its inputs.
         self.options, self.vmaps = options, vmaps
+        # The hooks for saved tensors around the call, if any; whether they are of one.
         context, self.hooks = here(), top_hooks(True)
         hooks = self.hooks
         is_nested = hooks is not None and hooks[1] is unpack
         self.is_nested = is_nested and hooks[0] is not context.block_pack
+        # Joined with those of the calls around.
         self.policy = options.policy if context.policy is None else options.joined()
         if options.offload_inputs:
             hooks = hooks or away_hooks(options.offload_inputs, reach.label)
@@ -218,15 +191,17 @@ class Saved:
         self.ambient = Ambient(
             reach.streams, reach.uses_stream_states, shares_casts=True
         )
+        # Of the user's leaves, by the forward; whether that has ended.
         self.leaf_changes, self.is_done = ONLY_MARKS, False
-        self.rewritten: Sequence[int] = ()
-        self.addresses: list[int] | None = None
-        self.planned: SavedInHandles | None = None
-        self.inner: list[Any] = []
-        self.kept: list[Any] = []
+        # The inputs without a copy that it wrote to, and those that it did uncounted.
         self.written: dict[int, HeldAtEnd] = {}
-        self.index: int | None = None
-        self.modes: ModesAround | None = None
+        self.rewritten: Sequence[int] = ()
+        self.addresses: list[int] | None = None  # of leaves as it ended, if known
+        self.planned: SavedInHandles | None = None  # what it does with records or plans
+        self.inner: list[Any] = []  # what the calls within chose, in order
+        self.kept: list[Any] = []  # of those by their own rules, in order
+        self.index: int | None = None  # among those within the call around
+        self.modes: ModesAround | None = None  # the user's, around the call
 
     def plan(self, owner: Any, inputs: Sequence[Tensor]) -> None:
         """Decide whether the call is recorded, or follows a record."""
@@ -286,10 +261,6 @@ class Saved:
         """Return a handle by its position, if it is alive."""
         ref = self.handles[position]
         return None if ref is None else ref()
-
-    def name_of(self, index: int) -> str:
-        """Write where an input comes from, as the function's author would."""
-        return self.reach.name_of(index)
 
     def run_again(self, tensors: Sequence[Tensor]) -> Any:
         """Call the function as it was called."""
@@ -432,8 +403,7 @@ class _Packing:
     """The hook of one forward, and what it has packed.
 
     An input as it was at the call is saved itself, and so is a leaf that requires grad:
-    to give one back by a handle, the function would have to run. All else becomes a
-    handle.
+    to give one back by a handle, the function would have to run.
     """
 
     __slots__ = (
@@ -724,14 +694,15 @@ def _state_restored(
         if now != call.addresses and now is not None and not may_be_gathered():
             moved = map(operator.ne, now, call.addresses)
             for i in itertools.compress(saved.originals_at, moved):
-                warn_once(MOVED.format(name=call.name_of(i), label=call.label))
+                name = call.reach.name_of(i)
+                warn_once(MOVED.format(name=name, label=call.label))
     gradients = PreserveGradients(originals)
     is_as_it_was = state is NOTHING and leaf_changes is NO_CHANGES
     if is_as_it_was and not (changed or saved.renorms or call.written):
         return gradients
     with contextlib.ExitStack() as everything:
         if call.written:
-            names = call.name_of
+            names = call.reach.name_of
             everything.enter_context(as_written(call.written, tensors, names, changed))
             changed = [i for i in changed if i not in call.written]
         if changed:
@@ -859,7 +830,9 @@ class Filling:
         first = next((k for k, (a, b) in pairs if a and b and a != b), len(now))
         listed = {"then": _listed(then, first), "now": _listed(now, first)}
         text = _DIFFERS.format(label=self._label, where=user_line(), **listed)
-        return RecomputeError(text + decided(then[: first + 1]))
+        # Integers that are saved decide shapes.
+        decides = any(m and not m[1].is_floating_point for m in then[: first + 1])
+        return RecomputeError(text + (DECIDED if decides else ""))
 
 
 def _name_of(node: type) -> str:

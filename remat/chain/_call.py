@@ -59,7 +59,7 @@ def call_chain(
             if call is None:
                 return _plain(fn, args, steps, progress)
             inputs, needs = call.take_inputs()
-            if not call.is_lazy:
+            if not call.reach.is_lazy:
                 warning = ""
                 if isinstance(asked, LoopBudget) and True in needs:
                     found = schedule_within(asked, call, (fn, args), inputs, needs)
