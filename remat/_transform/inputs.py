@@ -139,8 +139,7 @@ class SavedInputs:
         self.originals_at = [*themselves, *range(first, len(inputs))]
         self.values += inputs[first:]
         if nested:
-            # The call around has to count them. There they may be no leaves.
-            for t in self.originals:
+            for t in inputs[first:]:
                 hooks[0](t)
 
     def _save(self, entries: Sequence[Tensor]) -> list[int]:
@@ -152,6 +151,10 @@ class SavedInputs:
             if (needs[i] and t.is_leaf) or type(t) is nn.Parameter:
                 themselves.append(i)
                 value: Any = t
+                if self._outside is not None:
+                    # The call around has to count it: in its place, as in another call
+                    # it may be no leaf.
+                    self._hooks[0](t)
             elif i in copied:
                 value = self._copy(i, t)
             else:

@@ -138,3 +138,25 @@ def test_a_read_by_python_of_a_leaf_is_no_error():
     flag["on"] = True
     for _ in range(2):
         assert_like_plain(ours, fn, X, W)
+
+
+def test_what_leaves_showed_holds_for_inputs_that_were_computed():
+    """A call within counts its inputs in their order, whether they are leaves or not."""
+
+    @remat
+    def within(x, y, z):
+        x, y, z = remat(lambda *ts: tuple(t * 1.0 for t in ts))(z, z, x)
+        return z.tanh() + 0.5 * y
+
+    def fn(x, z):
+        return x + 0.5 * within(x, x.tanh(), z)
+
+    def gradient(fn, scale):
+        (x,) = leaves_of(X)
+        out = fn(x * scale if scale else x, W * 2)
+        return torch.autograd.grad(scalar(out), x)
+
+    ours = remat(fn, prune=True)
+    for scale in (None, 1.5, 1.5):
+        got, expected = (gradient(f, scale) for f in (ours, fn))
+        assert_same(got, expected)
