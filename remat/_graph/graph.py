@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from remat._base import pytree
 from remat._base.absent import tensors_of
@@ -57,6 +57,7 @@ from remat._torch import (
     once_differentiable_function,
     saved_by,
     unpack_hooks_of,
+    unseen,
 )
 
 
@@ -141,7 +142,7 @@ class Reached(NamedTuple):
     # Whether its backward depends on whether grad mode is on.
     asks_grad_mode: bool = True
     # Those that the outputs depend on. The node of a call inside has edges to what any
-    # of its outputs depends on, also to one that is not used.
+    # of its outputs may depend on, also to one that is not used.
     certain: Collection[InputIndex | None] = ()
 
 
@@ -179,32 +180,42 @@ def reached_inputs(outs: Sequence[Any], inputs: Sequence[Tensor]) -> Reached:
     if None in seen:
         raise CaptureError(_RETURNED_LEAF)
     seen.add(None)
-    calls = [n for n in nodes if _name(type(n)) == _CALL and _has_several_outputs(n)]
+    calls = [n for n in nodes if _name(type(n)) == _CALL and _is_uncertain(n)]
     if calls:
         nodes = [node for node in nodes if node not in calls]
     _walk(nodes, seen, accumulators, calls)
     certain = [*accumulators]
     if calls:
         _walk(calls, seen, accumulators, calls)
-    used = []
+    at: dict[Any, InputIndex] = {}  # by accumulator
     for node in accumulators:
         i = index.get(id(node.variable))
+        if i is None and is_held(node):
+            # Hooks for saved tensors give a leaf back as another tensor.
+            i = _accumulators_of(inputs).get(node)
+            if i is None:
+                raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
         if i is not None:
-            used.append(i)
-        elif is_held(node):
-            raise CaptureError(NOT_LIFTED.format(what=describe(node.variable)))
+            at[node] = i
+    used = sorted({*at.values()})
     names = {*map(_name, map(type, (*nodes, *calls)))}
     asks_grad_mode = not NODES_ASKING_GRAD_MODE.isdisjoint(names)
     if len(certain) == len(accumulators):
-        return Reached(sorted(used), asks_grad_mode, used)
-    known = {index.get(id(node.variable)) for node in certain}
-    return Reached(sorted(used), asks_grad_mode, known)
+        return Reached(used, asks_grad_mode, used)
+    return Reached(used, asks_grad_mode, {*map(at.get, certain)})
+
+
+def _accumulators_of(inputs: Sequence[Tensor]) -> dict[Any, InputIndex]:
+    """Return where gradients of inputs are accumulated, for those that are leaves."""
+    leaves = [(i, t) for i, t in enumerate(inputs) if t.requires_grad and t.is_leaf]
+    with unseen():  # it makes a view
+        return {get_gradient_edge(t).node: i for i, t in leaves}
 
 
 def _walk(
     nodes: list[Any], seen: set[Any], accumulators: list[Any], calls: list[Any]
 ) -> None:
-    """Add what is behind nodes: other nodes, leaves, and calls with several outputs."""
+    """Add what is behind nodes: other nodes, leaves, and calls that are uncertain."""
     for node in nodes:  # which grow
         for parent, _ in node.next_functions:
             if parent not in seen:
@@ -212,7 +223,7 @@ def _walk(
                 kind = type(parent)
                 if kind is AccumulateGrad:
                     accumulators.append(parent)
-                elif kind.__name__ == _CALL and _has_several_outputs(parent):
+                elif kind.__name__ == _CALL and _is_uncertain(parent):
                     calls.append(parent)
                 else:
                     nodes.append(parent)
@@ -221,10 +232,15 @@ def _walk(
 _CALL = "RematBackward"  # the name of a call's nodes, see `function`
 
 
-def _has_several_outputs(node: Any) -> bool:
-    """Say whether several outputs of the call that a node is of have gradients."""
-    evaluation = getattr(node, "evaluation", None)  # a user's class may have that name
-    return isinstance(evaluation, Evaluation) and sum(evaluation.differentiable) > 1
+def _is_uncertain(node: Any) -> bool:
+    """Say whether an output of the call that a node is of may not depend on its inputs.
+
+    One with several outputs may be used for some; others may have edges to too much.
+    """
+    found = getattr(node, "evaluation", None)  # a user's class may have that name
+    if not isinstance(found, Evaluation):
+        return False
+    return sum(found.differentiable) > 1 or not {*found.used} <= {*found.certain}
 
 
 def reaches_only_inputs(reach: Reach, request: Request) -> bool:

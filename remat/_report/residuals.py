@@ -292,7 +292,7 @@ class _Notes:
         self._calls.add(id(call))
         reader = f"remat({name_in(call.label)})"
         stored, copied = call.inputs.stored(), call.inputs.may_be_written
-        self._note_inputs(stored, copied, call, reader)
+        self._note_inputs(stored, copied, call.reach, reader)
         for kept in call.planned.residuals_held() if call.planned else ():
             self._note_saved(kept.stored(), kept.op, kept.decision, reader)
         self._note_kept(call.kept, reader, start)

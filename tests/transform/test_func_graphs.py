@@ -282,3 +282,40 @@ def test_the_kernels_are_those_of_plain_code(how, case):
     x = make(5, 4, 6, seed=30).float()
     transform = lambda f: some(how)[how](lambda x: f(x.sin()).square().sum(), x)
     assert_rematerialized(transform, KERNELS[case], evaluations=2)
+
+
+# --- Edges that lead to more than the outputs depend on ---
+
+
+def one_of_two(x, w):
+    return remat(lambda x, w: (x * 1.0, x @ w))(x, w)[0] * 2
+
+
+def unread(x, w):
+    return remat(lambda x, w: x * 1.0)(x, w)
+
+
+@rows("within", {"one of two": one_of_two, "unread": unread})
+def test_an_input_that_a_call_within_does_not_use_has_a_gradient_of_zero(within):
+    def fn(x, w):
+        return remat(within)(x, w).sin() + x
+
+    got, expected = (vjp(f, A, A.mT)[1](A) for f in (remat(fn), fn))
+    assert_same(got, expected)
+    assert not got[1].any()
+
+
+def test_a_call_of_higher_order_between_others_is_given_leaves_as_other_tensors():
+    """The hooks around it give them back so."""
+    factors = {"x": 2.0}
+    order = remat(lambda x, w: (x * factors["x"], w * 1.0), higher_order=True)
+
+    @remat
+    def between(x, w):
+        return order(x, w)[0] * 2
+
+    def fn(x, w):
+        return between(x, w).tanh()
+
+    got, expected = (vjp(f, A, A.mT)[1](A) for f in (remat(fn), fn))
+    assert_same(got, expected)
