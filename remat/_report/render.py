@@ -163,39 +163,22 @@ def points(
     return _finished(ax, title, (what, "recomputed work, FLOPs"))
 
 
-def steps(sizes: Sequence[int], peak: str, title: str, ax: Any = None) -> Any:
-    """Draw bytes over time, with a label for their maximum."""
-    ax = _axes(ax, (8, 3))
-    at, heights = range(len(sizes)), [size / MIB for size in sizes]
-    (line,) = ax.step(at, heights, where="post")
-    colour = line.get_color()
-    area = ax.fill_between(at, heights, step="post", alpha=0.2, color=colour)
-    area.sticky_edges.y.append(0)
-    if heights:
-        top = heights.index(max(heights))
-        ax.plot([top], [heights[top]], "o", color=colour, label=peak)
-    return _over_time(ax, title, ("allocations and frees so far", "memory alive, MiB"))
-
-
 def lines(
     at: Sequence[int],
-    series: Mapping[str, Sequence[int]],
+    series: Mapping[str, Sequence[float]],
     axes: tuple[str, str],
     title: str,
     ax: Any = None,
 ) -> Any:
-    """Draw named counts over another one, as lines."""
+    """Draw named sizes over time, with a dot at the largest of each."""
     ax = _axes(ax, (8, 3))
-    for name, counts in series.items():
-        (line,) = ax.plot(at, counts, label=name, linewidth=1)
+    for name, sizes in series.items():
+        top = {"marker": "o", "markevery": [sizes.index(max(sizes))]}
+        (line,) = ax.step(at, sizes, where="post", label=name, linewidth=1, **top)
         line.sticky_edges.y.append(0)
-    return _over_time(ax, title, axes)
-
-
-def _over_time(ax: Any, title: str, axes: tuple[str, str]) -> Any:
-    """Leave room above the lines for the legend, of two columns."""
+    # Room above the lines for the legend, of two columns. Below they stick to zero.
     rows = (len(ax.get_legend_handles_labels()[1]) + 1) // 2
-    ax.margins(y=0.1 + 0.2 * rows)  # not below: lines stick to zero
+    ax.margins(y=0.1 + 0.2 * rows)
     return _finished(ax, title, axes, loc="upper right", ncols=2)
 
 

@@ -143,8 +143,11 @@ class MemoryTimeline(_render.Shown):
         Returns:
             The axes.
         """
-        peak = f"{label}: {_render.size(self.peak)}" if label else self._peak
-        return _render.steps(self.bytes, peak, f"memory of {self.label}", ax)
+        name = f"{label}: {_render.size(self.peak)}" if label else self._peak
+        sizes = [nbytes / _render.MIB for nbytes in self.bytes]
+        axes = "allocations and frees so far", "memory alive, MiB"
+        series, title = {name: sizes} if sizes else {}, f"memory of {self.label}"
+        return _render.lines(range(len(sizes)), series, axes, title, ax)
 
     @override
     def __repr__(self) -> str:
