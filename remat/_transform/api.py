@@ -1,8 +1,5 @@
 """`remat`: the decorator, and what it refuses.
 
-Users call it. It checks its arguments, and returns a `Rematerialized` function, or a
-module whose `forward` is one.
-
 Invariant: all that can be refused is refused here, at the user's line, and each message
 says what to write instead.
 Rejected: one class for functions and modules. A module is registered with its parent,
@@ -32,20 +29,9 @@ from remat.policies import Decision, Policy, as_policy, nothing_saveable
 
 
 def refuse_arguments(fn: Any, others: Sequence[Any], unknown: Sequence[str]) -> None:
-    """Refuse arguments that `remat` does not have.
-
-    Args:
-        fn: the first argument.
-        others: further positional arguments.
-        unknown: the names of keyword arguments that `remat` does not have.
-
-    Raises:
-        TypeError: there are such arguments, or `fn` is a policy.
-    """
-    if isinstance(fn, Policy):
-        raise TypeError(_POLICY.format(first=""))
-    if others and isinstance(others[0], Policy):
-        raise TypeError(_POLICY.format(first="fn, "))
+    """Refuse more than one positional argument, unknown names, and a bare policy."""
+    if isinstance(fn, Policy) or isinstance((*others, None)[0], Policy):
+        raise TypeError(_POLICY.format(first="fn, " if others else ""))
     if others:
         raise TypeError(_CALLED)
     if unknown:
@@ -56,12 +42,7 @@ def refuse_arguments(fn: Any, others: Sequence[Any], unknown: Sequence[str]) -> 
 
 
 def refuse_function(fn: Any) -> None:
-    """Refuse anything that is not a function of tensors.
-
-    Raises:
-        TypeError: `fn` is not callable, or is a class, a generator function or a
-            coroutine function.
-    """
+    """Refuse anything that is not a function of tensors."""
     if isinstance(fn, classmethod):
         fn = fn.__func__
     if not callable(fn):
@@ -69,28 +50,31 @@ def refuse_function(fn: Any) -> None:
     if isinstance(fn, type):
         which = "a module" if issubclass(fn, nn.Module) else "an object"
         raise TypeError(_CLASS.format(name=fn.__qualname__, which=which))
-    function = _innermost(fn)
-    is_python = isinstance(function, types.FunctionType)
-    flags = function.__code__.co_flags if is_python else 0
-    kind = ""
-    if flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
-        kind = "generator function"
-    if flags & inspect.CO_COROUTINE:
-        kind = "coroutine function"
-    if kind:
-        raise TypeError(_LATER.format(name=function.__qualname__, kind=kind))
+    while not isinstance(fn, types.FunctionType):  # behind methods and partials
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif isinstance(fn, (types.MethodType, staticmethod)):
+            fn = fn.__func__
+        else:
+            return
+    flags = fn.__code__.co_flags
+    is_generator = flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
+    if is_generator or flags & inspect.CO_COROUTINE:
+        kind = "generator" if is_generator else "coroutine"
+        raise TypeError(_LATER.format(name=fn.__qualname__, kind=kind))
 
 
 def _not_callable(value: Any) -> str:
     """Return the message that something is not a function; it may be long to print."""
+    what, advice = f"an object of type {type(value).__name__}", ""
     if value is None:
-        return _NONE
-    if isinstance(value, Tensor):
-        return _RESULT
-    is_listed = isinstance(value, (list, tuple)) and bool(value)
-    if is_listed and all(isinstance(item, nn.Module) for item in value):
-        return _MODULES.format(kind=type(value).__name__)
-    return _NO_FUNCTION.format(kind=type(value).__name__)
+        what, advice = "None", ": write remat(fn), @remat, or remat(policy=...)(fn)"
+    elif isinstance(value, Tensor):
+        what, advice = "a tensor", ": write remat(fn)(x), not remat(fn(x))"
+    elif isinstance(value, (list, tuple)) and isinstance((*value, 0)[0], nn.Module):
+        what = f"a {type(value).__name__} of modules"
+        advice = ". Apply remat to each, or use remat.nn.apply(model)"
+    return _NO_FUNCTION.format(what=what, advice=advice)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -98,29 +82,6 @@ def has_forward(module: nn.Module) -> bool:
     # A scripted class has no attribute of this name.
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
-
-
-def refuse_without_forward(module: nn.Module) -> None:
-    """Refuse a module that is a container, of which there is nothing to recompute.
-
-    Raises:
-        TypeError: it has no `forward`.
-    """
-    if not has_forward(module):
-        has_call = type(module).__call__ is not nn.Module.__call__
-        message = _OWN_CALL if has_call else _NO_FORWARD
-        raise TypeError(message.format(kind=type(module).__qualname__))
-
-
-def _innermost(fn: Any) -> Any:
-    """Return the function behind methods and partials."""
-    while True:
-        if isinstance(fn, functools.partial):
-            fn = fn.func
-        elif isinstance(fn, (types.MethodType, staticmethod)):
-            fn = fn.__func__
-        else:
-            return fn
 
 
 _POLICY = "remat: pass a policy by name: remat({first}policy=...)"
@@ -142,21 +103,8 @@ _NOT_NEEDED = {
     "debug": "an error names the operations that differ.",
     "early_stop": "a recompute always ends with the last value that is read.",
 }
-_RESULT = (
-    "remat: got a tensor, the result of a call. Pass the function: write remat(fn)(x), "
-    "not remat(fn(x))."
-)
-_NONE = (
-    "remat: got None in place of the function. Write remat(fn), @remat, or "
-    "remat(policy=...)(fn). If a decorator or a factory made it, that returned nothing."
-)
-_MODULES = (
-    "remat: got a {kind} of modules, which is not callable. Apply remat to each, or "
-    "use remat.nn.apply(model)."
-)
 _NO_FUNCTION = (
-    "remat: got an object of type {kind}, which is not callable. Pass a function or a "
-    "module."
+    "remat: got {what}, which is not callable. Pass a function or a module{advice}."
 )
 _CLASS = (
     "remat: {name} is a class. Apply remat to {which} of that class, or decorate its "
@@ -171,8 +119,8 @@ _OWN_CALL = (
     "remat to that method: remat(module.__call__)."
 )
 _LATER = (
-    "remat: `{name}` is a {kind}. Its body runs after the call has ended. Apply remat "
-    "to the function that computes each value."
+    "remat: `{name}` is a {kind} function. Its body runs after the call has ended. "
+    "Apply remat to the function that computes each value."
 )
 
 
@@ -332,7 +280,10 @@ def _decorated(fn: Any, where: str, options: Options) -> Any:
         return type(fn)(_decorated(fn.__func__, where, options))
     # A tracer knows the module, and not what is made while it traces.
     if isinstance(fn, nn.Module) and not must_inline():
-        refuse_without_forward(fn)
+        if not has_forward(fn):  # a container, of which there is nothing to recompute
+            has_call = type(fn).__call__ is not nn.Module.__call__
+            message = _OWN_CALL if has_call else _NO_FORWARD
+            raise TypeError(message.format(kind=type(fn).__qualname__))
         return view_of(fn, where, options)
     return Rematerialized(fn, where, options)
 

@@ -1,9 +1,8 @@
 """Modules whose `forward` is recomputed: what `remat(module)` returns.
 
-Such a module has a class of its own: a subclass of the module's class, of the same
-name, whose `forward` is `remat` of the inherited one. `recompute_in_place` gives a
-module that class. `view_of` makes another module of it, a *view*, which runs on the
-module.
+Such a module is of a subclass of the module's class, of the same name, whose `forward`
+is `remat` of the inherited one. `recompute_in_place` gives a module that class. A
+*view* is another module of it, which runs on the module.
 
 Invariant: a view has the module's own dictionary of attributes: parameters, buffers,
 hooks and modes are the same in both.
@@ -35,21 +34,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Spec(NamedTuple):
-    """How a class recomputes its `forward`.
+    """How a class recomputes its `forward`."""
 
-    Attributes:
-        is_view: whether its modules are views.
-        is_own: whether they have a `forward` besides that of the class.
-        where: the line that asked for it.
-        options: of `remat`.
-        by: the public function that was called.
-    """
-
-    is_view: bool
-    is_own: bool
-    where: str
+    is_view: bool  # its modules are views
+    is_own: bool  # they have a `forward` besides that of the class
+    where: str  # the line that asked for it
     options: Options
-    by: str = "remat.remat"
+    by: str = "remat.remat"  # the public function that was called
 
 
 # A base class that has no layout, which the module's class follows.
@@ -59,13 +50,10 @@ _Module: Any = nn.Module if TYPE_CHECKING else object
 class RematModule(_Module):
     """A module whose `forward` is recomputed. Its other base class is the module's."""
 
-    # Of each subclass: the class that it was made of, and how it recomputes.
-    _remat_base: type[nn.Module]
+    _remat_base: type[nn.Module]  # of each subclass: the class that it was made of
     _remat_spec: Spec
-    # How the `forward` of a module is recomputed.
-    _remat_forward: Any
-    # Of a view: the module.
-    _remat_module: nn.Module
+    _remat_forward: Any  # how the `forward` of a module is recomputed
+    _remat_module: nn.Module  # of a view: the module
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Do nothing: the module's class may register each subclass that it gets."""
@@ -99,7 +87,7 @@ class RematModule(_Module):
         if not (has_remat_class(self) and self._remat_spec.is_view):
             return super()._replicate_for_data_parallel()
         replica = self._remat_module._replicate_for_data_parallel()
-        return _again(lambda: replica, (), self._remat_spec._replace(is_view=False))
+        return _give_class(replica, self._remat_spec._replace(is_view=False))
 
 
 def prefix(policy: Policy | None) -> str:
@@ -160,8 +148,12 @@ def recompute_in_place(
     module: nn.Module, where: str, options: Options, by: str
 ) -> None:
     """Have the `forward` of a module recomputed."""
-    spec = Spec(False, "forward" in vars(module), where, options, by)
+    _give_class(module, Spec(False, "forward" in vars(module), where, options, by))
+
+
+def _give_class(module: nn.Module, spec: Spec) -> nn.Module:
     object.__setattr__(module, "__class__", _class_of(type(module), spec))
+    return module
 
 
 def undone(module: RematModule) -> nn.Module:
@@ -177,10 +169,8 @@ def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
 
 
 def _again(make: Any, args: tuple[Any, ...], spec: Spec) -> nn.Module:
-    """Make a module again, which was copied or pickled."""
-    module = make(*args)
-    object.__setattr__(module, "__class__", _class_of(type(module), spec))
-    return module
+    """Make a module again that was pickled, or that `copy` copies."""
+    return _give_class(make(*args), spec)
 
 
 # --- Classes ---
@@ -192,9 +182,7 @@ _CLASSES = weakref.WeakKeyDictionary()
 
 def _class_of(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
     """Return the subclass of a class whose `forward` is recomputed."""
-    classes = _CLASSES.get(base)
-    if classes is None:
-        classes = _CLASSES[base] = weakref.WeakValueDictionary()
+    classes = _CLASSES.setdefault(base, weakref.WeakValueDictionary())
     made = classes.get(spec)
     if made is None:
         made = classes[spec] = _made(base, spec)
@@ -230,11 +218,9 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
 
 
 def _forward_of(base: Any, forward: Any) -> Any:
-    """Return the `forward` of a class, which is a function where that of its base is.
-
-    Dynamo looks `type(module).forward` up as if no descriptor were there.
-    """
-    # A traced module's cannot be looked up in its class.
+    """Return the `forward` of a class: a function where that of its base is one."""
+    # Dynamo looks `type(module).forward` up as if no descriptor were there. A traced
+    # module's cannot be looked up in its class.
     is_function = type(getattr(base, "forward", None)) is types.FunctionType
     if type(forward) is _OwnForward or not is_function:
         return forward
@@ -255,7 +241,7 @@ def _deepcopied(self: Any, memo: dict[int, Any]) -> Any:
         return _view(copy.deepcopy(self._remat_module, memo), spec)
     with _as_without_us(self):
         copied = copy.deepcopy(self, memo)
-    return _again(lambda: copied, (), spec)
+    return _give_class(copied, spec)
 
 
 def _recompiled(self: Any) -> Any:

@@ -1,8 +1,5 @@
 """What `remat` returns for a function: a callable whose calls are recomputed.
 
-Users call it. It asks `lowering` how to run a call, and passes the call back to that
-(`call_lowered`), or to `traced` while a graph is made.
-
 Invariant: if there is nothing to differentiate, the callable just calls the function.
 Rejected: a closure. A closure cannot be pickled, and an enclosing call could not
 rebuild it with other captured tensors.
@@ -28,11 +25,7 @@ from remat._transform.traced import call_in_graph
 
 
 class Rematerialized:
-    """What `remat` returns.
-
-    Attributes:
-        __wrapped__: the function. Other attributes are looked up on the function.
-    """
+    """What `remat` returns. Other attributes are looked up on the function."""
 
     __wrapped__: Callable[..., Any]
 
@@ -115,8 +108,7 @@ class Rematerialized:
 class BoundMethod(functools.partial[Any]):
     """A recomputed method of a module, bound to the module.
 
-    It is not one of Python's methods: of those, Dynamo looks for the file of the
-    function, where a module's `forward` is one.
+    It is none of Python's: Dynamo looks for the file of the function of those.
     """
 
     @property

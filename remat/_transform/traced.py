@@ -1,11 +1,9 @@
 """The lowering of a call that is traced: a recompute that is part of the graph.
 
-    Dynamo        the function becomes the body of one node
-    AOTAutograd   runs that node while it traces, and so calls the body
-    make_fx       the same, with the function itself
-
-There a call is one recursive Function, at the base too. `Vjp` puts a barrier before the
-recompute, and a `Tape` gives it what the policy keeps and the states of its draws.
+Dynamo makes the function the body of one node. AOTAutograd runs that node while it
+traces, and so calls the body, and make_fx the function itself, as one recursive
+Function. `Vjp` puts a barrier before the recompute, and a `Tape` gives it what the
+policy keeps and the states of its draws.
 
 Invariant: what leaves this file for Dynamo to trace are plain functions. What the
 lowering of a node depends on is in its graph or in its key.
@@ -71,10 +69,7 @@ from remat.policies._data import (
 def call_traced(
     fn: Fn, name: str, where: str, options: Options, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function in a trace. Its recompute becomes part of a graph that is made.
-
-    Dynamo traces this. The arguments are those of `call_in_graph`.
-    """
+    """Call a function in a trace, which Dynamo traces, as `call_in_graph`."""
     if lowering_of(options) is Lowering.INLINED:
         return fn(*args, **kwargs)
     return call_in_graph(fn, name, where, options, *args, **kwargs)
@@ -128,10 +123,9 @@ uncompiled(
 
 # --- The keys of nodes ---
 #
-# A node holds a key, as it takes constants and no objects. The key is part of the graph
-# and so of the key of AOTAutograd's cache on disk: two nodes that are lowered in
-# different ways have different keys, in every process. A number for each call would be
-# given to another call by another process.
+# A node holds a key, as it takes no objects. The key is part of the graph and so of the
+# key of AOTAutograd's cache on disk: two nodes that are lowered in different ways have
+# different keys, in every process.
 
 
 _CALLS: dict[str, tuple[Label, Options]] = {}
@@ -147,16 +141,12 @@ def key_of(name: str, where: str, options: Options) -> str:
         number = f"{OF_THIS_PROCESS} {_PROCESS} {len(_NUMBERED)}"
         key = _NUMBERED.setdefault((name, where, options), f"{name} {number}")
     else:
-        key = f"{name} {_digest_of(name, where, policy, options)}"
+        # The other options concern eager recomputes only.
+        flags = options.prune, options.rng, options.higher_order
+        text = repr((name, where, policy, flags, _sources()))
+        key = f"{name} {hashlib.sha256(text.encode()).hexdigest()}"
     _CALLS.setdefault(key, (label_of(name, where), options))
     return key
-
-
-def _digest_of(name: str, where: str, policy: str, options: Options) -> str:
-    # The other options concern eager recomputes only.
-    flags = options.prune, options.rng, options.higher_order
-    text = repr((name, where, policy, flags, _sources()))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
@@ -187,12 +177,8 @@ def _lower(key: str, body: Any) -> Fn:
 def _run_node(
     body: Any, label: Label, options: Options, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a node of Dynamo's graph.
-
-    Where the graph broke at the call, that is the user's function. Without
-    AOTAutograd (`backend="eager"`) the node runs on tensors as they are.
-    """
-    if not is_body(body):
+    """Run a node of Dynamo's graph, without AOTAutograd on tensors as they are."""
+    if not is_body(body):  # the graph broke at the call: it is the user's function
         return _call(body, label, options, args, kwargs)
     try:
         return _run_body_of_node(body, label, options, args)
@@ -215,13 +201,11 @@ def _run_body_of_node(body: Any, label: Label, options: Options, args: Any) -> A
     if _names_by_rule(body):
         kept = save_only_these_names(BY_RULE) | (options.policy or nothing_saveable)
         options = replace(options, policy=kept)
-    fn = _of_tensors(Opaque(body), args, changed)
+    at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    fn = _of_tensors(Opaque(body), args, at, changed)
     # The recompute starts from what a changed input was before. The barrier copies it:
     # inductor makes a clone again in the backward, from what the input is by then.
-    tensors = [
-        behind(args[i], [args[i]]) if i in changed else args[i]
-        for i in _tensors_at(args)
-    ]
+    tensors = [behind(args[i], [args[i]]) if i in changed else args[i] for i in at]
     policy = options.joined()
     asks = policy is not None and policy.asks_modules
     calls = CallsOfNodes(body.graph, label) if asks else None
@@ -250,18 +234,15 @@ _SHARED = (
 )
 
 
-def _tensors_at(args: Sequence[Any]) -> list[int]:
-    return [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-
-
-def _of_tensors(body: Opaque, args: Sequence[Any], changed: Sequence[int]) -> Fn:
-    """Return the body as a function of its tensors. It changes none of them."""
-    places = _tensors_at(args)
+def _of_tensors(
+    body: Opaque, args: Sequence[Any], at: Sequence[int], changed: Sequence[int]
+) -> Fn:
+    """Return the body as a function of its tensors, `at` these. It changes none."""
     constants = Opaque([None if isinstance(a, Tensor) else a for a in args])
 
     def run(*tensors: Tensor) -> Any:
         leaves = [*constants.value]
-        for i, tensor in zip(places, tensors, strict=True):
+        for i, tensor in zip(at, tensors, strict=True):
             leaves[i] = tensor.clone() if i in changed else tensor
         out = run_body(body.value, *leaves)
         return (out, [leaves[i] for i in changed]) if changed else out
