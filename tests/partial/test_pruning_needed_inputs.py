@@ -141,7 +141,7 @@ def test_a_read_by_python_of_a_leaf_is_no_error():
 
 
 def test_what_leaves_showed_holds_for_inputs_that_were_computed():
-    """A call within counts its inputs in their order, whether they are leaves or not."""
+    """A call within packs its inputs in their order, be they leaves or not."""
 
     @remat
     def within(x, y, z):
