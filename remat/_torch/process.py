@@ -53,33 +53,6 @@ _FLAGS_OF_CUDA = (
     ("cublas_allow_fp16_reduced_precision_reduction",) * 2,
     ("cublas_allow_bf16_reduced_precision_reduction",) * 2,
 )
-# Those that this torch has.
-_MORE: list[tuple[Callable[[], Any], Callable[..., None]]] = [
-    (getattr(torch._C, f"_get_{getter}"), getattr(torch._C, f"_set_{setter}"))
-    for getter, setter in _FLAGS_OF_CUDA
-    if torch.backends.cuda.is_built() and hasattr(torch._C, f"_set_{setter}")
-]
-
-
-_GETTERS: tuple[Callable[[], Any], ...] = (
-    *(torch.get_default_dtype, functools.partial(torch.get_autocast_dtype, "cpu")),
-    *(_deterministic, _warn_only),
-    torch._C._get_deterministic_fill_uninitialized_memory,
-    *(torch._C._get_math_sdp_enabled, torch._C._get_flash_sdp_enabled),
-    torch._C._get_mkldnn_enabled,
-    _errors_of_numpy.get,  # what NumPy does upon errors, as `np.errstate` sets it
-    *[get for get, _ in _MORE],
-)
-
-
-def read_settings() -> tuple[Any, ...]:
-    """Return the settings that choose dtypes and kernels."""
-    try:
-        precision: Any = _precision()
-    except RuntimeError:  # it was set for each backend, and torch refuses to sum it up
-        precision = [torch._C._get_fp32_precision_getter(*p) for p in _PRECISIONS]
-    # The second says whether the processor flushes such numbers to zero.
-    return precision, _DENORMAL * 1.0 == 0.0, *map(call, _GETTERS)
 
 
 def _set_precision(value: Any) -> None:
@@ -98,15 +71,42 @@ def _set_warn_only(on: bool) -> None:
     torch._C._set_deterministic_algorithms(_deterministic(), warn_only=on)
 
 
-_set_autocast_dtype = functools.partial(torch.set_autocast_dtype, "cpu")
-_SETTERS: tuple[Callable[..., object], ...] = (
-    *(_set_precision, torch.set_flush_denormal),
-    *(torch.set_default_dtype, _set_autocast_dtype, _set_deterministic, _set_warn_only),
-    torch._C._set_deterministic_fill_uninitialized_memory,
-    *(torch._C._set_sdp_use_math, torch._C._set_sdp_use_flash),
-    *(torch._C._set_mkldnn_enabled, _errors_of_numpy.set),
-    *[put for _, put in _MORE],
-)
+# How each is read and set, but for the precision and denormal numbers.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[..., object]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (
+        functools.partial(torch.get_autocast_dtype, "cpu"),
+        functools.partial(torch.set_autocast_dtype, "cpu"),
+    ),
+    (_deterministic, _set_deterministic),
+    (_warn_only, _set_warn_only),
+    (
+        torch._C._get_deterministic_fill_uninitialized_memory,
+        torch._C._set_deterministic_fill_uninitialized_memory,
+    ),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    # What NumPy does upon errors, as `np.errstate` sets it.
+    (_errors_of_numpy.get, _errors_of_numpy.set),
+    *[  # those that this torch has
+        (getattr(torch._C, f"_get_{getter}"), getattr(torch._C, f"_set_{setter}"))
+        for getter, setter in _FLAGS_OF_CUDA
+        if torch.backends.cuda.is_built() and hasattr(torch._C, f"_set_{setter}")
+    ],
+]
+_GETTERS = [get for get, _ in _SETTINGS]
+_SETTERS = _set_precision, torch.set_flush_denormal, *(put for _, put in _SETTINGS)
+
+
+def read_settings() -> tuple[Any, ...]:
+    """Return the settings that choose dtypes and kernels."""
+    try:
+        precision: Any = _precision()
+    except RuntimeError:  # it was set for each backend, and torch refuses to sum it up
+        precision = [torch._C._get_fp32_precision_getter(*p) for p in _PRECISIONS]
+    # The second says whether the processor flushes such numbers to zero.
+    return precision, _DENORMAL * 1.0 == 0.0, *map(call, _GETTERS)
 
 
 def write_settings(then: tuple[Any, ...]) -> None:
