@@ -8,6 +8,7 @@ Rejected: a list of versions that work. Builds of one version may differ, and a 
 one most often does not.
 """
 
+import contextlib
 import dis
 import gc
 import itertools
@@ -164,12 +165,6 @@ def mapping_of(proxy: Any) -> Any:
 # --- What is checked ---
 
 
-def _reads_bytecode() -> bool:
-    code = compile(_PROGRAM, "<remat>", "exec").co_consts[0]
-    used = NamesUsed(("a", "f", "b"), ("a", "c"), frozenset({"f", "method"}), False)
-    return names_used(code) == used
-
-
 _PROGRAM = """
 def outer(x, n):
     global a, c
@@ -180,6 +175,7 @@ def outer(x, n):
         return b + n
     return inner
 """
+_USED = NamesUsed(("a", "f", "b"), ("a", "c"), frozenset({"f", "method"}), False)
 
 
 def _knows_classes() -> bool:
@@ -203,7 +199,7 @@ def _counts_references() -> bool:
 
 
 CHECKS: dict[str, Callable[[], bool]] = {
-    "bytecode": _reads_bytecode,
+    "bytecode": lambda: names_used(compile(_PROGRAM, "", "exec").co_consts[0]) == _USED,
     "flags of classes": _knows_classes,
     "read-only views of mappings": _finds_what_a_view_is_of,
     "reference counts": _counts_references,
@@ -212,14 +208,12 @@ CHECKS: dict[str, Callable[[], bool]] = {
 
 def differences() -> list[str]:
     """Return what differs from the Pythons that tests ran with."""
-    return [what for what, check in CHECKS.items() if not _holds(check)]
-
-
-def _holds(check: Callable[[], bool]) -> bool:
-    try:
-        return check()
-    except Exception:  # noqa: BLE001 - whatever another Python raises
-        return False
+    found = [*CHECKS]
+    for what, holds in CHECKS.items():
+        with contextlib.suppress(Exception):  # whatever another Python raises
+            if holds():
+                found.remove(what)
+    return found
 
 
 def examine() -> None:
