@@ -5,31 +5,13 @@ Rejected: to look at the stack. It does not tell which call a frame belongs to.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 
 Observe: TypeAlias = Callable[[int, Tensor | None], None]
-
-
-class Reporter(Protocol):
-    """What follows the run of a function for a report."""
-
-    def asked(
-        self, block: Any, lowering: Any, args: tuple[Any, ...]
-    ) -> tuple[Any, Any]:
-        """Return how a rematerialized function runs: its lowering, its options."""
-        ...
-
-    def observe(self, call: Any, observe: Observe | None) -> Observe:
-        """Return what is shown each tensor that a call under base autograd saves."""
-        ...
-
-    def entered(self, call: Any, inputs: Sequence[Tensor]) -> None:
-        """Be told of the forward of a call under torch.func."""
-        ...
 
 
 class Context:
@@ -56,7 +38,10 @@ class Context:
         self.regions: tuple[list[Any], ...] = ()
         # Functions with rules whose `fwd` runs in forward mode.
         self.rules: tuple[Any, ...] = ()
-        self.reporter: Reporter | None = None  # follows the run for a report
+        # What follows the run for a report: how a rematerialized function runs, by
+        # `asked`; what is shown the tensors that a call saves, by `observe`; and the
+        # inputs of a call under torch.func, by `entered`.
+        self.reporter: Any = None
         # For a report: the calls whose forwards run, from the outermost in.
         self.inside: tuple[Any, ...] = ()
         # While a graph is made: the cotangents that a recompute is to read first.

@@ -11,8 +11,8 @@ call: nobody could tell which of it was known when.
 """
 
 import operator
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -52,27 +52,6 @@ class Request(NamedTuple):
     is_below: bool = False  # a level further in asks, whose graph the hooks are in
 
 
-class Planned(Protocol):
-    """What follows the plans of a call: `SavedInNode` of `_partial/planned_call.py`."""
-
-    plans: Any  # None if it follows none
-
-    @property
-    def dropped(self) -> Collection[InputIndex]:
-        """The inputs that the node does not save."""
-
-    def kept(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Return those that it does."""
-
-    def carry_out(
-        self,
-        targets: Sequence[OutputIndex],
-        saved: Sequence[Tensor],
-        pull: Callable[..., Any],
-    ) -> Any:
-        """Return `pull(inputs, mode)` of a recompute, along a plan if one fits."""
-
-
 class Evaluation(NamedTuple):
     """What an evaluation found, besides the results."""
 
@@ -81,7 +60,9 @@ class Evaluation(NamedTuple):
     differentiable: PerResult = ()  # which results do
     updated: Sequence[InputIndex] = ()  # in place, by the function
     residuals: int = 0  # how many there are
-    planned: Planned | None = None  # by what it is recomputed; None to run it as it is
+    # By what it is recomputed: `SavedInNode` of `_partial/planned_call.py`, or the
+    # like; None to run it as it is.
+    planned: Any = None
     shared: Collection[OutputIndex] = ()  # outputs that share memory with others
     # Whether its backward depends on whether grad mode is on. Where nobody looked, as
     # for rules, it may.
@@ -223,7 +204,11 @@ class Program:
             return self.evaluate_first(self, inputs, request)
         used = self.uses(len(inputs))
         if not request.at_base:
-            outs = [*map(_without_graph, self.run(*inputs))]
+            # A rule may have had to turn grad mode on.
+            outs = self.run(*inputs)
+            outs = [
+                o.detach() if o is not None and o.requires_grad else o for o in outs
+            ]
             differentiable = [*map(has_derivatives, outs)]
             return outs, Evaluation(request, used, differentiable, asks_grad_mode=True)
         set_grad_enabled(True)
@@ -233,11 +218,6 @@ class Program:
         differentiable = [*map(requires_grad, outs)]
         results = [None if o is None else o.detach() for o in outs]
         return results, Evaluation(request, used, differentiable, asks_grad_mode=True)
-
-
-def _without_graph(output: Any) -> Tensor | None:
-    """Detach an output that has a graph, where a rule had to turn grad mode on."""
-    return output.detach() if requires_grad(output) else output
 
 
 def requires_grad(output: Tensor | None) -> bool:

@@ -20,7 +20,7 @@ from remat._ambient.streams import device_streams, global_streams, moved_since
 from remat._base.context import here
 from remat._base.errors import RecomputeError
 from remat._base.op import Op
-from remat._base.program import Evaluation, Planned
+from remat._base.program import Evaluation
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import user_line
 from remat._graph.handles import Residual, unpack
@@ -110,7 +110,7 @@ class PlaceInCall:
 class SavedWithPlaces:
     """What a node saves: the inputs of its call, residuals, and what places keep."""
 
-    def __init__(self, places: Sequence[PlaceInCall], planned: Planned | None) -> None:
+    def __init__(self, places: Sequence[PlaceInCall], planned: Any) -> None:
         self._planned = planned
         self.plans = None if planned is None else planned.plans
         self.dropped = () if planned is None else planned.dropped
