@@ -9,7 +9,6 @@ own `mmap` where there is a choice: it keeps a file descriptor for each residual
 """
 
 import ctypes
-import errno
 import mmap
 import os
 import shutil
@@ -154,26 +153,28 @@ def in_file(tensor: Tensor) -> Tensor:
         folder = os.path.expandvars(os.environ.get("REMAT_OFFLOAD_DIR", ""))
         try:
             folder = folder or tempfile.gettempdir()
-            storage = _written(data, folder)
+            return typed(_written(data, folder), tensor, stride)
         except OSError as error:
-            raise _no_room(tensor, data.numel(), folder or None, error) from error
-        return typed(storage, tensor, stride)
+            what = describe_meta(tensor.dtype, tensor.shape)
+            raise _no_room(what, data.numel(), folder, error) from error
 
 
 def _has_data(tensor: Tensor) -> bool:
     """Say whether a tensor has data; an OffloadError if it is not plain and strided."""
-    try:
+    storage = None
+    with suppress(RuntimeError, NotImplementedError):
         storage = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):  # sparse, or of a torch.func level
-        raise _not_plain(tensor) from None
-    if storage.device.type == "meta":
+    if storage is not None and storage.device.type == "meta":
         return False
-    if type(tensor) not in TENSORS or tensor.is_quantized:
-        raise _not_plain(tensor)
+    what = describe_meta(tensor.dtype, tensor.shape)
+    # One that is sparse, or of a level of torch.func, has no storage.
+    if storage is None or type(tensor) not in TENSORS or tensor.is_quantized:
+        names = {"kind": type(tensor).__qualname__, "layout": tensor.layout}
+        raise OffloadError(_NOT_PLAIN.format(what=what, **names))
     count = extent(tensor.shape, tensor.stride())
     end = (tensor.storage_offset() + count) * tensor.element_size()
     if count and end > storage.nbytes():
-        raise OffloadError(_FREED.format(what=_described(tensor)))
+        raise OffloadError(_FREED.format(what=what))
     return True
 
 
@@ -209,7 +210,11 @@ class Fetched:
                 arriving = self._sent_back(k)
             self._prefetch(k + 1)
             if arriving is not None:
-                stored = typed(_arrived(arriving), stored)
+                data, event = arriving
+                stream = torch.accelerator.current_stream(data.device)
+                stream.wait_event(event)  # the computation waits for the copy
+                data.record_stream(stream)
+                stored = typed(data, stored)
             elif stored.device != device:
                 data, dense = packed(stored)
                 stored = typed(data.to(device), stored, dense)
@@ -260,15 +265,6 @@ class _Lane:
             return _Arriving(data, self._stream.record_event())
 
 
-def _arrived(arriving: _Arriving) -> Tensor:
-    """Have the computation wait for a copy, and return it."""
-    data, event = arriving
-    stream = torch.accelerator.current_stream(data.device)
-    stream.wait_event(event)
-    data.record_stream(stream)
-    return data
-
-
 _LANES: dict[torch.device, _Lane | None] = {}
 
 
@@ -294,29 +290,14 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 _CHUNK = 2**26  # bytes
-# File systems that cannot reserve room take it while they write.
-_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 def _written(data: Tensor, folder: str) -> Tensor:
     """Return bytes as a mapped file that has no name and just their size."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        _reserve(file, data.numel())
         for piece in data.split(_CHUNK):
             _write(file, piece.cpu())
         return _mapped(file, data.numel())
-
-
-def _reserve(file: IO[bytes], nbytes: int) -> None:
-    """Fail early if there is no room, before much is written."""
-    # This takes three milliseconds on ext4; writing a chunk takes twenty.
-    if nbytes <= _CHUNK or not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
 
 
 def _write(file: IO[bytes], piece: Tensor) -> None:
@@ -352,27 +333,13 @@ def _read_ahead(storage: torch.UntypedStorage) -> None:
 # --- Errors ---
 
 
-def _described(tensor: Tensor) -> str:
-    return describe_meta(tensor.dtype, tensor.shape)
-
-
-def _not_plain(tensor: Tensor) -> OffloadError:
-    kind = type(tensor).__qualname__
-    what = _described(tensor)
-    return OffloadError(_NOT_PLAIN.format(kind=kind, what=what, layout=tensor.layout))
-
-
-def _no_room(
-    tensor: Tensor, nbytes: int, folder: str | None, error: OSError
-) -> OffloadError:
+def _no_room(what: str, nbytes: int, folder: str, error: OSError) -> OffloadError:
     free = "an unknown number of bytes is"
-    if folder is not None:
-        with suppress(OSError):
-            free = f"{shutil.disk_usage(folder).free:,} are"
-    where = "a temporary folder" if folder is None else repr(folder)
-    known = {"what": _described(tensor), "nbytes": f"{nbytes:,}", "folder": where}
-    why = error.strerror or error
-    return OffloadError(_NO_ROOM.format(free=free, reason=why, **known))
+    with suppress(OSError):
+        free = f"{shutil.disk_usage(folder).free:,} are"
+    where = repr(folder) if folder else "a temporary folder"
+    names = {"what": what, "nbytes": f"{nbytes:,}", "folder": where, "free": free}
+    return OffloadError(_NO_ROOM.format(reason=error.strerror or error, **names))
 
 
 _NO_ROOM = (

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -127,8 +126,7 @@ def test_an_error_of_the_body_leaves_nothing(at, way, folder):
 
 @rows("way", WAYS)
 def test_a_full_disk_is_a_clear_error(way, folder, monkeypatch):
-    monkeypatch.setattr(offload, "_CHUNK", 100)
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC), raising=False)
+    monkeypatch.setattr(offload, "_write", failing(errno.ENOSPC))
     refused = pytest.raises(OffloadError, match=r"float64\[.*could not be .*free \(No")
     with leaving_nothing_open(), count_ops() as ops:
         with refused as caught:

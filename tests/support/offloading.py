@@ -9,7 +9,6 @@ import tempfile
 import pytest
 import torch
 
-from remat._offload import offload as _offload
 from remat._offload.offload import Fetched, in_file, in_host_memory, origin_of
 
 
@@ -107,24 +106,10 @@ def without_dev_fd(monkeypatch):
     monkeypatch.setattr(os, "stat", limited)
 
 
-def without_fallocate(monkeypatch):
-    """As on macOS."""
-    monkeypatch.setattr(_offload, "_CHUNK", 1000)
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-
-
-def with_useless_fallocate(monkeypatch):
-    """As on some network file systems."""
-    monkeypatch.setattr(_offload, "_CHUNK", 1000)
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP), raising=False)
-
-
 SYSTEMS = {
     "as it is": lambda _: None,
     "no O_TMPFILE": without_tmpfile,
     "no /dev/fd": without_dev_fd,
-    "no fallocate": without_fallocate,
-    "useless fallocate": with_useless_fallocate,
 }
 
 
