@@ -184,11 +184,17 @@ class Calls:
 
     def __enter__(self) -> "Calls":
         _TRACKERS.calls.append(self)
-        _HOOKS.need()
+        with _LOCK:
+            _ENTERED.append(self)
+            if len(_ENTERED) == 1:
+                hook_all_modules(_entered, _left)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _HOOKS.need_no_more()
+        with _LOCK:
+            _ENTERED.remove(self)
+            if not _ENTERED:
+                unhook_all_modules()
         _TRACKERS.calls.remove(self)
 
 
@@ -406,23 +412,5 @@ def _left(module: nn.Module, *_: Any) -> None:
             calls.leave(module)
 
 
-class _HooksOnAll:
-    """The hooks on all modules, while somebody needs them."""
-
-    def __init__(self) -> None:
-        self._lock, self._count = threading.Lock(), 0
-
-    def need(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                hook_all_modules(_entered, _left)
-
-    def need_no_more(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                unhook_all_modules()
-
-
-_HOOKS = _HooksOnAll()
+_LOCK = threading.Lock()
+_ENTERED: list[Calls] = []  # of all threads: hooks are there while there is one
