@@ -121,8 +121,9 @@ def meaning(policy: Any, key: str) -> tuple[int, Any]:
 
 
 def _advice(text: str, known: Iterable[str]) -> str:
-    near = get_close_matches(text, known, 1)
-    return "".join(f"Do you mean {each!r}? " for each in near)
+    words = [word for word in _WORDS if text.startswith(f"{word}_")]
+    near = words or get_close_matches(text, known, 1)
+    return "".join(f"Do you mean {each!r}? " for each in near[:1])
 
 
 def _constant(text: str) -> Policy | None:
