@@ -31,12 +31,12 @@ from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
 from remat._partial.cache import CACHES, metas_of
 from remat._report.timeline import has_storage
-from remat.chain._actions import Reverse, Schedule
 from remat.chain._chain import Chain, Reversing
 from remat.chain._forward import ChainCall, call_of
-from remat.chain._schedules import Binomial, Online, Sqrt, Uniform
+from remat.chain._schedules import Reverse, Schedule
 from remat.chain._segment import segment_from
 from remat.chain._steps import Live, Steps, tensors_and_frame
+from remat.chain.schedules import Binomial, Online, Sqrt, Uniform
 from remat.policies import Policy
 
 
