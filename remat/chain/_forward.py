@@ -63,12 +63,6 @@ class ChainCall(Call):
             may draw from.
     """
 
-    __slots__ = (
-        *("_form", "_progress", "_results", "_stored", "changes", "cut", "initial"),
-        *("kept_from", "length", "makes_streams", "needs", "outs", "scanned"),
-        *("schedule", "steps", "stores"),
-    )
-
     def __init__(
         self,
         reach: Reach,
@@ -174,33 +168,22 @@ def call_of(
     progress: Progress = None,
 ) -> ChainCall | None:
     """Return a call of a chain; None, with a warning, where no walk can tell."""
-    carry = _steps.tensors_and_frame(args[0])
-    named = _parts_of(*carry, steps.label, is_repeated=steps.is_repeated)
+    tensors, frame = carry = _steps.tensors_and_frame(args[0])
+    names: list[str] = []  # of the tensors of the initial carry, for errors
+    for path, leaf in zip(pytree.paths(frame.treedef), frame.leaves, strict=True):
+        if leaf is TENSOR:
+            names.append(f"carry{path}")
+        elif steps.is_repeated and type(leaf) not in INERT:
+            # It may hold a tensor, and cannot be looked into.
+            kind = type(leaf).__qualname__
+            raise TypeError(_OPAQUE.format(label=steps.label, path=path, kind=kind))
+    named = dict(zip(names, tensors, strict=True))
     # Steps read the live carry, and not the container of the initial one.
     args = None, *args[1:]
     reach = reach_of(fn, steps.label, args, named)
     if reach is None:
         return None
     return ChainCall(reach, fn, args, carry, steps, schedule, progress)
-
-
-def _parts_of(
-    carry: Sequence[Tensor], frame: Frame, label: str, *, is_repeated: bool
-) -> dict[str, Tensor]:
-    """Return the tensors of the initial carry, by what errors call them.
-
-    A chain that repeats one function refuses a value that may hold a tensor, and that
-    cannot be looked into.
-    """
-    names: list[str] = []
-    paths = pytree.paths(frame.treedef)
-    for path, leaf in zip(paths, frame.leaves, strict=True):
-        if leaf is TENSOR:
-            names.append(f"carry{path}")
-        elif is_repeated and type(leaf) not in INERT:
-            kind = type(leaf).__qualname__
-            raise TypeError(_OPAQUE.format(label=label, path=path, kind=kind))
-    return dict(zip(names, carry, strict=True))
 
 
 class ChainProgram(Primal):

@@ -35,11 +35,6 @@ class Segment(Program):
     steps, and then what is collected of each step.
     """
 
-    __slots__ = (
-        *("_after", "_ambient", "_call", "_chain", "_live", "_numbers", "_objects"),
-        "_offset",
-    )
-
     def __init__(self, chain: ChainProgram, live: Live, start: int, stop: int) -> None:
         self._chain, self._call = chain, chain.call
         self._live = live._replace(tensors=())
