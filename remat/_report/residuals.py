@@ -318,7 +318,7 @@ class _Notes:
             if isinstance(state, Tensor):
                 self._note([state], reader, origin=origin)
             else:
-                size, host = sys.getsizeof(state), torch.device("cpu")
+                size, host = _size_of(state), torch.device("cpu")
                 row = None, (), host, size, origin, "", (reader,)
                 self._states.append(SavedResidual(*row))
 
@@ -364,3 +364,12 @@ def _row(entry: StorageNote) -> SavedResidual:
 
 
 _PLACES = {Decision.OFFLOAD: "pinned host", Decision.OFFLOAD_TO_DISK: "disk"}
+
+
+def _size_of(state: Any) -> int:
+    """Return the bytes of a stream's state."""
+    if isinstance(state, bytes):
+        return len(state)
+    if isinstance(state, tuple):
+        return sum(map(_size_of, state))
+    return sys.getsizeof(state)

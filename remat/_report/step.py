@@ -308,7 +308,10 @@ def _holders(
     sizes: dict[tuple[PeakHolder, str, HeldValues], list[int]] = defaultdict(list)
     for change, i in alive.values():
         sizes[_sorted(watch, change, i, is_early=is_early)].append(change.nbytes)
-    storages = {_torch.storage_id(p): (t, p) for t in inputs.tensors for p in parts(t)}
+    storages: dict[int, tuple[Tensor, Tensor]] = {}
+    for t in inputs.tensors:
+        for part in parts(t):
+            storages.setdefault(_torch.storage_id(part), (t, part))
     for t, part in storages.values():  # what is alive before the step
         kind: PeakHolder = "parameters" if _inputs.is_parameter(t) else "inputs"
         like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
