@@ -6,18 +6,14 @@ it held at the call.
     reach       all of this for one call
     running     one run of it again, and what that is called under
     lifted      other tensors in place of the user's
-    holding     which holders hold one of some values
     attributes  what is set on tensors
-    numbers     where each tensor is among the inputs of the call
     left        what a function leaves in holders, and what holds tensors of its result
     copies      copies of buffers in holders, which other threads may find
-    roots       one root of a call
+    roots       one root of a call, and the numbers of its tensors
     arguments   the function and the arguments, put aside and made again
-    boxes       what is held of containers that were passed
+    parts       what holders hold one by one: put aside, found, made again in order
     identities  identities that code asks for: what is held, and what is refused
     exchange    has holders hold what they held, in place, and puts them back
-    classes     of objects that changed theirs, and which a call may hold
-    making      makes values again, each after what it holds
     moment      what all holds at one moment of a forward, compared with another
     before      what holders held before a forward, and what that changed of it
     layout      which holders a root reaches, and where each one is

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.before import FIRST, At, Ref, at
-from remat._reach.boxes import Box, HolderParts, Watched
 from remat._reach.exchange import are_same
 from remat._reach.holders import (
     MISSING,
@@ -43,15 +42,10 @@ from remat._reach.holders import (
     HolderKind,
     container_kind,
 )
-from remat._reach.making import make
 from remat._reach.names import CallNames
 from remat._reach.objects import dict_of, is_spent_by_use, slots_of
-from remat._reach.stream_search import (
-    StreamSearch,
-    has_defaults,
-    has_user_code,
-    is_stream,
-)
+from remat._reach.parts import Box, HolderParts, Watched, make
+from remat._reach.stream_search import StreamSearch, has_defaults, is_stream, user_bases
 from remat._reach.walk import (
     is_of_atoms,
     is_of_library,
@@ -139,7 +133,7 @@ class CallArguments:
         kind = type(value)
         if kind in TENSORS or issubclass(kind, Tensor):
             return at(self._number_of(value))
-        if kind in ATOMS:
+        if kind in ATOMS or value is MISSING:
             return value
         if kind is types.FunctionType or issubclass(kind, (nn.Module, type)):
             return self._root(value)
@@ -155,16 +149,16 @@ class CallArguments:
         return self._kept_other(value, kind)
 
     def _kept_other(self, value: Any, kind: type) -> Any:
-        if value is MISSING:
-            return value
         how = VARIABLES if kind is ContextVar else container_kind(kind)
         if how is not None:
             return self._box(value, how)
         if is_spent_by_use(kind):
             self.has_iterators = True
             return Iterated(value, self._name_of(value))
-        if self._note_buffer(value, kind):
-            return value
+        if is_buffer(kind) and not has_objects(value):
+            self.buffers.append((value, "", PASSED))
+            if is_bare_buffer(kind):  # others may have attributes
+                return value
         if is_used_as_it_is(value, kind):
             self.streams.walk(value)
             return value
@@ -184,16 +178,9 @@ class CallArguments:
             return CallNames(*self._called, value).name_of(value)
         return type(value).__name__
 
-    def _note_buffer(self, value: Any, kind: type) -> bool:
-        """Note a buffer of numbers; say whether it has nothing else, as attributes."""
-        if not is_buffer(kind) or has_objects(value):
-            return False
-        self.buffers.append((value, "", PASSED))
-        return is_bare_buffer(kind)
-
     def _box(self, value: Any, how: HolderKind) -> Box:
         kind = type(value)
-        if how is not PART and has_user_code(kind):
+        if how is not PART and user_bases(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
         box = Box(value, how)
         self.boxes[id(value)] = box, value
@@ -397,7 +384,8 @@ class Building:
         if key not in self._new:
             return True
         for held in (box, *box.more):
-            if not box.is_flat and self._are_missing(held):
+            parts = () if box.is_flat else (*held.items, *held.keys)
+            if any(type(k) is Box and k.ref.id not in made for k in parts):
                 return False
             if held.how.frozen:
                 if key not in made:
@@ -418,10 +406,6 @@ class Building:
         # What the forward wrote, the run may write.
         if parts.is_changed or not is_same:
             self._run.write(how, made, keys, items)
-
-    def _are_missing(self, parts: HolderParts) -> bool:
-        held, made = (*parts.items, *parts.keys), self._made
-        return any(type(k) is Box and k.ref.id not in made for k in held)
 
     def _frozen(self, box: Box) -> Any:
         """Find or make a value that never changes."""

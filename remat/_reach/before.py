@@ -139,10 +139,11 @@ class Span(NamedTuple):
     end: int
     first_key: int
 
-    @property
-    def key_count(self) -> int:
-        """How many keys it has."""
-        return (self.end - self.start) * self.kind.keyed
+    def of(self, keys: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return its keys and its values, of all."""
+        start, end, first = self.start, self.end, self.first_key
+        own = keys[first : first + end - start] if self.kind.keyed else []
+        return own, values[start:end]
 
 
 class Before:
@@ -308,13 +309,6 @@ class Before:
         """Whether there are tensors."""
         return bool(self.refs or self.others)
 
-    def parameters_in(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return those of the tensors that are parameters."""
-        if not (self.others and self.refs):
-            return tensors if self.refs else ()
-        others = {*self.others}
-        return [t for i, t in enumerate(tensors) if i not in others]
-
     def changed_in(self, now: LiveValues) -> set[HolderIndex]:
         """Return the holders that hold something else now."""
         if self.are_in(now):
@@ -333,10 +327,6 @@ class Before:
         """Return what is held of a value, or of a key."""
         position, as_key = place
         return self.keys[position] if as_key else self.kept[position]
-
-    def keys_of(self, span: Span) -> list[Any]:
-        """Return the keys of a holder."""
-        return self.keys[span.first_key : span.first_key + span.key_count]
 
     def holders(self, layout: Layout) -> Sequence[tuple[Span, Place | None]]:
         """Return the holders, and where each one is that is no owner."""
@@ -435,9 +425,10 @@ def differing(
 
 def _slices(ids: bytes, span: Span, keys: int) -> tuple[bytes, bytes]:
     """Return the identities of the values and of the keys of a holder."""
-    first = keys + span.first_key
-    last = first + span.key_count
-    return ids[span.start * 8 : span.end * 8], ids[first * 8 : last * 8]
+    kind, _, _, start, end, first_key = span
+    first = (keys + first_key) * 8
+    last = first + (end - start) * 8 * kind.keyed
+    return ids[start * 8 : end * 8], ids[first:last]
 
 
 def _is_plain(value: Any) -> bool:

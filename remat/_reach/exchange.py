@@ -16,13 +16,12 @@ import operator
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from remat._base.code import VIEWED
+from remat._base.code import VIEWED, class_without_us
 from remat._base.errors import RecomputeError
 from remat._reach.before import At, Before, HolderIndex, Place, Ref, Span
-from remat._reach.classes import CLASS_OF, is_of_another
 from remat._reach.holders import (
     GONE,
     MISSING,
@@ -33,8 +32,16 @@ from remat._reach.holders import (
     without_contents,
 )
 from remat._reach.layout import Layout, groups_of
-from remat._reach.making import make
 from remat._reach.objects import dict_of, is_view
+from remat._reach.parts import make
+
+
+# The class of an object.
+CLASS_OF = HolderKind(
+    lambda value: (type(value),),
+    lambda value, _, kinds: object.__setattr__(value, "__class__", kinds[0]),
+    fixed=1,
+)
 
 
 class Exchange:
@@ -101,7 +108,7 @@ class Exchange:
                 if found is not holder:
                     holder, (now_keys, now) = found, span.kind.held(found)
             self._holders[span[1:3]] = span.kind, holder
-            then, keys = self._then(span, self.found), self._keys(span, self.found)
+            keys, then = self._then(span, self.found, self._special)
             is_same = are_same(now, then) and are_same(now_keys, keys)
             # What the forward wrote, the run may write: it is put back in any case.
             if is_same and self._effects is not None and span[1:3] not in self._effects:
@@ -132,24 +139,19 @@ class Exchange:
 
     def _keep_frozen(self) -> None:
         """Note which values that never change hold what they held, from within."""
+
+        def find(kept: Ref) -> Any:
+            if kept.id in self._frozen or kept.id in self._made:
+                return self._found.get(kept.id)
+            return self._there(kept)
+
         for span, place, holder, _, now in reversed(self._now):
             if span.kind.frozen and place is not None and holder is not None:
                 key = self._before.at(place).id
-                if key not in self._made and self._is_as_it_was(span, now):
+                if key not in self._made and are_same(
+                    self._then(span, find, {})[1], now
+                ):
                     self._found[key] = holder
-
-    def _is_as_it_was(self, span: Span, now: Sequence[Any]) -> bool:
-        """Say whether a value that never changes may be used as it is."""
-        then = self._before.kept[span.start : span.end]
-        for i, kept in enumerate(then):
-            if type(kept) is At:
-                then[i] = self._tensors[kept.number]
-            elif type(kept) is Ref:
-                if kept.id not in self._frozen and kept.id not in self._made:
-                    then[i] = self._there(kept)
-                else:
-                    then[i] = self._found.get(kept.id)
-        return are_same(then, now)
 
     def _fill_views(self) -> None:
         """Give the views that were made again the dicts of their modules."""
@@ -191,26 +193,20 @@ class Exchange:
 
     # --- What was there ---
 
-    def _then(self, span: Span, find: Callable[[Ref], Any]) -> list[Any]:
-        then = self._before.kept[span.start : span.end]
-        for i, kept in enumerate(then):
-            if type(kept) is At:
-                then[i] = self._tensors[kept.number]
-            elif type(kept) is Ref:
-                special = self._special.get(span.start + i)
-                then[i] = find(kept) if special is None else special
-        return then
-
-    def _keys(self, span: Span, find: Callable[[Ref], Any]) -> list[Any]:
-        if not span.kind.keyed:
-            return []
-        keys = self._before.keys_of(span)
-        for i, kept in enumerate(keys):
-            if type(kept) is At:
-                keys[i] = self._tensors[kept.number]
-            elif type(kept) is Ref:
-                keys[i] = find(kept)
-        return keys
+    def _then(
+        self, span: Span, find: Callable[[Ref], Any], special: Mapping[int, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the keys and the values that a holder held, as they are in the run."""
+        tensors = self._tensors
+        keys, then = span.of(self._before.keys, self._before.kept)
+        for held, first in ((keys, None), (then, span.start)):
+            for i, kept in enumerate(held):
+                if type(kept) is At:
+                    held[i] = tensors[kept.number]
+                elif type(kept) is Ref:
+                    instead = None if first is None else special.get(first + i)
+                    held[i] = find(kept) if instead is None else instead
+        return keys, then
 
     def found(self, kept: Ref) -> Any:
         """Return a value that was not held: itself, or what was made again."""
@@ -257,8 +253,8 @@ class Exchange:
 
     def _missing(self, span: Span) -> list[Ref]:
         """Return what a holder held that is not found yet."""
-        held = self._before.kept[span.start : span.end] + self._before.keys_of(span)
-        return [k for k in held if type(k) is Ref and k.id not in self._found]
+        keys, kept = span.of(self._before.keys, self._before.kept)
+        return [k for k in kept + keys if type(k) is Ref and k.id not in self._found]
 
     def _complete(self, kept: Ref) -> bool:
         """Make a value that never changes, or fill one that was made."""
@@ -267,7 +263,10 @@ class Exchange:
             first = spans[0]
             if self._missing(first):
                 return False
-            value, then = self._there(kept), self._then(first, self.found)
+            value, (_, then) = (
+                self._there(kept),
+                self._then(first, self.found, self._special),
+            )
             if value is None or not are_same(first.kind.held(value)[1], then):
                 value = self._made[key] = self._new(kept, then)
             self._found[key] = value
@@ -286,7 +285,7 @@ class Exchange:
         def find(kept: Ref) -> Any:
             return self._found.get(kept.id, MISSING)
 
-        keys, then = self._keys(span, find), self._then(span, find)
+        keys, then = self._then(span, find, self._special)
         if span.kind.keyed:
             pairs = [*zip(keys, then, strict=True)]
             pairs = [(k, v) for k, v in pairs if k is not MISSING and v is not MISSING]
@@ -325,15 +324,15 @@ class Exchange:
         for i in range(len(self._owners))[section]:
             owner, key = self._owners[i], self._layout.births[i]
             if owner is not None:
-                then = self._class_of(i)
-                if then is not type(owner) and is_of_another(owner, then):
-                    self._others.append((owner, then))
+                now, then = type(owner), self._class_of(i)
+                if then is not now and class_without_us(now) is not class_without_us(
+                    then
+                ):
+                    self._others.append((owner, then))  # changed other than by remat
                 continue
             if key in self._made:
                 continue
             kind = self._class_of(i)
-            if kind is None:
-                raise RecomputeError(GONE.format(name="An object"))
             if container_kind(kind) is not None:
                 place = self._before.places(self._layout)[key]
                 self._made[key] = self._new(self._before.at(place), ())
@@ -344,9 +343,10 @@ class Exchange:
             self._made[key] = without_contents(kind)
 
     def _class_of(self, i: int) -> Any:
-        """Return the class of an owner, made again if it is one of remat's, or None."""
-        kind, remade = self._before.classes[i](), self._layout.remade
-        return remade[i]() if kind is None and i in remade else kind
+        kind = self._before.classes[i]()
+        if kind is None:
+            raise RecomputeError(GONE.format(name="The class of an object"))
+        return kind
 
     def _function(self, i: int) -> types.FunctionType:
         """Return a function like one that is gone, with the variables that are left."""

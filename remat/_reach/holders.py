@@ -184,15 +184,11 @@ def _set_variable(holder: Any, keys: Sequence[Any], values: Sequence[Any]) -> An
     return None
 
 
-def _set_variable_again(holder: Any, keys: Any, values: Sequence[Any]) -> None:
-    if values[0] is not MISSING:  # else `exchange` takes the value away
-        holder.set(values[0])
-
-
 VARIABLES = HolderKind(
     lambda variable: (variable_value(variable),),
     _set_variable,
-    put_back=_set_variable_again,
+    # Where there was none, `exchange` takes the value away.
+    put_back=lambda holder, _, held: held[0] is MISSING or holder.set(held[0]),
     fixed=1,
 )
 
@@ -348,14 +344,15 @@ PART = HolderKind(refers_to, new=_made_of, length=lambda value: len(refers_to(va
 def _write_dict(
     base: Any, holder: Any, keys: Sequence[Any], values: Sequence[Any]
 ) -> None:
-    now, wanted = [*base.__iter__(holder)], {*map(id, keys)}
-    stay = [key for key in now if id(key) in wanted]
-    if len(stay) <= len(keys) and all(map(is_, stay, keys)):
-        for key in now:
-            if id(key) not in wanted:
-                base.__delitem__(holder, key)
-    else:  # it is emptied only if the order differs
-        base.clear(holder)
+    now = [*base.__iter__(holder)]
+    if len(now) > len(keys) or not all(map(is_, now, keys)):
+        wanted = {*map(id, keys)}
+        if all(map(is_, [key for key in now if id(key) in wanted], keys)):
+            for key in now:
+                if id(key) not in wanted:
+                    base.__delitem__(holder, key)
+        else:  # it is emptied only if the order differs
+            base.clear(holder)
     if base is dict:
         dict.update(holder, zip(keys, values, strict=True))
         return

@@ -33,11 +33,6 @@ from remat._base.code import MARKS
 from remat._base.errors import CaptureError
 
 
-def refuse_of_container(kind: type) -> None:
-    """Refuse a container that was passed and is made again around stand-ins."""
-    raise CaptureError(_CONTAINER.format(kind=kind.__qualname__))
-
-
 def refuse_of_tensors(held: Iterable[Any], ids: Container[int]) -> None:
     """Refuse numbers that are identities of tensors."""
     if any(type(value) is int and value in ids for value in held):
@@ -81,12 +76,6 @@ class RefuseMarks(ForwardCheck):
         return answer
 
 
-_CONTAINER = (
-    "remat: a {kind} that was passed holds a tensor that is differentiated. Under "
-    "torch.func the function gets another one around another tensor, and it may ask "
-    "for the identity of that (`id`). Pass the tensors themselves, or look up by "
-    "something else."
-)
 _TENSOR = (
     "remat: the function asks for the identity (`id`) of a tensor, and a table or a "
     "variable holds it. Under torch.func it gets another tensor in place of what it is "

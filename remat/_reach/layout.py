@@ -13,7 +13,6 @@ Rejected: a search in each call. What a call reaches is mostly what it does not 
 import contextlib
 import enum
 import itertools
-import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import call, itemgetter
@@ -21,10 +20,9 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.code import AGAIN, is_named, recipe_of, static_of
-from remat._base.interpreter import identities, nested
+from remat._base.code import MADE, is_named, static_of
+from remat._base.interpreter import identities
 from remat._base.types import ATOMS, TENSORS
-from remat._reach.classes import leads_nowhere
 from remat._reach.holders import (
     ATTRIBUTES,
     CELLS,
@@ -75,7 +73,7 @@ class Layout:
         linked: weak references to modules reached, which have layouts of their own.
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
-        odd: which objects and classes cannot be made again and may be held, by index.
+        odd: which objects and classes cannot be made again, and are held, by index.
         streams: return the random streams, or None.
         asks: the names by which code tells an object from another one like it.
         uses_stream_states: whether code reads or sets the state of a stream.
@@ -85,7 +83,7 @@ class Layout:
         is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
         is_noted: whether a call notes something of the code that the root reaches.
-        remade: what makes a class of remat's again, by the index of an owner of it.
+        local: the owners whose classes are held, by index.
         variables: context variables.
         signature: the code of functions, functions in C, and the classes of objects.
         last: what the holders held at the last call.
@@ -100,8 +98,7 @@ class Layout:
         *("class_names", "classes", "compiled", "functions", "is_contained"),
         *("is_lazy", "is_module", "is_noted", "last", "linked", "objects", "odd"),
         "owners",
-        *("remade", "scripted", "signature", "asks", "slotted", "spans", "special"),
-        "unnamed",
+        *("local", "scripted", "signature", "asks", "slotted", "spans", "special"),
         *("streams", "uses_stream_states", "variables", "writes"),
     )
 
@@ -142,18 +139,23 @@ class Layout:
         others = len(owners) > len(functions) or walk.kinds or walk.special
         self.is_contained = not (others or closed or walk.variables)
         self.special: dict[int, str] = {}
-        self.unnamed: set[int] = set()  # those of them that no code names
-        kinds = enumerate(map(type, owners))
-        self.remade = {i: recipe_of(kind) for i, kind in kinds if AGAIN in vars(kind)}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
-        local = enumerate(walk.classes, self.classes.start)
-        local = ((i, c) for i, c in local if not is_named(c))
-        self.odd += [i for i, kind in local if leads_nowhere(kind)]
+        # Classes that a call made are gone with all their instances.
+        kinds = enumerate(walk.classes, self.classes.start)
+        self.odd += [i for i, kind in kinds if not is_named(kind)]
+        kinds = enumerate(map(type, owners))
+        self.local = [
+            i for i, kind in kinds if MADE in vars(kind) or not is_named(kind)
+        ]
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))
         held = (*map(weakref.ref, code), *map(weakref.ref, types_of))
-        marks = [mark for o in walk.objects for mark in _marks_of(o)]
+        # What tells an object from others of its class.
+        enums = [o for o in walk.objects if issubclass(type(o), enum.Enum)]
+        marks: list[Any] = [o.name for o in enums]
+        made = [o for o in walk.objects if is_rematerialized(type(o))]
+        marks += [o.__remat_options__[-1].key for o in made]
         self.signature = (*held, *marks, *map(static_of, walk.builtins))
         self.below: list[HoldersBelow] = []
         self.last: Any = None
@@ -197,20 +199,9 @@ class Layout:
                 raise MovedError
 
 
-def _marks_of(value: Any) -> Sequence[Any]:
-    """Return what tells an object from others of its class, in a signature."""
-    if issubclass(type(value), enum.Enum):
-        return [value.name]
-    if is_rematerialized(type(value)):
-        return [value.__remat_options__[-1].key]
-    return ()
-
-
 def _reference(value: Any) -> Callable[[], Any]:
     """Return what gives a value, weakly if that can be."""
-    if type(value).__weakrefoffset__:
-        return weakref.ref(value)
-    return lambda: value
+    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
 
 
 class LiveValues(Holdings):
@@ -350,9 +341,7 @@ def _lay_out(root: Any) -> tuple[Layout, LiveValues]:
     while True:
         for p, value in enumerate(live.values[first:], first):
             if id(value) in walk.special:
-                name = layout.special[p] = written(layout, live, p)
-                if not _may_be_read(name, walk.functions):
-                    layout.unnamed.add(p)
+                layout.special[p] = written(layout, live, p)
         values, keys = live.values[first:], live.keys[first_key:]
         below = [
             *_found(walk, values, first, done, as_keys=False),
@@ -408,18 +397,6 @@ def written(layout: Layout, live: LiveValues, p: int) -> str:
                 return f"{written(layout, live, above)}[{name!r}]"
             start, key = start + length, key + length * kind.keyed
     return ""
-
-
-def _may_be_read(name: str, functions: Iterable[types.FunctionType]) -> bool:
-    """Say whether code of functions may read what it would write like this."""
-    first = name.partition("[")[0]
-    words = {first, *_LOOKING_UP}
-    called = [fn.__code__ for fn in functions if fn.__name__ != "__init__"]
-    each = (code for outer in called for code in nested(outer))
-    return any(not words.isdisjoint((*c.co_names, *c.co_freevars)) for c in each)
-
-
-_LOOKING_UP = "getattr", "vars", "__dict__", "globals"  # by a name that is a value
 
 
 def _variable(layout: Layout, live: LiveValues, p: int) -> str:

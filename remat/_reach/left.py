@@ -18,7 +18,7 @@ from typing_extensions import override
 from remat._reach.before import At
 from remat._reach.exchange import LOCK
 from remat._reach.holders import HolderKind
-from remat._reach.making import make_all
+from remat._reach.parts import make_all
 
 
 # The number of a root and the index of a holder of it; or, of what was passed, None and

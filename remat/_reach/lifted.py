@@ -37,14 +37,20 @@ from typing_extensions import override
 
 from remat._base.errors import CaptureError
 from remat._base.types import ATOMS
-from remat._reach.boxes import kinds_besides
 from remat._reach.copies import without_copies
 from remat._reach.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._reach.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind
-from remat._reach.holding import FindHolders, HolderNow, among, held_in, holding
-from remat._reach.identities import end_leases, refuse_of_container, refuse_of_tensors
+from remat._reach.identities import end_leases, refuse_of_tensors
 from remat._reach.left import Left, LeftAt, LeftPlace
-from remat._reach.making import make
+from remat._reach.parts import (
+    FindHolders,
+    HolderNow,
+    among,
+    held_in,
+    holding,
+    kinds_besides,
+    make,
+)
 from remat._reach.roots import roots_of
 from remat._torch import is_of_level_above, is_of_torch_func
 
@@ -85,7 +91,7 @@ class Lifted:
     """A context in which other tensors stand in for the user's."""
 
     __slots__ = (
-        *("_holding", "_kept", "_made", "_own", "_stand_ins", "_users", "_written"),
+        *("_holding", "_kept", "_made", "_own", "_stand_ins", "_users", "written"),
         "tensors",
     )
 
@@ -105,7 +111,7 @@ class Lifted:
             pairs = [(o, t) for o, t in zip(own, tensors, strict=True) if o is not t]
             self._stand_ins.update((id(o), t) for o, t in pairs)
         self._users = {id(t): u for u, t in pairs if id(t) not in known}
-        self._written: list[Replaced] = []
+        self.written: list[Replaced] = []
         self._made: dict[int, HolderNow] = {}
 
     def __enter__(self) -> Self:
@@ -122,13 +128,8 @@ class Lifted:
 
     def end(self) -> None:
         """Give back what is the user's."""
-        while self._written:
-            self._written.pop().end()
-
-    @property
-    def is_somewhere(self) -> bool:
-        """Whether something stands in somewhere."""
-        return bool(self._written)
+        while self.written:
+            self.written.pop().end()
 
     def without(self, kind: type) -> "Lifted":
         """Put back what is the user's in place of stand-ins of a class."""
@@ -159,10 +160,6 @@ class Lifted:
         """Call a function of the user's on what stands in for its arguments."""
         of = self.of
         return of(fn)(*map(of, args), **{k: of(v) for k, v in kwargs.items()})
-
-    def call_instead(self, instead: Any, fn: Any, args: Sequence[Any]) -> Any:
-        """Call something with a function of the user's and its arguments."""
-        return instead(self.of(fn), [*map(self.of, args)])
 
     # --- The exchange ---
 
@@ -217,7 +214,7 @@ class Lifted:
         for written in written_to(kind, holder, keys, values, Replaced):
             with LOCK:  # what another thread put there may be taken away meanwhile
                 written.start()
-                self._written.append(written)
+                self.written.append(written)
                 now_keys, now = written.keys, without_copies(written.values)
                 written.write([*map(of, now_keys)], [*map(of, now)], self.own)
 
@@ -277,7 +274,8 @@ class LiftedForward(Lifted):
         if asks_id and not passed.isdisjoint(self._made):
             self.end()
             key = next(key for key in self._made if key in passed)
-            refuse_of_container(type(self._made[key].holder))
+            kind = type(self._made[key].holder).__qualname__
+            raise CaptureError(_CONTAINER.format(kind=kind))
         return self
 
     @override
@@ -396,6 +394,12 @@ class Back(Lifted):
         self._write_made(held)
 
 
+_CONTAINER = (
+    "remat: a {kind} that was passed holds a tensor that is differentiated. Under "
+    "torch.func the function gets another one around another tensor, and it may ask "
+    "for the identity of that (`id`). Pass the tensors themselves, or look up by "
+    "something else."
+)
 _SCRIPTED = (
     "remat: {name} is a TorchScript module, whose parameters remat cannot replace. "
     "Pass the eager module instead."

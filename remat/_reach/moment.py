@@ -19,8 +19,8 @@ from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._reach.before import differing, marks_of
 from remat._reach.exchange import are_same
-from remat._reach.holding import held_in
 from remat._reach.layout import LiveValues, written
+from remat._reach.parts import held_in
 from remat._reach.roots import Root
 from remat._reach.watched import Buffer
 from remat._torch import base_tensor, below_all_levels, unseen
@@ -60,15 +60,7 @@ class Moment:
 
     def changes(self) -> Iterator[str]:
         """Yield what changed since, as its author would write it."""
-        if self._held or self._bytes or not self._is_still():
-            yield from Moment(*self._of)._since(self)
-
-    def _is_still(self) -> bool:
-        """Say whether roots and tensors hold the same, at the speed of C."""
-        for (_, at_call), then in zip(self._roots, self._live, strict=True):
-            if at_call.again().marks != then.marks:
-                return False
-        return _are_same_dicts(self._attributes, _attributes_of(self._of[-1]))
+        yield from Moment(*self._of)._since(self)
 
     def _since(self, before: "Moment") -> Iterator[str]:
         """Yield what changed since, as its author would write it."""

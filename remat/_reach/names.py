@@ -24,7 +24,6 @@ from remat._base.code import VIEWED, known_code
 from remat._base.errors import CaptureError
 from remat._base.pytree import REGISTERED, Registered
 from remat._base.types import INERT
-from remat._reach.boxes import kinds_besides
 from remat._reach.holders import (
     FACTORIES,
     MISSING,
@@ -47,6 +46,7 @@ from remat._reach.objects import (
     is_view,
     slots_of,
 )
+from remat._reach.parts import kinds_besides
 from remat._reach.stream_search import is_stream
 from remat._reach.watched import is_bare_buffer
 from remat._torch import is_compiled
@@ -99,24 +99,7 @@ def code_of_arguments(fn: Any) -> tuple[Any, int]:
             return None, 0
 
 
-def argument_name(
-    target: tuple[Any, int], names: Sequence[str], k: int, count: int
-) -> str:
-    """Return what messages call an argument.
-
-    Args:
-        target: what `code_of_arguments` returned.
-        names: of the keyword arguments, which come after the others.
-        k: its number.
-        count: how many arguments there are without keywords.
-    """
-    if k >= count:
-        return names[k - count]
-    code, skip = target
-    return parameter_at(code, skip + k) or f"args[{k}]"
-
-
-def parameter_at(code: Any, position: int) -> str:
+def _parameter_at(code: Any, position: int) -> str:
     """Return the name of a parameter; "" if there is none."""
     if code is None:
         return ""
@@ -185,8 +168,10 @@ class CallNames(NamedSearch):
         text = "".join(p if p[:1] in ("", ".", "[") else f".{p}" for p in parts)
         if root is None:
             return text.lstrip("."), False
-        name = argument_name(self._target, self._names, root, self._count)
-        return name + text, True
+        if root >= self._count:  # keywords come after the others
+            return self._names[root - self._count] + text, True
+        code, skip = self._target
+        return (_parameter_at(code, skip + root) or f"args[{root}]") + text, True
 
     def name_of(self, tensor: Any) -> str:
         """Return the name of what is among them."""

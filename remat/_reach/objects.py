@@ -167,12 +167,6 @@ def can_be_made_anew(kind: type) -> bool:
 
 
 @by_class
-def is_stateless(kind: type) -> bool:
-    """Say whether instances of a class have no attributes: a new one is another one."""
-    return can_be_made_anew(kind) and not (kind.__dictoffset__ or slots_of(kind))
-
-
-@by_class
 def is_sharded(kind: type) -> bool:
     """Say whether modules of a class have their parameters exchanged by FSDP."""
     return any(

@@ -28,14 +28,13 @@ from remat._base.warned import warn
 from remat._reach.arguments import Building, CallArguments, StillThere, structure_of
 from remat._reach.attributes import put_aside, set_again
 from remat._reach.before import At
-from remat._reach.boxes import Box
 from remat._reach.identities import RefuseMarks, end_leases, is_told, lease_of
 from remat._reach.lifted import LiftedForward
 from remat._reach.moment import Moment
 from remat._reach.names import CallNames
-from remat._reach.numbers import number_all
-from remat._reach.roots import Root, code_writes, roots_of
-from remat._reach.running import BoundFunction, Running, call_under, undone
+from remat._reach.parts import Box
+from remat._reach.roots import Root, code_writes, number_all, roots_of
+from remat._reach.running import Running, call_under, undone
 from remat._reach.walk import is_hook_of_library
 from remat._reach.watched import Buffer, buffers_of, changed
 from remat._torch import (
@@ -130,7 +129,10 @@ class Reach:
     ) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
         """Return the parameters found, and what is set on tensors, by identity."""
         if any(MODULE_HOOKS.dicts) and passed.roots:
-            self._add_hooks_of_all_modules(passed)
+            hooks = chain.from_iterable(held.values() for held in MODULE_HOOKS.dicts)
+            # Those of counters are to see what runs again.
+            if not all(map(is_hook_of_library, hooks)):
+                passed.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
         self._roots = roots_of(passed.roots.values())
         each, attributes = [root.tensors() for root in self._roots], _NO_ATTRIBUTES
         for some in (passed.tensors, *each):
@@ -140,12 +142,6 @@ class Reach:
         if not any(each):
             return [], attributes
         return number_all(passed, self._roots, each, self.buffers), attributes
-
-    def _add_hooks_of_all_modules(self, passed: CallArguments) -> None:
-        hooks = [hook for held in MODULE_HOOKS.dicts for hook in held.values()]
-        # Those of counters are to see what runs again.
-        if not all(map(is_hook_of_library, hooks)):
-            passed.roots[id(MODULE_HOOKS.module)] = MODULE_HOOKS.module
 
     def _lease(self, passed: CallArguments) -> None:
         """Refer to containers that code may tell from others like them."""
@@ -349,7 +345,7 @@ class Reach:
             is_plain = cache is None and parametrization_cache() is None
             if is_plain and not (modes or function_mode_count()):
                 return fn(*args, **kwargs)
-            return call_under(BoundFunction(fn, args, kwargs), modes, cache)
+            return call_under(fn, args, kwargs, modes, cache)
         finally:
             self._running = None
 

@@ -14,9 +14,11 @@ import operator
 import types
 import weakref
 from collections.abc import Container, Iterable, Sequence
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import known_code
@@ -25,7 +27,7 @@ from remat._reach.exchange import Exchange
 from remat._reach.holders import VARIABLES, HolderKind, MovedError, container_kind
 from remat._reach.identities import Lease, is_told, lease_of
 from remat._reach.layout import Layout, LiveValues, lay_out, live_in
-from remat._reach.watched import HELD, UNNAMED, HeldBuffer, Iterated, Large, is_buffer
+from remat._reach.watched import HELD, HeldBuffer, Iterated, Large, is_buffer
 
 
 # How a holder is read, it itself, its keys, what it holds, and what it is to hold.
@@ -58,14 +60,15 @@ class Root:
         for p, name in layout.special.items():
             value = live.values[p]
             if is_buffer(type(value)):
-                how = UNNAMED if p in layout.unnamed else HELD
-                self.buffers.append((value, name, how))
+                self.buffers.append((value, name, HELD))
             elif container_kind(type(value)) is not None:
                 self.large[p] = Large(value, name)
             else:
                 self._iterators[p] = Iterated(value, name)
         # As long as the call, as its caller would have held it.
         self._held = owners[layout.scripted]
+        if layout.local:
+            self._held += [type(owners[i]) for i in layout.local]
         if layout.odd or before.opaque:
             self._held += map(owners.__getitem__, layout.odd)
             self._held += map(live.values.__getitem__, before.opaque)
@@ -142,48 +145,45 @@ class Root:
 
     # --- For a recompute ---
 
-    def but_for_tensors(
-        self, tensors: Sequence[Any]
-    ) -> tuple[LiveValues, list[tuple[Any, Any]]] | None:
-        """Return what is held now, if nothing is to be exchanged but tensors.
+    def now(self) -> LiveValues | None:
+        """Return what the holders hold now; None if some are not there any more."""
+        if not self._iterators:
+            with contextlib.suppress(MovedError):
+                return live_in(self.layout)
+        return None
 
-        With those that are there, and what is to be there; None where more differs.
+    def but_for_tensors(
+        self, live: LiveValues, tensors: Sequence[Any]
+    ) -> Iterable[tuple[Any, Any]] | None:
+        """Return pairs of tensors, that is there now and that is to be there.
+
+        None if more is to be exchanged.
         """
-        if self.effects is None or self.effects or self._iterators:
-            return None
-        try:
-            live = live_in(self.layout)
-        except MovedError:
-            return None
         before = self.before
+        if self.effects is None or self.effects:
+            return None
         if before.are_in(live):
             if not before.has_tensors:
-                return live, []
+                return ()
             ours = self._among(tensors)
             there = before.tensors_in(live)
             if all(map(operator.is_, there, ours)):
-                return live, []
-            return live, [*zip(there, ours, strict=True)]
+                return ()
+            return zip(there, ours, strict=True)
         found = before.tensors_instead(live)
         if found is None:
             return None
         numbers = self.numbers
-        return live, [(there, tensors[numbers[n]]) for there, n in found]
+        return [(there, tensors[numbers[n]]) for there, n in found]
 
     def but_for_numbers(
-        self, tensors: Sequence[Any]
-    ) -> tuple[LiveValues, list[Differing]] | None:
-        """Return what is held now, if nothing is to be exchanged but numbers and words.
+        self, live: LiveValues, tensors: Sequence[Any]
+    ) -> list[Differing] | None:
+        """Return holders, if nothing is to be exchanged but numbers and words.
 
-        With the holders of these and those that the forward wrote, what they hold, and
-        what they are to hold; None where more differs.
+        Those that hold other ones, and those that the forward wrote: with what they
+        hold, and what they are to hold. None if more is to be exchanged.
         """
-        if self._iterators:
-            return None
-        try:
-            live = live_in(self.layout)
-        except MovedError:
-            return None
         before, values = self.before, live.values
         places = before.others_in(live)
         if places is None or not all(before.is_number(p, live) for p in places):
@@ -197,14 +197,13 @@ class Root:
             kind, holders = groups[span.group]
             if kind.frozen or kind is VARIABLES:  # made again, or reset
                 return None
-            keys = live.keys[span.first_key : span.first_key + span.key_count]
-            now = values[span.start : span.end]
+            keys, now = span.of(live.keys, values)
             then = [
                 before.kept[p] if p in others else value
                 for p, value in enumerate(now, span.start)
             ]
             found.append((kind, holders[span.number], keys, now, then))
-        return live, found
+        return found
 
     def exchange(
         self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
@@ -281,3 +280,66 @@ def code_writes(values: Iterable[Any]) -> bool:
     """Say whether functions that are no roots may change a tensor in place."""
     fns = [fn for fn in values if type(fn) is types.FunctionType]
     return any(known_code(fn).names.writes for fn in fns)
+
+
+# --- The numbers of their tensors in a call ---
+
+
+_PARAMETERS = frozenset({nn.Parameter})
+_requires_grad = attrgetter("requires_grad")
+
+
+def number_all(
+    passed: Any,
+    roots: Sequence[Root],
+    each: Sequence[list[Tensor]],
+    buffers: dict[int, bool],
+) -> list[Tensor]:
+    """Give each tensor that the roots reach a number; return the parameters.
+
+    Parameters get the last numbers, a block for each root (`root.first`). Others are
+    added to `passed`, and what may be updated in place to `buffers`. If a parameter is
+    found twice there are no blocks, and all are added to `passed`.
+    """
+    parameters = _parameters(passed, roots, each)
+    count = len(passed.tensors)
+    for root, tensors in zip(roots, each, strict=True):
+        before = root.before
+        if parameters and len(before.others) < len(tensors):
+            tensors = [*map(tensors.__getitem__, before.others)]
+        if not tensors:
+            continue
+        root.entries, is_module = passed.numbers_of(tensors), root.layout.is_module
+        frozen = compress(root.entries, map(not_, map(_requires_grad, tensors)))
+        if is_module or type(root.entries) is range:  # then none was passed
+            buffers.update(dict.fromkeys(frozen, is_module))
+        else:
+            for i in frozen:
+                if i >= count:
+                    buffers.setdefault(i, False)
+    if parameters:
+        first = len(passed.tensors)
+        for root in roots:
+            root.first, first = first, first + len(root.before.refs)
+    return parameters
+
+
+def _parameters(
+    passed: Any, roots: Sequence[Root], each: Sequence[list[Tensor]]
+) -> list[Tensor]:
+    """Return the parameters that the roots reach, or none if one is found twice."""
+    found = [root.before.parameters for root in roots]
+    if len(found) == 1:
+        are_apart = passed.index.keys().isdisjoint(found[0])
+    else:
+        known = {*passed.index}.union(*found)
+        are_apart = len(known) == len(passed.index) + sum(map(len, found))
+    parameters: list[Tensor] = []
+    if are_apart:
+        for root, tensors in zip(roots, each, strict=True):
+            others = {*root.before.others}
+            if root.before.refs:
+                are = (i not in others for i in range(len(tensors)))
+                parameters += compress(tensors, are) if others else tensors
+    # Another tensor may have the identity of one that is gone.
+    return parameters if _PARAMETERS.issuperset(map(type, parameters)) else []

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
 from operator import is_, is_not
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
@@ -25,13 +25,19 @@ from remat._base.code import has_marks
 from remat._base.errors import RecomputeError
 from remat._base.types import Fn
 from remat._reach.before import Ref, differing, marks_of
-from remat._reach.classes import CLASS_OF
-from remat._reach.exchange import LOCK, Exchange, Written, are_same, written_to
-from remat._reach.holders import CONTAINERS, HOOKS, HolderKind, MovedError
-from remat._reach.holding import HolderNow, among, holding
+from remat._reach.exchange import (
+    CLASS_OF,
+    LOCK,
+    Exchange,
+    Written,
+    are_same,
+    written_to,
+)
+from remat._reach.holders import CONTAINERS, HOOKS, MovedError
 from remat._reach.layout import LiveValues, live_in
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import Lifted
+from remat._reach.parts import HolderNow, among, holding
 from remat._reach.roots import Root
 from remat._reach.walk import is_hook_of_library
 from remat._reach.watched import Buffer
@@ -43,18 +49,6 @@ from remat._torch import (
     swap_parametrization_cache,
     under_function_modes,
 )
-
-
-def _among_holders(
-    holders: Sequence[tuple[HolderKind, Any]], ids: Any
-) -> Iterator[HolderNow]:
-    """Yield what those hold now that hold one of some values."""
-    return among((HolderNow(k, holder, *k.held(holder)) for k, holder in holders), ids)
-
-
-def is_of_all(hooks: Any) -> bool:
-    """Say whether a dict holds hooks on all modules."""
-    return any(hooks is held for held in MODULE_HOOKS.dicts)
 
 
 class Running:
@@ -133,16 +127,18 @@ class Running:
         tensors, self.tensors, self._first = self.tensors, (), _NEVER
         self._now.clear()
         if exchanges:
-            here = partial(
-                _among_holders, [pair for held in exchanges for pair in held.holders()]
-            )
+            held = [pair for one in exchanges for pair in one.holders()]
+
+            def here(ids: Any) -> Iterator[HolderNow]:
+                return among((HolderNow(k, h, *k.held(h)) for k, h in held), ids)
+
             each = zip(self._users(), tensors, strict=True)
             pairs = [(u, t) for u, t in each if u is not None and type(t) is not Absent]
             self._lifted = Lifted([here], [u for u, _ in pairs], [t for _, t in pairs])
             self._lifted.__enter__()
         elif self._lifted is not None:
             self._lifted = self._lifted.without(Absent)
-        stay = self._lifted is not None and self._lifted.is_somewhere
+        stay = self._lifted is not None and bool(self._lifted.written)
         return stay or bool(made or self._stand_ins)
 
     def note_stand_ins(self) -> None:
@@ -201,23 +197,24 @@ class Running:
         return found
 
     def _exchange(self) -> None:
-        if not self._exchange_tensors():
-            self._exchange_all()
+        lives = [root.now() for root in self._roots]
+        if not self._exchange_tensors(lives):
+            self._exchange_all(lives)
         for root in self._roots:
             for large in root.large.values():
                 if large.has_grown():
                     self.write(large.kind, large.value, large.keys, large.values)
 
-    def _exchange_tensors(self) -> bool:
+    def _exchange_tensors(self, lives: Sequence[LiveValues | None]) -> bool:
         """Have other tensors stand in, if nothing else differs; say if that is so."""
         there: dict[int, tuple[Any, Any]] = {}
         now: list[tuple[Root, Any]] = []
-        for root in self._roots:
-            found = root.but_for_tensors(self.tensors)
+        for root, live in zip(self._roots, lives, strict=True):
+            found = None if live is None else root.but_for_tensors(live, self.tensors)
             if found is None:
                 return False
-            now.append((root, found[0]))
-            for is_there, then in found[1]:
+            now.append((root, live))
+            for is_there, then in found:
                 if there.setdefault(id(is_there), (is_there, then))[1] is not then:
                     return False  # one that is to be two
         pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
@@ -228,38 +225,39 @@ class Running:
         self._now = now
         return True
 
-    def _exchange_all(self) -> None:
+    def _exchange_all(self, lives: Sequence[LiveValues | None]) -> None:
         started: list[Exchange] = []
         leased = (lease() for root in self._roots for lease in root.leases)
         self._alive.update((id(v), v) for v in leased if v is not None)
-        for root in self._roots:
-            now: Any = self._with_numbers(root)
-            if now is None:
-                now = root.exchange(self.tensors, self._made, self._alive)
-                # What is gone of any root may be in another: all are made first.
-                now.revive_owners()
-                started.append(now)
-            self._now.append((root, now))
+        for root, live in zip(self._roots, lives, strict=True):
+            if live is not None and self._exchange_numbers(root, live):
+                self._now.append((root, live))
+                continue
+            exchange = root.exchange(self.tensors, self._made, self._alive)
+            # What is gone of any root may be in another: all are made first.
+            exchange.revive_owners()
+            started.append(exchange)
+            self._now.append((root, exchange))
         for exchange in started:
             exchange.look()
         for exchange in started:
             self._undo.append(exchange.end)
             exchange.start()
 
-    def _with_numbers(self, root: Root) -> LiveValues | None:
-        """Exchange numbers and words, if nothing else differs; else return None."""
-        found = root.but_for_numbers(self.tensors)
+    def _exchange_numbers(self, root: Root, live: LiveValues) -> bool:
+        """Exchange numbers and words, if nothing else differs; say if that is so."""
+        found = root.but_for_numbers(live, self.tensors)
         if found is None:
-            return None
-        if root.effects is None:  # it may write any of them
-            self._undo.append(_putting_back(found[0]))
-        for kind, holder, keys, now, then in found[1]:
+            return False
+        if root.effects is None:  # the run may write any of them
+            self._undo.append(_putting_back(live))
+        for kind, holder, keys, now, then in found:
             for written in written_to(kind, holder, keys, now):
                 written.start()
                 self._undo.append(written.end)
             if not are_same(now, then):
                 kind.write(holder, keys, then)
-        return found[0]
+        return True
 
     def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
         """Have a holder hold this until the run has ended."""
@@ -270,17 +268,17 @@ class Running:
         kind.write(holder, keys, values)
 
     def _hide_hooks(self) -> None:
-        """Take off the hooks of modules that were set since the call."""
+        """Take off the hooks of modules that the user has set since the call."""
         for hooks in self._hooks_of_modules():
-            kept = [key for key in hooks if not self._is_hidden(key, hooks)]
+            is_of_all = any(hooks is held for held in MODULE_HOOKS.dicts)
+            kept = [
+                key
+                for key, hook in hooks.items()
+                if key < self._next_hook or (is_of_all and is_hook_of_library(hook))
+            ]
             if len(kept) < len(hooks):
                 how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
                 self.write(how, hooks, kept, [hooks[key] for key in kept])
-
-    def _is_hidden(self, key: int, hooks: Any) -> bool:
-        """Say whether a hook was set since the call, by the user."""
-        is_new = key >= self._next_hook
-        return is_new and not (is_of_all(hooks) and is_hook_of_library(hooks[key]))
 
     def _hooks_of_modules(self) -> list[Any]:
         dicts = [held for root in self._roots for held in root.layout.modules()]
@@ -291,68 +289,54 @@ class Running:
 @contextmanager
 def undone(roots: Sequence[Root]) -> Iterator[None]:
     """Have all holders hold, after the body, what they held before it."""
-    undo: list[Callable[[], None]] = []
+    then: list[LiveValues] = []
     with suppress(MovedError):
-        undo = [_putting_back(live_in(root.layout)) for root in roots]
+        then = [live_in(root.layout) for root in roots]
+    put_back = [*map(_putting_back, then)]
     try:
         yield
     finally:
-        for put_back in undo:
-            put_back()
+        for each in put_back:
+            each()
 
 
 def _putting_back(then: LiveValues) -> Callable[[], None]:
     """Return what has all holders hold again what they held."""
-    return partial(_put_back_all, then, [*map(type, then.owners)])
+    classes = [*map(type, then.owners)]
+
+    def put_back() -> None:
+        for owner, kind in zip(then.owners, classes, strict=True):
+            if type(owner) is not kind:
+                CLASS_OF.write(owner, [], [kind])
+        groups = then.groups()
+        sizes = [(kind, len(holders)) for kind, holders in groups]
+        for span, _ in differing(sizes, marks_of(then), marks_of(then.again())):
+            holder = groups[span.group][1][span.number]
+            with LOCK:
+                span.kind.put_back(holder, *span.of(then.keys, then.values))
+
+    return put_back
 
 
-def _put_back_all(then: LiveValues, classes: Sequence[type]) -> None:
-    for owner, kind in zip(then.owners, classes, strict=True):
-        if type(owner) is not kind:
-            CLASS_OF.write(owner, [], [kind])
-    now, groups = then.again(), then.groups()
-    sizes = [(kind, len(holders)) for kind, holders in groups]
-    for span, _ in differing(sizes, marks_of(then), marks_of(now)):
-        kind, holder = span.kind, groups[span.group][1][span.number]
-        keys = then.keys[span.first_key : span.first_key + span.key_count]
-        with LOCK:
-            kind.put_back(holder, keys, then.values[span.start : span.end])
-
-
-class BoundFunction(NamedTuple):
-    """A function and its arguments. A partial joins its own to those of another one."""
-
-    fn: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
-
-    def __call__(self) -> Any:
-        return self.fn(*self.args, **self.kwargs)
-
-
-def call_under(fn: Fn, modes: Sequence[Any], cache: Any) -> Any:
+def call_under(
+    fn: Fn, args: Any, kwargs: Any, modes: Sequence[Any], cache: dict[Any, Any] | None
+) -> Any:
     """Call a function under these modes, and this cache of parametrizations alone."""
-    if not (cache is None and parametrization_cache() is None):
-        fn = _with_cache(fn, cache)
-    if modes or function_mode_count():
-        now = function_modes()
-        if len(now) != len(modes) or not all(map(is_, now, modes)):
-            return under_function_modes(modes, fn)
-    return fn()
-
-
-def _with_cache(fn: Fn, cache: dict[Any, Any] | None) -> Fn:
-    """Return what calls a function with a cache of parametrizations, or with none."""
-    state = ({}, 0) if cache is None else (dict(cache), 1)
 
     def run() -> Any:
+        if cache is None and parametrization_cache() is None:
+            return fn(*args, **kwargs)
+        state = ({}, 0) if cache is None else (dict(cache), 1)
         before = swap_parametrization_cache(state)
         try:
-            return fn()
+            return fn(*args, **kwargs)
         finally:
             swap_parametrization_cache(before)
 
-    return run
+    now = function_modes() if modes or function_mode_count() else modes
+    if len(now) == len(modes) and all(map(is_, now, modes)):
+        return run()
+    return under_function_modes(modes, run)
 
 
 def _nothing(_: int) -> None:

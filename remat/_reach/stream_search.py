@@ -13,10 +13,8 @@ import gc
 import random
 import sys
 import types
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextvars import ContextVar
-from itertools import islice
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ from remat._base.types import INERT, TENSORS
 from remat._reach.holders import (
     MISSING,
     PARTS,
-    HolderKind,
     container_kind,
     contents_of,
     refers_to,
@@ -78,11 +75,6 @@ def user_bases(cls: type) -> tuple[int, ...]:
     return tuple(i for i, base in enumerate(cls.__mro__) if not is_library_class(base))
 
 
-def has_user_code(cls: type) -> bool:
-    """Say whether some of a class's code is the user's."""
-    return bool(user_bases(cls))
-
-
 @by_class
 def methods_with_state(cls: type) -> tuple[tuple[int, str], ...]:
     """Return the methods of packages' classes that hold a list, say, in a variable.
@@ -95,12 +87,9 @@ def methods_with_state(cls: type) -> tuple[tuple[int, str], ...]:
         for i, base in enumerate(cls.__mro__)
         if i not in users and base not in _PLAIN_BASES
         for name, method in vars(base).items()
-        if type(method) is types.FunctionType and _has_state(method.__closure__)
+        if type(method) is types.FunctionType
+        and not _STATE.isdisjoint(map(type, contents_of(method.__closure__ or ())))
     )
-
-
-def _has_state(cells: tuple[types.CellType, ...] | None) -> bool:
-    return not _STATE.isdisjoint(map(type, contents_of(cells or ())))
 
 
 _STATE = {list, dict}  # not a set: `dataclass` has one around `__repr__`
@@ -108,25 +97,25 @@ _PLAIN_BASES = {object, torch.nn.Module}
 
 
 class StreamSearch:
-    """The streams that one call can reach."""
+    """The streams that one call can reach, and what the code that it reaches does.
+
+    Attributes:
+        asks: the names by which code tells an object from another one like it.
+        writes: whether code may change a tensor in place.
+    """
 
     __slots__ = (
-        *("_is_walking", "_left", "_seen", "_todo"),
-        *("asks", "compiled", "uses_stream_states", "streams", "writes"),
+        *("_left", "_seen", "asks", "compiled", "streams"),
+        *("uses_stream_states", "writes"),
     )
 
     def __init__(self) -> None:
-        self.compiled = False
+        self.compiled = self.uses_stream_states = self.writes = False
         self.streams: dict[int, Stream] = {}
-        self.uses_stream_states = False
-        self.writes = False  # whether code may change a tensor in place
-        # The names by which code tells an object from another one like it.
         self.asks: frozenset[str] = frozenset()
         # What was walked is held, so that its identity is not used again.
         self._seen: dict[int, Any] = {}
         self._left = _LIMIT
-        self._todo: list[Any] = []
-        self._is_walking = False
 
     def add(self, value: Any) -> None:
         """Add one stream."""
@@ -138,13 +127,6 @@ class StreamSearch:
             if stream is not None:
                 self.streams[id(value)] = stream
 
-    def look_deeply(self, fn: types.FunctionType) -> None:
-        """Look at a function, and walk its variables, defaults and globals."""
-        known = known_code(fn)
-        self.look_at_function(fn, known)
-        if known.open or is_closed(fn) or has_defaults(fn):
-            self.walk_all(_parts_of_function(fn, known.open))
-
     def look_at_function(self, fn: types.FunctionType, known: KnownCode) -> None:
         """Look at the code of a function, and walk its attributes."""
         if known.uses_stream_states or fn.__name__ in STATES:
@@ -153,96 +135,61 @@ class StreamSearch:
         self.writes = self.writes or known.names.writes
         if fn.__dict__:
             self.compiled = self.compiled or is_compiled(fn.__dict__)
-            self.walk_all(fn.__dict__.values())
+            self.walk(*fn.__dict__.values())
 
-    def look_at_class(self, cls: type) -> None:
-        """Walk what a class holds and what the code of its methods refers to."""
-        if id(cls) in self._seen:
-            return
-        self._seen[id(cls)] = cls
-        for i in user_bases(cls):
-            for value in cls.__mro__[i].__dict__.values():
-                kind = type(value)
-                if kind is types.FunctionType:
-                    if id(value) not in self._seen:
-                        self._seen[id(value)] = value
-                        self.look_deeply(value)
-                elif kind not in _NOT_WALKED:
-                    self.walk(value)
-
-    def walk(self, value: Any) -> None:
-        """Walk a value and what it holds."""
-        self.walk_all((value,))
-
-    def walk_all(self, values: Iterable[Any]) -> None:
+    def walk(self, *values: Any) -> None:
         """Walk values and what they hold, by a list: a chain of them may be long."""
-        self._todo += values
-        if self._is_walking:
-            return
-        self._is_walking = True
-        try:
-            while self._todo:
-                self._walk_one(self._todo.pop())
-        finally:
-            self._is_walking = False
+        todo = [*values]
+        while todo:
+            value = todo.pop()
+            kind = type(value)
+            if kind in _NOT_WALKED or value is MISSING:
+                continue
+            if is_stream(kind):
+                self.add(value)
+            elif id(value) not in self._seen and self._left:
+                self._seen[id(value)] = value
+                # Of functions and classes there are many around each value.
+                self._left -= kind is not types.FunctionType
+                parts = self._parts(kind, value)
+                # A long list of numbers or words is looked at in one go.
+                if not _NOT_WALKED.issuperset(map(type, parts)):
+                    todo += parts[:_LIMIT]
 
-    def _walk_one(self, value: Any) -> None:
-        kind = type(value)
-        if kind in _NOT_WALKED or value is MISSING:
-            return
-        if is_stream(kind):
-            self.add(value)
-        elif id(value) not in self._seen and self._left:
-            self._left -= 1
-            if issubclass(kind, type):
-                self.look_at_class(value)  # which leaves alone what is marked as seen
-                return
-            self._seen[id(value)] = value
-            self._todo += islice(self._parts(kind, value), _LIMIT)
-
-    def _parts(self, kind: type, value: Any) -> Iterable[Any]:
+    def _parts(self, kind: type, value: Any) -> Sequence[Any]:
         if kind is types.ModuleType:
-            scope = value.__dict__
-            streams = () if is_library(scope) else scope.values()
-            return [v for v in streams if is_stream(type(v))]
+            held = () if is_library(value.__dict__) else value.__dict__.values()
+            return [v for v in held if is_stream(type(v))]
         if kind is types.FunctionType:
-            self.look_deeply(value)
-            return ()
+            known, scope = known_code(value), value.__globals__
+            self.look_at_function(value, known)
+            cells = contents_of(value.__closure__ or ())
+            defaults = value.__defaults__, value.__kwdefaults__
+            return [*cells, *defaults, *map(scope.get, known.open)]
+        if issubclass(kind, type):
+            bases = map(value.__mro__.__getitem__, user_bases(value))
+            return [part for base in bases for part in vars(base).values()]
         if issubclass(kind, PARTS):
             return (*refers_to(value), *attributes(value).values())
-        how = container_kind(kind)
-        if how is not None:
-            return _parts_of_container(value, how)
         if is_rematerialized(kind):
             return (value.__wrapped__,)
-        return self._parts_of_object(kind, value)
-
-    def _parts_of_object(self, kind: type, value: Any) -> Iterable[Any]:
         if kind is ContextVar:
             return (variable_value(value),)
         if defines(kind, "__self__"):  # a method of an extension class
             return (value.__self__,)
+        return self._parts_of_object(kind, value)
+
+    def _parts_of_object(self, kind: type, value: Any) -> Sequence[Any]:
         if kind is _CACHE:
             self.asks |= {"hash"}
         root = str(kind.__module__).partition(".")[0]
         if root in sys.stdlib_module_names:
-            if root not in _OPENED:
-                return ()
-        else:
-            self.look_at_class(kind)
-            held = attributes(value)
-            self.compiled = self.compiled or is_compiled(held) or is_scripted(kind)
-            if held:
-                return held.values()
-        return gc.get_referents(value)
-
-
-def is_closed(fn: types.FunctionType) -> bool:
-    """Say whether a function has variables of an outer one."""
-    if fn.__closure__ is None:
-        return False
-    # `__class__` stands in every method that calls super().
-    return fn.__code__.co_freevars != ("__class__",)
+            return gc.get_referents(value) if root in _OPENED else ()
+        held = attributes(value)
+        self.compiled = self.compiled or is_compiled(held) or is_scripted(kind)
+        if held and container_kind(kind) is None:
+            return (kind, *held.values())
+        return (kind, *gc.get_referents(value))
 
 
 def has_defaults(fn: types.FunctionType) -> bool:
@@ -251,17 +198,3 @@ def has_defaults(fn: types.FunctionType) -> bool:
     if defaults is not None and not INERT.issuperset(map(type, defaults)):
         return True
     return fn.__kwdefaults__ is not None
-
-
-def _parts_of_function(fn: types.FunctionType, names: Iterable[str]) -> list[Any]:
-    cells, scope = contents_of(fn.__closure__ or ()), fn.__globals__
-    return [*cells, fn.__defaults__, fn.__kwdefaults__, *map(scope.get, names)]
-
-
-def _parts_of_container(value: Any, how: HolderKind) -> Iterable[Any]:
-    items = [*how.items(value)]
-    held = [*attributes(value).values()]
-    if isinstance(value, defaultdict):  # of another, a user's `__getattr__` would run
-        held.append(value.default_factory)
-    # A long list of numbers or words is looked at in one go.
-    return held if _NOT_WALKED.issuperset(map(type, items)) else [*items, *held]

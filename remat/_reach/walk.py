@@ -21,7 +21,6 @@ from torch.nn.parameter import is_lazy
 from remat._base.code import is_library, known_code
 from remat._base.interpreter import nested
 from remat._base.types import ATOMS, TENSORS
-from remat._reach.classes import MAKING
 from remat._reach.holders import (
     CELLS,
     CONTAINERS,
@@ -114,7 +113,8 @@ class Walk:
         self._hooks: deque[Any] = deque()
         self._root, self._is_hooked = root, False
         if root is MODULE_HOOKS.module:
-            self._reach_hooks_of_all_modules()
+            self.spaces.append((root, dict.fromkeys(MODULE_HOOKS.names)))
+            self._todo += MODULE_HOOKS.dicts
         else:
             self._reach(root, is_own=True)
         while self._todo or self._hooks:
@@ -141,8 +141,13 @@ class Walk:
         elif issubclass(kind, nn.Module):
             if is_own:
                 self._reach_module(value)
-            elif self._is_hooked and self._is_around(value):
-                self._reach_around(value)
+            elif self._is_hooked and any(m is self._root for m in value.modules()):
+                # A hook may hold the whole model, and each block of that may be a root:
+                # of a module that the root is in the attributes, and no other modules.
+                self._reach_class(kind)
+                self.objects.append(value)
+                held = vars(value).items()
+                self._todo += (v for name, v in held if name not in TEMPLATE)
             else:
                 self.linked.append(value)
         elif issubclass(kind, type):
@@ -250,7 +255,7 @@ class Walk:
             self.seen[id(base)] = base
             self.classes.append(base)
             held = base.__dict__
-            self._todo += (held[name] for name in held if name not in MAKING)
+            self._todo += (held[name] for name in held if name not in _MAKING)
 
     def _reach_object(self, value: Any, kind: type) -> None:
         self._reach_class(kind)
@@ -312,22 +317,6 @@ class Walk:
             self._hooks += (h for h in hooks if not is_hook_left_alone(h))
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
-
-    def _is_around(self, module: nn.Module) -> bool:
-        return any(m is self._root for m in module.modules())
-
-    def _reach_around(self, module: nn.Module) -> None:
-        """Walk the attributes of a module that the root is in, and no other modules.
-
-        A hook may hold the whole model, and each block of that may be a root.
-        """
-        self._reach_class(type(module))
-        self.objects.append(module)
-        self._todo += (v for name, v in vars(module).items() if name not in TEMPLATE)
-
-    def _reach_hooks_of_all_modules(self) -> None:
-        self.spaces.append((MODULE_HOOKS.module, dict.fromkeys(MODULE_HOOKS.names)))
-        self._todo += MODULE_HOOKS.dicts
 
     def _hold(self, value: Any, *kinds: HolderKind) -> None:
         """List a value that is no owner as a holder."""
@@ -430,3 +419,9 @@ _SEARCHED = (
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
     threading.local,
 )
+# Attributes of classes that say how these were made.
+_MAKING = {
+    *("__abstractmethods__", "__annotations__", "__dataclass_fields__"),
+    *("__dataclass_params__", "__dict__", "__doc__", "__match_args__", "__module__"),
+    *("__slots__", "__weakref__", "_abc_impl", "_field_defaults"),
+}

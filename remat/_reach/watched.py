@@ -6,9 +6,8 @@ change share them. A large container is only compared, and of an iterator nothin
 known: a recompute that would read it in another state gets an error.
 
 Invariant: what is here leads to the buffer and to its bytes, and to nothing else.
-Rejected: to hold the bytes of what no code names. It may be a log. To look once for
-many calls: nothing tells whether an array was written to. To copy the iterators that
-can be, but for counts: which ones these are nobody remembers.
+Rejected: to look once for many calls. Nothing tells whether an array was written to. To
+copy the iterators that can be, but for counts: which ones these are nobody remembers.
 """
 
 import array
@@ -32,9 +31,8 @@ from remat._reach.holders import container_kind
 from remat._reach.objects import by_class
 
 
-# Up to how many bytes are put back: of what was passed, of what something holds, and of
-# what something holds and no code names.
-PASSED, HELD, UNNAMED = math.inf, 2**22, 2**16
+# Up to how many bytes are put back: of what was passed, and of what something holds.
+PASSED, HELD = math.inf, 2**22
 # A buffer, how its author would write it, where that is known, and this limit.
 HeldBuffer: TypeAlias = tuple[Any, str, float]
 

@@ -189,7 +189,7 @@ class Call:
         fn, args, kwargs = self._users_call
         fn = users_fn(lifted.of(fn), self.reach.label, self._options, self.policy)
         if instead is not None:
-            return functools.partial(lifted.call_instead, instead, fn, args)
+            return lambda: instead(lifted.of(fn), [*map(lifted.of, args)])
         return functools.partial(lifted.call, fn, args, kwargs)
 
     def _result(
