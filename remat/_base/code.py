@@ -21,8 +21,6 @@ import re
 import sys
 import sysconfig
 import types
-import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -190,24 +188,7 @@ def class_without_us(cls: type) -> type:
     return cls.__dict__.get(MADE, cls)
 
 
-def recipe_of(cls: type) -> Callable[[], type | None]:
-    """Return what makes a class of remat's again; that gives None without its base.
-
-    It holds no class, so it can be kept where a class must not be.
-    """
-    again, base = getattr(cls, AGAIN), vars(cls)[MADE]
-    find = recipe_of(base) if AGAIN in vars(base) else weakref.ref(base)
-
-    def made() -> type | None:
-        found = find()
-        return None if found is None else again(found)
-
-    return made
-
-
-# Attributes of classes that remat makes, for modules: the class that one was made of,
-# and a static method that makes it again, unless its options hold code of the user's.
-MADE, AGAIN = "_remat_base", "_remat_again"
+MADE = "_remat_base"  # of a class that remat makes: the class that it was made of
 VIEWED = "_remat_module"  # the slot of a view of a module, which holds the module
 
 

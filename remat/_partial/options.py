@@ -40,11 +40,6 @@ class Options:
         """What tells these options from others in a signature."""
         return reference(self.policy), self.prune, self.rng, self.higher_order
 
-    @property
-    def are_data(self) -> bool:
-        """Whether they hold no code of the user's, which may lead to anything."""
-        return self.describe is None and (self.policy is None or self.policy.is_data)
-
     def joined(self) -> Policy | None:
         """Return the policy, joined with that of the calls around this one."""
         policy, context = self.policy, here()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from remat._base.code import AGAIN, MADE
+from remat._base.code import MADE
 from remat._partial.options import Options
 from remat._reach.objects import set_attributes, slots_in
 from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
@@ -199,8 +199,6 @@ def _made(base: type[nn.Module], spec: Spec) -> type[nn.Module]:
         "_remat_forward": _OwnForward(spec) if spec.is_own else _Forward(spec),
     }
     names["forward"] = _forward_of(base, names["_remat_forward"])
-    if spec.options.are_data:
-        names[AGAIN] = staticmethod(functools.partial(_class_of, spec=spec))
     if spec.is_view:
         names["__slots__"] = ("_remat_module",)
     becomes = getattr(base, "cls_to_become", None)
