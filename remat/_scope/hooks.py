@@ -352,8 +352,10 @@ class Recomputes:
         if kwargs:
             kwargs = mapped(kwargs, Operand, lambda _: next(operands))
         set_grad_enabled(operation.grad_mode)
-        is_as_now = not operation.streams and operation.settings == settings
-        with nullcontext() if is_as_now else _as_recorded(operation, settings):
+        if operation.streams or operation.settings != settings:
+            with _as_recorded(operation, settings):
+                result = call_kernel(operation.func, *args, **kwargs)
+        else:
             result = call_kernel(operation.func, *args, **kwargs)
         results = results_of(result)
         for number, is_operand, ref in operation.made:

@@ -79,9 +79,16 @@ class TensorLayout(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """Return that of a tensor."""
-        where = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        kind = tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
-        return _new(cls, where + kind)
+        parts = (
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.device,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        return _new(cls, parts)
 
     def value(self) -> "Value":
         """Return what is known of such a tensor."""
