@@ -200,21 +200,18 @@ def is_library(scope: dict[str, Any]) -> bool:
     return is_installed(file)
 
 
-def is_static(value: Any) -> bool:
-    """Say whether a value is hashable and refers to nothing of the user's."""
-    kind = type(value)
-    if kind is types.BuiltinFunctionType:
-        owner = value.__self__
-        return owner is None or type(owner) is types.ModuleType
-    return kind in CONSTANTS or isinstance(value, enum.Enum)
-
-
 def static_of(value: Any) -> Any:
-    """Return what stands for an argument in a signature; None if it is not static."""
-    if not is_static(value):
+    """Return what stands for an argument in a signature.
+
+    None if it does not hash, or refers to something of the user's.
+    """
+    kind = type(value)
+    owner = value.__self__ if kind is types.BuiltinFunctionType else kind
+    is_builtin = owner is None or type(owner) is types.ModuleType
+    if not (is_builtin or kind in CONSTANTS or isinstance(value, enum.Enum)):
         return None
     # A number may be annealed.
-    return float if type(value) is float else (type(value), value)
+    return float if kind is float else (kind, value)
 
 
 def mentions(fn: Any, names: frozenset[str]) -> bool:
