@@ -99,7 +99,9 @@ class Ambient:
         self._settings = read_settings()
         self._filters = warnings.filters  # `catch_warnings` puts another list there
         self._global = ours = global_streams()
-        others = [(s, s.read()) for s in (*device_streams(), *streams)]
+        others: list[tuple[Any, Any]] = []
+        if device_generators() or streams:  # mostly there are none
+            others += [(s, s.read()) for s in (*device_streams(), *streams)]
         # The states at the call; None once the forward has ended.
         self._before: tuple[Any, Any] | None = ours.read(), others
 
@@ -119,7 +121,8 @@ class Ambient:
         if always or before != now:
             each = zip(self._global.streams, before, now, strict=True)
             moved += [(s, old) for s, old, new in each if always or old != new]
-        moved += others if always else moved_since(others)
+        if others:
+            moved += others if always else moved_since(others)
         for generator in device_generators():
             if all(s.of != id(generator) for s, _ in others):  # the forward made it
                 moved.append(_at_its_start(generator))
@@ -162,7 +165,9 @@ class Ambient:
         Python's and NumPy's are left: other threads, which load data, draw from them.
         """
         ours = self._global.streams[0]
-        states = [(s, s.read()) for s in (*device_streams(), *others)]
+        states: Sequence[Any] = ()
+        if device_generators() or others:
+            states = [(s, s.read()) for s in (*device_streams(), *others)]
         return ours, ours.read(), states
 
     @contextmanager
@@ -218,7 +223,7 @@ def put_back(noted: tuple[Any, Any, Any]) -> None:
     ours, before, states = noted
     if ours.read() != before:
         ours.write(before)
-    for stream, state in moved_since(states):
+    for stream, state in moved_since(states) if states else ():
         stream.write(state)
 
 
