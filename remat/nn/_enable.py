@@ -196,13 +196,16 @@ class Checkpoint:
 class _Keeping(Claiming):
     """The hook before calls that puts our function in place of the library's."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, is_whole: bool) -> None:
         self.checkpoint = checkpoint
+        self.is_whole = is_whole  # recomputed by us as a whole: its switch stays off
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         """Put our function in again."""
         function = function_of(module)
-        if is_on(module) and type(function) is not Checkpoint:
+        if self.is_whole:
+            setattr(module, FLAG, False)
+        elif is_on(module) and type(function) is not Checkpoint:
             checkpoint = self.checkpoint.in_place_of(function, module)
             setattr(module, FUNCTION, checkpoint)
 
@@ -212,14 +215,6 @@ class _Keeping(Claiming):
         return Applied(ENABLE, options.policy, where) if recomputes(module) else None
 
 
-class _KeepingOff(_Keeping):
-    """That of a module whose switch stays off, because we recompute it as a whole."""
-
-    @override
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        setattr(module, FLAG, False)
-
-
 # They compute something else where their switch is on. In diffusers 0.42 this one does
 # not scale its input.
 _FAULTY = {("diffusers.models.autoencoders.vae", "EncoderTiny")}
@@ -227,12 +222,13 @@ _FAULTY = {("diffusers.models.autoencoders.vae", "EncoderTiny")}
 
 def _keep(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Have a module keep our function, also when its library puts in another."""
-    keeping, kind = _Keeping, type(module)
-    if is_on(module) and (kind.__module__, kind.__qualname__) in _FAULTY:
+    kind = type(module)
+    is_whole = is_on(module) and (kind.__module__, kind.__qualname__) in _FAULTY
+    if is_whole:
         setattr(module, FLAG, False)
         recompute_in_place(module, checkpoint.where, checkpoint.options, ENABLE)
-        keeping = _KeepingOff
-    module.register_forward_pre_hook(keeping(checkpoint), prepend=True)
+    keeping = _Keeping(checkpoint, is_whole)
+    module.register_forward_pre_hook(keeping, prepend=True)
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -59,7 +59,7 @@ def dropout(key: KeyLike, x: Tensor, p: Number, training: bool = True) -> Tensor
         return x
     _check(data_of(key), x, p)
     data = consumed(key)
-    return _drop_tensor(x, data, p) if isinstance(p, Tensor) else _drop(x, data, p)
+    return _masked(x, data, p) if isinstance(p, Tensor) else _drop(x, data, p)
 
 
 def _check(data: Tensor, x: Tensor, p: Number) -> None:
@@ -102,23 +102,18 @@ def _numbers_for(x: Tensor, data: Tensor) -> Tensor:
     return _ops.uniform(data, n, torch.float32).reshape(x.shape)
 
 
-def _masked(x: Tensor, data: Tensor, p: float) -> Tensor:
+def _masked(x: Tensor, data: Tensor, p: Number) -> Tensor:
     # When everything is dropped, a scale of 1 keeps derivatives from being NaN.
-    scale = 1 / (1 - p) if p < 1 else 1.0
+    if isinstance(p, Tensor):
+        scale = (1 / torch.where(p < 1, 1 - p, 1.0)).to(x.dtype)
+    else:
+        scale = 1 / (1 - p) if p < 1 else 1.0
     drop = _numbers_for(x, data) < p
-    # In place, so that the product keeps the memory format of `x`. Not under vmap,
-    # where `drop` may be batched and `x` not, nor where `x` is to be added up.
+    # So that the product keeps the memory format of `x`, and a gradient too. Not under
+    # vmap, where `drop` may be batched and `x` not, nor where `x` is to be added up.
     if current_layer() is None and not _draw.is_dtensor(x):
-        return (x * scale).masked_fill_(drop, 0)
-    return torch.where(drop, 0.0, x * scale)
-
-
-def _drop_tensor(x: Tensor, data: Tensor, p: Tensor) -> Tensor:
-    some = p < 1
-    scale = (1 / torch.where(some, 1 - p, 1.0)).to(x.dtype)
-    drop = _numbers_for(x, data) < p
-    if current_layer() is None:
-        # The result and the gradient get the memory format of the mask.
+        if not isinstance(p, Tensor):
+            return (x * scale).masked_fill_(drop, 0)
         drop = torch.empty_like(x, dtype=torch.bool).copy_(drop)
     return torch.where(drop, 0.0, x * scale)
 

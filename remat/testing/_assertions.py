@@ -106,22 +106,19 @@ def assert_same_gradients(
     """
     result, gradients = _value_and_gradients(fn, args, kwargs, wrt)
     wanted, wanted_gradients = _value_and_gradients(reference, args, kwargs, wrt)
-    _assert_named("the results", result, wanted, False)
+    try:
+        assert_same(result, wanted)
+    except AssertionError as error:
+        raise AssertionError(f"in the results: {error}") from None
     if not any(leaf.requires_grad for leaf in tensors_in(wanted)):
         raise AssertionError(
             "assert_same_gradients: no output of the reference requires grad, so there "
             "is nothing to compare. Pass an argument (or `wrt`) that requires grad."
         )
-    _assert_named("the gradients", gradients, wanted_gradients, reassociated)
-
-
-def _assert_named(
-    what: str, actual: Any, expected: Any, reassociated: bool | torch.dtype
-) -> None:
     try:
-        assert_same(actual, expected, reassociated=reassociated)
+        assert_same(gradients, wanted_gradients, reassociated=reassociated)
     except AssertionError as error:
-        raise AssertionError(f"in {what}: {error}") from None
+        raise AssertionError(f"in the gradients: {error}") from None
 
 
 def _value_and_gradients(
@@ -137,18 +134,20 @@ def _value_and_gradients(
             leaf.grad = None
         result = fn(*args, **kwargs)
         outputs = [leaf for leaf in tensors_in(result) if leaf.requires_grad]
-        torch.autograd.backward(outputs, _cotangents(outputs))
-        gradients = [_gradient(leaf) for leaf in leaves]
+        # Random, with a fixed seed: ones would hide a mix-up.
+        rng = torch.Generator().manual_seed(0)
+        cotangents = [
+            torch.randn(x.shape, dtype=x.dtype, generator=rng).to(x.device)
+            for x in outputs
+        ]
+        torch.autograd.backward(outputs, cotangents)
+        # Not None, which a pytree treats as structure: a difference would have no path.
+        grads = [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]
+        gradients = ["no gradient" if grad is None else grad for grad in grads]
     finally:
         for leaf, grad in zip(tensors_in(wrt), before, strict=True):
             leaf.grad = grad
     return result, pytree.unflatten(treedef, gradients)
-
-
-def _gradient(leaf: Any) -> Tensor | str:
-    # Not None, which a pytree treats as structure: a difference would have no path.
-    grad = leaf.grad if isinstance(leaf, Tensor) else None
-    return "no gradient" if grad is None else grad
 
 
 def _copy(tree: Any) -> Any:
@@ -160,15 +159,6 @@ def _copy(tree: Any) -> Any:
         if isinstance(leaf, Tensor)
     }
     return pytree.unflatten(treedef, [copies.get(id(leaf), leaf) for leaf in leaves])
-
-
-def _cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return random cotangents with a fixed seed. Ones would hide a mix-up."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
-        for x in outputs
-    ]
 
 
 def _difference(
