@@ -34,6 +34,7 @@ from remat.policies import (
     save_only_these_names,
     save_ops,
     save_smaller_than,
+    within,
 )
 from remat.testing import assert_same, count_ops
 
@@ -72,6 +73,11 @@ POLICIES = {
     "function": lambda op: op.packet in (aten.exp, aten.bmm),
     "torch": of_torch,
     "list": [aten.mm.default, aten.addmm.default],
+}
+BUDGETS = {
+    "budget": within(2**8),
+    "budget of few": within(2**8) & dots_saveable,
+    "budget and names": within(2**10) | save_only_these_names("b"),
 }
 
 
@@ -146,6 +152,8 @@ def is_reassociated(transform):
 FEW = ("None", "everything", "union")
 CASES = [(policy, "layers") for policy in POLICIES]
 CASES += [(policy, case) for policy in FEW for case in FUNCTIONS if case != "layers"]
+CASES += [(policy, "layers") for policy in BUDGETS]
+POLICIES |= BUDGETS
 
 
 # Bookkeeping: how a shape is reached, and what autograd detaches.

@@ -6,8 +6,6 @@ import sys
 import pytest
 import torch
 from support.pruning import forget_calls
-from support.transforms import ALL
-from support.zoo import leaves_of, ops_of, plainly, scalar
 
 from remat import checkpoint_name, explain, remat
 from remat._partial import budget, effects as timing
@@ -146,49 +144,7 @@ def test_what_is_offloaded_does_not_count():
     assert sorted(fates) == ["offloaded", "recomputed", "recomputed", "saved"]
 
 
-# --- In every kind of call ---
-
-POLICIES = {
-    "nothing": within(0),
-    "some": within(2**10),
-    "all": within(2**20),
-    "of few": within(2**10) & dots_saveable,
-    "with names": within(2**10) | save_only_these_names("layer2"),
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "policy"),
-    [
-        *(("backward", "some"), ("grad", "of few"), ("vmap_grad", "with names")),
-        *(("grad_vmap", "all"), ("grad_grad", "some"), ("hessian", "with names")),
-        *(("jvp", "all"), ("backward", "nothing"), ("hessian", "of few")),
-    ],
-)
-def test_under_every_transform(how, policy):
-    transform = ALL[how]
-    rows, columns = 4, 4
-
-    def loss_of(wrap):
-        fn = wrap(layers)
-        return lambda w, x: scalar(fn(w, x))
-
-    generator = torch.Generator().manual_seed(0)
-    args = [
-        torch.randn(rows, columns, generator=generator, dtype=torch.double) / 2
-        for _ in range(2)
-    ]
-    expected = transform.run(loss_of(plainly), *leaves_of(*args))
-    for _ in range(3):
-        fn = loss_of(lambda f: remat(f, policy=POLICIES[policy]))
-        with count_ops() as ops:
-            actual = transform.run(fn, *leaves_of(*args))
-        assert_same(actual, expected, reassociated=transform.order > 1)
-    without = ops_of(lambda: transform.run(loss_of(remat), *leaves_of(*args)))
-    if policy == "nothing" or transform.forward:
-        assert ops["tanh"] == without["tanh"]
-    elif policy != "of few":
-        assert ops["tanh"] < without["tanh"]
+# --- In every kind of call: values are in `test_policies_transforms.py` ---
 
 
 def test_under_vmap_the_whole_batch_counts():
