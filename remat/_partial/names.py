@@ -1,10 +1,9 @@
 """`checkpoint_name`: gives a value a name, for policies to find it by.
 
 Invariant: naming a value changes nothing, and costs next to nothing while nobody
-listens. A listener hears the names that its own thread gives, and no others.
-Rejected: an operation of its own, as in JAX. Its result would be another value, and a
-user who goes on with the old one would pay for both. To write names on tensors: a view
-or an alias would not have them.
+listens. A listener hears the names that its own thread gives.
+Rejected: an operation of its own, as in JAX: who goes on with the old value would pay
+for both. To write names on tensors: a view or an alias would not have them.
 """
 
 import re
@@ -144,21 +143,16 @@ def checkpoint_name(x: T, name: str) -> T:
         ['from the argument x', "named 'y'"]
     """
     if must_inline():
-        return _named_in_graph(x, name) if makes_graph() else x
+        leaves = tree_leaves(x) if makes_graph() else ()
+        for leaf in leaves:  # by an operation, which the tape of a call hears
+            if isinstance(leaf, Tensor):
+                named(leaf, name)
+        return x
     if not isinstance(name, str):
         message = _SWAPPED if isinstance(x, str) else _NO_STRING
         raise TypeError(message.format(name=name, kind=type(name).__name__))
     leaves = [x] if isinstance(x, Tensor) else pytree.flatten(x)[0]
     give_name([t for t in leaves if isinstance(t, Tensor)], name)
-    return x
-
-
-def _named_in_graph(x: T, name: str) -> T:
-    """Name tensors by an operation, which the tape of a call hears."""
-    leaves = [x] if isinstance(x, Tensor) else tree_leaves(x)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            named(leaf, name)
     return x
 
 

@@ -1,19 +1,14 @@
 """Decides what a backward recomputes, what the policy saves, and what is left out.
 
-From the storages that the backward reads, `plan` walks back through what made them, and
-stops at results that the policy saves.
+`plan` walks back from the storages that the backward reads through what made them, and
+stops at results that the policy saves. The residuals of a call within are left out if
+nothing else has a part of that call run: its own backward computes them, at once.
 
-The residuals of a call within are left out if nothing else has a part of that call run:
-what a backward reads of it is computed in its own backward, from its inputs, at once.
-(JAX 0.12's `remat3` does so with each call within, as it asks no policy of these: that
-runs the products of a call again whose results are read. Its older implementation asks
-them all, and computes twice what leads to the residuals.)
-
-Invariant: a storage is needed as a whole or not at all. Whatever makes or changes a
-needed storage runs again, in order; an operation that is left out has neither read nor
-written anything that is needed. A record holds no tensors, and can be written by hand.
+Invariant: a storage is needed as a whole or not at all. Whatever makes or changes it
+runs again, in order. A record holds no tensors, and can be written by hand.
 Rejected: dataflow between tensors. Views and in-place operations make one value of
-many, and only their storage tells.
+many, and only their storage tells. To leave out the residuals of each call within, as
+JAX's `remat3`: that runs products again whose results are read.
 """
 
 from collections import defaultdict
@@ -324,18 +319,18 @@ class _WalkBack:
             s = todo.pop()
             if s not in seen:
                 seen.add(s)
-                todo += (
-                    r for i in self._makers.get(s, ()) for r in self._steps[i].reads
-                )
+                makers = (self._steps[i] for i in self._makers.get(s, ()))
+                todo += (r for step in makers for r in step.reads)
         return seen
 
     def fate(self, i: int, prune: bool) -> Fate:
         """Return what becomes of a step."""
         step = self._steps[i]
-        if i in self.saved:
+        # A collective is saved with what it overwrote.
+        if i in self.saved or (
+            self._is_covered(i) and self._overwrites[i] & self.saved
+        ):
             return Fate.SAVED
-        if self._is_covered(i) and self._overwrites[i] & self.saved:
-            return Fate.SAVED  # with what it overwrote
         if i in self.run_steps or not prune:
             return Fate.RECOMPUTED
         if not self.live.isdisjoint(step.makes) and step.is_view:

@@ -3,13 +3,11 @@
 A call is recorded, or follows the plan of a record that a call like it made. The
 forward runs under its `mode`, ends with `finish`, and saves the residuals of the plan.
 
-Invariant: a record is only an optimization. A replay that does not fit is given up, and
-the function runs as it is. An input is dropped only if replays of these plans have
-succeeded, and a mode saw this forward do the same. A handle of a residual gives that
-very tensor, whatever a plan says.
-Rejected: one plan for all calls of a module. Their cotangents differ, and so does what
-is read. One list of residuals for a call at the base: a backward frees what it has
-used, node by node.
+Invariant: a replay that does not fit is given up, and the function runs as it is. An
+input is dropped only if replays of these plans have succeeded, and a mode saw this
+forward do the same. A handle of a residual gives that very tensor.
+Rejected: one plan for all calls of a module, whose cotangents differ. One list of
+residuals for a call at the base: a backward frees what it has used, node by node.
 """
 
 import contextlib
@@ -120,11 +118,8 @@ class PlannedCall:
         mode, plans = self.mode, self.plans
         residuals = None
         if isinstance(mode, Recorder):
-            record, asked = mode.record(outs, gone), (self._policy, self._prune)
-            plans = plan_recorded(
-                self.cache, mode, record, targets, *asked, self._label
-            )
-            self.plans = plans
+            what = mode.record(outs, gone), targets, self._policy, self._prune
+            self.plans = plans = plan_recorded(self.cache, mode, *what, self._label)
             if plans is not None:
                 statics = mode.candidates.statics
                 self.statics = {i: statics[i] for i in plans.full.plan.saved}
@@ -141,7 +136,7 @@ class PlannedCall:
         if residuals and not self._is_counted:
             if True in map(has_no_memory, residuals):
                 self.is_late = True
-                self.dropped = {}
+                self.dropped.clear()
                 residuals.clear()
             elif not self.dropped and here().listeners:
                 tell_recorders(self._inputs, plans, residuals)
@@ -230,11 +225,11 @@ class SavedInHandles(PlannedCall):
         If the forward `accumulates` gradients, what a backward inside runs for that
         depends on who else holds them.
         """
-        recorder = self.mode if isinstance(self.mode, Recorder) else None
-        if accumulates or (recorder is not None and recorder.copies_gradients):
-            self.cache.refuse(ACCUMULATES)
-            return ACCUMULATES
-        return ""
+        copies = isinstance(self.mode, Recorder) and self.mode.copies_gradients
+        if not (accumulates or copies):
+            return ""
+        self.cache.refuse(ACCUMULATES)
+        return ACCUMULATES
 
     def finish(self, handles: Sequence[Handle | None]) -> None:
         """End the forward; a handle is None where a tensor itself is saved, or gone."""
