@@ -364,10 +364,7 @@ class SavedInNode(PlannedCall):
         return [t for i, t in enumerate(inputs) if i not in self.dropped]
 
     def carry_out(
-        self,
-        targets: Sequence[int],
-        saved: Sequence[Tensor],
-        pull: Callable[..., Any],
+        self, targets: Sequence[int], saved: Sequence[Tensor], pull: Callable[..., Any]
     ) -> Any:
         """Return `pull(inputs, mode)`, along the plan if it fits."""
         kept = self._count - len(self.dropped)

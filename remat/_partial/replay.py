@@ -35,21 +35,8 @@ from remat._base.operators import DETACH, named
 from remat._base.types import TENSORS
 from remat._partial.follow import Follow
 from remat._partial.plan import Fate, Slot, Step, filled
-from remat._partial.runnable import (
-    CAST,
-    CLONE,
-    UNRECORDED,
-    Plans,
-    statics_of,
-)
-from remat._torch import (
-    base_tensor,
-    is_fake,
-    is_lazy,
-    is_view_op,
-    storage_id,
-    tells_of,
-)
+from remat._partial.runnable import CAST, CLONE, UNRECORDED, Plans, statics_of
+from remat._torch import base_tensor, is_fake, is_lazy, is_view_op, storage_id, tells_of
 
 
 class _Mark(weakref.ref[Tensor]):

@@ -120,10 +120,7 @@ NO_SCIPY = f"remat: a budget of bytes is solved by scipy: {missing('scipy')}."
 
 
 def within(
-    bytes: int | str,
-    *,
-    costs: Costs = "roofline",
-    time_limit: float = _TIME_LIMIT,
+    bytes: int | str, *, costs: Costs = "roofline", time_limit: float = _TIME_LIMIT
 ) -> Policy:
     """Keep at most so many bytes per call, and recompute the least work that allows.
 

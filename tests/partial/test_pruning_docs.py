@@ -7,13 +7,7 @@ held in test_call_cache.py.
 
 import pytest
 import torch
-from support.pruning import (
-    W,
-    X,
-    dead_end,
-    of_backward,
-    of_func_grad,
-)
+from support.pruning import W, X, dead_end, of_backward, of_func_grad
 from support.zoo import Evaluations
 from torch import Tensor
 from torch.overrides import has_torch_function

@@ -11,14 +11,7 @@ import torch
 from support.pruning import call_caches, forget_calls, strikes
 from support.tables import crossed
 from support.transforms import ALL, some
-from support.zoo import (
-    ZOO,
-    W,
-    X,
-    assert_not_vanishing,
-    plainly,
-    scalar,
-)
+from support.zoo import ZOO, W, X, assert_not_vanishing, plainly, scalar
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import checkpoint_name, remat
