@@ -25,7 +25,7 @@ from remat import _torch
 from remat._ambient.streams import device_streams, global_streams
 from remat._base import pytree
 from remat._base.absent import Absent
-from remat._base.context import Reporter, here
+from remat._base.context import here
 from remat._base.errors import CaptureError, Label, label_of, name_in, note
 from remat._base.operators import Observer
 from remat._base.program import Program
@@ -185,7 +185,7 @@ def undoing(
 
 
 @contextmanager
-def reporting(reporter: Reporter) -> Iterator[None]:
+def reporting(reporter: Any) -> Iterator[None]:
     """Have the calls in a run tell somebody of themselves."""
     context = here()
     before, context.reporter = context.reporter, reporter
