@@ -15,7 +15,7 @@ from remat._report import render as _render
 
 
 PeakHolder: TypeAlias = (
-    Literal["recompute", "saved inputs", "policy", "residuals", "loss", "forward"]
+    Literal["recompute", "saved inputs", "policy", "residuals", "loss"]
     | Literal["cotangents", "gradients", "parameters", "inputs"]
 )
 # Of those that are of no single call.
@@ -70,13 +70,13 @@ class Holder:
     """One reason why memory is alive at the peak.
 
     Attributes:
-        kind: "recompute": what the recompute of one call made. "saved inputs": of
-            calls, for their recomputes. "policy": what policies save. "residuals":
-            what is saved by operations outside of calls. "loss": what the operations
-            after the last call made, in the forward or the backward. "forward": what a
-            call made in its forward, if the peak is there. "cotangents": gradients of
-            activations, on their way through calls. "gradients": of the parameters.
-            "parameters" and "inputs": alive before the step.
+        kind: "recompute": what the recompute of one call made, or its forward, if the
+            peak is there. "saved inputs": of calls, for their recomputes. "policy":
+            what policies save. "residuals": what is saved by operations outside of
+            calls. "loss": what the operations after the last call made, in the forward
+            or the backward. "cotangents": gradients of activations, on their way
+            through calls. "gradients": of the parameters. "parameters" and "inputs":
+            alive before the step.
         name: the holder in words: "recompute of `Block` (call 3 of 12)".
         nbytes, share: what it holds, in bytes and of all that is alive at the peak.
         values: what it consists of, the largest first.
@@ -185,8 +185,6 @@ _TEXTS: dict[PeakHolder, str] = {
     "loss": "the operations after the last remat call hold {share:.0%}, mainly {most}. "
     f"{_LOGITS}, or put remat around the loss head of each chunk. If these are blocks, "
     "put remat around each.",
-    "forward": "the peak is in the forward: {name} holds {share:.0%}, mainly {most}. "
-    "Split that block into smaller ones.",
     "cotangents": "the gradients that pass through calls hold {share:.0%}, mainly "
     "{most}. One operation of the backward needs them, and remat does not change that. "
     "Use a smaller batch, or split the operation.",

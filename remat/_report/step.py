@@ -356,6 +356,6 @@ def _sorted(
         kind = "cotangents"
     elif op.called and op.node < 0:
         if is_early:
-            return "forward", f"the forward of {watch.words_of(op.called)}", value
+            return "recompute", f"forward of {watch.words_of(op.called)}", value
         kind = "residuals"
     return kind, NAMES[kind], value

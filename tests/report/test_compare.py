@@ -342,13 +342,6 @@ def test_one_policy_is_a_list_of_one(policy):
     assert found == compare(two, *example(*SQUARE), policies=[policy])
 
 
-def test_a_model_on_meta_tensors_is_compared_by_blocks():
-    rows = {"dots": {"Block": DOTS}}
-    real = compare(Model(), BATCH, policies=rows)
-    meta = compare(Model().to("meta"), BATCH.to("meta"), policies=rows)
-    assert meta == real
-
-
 # --- The peak without gradients ---
 
 

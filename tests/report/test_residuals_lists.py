@@ -1,6 +1,5 @@
 """`saved_residuals`: what each entry of the list says, and in which order they come."""
 
-import dataclasses
 import types
 
 import pytest
@@ -12,7 +11,6 @@ from torch.nn.functional import dropout
 from torch.testing._internal.two_tensor import TwoTensor
 
 from remat import (
-    SavedResidual,
     checkpoint_name,
     policies,
     print_saved_residuals,
@@ -380,21 +378,3 @@ def test_what_is_offloaded_is_counted_in_each_total(capsys):
         "parameters: 64 bytes in 1 residual",
         "total: 128 bytes in 2 residuals, 64 of them offloaded",
     ]
-
-
-def test_printing_nothing(capsys):
-    print_saved_residuals(lambda x: x + 1, torch.ones(3))
-    assert capsys.readouterr().out == (
-        "activations: 0 bytes in 0 residuals\n"
-        "parameters: 0 bytes in 0 residuals\n"
-        "total: 0 bytes in 0 residuals\n"
-    )
-
-
-def test_the_text_of_a_residual_on_another_device():
-    made = SavedResidual(
-        torch.half, (2,), torch.device("cpu"), 4, "output of mm", "", ()
-    )
-    assert str(made) == "f16[2] output of mm: 4 bytes"
-    away = dataclasses.replace(made, place="pinned host")
-    assert str(away) == "f16[2] output of mm, offloaded to pinned host: 4 bytes"

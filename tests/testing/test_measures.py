@@ -1,7 +1,6 @@
 """The measures that judge everything else: operations and bytes, counted exactly."""
 
 import gc
-import importlib.util
 import pickle
 import random
 import weakref
@@ -231,12 +230,6 @@ def test_a_larger_timeline_is_drawn_whole_below_the_legend(pyplot):
     assert axes.transData.transform((0, large.peak / 2**20))[1] < legend.y0
     assert axes.bbox.contains(legend.x0, legend.y0)
     assert axes.bbox.contains(legend.x1, legend.y1)
-
-
-def test_a_timeline_without_matplotlib_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        memory_timeline(lambda: None).plot()
 
 
 @pytest.mark.parametrize("run", ["first", "second"])
