@@ -12,12 +12,10 @@ peak is an estimate for the call alone. Rejected: to suggest the best set of res
 """
 
 import ast
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
-
-from typing_extensions import override
 
 from remat import policies
 from remat._base.errors import name_in
@@ -86,7 +84,7 @@ def explain(
     """
     refuse_transforms("explain", "the function")
     inner, label, options = chosen(fn, policy, prune)
-    none = dataclasses.replace(options, policy=None)
+    none = replace(options, policy=None)
     with one_by_one("explain", args):
         plainly = examine(inner, label, args, kwargs, none)
     is_own = policy == "own" and prune == "own"
@@ -100,9 +98,8 @@ def explain(
     peak = peak_of(step, args, kwargs) if is_step else None
     report = Fates(found, options).explained(label, plainly)
     suggested = _suggested(report, found, options, plainly)
-    report = dataclasses.replace(report, peak=peak, suggested=suggested)
-    advice = _advice(report, options, found, plainly)
-    return dataclasses.replace(report, advice=tuple(advice))
+    report = replace(report, peak=peak, suggested=suggested)
+    return replace(report, advice=tuple(_advice(report, found, plainly)))
 
 
 def chosen(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
@@ -112,7 +109,7 @@ def chosen(fn: Fn, policy: Any, prune: Any) -> tuple[Fn, str, Options]:
     is_own = isinstance(policy, str) and policy == "own"
     pruned = own.prune if prune == "own" else prune
     made = options_of(own.policy if is_own else policy, pruned)
-    made = dataclasses.replace(made, rng=own.rng, higher_order=own.higher_order)
+    made = replace(made, rng=own.rng, higher_order=own.higher_order)
     return inner, label, made
 
 
@@ -136,28 +133,7 @@ _NO_GRAD_ADVICE = (
 # --- Advice ---
 
 
-def _suggested(
-    report: Explanation, found: Examined, options: Options, plainly: Examined
-) -> SuggestedPolicy | None:
-    """Return the policy that saves what takes most FLOPs for each of its bytes."""
-    if any(found.inside) or report.budget is not None or not report.recomputed_flops:
-        return None
-    pairs = zip(found.log.steps, report.ops, strict=True)
-    again = [(step.op.packet, op) for step, op in pairs if op.flops * op.times]
-    costs = [(packet, op.nbytes, op.flops) for packet, op in again]
-    policy = save_ops(*operators_to_save(costs))
-    if report.policy is not None and report.policy != nothing_saveable:
-        policy = report.policy | policy
-    under = Fates(found, dataclasses.replace(options, policy=policy))
-    made, code = under.explained(report.label, plainly), code_of(policy)
-    if not code or made.recomputed_flops >= report.recomputed_flops:
-        return None
-    return SuggestedPolicy(code, made.saved_bytes, made.recomputed_share)
-
-
-def _advice(
-    report: Explanation, options: Options, found: Examined, plainly: Examined
-) -> Iterator[str]:
+def _advice(report: Explanation, found: Examined, plainly: Examined) -> Iterator[str]:
     """Yield what to change; of a step, what `report.peak` does not say."""
     pairs = zip(report.inputs, found.leaves, strict=True)
     alive = sum(row.nbytes for row, leaf in pairs if row.kept and leaf.kept)
@@ -195,28 +171,31 @@ _SAVES_NOTHING = (
 ENOUGH = 0.5  # of the FLOPs that run again without it
 
 
-def operators_to_save(costs: Iterable[tuple[Any, int, int]]) -> list[Any]:
-    """Return operators whose results spare enough, most FLOPs for a byte first.
-
-    Of each operation `costs` has the operator, its bytes, and the FLOPs to run again.
-
-    Example:
-        >>> import torch
-        >>> mm, bmm = torch.ops.aten.mm, torch.ops.aten.bmm
-        >>> operators_to_save([(bmm, 8, 80), (mm, 8, 800), (mm, 8, 800)]) == [mm]
-        True
-    """
+def _suggested(
+    report: Explanation, found: Examined, options: Options, plainly: Examined
+) -> SuggestedPolicy | None:
+    """Return the policy that saves what takes most FLOPs for each of its bytes."""
+    if any(found.inside) or report.budget is not None or not report.recomputed_flops:
+        return None
     sizes, work = Counter(), Counter()
-    for operator, nbytes, flops in costs:
-        sizes[operator] += nbytes
-        work[operator] += flops
+    for step, op in zip(found.log.steps, report.ops, strict=True):
+        if op.flops * op.times:
+            sizes[step.op.packet] += op.nbytes
+            work[step.op.packet] += op.flops
     left = (1 - ENOUGH) * work.total()
-    found: list[Any] = []
+    saved: list[Any] = []
     for operator in sorted(work, key=lambda each: -work[each] / max(1, sizes[each])):
         if left > 0:
-            found.append(operator)
+            saved.append(operator)
         left -= work[operator]
-    return found
+    policy = save_ops(*saved)
+    if report.policy is not None and report.policy != nothing_saveable:
+        policy = report.policy | policy
+    under = Fates(found, replace(options, policy=policy))
+    made, code = under.explained(report.label, plainly), code_of(policy)
+    if not code or made.recomputed_flops >= report.recomputed_flops:
+        return None
+    return SuggestedPolicy(code, made.saved_bytes, made.recomputed_share)
 
 
 def code_of(policy: Policy) -> str:
@@ -226,19 +205,14 @@ def code_of(policy: Policy) -> str:
         >>> code_of(policies.dots_saveable | policies.save_only_these_names("a"))
         "policies.dots_saveable | policies.save_only_these_names('a')"
     """
+    text = repr(policy)
     try:
-        tree = ast.parse(repr(policy), mode="eval")
+        tree = ast.parse(text, mode="eval")
     except SyntaxError:  # of a function, say
         return ""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    known = {*dir(policies), "torch"}
-    return ast.unparse(_Qualified().visit(tree)) if names <= known else ""
-
-
-class _Qualified(ast.NodeTransformer):
-    """Puts `policies.` before the names of policies."""
-
-    @override
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        module = ast.Name("policies", ast.Load())
-        return node if node.id == "torch" else ast.Attribute(module, node.id, node.ctx)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    if not {node.id for node in names} <= {*dir(policies), "torch"}:
+        return ""
+    for at in sorted((n.col_offset for n in names if n.id != "torch"), reverse=True):
+        text = f"{text[:at]}policies.{text[at:]}"
+    return ast.unparse(ast.parse(text))  # without parentheses around it
