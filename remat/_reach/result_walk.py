@@ -275,7 +275,7 @@ class Result:
             there: Any = weakref.ref.__call__(value)
             return [PART] if self._has_met(there) else ()
         elif treated != "as it is":
-            if treated == "set" and len(self._new_tensors_in(value)) > 1:
+            if treated == "set" and self._has_tensors_in_an_order(value):
                 self._hide(value, path, _SET)
             return kinds_of(value, kind)
         return ()
@@ -303,11 +303,11 @@ class Result:
         assert self._index is not None
         return issubclass(type(value), Tensor) and id(value) in self._index
 
-    def _new_tensors_in(self, values: Any) -> list[Tensor]:
+    def _has_tensors_in_an_order(self, values: Any) -> bool:
         search = NamedSearch()
         for one in values:
             search.walk(one)
-        return [t for t in search.tensors if not self._has_met(t)]
+        return sum(not self._has_met(t) for t in search.tensors) > 1
 
     def _index_in(self, value: Any) -> int | None:
         """Return the index of a tensor of the run; None of what is the user's."""
@@ -400,19 +400,13 @@ def _treatment(kind: type) -> str:
         return "weak"
     if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_bare_buffer(kind):
         return "as it is"
-    if _gives_parts(kind):
+    # Iterators and views that are not walked.
+    is_view = issubclass(kind, MappingView) and is_left_alone(kind)
+    is_spent = is_spent_by_use(kind) or not can_be_made_anew(kind)
+    if is_view or (issubclass(kind, Iterator) and is_spent):
         return "iterated"
     is_walked = container_kind(kind) is not None or issubclass(kind, PARTS)
     return "walked" if is_walked and kind not in REGISTERED else "instance"
-
-
-def _gives_parts(kind: type) -> bool:
-    """Say whether instances of a class are iterators or views that are not walked."""
-    if issubclass(kind, MappingView):
-        return is_left_alone(kind)
-    if not issubclass(kind, Iterator):
-        return False
-    return is_spent_by_use(kind) or not can_be_made_anew(kind)
 
 
 def _apart_from_module(value: Any) -> Any:

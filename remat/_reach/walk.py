@@ -5,6 +5,8 @@ ends: no other value gets the identity of one.
 Rejected: recursion. A linked list may be longer than Python's stack.
 """
 
+import itertools
+import operator
 import threading
 import types
 import weakref
@@ -314,7 +316,10 @@ class Walk:
         for name in hooked:
             self._hold_registry(held[name])
             hooks = held[name].values()
-            self._hooks += (h for h in hooks if not is_hook_left_alone(h))
+            # What is of remat, or not searched, may lead to a whole model.
+            modules = [str(_code_of(hook).__module__) for hook in hooks]
+            own = [m.startswith("remat.") or is_left_alone_in(m) for m in modules]
+            self._hooks += itertools.compress(hooks, map(operator.not_, own))
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
 
@@ -333,12 +338,6 @@ def _code_of(hook: Any) -> Any:
     while issubclass(type(hook), (partial, types.MethodType)):
         hook = hook.func if issubclass(type(hook), partial) else hook.__func__
     return hook if type(hook) is types.FunctionType else type(hook)
-
-
-def is_hook_left_alone(hook: Any) -> bool:
-    """Say whether a hook is of what is not searched: it may lead to a whole model."""
-    module = str(_code_of(hook).__module__)
-    return module.startswith("remat.") or is_left_alone_in(module)
 
 
 def is_hook_of_library(hook: Any) -> bool:
