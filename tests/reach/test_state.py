@@ -160,3 +160,18 @@ def test_a_generator_that_was_at_its_end_gives_nothing_again():
     ours, plain, ops = func_gradient(fn)
     assert_same(ours, plain)
     assert ops["sin"] == 2
+
+
+def test_what_a_forward_adds_to_a_set_holds_the_users_tensor():
+    pairs, given = set(), []
+
+    def fn(x):
+        pairs.add((x, 1))
+        return x.sin().sum()
+
+    def outer(x):
+        given.append(x)
+        return remat(fn)(x)
+
+    torch.func.grad(outer)(torch.ones(3))
+    assert [(kept is given[0], n) for kept, n in pairs] == [(True, 1)]
