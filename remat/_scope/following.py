@@ -12,6 +12,7 @@ same name: one operation more, and all that followed was recomputed.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -48,35 +49,36 @@ class Course:
     # Whether gradients that are there when a step begins are counted.
     counts_gradients: bool = True
     over: int = 0  # the bytes of a step over its budget; less than 0 for what is left
-    nbytes: int = field(init=False, compare=False, repr=False)
-    roots: frozenset[str] = field(init=False, compare=False, repr=False)
     # What was said about steps that differ, and whether one was as planned.
     told: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
-    _by_place: dict[CallPlace, Placed] = field(init=False, compare=False, repr=False)
-    paths: frozenset[str] = field(init=False, compare=False, repr=False)
-    # How many calls there are of an outermost module, and of each path in each of them.
-    _turns: dict[str, int] = field(init=False, compare=False, repr=False)
-    _numbers: dict[tuple[str, int, str], int] = field(
-        init=False, compare=False, repr=False
-    )
 
-    def __post_init__(self) -> None:
-        turns: dict[str, int] = {}
-        numbers: dict[tuple[str, int, str], int] = {}
-        for root, turn, path, number in (each.place for each in self.placed):
-            turns[root] = max(turns.get(root, 0), turn + 1)
-            key = root, turn, path
-            numbers[key] = max(numbers.get(key, 0), number + 1)
-        derived = {
-            "nbytes": sum(sum(each.sizes) for each in self.placed),
-            "roots": frozenset(turns),
-            "_by_place": {each.place: each for each in self.placed},
-            "paths": frozenset(each.place[2] for each in self.placed),
-            "_turns": turns,
-            "_numbers": numbers,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all results."""
+        return sum(sum(each.sizes) for each in self.placed)
+
+    @cached_property
+    def _by_place(self) -> dict[CallPlace, Placed]:
+        return {each.place: each for each in self.placed}
+
+    @cached_property
+    def roots(self) -> frozenset[str]:
+        """The outermost modules."""
+        return frozenset(place[0] for place in self._by_place)
+
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """The modules that are called in these."""
+        return frozenset(place[2] for place in self._by_place)
+
+    @cached_property
+    def _counts(self) -> dict[Any, int]:
+        """How many calls there are of an outermost module, and of each path in each."""
+        counts: dict[Any, int] = {}
+        for root, turn, path, number in self._by_place:
+            for key, k in (root, turn), ((root, turn, path), number):
+                counts[key] = max(counts.get(key, 0), k + 1)
+        return counts
 
     def at(self, place: CallPlace) -> Placed:
         """Return what is planned for a place. More calls than planned begin again."""
@@ -84,8 +86,8 @@ class Course:
         if found is not None or place[2] not in self.paths:
             return found or _NOTHING
         root, turn, path, number = place
-        turn %= self._turns.get(root, 1)
-        number %= self._numbers.get((root, turn, path), 1)
+        turn %= self._counts.get(root, 1)
+        number %= self._counts.get((root, turn, path), 1)
         return self._by_place.get((root, turn, path, number), _NOTHING)
 
 

@@ -123,9 +123,8 @@ def call_as_function(
     call = Call(reach, fn, args, kwargs, options, policy)
     call.may_read_early = may_read_early
     inputs, needs = call.take_inputs()
-    outs = None
-    if not reach.is_lazy:
-        outs = evaluate_differentiably(Primal(call), inputs, needs)
+    lazy = reach.is_lazy  # some module that it reaches has no parameters yet
+    outs = None if lazy else evaluate_differentiably(Primal(call), inputs, needs)
     return plain(*args, **kwargs) if outs is None else call.join(outs, inputs)
 
 
@@ -590,10 +589,8 @@ def _run(
 class Remat(SingleLevelFunction):
     """The node of a program's evaluation, at a level of `grad` or at the base.
 
-    Its inputs are those of the program that it has edges to. On its context it has
-
-        program         the program
-        evaluation      what its evaluation found
+    Its inputs are those of the program that it has edges to. On its context it has the
+    `program`, and what its `evaluation` found.
     """
 
     @staticmethod
