@@ -44,7 +44,7 @@ from remat._fit.choose import program_of
 from remat._fit.record import record
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
-from remat._torch import fake_mode
+from remat._torch.tensors import fake_mode
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

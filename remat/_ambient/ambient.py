@@ -25,14 +25,14 @@ from remat._ambient.streams import (
     stream_of,
 )
 from remat._base.warned import watch_warnings, without_errors
-from remat._torch import (
+from remat._torch.autograd import without_hooks
+from remat._torch.levels import below_all_levels
+from remat._torch.process import (
     autocast_depth,
-    below_all_levels,
     device_generators,
     is_autocast_active,
     new_cast,
     read_settings,
-    without_hooks,
     write_settings,
 )
 

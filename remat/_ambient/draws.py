@@ -17,7 +17,7 @@ from remat._base.errors import RandomnessError
 from remat._base.operators import Observer
 from remat._base.source import user_line
 from remat._base.types import Fn
-from remat._torch import OpOverload
+from remat._torch.operators import OpOverload
 
 
 class Guard(Observer):

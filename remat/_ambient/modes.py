@@ -23,14 +23,14 @@ from typing_extensions import override
 from remat._base.errors import RecomputeError
 from remat._base.operators import Observer
 from remat._base.types import ATOMS
-from remat._torch import (
+from remat._torch.modes import (
     call_kernel,
     dispatch_mode_count,
     dispatch_modes,
-    is_composite,
     modes_between,
     under_dispatch_modes,
 )
+from remat._torch.operators import is_composite
 
 
 _Ran = tuple[Any, list[Any]]  # an operation, its arguments and then its results

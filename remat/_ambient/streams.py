@@ -26,13 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat._torch import (
-    device_generators,
-    function_mode_count,
-    no_torch_functions,
-    twister_memory,
-    twister_state,
-)
+from remat._torch.modes import function_mode_count, no_torch_functions
+from remat._torch.process import device_generators, twister_memory, twister_state
 
 
 class Stream(NamedTuple):

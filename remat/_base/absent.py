@@ -21,13 +21,13 @@ from typing_extensions import override
 from remat._base.op import Value
 from remat._base.operators import DETACH
 from remat._base.types import TENSORS
-from remat._torch import (
-    eager_only,
+from remat._torch.tensors import (
     has_no_memory,
     no_torch_function,
     refuse_data_ptr,
     tensor_without_data,
 )
+from remat._torch.tracing import eager_only
 
 
 _aten = torch.ops.aten

@@ -39,7 +39,8 @@ from remat._base.source import (
     names_in,
 )
 from remat._base.types import Fn
-from remat._torch import hook_all_modules, modules_of_node, unhook_all_modules
+from remat._torch.nodes import modules_of_node
+from remat._torch.process import hook_all_modules, unhook_all_modules
 
 
 # The outermost class, which call; the path, which call.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat._torch import is_operator
+from remat._torch.operators import is_operator
 
 
 NO_NAMES = frozenset[str]()

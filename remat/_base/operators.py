@@ -25,15 +25,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base.context import here
-from remat._torch import (
-    DEVICE_OF,
-    LeanDispatchMode,
-    as_one_operation,
-    call_kernel,
-    eager_only,
-    fake_device,
-    is_fake,
-)
+from remat._torch.modes import LeanDispatchMode, as_one_operation, call_kernel
+from remat._torch.tensors import DEVICE_OF, fake_device, is_fake
+from remat._torch.tracing import eager_only
 
 
 LIBRARY = torch.library.Library("remat", "FRAGMENT")

@@ -17,12 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from remat._base.types import TENSORS, Outputs
-from remat._torch import (
-    function_mode_count,
-    is_below_tracer,
-    set_grad_enabled,
-    without_hooks,
-)
+from remat._torch.autograd import set_grad_enabled, without_hooks
+from remat._torch.graphs import is_below_tracer
+from remat._torch.modes import function_mode_count
 
 
 _requires_grad = operator.attrgetter("requires_grad")

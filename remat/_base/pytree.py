@@ -19,7 +19,7 @@ import optree
 from torch import Tensor, nn
 
 from remat._base.types import CONSTANTS, INERT, TENSORS, Leaf
-from remat._torch import TORCH_NODES, register_torch_node
+from remat._torch.operators import TORCH_NODES, register_torch_node
 
 
 _NAMESPACE = "remat"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from remat._base.absent import Absent
 from remat._base.errors import CaptureError
 from remat._base.types import TENSORS
-from remat._torch import no_torch_functions
+from remat._torch.modes import no_torch_functions
 
 
 T = TypeVar("T")

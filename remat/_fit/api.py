@@ -21,7 +21,7 @@ from remat._fit.planning import Planning
 from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
 from remat._report.inputs import refuse_transforms
-from remat._torch import is_flat, shards_in
+from remat._torch.shards import is_flat, shards_in
 from remat.nn._applied import refuse_others
 from remat.nn._followed import can_follow, has_sharded_parts
 from remat.nn._select import as_selectors, refuse_no_name, selected

@@ -24,23 +24,22 @@ from remat._partial.effects import flops, seconds
 from remat._partial.plan import Step
 from remat._partial.values import Arguments, Results
 from remat._report.timeline import Alive
-from remat._torch import (
-    NO_VALUES,
-    call_kernel,
+from remat._torch.autograd import (
     current_node,
     current_task,
-    eager_only,
-    fake_mode_here,
-    is_fake,
-    is_sending,
-    is_view_op,
-    is_wrapper,
     nodes_made,
-    sent_to_nobody,
     sequence_number,
-    storage_id,
+)
+from remat._torch.modes import call_kernel
+from remat._torch.operators import is_view_op
+from remat._torch.shards import (
+    is_sending,
+    is_wrapper,
+    sent_to_nobody,
     telling_of_resized,
 )
+from remat._torch.tensors import NO_VALUES, fake_mode_here, is_fake, storage_id
+from remat._torch.tracing import eager_only
 
 
 class Measured(NamedTuple):

@@ -24,7 +24,7 @@ from remat._base.tensors import parts
 from remat._fit.meter import Meter
 from remat._fit.simulate import RefusedStepError, TrainingStep, gradients_of, resident
 from remat._report.inputs import tensors_in
-from remat._torch import foreach_of_fakes, is_fake
+from remat._torch.tensors import foreach_of_fakes, is_fake
 
 
 class Update(NamedTuple):

@@ -40,20 +40,17 @@ from remat._partial.effects import DrawDetector, declared_writes, traits_of
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block, makes_blank
-from remat._torch import (
-    AddressAnswers,
-    OpOverload,
+from remat._torch.autograd import (
     current_node,
     current_task,
-    fake_mode,
     hooks_here,
-    is_of_checkpoint,
-    is_view_op,
     nodes_made,
-    scales_put_back,
     sequence_number,
-    shards_in,
 )
+from remat._torch.operators import OpOverload, is_view_op
+from remat._torch.process import is_of_checkpoint
+from remat._torch.shards import shards_in
+from remat._torch.tensors import AddressAnswers, fake_mode, scales_put_back
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,20 @@ from remat._fit.meter import Meter, MissingValueError
 from remat._partial.cache import CACHES
 from remat._report.inputs import one_by_one, streams_kept, tensors_in
 from remat._report.timeline import without_collections
-from remat._torch import (
-    AddressAnswers,
-    copied_as_fake,
+from remat._torch.autograd import tells_of
+from remat._torch.shards import (
     copied_without_sending,
-    fake_mode,
     holds_gradients,
     in_buckets,
-    is_fake,
     replicas_in,
-    scales_put_back,
     shards_in,
-    tells_of,
+)
+from remat._torch.tensors import (
+    AddressAnswers,
+    copied_as_fake,
+    fake_mode,
+    is_fake,
+    scales_put_back,
     without_log_of_fakes,
 )
 from remat.nn._followed import has_sharded_parts

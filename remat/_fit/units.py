@@ -27,7 +27,7 @@ from remat._fit.record import BlockCall, StepOp, StepRecord
 from remat._fit.rewritten import is_asked, outermost, with_twins
 from remat._fit.walk import Recomputing, Walker
 from remat._scope.following import Cursor, Placed
-from remat._torch import is_view_op
+from remat._torch.operators import is_view_op
 from remat.policies import Decision, Policy
 
 

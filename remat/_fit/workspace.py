@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from remat._fit.convolutions import convolution, convolution_backward, is_expanded
-from remat._torch import is_fake
+from remat._torch.tensors import is_fake
 
 
 def held_inside(func: Any, args: Sequence[Any]) -> int:

@@ -49,7 +49,7 @@ from remat._graph.handles import (
 )
 from remat._reach.names import NamedSearch
 from remat._reach.reach import Reach
-from remat._torch import (
+from remat._torch.autograd import (
     NODES_ASKING_GRAD_MODE,
     AccumulateGrad,
     is_for_transforms,
@@ -57,8 +57,8 @@ from remat._torch import (
     once_differentiable_function,
     saved_by,
     unpack_hooks_of,
-    unseen,
 )
+from remat._torch.modes import unseen
 
 
 Edge: TypeAlias = tuple[Any, int]

@@ -23,17 +23,17 @@ from remat._base.tensors import describe, taken_apart
 from remat._offload.inputs import away_of
 from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._reach.reach import Reach
-from remat._torch import (
-    base_tensor,
+from remat._torch.autograd import (
     current_task,
-    has_no_memory,
-    is_of_checkpoint,
     keeps_graph,
     leave_hooks_on,
     top_hooks,
-    viewed,
     when_done,
 )
+from remat._torch.levels import base_tensor
+from remat._torch.modes import viewed
+from remat._torch.process import is_of_checkpoint
+from remat._torch.tensors import has_no_memory
 from remat.policies import Decision
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from remat import _torch
 from remat._base.errors import MutationError
 from remat._base.tensors import taken_apart, version_of
 from remat._base.types import TENSORS
@@ -33,7 +32,16 @@ from remat._offload.offload import (
     in_host_memory,
     origin_of,
 )
-from remat._torch import SingleLevelFunction, Wrapping
+from remat._torch.autograd import (
+    current_task,
+    dual_level_active,
+    held_by,
+    pack_saved,
+    when_done,
+)
+from remat._torch.batches import Wrapping, unwrapped
+from remat._torch.levels import SingleLevelFunction, below_all_levels, is_of_torch_func
+from remat._torch.modes import undisturbed
 
 
 SMALL = 2**12  # bytes: what is smaller stays
@@ -165,8 +173,8 @@ class InputsAway:
         if self._fetched is None and any(self._still_there(k) is None for k in each):
             stored = [away.stored for away in self._aways]
             self._fetched = Fetched(stored, [away.origin for away in self._aways])
-            if _torch.current_task() >= 0:
-                _torch.when_done(functools.partial(_let_go, weakref.ref(self)))
+            if current_task() >= 0:
+                when_done(functools.partial(_let_go, weakref.ref(self)))
 
 
 def _note(key: Any, away: _Away, inner: Tensor) -> None:
@@ -241,14 +249,14 @@ class Offloading:
         made = [o for o in outs if o is not None and o.requires_grad]
         if not made:
             return
-        if _torch.dual_level_active():
+        if dual_level_active():
             warn_of_inputs(self._label, f"forward mode is on{HINT}")
             return
         each = [(i, t) for i, t in enumerate(inputs[: self._end]) if not _is_owned(t)]
         may_go = {id(t): i for i, t in each if i not in self._stay}
         away = self._away() or InputsAway(self._label, to_disk=self._where == "disk")
         self._away = weakref.ref(away)
-        _torch.pack_saved(made[0].grad_fn, functools.partial(self._pack, away, may_go))
+        pack_saved(made[0].grad_fn, functools.partial(self._pack, away, may_go))
 
     def _pack(self, away: InputsAway, may_go: Mapping[int, int], saved: Any) -> Any:
         if id(saved) not in may_go:
@@ -265,7 +273,7 @@ class Offloading:
             raise MutationError(_CHANGED.format(label=self._label))
         return [
             p.below() if type(p) is _OfLevel and p.wrapping.is_dead else value
-            for value, p in zip(values, _torch.held_by(node), strict=True)
+            for value, p in zip(values, held_by(node), strict=True)
         ]
 
 
@@ -274,9 +282,9 @@ def _is_owned(tensor: Tensor) -> bool:
     while True:
         if type(tensor) is nn.Parameter or (tensor.requires_grad and tensor.is_leaf):
             return True
-        if not _torch.is_of_torch_func(tensor):
+        if not is_of_torch_func(tensor):
             return False
-        tensor = _torch.unwrapped(tensor)
+        tensor = unwrapped(tensor)
 
 
 class _OfLevel(NamedTuple):
@@ -307,17 +315,15 @@ _NOTHING = torch.empty(0)
 
 def _packed(away: InputsAway, again: bool, tensor: Tensor) -> Any:
     """Send a tensor away; return what brings it back, or None if it stays."""
-    if not _torch.is_of_torch_func(tensor):
-        number = _torch.below_all_levels(
-            functools.partial(away.sent, again=again), tensor
-        )
-        back = functools.partial(_torch.below_all_levels, away.fetched, number)
+    if not is_of_torch_func(tensor):
+        number = below_all_levels(functools.partial(away.sent, again=again), tensor)
+        back = functools.partial(below_all_levels, away.fetched, number)
         return None if number is None else back
-    inner, pack = _torch.unwrapped(tensor), functools.partial(_packed, away, again)
+    inner, pack = unwrapped(tensor), functools.partial(_packed, away, again)
     if inner.requires_grad:
-        with _torch.undisturbed(), torch.enable_grad():
-            carrier: Any = _torch.below_all_levels(_Carrier.apply, inner)
-        is_away = _torch.pack_saved(carrier.grad_fn, pack)
+        with undisturbed(), torch.enable_grad():
+            carrier: Any = below_all_levels(_Carrier.apply, inner)
+        is_away = pack_saved(carrier.grad_fn, pack)
         below = (lambda: carrier.grad_fn.saved_tensors[0]) if is_away else None
     else:
         below = pack(inner)

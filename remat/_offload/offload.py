@@ -23,7 +23,9 @@ from torch import Tensor
 from remat._base.errors import OffloadError
 from remat._base.tensors import describe_meta
 from remat._base.types import TENSORS
-from remat._torch import is_shared, undisturbed, wait_for
+from remat._torch.graphs import wait_for
+from remat._torch.modes import undisturbed
+from remat._torch.tensors import is_shared
 
 
 def room(nbytes: int, device: torch.device) -> Tensor:

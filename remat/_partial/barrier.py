@@ -23,7 +23,10 @@ from typing_extensions import override
 from remat._base.context import here
 from remat._base.operators import barrier, same
 from remat._base.tensors import taken_apart
-from remat._torch import base_tensor, bottoms, is_view_op, lower_to_alias, storage_id
+from remat._torch.graphs import bottoms, lower_to_alias
+from remat._torch.levels import base_tensor
+from remat._torch.operators import is_view_op
+from remat._torch.tensors import storage_id
 
 
 class _Barrier(torch.autograd.Function):

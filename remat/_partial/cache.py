@@ -23,7 +23,7 @@ from remat._base.types import TENSORS
 from remat._base.warned import warn
 from remat._partial.options import reference
 from remat._partial.runnable import Plans
-from remat._torch import has_hooks_on_all_modules
+from remat._torch.process import has_hooks_on_all_modules
 from remat.policies import Policy
 
 

@@ -15,7 +15,9 @@ from remat._base.op import Op, Value
 from remat._base.warned import warn
 from remat._partial.plan import Record, Step, overwrites
 from remat._partial.values import is_strided, sees_operations, value_of
-from remat._torch import below_all_levels, has_no_memory, is_lazy, viewed
+from remat._torch.levels import below_all_levels
+from remat._torch.modes import viewed
+from remat._torch.tensors import has_no_memory, is_lazy
 from remat.policies import Decision, Policy
 
 

@@ -23,7 +23,7 @@ from remat._partial.options import Prune
 from remat._partial.plan import Record
 from remat._partial.recorder import Recorder
 from remat._partial.runnable import Plans
-from remat._torch import dispatch_mode_count
+from remat._torch.modes import dispatch_mode_count
 from remat.policies import Decision, Policy
 
 

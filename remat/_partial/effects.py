@@ -24,7 +24,8 @@ from remat._ambient.streams import global_streams
 from remat._base.absent import LIKE, tensors_of
 from remat._base.op import Op, Value
 from remat._partial.plan import CallPlan, Fate, Record, Step, filled
-from remat._torch import OpOverload, call_kernel
+from remat._torch.modes import call_kernel
+from remat._torch.operators import OpOverload
 from remat.policies._functions import family
 from remat.policies._operations import COSTS
 

@@ -28,7 +28,8 @@ from remat._partial.runnable import (
     statics_of,
 )
 from remat._partial.values import key_of
-from remat._torch import LeanDispatchMode, call_kernel, eager_only
+from remat._torch.modes import LeanDispatchMode, call_kernel
+from remat._torch.tracing import eager_only
 
 
 class Follow(LeanDispatchMode):

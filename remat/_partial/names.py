@@ -22,7 +22,7 @@ from remat._base.context import here
 from remat._base.op import Op
 from remat._base.operators import LIBRARY, named
 from remat._base.warned import warn, warn_at
-from remat._torch import makes_graph, must_inline
+from remat._torch.tracing import makes_graph, must_inline
 from remat.policies import Policy
 from remat.policies._places import unmatched
 

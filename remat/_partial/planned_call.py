@@ -35,16 +35,15 @@ from remat._partial.recorder import Recorder, tell_recorders
 from remat._partial.replay import Replay, is_droppable
 from remat._partial.runnable import Plans
 from remat._partial.values import key_of, value_of, viewed_as
-from remat._torch import (
+from remat._torch.autograd import top_hooks
+from remat._torch.levels import (
     base_tensor,
     current_layer,
-    has_no_memory,
     is_batch_of_cotangents,
-    is_lazy,
-    outside_dispatch_mode,
-    top_hooks,
     transforms,
 )
+from remat._torch.modes import outside_dispatch_mode
+from remat._torch.tensors import has_no_memory, is_lazy
 from remat.policies import Policy
 
 

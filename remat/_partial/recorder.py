@@ -35,15 +35,10 @@ from remat._partial.effects import (
 from remat._partial.plan import Pack, Record, Step, Within
 from remat._partial.runnable import UNRECORDED, statics_of
 from remat._partial.values import Arguments, Results, Storages, value_of
-from remat._torch import (
-    SHARED_COPY,
-    base_tensor,
-    call_kernel,
-    current_task,
-    is_lazy,
-    no_torch_functions,
-    transforms,
-)
+from remat._torch.autograd import current_task
+from remat._torch.levels import base_tensor, transforms
+from remat._torch.modes import call_kernel, no_torch_functions
+from remat._torch.tensors import SHARED_COPY, is_lazy
 from remat.policies import Policy
 from remat.policies._within import times_operations
 

@@ -36,7 +36,10 @@ from remat._base.types import TENSORS
 from remat._partial.follow import Follow
 from remat._partial.plan import Fate, Slot, Step, filled
 from remat._partial.runnable import CAST, CLONE, UNRECORDED, Plans, statics_of
-from remat._torch import base_tensor, is_fake, is_lazy, is_view_op, storage_id, tells_of
+from remat._torch.autograd import tells_of
+from remat._torch.levels import base_tensor
+from remat._torch.operators import is_view_op
+from remat._torch.tensors import is_fake, is_lazy, storage_id
 
 
 class _Mark(weakref.ref[Tensor]):

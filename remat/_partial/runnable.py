@@ -21,7 +21,9 @@ from remat._base.op import Op, Value
 from remat._base.operators import IGNORED
 from remat._partial.budget import spent_by
 from remat._partial.plan import CallPlan, Fate, Record, plan
-from remat._torch import SHARED_COPY, call_kernel, is_view_op, kernel_of
+from remat._torch.modes import call_kernel
+from remat._torch.operators import is_view_op, kernel_of
+from remat._torch.tensors import SHARED_COPY
 from remat.policies import Decision, Policy
 
 

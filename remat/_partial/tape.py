@@ -36,21 +36,19 @@ from remat._partial.names import PolicyKeys
 from remat._partial.plan import Record, Step
 from remat._partial.recorder import SILENT
 from remat._partial.values import Arguments, Results
-from remat._torch import (
+from remat._torch.graphs import (
     AddedNodes,
-    OpOverload,
     TracedMode,
-    base_tensor,
     draw_again,
     draw_and_keep_state,
-    is_symbolic,
-    is_view_op,
     let_graphs_draw,
-    no_torch_functions,
-    size_hint,
-    storage_id,
     unlevelled,
 )
+from remat._torch.levels import base_tensor
+from remat._torch.modes import no_torch_functions
+from remat._torch.operators import OpOverload, is_view_op
+from remat._torch.tensors import storage_id
+from remat._torch.tracing import is_symbolic, size_hint
 from remat.policies import Decision, Policy
 
 

@@ -19,14 +19,10 @@ from remat._base.tensors import wrapped_by
 from remat._base.types import CONSTANTS
 from remat._offload.offload import extent
 from remat._partial.plan import Passed, Slot
-from remat._torch import (
-    StorageRef,
-    base_tensor,
-    finished,
-    no_torch_functions,
-    storage_id,
-    viewed,
-)
+from remat._torch.graphs import finished
+from remat._torch.levels import base_tensor
+from remat._torch.modes import no_torch_functions, viewed
+from remat._torch.tensors import StorageRef, storage_id
 
 
 class Storages:

@@ -28,7 +28,7 @@ from remat._reach.holders import ATTRIBUTES, flatten
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import LiftedForward
 from remat._reach.roots import Root, roots_of
-from remat._torch import unwrap_dead
+from remat._torch.levels import unwrap_dead
 
 
 _attributes = attrgetter("__dict__")

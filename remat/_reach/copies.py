@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from remat._torch import below_all_levels
+from remat._torch.levels import below_all_levels
 
 
 class _CopyInPlace:

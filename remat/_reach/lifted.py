@@ -52,7 +52,7 @@ from remat._reach.parts import (
     make,
 )
 from remat._reach.roots import roots_of
-from remat._torch import is_of_level_above, is_of_torch_func
+from remat._torch.levels import is_of_level_above, is_of_torch_func
 
 
 class Replaced(Written):

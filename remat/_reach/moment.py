@@ -23,7 +23,8 @@ from remat._reach.layout import LiveValues, written
 from remat._reach.parts import held_in
 from remat._reach.roots import Root
 from remat._reach.watched import Buffer
-from remat._torch import base_tensor, below_all_levels, unseen
+from remat._torch.levels import base_tensor, below_all_levels
+from remat._torch.modes import unseen
 
 
 class Moment:

@@ -49,7 +49,7 @@ from remat._reach.objects import (
 from remat._reach.parts import kinds_besides
 from remat._reach.stream_search import is_stream
 from remat._reach.watched import is_bare_buffer
-from remat._torch import is_compiled
+from remat._torch.tracing import is_compiled
 
 
 # The position of an argument; None for the function; `(path, text)` for what a value

@@ -37,12 +37,8 @@ from remat._reach.roots import Root, code_writes, number_all, roots_of
 from remat._reach.running import Running, call_under, undone
 from remat._reach.walk import is_hook_of_library
 from remat._reach.watched import Buffer, buffers_of, changed
-from remat._torch import (
-    MODULE_HOOKS,
-    function_mode_count,
-    function_modes,
-    parametrization_cache,
-)
+from remat._torch.modes import function_mode_count, function_modes
+from remat._torch.process import MODULE_HOOKS, parametrization_cache
 
 
 _NONE = frozenset[str]()

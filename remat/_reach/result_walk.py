@@ -60,7 +60,7 @@ from remat._reach.objects import (
 )
 from remat._reach.stream_search import is_stream
 from remat._reach.watched import is_bare_buffer
-from remat._torch import is_of_torch_func
+from remat._torch.levels import is_of_torch_func
 
 
 class Own(NamedTuple):

@@ -16,7 +16,8 @@ from remat._base.errors import RecomputeError
 from remat._base.types import Outputs
 from remat._reach.names import Path, written
 from remat._reach.result_walk import Result
-from remat._torch import are_sizes_equal, is_below_tracer
+from remat._torch.graphs import is_below_tracer
+from remat._torch.tracing import are_sizes_equal
 
 
 class Out:

@@ -41,13 +41,11 @@ from remat._reach.parts import HolderNow, among, holding
 from remat._reach.roots import Root
 from remat._reach.walk import is_hook_of_library
 from remat._reach.watched import Buffer
-from remat._torch import (
+from remat._torch.modes import function_mode_count, function_modes, under_function_modes
+from remat._torch.process import (
     MODULE_HOOKS,
-    function_mode_count,
-    function_modes,
     parametrization_cache,
     swap_parametrization_cache,
-    under_function_modes,
 )
 
 

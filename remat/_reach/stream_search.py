@@ -42,7 +42,8 @@ from remat._reach.objects import (
     defines,
     is_rematerialized,
 )
-from remat._torch import device_generators, is_compiled
+from remat._torch.process import device_generators
+from remat._torch.tracing import is_compiled
 
 
 _LIMIT = 300  # values walked in a call

@@ -60,7 +60,8 @@ from remat._reach.stream_search import (
     user_bases,
 )
 from remat._reach.watched import has_objects, is_bare_buffer, is_buffer
-from remat._torch import MODULE_HOOKS, is_compiled
+from remat._torch.process import MODULE_HOOKS
+from remat._torch.tracing import is_compiled
 
 
 _FROZEN = tuple, frozenset

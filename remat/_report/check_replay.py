@@ -38,7 +38,8 @@ from remat._reach.result_walk import Result
 from remat._reach.results import Out
 from remat._report import inputs as _inputs
 from remat._report.inputs import Inputs
-from remat._torch import below_all_levels, undisturbed, unwrap_dead
+from remat._torch.levels import below_all_levels, unwrap_dead
+from remat._torch.modes import undisturbed
 from remat._transform.leaves import ONLY_MARKS
 from remat._transform.saved import Filling, Saved, recompute
 

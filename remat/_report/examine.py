@@ -38,7 +38,8 @@ from remat._reach.reach import Reach
 from remat._report import inputs as _inputs
 from remat._report.inputs import Inputs, Ledger, tensors_in, tried
 from remat._report.reports import ExplainedInput
-from remat._torch import base_tensor, current_task
+from remat._torch.autograd import current_task
+from remat._torch.levels import base_tensor
 from remat._transform.saved import Saved
 
 

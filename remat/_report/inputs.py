@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
-from remat import _torch
 from remat._ambient.streams import device_streams, global_streams
 from remat._base import pytree
 from remat._base.absent import Absent
@@ -37,7 +36,9 @@ from remat._partial.effects import written_by
 from remat._partial.options import Options
 from remat._reach.names import CallNames
 from remat._reach.reach import Reach
-from remat._torch import StorageRef
+from remat._torch.autograd import dual_level_active
+from remat._torch.levels import base_tensor, current_layer
+from remat._torch.tensors import StorageRef, preserved_version, storage_id
 from remat._transform.function import Primal
 from remat._transform.levels import Below
 from remat._transform.module import recomputed_by
@@ -84,7 +85,7 @@ class Ledger(Observer):
         """Return the entries of a tensor's storages, new ones if there are none."""
         found = []
         for part in parts(tensor):
-            entry = self.entries.get(_torch.storage_id(part))
+            entry = self.entries.get(storage_id(part))
             if entry is None:
                 meta = part.dtype, tuple(part.shape), part.device
                 ref, is_given = StorageRef(part.untyped_storage()), rank != MADE
@@ -116,9 +117,9 @@ class Ledger(Observer):
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a name to what an operation made."""
-        for part in parts(_torch.base_tensor(tensor)):
+        for part in parts(base_tensor(tensor)):
             # A recorder around would take `untyped_storage` for the user's reading it.
-            entry = self.entries.get(_torch.storage_id(part))
+            entry = self.entries.get(storage_id(part))
             if entry is not None and entry.rank == MADE and name not in entry.names:
                 entry.names = (*entry.names, name)
                 entry.origin = origin_text(None, entry.names)
@@ -127,12 +128,12 @@ class Ledger(Observer):
     def _preserve(self, tensor: Tensor) -> None:
         """Have a tensor that is older than the run put back as it is now."""
         for part in parts(tensor):
-            number = _torch.storage_id(part)
+            number = storage_id(part)
             if self.entries[number].rank == MADE or number in self._preserved:
                 continue
             self._preserved.add(number)
             if not part.is_inference():
-                self._stack.enter_context(_torch.preserved_version(part))
+                self._stack.enter_context(preserved_version(part))
             storage = part.untyped_storage()  # a fake tensor's is on another device
             if storage.device.type != "meta":
                 self._stack.callback(_put_back, storage, storage.clone())
@@ -303,7 +304,7 @@ def _stand_ins(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     anchor = torch.zeros((), requires_grad=True)
     found: dict[int, Tensor] = {}
     for t in tensors:
-        with _torch.preserved_version(t):
+        with preserved_version(t):
             found[id(t)] = _NonLeaf.apply(t.detach(), anchor)
     return found
 
@@ -330,7 +331,7 @@ class _NonLeaf(Function):
 def refuse_transforms(report: str, instead: str) -> None:
     """Raise a RuntimeError under a transform of torch.func or a trace."""
     where = _COMPILED if torch.compiler.is_compiling() else ""
-    if _torch.current_layer() is not None or _torch.dual_level_active():
+    if current_layer() is not None or dual_level_active():
         where = _TRANSFORMED
     if where:
         told = f"remat: {report} was called {where}. Call it outside, on {instead}."

@@ -39,7 +39,8 @@ from remat._partial.names import tell_of_keys, told_of_names
 from remat._report import inputs as _inputs
 from remat._report.inputs import Inputs, Ledger, StorageNote, tried
 from remat._report.render import short_array
-from remat._torch import saved_by, sequence_number, storage_id, use_count
+from remat._torch.autograd import saved_by, sequence_number
+from remat._torch.tensors import storage_id, use_count
 from remat._transform.function import Primal
 from remat.policies import Decision
 

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, autograd
 from typing_extensions import override
 
-from remat import _torch
 from remat._base.context import Observe, here
 from remat._base.source import user_line
 from remat._base.tensors import parts
@@ -40,6 +39,15 @@ from remat._report.peak import (
     advice_on,
 )
 from remat._report.timeline import MemoryChange, changes_in, timeline_of
+from remat._torch.autograd import (
+    AccumulateGrad,
+    current_node,
+    marked,
+    nodes_made,
+    sequence_number,
+)
+from remat._torch.levels import base_tensor
+from remat._torch.tensors import storage_id
 from remat._transform.saved import DIFFERENTIATED_AGAIN
 
 
@@ -118,7 +126,7 @@ def _differentiated(outs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Ten
             continue
         seen.add(node)
         todo += [behind for behind, _ in node.next_functions]
-        if type(node) is _torch.AccumulateGrad and id(node.variable) not in known:
+        if type(node) is AccumulateGrad and id(node.variable) not in known:
             found.append(node.variable)
     return found
 
@@ -162,7 +170,7 @@ class StepWatch(Ledger):
 
     @override
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        node, context, i = _torch.current_node(), here(), len(self.ops)
+        node, context, i = current_node(), here(), len(self.ops)
         again, called = map(self._innermost, (context.recomputing, context.inside))
         if context.functions:
             called = called or ("a call", 0)
@@ -172,11 +180,11 @@ class StepWatch(Ledger):
         self.last = i if called and not again else self.last
         name = getattr(func, "overloadpacket", func).__name__
         saves = bool(context.functions) and context.policy is not None
-        number = -1 if node is None else _torch.sequence_number(node)
+        number = -1 if node is None else sequence_number(node)
         op = WatchedOp(name, user_line(), number, called, again, saves)
         self.ops.append(op)
-        self.origins.setdefault(_torch.nodes_made() - 1, i)
-        with _torch.marked(f"{MARK}{i}"):
+        self.origins.setdefault(nodes_made() - 1, i)
+        with marked(f"{MARK}{i}"):
             return super().call(func, args, kwargs)
 
     @override
@@ -193,14 +201,14 @@ class StepWatch(Ledger):
 
     @override
     def _preserve(self, tensor: Tensor) -> None:
-        with _torch.marked(OURS):
+        with marked(OURS):
             super()._preserve(tensor)
 
     def hold(self, kind: PeakHolder, tree: Any) -> None:
         """Note what holds some tensors; gradients are nothing else."""
         for t in tensors_in(tree):
-            for part in parts(_torch.base_tensor(t)):
-                number = _torch.storage_id(part)
+            for part in parts(base_tensor(t)):
+                number = storage_id(part)
                 if number in self.entries and kind == "gradients":
                     self.kinds[number] = kind
                 elif number in self.entries:
@@ -311,7 +319,7 @@ def _holders(
     storages: dict[int, tuple[Tensor, Tensor]] = {}
     for t in inputs.tensors:
         for part in parts(t):
-            storages.setdefault(_torch.storage_id(part), (t, part))
+            storages.setdefault(storage_id(part), (t, part))
     for t, part in storages.values():  # what is alive before the step
         kind: PeakHolder = "parameters" if _inputs.is_parameter(t) else "inputs"
         like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)

@@ -30,7 +30,8 @@ from remat._base.absent import Absent, tensors_of
 from remat._base.operators import Observer
 from remat._reach.reach import Reach
 from remat._report import inputs as _inputs, render as _render
-from remat._torch import current_node, storage_id
+from remat._torch.autograd import current_node
+from remat._torch.tensors import storage_id
 
 
 class Alive(Observer):

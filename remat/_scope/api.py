@@ -21,15 +21,11 @@ from remat._scope.hooks import Hooks
 from remat._scope.recording import Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block
-from remat._torch import (
-    are_hooks_allowed,
-    current_layer,
-    eager_only,
-    hooks_here,
-    is_of_checkpoint,
-    must_inline,
-    undisturbed,
-)
+from remat._torch.autograd import are_hooks_allowed, hooks_here
+from remat._torch.levels import current_layer
+from remat._torch.modes import undisturbed
+from remat._torch.process import is_of_checkpoint
+from remat._torch.tracing import eager_only, must_inline
 from remat.policies import Policy, as_policy
 
 

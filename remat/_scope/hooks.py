@@ -37,28 +37,31 @@ from remat._scope.values import (
     needed_for,
     results_of,
 )
-from remat._torch import (
-    below_all_levels,
-    below_autograd,
-    call_kernel,
+from remat._torch.autograd import (
     current_task,
-    eager_only,
-    flat_view,
     grad_mode,
-    is_of_torch_func,
     keeps_graph,
-    no_torch_functions,
-    read_settings,
     resume_hooks,
     set_grad_enabled,
     suspend_hooks,
     top_hooks,
-    unseen,
-    unwrap_dead,
     when_done,
-    without_node,
-    write_settings,
 )
+from remat._torch.levels import (
+    below_all_levels,
+    is_of_torch_func,
+    unwrap_dead,
+    without_node,
+)
+from remat._torch.modes import (
+    below_autograd,
+    call_kernel,
+    flat_view,
+    no_torch_functions,
+    unseen,
+)
+from remat._torch.process import read_settings, write_settings
+from remat._torch.tracing import eager_only
 
 
 class Hooks:

@@ -45,20 +45,17 @@ from remat._scope.values import (
     has_layout,
     results_of,
 )
-from remat._torch import (
-    OpOverload,
+from remat._torch.autograd import current_task
+from remat._torch.modes import (
     call_kernel,
-    current_task,
-    eager_only,
-    is_in_compiled_code,
-    is_lazy,
-    is_view_op,
     leave_dispatch_mode,
     leave_function_mode,
     no_torch_functions,
-    read_settings,
-    storage_id,
 )
+from remat._torch.operators import OpOverload, is_view_op
+from remat._torch.process import read_settings
+from remat._torch.tensors import is_lazy, storage_id
+from remat._torch.tracing import eager_only, is_in_compiled_code
 from remat.policies import Decision, Policy
 
 

@@ -26,7 +26,8 @@ from remat._scope.values import (
     has_layout,
     stays,
 )
-from remat._torch import StorageRef, eager_only, storage_id
+from remat._torch.tensors import StorageRef, storage_id
+from remat._torch.tracing import eager_only
 
 
 if TYPE_CHECKING:

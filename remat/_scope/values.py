@@ -17,14 +17,9 @@ from remat._base.errors import MutationError
 from remat._base.tensors import describe, version_of
 from remat._base.types import TENSORS
 from remat._partial.values import shared_value, value_of
-from remat._torch import (
-    below_autograd,
-    detached,
-    flat_view,
-    is_fake,
-    is_of_torch_func,
-    viewed,
-)
+from remat._torch.levels import is_of_torch_func
+from remat._torch.modes import below_autograd, detached, flat_view, viewed
+from remat._torch.tensors import is_fake
 
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from remat._base.package import advise_on
 from remat._base.source import shown
 from remat._offload.inputs import check_where
 from remat._partial.options import OffloadInputs, Options, Prune, Rng
-from remat._torch import must_inline, not_scriptable
+from remat._torch.tracing import must_inline, not_scriptable
 from remat._transform.module import view_of
 from remat._transform.rematerialized import SCRIPTED, Rematerialized
 from remat.policies import Decision, Policy, as_policy, nothing_saveable

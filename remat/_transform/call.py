@@ -47,9 +47,9 @@ from remat._reach.lifted import LiftedForward
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden, Own, Result
 from remat._reach.results import Out, slots_of
-from remat._torch import (
+from remat._torch.graphs import is_below_tracer
+from remat._torch.levels import (
     current_layer,
-    is_below_tracer,
     is_of_ended_vmap,
     is_of_level_above,
     is_of_torch_func,

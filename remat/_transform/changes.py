@@ -31,21 +31,16 @@ from remat._base.tensors import taken_apart, version_of, versions_of
 from remat._base.types import TENSORS, Fn
 from remat._partial.effects import written_by
 from remat._reach.reach import Reach
-from remat._torch import (
-    base_tensor,
+from remat._torch.levels import base_tensor
+from remat._torch.modes import (
     call_kernel,
-    faking,
     function_mode_count,
-    has_no_memory,
-    inputs_of_body,
-    is_shared,
-    is_view_op,
     no_torch_functions,
-    preserved_version,
-    run_body,
-    storage_id,
     unseen,
 )
+from remat._torch.nodes import faking, inputs_of_body, run_body
+from remat._torch.operators import is_view_op
+from remat._torch.tensors import has_no_memory, is_shared, preserved_version, storage_id
 from remat._transform.leaves import bytes_at
 
 

@@ -30,16 +30,11 @@ from remat._graph.graph import Edge, edge_of, leads_to, reached_inputs
 from remat._graph.handles import INPUT_CHANGED
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden
-from remat._torch import (
-    base_tensor,
-    call_kernel,
-    current_layer,
-    forget_saved_by_traced,
-    has_no_memory,
-    is_graph_held,
-    no_torch_functions,
-    storage_id,
-)
+from remat._torch.autograd import is_graph_held
+from remat._torch.graphs import forget_saved_by_traced
+from remat._torch.levels import base_tensor, current_layer
+from remat._torch.modes import call_kernel, no_torch_functions
+from remat._torch.tensors import has_no_memory, storage_id
 from remat._transform.changes import changes_of
 from remat._transform.leaves import addresses_of
 

@@ -54,46 +54,44 @@ from remat._partial.barrier import behind, recomputing_after
 from remat._partial.options import Options
 from remat._partial.recorder import Recorder
 from remat._reach.reach import reach_of
-from remat._torch import (
-    GRAD,
-    JVP,
-    VMAP,
-    CollectivesInGraph,
-    SingleLevelFunction,
-    alias,
-    apply_at_level,
+from remat._torch.autograd import (
     base_dual_level_active,
-    batched,
-    call_below,
-    call_below_vmap,
-    counted_levels,
-    current_layer,
     dual_level_active,
-    eager_only,
-    grad_level,
     grad_mode,
-    has_proxies,
-    hooks_of_trackers,
-    is_batch_of_cotangents,
-    is_below_tracer,
     is_forward_ad_enabled,
-    kind_of,
-    leaf_at,
-    lifted,
     pull_back,
     pull_in_grad_mode,
-    remove_hooks_since,
-    requires_grad_at_any_level,
     saved_tensors,
     set_grad_enabled,
     tells_of,
+    without_hooks,
+)
+from remat._torch.graphs import CollectivesInGraph, counted_levels, is_below_tracer
+from remat._torch.levels import (
+    GRAD,
+    JVP,
+    VMAP,
+    SingleLevelFunction,
+    apply_at_level,
+    batched,
+    call_below,
+    call_below_vmap,
+    current_layer,
+    grad_level,
+    is_batch_of_cotangents,
+    kind_of,
+    leaf_at,
+    lifted,
+    requires_grad_at_any_level,
     unwrap_dead,
     unwrap_for_grad,
     without_grad_mode,
-    without_hooks,
     without_node,
     wrap_for_grad,
 )
+from remat._torch.modes import alias
+from remat._torch.process import hooks_of_trackers, remove_hooks_since
+from remat._torch.tracing import eager_only, has_proxies
 from remat._transform import checks
 from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of, first_bytes

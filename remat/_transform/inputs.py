@@ -27,15 +27,9 @@ from remat._base.types import TENSORS
 from remat._graph.handles import PackedOutside, packed_outside
 from remat._partial.values import storage_if_any
 from remat._reach.reach import Reach
-from remat._torch import (
-    Renorm,
-    Renorms,
-    dispatch_mode_count,
-    has_no_memory,
-    later_renorms,
-    storage_id,
-    unseen,
-)
+from remat._torch.modes import dispatch_mode_count, unseen
+from remat._torch.noted import Renorm, Renorms, later_renorms
+from remat._torch.tensors import has_no_memory, storage_id
 from remat._transform.leaves import (
     ONLY_MARKS,
     SMALL,

@@ -23,16 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from remat._base.code import has_marks
 from remat._base.tensors import version_of
 from remat._base.types import TENSORS
-from remat._torch import (
-    Renorm,
-    below_all_levels,
-    function_mode_count,
-    is_shared,
-    no_torch_functions,
-    preserved_version,
-    renorms_taken_back,
-    unseen,
-)
+from remat._torch.levels import below_all_levels
+from remat._torch.modes import function_mode_count, no_torch_functions, unseen
+from remat._torch.noted import Renorm, renorms_taken_back
+from remat._torch.tensors import is_shared, preserved_version
 
 
 class LeafChanges(NamedTuple):

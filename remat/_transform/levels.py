@@ -36,24 +36,24 @@ from remat._base.tensors import changed_since, versions_of
 from remat._base.types import Outputs
 from remat._graph.graph import reached_inputs
 from remat._reach.copies import note_copy
-from remat._torch import (
+from remat._torch.autograd import base_dual_level_active
+from remat._torch.levels import (
     JVP,
-    base_dual_level_active,
     base_tensor,
     batch,
     call_at_jvp,
     grad_level,
-    has_proxies,
     is_of_torch_func,
     leaf_at,
     lifted,
-    no_torch_functions,
     requires_grad_above,
     requires_grad_at_any_level,
     taken_apart_at_jvp,
     unpack_dual,
     unwrap_for_grad,
 )
+from remat._torch.modes import no_torch_functions
+from remat._torch.tracing import has_proxies
 
 
 def _of_program(name: str) -> Any:

@@ -26,15 +26,13 @@ from remat._base.errors import Label
 from remat._base.types import Fn
 from remat._base.warned import watch_warnings
 from remat._partial.options import Options
-from remat._torch import (
-    are_all_vmaps,
+from remat._torch.autograd import (
     are_hooks_allowed,
     base_dual_level_active,
-    current_layer,
     dual_level_active,
-    makes_graph,
-    must_inline,
 )
+from remat._torch.levels import are_all_vmaps, current_layer
+from remat._torch.tracing import makes_graph, must_inline
 from remat._transform.function import call_as_function
 from remat._transform.saved import call_saved
 

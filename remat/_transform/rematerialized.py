@@ -19,7 +19,7 @@ from typing_extensions import override
 from remat._base.context import here
 from remat._base.errors import Label, hide_frames, label_of
 from remat._partial.options import Options
-from remat._torch import is_traced_symbolically
+from remat._torch.tracing import is_traced_symbolically
 from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.traced import call_in_graph
 

@@ -50,35 +50,33 @@ from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
 from remat._partial.replay import Replay
 from remat._reach.reach import Reach, reach_of
-from remat._torch import (
-    Noted,
-    Renorm,
-    batched_again,
-    below_all_levels,
-    current_layer,
+from remat._torch.autograd import (
     current_task,
-    dispatch_mode_count,
-    eager_only,
     execution_group,
-    is_below_tracer,
-    is_fake,
-    is_of_torch_func,
     keeps_graph,
     pop_hooks,
     push_hooks,
     reads_what_is_written_late,
     resume_hooks,
     set_grad_enabled,
-    storage_id,
     suspend_hooks,
     top_hooks,
-    torch_functions,
-    unbatched,
-    unseen,
-    unwrap_dead,
     when_done,
+)
+from remat._torch.graphs import is_below_tracer
+from remat._torch.levels import (
+    batched_again,
+    below_all_levels,
+    current_layer,
+    is_of_torch_func,
+    unbatched,
+    unwrap_dead,
     without_node,
 )
+from remat._torch.modes import dispatch_mode_count, torch_functions, unseen
+from remat._torch.noted import Noted, Renorm
+from remat._torch.tensors import is_fake, storage_id
+from remat._torch.tracing import eager_only
 from remat._transform.changes import (
     ENDED,
     HeldAtEnd,

@@ -20,7 +20,8 @@ from typing_extensions import override
 from remat._base.code import EDGES, IDENTITY
 from remat._base.types import TENSORS
 from remat._partial.values import storage_of
-from remat._torch import is_of_torch_func, unseen
+from remat._torch.levels import is_of_torch_func
+from remat._torch.modes import unseen
 from remat._transform.leaves import addresses_now, in_class
 
 

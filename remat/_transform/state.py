@@ -33,19 +33,12 @@ from remat._partial.decide import warn_once
 from remat._partial.replay import Replay
 from remat._reach.copies import note_copy, value_at_copy
 from remat._reach.reach import Reach
-from remat._torch import (
-    FunctionalValue,
-    base_tensor,
-    current_layer,
-    dispatch_mode_count,
-    has_proxies,
-    is_below_tracer,
-    is_shared,
-    shared_copy,
-    storage_id,
-    tells_of,
-    torch_functions,
-)
+from remat._torch.autograd import tells_of
+from remat._torch.graphs import FunctionalValue, is_below_tracer
+from remat._torch.levels import base_tensor, current_layer
+from remat._torch.modes import dispatch_mode_count, torch_functions
+from remat._torch.tensors import is_shared, shared_copy, storage_id
+from remat._torch.tracing import has_proxies
 from remat._transform.checks import enter_refusing_reads, refuse_needed
 from remat._transform.leaves import (
     MOVED,

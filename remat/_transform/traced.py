@@ -34,22 +34,17 @@ from remat._partial.decide import warn_once
 from remat._partial.names import BY_RULE
 from remat._partial.options import DEFAULT, Options
 from remat._partial.tape import TapedCall
-from remat._torch import (
+from remat._torch.autograd import base_dual_level_active
+from remat._torch.graphs import counted_levels, is_below_tracer, is_under_jvp
+from remat._torch.nodes import (
     OF_THIS_PROCESS,
     UnknownLevelError,
     as_node,
-    base_dual_level_active,
-    constant_in_traces,
-    counted_levels,
-    eager_only,
-    has_proxies,
-    is_below_tracer,
     is_body,
-    is_under_jvp,
     let_dynamo_see_nodes,
     run_body,
-    uncompiled,
 )
+from remat._torch.tracing import constant_in_traces, eager_only, has_proxies, uncompiled
 from remat._transform.changes import changed_by
 from remat._transform.lowering import (
     Lowering,

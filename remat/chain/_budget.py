@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _torch
 from remat._ambient.ambient import Ambient
 from remat._base.context import differentiated
 from remat._base.errors import BudgetError
@@ -31,6 +30,9 @@ from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
 from remat._partial.cache import CACHES, metas_of
 from remat._report.timeline import has_storage
+from remat._torch import levels, modes
+from remat._torch.autograd import grad_mode
+from remat._torch.tensors import empty_in, fake_mode, storage_id
 from remat.chain._chain import Chain, Reversing
 from remat.chain._forward import ChainCall, call_of
 from remat.chain._schedules import Reverse, Schedule
@@ -81,10 +83,10 @@ def schedule_within(
 
     The chain warns once its steps have run: an error in them is raised first.
     """
-    layer, steps = _torch.current_layer(), call.steps
-    if layer is not None and _torch.kind_of(layer) == _torch.VMAP:
+    layer, steps = levels.current_layer(), call.steps
+    if layer is not None and levels.kind_of(layer) == levels.VMAP:
         return Sqrt(), _OUTSIDE.format(label=steps.label)
-    batch = _torch.batch_size()
+    batch = levels.batch_size()
     inside = replace(budget, nbytes=budget.nbytes // batch)
     step = _of_kind(
         *_kind_of(call, inputs, needs, inside),
@@ -306,28 +308,28 @@ def _tried(
     trial.length = min(steps.length, count)  # what is scanned is as long as all steps
     passed, needs = trial.take_inputs()
     trial.wrapped = ()  # it runs below all levels
-    if not (is_real or TENSORS.issuperset(map(type, map(_torch.base_tensor, passed)))):
+    if not (is_real or TENSORS.issuperset(map(type, map(levels.base_tensor, passed)))):
         raise MissingValueError("of tensors of other classes there are no fakes")
-    mode, chain = None if is_real else _torch.fake_mode(), Chain(trial)
+    mode, chain = None if is_real else fake_mode(), Chain(trial)
 
     def run() -> StepBytes | None:
-        like = [_torch.empty_in(mode, t) for t in passed] if mode else None
+        like = [empty_in(mode, t) for t in passed] if mode else None
         inputs = like or _copies(chain, passed)
-        with _torch.grad_mode(False), mode or nullcontext(), Meter() as meter:
+        with grad_mode(False), mode or nullcontext(), Meter() as meter:
             for tensor in inputs:
                 meter.hold(tensor)
             rehearsal = Rehearsal(chain, inputs, needs, meter)
             return rehearsal.step(nbytes, is_real=is_real)
 
-    aside = _torch.outside_all_dispatch_modes(), isolated(), CACHES.set_aside()
+    aside = modes.outside_all_dispatch_modes(), isolated(), CACHES.set_aside()
     with aside[0], aside[1], aside[2], _set_back(trial):
-        return _torch.below_all_levels(run)
+        return levels.below_all_levels(run)
 
 
 def _copies(chain: Chain, passed: Sequence[Tensor]) -> list[Tensor]:
     """Return the values of the inputs; of buffers, copies."""
     updated = {*chain.call.reach.buffers}
-    values = [_torch.base_tensor(t).detach() for t in passed]
+    values = [levels.base_tensor(t).detach() for t in passed]
     return [t.clone() if i in updated else t for i, t in enumerate(values)]
 
 
@@ -442,7 +444,7 @@ class Rehearsal:
 
 def _nbytes(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
     """Return the bytes of the storages of tensors, without those of others."""
-    known = {_torch.storage_id(t) for t in others if has_storage(t)}
-    there = {_torch.storage_id(t): t for t in tensors if has_storage(t)}
+    known = {storage_id(t) for t in others if has_storage(t)}
+    there = {storage_id(t): t for t in tensors if has_storage(t)}
     left = there.keys() - known
     return sum(there[number].untyped_storage().nbytes() for number in left)

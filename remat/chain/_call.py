@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from remat import _torch
 from remat._base import pytree
 from remat._base.errors import hide_frames, label_of
 from remat._partial.decide import warn_once
 from remat._partial.options import DEFAULT
+from remat._torch.tracing import constant_in_traces, makes_graph, must_inline
 from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
@@ -41,9 +41,9 @@ def call_chain(
 ) -> tuple[Any, Any]:
     """Run all steps; return the last carry and what was collected."""
     schedule = Sqrt() if isinstance(asked, LoopBudget) else asked
-    if _torch.must_inline():
+    if must_inline():
         # Of a trace by make_fx or the like, only if a graph is made for recomputes.
-        is_in_graph = _torch.makes_graph() and steps.length is not None
+        is_in_graph = makes_graph() and steps.length is not None
         if torch.compiler.is_compiling() or is_in_graph:
             return _inlined(fn, args, steps, asked, progress)
     elif torch.is_grad_enabled():
@@ -122,7 +122,7 @@ def _inlined(
     return carry, tree_map(_stack, *rows)
 
 
-@_torch.constant_in_traces
+@constant_in_traces
 def _warn(label: str, what: str) -> None:
     warn_once(_IN_GRAPH.format(label=label, what=what))
 
@@ -155,7 +155,7 @@ def policed(f: Any, policy: PolicyLike) -> Any:
 
 def label_for(kind: str, f: Any = None) -> str:
     """Return what errors call a chain: its kind, its function, the user's line."""
-    if _torch.must_inline():
+    if must_inline():
         return kind
     if f is not None:
         kind = f"{kind} of {getattr(f, '__qualname__', type(f).__qualname__)}"
@@ -168,7 +168,7 @@ def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:
     def mapped(leaf: Any) -> Any:
         return None if leaf is None else fn(leaf)
 
-    if _torch.must_inline():  # Dynamo traces no other pytrees
+    if must_inline():  # Dynamo traces no other pytrees
         return tree_map(mapped, tree)
     return pytree.map_leaves(fn, tree)
 
@@ -219,7 +219,7 @@ def schedule_for(checkpoints: Checkpoints, unroll: int) -> Schedule:
 def length_of(xs: Any, length: int | None, label: str) -> int:
     """Return the number of steps."""
     known = None if length is None else operator.index(length)
-    if _torch.must_inline():  # Dynamo traces no other pytrees
+    if must_inline():  # Dynamo traces no other pytrees
         leaves = [("", leaf) for leaf in tree_leaves(xs) if leaf is not None]
     else:
         flat, treedef = pytree.flatten(xs)

@@ -35,13 +35,9 @@ from remat._base.program import (
     has_derivatives,
 )
 from remat._base.types import Outputs
-from remat._torch import (
-    base_dual_level_active,
-    current_layer,
-    is_forward_ad_enabled,
-    is_under_jvp,
-    requires_grad_at_any_level,
-)
+from remat._torch.autograd import base_dual_level_active, is_forward_ad_enabled
+from remat._torch.graphs import is_under_jvp
+from remat._torch.levels import current_layer, requires_grad_at_any_level
 from remat._transform.checks import RefuseReads
 from remat._transform.function import Vjp, evaluate
 from remat._transform.levels import Below

@@ -24,7 +24,7 @@ from remat._base.types import INERT, Fn
 from remat._graph.graph import reached_inputs
 from remat._reach.moment import Moment
 from remat._reach.reach import Reach, reach_of
-from remat._torch import current_layer
+from remat._torch.levels import current_layer
 from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal

@@ -20,7 +20,7 @@ from remat._base.context import here
 from remat._base.errors import note
 from remat._base.program import Evaluation, InputIndex, Program, Request
 from remat._base.types import Outputs
-from remat._torch import without_hooks
+from remat._torch.autograd import without_hooks
 from remat._transform.state import CallState
 from remat.chain import _steps
 from remat.chain._forward import ChainProgram

@@ -29,18 +29,17 @@ from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import describe_meta, versions_of
 from remat._offload.offload import Fetched, Origin, in_file, origin_of
 from remat._reach.reach import Reach
-from remat._torch import (
+from remat._torch.autograd import grad_mode, tells_of
+from remat._torch.levels import (
     batched_here,
     current_layer,
     grad_level,
-    grad_mode,
-    is_fake,
     is_legacy_batch,
     leaf_at,
-    tells_of,
     unbatched,
     unwrap_for_grad,
 )
+from remat._torch.tensors import is_fake
 
 
 class Between(NamedTuple):

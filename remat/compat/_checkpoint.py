@@ -20,7 +20,6 @@ from torch.utils import checkpoint as theirs
 from torch.utils.checkpoint import noop_context_fn
 from typing_extensions import override
 
-from remat import _torch
 from remat._base.context import here
 from remat._base.errors import Label, RematError, hide_frames, label_of
 from remat._base.operators import Observer
@@ -33,6 +32,8 @@ from remat._report.check_replay import (
     around,
     operation_of,
 )
+from remat._torch.process import checkpoint_settings, selective_policy
+from remat._torch.tracing import constant_in_traces, eager_only
 from remat._transform.api import PolicyLike, refuse_function
 from remat._transform.lowering import Lowering, call_lowered, lowering_of
 from remat._transform.rematerialized import Rematerialized
@@ -64,7 +65,7 @@ _OPTIONS = Options()
 _NOTHING_SET = None, None
 
 
-@_torch.eager_only
+@eager_only
 def checkpoint(
     function: Any = None,
     *args: Any,
@@ -218,7 +219,7 @@ def _traced(fn: Fn, args: Any, kwargs: dict[str, Any], asked: Asked) -> Any:
     )
 
 
-@_torch.constant_in_traces
+@constant_in_traces
 def _key_of(context_fn: ContextFn) -> str:
     """Return what tells the node of a call with a policy; "" for other contexts."""
     policy = policy_of(context_fn()[0])
@@ -251,7 +252,7 @@ def call_checkpointed(
         own = None if isinstance(fn, nn.Module) else getattr(fn, "__qualname__", None)
         name = own or type(fn).__qualname__
     file, line = caller.f_code.co_filename, caller.f_lineno
-    if asked != _DEFAULTS or _torch.checkpoint_settings() != _NOTHING_SET:
+    if asked != _DEFAULTS or checkpoint_settings() != _NOTHING_SET:
         fn, options = _prepared(fn, asked)
     if lowering is Lowering.TRACED:  # by make_fx
         where = f"{shown(file)}:{line}"
@@ -276,7 +277,7 @@ def _prepared(fn: Fn, asked: Asked) -> tuple[Fn, Options]:
     """Return the function under the contexts of the call, and the options."""
     describe, policy = None, asked.policy
     has_contexts = asked.context_fn is not noop_context_fn
-    early_stop, debug = _torch.checkpoint_settings()
+    early_stop, debug = checkpoint_settings()
     if asked.debug if debug is None else debug:
         if has_contexts:
             raise ValueError(_DEBUG)
@@ -373,7 +374,7 @@ def _described(first: _Operations, second: _Operations) -> str:
 
 def policy_of(context: object) -> Policy | None:
     """Return the policy of the context for the forward, or None for another context."""
-    policy = _torch.selective_policy(context)
+    policy = selective_policy(context)
     if policy is None:
         if hasattr(context, "respect_saved_tensors_hooks"):
             # A subclass, which runs as it is. The hooks around it are those of the

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import checkpoint as theirs
 
 from remat._base.types import Fn
-from remat._torch import eager_only
+from remat._torch.tracing import eager_only
 from remat.compat import _checkpoint
 from remat.compat._checkpoint import Asked
 

@@ -28,7 +28,8 @@ from remat._partial.decide import warn_once
 from remat._partial.options import Options
 from remat._scope.api import awaits_backward, scope
 from remat._scope.following import ByPlace, Course, say_once
-from remat._torch import GRAD, constant_in_traces, current_layer, kinds_here
+from remat._torch.levels import GRAD, current_layer, kinds_here
+from remat._torch.tracing import constant_in_traces
 from remat._transform.module import recompute_in_place
 from remat.nn import _applied
 from remat.nn._applied import Applied, Claiming, Refusing

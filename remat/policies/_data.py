@@ -12,7 +12,7 @@ import re
 import types
 from typing import Any
 
-from remat._torch import constant_in_traces
+from remat._torch.tracing import constant_in_traces
 from remat.policies._functions import Decision, asked
 from remat.policies._policy import Function, Policy
 

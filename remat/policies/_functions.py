@@ -31,13 +31,8 @@ from torch.utils.checkpoint import (
 from typing_extensions import override
 
 from remat._base.op import Op, Value
-from remat._torch import (
-    HigherOrderOperator,
-    is_operator,
-    overload_of,
-    refuse_data_ptr,
-    tensor_without_data,
-)
+from remat._torch.operators import HigherOrderOperator, is_operator, overload_of
+from remat._torch.tensors import refuse_data_ptr, tensor_without_data
 
 
 class Decision(Enum):

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from remat._base.op import Op
 from remat._base.source import class_names, full_name
-from remat._torch import is_operator
+from remat._torch.operators import is_operator
 from remat.policies import _operations
 from remat.policies._functions import Decision, advice, decision_of, family, name
 from remat.policies._policy import (

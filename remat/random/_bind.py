@@ -27,17 +27,12 @@ from remat._base.code import known_code
 from remat._base.context import is_recomputing
 from remat._base.errors import RandomnessError
 from remat._base.source import user_line
-from remat._torch import (
-    OpOverload,
-    OpOverloadPacket,
-    as_fake,
-    checkpoint_depth,
-    constant_in_traces,
-    eager_only,
-    is_shared_by_examples,
-    show_to_traced_modes,
-    without_dispatch_mode,
-)
+from remat._torch.levels import is_shared_by_examples
+from remat._torch.modes import without_dispatch_mode
+from remat._torch.operators import OpOverload, OpOverloadPacket
+from remat._torch.process import checkpoint_depth
+from remat._torch.tensors import as_fake
+from remat._torch.tracing import constant_in_traces, eager_only, show_to_traced_modes
 from remat.random._key import Key, KeyLike, data_of, fold_in
 from remat.random._rerouted import RULES
 from remat.random._reuse import in_block

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from remat._torch import current_layer, must_inline
+from remat._torch.levels import current_layer
+from remat._torch.tracing import must_inline
 from remat.random import _ops
 from remat.random._key import KeyLike, data_of, integer
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from typing_extensions import override
 
-from remat._torch import current_layer, must_inline
+from remat._torch.levels import current_layer
+from remat._torch.tracing import must_inline
 from remat.random import _draw, _ops
 from remat.random._draw import Number
 from remat.random._key import KeyLike, consumed, data_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from remat._base import pytree
-from remat._torch import base_tensor
+from remat._torch.levels import base_tensor
 from remat.random import _ops
 
 

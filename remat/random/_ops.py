@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from remat._torch import is_unwatched, native_random
+from remat._torch.modes import is_unwatched
+from remat._torch.operators import native_random
 from remat.random import _philox
 
 

@@ -24,7 +24,8 @@ from typing_extensions import override
 from remat._base.context import is_recomputing
 from remat._base.errors import KeyReuseError
 from remat._base.source import user_line
-from remat._torch import base_tensor, must_inline
+from remat._torch.levels import base_tensor
+from remat._torch.tracing import must_inline
 from remat.random import _key
 
 

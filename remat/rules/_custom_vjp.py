@@ -21,12 +21,8 @@ from remat._base.program import Request
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import shown
 from remat._partial.names import BY_RULE, checkpoint_name
-from remat._torch import (
-    current_layer,
-    has_proxies,
-    must_inline,
-    requires_grad_at_any_level,
-)
+from remat._torch.levels import current_layer, requires_grad_at_any_level
+from remat._torch.tracing import has_proxies, must_inline
 from remat._transform.function import dispatch
 from remat.rules._places import is_in_region, place_of
 from remat.rules._ruled import Ruled, RulePlace

@@ -34,14 +34,11 @@ from remat._partial.names import note_found
 from remat._partial.recorder import Recorder
 from remat._reach.moment import WatchedCall
 from remat._reach.reach import Reach, reach_of
-from remat._torch import (
-    answer_calls,
-    base_dual_level_active,
-    current_layer,
-    dispatch_modes,
-    must_inline,
-    read_settings,
-)
+from remat._torch.autograd import base_dual_level_active
+from remat._torch.levels import current_layer
+from remat._torch.modes import dispatch_modes
+from remat._torch.process import answer_calls, read_settings
+from remat._torch.tracing import must_inline
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
 from remat.policies import everything_saveable

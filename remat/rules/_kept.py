@@ -22,13 +22,8 @@ from remat._base.operators import as_unit
 from remat._base.program import Evaluation, InputIndex, OutputIndex, Program, Request
 from remat._base.tensors import versions_of
 from remat._base.types import Outputs
-from remat._torch import (
-    below_all_levels,
-    current_layer,
-    is_batch_of_cotangents,
-    lowered,
-    raised,
-)
+from remat._torch.batches import lowered, raised
+from remat._torch.levels import below_all_levels, current_layer, is_batch_of_cotangents
 from remat._transform.call import Call
 from remat._transform.function import Evaluated, Primal, Vjp, evaluate_forward
 from remat._transform.levels import (

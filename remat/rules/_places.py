@@ -24,21 +24,16 @@ from remat._base.program import Evaluation
 from remat._base.pytree import tensors_and_frame
 from remat._base.source import user_line
 from remat._graph.handles import Residual, unpack
-from remat._torch import (
-    JVP,
-    LeanDispatchMode,
+from remat._torch.autograd import (
     base_dual_level_active,
-    dispatch_modes,
     hooks_here,
-    is_of_checkpoint,
-    lowered,
-    outside_dispatch_mode,
-    raised,
-    requires_grad_at_any_level,
     resume_hooks,
     suspend_hooks,
-    transforms,
 )
+from remat._torch.batches import lowered, raised
+from remat._torch.levels import JVP, requires_grad_at_any_level, transforms
+from remat._torch.modes import LeanDispatchMode, dispatch_modes, outside_dispatch_mode
+from remat._torch.process import is_of_checkpoint
 
 
 class PlaceInCall:

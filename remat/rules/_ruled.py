@@ -34,7 +34,7 @@ from remat._base.program import (
 from remat._base.pytree import Frame, tensors_and_frame
 from remat._base.tensors import describe_meta
 from remat._base.types import Outputs
-from remat._torch import current_task, keeps_graph, set_grad_enabled
+from remat._torch.autograd import current_task, keeps_graph, set_grad_enabled
 from remat._transform.levels import Batch, BatchVjp, levels_below, note_levels
 from remat.rules._places import (
     Lowered,

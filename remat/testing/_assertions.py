@@ -21,7 +21,7 @@ from remat._base import pytree
 from remat._base.tensors import describe_meta
 from remat._report.inputs import tensors_in
 from remat._report.timeline import memory_timeline
-from remat._torch import call_kernel
+from remat._torch.modes import call_kernel
 
 
 def assert_same(

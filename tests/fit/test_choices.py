@@ -16,7 +16,7 @@ from remat._fit.search import greedy
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
 from remat._scope.following import ByPlace, Course, Placed
-from remat._torch import fake_mode
+from remat._torch.tensors import fake_mode
 from remat.nn._followed import FollowedScope
 from remat.policies import Decision, Op
 from remat.testing import memory_timeline

@@ -26,7 +26,7 @@ from remat._fit.record import ASKED, record
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
 from remat._partial.solver import without_lines_of_highs
-from remat._torch import fake_mode
+from remat._torch.tensors import fake_mode
 from remat.testing import assert_same, count_ops
 
 

@@ -23,7 +23,7 @@ import remat
 from remat import policies
 from remat._fit.simulate import TrainingStep, copied, isolated, simulate
 from remat._report.timeline import allocated
-from remat._torch import fake_mode
+from remat._torch.tensors import fake_mode
 from remat.testing import memory_timeline
 
 

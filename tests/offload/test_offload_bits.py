@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat import OffloadError
 from remat._offload import offload as _offload
 from remat._offload.offload import Fetched, in_file, in_host_memory, origin_of
-from remat._torch import undisturbed
+from remat._torch.modes import undisturbed
 
 
 stores = rows("store", STORES)

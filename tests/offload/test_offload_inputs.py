@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 import remat
 from remat import explain
 from remat._offload import inputs, offload
-from remat._torch import base_tensor
+from remat._torch.levels import base_tensor
 from remat.testing import assert_same, count_ops, peak_bytes
 
 

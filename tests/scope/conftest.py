@@ -4,7 +4,7 @@ import pytest
 
 from remat._base.context import here
 from remat._scope import api
-from remat._torch import suspend_hooks
+from remat._torch.autograd import suspend_hooks
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from support.scopes import grads, leaf
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import remat
-from remat._torch import hooks_here
+from remat._torch.autograd import hooks_here
 from remat.testing import assert_same, count_ops
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat import policies
-from remat._torch import hooks_here
+from remat._torch.autograd import hooks_here
 from remat.testing import (
     assert_same,
     count_ops,

@@ -9,7 +9,7 @@ from support.programs import PURE, SIZE, SMOOTH, Context, Step, steps
 
 import remat
 from remat import policies
-from remat._torch import hooks_here
+from remat._torch.autograd import hooks_here
 from remat.testing import assert_same, count_ops, live_bytes
 
 

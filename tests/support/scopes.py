@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 
 import remat
-from remat._torch import hooks_here
+from remat._torch.autograd import hooks_here
 from remat.testing import assert_same, count_ops
 
 

@@ -6,7 +6,7 @@ import functools
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from remat._torch import read_settings
+from remat._torch.process import read_settings
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat._fit.meter import Meter
 from remat._fit.workspace import hidden_in
-from remat._torch import fake_mode, storage_id
+from remat._torch.tensors import fake_mode, storage_id
 
 
 class Sample:

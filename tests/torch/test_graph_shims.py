@@ -18,14 +18,7 @@ from torch.utils import _pytree, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from remat._torch import (
-    graphs,
-    levels,
-    nodes,
-    noted,
-    operators,
-    process,
-)
+from remat._torch import graphs, levels, nodes, noted, operators, process
 
 
 def _text(*path):

@@ -9,15 +9,7 @@ from support.shims import expects, leaf, same
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
-from remat._torch import (
-    autograd,
-    batches,
-    levels,
-    modes,
-    operators,
-    tensors,
-    tracing,
-)
+from remat._torch import autograd, batches, levels, modes, operators, tensors, tracing
 
 
 class _Mode(overrides.TorchFunctionMode):

@@ -24,8 +24,6 @@ def shims(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(OURS):
             yield from {each.name for each in node.names} - FILES
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "_torch":
-            yield node.attr
 
 
 OURS = "remat._torch."

@@ -19,8 +19,9 @@ from torch._higher_order_ops.scan import scan
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import CaptureError, remat
-from remat._torch import UnknownLevelError, is_forward_ad_enabled, run_body
+from remat._torch.autograd import is_forward_ad_enabled
 from remat._torch.levels import current_layer
+from remat._torch.nodes import UnknownLevelError, run_body
 from remat.testing import assert_same
 
 
