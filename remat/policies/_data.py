@@ -5,10 +5,9 @@ that the trace itself makes has no attributes yet, so its class and fields are p
 
 Invariant: policies of equal identity decide alike. One with a user's function or class
 has none: nobody can tell what its code reads. `whole(*policy_parts(p))` equals p.
-Rejected: `repr`, which may be a user's own, and pickles, which hold the order of sets.
+Rejected: pickles, which hold the order of sets.
 """
 
-import re
 import types
 from typing import Any
 
@@ -17,28 +16,17 @@ from remat.policies._functions import Decision, asked
 from remat.policies._policy import Function, Policy
 
 
-def identity_of(policy: Any) -> str | None:
-    """Return a text that tells a policy, or a part of one; None if there is none."""
-    if policy is None or type(policy) in (bool, int, float, str, Decision):
-        return repr(policy)
-    if isinstance(policy, re.Pattern):
-        return f"{policy.pattern!r} {policy.flags}"
-    if isinstance(policy, frozenset):
-        return _joined("set", sorted(map(repr, policy)))
-    kind = type(policy)
-    fields = getattr(kind, "__dataclass_fields__", None)
-    if fields is None or not kind.__module__.startswith(_OURS):
-        return None
-    parts = [identity_of(getattr(policy, name)) for name in fields]
-    known = [part for part in parts if part is not None]
-    return _joined(kind.__qualname__, known) if len(known) == len(parts) else None
+def identity_of(policy: Policy | None) -> str | None:
+    """Return a text that tells a policy from others; None if there is none."""
+    return repr(policy) if policy is None or _is_ours(policy) else None
+
+
+def _is_ours(policy: Policy) -> bool:
+    is_known = type(policy).__module__.startswith(_OURS) and policy.is_data
+    return is_known and all(map(_is_ours, policy._parts()))
 
 
 _OURS = f"{__name__.rpartition('.')[0]}."
-
-
-def _joined(name: str, parts: list[str]) -> str:
-    return f"{name}({', '.join(parts)})"
 
 
 def policy_parts(policy: Any) -> tuple[Any, Any]:

@@ -313,7 +313,7 @@ class SeenAround(Policy):
         return replace(op, module=module, classes=(*op.classes, *self.classes.split()))
 
     def __repr__(self) -> str:
-        return f"{self.policy}"
+        return f"{self.policy}.below({self.path!r}, {self.classes!r})"
 
 
 NO_MEANING = (
