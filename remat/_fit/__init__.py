@@ -9,7 +9,6 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     units       blocks as units of the walk, and the policy that a block follows
     functional  units under torch.func
     choose      which results of a step are saved: least work whose peak fits
-    search      steps from a choice to a better one
     rewritten   what calls make again, as operations and storages of a record
     walk        the peak for any set of saved results
     record      a step: its operations, storages, and when these are freed

@@ -1,10 +1,11 @@
 """Chooses what a step saves, so that its peak fits and least is recomputed.
 
-    greedy     drop what frees most for its work, until the peak fits
-    solved     a mixed-integer program, whose limits a walk corrects
-    improved   save more, and exchange what is saved, while the peak fits
+A mixed-integer program chooses, whose limits a walk corrects; without scipy, what frees
+most for its work is dropped until the peak fits. Then single choices are changed and
+exchanged, while that makes it better.
 
-Invariant: a walk has found that the peak fits, or `None` is returned.
+Invariant: a walk has found that the peak fits, or `None` is returned. A search ends
+after so many operations that are walked over, so that it ends alike everywhere.
 Rejected: the program alone. Just-in-time recomputes hold memory that depends on what
 else is saved, which is no linear function of it.
 Rejected: to cut the record into segments and solve each. The program for 96 blocks is
@@ -15,20 +16,14 @@ Rejected: a time limit. Two processes would choose differently.
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from remat._fit.search import (
-    Chosen,
-    greedy,
-    idle_at,
-    improved,
-    lowered,
-    lowest_by_greed,
-    lowest_of_a_kind,
-    repaired,
-)
 from remat._fit.walk import Walked, Walker
 from remat._partial.solver import Choices, Prices, SavingProgram
+
+
+Chosen = frozenset[int]
 
 
 def has_solver() -> bool:
@@ -41,143 +36,79 @@ def chosen_for(walker: Walker, budget: int) -> Chosen | None:
 
     More bytes never cost more work, but for what a solver rounds.
     """
-    every = frozenset(walker.choices)
-    if walker(every).peak <= budget:
-        return every
-    if not (has_solver() and walker.is_solved):
-        return _found(walker, greedy(walker, budget), budget)
-    return _Ladder(walker).at_most(budget)
+    if budget not in walker.known:
+        every = frozenset(walker.choices)
+        if walker(every).peak <= budget:
+            return every
+        choose = _best_solved if _is_solved(walker) else greedy
+        found, steps = choose(walker, budget), _STEPS
+        if found is None and walker(least_for(walker)).peak <= budget:
+            found, steps = least_for(walker), _STEPS_FROM_LEAST
+        if found is not None:
+            found = improved(walker, found, budget, steps)
+        walker.known[budget] = found
+    return walker.known[budget]
 
 
-def least_for(walker: Walker, budget: int) -> Chosen:
-    """Return the choice of the lowest peak, where none was found for a budget."""
-    if has_solver() and walker.is_solved and walker.choices:
-        chosen = _Ladder(walker).first_above(budget)
-        if chosen is not None:
-            return chosen
-    extremes: list[Chosen] = [frozenset(walker.choices), frozenset()]
-    found = lowest_by_greed(walker)
-    return min((found, *extremes), key=lambda chosen: walker(chosen).peak)
+def _best_solved(walker: Walker, budget: int) -> Chosen | None:
+    """Return the best choice that a program finds for a budget, or for less.
+
+    Where recomputes hold much, what is found for more bytes may be worse, or nothing.
+    So the program is also solved on rungs below, which are the same whatever is asked
+    for, as long as less work may be found there.
+    """
+    best, work = None, math.inf
+    low, high = max(walker.base), walker(walker.choices).peak
+    rungs = (low + (high - low) * k // _RUNGS for k in range(_RUNGS, -1, -1))
+    at = _first_limits(walker)
+    for nbytes in (budget, *(n for n in rungs if n < budget)):
+        solving = _Solving(walker, nbytes, at)
+        if work <= solving.bound * _GAP:  # no choice for so few bytes is better
+            break
+        found = solving.choice()
+        at |= solving.limits.keys()
+        if found is not None and walker.seconds(found) < work * _LESS:
+            best, work = found, walker.seconds(found)
+    return best
+
+
+def least_for(walker: Walker) -> Chosen:
+    """Return the choice of the lowest peak: by bisection, or up from saving nothing."""
+    find = solved if _is_solved(walker) else greedy
+    if _LEAST not in walker.known:
+        best = frozenset(walker.choices)
+        low, high = max(walker.base), walker(best).peak
+        while high - low > high * _CLOSE:
+            middle = (low + high) // 2
+            found = find(walker, middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, walker(found).peak
+        each = [lowered(walker, start) for start in (best, frozenset())]
+        walker.known[_LEAST] = min(each, key=lambda chosen: walker(chosen).peak)
+    return walker.known[_LEAST]
 
 
 def quickly_for(walker: Walker, budget: int) -> Chosen:
     """Return some choice for a budget, or one of a low peak."""
-    chosen = solved(walker, budget, **_SOON) if has_solver() else None
+    chosen = solved(walker, budget, **_SOON) if _is_solved(walker) else None
     if chosen is None:
         chosen = chosen_for(walker, budget)
-    return least_for(walker, budget) if chosen is None else chosen
+    return least_for(walker) if chosen is None else chosen
 
 
-def takes_less(walker: Walker, budget: int, seconds: float) -> bool:
-    """Say whether a choice for a budget takes less than some seconds."""
-    if has_solver() and walker.choices and _Ladder(walker).bound(budget) >= seconds:
-        return False
-    chosen = chosen_for(walker, budget)
-    return chosen is not None and walker.seconds(chosen) < seconds
+def _is_solved(walker: Walker) -> bool:
+    # scipy takes no program without variables.
+    return has_solver() and walker.is_solved and bool(walker.choices)
 
 
-def _found(walker: Walker, chosen: Chosen | None, budget: int) -> Chosen | None:
-    return None if chosen is None else improved(walker, chosen, budget)
-
-
-_SOON = {"mip_rel_gap": 1e-2}  # near enough to the optimum
-
-# --- The ladder ---
-
-
-class _Ladder:
-    """Solves for budgets that are the same whatever is asked for.
-
-    The program is no bound where recomputes hold much, and what is found there for more
-    bytes may be worse, or nothing. So it is also solved for rungs below, as long as
-    less work may be found on them. What is chosen for fewer bytes is a choice for more.
-    """
-
-    def __init__(self, walker: Walker) -> None:
-        self._walker = walker
-        self._low = max(walker.base)
-        self._high = walker(walker.choices).peak
-        # Where limits may be exceeded; more of these are found by walks.
-        self._at = {*itertools.islice(_apart(walker, walker.base), _LIMITS)}
-
-    def at_most(self, budget: int) -> Chosen | None:
-        """Return the best choice whose peak is at most a budget."""
-        walker, last = self._walker, self._rung_at(budget)
-        best, work = None, math.inf
-        if not self._is_tight(last):
-            best = self._solved(budget)
-            work = math.inf if best is None else walker.seconds(best)
-            if work <= self.bound(budget) * _GAP:
-                return best
-        for nbytes in map(self._nbytes, range(last, -1, -1)):
-            if work <= self.bound(nbytes) * _GAP:  # no choice for so few is better
-                break
-            found = self._solved(nbytes)
-            if found is None or walker(found).peak > budget:
-                continue
-            if walker.seconds(found) < work * _LESS:
-                best, work = found, walker.seconds(found)
-        if best is None:
-            best = self.first_above(budget)
-        return best if best is not None and walker(best).peak <= budget else None
-
-    def first_above(self, budget: int) -> Chosen | None:
-        """Return the first choice of the rungs above a budget, with less if it may."""
-        found = self._lowered_above(budget)
-        known = self._walker.known
-        if _LEAST not in known:
-            known[_LEAST] = lowest_of_a_kind(self._walker)
-        each = [chosen for chosen in (found, known[_LEAST]) if chosen is not None]
-        return min(each, key=lambda chosen: self._walker(chosen).peak)
-
-    def _lowered_above(self, budget: int) -> Chosen | None:
-        for k in range(self._rung_at(budget), _RUNGS + 1):
-            nbytes = self._nbytes(k)
-            if self.bound(nbytes) < math.inf:
-                found = self._solved(nbytes)
-                if found is not None:
-                    return lowered(self._walker, found)
-        return None
-
-    def _rung_at(self, budget: int) -> int:
-        """Return the first rung that is not below a budget."""
-        share = (budget - self._low) / max(self._high - self._low, 1)
-        return min(max(math.ceil(share * _RUNGS), 0), _RUNGS)
-
-    def _nbytes(self, rung: int) -> int:
-        return self._low + (self._high - self._low) * rung // _RUNGS
-
-    def _solved(self, budget: int) -> Chosen | None:
-        known = self._walker.known
-        if budget not in known:
-            program = program_of(self._walker)
-            found = solved(self._walker, budget, program)
-            self._at |= program.limits.keys()
-            known[budget] = _found(self._walker, found, budget)
-        return known[budget]
-
-    def bound(self, budget: int) -> float:
-        """Return the least seconds there may be; infinity if nothing fits."""
-        base = self._walker.base
-        if max(base) > budget:
-            return math.inf
-        program = program_of(self._walker)
-        program.limits = {t: budget - base[t] for t in self._at}
-        program.solve(**_ENDS)
-        return program.bound / 1e6
-
-    def _is_tight(self, rung: int) -> bool:
-        """Say whether a rung is near those for which there is nothing."""
-        return rung <= _NEAR or self.bound(self._nbytes(rung - _NEAR)) == math.inf
-
-
-_LEAST = 0  # bytes, which nothing fits: stands for the least
+_LEAST, _PROGRAM = "least", "program"
 _RUNGS = 64
-_NEAR = 16  # rungs
-_LIMITS = 12
+_CLOSE = 2e-3
 _GAP = 1.0005
 _LESS = 1 - 1e-9
-
+_SOON = {"mip_rel_gap": 1e-2}  # near enough to the optimum
 
 # --- The program ---
 
@@ -196,50 +127,79 @@ _UNIT = 1e4  # bytes
 _ENDS = {"node_limit": 1, "mip_rel_gap": 1e-3}
 
 
-def solved(
-    walker: Walker,
-    budget: int,
-    program: SavingProgram | None = None,
-    **ends: float,
-) -> Chosen | None:
-    """Solve the program, until a walk finds that the peak fits.
+def solved(walker: Walker, budget: int, **ends: float) -> Chosen | None:
+    """Solve the program, until a walk finds that the peak fits."""
+    return _Solving(walker, budget, _first_limits(walker), **ends).choice()
 
-    A limit that a walk finds exceeded becomes lower by what recomputes held there. That
-    may be too low, as other choices recompute other things.
+
+def _first_limits(walker: Walker) -> set[int]:
+    """Return operations whose limits may be exceeded. Walks find others."""
+    return {*itertools.islice(_apart(walker, walker.base), _LIMITS)}
+
+
+class _Solving:
+    """The program of a walker for one budget.
+
+    Its limits are what no choice may exceed, at first. One that a walk finds exceeded
+    becomes lower by what recomputes held there. That may be too low, as other choices
+    recompute other things.
+
+    Attributes:
+        limits: the bytes that may be saved and idle at operations.
+        bound: the least seconds there may be; infinity if nothing fits.
     """
-    if not walker.choices:  # scipy takes no program without variables
+
+    def __init__(
+        self, walker: Walker, budget: int, at: Iterable[int], **ends: float
+    ) -> None:
+        self._walker, self._budget, self._ends = walker, budget, _ENDS | ends
+        self.limits: dict[int, float] = {t: budget - walker.base[t] for t in at}
+        self._first, self.bound = None, math.inf
+        if max(walker.base) <= budget:
+            self._first = self._solve()
+            self.bound = self._program.bound / 1e6
+
+    @property
+    def _program(self) -> SavingProgram:
+        known = self._walker.known
+        if _PROGRAM not in known:
+            known[_PROGRAM] = program_of(self._walker)
+        return known[_PROGRAM]
+
+    def _solve(self) -> Chosen | None:
+        self._program.limits = self.limits
+        return self._program.solve(**self._ends)
+
+    def choice(self) -> Chosen | None:
+        """Return a choice that fits; None if there is none."""
+        chosen, least, since = self._first, math.inf, 0
+        for _ in range(_ROUNDS):
+            if chosen is None or since > _IN_VAIN:
+                return None
+            walked = self._walker(chosen)
+            if walked.peak <= self._budget:
+                return chosen
+            since = 0 if walked.peak < least else since + 1
+            least = min(least, walked.peak)
+            self._correct(chosen, walked)
+            chosen = self._solve()
         return None
-    program, last = program or program_of(walker), None
-    least, since = math.inf, 0
-    for _ in range(_ROUNDS):
-        chosen = program.solve(**_ENDS | ends)
-        if chosen is None:
-            break
-        last, walked = chosen, walker(chosen)
-        if walked.peak <= budget:
-            return chosen
-        since = 0 if walked.peak < least else since + 1
-        least = min(least, walked.peak)
-        if since == _IN_VAIN:
-            break
-        _correct(program, walker, chosen, walked, budget)
-    return None if last is None else repaired(walker, last, budget)
+
+    def _correct(self, chosen: Chosen, walked: Walked) -> None:
+        walker, limits = self._walker, self.limits
+        sizes = walker.record.sizes
+        kept = (walker.storages(chosen) - walker.always) & walked.needed
+        over = _apart(walker, walked.bytes, self._budget)
+        for t in itertools.islice(over, _AT_ONCE):
+            idle = sum(sizes[n] for n in kept if walker.is_idle(n, t))
+            limit = self._budget - (walked.bytes[t] - idle)
+            limits[t] = min(limits.get(t, limit), limit)
 
 
+_LIMITS = 12
 _ROUNDS = 30
-_IN_VAIN = 8  # rounds that are no nearer
+_IN_VAIN = 7  # rounds that are no nearer
 _AT_ONCE = 6  # limits that are corrected in one round
-
-
-def _correct(
-    program: SavingProgram, walker: Walker, chosen: Chosen, walked: Walked, budget: int
-) -> None:
-    sizes = walker.record.sizes
-    kept = (walker.storages(chosen) - walker.always) & walked.needed
-    for t in itertools.islice(_apart(walker, walked.bytes, budget), _AT_ONCE):
-        held = walked.bytes[t] - sum(sizes[n] for n in kept if walker.is_idle(n, t))
-        limit = budget - held
-        program.limits[t] = min(program.limits.get(t, limit), limit)
 
 
 def _apart(walker: Walker, nbytes: Sequence[int], least: int = 0) -> Iterator[int]:
@@ -248,7 +208,130 @@ def _apart(walker: Walker, nbytes: Sequence[int], least: int = 0) -> Iterator[in
     over.sort(key=lambda t: -nbytes[t])
     seen: set[frozenset[int]] = set()
     for t in over:
-        kind = frozenset(i for i, _ in idle_at(walker, walker.choices, t))
+        kind = frozenset(i for i, _ in _idle_at(walker, walker.choices, t))
         if kind not in seen:
             seen.add(kind)
             yield t
+
+
+def _idle_at(
+    walker: Walker, chosen: Iterable[int], at: int
+) -> Iterator[tuple[int, int]]:
+    """Yield what is saved and not used at an operation, and its bytes."""
+    sizes = walker.record.sizes
+    for i in chosen:
+        size = sum(sizes[n] for n in walker.choices[i] if walker.is_idle(n, at))
+        if size:
+            yield i, size
+
+
+# --- By walks alone ---
+
+_STEPS = 100_000  # operations that are walked over: less than a second
+_STEPS_FROM_LEAST = 5 * _STEPS  # where the program finds nothing
+_DIGITS = 12  # of seconds
+
+
+def greedy(walker: Walker, budget: int) -> Chosen | None:
+    """Drop what frees most bytes at the peak for its work, until the peak fits."""
+    chosen = {*walker.choices}
+    walked = walker(chosen)
+    while walked.peak > budget:
+        saved = walker.storages(chosen)
+        found = [
+            (walker.more(i, saved, walked) / size, i, size)
+            for i, size in _idle_at(walker, chosen, walked.at)
+        ]
+        if not found:
+            return None
+        found.sort()
+        freed = 0
+        for _, i, size in found:
+            chosen.discard(i)
+            freed += size
+            if freed >= walked.peak - budget:
+                break
+        walked = walker(chosen)
+    return frozenset(chosen)
+
+
+def improved(
+    walker: Walker, chosen: Chosen, budget: int, steps: int = _STEPS
+) -> Chosen:
+    """Save more, and exchange what is saved, while the peak fits and work shrinks.
+
+    At the same work a lower peak is better: it leaves room for what was not planned.
+    """
+
+    def score(candidate: Chosen, least: Any = None) -> tuple[float, float]:
+        work = round(walker.seconds(candidate), _DIGITS)
+        if least is not None and work > least[0]:
+            return work, math.inf
+        peak = walker(candidate).peak
+        return (work, peak) if peak <= budget else (math.inf, math.inf)
+
+    return _descended(walker, chosen, _neighbours, score, steps)
+
+
+def lowered(walker: Walker, chosen: Chosen) -> Chosen:
+    """Change and exchange what is saved while the peak becomes lower."""
+
+    def candidates(walker: Walker, best: Chosen) -> Iterator[Chosen]:
+        yield from (best ^ {i} for i in sorted(walker.choices))
+        yield from _neighbours(walker, best)
+
+    def peak(candidate: Chosen, _: int | None = None) -> int:
+        return walker(candidate).peak
+
+    return _descended(walker, chosen, candidates, peak)
+
+
+def _neighbours(walker: Walker, chosen: Chosen) -> Iterator[Chosen]:
+    """Yield choices that save one operation more, then those that exchange one."""
+    others = walker.left_out(chosen)
+    yield from (chosen | {i} for i in others)
+    yield from ((chosen | {i}) - {k} for i in others for k in sorted(chosen))
+
+
+def _descended(
+    walker: Walker,
+    best: Chosen,
+    neighbours: Callable[[Walker, Chosen], Iterator[Chosen]],
+    score: Callable[..., Any],
+    steps: int = _STEPS,
+) -> Chosen:
+    """Go on to the first better neighbour, until there is none."""
+    least, tries = score(best), _tries(walker, steps)
+    while True:
+        for candidate in neighbours(walker, best):
+            if next(tries, None) is None:
+                return best
+            found = score(candidate, least)
+            if found < least:
+                best, least = candidate, found
+                break
+        else:
+            return best
+
+
+def _tries(walker: Walker, steps: int = _STEPS) -> Iterator[int]:
+    return iter(range(steps // len(walker.record.operations)))
+
+
+def spare(walker: Walker, chosen: Chosen) -> Chosen:
+    """Return what is saved and need not be, if more is recomputed than was planned.
+
+    Without it the peak is lower, even if what is recomputed takes twice its bytes.
+    """
+
+    def peak(candidate: Chosen) -> int:
+        return walker(candidate, times=2).peak
+
+    left, least, tries = chosen, peak(chosen), _tries(walker)
+    for i in sorted(chosen):
+        if next(tries, None) is not None and (found := peak(left - {i})) <= least:
+            left, least = left - {i}, found
+    for i in sorted(chosen - left):
+        if next(tries, None) is None or peak(left | {i}) <= least:
+            left |= {i}
+    return chosen - left

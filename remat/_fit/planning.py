@@ -27,14 +27,13 @@ from remat._fit.choose import (
     has_solver,
     least_for,
     quickly_for,
-    takes_less,
+    spare,
 )
 from remat._fit.functional import FunctionalWalker, record_functional
 from remat._fit.plan import FLAGS, FitSegment, Followed, Over, Plan
 from remat._fit.progress import Tell
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
-from remat._fit.search import spare
 from remat._fit.simulate import TrainingStep, begins_with_gradients, simulate
 from remat._fit.units import UnitWalker
 from remat._fit.walk import Walker
@@ -215,7 +214,8 @@ class Planning:
         walker = Walker(self.record)
         if applied is not None:
             work = applied.followed.seconds * _LESS
-            if not takes_less(walker, self._budget, work):
+            found = chosen_for(walker, self._budget)
+            if found is None or walker.seconds(found) >= work:
                 courses = tuple(draft.around().course() for draft in applied.drafts)
                 followed = replace(applied.followed, courses=courses)
                 return applied._replace(followed=followed)
@@ -234,7 +234,7 @@ class Planning:
             if over <= 0:
                 return found
             aim -= over
-        found = self._run(walker, least_for(walker, aim))
+        found = self._run(walker, least_for(walker))
         if found.followed.peak <= self._budget:
             return found
         self._least.append(found.followed)

@@ -10,7 +10,7 @@ Rejected: to run the step for each set. A walk takes a thousandth of the time.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from remat._fit.record import AGAIN, ASKED, StepOp, StepRecord
 
@@ -76,8 +76,7 @@ class Walker:
         # reads were there when it does.
         self.base = self._base_bytes(first)
         self._last: tuple[frozenset[int], Again] | None = None  # that was asked for
-        # What was chosen for budgets before.
-        self.known: dict[int, frozenset[int] | None] = {}
+        self.known: dict[Any, Any] = {}  # what was solved for budgets before
 
     def _recomputable(self) -> set[int]:
         """Return the storages that a scope around the span may recompute."""

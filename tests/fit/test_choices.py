@@ -9,10 +9,9 @@ import torch
 from support.fitted import CASES, bytes_before
 
 from remat._base.calls import OUTSIDE, ModuleCall
-from remat._fit.choose import chosen_for, least_for, program_of, solved
+from remat._fit.choose import chosen_for, greedy, least_for, program_of, solved
 from remat._fit.planning import _course
 from remat._fit.record import record
-from remat._fit.search import greedy
 from remat._fit.simulate import TrainingStep, copied, isolated
 from remat._fit.walk import Walker
 from remat._scope.following import ByPlace, Course, Placed
@@ -94,7 +93,7 @@ OTHERS = [(n, s) for n in MODELS for s in (0.4, 0.7, 0.9) if (n, s) not in SHARE
 def test_choices_are_near_the_lower_bound(name, share):
     pytest.importorskip("scipy")
     walker, _ = known(name)
-    low, high = walker(least_for(walker, 1)).peak, walker(walker.choices).peak
+    low, high = walker(least_for(walker)).peak, walker(walker.choices).peak
     budget = int(low + share * (high - low))
     chosen = chosen_for(walker, budget)
     assert walker(chosen).peak <= budget
@@ -109,7 +108,7 @@ SWEPT = [("mlps", 24), *(pytest.param(n, 48, marks=pytest.mark.slow) for n in MO
 def test_more_bytes_never_cost_more_work(name, count):
     pytest.importorskip("scipy")
     walker, _ = known(name)
-    low, high = walker(least_for(walker, 1)).peak, walker(walker.choices).peak
+    low, high = walker(least_for(walker)).peak, walker(walker.choices).peak
     assert chosen_for(walker, low - 1) is None
     work = float("inf")
     for k in range(count + 1):
@@ -125,7 +124,7 @@ def test_more_bytes_never_cost_more_work(name, count):
 def test_no_choice_among_results_of_one_kind_is_below_the_least(name):
     pytest.importorskip("scipy")
     walker, _ = known(name)
-    low, kinds = walker(least_for(walker, 1)).peak, {}
+    low, kinds = walker(least_for(walker)).peak, {}
     for i in walker.choices:
         kinds.setdefault(walker.record.operations[i].name, []).append(i)
     for kind in kinds.values():
@@ -140,7 +139,7 @@ def test_no_choice_among_results_of_one_kind_is_below_the_least(name):
 def test_without_a_solver_choices_fit_and_cost_no_less(name):
     pytest.importorskip("scipy")
     walker, _ = known(name)
-    low, high = walker(least_for(walker, 1)).peak, walker(walker.choices).peak
+    low, high = walker(least_for(walker)).peak, walker(walker.choices).peak
     budget = (low + high) // 2
     found = greedy(walker, budget)
     assert walker(found).peak <= budget
