@@ -141,11 +141,6 @@ def _sum(x: Tensor, *_: Any) -> int:
 _LONG = 8  # bytes of an index
 
 
-def _masked_select(x: Tensor, mask: Tensor) -> int:
-    count = math.prod(torch.broadcast_shapes(x.shape, mask.shape))
-    return 2 * _LONG * count  # where each value goes, and sums up to there
-
-
 def _places(indices: Sequence[Any]) -> tuple[int, int]:
     """Return how many places masks have, and the bytes of an index per dimension."""
     count = held = 0
@@ -170,35 +165,6 @@ def _index(x: Tensor, indices: Sequence[Any]) -> int:
     dims = x.shape[sum(1 if i is None else i.ndim for i in indices) :]
     between = [n for n, i in zip(x.shape, indices, strict=False) if i is None]
     return held + places * math.prod((*between, *dims)) * x.element_size()
-
-
-def _trilinear(*args: Any) -> int:
-    """Return what one slice of a product of three takes, beside the result."""
-    tensors, expanded, sums = args[:3], args[3:6], args[6]
-    unrolled = args[7] if len(args) > 7 else 1
-    dims = tensors[0].ndim + len(expanded[0])
-    sizes: list[list[int]] = []
-    for tensor, expand in zip(tensors, expanded, strict=True):
-        each = iter(tensor.shape)
-        sizes.append([1 if d in expand else next(each) for d in range(dims)])
-    whole = [max(each) for each in zip(*sizes, strict=True)]
-    pair = [max(a, b) for a, b in zip(*sizes[:2], strict=True)]
-    for d in range(dims):
-        if d == unrolled or (d in sums and d in expanded[2]):
-            pair[d] = 1
-    result = [n for d, n in enumerate(whole) if d not in sums]
-    part = [n for d, n in enumerate(whole) if d not in (*sums, unrolled)]
-    count = math.prod(pair) + math.prod(result) + math.prod(part)
-    return count * tensors[0].element_size()
-
-
-def _matrix_exp(x: Tensor) -> int:
-    """Return the powers of the longest series. The norm chooses, and may need fewer."""
-    return 13 * x.nbytes + 3 * x[..., :1, :1].nbytes
-
-
-def _kth_value(x: Tensor, *_: Any) -> int:
-    return x.nbytes + _LONG * x.numel()
 
 
 def _bag_backward(g: Tensor, indices: Tensor, *rest: Any) -> int:
@@ -331,12 +297,8 @@ _KNOWN: dict[Any, Callable[..., int]] = {
     _aten.im2col: _unfolded,
     **dict.fromkeys((_aten.add, _aten.sub, _aten.mul, _aten.div), _cast),
     _aten.sum: _sum,
-    _aten.masked_select: _masked_select,
-    _aten.kthvalue: _kth_value,
     _aten.index: _index,
     _aten.index_put: _put,
-    _aten._trilinear: _trilinear,
-    _aten.linalg_matrix_exp: _matrix_exp,
     _aten._embedding_bag_backward: _bag_backward,
     _aten._ctc_loss_backward: _ctc_backward,
     _aten.soft_margin_loss_backward: _margin_backward,

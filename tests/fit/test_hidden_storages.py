@@ -19,14 +19,6 @@ MASK = torch.arange(128 * 64).view(128, 64) % 3 > 0
 ROWS = MASK[:, 1].clone()
 # Larger than those of the database.
 LARGE = {
-    "bilinear": (
-        functional.bilinear,
-        (leaf(64, 32), leaf(64, 24), leaf(16, 32, 24), leaf(16)),
-    ),
-    "a wide bilinear": (
-        functional.bilinear,
-        (leaf(16, 32), leaf(16, 32), leaf(32, 32, 32)),
-    ),
     "a mask": (lambda x: x[MASK], (leaf(128, 64),)),
     "rows of a mask": (lambda x: x[ROWS], (leaf(128, 64),)),
     "what a mask fills": (
@@ -34,7 +26,6 @@ LARGE = {
         (leaf(128, 64),),
     ),
     "var_mean": (lambda x: torch.var_mean(x, -1), (leaf(128, 64),)),
-    "matrix_exp": (torch.matrix_exp, (leaf(64, 64),)),
 }
 
 

@@ -149,7 +149,6 @@ OPS = {
         lambda a, i: functional.multilabel_soft_margin_loss(a, i[:, :64]),
         *(WIDE, SIGNS),
     ),
-    "k-th value": (lambda a: a.kthvalue(5, 1)[0], WIDE),
     "most of a row": (lambda a: a.amax(1), WIDE),
     "a mask in a product": (lambda a: a * (WIDE > 0), WIDE),
     "a product of two types": (lambda a: a * HALF, WIDE),
