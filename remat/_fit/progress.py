@@ -10,9 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from typing_extensions import override
 
 
 _AFTER, _EVERY = 2.0, 0.5  # seconds
@@ -27,40 +24,28 @@ def progress(label: str) -> Iterator[Tell]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    line = _Line(label)
-    line.start()
-    try:
-        yield line.tell
-    finally:
-        line.end()
+    to, begun, said, over = (
+        sys.stderr,
+        time.monotonic(),
+        ["recording"],
+        threading.Event(),
+    )
 
-
-class _Line(threading.Thread):
-    """A line that a thread writes again and again."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__(daemon=True)
-        self._begun, self._label, self._what = time.monotonic(), label, "recording"
-        self._over, self._is_shown = threading.Event(), False
-        self._to: Any = sys.stderr
-
-    def tell(self, what: str) -> None:
-        self._what = what
-
-    @override
-    def run(self) -> None:
+    def show() -> None:
         wait = _AFTER
-        while not self._over.wait(wait):
-            took = time.monotonic() - self._begun
-            said = f"remat.fit of {self._label}: {self._what}, {took:.0f} s"
-            self._to.write(f"{_CLEAR}{said}")
-            self._to.flush()
-            wait, self._is_shown = _EVERY, True
+        while not over.wait(wait):
+            took = time.monotonic() - begun
+            to.write(f"{_CLEAR}remat.fit of {label}: {said[-1]}, {took:.0f} s")
+            to.flush()
+            wait = _EVERY
+        if wait == _EVERY:
+            to.write(_CLEAR)
+            to.flush()
 
-    def end(self) -> None:
-        """Remove the line."""
-        self._over.set()
-        self.join()
-        if self._is_shown:
-            self._to.write(_CLEAR)
-            self._to.flush()
+    thread = threading.Thread(target=show, name="remat.fit", daemon=True)
+    thread.start()
+    try:
+        yield said.append
+    finally:
+        over.set()
+        thread.join()
