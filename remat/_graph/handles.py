@@ -232,6 +232,14 @@ class Handle:
         self.value, self.version = tensor.detach(), tensor._version
         return True
 
+    def let_go_of_graph(self) -> None:
+        """Keep only the value of a tensor that got its node after it was saved.
+
+        A call within hands its residuals on as soon as they are made.
+        """
+        if self.value is not None and self.value.grad_fn is not None:
+            self.value = self.value.detach()
+
 
 class VersionedTensor:
     """Stands for a tensor that is saved itself, with its version, if torch counts it.

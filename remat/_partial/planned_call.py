@@ -189,7 +189,7 @@ class SavedInHandles(PlannedCall):
         """
         # It makes no mode, as this cache says that nothing is followed.
         new = cls(cache=_FOLLOWS_NOTHING, inputs=inputs, hooks=hooks, nested=True)
-        new.cache, new.plans, new.may_drop, forward = choice
+        new.cache, new.plans, new.may_drop, forward, _ = choice
         new._waiting = getattr(forward(), "_waiting", {})
         plans, early = choice[1], new._early
 
@@ -200,11 +200,10 @@ class SavedInHandles(PlannedCall):
             new.mode, new._was_seen = Collect(plans.full, on_residual=on_residual), True
         return new
 
-    @property
-    def choice(self) -> Any:
-        """What the call follows, for `of_choice`."""
+    def choice(self, inner: Sequence[Any]) -> Any:
+        """Return what the call, and those within it, follow, for `of_choice`."""
         plans = self.plans
-        return plans and (self.cache, plans, self.may_drop, weakref.ref(self))
+        return plans and (self.cache, plans, self.may_drop, weakref.ref(self), inner)
 
     def pack(self, position: int, tensor: Tensor | None) -> None:
         """Note what the graph saves at a position; None if that has no handle."""

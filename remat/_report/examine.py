@@ -257,8 +257,7 @@ class Examined(Recorder):
     def _settle(self, call: Saved, noted: CallWithin) -> None:
         """Note what a call within keeps, and what its recompute runs."""
         waiting = call.alive()
-        choice = call.planned.choice if call.planned else None
-        made: Any = choice[1] if choice else None
+        made: Any = call.planned.plans if call.planned else None
         if made and len(made.record.steps) != len(noted.steps):
             made = None  # it is of another call
         fates = made.full.plan.fates if made else repeat(Fate.RECOMPUTED)

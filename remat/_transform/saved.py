@@ -203,14 +203,14 @@ class Saved:
 
     def plan(self, owner: Any, inputs: Sequence[Tensor]) -> None:
         """Decide whether the call is recorded, or follows a record."""
-        hooks = None
-        if self.is_nested or self.options.hooks_residuals:
-            hooks = self.hooks
+        counts = self.is_nested or self.options.hooks_residuals
+        hooks = self.hooks if counts else None
         around = here().nested_choices
         if around is not None and around.again:
             choice = around.next()
             if choice is not None:
                 self.planned = SavedInHandles.of_choice(choice, inputs, hooks)
+                self.inner = [*choice[-1]]  # which calls within this one do again
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
@@ -314,7 +314,8 @@ class Saved:
             or hooks[0] is context.block_pack
             or (context.only_our_hooks and self.is_nested)
         )
-        context.policy, context.nested_choices = self.policy, NestedChoices(self.inner)
+        context.policy, again = self.policy, bool(self.inner)
+        context.nested_choices = NestedChoices(self.inner, again=again)
         context.regions = (*regions, [self.kept, False, 0, False])
         if context.reporter is not None:
             context.inside = (*inside, self)
@@ -389,7 +390,7 @@ class Saved:
             self.inputs.let_go(planned.dropped)
             around = here().nested_choices
             if around is not None and self.index is not None:
-                around.note(self.index, planned.choice)
+                around.note(self.index, planned.choice(self.inner))
         # Last: until now a handle that is read belongs to a forward that still runs.
         self.is_done = True
 
@@ -652,6 +653,8 @@ def recompute(
     finally:
         # Ours is on top of those that were there: it goes first.
         pop_hooks()
+        for handle in filling.handles.values() if call.inner else ():
+            handle.let_go_of_graph()
         put_back(streams)
         context.only_our_hooks, context.policy, context.nested_choices = before
         context.inside, context.recomputing = inside, recomputing
@@ -740,8 +743,8 @@ class Filling:
     """
 
     __slots__ = (
-        *("_compares", "_handles", "_is_traced", "_label", "_metas"),
-        *("_saved", "_stops", "left", "put_back"),
+        *("_compares", "_is_traced", "_label", "_metas"),
+        *("_saved", "_stops", "handles", "left", "put_back"),
     )
 
     def __init__(
@@ -754,13 +757,13 @@ class Filling:
     ) -> None:
         self._stops, self._compares = stops, compares
         self._is_traced = is_below_tracer()
-        self._handles: dict[int, Handle] = {}
+        self.handles: dict[int, Handle] = {}
         for handle in handles:
-            self._handles[handle.position] = handle
+            self.handles[handle.position] = handle
         # Of all that the forward saved, None for what was saved itself.
         self._metas, self._label = call.metas, call.label
         self._saved: list[Any] = []
-        self.left = len(self._handles)
+        self.left = len(self.handles)
         # The storages of what holds something else after the run.
         self.put_back: Collection[int] = ()
 
@@ -782,7 +785,7 @@ class Filling:
         if self.put_back and storage_id(t) in self.put_back:
             with unseen():
                 value = t.detach().clone()
-        handle = self._handles.get(position)
+        handle = self.handles.get(position)
         if handle is None:
             saved.append(None)
             if position >= len(metas):

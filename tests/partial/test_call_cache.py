@@ -638,3 +638,33 @@ def test_a_nested_call_that_strikes_does_not_strike_the_outer_one():
     inner = remat(fickle, prune=True)
     outer = remat(lambda x: dead_end(inner(x * 2)), prune=True)
     alternate(outer, lambda x: dead_end(fickle(x * 2)))
+
+
+@given_up
+def test_a_plan_that_is_given_up_between_two_runs_moves_no_value():
+    """What calls within a call within do in its recompute is what they did."""
+
+    def made(wrap):
+        how = {"policy": policies.dots_saveable}
+        both = wrap(lambda x, y, w: (x * 1.0, (x @ w).tanh() * 1.0), **how)
+
+        def twice(x, y, w):
+            x, y = both(*both(x, y, w), w)
+            return x.tanh() + y
+
+        within = wrap(twice, **how)
+        return wrap(lambda x, y, w: within(x, y, w) + x)
+
+    def gradients(fn):
+        x, w = leaves_of(X, W)
+        out = scalar(fn(x * 1.0, x * 2.0, w))
+        for cache in call_caches():
+            cache.refuse("a test")
+        return torch.autograd.grad(out, (x, w))
+
+    ours, expected = made(remat), gradients(made(lambda fn, **_: fn))
+    for _ in range(3):
+        forget_calls()
+        for _ in range(2):
+            scalar(ours(X.clone().requires_grad_() * 1.0, X, W)).backward()
+        assert_same(gradients(ours), expected)

@@ -20,6 +20,7 @@ from support.pruning import (
 from support.zoo import leaves_of, scalar
 
 from remat import RecomputeError, remat
+from remat.policies import everything_saveable
 from remat.testing import assert_same, count_ops
 
 
@@ -159,4 +160,27 @@ def test_what_leaves_showed_holds_for_inputs_that_were_computed():
     ours = remat(fn, prune=True)
     for scale in (None, 1.5, 1.5):
         got, expected = (gradient(f, scale) for f in (ours, fn))
+        assert_same(got, expected)
+
+
+def test_what_a_call_within_hands_on_leads_to_no_graph():
+    """It got its node after it was handed on: absent tensors in it look as if read."""
+
+    def made(wrap):
+        both = wrap(lambda x, y, z: (x * 1.0, y.tanh() * 1.0, z * 1.0), prune=True)
+        kept = wrap(lambda y: y.tanh() + 0.5 * y, policy=everything_saveable)
+
+        def fn(x, y, z):
+            x, y, z = both(x, y, z)
+            kept(y)
+            x, y, _ = both(kept(y), y, z)
+            return x + 0.5 * y
+
+        return wrap(fn, prune=True)
+
+    ours, plain = made(remat), made(lambda fn, **_: fn)
+    for _ in range(3):
+        got, expected = (
+            gradients(lambda x, y: f(x, y, W * 2), X, W) for f in (ours, plain)
+        )
         assert_same(got, expected)
