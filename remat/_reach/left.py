@@ -1,9 +1,9 @@
 """What a function under torch.func leaves in holders: tensors that it computed.
 
 In come the holders that a forward changed. Out come their new values, which are a part
-of the result (`results`): each level wraps their tensors, and the node of
-the call has them among its outputs. Until the levels are done, the holders hold what
-is `Pending`. A recompute finds the same values in the same places.
+of the result (`result_walk`): each level wraps their tensors, and the node of the call
+has them among its outputs. Until the levels are done, the holders hold what is
+`Pending`. A recompute finds the same values in the same places.
 
 Invariant: a call keeps places, and neither holders nor tensors.
 Rejected: to refuse these, as JAX does. Plain code and torch's checkpoint are right.

@@ -74,7 +74,7 @@ class Moment:
                 yield name
         if self._bytes != before._bytes:
             yield "an array"
-        if not _are_same_dicts(before._attributes, self._attributes):
+        if not are_same(before._attributes, self._attributes):
             yield "an attribute of a tensor"
 
 
@@ -86,17 +86,11 @@ def _bytes_of(buffer: Buffer) -> bytes:
 _MOST = 2_000  # of the numbers of one holder
 
 
-def _attributes_of(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    return [held.copy() for held in map(vars, tensors) if held]
-
-
-def _are_same_dicts(
-    then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
-) -> bool:
-    if [*map(list, then)] != [*map(list, now)]:
-        return False
-    pairs = zip(then, now, strict=True)
-    return all(are_same([*a.values()], [*b.values()]) for a, b in pairs)
+def _attributes_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return all that is set on tensors: each time the tensor, a name and a value."""
+    each = zip(tensors, map(vars, tensors), strict=True)
+    pairs = ((t, pair) for t, held in each if held for pair in held.items())
+    return [part for t, pair in pairs for part in (t, *pair)]
 
 
 def _name(root: Root, at_call: LiveValues, then: LiveValues, now: LiveValues) -> str:
