@@ -13,7 +13,7 @@ user sets later.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -33,6 +33,7 @@ from remat._torch.levels import unwrap_dead
 
 _attributes = attrgetter("__dict__")
 _NOTHING: dict[str, Any] = {}
+_FLAT = ATOMS | {list}  # as they are put aside: lists of constants
 _OWN = "retain_grad"  # of a stand-in, which asks the input
 
 
@@ -50,10 +51,13 @@ def put_aside(
     dicts = [*map(_attributes, todo)]
     marked_at = [*map(bool, dicts)]
     marked, held_by = [*compress(todo, marked_at)], [*compress(dicts, marked_at)]
-    are_plain = TENSORS.issuperset(map(type, marked))
-    if are_plain and ATOMS.issuperset(map(type, flatten(map(dict.values, held_by)))):
+    if TENSORS.issuperset(map(type, marked)):
         # At the speed of C: libraries set a flag on each parameter.
-        return dict(zip(map(id, marked), map(dict.copy, held_by), strict=True))
+        values = [*flatten(map(dict.values, held_by))]
+        are_constants = ATOMS.issuperset(map(type, values))
+        if are_constants or _are_own(values, passed, roots):
+            copies = map(dict.copy if are_constants else _copied, held_by)
+            return dict(zip(map(id, marked), copies, strict=True))
     found: dict[int, dict[str, Any]] = {}
     while True:
         todo = [*passed.tensors, *flatten(each)]
@@ -72,6 +76,28 @@ def put_aside(
             each[:] = [root.tensors() for root in roots]
 
 
+def _are_own(
+    values: Sequence[Any], passed: CallArguments, roots: Iterable[Root]
+) -> bool:
+    """Say whether all are constants, and lists of these that nothing else holds.
+
+    Runs find copies of those, which no code tells from others.
+    """
+    lists = [value for value in values if type(value) not in ATOMS]
+    if {*map(type, lists)} != {list} or not ATOMS.issuperset(map(type, flatten(lists))):
+        return False
+    ids = {*map(id, lists)}
+    held = [passed.boxes, *(root.before.places(root.layout) for root in roots)]
+    searches = [root.layout for root in roots], [passed.search] if passed.search else []
+    are_told = any("id" in search.asks for search in flatten(searches))
+    is_one_of_many = len(ids) < len(lists) or not all(map(ids.isdisjoint, held))
+    return not (are_told or is_one_of_many)
+
+
+def _copied(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: [*v] if type(v) is list else v for k, v in held.items()}
+
+
 def _aside(passed: CallArguments, t: Tensor, held: dict[str, Any]) -> dict[str, Any]:
     if ATOMS.issuperset(map(type, held.values())):  # as flags of libraries are
         return held.copy()
@@ -88,9 +114,11 @@ def set_again(
     attributes: Mapping[int, dict[str, Any]], tensors: Sequence[Tensor], to: Building
 ) -> None:
     """Set on the tensors of a run what was set on those of the call."""
-    each = attributes.values()
-    if ATOMS.issuperset(map(type, flatten(map(dict.values, each)))):
+    kinds = {*map(type, flatten(map(dict.values, attributes.values())))}
+    if kinds <= _FLAT:
+        each = attributes.values()
         dicts = map(_attributes, map(tensors.__getitem__, attributes))
+        each = map(_copied, each) if list in kinds else each
         deque(map(dict.update, dicts, each), maxlen=0)
         return
     for i, held in attributes.items():
