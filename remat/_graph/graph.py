@@ -154,7 +154,8 @@ def reached_by(
     outside: Sequence[OutsideVmap],
 ) -> Reached:
     """Return what the outputs of a forward reach, also outside of vmaps."""
-    if reaches_only_inputs(reach, request):
+    # A call that is contained refers to nothing else that a graph could reach.
+    if reach.is_contained and request.at_base:
         nodes = [o.grad_fn for o in outs if o.requires_grad]
         if None not in nodes:
             # To look costs a tenth of a call. The backward finds out which they are.
@@ -241,11 +242,6 @@ def _is_uncertain(node: Any) -> bool:
     if not isinstance(found, Evaluation):
         return False
     return sum(found.differentiable) > 1 or not {*found.used} <= {*found.certain}
-
-
-def reaches_only_inputs(reach: Reach, request: Request) -> bool:
-    """Say whether a call refers to nothing but its inputs that a graph could reach."""
-    return reach.is_contained and request.at_base
 
 
 def once_differentiable(

@@ -1,13 +1,9 @@
 """Chooses what becomes of a call, by who differentiates it, and runs it so.
 
-    base autograd, also where all levels are vmap
-        saved handles: plain's own graph (`saved`)
-    a level of grad or jvp, a dual level, `higher_order`, or where hooks are refused
-        one Function whose backward is again a call (`function`)
-    who makes a graph
-        the same, with a barrier before the recompute (`traced`)
-    nobody, or an export
-        the function itself
+    base autograd, also where all levels are vmap     `saved`: plain's own graph
+    grad, jvp, a dual level, or hooks are refused     `function`: one node, a call again
+    who makes a graph                                 `traced`: that, after a barrier
+    nobody, or an export                              the function itself
 
 Invariant: only a report overrides this. A lowering may still find nothing to do, and
 call the function.
