@@ -32,7 +32,6 @@ class Walked:
     bytes: Sequence[int]  # the most at each operation, with what is recomputed for it
     runs: frozenset[int]  # the operations that run again
     needed: frozenset[int]  # the storages that the backward needs
-    seconds: float  # of what runs again, at nominal rates
 
 
 class Walker:
@@ -55,11 +54,6 @@ class Walker:
         # The operations whose results may be saved, and these storages. A policy is
         # asked once about all results of an operation.
         self.choices = self._choices(again)
-        # The choices that save each storage.
-        self.saved_by: dict[int, list[int]] = {}
-        for i, each in self.choices.items():
-            for n in each:
-                self.saved_by.setdefault(n, []).append(i)
         # What the backward reads, and may be recomputed.
         self.targets = {n for n in again if record.dies[n] > record.turn_of(n)}
         self.touched = {
@@ -242,8 +236,7 @@ class Walker:
                 before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
                 found[t] = max(found[t], before + times * highest)
         at = max(range(self._end), key=found.__getitem__)
-        spent = sum(operations[i].seconds for i in runs)
-        return Walked(found[at], at, found, frozenset(runs), frozenset(needed), spent)
+        return Walked(found[at], at, found, frozenset(runs), frozenset(needed))
 
     def _fill(
         self, t: int, saved: set[int], recomputing: "Recomputing", filled: set[int]
