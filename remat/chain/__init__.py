@@ -15,7 +15,7 @@ saves some carries and runs the steps between them again.
 
     _budget     what a step takes, and which schedule stays under a budget
 
-    _schedules  what schedules say, how few steps run again, and what is held
+    _schedules, _actions    the schedules; what they say, and what is held
 
 Called by users.
 """

@@ -33,12 +33,12 @@ from remat._report.timeline import has_storage
 from remat._torch import levels, modes
 from remat._torch.autograd import grad_mode
 from remat._torch.tensors import empty_in, fake_mode, storage_id
+from remat.chain._actions import Reverse, Schedule
 from remat.chain._chain import Chain, Reversing
 from remat.chain._forward import ChainCall, call_of
-from remat.chain._schedules import Reverse, Schedule
+from remat.chain._schedules import Binomial, Online, Sqrt, Uniform
 from remat.chain._segment import segment_from
 from remat.chain._steps import Live, Steps, tensors_and_frame
-from remat.chain.schedules import Binomial, Online, Sqrt, Uniform
 from remat.policies import Policy
 
 

@@ -23,12 +23,19 @@ from remat._transform.api import PolicyLike, caller, remat
 from remat._transform.function import evaluate_differentiably
 from remat._transform.lowering import Lowering, lowering_of
 from remat.chain import _steps
+from remat.chain._actions import Schedule
 from remat.chain._budget import LoopBudget, budget_of, schedule_within
 from remat.chain._chain import Chain
 from remat.chain._forward import Progress, call_of
-from remat.chain._schedules import Schedule, Segments, ranges_of
+from remat.chain._schedules import (
+    Binomial,
+    EveryStep,
+    Online,
+    Segments,
+    Sqrt,
+    ranges_of,
+)
 from remat.chain._steps import Columns, Live, Steps
-from remat.chain.schedules import Binomial, EveryStep, Online, Sqrt
 
 
 Checkpoints: TypeAlias = int | Literal["all"] | Schedule | None

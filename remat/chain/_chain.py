@@ -41,11 +41,11 @@ from remat._torch.levels import current_layer, requires_grad_at_any_level
 from remat._transform.checks import RefuseReads
 from remat._transform.function import Vjp, evaluate
 from remat._transform.levels import Below
+from remat.chain._actions import Action, Advance, Drop, Load, Reverse, Save
 from remat.chain._forward import CHANGED, ChainProgram
-from remat.chain._schedules import Action, Advance, Drop, Load, Reverse, Save, ranges_of
+from remat.chain._schedules import Sqrt, Uniform, ranges_of
 from remat.chain._segment import Segment, segment_from
 from remat.chain._steps import Live, Stored, can_be_written, cutting
-from remat.chain.schedules import Sqrt, Uniform
 
 
 # --- The backward ---

@@ -29,9 +29,9 @@ from remat._transform.call import Call
 from remat._transform.checks import refuse_leaks
 from remat._transform.function import Primal
 from remat.chain import _steps
-from remat.chain._schedules import Action, Advance, Drop, Save, Schedule
+from remat.chain._actions import Action, Advance, Drop, Save, Schedule
+from remat.chain._schedules import Online
 from remat.chain._steps import Between, Columns, Cut, Frame, Live, Steps, Stored
-from remat.chain.schedules import Online
 
 
 Progress: TypeAlias = Callable[[int], object] | None

@@ -19,8 +19,8 @@ from remat._transform.api import PolicyLike
 from remat.chain import _call
 from remat.chain._call import Checkpoints
 from remat.chain._forward import Progress
+from remat.chain._schedules import Online, Uniform
 from remat.chain._steps import Steps
-from remat.chain.schedules import Online, Uniform
 
 
 C = TypeVar("C")

@@ -1,12 +1,21 @@
-"""What a schedule tells a chain to do, and how few steps can run again.
+"""The schedules: binomial checkpointing, and segments.
 
-A chain has steps 0 .. length - 1. Carry `k` is the input of step `k`, and carry
-`length` is the result. At most one carry is *live* at a time: the next step runs on it.
-Others are *stored*, as checkpoints. Actions name steps and carries.
+Carry 0 of a chain is stored in the first of `c` checkpoints, and the steps are reversed
+from the last to the first. A step runs once more when it is reversed; all other
+evaluations are *advances*. With `beta(c, r) = C(c + r, c)`, the longest chain that `c`
+checkpoints reverse with at most `r` advances of each step, the fewest advances are
+`t(l, c) = r * l - beta(c + 1, r - 1)`, for the least `r` with `beta(c, r) >= l`.
+Segments run each step twice, and store each carry at most once.
 
-Invariant: a schedule is data. It runs nothing and holds no tensor, and its iterators
-are lazy: a chain of 100,000 steps never exists as a list of actions.
-Rejected: actions as named tuples. `Advance(0, 3)` would equal `Reverse(0, 3)`.
+Invariant: a subchain of `l` steps with `c` checkpoints is split where the minimum of
+`k + t(l - k, c - 1) + t(k, c)` over `k` is reached, so the count is `t(l, c)` exactly.
+Rejected: a table of optimal splits: it is quadratic in the length. Keeping the
+residuals of the last step, while the caller computes a loss, to spare one evaluation.
+
+Sources: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000; Griewank,
+"Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
+differentiation", 1992; Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear
+memory cost", arXiv 1604.06174, 2016.
 """
 
 import abc
@@ -16,177 +25,20 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from remat._report import render
+from typing_extensions import override
 
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """Run steps `start` .. `stop - 1` from the live carry, and record nothing.
-
-    Carry `start` is live before it, carry `stop` after it.
-
-    Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> [*Binomial(checkpoints=2).forward(10)][-1]
-        Advance(start=6, stop=10)
-    """
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Store the live carry, which is carry `step`. It stays live.
-
-    Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> actions = Binomial(checkpoints=2).forward(10)
-        >>> next(action for action in actions if isinstance(action, Save))
-        Save(step=0)
-    """
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Make the stored carry `step` the live one. It stays stored.
-
-    Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> actions = Binomial(checkpoints=2).backward(10)
-        >>> next(action for action in actions if isinstance(action, Load))
-        Load(step=6)
-    """
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Let go of the stored carry `step`. If it is live, it stays live.
-
-    Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> actions = Binomial(checkpoints=2).backward(10)
-        >>> next(action for action in actions if isinstance(action, Drop))
-        Drop(step=6)
-    """
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reverse:
-    """Run steps `start` .. `stop - 1` from the live carry again and reverse them.
-
-    They run with recording, so that the residuals of all of them exist at once. Then
-    the cotangent of carry `stop` is pulled back to carry `start`. No carry is live
-    after it.
-
-    Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> actions = Binomial(checkpoints=2).backward(10)
-        >>> next(action for action in actions if isinstance(action, Reverse))
-        Reverse(start=9, stop=10)
-    """
-
-    start: int
-    stop: int
-
-
-Action = Advance | Save | Load | Drop | Reverse
-"""One thing that a schedule tells a chain to do.
-
-Example:
-    >>> from remat.chain.schedules import Action, Binomial
-    >>> all(isinstance(a, Action) for a in Binomial(checkpoints=3).backward(10))
-    True
-"""
-
-
-class Evaluations(NamedTuple):
-    """How many steps are run.
-
-    Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> found = Binomial(checkpoints=3).evaluations(10)
-        >>> found.forward, found.backward, sum(found)
-        (10, 18, 28)
-    """
-
-    forward: int
-    backward: int
-
-
-class Schedule(abc.ABC):
-    """Which carries of a chain are stored, and what a backward runs again.
-
-    A forward runs every step once, because its caller needs the result, and leaves
-    checkpoints behind. A backward begins with these checkpoints and no live carry. It
-    reverses every step once, from the last to the first, and ends with nothing stored.
-    Carry 0, the input of the chain, is a checkpoint like the others: it is counted.
-
-    Example:
-        >>> class NoCheckpoints(Schedule):
-        ...     def forward(self, length):
-        ...         return iter([Save(0), Advance(0, length)])
-        ...     def backward(self, length):
-        ...         return iter([Load(0), Drop(0), Reverse(0, length)])
-        >>> NoCheckpoints().evaluations(10)
-        Evaluations(forward=10, backward=10)
-        >>> import torch
-        >>> from remat import chain
-        >>> def last(x):
-        ...     return chain.fori_loop(
-        ...         0, 10, lambda i, x: x.sin(), x, checkpoints=NoCheckpoints()
-        ...     )
-        >>> torch.func.grad(last)(torch.tensor(1.0))
-        tensor(0.0793)
-    """
-
-    @abc.abstractmethod
-    def forward(self, length: int) -> Iterator[Action]:
-        """Return what the forward of a chain does."""
-
-    @abc.abstractmethod
-    def backward(self, length: int) -> Iterator[Action]:
-        """Return what the backward does with the checkpoints of the forward."""
-
-    def evaluations(self, length: int) -> Evaluations:
-        """Predict how many steps the forward and the backward run."""
-        forward, backward = self.forward(length), self.backward(length)
-        return Evaluations(_steps_of(forward), _steps_of(backward))
-
-
-def _steps_of(actions: Iterator[Action]) -> int:
-    return sum(a.stop - a.start for a in actions if isinstance(a, (Advance, Reverse)))
-
-
-def check_count(taker: str, name: str, value: object, least: int = 1) -> None:
-    """Refuse an argument of a schedule that is not a count."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(
-            f"remat: {taker} takes an integer as {name}; got {value!r}, a "
-            f"{type(value).__name__}"
-        )
-    if value < least:
-        raise ValueError(f"remat: {taker} takes {name} >= {least}; got {value}")
-
-
-# --- The fewest steps that run again ---
-
-# Carry 0 is stored in the first of `c` checkpoints, and the steps are reversed from the
-# last to the first. A step runs once more when it is reversed; all other evaluations
-# are *advances*. With `beta(c, r)`, the longest chain that `c` checkpoints reverse with
-# at most `r` advances of each step, the fewest advances are `t(l, c)`, which is
-# `r * l - beta(c + 1, r - 1)`, for the least `r` with `beta(c, r) >= l`. A subchain of
-# `l` steps is split where `k + t(l - k, c - 1) + t(k, c)` is least, so the count is
-# `t(l, c)` exactly. Rejected: a table of optimal splits. It is quadratic in the length.
-# Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000.
+from remat.chain._actions import (
+    Action,
+    Advance,
+    Drop,
+    Evaluations,
+    Load,
+    Reverse,
+    Save,
+    Schedule,
+    check_count,
+)
 
 
 def beta(slots: int, repetitions: int) -> int:
@@ -296,10 +148,175 @@ def units(start: int, stop: int, width: int) -> int:
     return -(-(stop - start) // width)
 
 
-# --- Segments ---
+@dataclass(frozen=True)
+class Binomial(Schedule):
+    """Run the fewest steps again that a number of checkpoints allows.
 
-# They run each step twice, and store each carry at most once. Source: Chen, Xu, Zhang
-# and Guestrin, "Training deep nets with sublinear memory cost", arXiv 1604.06174, 2016.
+    A chain of `n` units runs `advances(n + 1, checkpoints)` units in its backward, for
+    `unroll=1`. It is `n + 1`, not `n`: the forward runs to the result and records
+    nothing, so the last unit runs in the backward again. No schedule with as many
+    checkpoints and units runs fewer.
+
+    Args:
+        checkpoints: How many carries may be stored at once, with carry 0, which is the
+            input of the chain. The live carry, and the residuals of the unit that is
+            being reversed, come on top.
+        unroll: How many steps are a unit. The residuals of a unit exist at once. The
+            last unit may be shorter.
+
+    Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000.
+
+    Example:
+        >>> for action in Binomial(checkpoints=2).forward(4):
+        ...     print(action)
+        Save(step=0)
+        Advance(start=0, stop=2)
+        Save(step=2)
+        Advance(start=2, stop=4)
+        >>> Binomial(checkpoints=10).evaluations(1000)
+        Evaluations(forward=1000, backward=3640)
+    """
+
+    checkpoints: int
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("Binomial", "checkpoints", self.checkpoints)
+        check_count("Binomial", "unroll", self.unroll)
+
+    def forward(self, length: int) -> Iterator[Action]:
+        """Store the carries of the first descent."""
+        return save_on_the_way(self._descent(length), length)
+
+    def backward(self, length: int) -> Iterator[Action]:
+        """Reverse the chain from the carries of the first descent."""
+        return reverse(self._descent(length), length, self.checkpoints, self.unroll)
+
+    @override
+    def evaluations(self, length: int) -> Evaluations:
+        """Count by the closed form."""
+        chain = units(0, length, self.unroll)
+        again = advances(chain + 1, self.checkpoints) - chain  # of whole units
+        return Evaluations(length, self.unroll * again + length)
+
+    def _descent(self, length: int) -> Iterator[int]:
+        return descent(0, length, self.checkpoints, self.unroll)
+
+
+# --- Chains whose length is known only at their end ---
+
+
+class Placer:
+    """Decides which carries to store while a chain runs.
+
+    It stores every carry when it is live. Each has a *level*, and is dispensable if a
+    later one has a higher level. When there is no room, a dispensable carry is dropped.
+    If there is none, the latest is dropped, and the one that takes its place gets a
+    level more. So the stored carries spread out as the chain grows, whenever it ends,
+    and a backward repeats no step more often than the best schedule that knows the
+    length. Not a stride that doubles when there is no room: right before it doubles, no
+    checkpoint is free for the last interval.
+    """
+
+    def __init__(self, checkpoints: int) -> None:
+        self._room = checkpoints - 1  # carry 0 is always stored
+        self._levels: dict[int, int] = {}  # of the others, in order
+        self._dispensable: list[int] = []
+        self._next = 0
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The carries that are stored, in order."""
+        return (0, *self._levels) if self._next else ()
+
+    def at(self, step: int) -> list[Action]:
+        """Return what to do when carry `step`, the next one, is live."""
+        assert step == self._next, f"expected carry {self._next}; got carry {step}"
+        self._next += 1
+        if step == 0:
+            return [Save(0)]
+        if not self._room:
+            return []
+        dropped, level = self._make_room()
+        self._levels[step] = level
+        return [*dropped, Save(step)]
+
+    def _make_room(self) -> tuple[list[Action], int]:
+        """Return what is dropped for a new carry, and the level of the new one."""
+        if len(self._levels) < self._room:
+            return [], 0
+        if self._dispensable:
+            carry = self._dispensable.pop()
+            del self._levels[carry]
+            return [Drop(carry)], 0
+        carry, level = self._levels.popitem()
+        same = itertools.takewhile(
+            lambda item: item[1] == level, reversed(self._levels.items())
+        )
+        self._dispensable = [step for step, _ in same][::-1]
+        return [Drop(carry)], level + 1
+
+
+@dataclass(frozen=True)
+class Online(Schedule):
+    """Store carries of a chain whose length nobody knows until it ends.
+
+    `online()` returns the object that decides during the forward. Then `backward`
+    reverses the chain from what is stored. Its backward runs at most 1.4 times as many
+    steps as that of `Binomial`, which knows the length, for all chains of up to 300
+    steps and 12 checkpoints. On average over the lengths it is 1.12 times at most.
+
+    Args:
+        checkpoints: How many carries may be stored at once, with carry 0.
+
+    Source: Wang, Moin and Iaccarino, SIAM J. Sci. Comput. 31, 2009.
+
+    Example:
+        >>> schedule = Online(checkpoints=3)
+        >>> [*schedule.forward(4)][-2:]
+        [Save(step=3), Advance(start=3, stop=4)]
+        >>> next(schedule.backward(4))
+        Load(step=3)
+    """
+
+    checkpoints: int
+
+    def __post_init__(self) -> None:
+        check_count("Online", "checkpoints", self.checkpoints)
+
+    def online(self) -> Placer:
+        """Return what decides about the carries of one forward."""
+        return Placer(self.checkpoints)
+
+    def forward(self, length: int) -> Iterator[Action]:
+        """Do what `online` does, for a chain of known length."""
+        placer = self.online()
+        for step in range(length):
+            yield from placer.at(step)
+            yield Advance(step, step + 1)
+
+    def backward(self, length: int) -> Iterator[Action]:
+        """Reverse the chain from the carries that the forward left."""
+        return reverse(self._stored(length), length, self.checkpoints)
+
+    @override
+    def evaluations(self, length: int) -> Evaluations:
+        """Count by following the places, in time proportional to the length."""
+        intervals = itertools.pairwise([*self._stored(length), length])
+        again = sum(
+            advances(stop - start, self.checkpoints - earlier)
+            for earlier, (start, stop) in enumerate(intervals)
+        )
+        return Evaluations(length, length + again)
+
+    def _stored(self, length: int) -> tuple[int, ...]:
+        placer = self.online()
+        for step in range(length):
+            placer.at(step)
+        return placer.stored
+
+
+# --- Segments ---
 
 
 class Segments(Schedule):
@@ -330,95 +347,88 @@ class Segments(Schedule):
 
 
 def ranges_of(segments: Segments, length: int) -> list[range]:
-    """Return the numbers of the steps of each segment."""
+    """Return the numbers of the steps of each segment.
+
+    Example:
+        >>> ranges_of(Uniform(3), 8)
+        [range(0, 2), range(2, 5), range(5, 8)]
+    """
     starts = [segments.start(i, length) for i in range(segments.count(length))]
     return [*map(range, starts, [*starts[1:], length])]
 
 
-# --- What is held while a schedule is followed ---
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a chain holds at one time.
-
-    The live carry comes on top.
-
-    Attributes:
-        evaluations: how many steps have run.
-        stored: how many carries are stored.
-        recorded: how many steps have their residuals.
-
-    Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> max(held(Binomial(checkpoints=3), 10), key=lambda state: state.stored)
-        Held(evaluations=7, stored=3, recorded=0)
-    """
-
-    evaluations: int
-    stored: int
-    recorded: int
-
-
-def held(schedule: Schedule, length: int) -> Iterator[Held]:
-    """Return what a forward and a backward hold, after each change.
+@dataclass(frozen=True)
+class Uniform(Segments):
+    """Cut a chain into equal segments, and store the carry at the start of each.
 
     Args:
-        schedule: The schedule of the chain.
-        length: How many steps it has.
+        segments: How many segments. Their lengths differ by one step at most. A chain
+            with fewer steps has a segment for each step.
+
+    Source: Chen, Xu, Zhang and Guestrin, arXiv 1604.06174, 2016.
 
     Example:
-        >>> from remat.chain.schedules import Binomial
-        >>> states = [*held(Binomial(checkpoints=10), 1000)]
-        >>> states[-1]
-        Held(evaluations=4640, stored=0, recorded=0)
-        >>> max(state.stored for state in states)
-        10
+        >>> [a for a in Uniform(3).backward(8) if isinstance(a, Reverse)]
+        [Reverse(start=5, stop=8), Reverse(start=2, stop=5), Reverse(start=0, stop=2)]
     """
-    run = stored = 0
-    for action in itertools.chain(schedule.forward(length), schedule.backward(length)):
-        match action:
-            case Advance(start, stop):
-                run += stop - start
-            case Save():
-                stored += 1
-            case Drop():
-                stored -= 1
-            case Reverse(start, stop):
-                run += stop - start
-                yield Held(run, stored, stop - start)
-            case Load():
-                continue
-        yield Held(run, stored, 0)
+
+    segments: int
+
+    def __post_init__(self) -> None:
+        check_count("Uniform", "segments", self.segments)
+
+    def count(self, length: int) -> int:
+        """Return the number of segments, at most one for each step."""
+        return min(self.segments, length)
 
 
-def plot(schedule: Schedule, length: int, ax: Any = None) -> Any:
-    """Draw what a forward and a backward hold, over the steps that have run.
+@dataclass(frozen=True)
+class Sqrt(Segments):
+    """Cut a chain of `n` steps into about sqrt(n) equal segments.
+
+    Carries and residuals of at most `ceil(sqrt(n))` steps each exist at once. That is
+    the least sum that equal segments reach, if a carry and the residuals of a step
+    have the same size.
+
+    Source: Chen, Xu, Zhang and Guestrin, arXiv 1604.06174, 2016.
+
+    Example:
+        >>> Sqrt().count(1000)
+        32
+    """
+
+    def count(self, length: int) -> int:
+        """Return the root of the length, rounded up."""
+        return math.isqrt(length - 1) + 1 if length else 0
+
+
+@dataclass(frozen=True)
+class EveryStep(Segments):
+    """Store each carry, and reverse each step alone.
+
+    Each step runs once more, and the residuals of one step exist at a time.
 
     Args:
-        schedule: The schedule of the chain.
-        length: How many steps it has.
-        ax: the matplotlib axes to draw on; None for new ones.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+        unroll: How many steps are reversed together. Only the carries between such
+            units are stored. The last unit may be shorter.
 
     Example:
-        >>> from matplotlib.figure import Figure
-        >>> from remat.chain.schedules import Binomial
-        >>> axes = plot(Binomial(checkpoints=3), 10, ax=Figure().subplots())
-        >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()]
-        ('steps evaluated so far', ['stored carries', 'recorded steps'])
+        >>> list(EveryStep().backward(1))
+        [Load(step=0), Reverse(start=0, stop=1), Drop(step=0)]
+        >>> EveryStep(unroll=3).count(10)
+        4
     """
-    states = [*held(schedule, length)]
-    series = {
-        "stored carries": [state.stored for state in states],
-        "recorded steps": [state.recorded for state in states],
-    }
-    at = [state.evaluations for state in states]
-    title = f"{schedule!r}, {length:,} steps"
-    axes = "steps evaluated so far", "carries and steps held"
-    return render.lines(at, series, axes, title, ax)
+
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("EveryStep", "unroll", self.unroll)
+
+    def count(self, length: int) -> int:
+        """Return the number of units."""
+        return -(-length // self.unroll)
+
+    @override
+    def start(self, segment: int, length: int) -> int:
+        """Give each unit as many steps."""
+        return min(segment * self.unroll, length)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from remat import chain, policies, remat
 from remat.chain._call import schedule_for
-from remat.chain.schedules import Uniform
+from remat.chain._schedules import Uniform
 from remat.testing import assert_same, count_ops
 
 
