@@ -1,10 +1,8 @@
 """A chain: a call whose function runs again and again, as one node; and its backward.
 
-Its forward runs step after step, and leaves the checkpoints of its schedule behind. Its
-backward, a `Reversal`, begins with these. A second backward of the same graph finds
-none, and runs the forward's part of the schedule again. A backward that is itself
-differentiated makes a call of each of about sqrt(n) segments: a graph holds a carry and
-a cotangent for each.
+The backward, a `Reversal`, begins with the checkpoints that the forward left. A second
+one of the same graph runs the forward's part of the schedule again. One that is itself
+differentiated makes a call of each of about sqrt(n) segments.
 
 Invariant: the graph holds the inputs of the chain, and a chain of any length one node.
 At most the checkpoints of the schedule are stored, one carry is live, and the residuals

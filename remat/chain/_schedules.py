@@ -2,20 +2,14 @@
 
 Carry 0 of a chain is stored in the first of `c` checkpoints, and the steps are reversed
 from the last to the first. A step runs once more when it is reversed; all other
-evaluations are *advances*. With `beta(c, r) = C(c + r, c)`, the longest chain that `c`
-checkpoints reverse with at most `r` advances of each step, the fewest advances are
-`t(l, c) = r * l - beta(c + 1, r - 1)`, for the least `r` with `beta(c, r) >= l`.
-Segments run each step twice, and store each carry at most once.
+evaluations are *advances*. With `beta(c, r)`, the longest chain that `c` checkpoints
+reverse with at most `r` advances of each step, the fewest advances are `t(l, c) = r * l
+- beta(c + 1, r - 1)`, for the least `r` with `beta(c, r) >= l`. A subchain of `l` steps
+is split where `k + t(l - k, c - 1) + t(k, c)` is least, so the count is that exactly.
+Rejected: a table of optimal splits: it is quadratic in the length.
 
-Invariant: a subchain of `l` steps with `c` checkpoints is split where the minimum of
-`k + t(l - k, c - 1) + t(k, c)` over `k` is reached, so the count is `t(l, c)` exactly.
-Rejected: a table of optimal splits: it is quadratic in the length. Keeping the
-residuals of the last step, while the caller computes a loss, to spare one evaluation.
-
-Sources: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000; Griewank,
-"Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
-differentiation", 1992; Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear
-memory cost", arXiv 1604.06174, 2016.
+Sources: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000; Chen, Xu,
+Zhang and Guestrin, "Training deep nets with sublinear memory cost", arXiv 1604.06174.
 """
 
 import abc

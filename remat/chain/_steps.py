@@ -1,11 +1,8 @@
 """What the steps of a chain are, how one runs, and what is held between two of them.
 
 Invariant: a step runs with grad mode on, on tensors that require grad where they do in
-plain code. When it has ended its graph is gone. So a chain computes what plain code
-does, and holds one carry. A carry that is let go of is freed, and its file with it,
-which has no name. One in memory shares it with what steps return, so it knows how often
-that was changed. No collected row is held longer than its step: a view of a carry would
-keep it alive.
+plain code. When it has ended its graph is gone, so a chain holds one carry. No
+collected row is held longer than its step: a view of a carry would keep it alive.
 Rejected: steps without grad mode. Composite operations decompose differently there, and
 which results require grad could not be told. Rejected: flat carries. The user's
 function is given pytrees, and errors name their parts. Rejected: tensors that autograd
@@ -298,6 +295,7 @@ class Stored:
         """Store a carry."""
         if not (self._on_disk and step):
             self._carries[step] = live
+            # It shares memory with what steps return, which may be changed later.
             self._versions[step] = versions_of(live.tensors)
             return
         below, hows = unbatched(live.tensors)

@@ -3,10 +3,9 @@
 Invariant: what is listed is read from the model itself. So copies, pickles and parts of
 a model have it, and it is gone with what it speaks of.
 
-A library recomputes blocks, too. A model of transformers or diffusers has modules with
-an attribute `gradient_checkpointing`. Where it is true, the module calls the function
-in another attribute at each block. The switch of the model sets both. What has the
-attributes has the switch, of whatever library and version: none is imported.
+A library recomputes blocks, too. In transformers and diffusers, modules with a true
+attribute `gradient_checkpointing` call the function in another attribute at each block,
+and the switch of the model sets both. No library is imported.
 """
 
 import inspect

@@ -2,9 +2,7 @@
 
 A `remat.scope` around each call follows the plan. A scope can do nothing in compiled
 code and with FSDP. There, blocks follow policies that were chosen for the same budget:
-their calls have the option `unless_followed`. Gradients of torch.func keep their graph,
-and take more: they are refused. A trainer makes the batches, so its user has none to
-give to `remat.fit`: the first call plans for what it is passed.
+their calls have the option `unless_followed`. Gradients of torch.func are refused.
 
 Invariant: the module stays what it is, with two hooks more. A call that a backward may
 follow either follows a plan or is refused: no model is trained plain by mistake.

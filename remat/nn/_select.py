@@ -1,14 +1,13 @@
 """Which modules of a model are meant, and with which policy; its repeated blocks.
 
-A config file holds texts. "full", "none", "every_2", "budget:24GB" and names of
-policies say what becomes of modules; other texts are names of modules or of classes.
+Of the texts of a config file, "full", "none", "every_2", "budget:24GB" and names of
+policies say what becomes of modules; others are names of modules or of classes.
 
 Invariant: all that a config says is checked before a module changes, and an error names
 the key. No block is in another.
-Rejected: functions in texts, as "names(a, b)". A dict by place says the same,
-`{"a": "save"}`, and needs no parser. To ask libraries which of their classes are
-blocks: each says it differently, and a user's own model says nothing. Single layers as
-blocks: to recompute a linear layer saves nothing, as it stores its input in any case.
+Rejected: to ask libraries which of their classes are blocks: each says it differently,
+and a user's own model says nothing. Single layers as blocks: to recompute a linear
+layer saves nothing, as it stores its input in any case.
 """
 
 import fnmatch

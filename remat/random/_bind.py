@@ -1,9 +1,8 @@
 """`bind`: torch's own randomness, drawn from a key.
 
-A mode intercepts torch's functions. It replaces each one that draws with a keyed
-version. Some functions are composites (`multi_head_attention_forward`): the mode sees
-only the outer call, so it runs the body again with the mode on. Below the mode, a guard
-sees every operation and refuses one that still draws from a global stream.
+A mode replaces each function of torch that draws with a keyed version. Of composites,
+such as `multi_head_attention_forward`, it sees only the outer call: it runs their body
+again with the mode on. Below it, a guard refuses what still draws from a global stream.
 
 Invariant: what a body draws is a function of the key, and no global stream moves.
 Rejected: seeding a generator from the key and using it in place of the global one. A

@@ -2,11 +2,9 @@
 
 A key is a row (seed, offset) of 64-bit words. Block `i` of its stream is the counter
 (offset + i) mod 2**64, encrypted under the seed: four 32-bit words, held here in two
-64-bit words. Python's integers compute a few blocks: each block takes 128 bits of one
-large integer. int64 tensors compute many blocks, in chunks that fit in the cache.
+64-bit words. Python's integers compute a few blocks, int64 tensors many, in chunks.
 
-Invariant: element e of a draw depends only on the key, the dtype and e. The number of
-elements, the other keys and the way of computing do not matter.
+Invariant: element e of a draw depends only on the key, the dtype and e.
 Rejected: Threefry. It takes twice the operations and has no kernels in torch.
 
 Sources: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
