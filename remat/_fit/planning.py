@@ -266,8 +266,10 @@ class Planning:
             return step
 
         step = self._step, self._device, change, self._blocks
+        # The first call of a block records, and what rules keep is counted after it.
+        times = 2 if is_units and not self._is_real else 1
         how = {"is_real": self._is_real, "is_functional": self._run_as is not None}
-        done = simulate(*step, **how)
+        done = simulate(*step, **how, times=times)
         peak = done.peak + self.record.update.states
         drafts: Sequence[_Draft] = ()
         if courses and peak <= self._budget:

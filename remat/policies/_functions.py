@@ -316,7 +316,7 @@ def public() -> list[str]:
 def advice(obj: object) -> str:
     """Return what to do about a likely mistake; "" for none."""
     if isinstance(obj, str):
-        known = public()
+        known = sorted(public(), key=lambda name: not name.endswith("_saveable"))
         near = [p for p in known if obj and obj.lower() in p]
         near = near or get_close_matches(obj.lower(), known, 1, 0.5)
         return f"Do you mean remat.policies.{near[0]}? " if near else ""

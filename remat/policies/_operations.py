@@ -125,7 +125,7 @@ _NO_DECISION = "max_pool", "dropout", "batch_norm", "rnn", "lstm", "gru", "_thnn
 
 
 @dataclass(frozen=True)
-class OfKind(Policy):
+class KindPolicy(Policy):
     """Saves operations of one kind, by the public name of the policy."""
 
     name: str
@@ -149,7 +149,7 @@ _KINDS: dict[str, Callable[[Op], bool]] = {
     "decisions_saveable": _is_decision,
     "save_collectives": lambda op: is_collective(op.func),
 }
-dots_saveable = OfKind("dots_saveable")
+dots_saveable = KindPolicy("dots_saveable")
 """Saves products of matrices and vectors, convolutions and attention.
 
 Example:
@@ -160,7 +160,7 @@ Example:
     >>> dots_saveable(Op(torch.ops.aten.sin.default))
     <Decision.RECOMPUTE: 0>
 """
-dots_with_no_batch_dims_saveable = OfKind("dots_with_no_batch_dims_saveable")
+dots_with_no_batch_dims_saveable = KindPolicy("dots_with_no_batch_dims_saveable")
 """Saves products of matrices and vectors without batch dimensions.
 
 Example:
@@ -172,7 +172,7 @@ Example:
     >>> dots_with_no_batch_dims_saveable(Op(torch.ops.aten.bmm.default, (x, x)))
     <Decision.RECOMPUTE: 0>
 """
-decisions_saveable = OfKind("decisions_saveable")
+decisions_saveable = KindPolicy("decisions_saveable")
 """Saves what integers and booleans are computed to be of floating numbers.
 
 Those are the results of topk, argmax, sort, multinomial, comparisons and casts, a few
@@ -188,7 +188,7 @@ Example:
     >>> decisions_saveable(Op(torch.ops.aten.argmax.default, (x,), outputs=(found,)))
     <Decision.SAVE: 3>
 """
-save_collectives = OfKind("save_collectives")
+save_collectives = KindPolicy("save_collectives")
 """Saves what collectives return, so that no backward repeats one.
 
 Collectives are the operations of ``torch.distributed``: functional ones, those of a

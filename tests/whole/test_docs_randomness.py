@@ -42,8 +42,9 @@ def behind_a_computed_name():
 
 
 def among(others):
-    source = itertools.repeat(([random.Random(5)], [[i] for i in range(others)]))
-    return lambda: next(source)[0][0].random()
+    around = [[i] for i in range(others)]
+    source = itertools.repeat((around, [random.Random(5)], [*map(list, around)]))
+    return lambda: next(source)[1][0].random()
 
 
 def of_the_operating_system():
