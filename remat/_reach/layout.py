@@ -13,6 +13,7 @@ Rejected: a search in each call. What a call reaches is mostly what it does not 
 import contextlib
 import enum
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import call, itemgetter
@@ -20,8 +21,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.code import MADE, is_named, static_of
-from remat._base.interpreter import identities
+from remat._base.code import MADE, static_of
+from remat._base.interpreter import identities, nested
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.holders import (
     ATTRIBUTES,
@@ -41,6 +42,7 @@ from remat._reach.holders import (
     names_of,
 )
 from remat._reach.objects import dict_of, is_rematerialized
+from remat._reach.stream_search import is_made_and_held
 from remat._reach.walk import Walk, can_be_revived
 
 
@@ -99,6 +101,7 @@ class Layout:
         *("is_lazy", "is_module", "is_noted", "last", "linked", "objects", "odd"),
         "owners",
         *("local", "scripted", "signature", "asks", "slotted", "spans", "special"),
+        "unnamed",
         *("streams", "uses_stream_states", "variables", "writes"),
     )
 
@@ -139,14 +142,15 @@ class Layout:
         others = len(owners) > len(functions) or walk.kinds or walk.special
         self.is_contained = not (others or closed or walk.variables)
         self.special: dict[int, str] = {}
+        self.unnamed: set[int] = set()  # those of them that no code names
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
         # Classes that a call made are gone with all their instances.
         kinds = enumerate(walk.classes, self.classes.start)
-        self.odd += [i for i, kind in kinds if not is_named(kind)]
+        self.odd += [i for i, kind in kinds if is_made_and_held(kind)]
         kinds = enumerate(map(type, owners))
         self.local = [
-            i for i, kind in kinds if MADE in vars(kind) or not is_named(kind)
+            i for i, kind in kinds if MADE in vars(kind) or is_made_and_held(kind)
         ]
         code = [fn.__code__ for fn in walk.functions]
         types_of = map(type, (*walk.objects, *walk.slotted))
@@ -341,7 +345,9 @@ def _lay_out(root: Any) -> tuple[Layout, LiveValues]:
     while True:
         for p, value in enumerate(live.values[first:], first):
             if id(value) in walk.special:
-                layout.special[p] = written(layout, live, p)
+                layout.special[p] = name = written(layout, live, p)
+                if not _is_named_in(walk.functions, name):
+                    layout.unnamed.add(p)
         values, keys = live.values[first:], live.keys[first_key:]
         below = [
             *_found(walk, values, first, done, as_keys=False),
@@ -353,6 +359,17 @@ def _lay_out(root: Any) -> tuple[Layout, LiveValues]:
         first, first_key = len(live.values), len(live.keys)
         layout.below += below
         live.add(below)
+
+
+def _is_named_in(functions: Iterable[types.FunctionType], name: str) -> bool:
+    """Say whether code of functions may read what it would write like this."""
+    words = {name.partition("[")[0], *_LOOKING_UP}
+    called = [fn.__code__ for fn in functions if fn.__name__ != "__init__"]
+    each = (code for outer in called for code in nested(outer))
+    return any(not words.isdisjoint((*c.co_names, *c.co_freevars)) for c in each)
+
+
+_LOOKING_UP = "getattr", "vars", "__dict__", "globals"  # by a name that is a value
 
 
 def _found(

@@ -27,7 +27,7 @@ from remat._reach.exchange import Exchange
 from remat._reach.holders import VARIABLES, HolderKind, MovedError, container_kind
 from remat._reach.identities import Lease, is_told, lease_of
 from remat._reach.layout import Layout, LiveValues, lay_out, live_in
-from remat._reach.watched import HELD, HeldBuffer, Iterated, Large, is_buffer
+from remat._reach.watched import HELD, UNNAMED, HeldBuffer, Iterated, Large, is_buffer
 
 
 # How a holder is read, it itself, its keys, what it holds, and what it is to hold.
@@ -60,7 +60,8 @@ class Root:
         for p, name in layout.special.items():
             value = live.values[p]
             if is_buffer(type(value)):
-                self.buffers.append((value, name, HELD))
+                most = UNNAMED if p in layout.unnamed else HELD
+                self.buffers.append((value, name, most))
             elif container_kind(type(value)) is not None:
                 self.large[p] = Large(value, name)
             else:

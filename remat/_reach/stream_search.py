@@ -1,6 +1,6 @@
-"""Finds random streams, also in what is not made again around other tensors.
+"""Finds random streams, also in what is not made again, and classes that may be held.
 
-They may be held by classes, by globals of methods, by Python modules, iterators and
+Streams may be held by classes, by globals of methods, by Python modules, iterators and
 objects of extension modules. A recompute sets such a stream back, in that object.
 
 Invariant: what is walked in a call is bounded, and the insides of installed packages
@@ -25,9 +25,10 @@ from remat._base.code import (
     KnownCode,
     is_library,
     is_library_class,
+    is_named,
     known_code,
 )
-from remat._base.types import INERT, TENSORS
+from remat._base.types import ATOMS, INERT, TENSORS
 from remat._reach.holders import (
     MISSING,
     PARTS,
@@ -191,6 +192,46 @@ class StreamSearch:
         if held and container_kind(kind) is None:
             return (kind, *held.values())
         return (kind, *gc.get_referents(value))
+
+
+def is_made_and_held(cls: type) -> bool:
+    """Say whether a call made a class, which then a call that reaches it may hold.
+
+    Not if its attributes and methods lead to what may hold a tensor, as a list does:
+    that may be of the graph which holds the call.
+    """
+    return not is_named(cls) and not _leads_to_containers(cls)
+
+
+@by_class
+def _leads_to_containers(cls: type) -> bool:
+    todo: list[Any] = [cls]
+    seen: dict[int, Any] = {}
+    while todo:
+        value = todo.pop()
+        kind = type(value)
+        if kind in ATOMS or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, type):
+            each = vars(value).items() if not is_named(value) else ()
+            # The others say how the class was made.
+            todo += [v for k, v in each if type(v) in _METHODS or not k.startswith("_")]
+        elif kind is types.FunctionType:
+            if not is_library(value.__globals__):
+                held = (
+                    *(value.__defaults__ or ()),
+                    *(value.__kwdefaults__ or {}).values(),
+                )
+                todo += [*contents_of(value.__closure__ or ()), *held]
+        elif kind is tuple or issubclass(kind, PARTS):
+            todo += value if kind is tuple else refers_to(value)
+        elif container_kind(kind) is not None or user_bases(kind) or kind in TENSORS:
+            return True
+    return False
+
+
+_METHODS = {types.FunctionType, property, staticmethod, classmethod}
 
 
 def has_defaults(fn: types.FunctionType) -> bool:

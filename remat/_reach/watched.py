@@ -1,9 +1,10 @@
 """What holds numbers and is no holder: buffers, large containers, iterators.
 
 The bytes of a buffer of numbers are put back for a recompute: of one that was passed at
-any size, of one that something holds up to 4 MiB. Calls between which it did not
-change share them. A large container is only compared, and of an iterator nothing is
-known: a recompute that would read it in another state gets an error.
+any size, of one that something holds up to 4 MiB, or 64 KiB if no code names it. Calls
+between which it did not change share them. A large container is only compared, and of
+an iterator nothing is known: a recompute that would read it in another state gets an
+error.
 
 Invariant: what is here leads to the buffer and to its bytes, and to nothing else.
 Rejected: to look once for many calls. Nothing tells whether an array was written to. To
@@ -31,8 +32,9 @@ from remat._reach.holders import container_kind
 from remat._reach.objects import by_class
 
 
-# Up to how many bytes are put back: of what was passed, and of what something holds.
-PASSED, HELD = math.inf, 2**22
+# Up to how many bytes are put back: of what was passed, of what something holds, and of
+# that if no code names it. It may be a log.
+PASSED, HELD, UNNAMED = math.inf, 2**22, 2**16
 # A buffer, how its author would write it, where that is known, and this limit.
 HeldBuffer: TypeAlias = tuple[Any, str, float]
 
@@ -91,13 +93,9 @@ class Buffer:
         self.value, self.name, self._most = value, name, most
         # What another call found is shared: blocks of a model read the same table.
         last = _LAST.get(id(value))
-        is_known = last is not None and last.value is value and last.holds(memory)
-        self._held = last._held if is_known and last else bytearray(memory)
+        known = last._held if last is not None and last.value is value else ()
+        self._held = _pieces(memory, known)
         _LAST[id(value)] = self
-
-    def holds(self, memory: Any) -> bool:
-        """Say whether memory holds what the buffer held, whatever its format."""
-        return bytearray.__eq__(self._held, memory) is True
 
     def memory(self) -> Any:
         """Return what it holds now, as `_memory_of` does."""
@@ -111,7 +109,7 @@ class Buffer:
         memory = self.memory()
         if memory is None:
             return False
-        now = bytearray(memory)
+        now = _pieces(memory, self._held)
         del memory  # as long as it is there a bytearray keeps its length
         undo.append(lambda: _hold(self.value, now))
         return _hold(self.value, self._held)
@@ -146,14 +144,34 @@ def _memory_of(buffer: Any, most: float = math.inf) -> Any:
     return view if view.c_contiguous else view.tobytes()
 
 
-def _hold(buffer: Any, held: bytearray) -> bool:
+def _pieces(memory: Any, known: Sequence[bytearray]) -> list[bytearray]:
+    """Return what memory holds. Pieces that are as they were known are shared."""
+    view = memoryview(memory)
+    each: Iterable[Any] = [view]
+    if view.nbytes > _PIECE:
+        view = view.cast("B")
+        each = (view[k : k + _PIECE] for k in range(0, view.nbytes, _PIECE))
+    pairs = zip(each, itertools.chain(known, itertools.repeat(None)), strict=False)
+    # The comparison is at the speed of C, whatever the format.
+    return [
+        k if k is not None and bytearray.__eq__(k, m) is True else bytearray(m)
+        for m, k in pairs
+    ]
+
+
+_PIECE = 2**14  # bytes
+
+
+def _hold(buffer: Any, held: list[bytearray]) -> bool:
     """Have a buffer of numbers hold this, in place; say whether it does."""
     memory = _memory_of(buffer)
-    if memory is not None and bytearray.__eq__(held, memory) is True:
-        return True
+    if memory is not None:
+        now = _pieces(memory, held)
+        if len(now) == len(held) and all(map(operator.is_, now, held)):
+            return True
     del memory
     try:
-        _write(buffer, held)
+        _write(buffer, bytearray().join(held))
     except (BufferError, NotImplementedError, TypeError, ValueError):
         return False  # as it is not to be written
     return True

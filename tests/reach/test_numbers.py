@@ -204,7 +204,7 @@ def test_calls_share_what_no_forward_changed(size, calls):
 
 
 @pytest.mark.parametrize("kind", [k for k in BUFFERS if "two rows" not in k])
-def test_each_call_starts_from_what_it_found(kind):
+def test_each_call_starts_from_what_it_found_and_shares_what_is_left(kind):
     def run(wrap):
         table = BUFFERS[kind](MIB)
 
@@ -214,14 +214,20 @@ def test_each_call_starts_from_what_it_found(kind):
             return y.exp()
 
         xs = [make(4, seed=k).requires_grad_() for k in range(8)]
-        with count_ops() as ops:
-            ys = [*map(wrap(fn), xs)]
-            grads = torch.autograd.grad(sum(y.sum() for y in ys), xs)
-        return (grads, float(np.ravel(table[0])[0])), ops["sin"]
+        tracemalloc.start()
+        try:
+            with count_ops() as ops:
+                ys = [*map(wrap(fn), xs)]
+                held, _ = tracemalloc.get_traced_memory()
+                grads = torch.autograd.grad(sum(y.sum() for y in ys), xs)
+        finally:
+            tracemalloc.stop()
+        return (grads, float(np.ravel(table[0])[0])), ops["sin"], held
 
-    (want, sines), (found, more) = run(lambda fn: fn), run(remat)
+    (want, sines, _), (found, more, held) = run(lambda fn: fn), run(remat)
     assert_same(found, want)
     assert more == 2 * sines
+    assert held < 3 * MIB  # of one, and of eight first pieces
 
 
 @pytest.mark.parametrize("size", [10**4, 6 * 10**5])
@@ -274,3 +280,19 @@ def test_a_log_may_change_and_a_table_is_put_back(name):
         getattr(module, name)[0] = 5.0
         assert_same(torch.autograd.grad(loss, x)[0], want)
     assert ops["sin"] == 3  # one is of the derivative of the cosine
+
+
+def test_a_large_log_that_no_code_names_is_not_read():
+    module = Logging()
+    module.log, call = np.zeros(MIB // 8), remat(module)
+    x = make(4, seed=2).requires_grad_()
+    call(x)
+    tracemalloc.start()
+    try:
+        with count_ops() as ops:
+            loss = call(x).sum()
+            held, _ = tracemalloc.get_traced_memory()
+            loss.backward()
+    finally:
+        tracemalloc.stop()
+    assert (ops["sin"], held < MIB // 2) == (3, True)
