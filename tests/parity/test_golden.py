@@ -18,6 +18,7 @@ from support.golden import (
     ROWS_OF_0_12,
     as_it_is,
     backward_of,
+    block,
     compared,
     dots,
     executed,
@@ -102,6 +103,32 @@ def test_a_call_around_hands_on_what_it_computes_for_one_within(case, around):
         assert_same(actual, expected, reassociated=True)
 
 
+# Of blocks side by side, only the one whose backward comes first is handed what the
+# call around computes: the others would hold that beside their products. The newer
+# implementation of JAX's runs 4 tanh, the older one 6.
+@pytest.mark.parametrize(
+    ("around", "tanh"), [(pruned, 5), (remat, 6)], ids=["pruned", "remat"]
+)
+def test_calls_side_by_side_run_no_more_than_in_jax(around, tanh):
+    case = "side by side"
+    expected, _, plainly = backward(within(case, as_it_is, as_it_is))
+    fn = within(case, around, dots)
+    for call in range(3):
+        actual, _, back = backward(fn)
+        again = executed(back) - executed(plainly)
+        assert only(again, "tanh", "dot") == table(f"tanh {tanh}, dot 4"), call
+        assert_same(actual, expected, reassociated=True)
+
+
+@pytest.mark.parametrize("around", [pruned, remat], ids=["pruned", "remat"])
+def test_a_block_in_two_calls_that_save_its_products_runs_as_in_one(around):
+    _, _, plainly = backward(block)
+    fn = around(dots(dots(block)))
+    for call in range(3):
+        again = executed(backward(fn)[2]) - executed(plainly)
+        assert only(again, "tanh", "dot") == least("alone"), call
+
+
 # --- Under torch.func: both together ---
 
 
@@ -156,6 +183,15 @@ def test_under_transforms_a_call_within_that_nothing_reads_keeps_nothing(case, h
         actual, ops = run(transform, fn)
         assert only(ops - plainly, "tanh", "dot") == least(case), call
         assert_same(actual, expected, reassociated=True)
+
+
+def test_under_transforms_a_call_around_without_a_record_runs_all_of_one_within():
+    """It does not know that nothing else reads the results, so both run each tanh."""
+    fn, transform = remat(dots(block)), TRANSFORMS["grad"]
+    _, plainly = run(transform, block)
+    for call in range(2):
+        _, ops = run(transform, fn)
+        assert only(ops - plainly, "tanh", "dot") == table("tanh 4, dot 2"), call
 
 
 @rows("row", {k: k for k in ROWS}, fast=["sin2", "dots", "remat(two)", "W@x"])
