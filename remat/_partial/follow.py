@@ -29,6 +29,8 @@ from remat._partial.runnable import (
 )
 from remat._partial.values import key_of
 from remat._torch.modes import LeanDispatchMode, call_kernel
+from remat._torch.operators import is_view_op
+from remat._torch.tensors import has_no_memory
 from remat._torch.tracing import eager_only
 
 
@@ -160,7 +162,9 @@ class Collect(Follow):
     @override
     def unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if func not in UNRECORDED:
+        # In a replay around, autograd makes views of absent tensors again.
+        is_absent = is_view_op(func) and has_no_memory(args[0])
+        if func not in UNRECORDED and not is_absent:
             self._give_up()
         return result
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from remat._base.absent import Absent, like
 from remat._base.context import here
-from remat._base.errors import MutationError
+from remat._base.errors import MutationError, RecomputeError
 from remat._graph.handles import CHANGED, OFFLOAD, Handle, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache
@@ -176,11 +176,12 @@ class SavedInHandles(PlannedCall):
         self._is_replayed = False  # and holds no residual any more
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
+        self._hands_on = False  # each residual to the call around, at its place
         self._waiting: dict[int, Handle] = {}  # for what the call around recomputes
 
     @classmethod
     def of_choice(
-        cls, choice: Any, inputs: Sequence[Tensor], hooks: Any
+        cls, choice: Any, inputs: Sequence[Tensor], hooks: Any, label: str
     ) -> "SavedInHandles":
         """Return what repeats a nested call while the call around it is recomputed.
 
@@ -188,7 +189,8 @@ class SavedInHandles(PlannedCall):
         it has all that it needs.
         """
         # It makes no mode, as this cache says that nothing is followed.
-        new = cls(cache=_FOLLOWS_NOTHING, inputs=inputs, hooks=hooks, nested=True)
+        what = {"cache": _FOLLOWS_NOTHING, "inputs": inputs, "label": label}
+        new = cls(hooks=hooks, nested=True, **what)
         new.cache, new.plans, new.may_drop, forward, _ = choice
         new._waiting = getattr(forward(), "_waiting", {})
         plans, early = choice[1], new._early
@@ -198,6 +200,7 @@ class SavedInHandles(PlannedCall):
 
         if plans.destinations:
             new.mode, new._was_seen = Collect(plans.full, on_residual=on_residual), True
+            new._hands_on = True
         return new
 
     def choice(self, inner: Sequence[Any]) -> Any:
@@ -240,6 +243,8 @@ class SavedInHandles(PlannedCall):
         self._taken.clear()
         for residual in self._early:
             residual.let_go_of_graph()
+        if tensors is None and self._hands_on:
+            raise RecomputeError(_MOVED.format(label=self._label))
         plans = self.plans
         if plans is None or tensors is None or self.is_late:
             return
@@ -430,3 +435,9 @@ def _may_stand_in(may_any: bool, recorded: bool, tensor: Tensor) -> bool:
 
 _FOLLOWS_NOTHING = CallCache()
 _FOLLOWS_NOTHING.reason = "a nested call repeats what its forward chose"
+_MOVED = (
+    "remat: recomputing {label} within another call runs other operations than its "
+    "forward did, so it saves other values. The function must compute the same thing "
+    "twice: if it depends on outside state that changed, pass that state as an "
+    "argument."
+)

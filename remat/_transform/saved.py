@@ -209,7 +209,8 @@ class Saved:
         if around is not None and around.again:
             choice = around.next()
             if choice is not None:
-                self.planned = SavedInHandles.of_choice(choice, inputs, hooks)
+                repeated = SavedInHandles.of_choice(choice, inputs, hooks, self.label)
+                self.planned = repeated
                 self.inner = [*choice[-1]]  # which calls within this one do again
             return
         self.index = None if around is None else around.reserve()

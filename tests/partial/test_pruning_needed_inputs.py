@@ -20,7 +20,7 @@ from support.pruning import (
 from support.zoo import leaves_of, scalar
 
 from remat import RecomputeError, remat
-from remat.policies import everything_saveable
+from remat.policies import dots_saveable, everything_saveable
 from remat.testing import assert_same, count_ops
 
 
@@ -180,6 +180,33 @@ def test_what_a_call_within_hands_on_leads_to_no_graph():
 
     ours, plain = made(remat), made(lambda fn, **_: fn)
     for _ in range(3):
-        got = gradients(lambda x, y: ours(x, y, W * 2), X, W)
-        expected = gradients(lambda x, y: plain(x, y, W * 2), X, W)
+        got, expected = (
+            gradients(lambda x, y, f=f: f(x, y, W * 2), X, W) for f in (ours, plain)
+        )
+        assert_same(got, expected)
+
+
+def test_what_calls_within_hand_on_keeps_its_place():
+    """In a replay around, autograd makes views of absent tensors again."""
+
+    def made(wrap):
+        def dots(x, y, w):
+            y = y @ w
+            (x * 1.1).view(-1)[2:5].mul_(2.0)  # which nobody reads
+            return y * 1.5, (y @ w).sin()
+
+        within = wrap(dots, policy=dots_saveable)
+
+        def fn(x, w):
+            y, _ = within(x, x, w)
+            return y.tanh(), x.sin()
+
+        middle = wrap(fn, policy=dots_saveable)
+        return wrap(lambda x, w: middle(x.sin(), w), policy=dots_saveable)
+
+    ours, plain = made(remat), made(lambda fn, **_: fn)
+    for _ in range(3):
+        got, expected = (
+            gradients(lambda x, w, f=f: f(x, w)[0], X, W) for f in (ours, plain)
+        )
         assert_same(got, expected)
