@@ -22,6 +22,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import Function, forward_ad, graph
 from torch.autograd.function import once_differentiable
 
+from remat._torch.modes import outside_all_dispatch_modes
 from remat._torch.tensors import use_count
 
 
@@ -226,7 +227,8 @@ def held_by(node: Any) -> list[Any]:
 # number.
 @functools.cache
 def _references_to_unheld() -> int:
-    with torch.enable_grad():
+    # Modes of a call would take this for what its function does.
+    with outside_all_dispatch_modes(), torch.enable_grad():
         root = torch.zeros((), requires_grad=True) * 2.0
     node: Any = graph.get_gradient_edge(root).node
     return sys.getrefcount(node.next_functions[0][0].variable)
