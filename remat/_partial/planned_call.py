@@ -42,7 +42,7 @@ from remat._torch.levels import (
     is_batch_of_cotangents,
     transforms,
 )
-from remat._torch.modes import outside_dispatch_mode
+from remat._torch.modes import dispatch_modes, outside_dispatch_mode
 from remat._torch.tensors import has_no_memory, is_lazy
 from remat.policies import Policy
 
@@ -81,6 +81,9 @@ class PlannedCall:
             runs_on = inputs if inner is None else inner
             if plans is None:
                 self.mode = Recorder(runs_on, policy)
+                if any(isinstance(mode, Replay) for mode in dispatch_modes()):
+                    # What is absent runs other operations: a record for this call.
+                    self.cache = CallCache()
             elif cache.is_proven() and self._inputs_to_drop(plans):
                 self.mode = Collect(plans.full, runs_on)
             elif plans.destinations and (nested or not plans.each_has_handle):

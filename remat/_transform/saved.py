@@ -315,7 +315,10 @@ class Saved:
             or hooks[0] is context.block_pack
             or (context.only_our_hooks and self.is_nested)
         )
-        context.policy, again = self.policy, bool(self.inner)
+        # Those within a call that follows nothing in a recompute follow nothing, too.
+        around = context.nested_choices
+        again = around is not None and around.again
+        context.policy = self.policy
         context.nested_choices = NestedChoices(self.inner, again=again)
         context.regions = (*regions, [self.kept, False, 0, False])
         if context.reporter is not None:

@@ -12,6 +12,7 @@ from support.pruning import (
     W,
     X,
     assert_like_plain,
+    call_caches,
     given_up,
     last_call_cache,
     nothing_or_everything,
@@ -210,3 +211,25 @@ def test_what_calls_within_hand_on_keeps_its_place():
             gradients(lambda x, w, f=f: f(x, w)[0], X, W) for f in (ours, plain)
         )
         assert_same(got, expected)
+
+
+def test_a_record_of_absent_tensors_is_for_no_call_after_it():
+    """Autograd makes a view of one again, which is an operation that none has."""
+
+    def waves(x):
+        y = x.cos()
+        y[0] = x[1].tanh()
+        return (y * 1.2).tanh() * 1.0
+
+    within = remat(waves, policy=everything_saveable)
+    middle = remat(lambda x: within(x) + 1)
+    ours = remat(lambda x: (middle(x), x.tanh())[1], prune=True)
+    (x,) = leaves_of(X)
+    out = ours(x)
+    caches = call_caches()
+    for cache in caches:
+        cache.plans = None
+    out.sum().backward()
+    middle(x)  # keeps what `within` does, or finds that its record does not fit
+    assert len(call_caches()) == len(caches)
+    assert not any(cache.misfits for cache in caches)
