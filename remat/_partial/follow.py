@@ -162,9 +162,12 @@ class Collect(Follow):
     @override
     def unexpected(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        # In a replay around, autograd makes views of absent tensors again.
-        is_absent = is_view_op(func) and has_no_memory(args[0])
-        if func not in UNRECORDED and not is_absent:
+        if is_view_op(func) and has_no_memory(args[0]):
+            # In a replay around: autograd makes views of absent tensors again, and
+            # each is a storage of its own, where one that was freed may have been.
+            for t in tensors_of(result):
+                self._numbers.pop(key_of(t), None)
+        elif func not in UNRECORDED:
             self._give_up()
         return result
 

@@ -4,6 +4,7 @@ What is let go is checked by weak references to storages.
 """
 
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from support.pruning import (
 from support.zoo import leaves_of, scalar
 
 from remat import RecomputeError, remat
+from remat._base.absent import like
+from remat._partial.follow import Collect
+from remat._partial.values import key_of
 from remat.policies import dots_saveable, everything_saveable
 from remat.testing import assert_same, count_ops
 
@@ -233,3 +237,16 @@ def test_a_record_of_absent_tensors_is_for_no_call_after_it():
     middle(x)  # keeps what `within` does, or finds that its record does not fit
     assert len(call_caches()) == len(caches)
     assert not any(cache.misfits for cache in caches)
+
+
+def test_what_stands_for_a_view_is_not_taken_for_what_was_freed():
+    """Each absent tensor is a storage of its own, where another may have been."""
+    of_backward(remat(lambda x: x.sin().exp(), prune=True), (X,))
+    mode = Collect(last_call_cache().plans.full, [X])
+    view = like(X)
+    view.__class__ = torch.Tensor  # as in a replay around
+    mode._numbers[key_of(view)] = -1  # of what was freed
+    made_again = Mock(is_view=True, return_value=view)
+    assert mode.unexpected(0, made_again, (view,), None) is view
+    assert key_of(view) not in mode._numbers
+    assert mode._fits
