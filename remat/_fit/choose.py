@@ -85,7 +85,7 @@ def least_for(walker: Walker) -> Chosen:
                 low = middle
             else:
                 best, high = found, walker(found).peak
-        each = [lowered(walker, start) for start in (best, frozenset())]
+        each = [lowered(walker, start) for start in (best, *_of_a_kind(walker))]
         walker.known[_LEAST] = min(each, key=lambda chosen: walker(chosen).peak)
     return walker.known[_LEAST]
 
@@ -171,19 +171,20 @@ class _Solving:
         return self._program.solve(**self._ends)
 
     def choice(self) -> Chosen | None:
-        """Return a choice that fits; None if there is none."""
+        """Return a choice that fits; None if none was found."""
         chosen, least, since = self._first, math.inf, 0
+        last = chosen
         for _ in range(_ROUNDS):
             if chosen is None or since > _IN_VAIN:
-                return None
-            walked = self._walker(chosen)
+                break
+            last, walked = chosen, self._walker(chosen)
             if walked.peak <= self._budget:
                 return chosen
             since = 0 if walked.peak < least else since + 1
             least = min(least, walked.peak)
             self._correct(chosen, walked)
             chosen = self._solve()
-        return None
+        return None if last is None else repaired(self._walker, last, self._budget)
 
     def _correct(self, chosen: Chosen, walked: Walked) -> None:
         walker, limits = self._walker, self.limits
@@ -229,6 +230,7 @@ def _idle_at(
 
 _STEPS = 100_000  # operations that are walked over: less than a second
 _STEPS_FROM_LEAST = 5 * _STEPS  # where the program finds nothing
+_REPAIRS = 15_000  # the same, for each search that may fail
 _DIGITS = 12  # of seconds
 
 
@@ -273,17 +275,60 @@ def improved(
     return _descended(walker, chosen, _neighbours, score, steps)
 
 
+def repaired(walker: Walker, chosen: Chosen, budget: int) -> Chosen | None:
+    """Change single choices while less is over the budget; None if that does not do."""
+
+    def over(candidate: Chosen, _: int | None = None) -> int:
+        walked = walker(candidate).bytes
+        return sum(nbytes - budget for nbytes in walked if nbytes > budget)
+
+    found = _descended(walker, chosen, _flipped, over, _REPAIRS)
+    return None if over(found) else found
+
+
 def lowered(walker: Walker, chosen: Chosen) -> Chosen:
     """Change and exchange what is saved while the peak becomes lower."""
 
     def candidates(walker: Walker, best: Chosen) -> Iterator[Chosen]:
-        yield from (best ^ {i} for i in sorted(walker.choices))
+        yield from _flipped(walker, best)
         yield from _neighbours(walker, best)
 
     def peak(candidate: Chosen, _: int | None = None) -> int:
         return walker(candidate).peak
 
     return _descended(walker, chosen, candidates, peak)
+
+
+def _of_a_kind(walker: Walker) -> list[Chosen]:
+    """Return choices of a low peak that save nothing, or results of one kind.
+
+    Layers are alike. What is best saved of them all is often one of their results.
+    """
+    kinds: dict[Any, set[int]] = {}
+    for i, made in walker.choices.items():
+        size = sum(walker.record.sizes[n] for n in made)
+        kinds.setdefault((walker.record.operations[i].name, size), set()).add(i)
+    starts = [frozenset(kind) for kind in kinds.values() if len(kind) > 2]
+    starts.sort(key=lambda chosen: walker(chosen).peak)
+    pressed = [_pressed(walker, chosen) for chosen in starts[:_STARTS]]
+    lowest = sorted(pressed, key=lambda chosen: walker(chosen).peak)
+    return [*lowest[:1], frozenset()]
+
+
+_STARTS = 3
+
+
+def _pressed(walker: Walker, chosen: Chosen) -> Chosen:
+    """Change single choices while the peak becomes lower, or what is near it."""
+    found: Chosen | None = chosen
+    while found is not None:
+        chosen, found = found, repaired(walker, found, walker(found).peak - 1)
+    return chosen
+
+
+def _flipped(walker: Walker, chosen: Chosen) -> Iterator[Chosen]:
+    """Yield choices that save one operation more, or one fewer."""
+    return (chosen ^ {i} for i in sorted(walker.choices))
 
 
 def _neighbours(walker: Walker, chosen: Chosen) -> Iterator[Chosen]:

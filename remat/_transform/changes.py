@@ -386,12 +386,13 @@ def _marks(
     if func not in _PARTS or kwargs or ("accumulate", True) in named[3:]:
         return None
     # The operation itself marks them: it writes True in place of its values.
-    others = [
-        (torch.ones_like(a, dtype=torch.bool) if isinstance(a, Tensor) else True)
-        if name in _VALUES
-        else a
-        for name, a in named[1:]
-    ]
+    with unseen():
+        others = [
+            (torch.ones_like(a, dtype=torch.bool) if isinstance(a, Tensor) else True)
+            if name in _VALUES
+            else a
+            for name, a in named[1:]
+        ]
     return lambda new: func(new, *others)
 
 
