@@ -259,7 +259,7 @@ class Check(Follow):
         )
         text = _described([*before, *after], len(before), func)
         self._give_up()
-        error = RecomputeError(_DIFFERENT + text)
+        error = RecomputeError(DIFFERENT + text)
         self._error = self._error or error
         return error
 
@@ -273,7 +273,7 @@ class Check(Follow):
             raise self._error
 
 
-_DIFFERENT = (
+DIFFERENT = (
     "remat: the recompute ran other operations than the forward did. The function "
     "must compute the same thing twice: if it depends on outside state that changed, "
     "pass that state as an argument.\n"

@@ -29,10 +29,10 @@ from remat._graph.handles import CHANGED, OFFLOAD, Handle, Offloaded, Residual, 
 from remat._offload.offload import Fetched, Origin, origin_of
 from remat._partial.cache import CallCache
 from remat._partial.decide import ACCUMULATES, plan_recorded
-from remat._partial.follow import Check, Collect
+from remat._partial.follow import DIFFERENT, Check, Collect
 from remat._partial.options import Prune
 from remat._partial.recorder import Recorder, tell_recorders
-from remat._partial.replay import Replay, is_droppable
+from remat._partial.replay import Replay, is_droppable, may_stand_in
 from remat._partial.runnable import Plans
 from remat._partial.values import key_of, value_of, viewed_as
 from remat._torch.autograd import top_hooks
@@ -54,6 +54,7 @@ class PlannedCall:
     """
 
     is_late = False  # a recompute around left its residuals out: it keeps nothing
+    _repeats = False  # in a recompute of a call around, what its forward did
 
     def __init__(
         self,
@@ -130,8 +131,7 @@ class PlannedCall:
             if count == len(plans.record.roots):
                 residuals = self._collected()
             if residuals is None:
-                self.cache.drop_record()
-                self.plans = None
+                self._give_up()
             elif may_drop and mode is not None and mode.verifies:
                 inputs, unread = self._inputs, self._inputs_to_drop(plans)
                 self.dropped = {i: like(inputs[i]) for i in unread}
@@ -145,6 +145,12 @@ class PlannedCall:
         # The mode holds candidates, and the call is not to hold its inputs.
         self.mode, self._inputs, self._inner = None, (), None
         return residuals
+
+    def _give_up(self) -> None:
+        if self._repeats:  # what is saved after it would take other places
+            raise RecomputeError(DIFFERENT)
+        self.cache.drop_record()
+        self.plans = None
 
     def _collected(self) -> list[Tensor] | None:
         """Return the residuals; None if the plan does not fit this forward."""
@@ -179,12 +185,11 @@ class SavedInHandles(PlannedCall):
         self._is_replayed = False  # and holds no residual any more
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
         self._early: list[Residual] = []  # residuals that were put away at once
-        self._hands_on = False  # each residual to the call around, at its place
         self._waiting: dict[int, Handle] = {}  # for what the call around recomputes
 
     @classmethod
     def of_choice(
-        cls, choice: Any, inputs: Sequence[Tensor], hooks: Any, label: str
+        cls, choice: Any, inputs: Sequence[Tensor], hooks: Any
     ) -> "SavedInHandles":
         """Return what repeats a nested call while the call around it is recomputed.
 
@@ -192,8 +197,7 @@ class SavedInHandles(PlannedCall):
         it has all that it needs.
         """
         # It makes no mode, as this cache says that nothing is followed.
-        what = {"cache": _FOLLOWS_NOTHING, "inputs": inputs, "label": label}
-        new = cls(hooks=hooks, nested=True, **what)
+        new = cls(cache=_FOLLOWS_NOTHING, inputs=inputs, hooks=hooks, nested=True)
         new.cache, new.plans, new.may_drop, forward, _ = choice
         new._waiting = getattr(forward(), "_waiting", {})
         plans, early = choice[1], new._early
@@ -202,8 +206,8 @@ class SavedInHandles(PlannedCall):
             early.append(Residual(tensor, plans.ops[len(early)], hooks))
 
         if plans.destinations:
-            new.mode, new._was_seen = Collect(plans.full, on_residual=on_residual), True
-            new._hands_on = True
+            new.mode = Collect(plans.full, on_residual=on_residual)
+            new._was_seen = new._repeats = True
         return new
 
     def choice(self, inner: Sequence[Any]) -> Any:
@@ -246,8 +250,6 @@ class SavedInHandles(PlannedCall):
         self._taken.clear()
         for residual in self._early:
             residual.let_go_of_graph()
-        if tensors is None and self._hands_on:
-            raise RecomputeError(_MOVED.format(label=self._label))
         plans = self.plans
         if plans is None or tensors is None or self.is_late:
             return
@@ -344,6 +346,17 @@ class SavedInHandles(PlannedCall):
 class SavedInNode(PlannedCall):
     """A call under torch.func, whose node saves the residuals with the inputs."""
 
+    note: Callable[[Any], None] | None = None  # is told what it follows
+
+    @classmethod
+    def of_choice(cls, choice: Any, **call: Any) -> "SavedInNode":
+        """Return what repeats a call while the call around it is recomputed."""
+        new = cls(cache=_FOLLOWS_NOTHING, **call)
+        new.cache, new.plans = choice
+        if new.plans.destinations:
+            new.mode, new._was_seen, new._repeats = Collect(new.plans.full), True, True
+        return new
+
     def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
         """End the forward: return the residuals; None to recompute in full."""
         self._count = len(self._inputs)
@@ -355,6 +368,8 @@ class SavedInNode(PlannedCall):
         plans = self.plans
         if plans is None or tensors is None:
             return None
+        if self.note is not None:
+            self.note((self.cache, plans))
         destinations = () if self.is_late else plans.destinations
         if not OFFLOAD.keys().isdisjoint(destinations):
             self._origins = [*map(origin_of, tensors)]
@@ -389,9 +404,9 @@ class SavedInNode(PlannedCall):
         replaying = Replay(self, self.plans, targets, residuals, take)
         whole = current_layer() is None or all(base_tensor(t) is t for t in inputs)
         recorded = torch.is_grad_enabled()
-        may_stand_in = functools.partial(_may_stand_in, whole, recorded)
+        may_any = functools.partial(may_stand_in, whole, recorded)
         try:
-            grads = pull(replaying.stand_ins(inputs, may_stand_in), replaying)
+            grads = pull(replaying.stand_ins(inputs, may_any), replaying)
         except Exception as error:  # noqa: BLE001 - raised there, if it is the user's
             replaying.failed(error)
         else:
@@ -430,17 +445,5 @@ class SavedInNode(PlannedCall):
         return Fetched(residuals, self._origins).take
 
 
-def _may_stand_in(may_any: bool, recorded: bool, tensor: Tensor) -> bool:
-    """Say whether an absent tensor may stand for an input, under a graph or not."""
-    reaches = recorded and tensor.requires_grad  # the graph has to reach it
-    return may_any and type(tensor) is Tensor and not (reaches or is_lazy(tensor))
-
-
 _FOLLOWS_NOTHING = CallCache()
 _FOLLOWS_NOTHING.reason = "a nested call repeats what its forward chose"
-_MOVED = (
-    "remat: recomputing {label} within another call runs other operations than its "
-    "forward did, so it saves other values. The function must compute the same thing "
-    "twice: if it depends on outside state that changed, pass that state as an "
-    "argument."
-)

@@ -335,6 +335,12 @@ class Replay(Follow):
         return any(tensor is unread for unread in self._unread)
 
 
+def may_stand_in(may_any: bool, recorded: bool, tensor: Tensor) -> bool:
+    """Say whether an absent tensor may stand for an input, under a graph or not."""
+    reaches = recorded and tensor.requires_grad  # the graph has to reach it
+    return may_any and type(tensor) is Tensor and not (reaches or is_lazy(tensor))
+
+
 def is_droppable(tensor: Tensor) -> bool:
     """Say whether an input that no recompute reads need not be kept.
 

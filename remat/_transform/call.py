@@ -235,6 +235,13 @@ class Call:
         elements = sum(map(Tensor.numel, inputs))
         if has_no_reason(policy, prune, elements):
             return None
+        around, note = here().nested_choices, None
+        if around is not None and around.again:
+            if (choice := around.next()) is None:
+                return None
+            return SavedInNode.of_choice(choice, inputs=inputs, inner=given.inner)
+        if around is not None:
+            note = functools.partial(around.note, around.reserve())
         others = filterfalse(may_be_absent, inputs if state.classes else ())
         situation = Situation(
             is_saved=False,
@@ -254,7 +261,7 @@ class Call:
         cache = CallKind(rest, metas_of(inputs)).cache(policy, prune, self.owner)
         if is_refused(cache, signature, policy, prune, label):
             return None
-        return SavedInNode(
+        planned = SavedInNode(
             cache=cache,
             policy=policy,
             prune=prune,
@@ -262,6 +269,8 @@ class Call:
             label=label,
             inner=given.inner,
         )
+        planned.note = note
+        return planned
 
     def forward_done(self) -> None:
         """Let go of what only the forward needs."""

@@ -209,8 +209,7 @@ class Saved:
         if around is not None and around.again:
             choice = around.next()
             if choice is not None:
-                repeated = SavedInHandles.of_choice(choice, inputs, hooks, self.label)
-                self.planned = repeated
+                self.planned = SavedInHandles.of_choice(choice, inputs, hooks)
                 self.inner = [*choice[-1]]  # which calls within this one do again
             return
         self.index = None if around is None else around.reserve()
@@ -315,10 +314,8 @@ class Saved:
             or hooks[0] is context.block_pack
             or (context.only_our_hooks and self.is_nested)
         )
-        # Those within a call that follows nothing in a recompute follow nothing, too.
-        around = context.nested_choices
-        again = around is not None and around.again
-        context.policy = self.policy
+        context.policy, around = self.policy, context.nested_choices
+        again = around is not None and around.again  # also where this follows nothing
         context.nested_choices = NestedChoices(self.inner, again=again)
         context.regions = (*regions, [self.kept, False, 0, False])
         if context.reporter is not None:
@@ -820,10 +817,11 @@ class Filling:
         if then is None or meta[:2] != then[:2]:
             return True
         nodes = meta[2], then[2]
-        if any(issubclass(node, FunctionCtx) for node in nodes):
-            # Hooks may put Functions in between that change nothing, as FSDP's do.
-            return False
         names = [*map(_name_of, nodes)]
+        if any(issubclass(node, FunctionCtx) for node in nodes):
+            # Hooks may put Functions in between that change nothing, as FSDP's do. But
+            # what a call within made is no residual of it, nor the other way round.
+            return {*names} == {"RematBackward", "NoneType"}
         # TorchScript fuses operations into such a node once it has run them.
         return names[0] != names[1] and "CppFunction" not in names
 

@@ -668,3 +668,34 @@ def test_a_plan_that_is_given_up_between_two_runs_moves_no_value():
         for _ in range(2):
             scalar(ours(X.clone().requires_grad_() * 1.0, X, W)).backward()
         assert_same(gradients(ours), expected)
+
+
+@given_up
+def test_a_plan_that_comes_between_two_runs_moves_no_value_of_a_node():
+    """A call within, whose node is in the graph of the call around, does the same."""
+
+    def made(wrap):
+        how = {"policy": policies.everything_saveable, "higher_order": True}
+        within = wrap(lambda x: x.tanh() * 1.0, **how)
+
+        def fn(x):
+            y = within(x)
+            return y, within(within(y))
+
+        return wrap(fn)
+
+    def gradient(fn, plans=()):
+        """Have the forward follow nothing, and the recompute find these plans."""
+        (x,) = leaves_of(X)
+        for cache, _ in plans:
+            cache.refuse("a test")
+        out = scalar(fn(x * 1.0))
+        for cache, kept in plans:
+            cache.plans, cache.reason = kept, ""
+        return torch.autograd.grad(out, x)
+
+    ours, expected = made(remat), gradient(made(lambda fn, **_: fn))
+    assert_same(gradient(ours), expected)
+    plans = [(cache, cache.plans) for cache in call_caches() if cache.plans]
+    assert plans
+    assert_same(gradient(ours, plans), expected)
