@@ -31,13 +31,7 @@ from torch import nn
 from remat._base.code import VIEWED, content_of
 from remat._base.context import here
 from remat._base.package import from_above
-from remat._base.source import (
-    ModulePaths,
-    Where,
-    class_names,
-    full_name,
-    names_in,
-)
+from remat._base.source import ModulePaths, Where, class_names, full_name, names_in
 from remat._base.types import Fn
 from remat._torch.nodes import modules_of_node
 from remat._torch.process import hook_all_modules, unhook_all_modules

@@ -27,12 +27,7 @@ import torch
 from torch import Tensor
 
 from remat._base.errors import OURS
-from remat._base.interpreter import (
-    NamesUsed,
-    is_made_by_statement,
-    names_used,
-    nested,
-)
+from remat._base.interpreter import NamesUsed, is_made_by_statement, names_used, nested
 from remat._base.types import CONSTANTS, TENSORS
 
 

@@ -54,10 +54,7 @@ class FunctionalWalker(UnitWalker):
     is_solved = False
 
     def __init__(
-        self,
-        record: StepRecord,
-        blocks: Collection[str],
-        around: Collection[str] = (),
+        self, record: StepRecord, blocks: Collection[str], around: Collection[str] = ()
     ) -> None:
         # By the first node of a call: what its graph would keep, and what it is given.
         self._kept: dict[int, list[int]] = {}

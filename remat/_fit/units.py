@@ -92,10 +92,7 @@ class UnitWalker(Walker):
     """
 
     def __init__(
-        self,
-        record: StepRecord,
-        blocks: Collection[str],
-        around: Collection[str] = (),
+        self, record: StepRecord, blocks: Collection[str], around: Collection[str] = ()
     ) -> None:
         self._around = around  # modules that run again as a whole
         self._calls = outermost(call for call in record.calls if call.name in blocks)

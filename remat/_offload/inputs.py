@@ -25,13 +25,7 @@ from remat._base.errors import MutationError
 from remat._base.tensors import taken_apart, version_of
 from remat._base.types import TENSORS
 from remat._base.warned import warn
-from remat._offload.offload import (
-    Fetched,
-    Origin,
-    in_file,
-    in_host_memory,
-    origin_of,
-)
+from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
 from remat._torch.autograd import (
     current_task,
     dual_level_active,

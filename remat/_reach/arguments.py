@@ -46,11 +46,7 @@ from remat._reach.names import CallNames
 from remat._reach.objects import dict_of, is_spent_by_use, slots_of
 from remat._reach.parts import Box, HolderParts, Watched, make
 from remat._reach.stream_search import StreamSearch, has_defaults, is_stream, user_bases
-from remat._reach.walk import (
-    is_of_atoms,
-    is_of_library,
-    is_used_as_it_is,
-)
+from remat._reach.walk import is_of_atoms, is_of_library, is_used_as_it_is
 from remat._reach.watched import (
     PASSED,
     HeldBuffer,

@@ -258,9 +258,7 @@ class Reach:
         return undone(self._roots)
 
     def restored(
-        self,
-        tensors: Sequence[Any],
-        users: Callable[[], Sequence[Any]] | None = None,
+        self, tensors: Sequence[Any], users: Callable[[], Sequence[Any]] | None = None
     ) -> Running:
         """Return a context in which everything holds what it held at the call.
 

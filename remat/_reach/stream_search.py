@@ -37,12 +37,7 @@ from remat._reach.holders import (
     refers_to,
     variable_value,
 )
-from remat._reach.objects import (
-    attributes,
-    by_class,
-    defines,
-    is_rematerialized,
-)
+from remat._reach.objects import attributes, by_class, defines, is_rematerialized
 from remat._torch.process import device_generators
 from remat._torch.tracing import is_compiled
 

@@ -30,14 +30,7 @@ from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
 from remat._report import inputs as _inputs
 from remat._report.inputs import Inputs, Ledger, StorageNote, tensors_in, undoing
-from remat._report.peak import (
-    NAMES,
-    HeldValues,
-    Holder,
-    Peak,
-    PeakHolder,
-    advice_on,
-)
+from remat._report.peak import NAMES, HeldValues, Holder, Peak, PeakHolder, advice_on
 from remat._report.timeline import MemoryChange, changes_in, timeline_of
 from remat._torch.autograd import (
     AccumulateGrad,

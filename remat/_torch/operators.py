@@ -106,11 +106,7 @@ def register_torch_node(
 
     keyed = flatten_with_keys if children else None
     _pytree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        serialized_type_name=name,
-        flatten_with_keys_fn=keyed,
+        cls, flatten, unflatten, serialized_type_name=name, flatten_with_keys_fn=keyed
     )
 
 

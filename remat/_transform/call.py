@@ -223,11 +223,7 @@ class Call:
         return outs
 
     def planned(
-        self,
-        program: Program,
-        given: ForwardInputs,
-        request: Request,
-        state: CallState,
+        self, program: Program, given: ForwardInputs, request: Request, state: CallState
     ) -> SavedInNode | None:
         """Return what the forward does with records of calls like it, if anything."""
         policy, prune, label = self.policy, self.prune, self.reach.label

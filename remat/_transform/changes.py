@@ -45,9 +45,7 @@ from remat._transform.leaves import bytes_at
 
 
 def changes_of(
-    origin: Reach,
-    inputs: Sequence[Tensor],
-    run: Callable[[Sequence[Tensor]], object],
+    origin: Reach, inputs: Sequence[Tensor], run: Callable[[Sequence[Tensor]], object]
 ) -> dict[int, str]:
     """Run a function once more, on copies; return what changes each input.
 

@@ -92,10 +92,7 @@ def refuse_backward(
 
 
 def refuse_assigned_data(
-    origin: Reach,
-    inputs: Sequence[Tensor],
-    inner: Sequence[Tensor],
-    needs: PerInput,
+    origin: Reach, inputs: Sequence[Tensor], inner: Sequence[Tensor], needs: PerInput
 ) -> None:
     """Refuse a function that assigned to `.data` of an input."""
     found = addresses_of([*compress(inputs, needs), *compress(inner, needs)])

@@ -43,12 +43,7 @@ from remat._base.program import (
 )
 from remat._base.tensors import outside_inference_mode, taken_apart
 from remat._base.types import Fn, Outputs
-from remat._graph.graph import (
-    once_differentiable,
-    reached_by,
-    root_of,
-    sharing_memory,
-)
+from remat._graph.graph import once_differentiable, reached_by, root_of, sharing_memory
 from remat._partial.barrier import behind, recomputing_after
 from remat._partial.options import Options
 from remat._partial.recorder import Recorder

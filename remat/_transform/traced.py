@@ -53,12 +53,7 @@ from remat._transform.lowering import (
     lowering_of,
 )
 from remat.policies import nothing_saveable, save_only_these_names
-from remat.policies._data import (
-    identity_of,
-    offloads_to_disk,
-    policy_parts,
-    whole,
-)
+from remat.policies._data import identity_of, offloads_to_disk, policy_parts, whole
 
 
 def call_traced(

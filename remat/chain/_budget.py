@@ -157,10 +157,7 @@ def _of_kind(
 
 
 def _kind_of(
-    call: ChainCall,
-    inputs: Sequence[Tensor],
-    needs: Sequence[bool],
-    budget: LoopBudget,
+    call: ChainCall, inputs: Sequence[Tensor], needs: Sequence[bool], budget: LoopBudget
 ) -> tuple[Hashable, int]:
     """Return what chains have in common whose steps are alike.
 

@@ -197,12 +197,7 @@ class ChainProgram(Primal):
 class _Sweep:
     """The forward of a chain, while it runs."""
 
-    def __init__(
-        self,
-        call: ChainCall,
-        fn: Any,
-        args: Sequence[Any],
-    ) -> None:
+    def __init__(self, call: ChainCall, fn: Any, args: Sequence[Any]) -> None:
         assert call.cut is not None
         self._call, self._fn, self._args = call, fn, args
         self._cut = cut = call.cut

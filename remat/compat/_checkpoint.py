@@ -27,11 +27,7 @@ from remat._base.source import shown
 from remat._base.types import Fn, Opaque
 from remat._partial.options import Options
 from remat._reach.names import code_of_arguments
-from remat._report.check_replay import (
-    RunOperation,
-    around,
-    operation_of,
-)
+from remat._report.check_replay import RunOperation, around, operation_of
 from remat._torch.process import checkpoint_settings, selective_policy
 from remat._torch.tracing import constant_in_traces, eager_only
 from remat._transform.api import PolicyLike, refuse_function

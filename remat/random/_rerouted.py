@@ -276,7 +276,7 @@ def _random(
 
 
 _SMALL = {
-    *(torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32),
+    *(torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32)
 }
 
 

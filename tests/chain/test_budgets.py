@@ -51,11 +51,7 @@ def _whiled(loops, x, us, w, **options):
     return loops.while_loop(lambda carry: carry[0] < N, body, (0, x), **options)[1]
 
 
-LOOPS = {
-    "scan": (_scanned, N),
-    "fori_loop": (_counted, N),
-    "while_loop": (_whiled, N),
-}
+LOOPS = {"scan": (_scanned, N), "fori_loop": (_counted, N), "while_loop": (_whiled, N)}
 
 
 def least(run, *tensors, **options):

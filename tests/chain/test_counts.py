@@ -7,12 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from support.letting_go import Held
-from support.loops import (
-    PROGRAMS,
-    Plain,
-    derivatives,
-    of_backward,
-)
+from support.loops import PROGRAMS, Plain, derivatives, of_backward
 from support.tables import rows
 from support.transforms import ALL, some
 from support.zoo import V, assert_not_vanishing, scalar

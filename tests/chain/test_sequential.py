@@ -89,11 +89,7 @@ def tanhs(**options):
 
 @pytest.mark.parametrize("kind", [list, nn.ModuleList, nn.Sequential])
 def test_layers_are_a_list_or_a_module_that_holds_a_list(kind):
-    assert_chained(
-        lambda loops: trained(loops, kind, segments=3),
-        steps=6,
-        runs=12,
-    )
+    assert_chained(lambda loops: trained(loops, kind, segments=3), steps=6, runs=12)
 
 
 def test_layers_may_come_from_a_generator():

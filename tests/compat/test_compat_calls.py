@@ -34,12 +34,7 @@ from torch import nn
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 from remat import compat
-from remat.testing import (
-    assert_same,
-    assert_same_gradients,
-    count_ops,
-    live_bytes,
-)
+from remat.testing import assert_same, assert_same_gradients, count_ops, live_bytes
 
 
 def sin_exp(x):

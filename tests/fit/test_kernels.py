@@ -7,14 +7,7 @@ import sys
 import pytest
 import torch
 from support.fitted import least, square
-from support.kernels import (
-    KERNELS,
-    X,
-    blocks,
-    build,
-    gradients_and_launches,
-    launches,
-)
+from support.kernels import KERNELS, X, blocks, build, gradients_and_launches, launches
 from torch import nn
 
 import remat

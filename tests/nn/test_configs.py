@@ -133,10 +133,7 @@ REFUSED = {
         lambda: applied({"layers.*.mlp": "dotz"}),
         r"apply, 'layers\.\*\.mlp': 'dotz' is no policy. Do you mean 'dots'\? Write",
     ),
-    "an object": (
-        lambda: applied({"layers.*": 3}),
-        r"apply, 'layers\.\*': .*policy",
-    ),
+    "an object": (lambda: applied({"layers.*": 3}), r"apply, 'layers\.\*': .*policy"),
     "under a class": (
         lambda: applied({Layer: "x"}),
         "apply, 'Layer': 'x' is no policy",

@@ -9,15 +9,7 @@ import pickle
 
 import pytest
 import torch
-from support.switches import (
-    MODELS,
-    Block,
-    Newer,
-    Older,
-    Stacked,
-    switch_off,
-    switch_on,
-)
+from support.switches import MODELS, Block, Newer, Older, Stacked, switch_off, switch_on
 from support.tables import rows
 from support.zoo import ops_of
 from torch import nn

@@ -37,7 +37,7 @@ SAMPLES, FIRST, NUMBERS = 2, 12, 2000
 # level of torch.func, where plain fails likewise.
 UNABLE = {
     # It reads from memory where to split.
-    ("dual_backward", "tensor_split"): "Cannot access data pointer",
+    ("dual_backward", "tensor_split"): "Cannot access data pointer"
 }
 
 

@@ -7,13 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.policies import (
-    MATRIX,
-    assert_runs,
-    chain_of_three,
-    points,
-    settled,
-)
+from support.policies import MATRIX, assert_runs, chain_of_three, points, settled
 from support.transforms import some
 from support.zoo import plainly
 from torch.func import grad, jvp, vmap

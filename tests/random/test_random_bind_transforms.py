@@ -118,10 +118,7 @@ def test_per_key_derivatives_are_those_of_the_draws_written_out():
 # --- remat: the recompute draws the same ------------------------------------------
 
 MLP = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
-MODELS = {
-    "mlp": (MLP, make(4, 8, seed=7)),
-    "transformer": (ENCODER, SEQUENCE),
-}
+MODELS = {"mlp": (MLP, make(4, 8, seed=7)), "transformer": (ENCODER, SEQUENCE)}
 
 
 def inside(model, k):

@@ -100,10 +100,7 @@ REUSED = {
         lambda: vmap(vmap(random.uniform, in_dims=0), in_dims=1)(KEYS),
         lambda: use(KEYS[1, 2]),
     ),
-    "a vmap over a key": (
-        lambda: use(KEYS[1, 2]),
-        lambda: vmap(random.uniform)(KEYS),
-    ),
+    "a vmap over a key": (lambda: use(KEYS[1, 2]), lambda: vmap(random.uniform)(KEYS)),
     "a key of a vmap over the last dimension of raw keys": (
         lambda: vmap(random.uniform, in_dims=1)(KEYS[0].data.mT.contiguous()),
         lambda: use(KEYS[0, 2]),

@@ -44,11 +44,7 @@ every_draw = rows("draw", RAW_DRAWS)
 
 
 CIPHER = {
-    "zeros": (
-        "00000000 " * 4,
-        "00000000 " * 2,
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
+    "zeros": ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     "ones": ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     "pi": (
         "243f6a88 85a308d3 13198a2e 03707344",

@@ -184,7 +184,7 @@ PLACES = {
     "attribute of a tensor": (lambda w: setattr(TENSOR, "w", w), lambda: TENSOR.w),
 }
 HIDING_PLACES = {
-    "attribute of a package": (lambda w: setattr(np, "w", w), lambda: np.w),
+    "attribute of a package": (lambda w: setattr(np, "w", w), lambda: np.w)
 }
 NAMES = iter(range(10**6))
 

@@ -142,11 +142,7 @@ def editable_and_linked(machine):
     sys.path.append(str(place))
 
 
-USERS = [
-    in_a_folder_of_the_path,
-    editable,
-    editable_and_linked,
-]
+USERS = [in_a_folder_of_the_path, editable, editable_and_linked]
 
 
 @pytest.mark.parametrize("install", USERS)

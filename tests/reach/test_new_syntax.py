@@ -89,7 +89,7 @@ SINCE_3_13 = {
 
         def fn(x):
             return same(x.sin()).exp()
-    """,
+    """
 }
 if sys.version_info >= (3, 13):
     PROGRAMS |= SINCE_3_13

@@ -144,10 +144,7 @@ def of_a_variable(table):
     return lambda x: remat(fn)(x)
 
 
-NAMES = {
-    "self.held.table": of_a_module,
-    "tables['cos'][1]": of_a_variable,
-}
+NAMES = {"self.held.table": of_a_module, "tables['cos'][1]": of_a_variable}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -38,10 +38,7 @@ WRAPS = {
     "remat": ckpt,
     "remat of remat": lambda fn: ckpt(ckpt(fn)),
     "twice": lambda fn: (
-        lambda *args, **kwargs: (
-            fn(*args, **kwargs),
-            ckpt(fn)(*args, **kwargs),
-        )
+        lambda *args, **kwargs: (fn(*args, **kwargs), ckpt(fn)(*args, **kwargs))
     ),
 }
 plain_and_remat = pytest.mark.parametrize("wrap", [plainly, ckpt])

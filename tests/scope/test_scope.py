@@ -53,14 +53,8 @@ def test_the_comparison_fails_for_another_value():
 CONSUMERS = {
     "a product": (lambda x: grads((x * C).sum(), A, B, C), 1),
     "a sum, which needs no value": (lambda x: grads((x + C).sum(), A, B, C), 0),
-    "a graph that is retained": (
-        lambda x: twice((x * C).sum(), A, C),
-        2,
-    ),
-    "two losses": (
-        lambda x: each_of((x * C).sum(), (x * x).sum()),
-        2,
-    ),
+    "a graph that is retained": (lambda x: twice((x * C).sum(), A, C), 2),
+    "two losses": (lambda x: each_of((x * C).sum(), (x * x).sum()), 2),
     "a consumer after the backward": (
         lambda x: [*grads((x * C).sum(), A, C), *grads((x * C).sum(), A, C)],
         1,

@@ -6,14 +6,7 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from remat.chain.schedules import (
-    Advance,
-    Drop,
-    Evaluations,
-    Load,
-    Reverse,
-    Save,
-)
+from remat.chain.schedules import Advance, Drop, Evaluations, Load, Reverse, Save
 
 
 LENGTHS = st.integers(0, 200)

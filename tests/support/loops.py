@@ -77,11 +77,7 @@ def steps_run(length, **options):
 
 
 def assert_chained(
-    program: Callable[[Any], Any],
-    *,
-    steps: int,
-    runs: int,
-    reassociated: bool = False,
+    program: Callable[[Any], Any], *, steps: int, runs: int, reassociated: bool = False
 ) -> None:
     """A program of loops computes the same with plain ones, which run so many `steps`.
 

@@ -107,12 +107,12 @@ ROUNDED = {
     "func_grad": {
         *("prod", "cumprod", "masked.cumprod", "masked_fill"),
         "nn.functional.binary_cross_entropy_with_logits",
-    },
+    }
 }
 
 # What is drawn in place changes a value after it was made: policies do not keep that.
 DRAWN_IN_PLACE = {
-    *("cauchy", "exponential", "geometric", "log_normal", "normal-in_place", "uniform"),
+    *("cauchy", "exponential", "geometric", "log_normal", "normal-in_place", "uniform")
 }
 
 # torch_geometric, which other tests import, puts a function of its own there.

@@ -393,10 +393,7 @@ def test_an_argument_may_not_be_changed_as_by_remat():
 
 
 UNSEEN = {
-    "results": (
-        lambda x, same: (x.sin(),) * (1 + same),
-        "the recompute returned",
-    ),
+    "results": (lambda x, same: (x.sin(),) * (1 + same), "the recompute returned"),
     "gradients": (
         lambda x, same: (x if same else x.detach()).sin(),
         "outputs that require grad",

@@ -178,9 +178,7 @@ def test_draws_are_repeated():
     rand_ops: list[Any] = []
     stub = SimpleNamespace(rand_ops=rand_ops)
     table = graphs.draw_and_keep_state.python_key_table
-    with (
-        replaced(sys.modules, "torch._functorch.compile_utils", stub),
-    ):
+    with replaced(sys.modules, "torch._functorch.compile_utils", stub):
         graphs.let_graphs_draw()
         assert rand_ops == [graphs.draw_and_keep_state]
         assert table[ProxyTorchDispatchMode] is graphs._draw_of_proxies
@@ -388,9 +386,7 @@ def test_checkpoints_are_seen():
     assert process.checkpoint_depth() == 0
 
 
-def _of_list(
-    operators: list[Any],
-):
+def _of_list(operators: list[Any]):
     cells = {"policy_fn_or_list": types.CellType(operators)}
     code = process._CODE_OF_LIST
     closure = tuple(cells[name] for name in code.co_freevars)

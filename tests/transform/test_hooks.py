@@ -3,15 +3,7 @@
 import pytest
 import torch
 from support.tables import rows
-from support.zoo import (
-    W,
-    X,
-    leaves_of,
-    matmul,
-    ops_of,
-    plainly,
-    scalar,
-)
+from support.zoo import W, X, leaves_of, matmul, ops_of, plainly, scalar
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.func import grad, hessian, jacrev, jvp, vmap

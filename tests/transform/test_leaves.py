@@ -77,11 +77,7 @@ DONE = {
     ),
     "data": ("w.data = x.detach() * 2", "", 1),
     "a mark": ("w.count = getattr(w, 'count', 0) + 1", "", 1),
-    "a hook of the node": (
-        f"w = w * 1; w.grad_fn.next_functions[0][0].{HOOK}",
-        "",
-        1,
-    ),
+    "a hook of the node": (f"w = w * 1; w.grad_fn.next_functions[0][0].{HOOK}", "", 1),
     # Nothing holds the node yet: in plain code it is gone at once, with its hook.
     "a hook of the edge": (EDGE, "", 1),
     "a hook of the edge afterwards": ("", EDGE, 1),

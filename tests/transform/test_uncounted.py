@@ -170,9 +170,7 @@ def test_a_parameter_that_the_first_batch_sets_is_right(wrap: str) -> None:
         assert ours.is_set
 
 
-def test_three_calls_of_a_module_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_three_calls_of_a_module_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[int] = []
     before = changes.FirstBytes.__init__
 

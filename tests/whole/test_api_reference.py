@@ -7,12 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from support.public import (
-    MODULES,
-    missing,
-    public_names,
-    text_of,
-)
+from support.public import MODULES, missing, public_names, text_of
 
 
 ROOT = Path(__file__).parents[2]

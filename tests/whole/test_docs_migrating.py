@@ -98,8 +98,7 @@ def test_the_tables_have_their_rows(section):
 
 @pytest.mark.filterwarnings("ignore:remat. a policy mentions")
 @pytest.mark.parametrize(
-    "code",
-    [code for section in SECTIONS for _, ours in rows(section) for code in ours],
+    "code", [code for section in SECTIONS for _, ours in rows(section) for code in ours]
 )
 def test_our_call_runs(code):
     run(code, names())

@@ -8,13 +8,7 @@ import copy
 
 import pytest
 import torch
-from support.clients import (
-    Client,
-    built,
-    changed,
-    products,
-    train,
-)
+from support.clients import Client, built, changed, products, train
 from support.runs import saved_and_loaded
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune

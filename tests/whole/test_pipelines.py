@@ -64,12 +64,7 @@ def with_policy(fn):
     return remat(fn, policy=policies.dots_saveable)
 
 
-WRAPS = {
-    "plain": plainly,
-    "remat": remat,
-    "checkpoint": theirs,
-    "policy": with_policy,
-}
+WRAPS = {"plain": plainly, "remat": remat, "checkpoint": theirs, "policy": with_policy}
 
 
 def distance(result, target):

@@ -11,11 +11,7 @@ import os
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from support.programs import (
-    CAPTURED,
-    SIZE,
-    UNARY,
-)
+from support.programs import CAPTURED, SIZE, UNARY
 from support.transforms import ALL, some
 from support.zoo import Evaluations, leaves_of, plainly
 from torch.autograd.graph import saved_tensors_hooks

@@ -86,11 +86,7 @@ def test_the_recipe_is_of_the_code_as_it_is_and_uses_names_that_are_there(name, 
 
 @needs_git
 @pytest.mark.parametrize(
-    "name",
-    [
-        "policy",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in [*TESTS][1:]),
-    ],
+    "name", ["policy", *(pytest.param(n, marks=pytest.mark.slow) for n in [*TESTS][1:])]
 )
 def test_the_recipe_passes_its_tests(name, copy):
     apply(copy, name)

@@ -145,7 +145,7 @@ def test_containers_are_made_without_types():
 
 # Of two classes or aliases of one name, but for case and underscores, why both stay.
 MAY_SHARE_A_NAME = {
-    "within": "the one is entered like a function: `with within(policy)`",
+    "within": "the one is entered like a function: `with within(policy)`"
 }
 
 

@@ -172,14 +172,7 @@ def back(out):
 
 
 def loop(
-    fn,
-    *,
-    between=nothing,
-    after=nothing,
-    state=nothing,
-    count=3,
-    args=(),
-    shape=(16,),
+    fn, *, between=nothing, after=nothing, state=nothing, count=3, args=(), shape=(16,)
 ):
     """A step that wraps `fn` once, and runs it forward and backward a few times.
 

@@ -332,10 +332,7 @@ CODEBOOKS = {
 }
 for _name, _build in CODEBOOKS.items():
     _run = lambda wrap, build=_build: quantized(wrap, build())
-    PROGRAMS[f"codebook {_name}"] = (
-        ("vector_quantize_pytorch"),
-        _run,
-    )
+    PROGRAMS[f"codebook {_name}"] = (("vector_quantize_pytorch"), _run)
 
 
 # --- Transformers ---

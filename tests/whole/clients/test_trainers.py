@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.clients import (
-    built,
-    bytes_after_forward,
-    changed,
-    products,
-    snapshot,
-)
+from support.clients import built, bytes_after_forward, changed, products, snapshot
 from support.decoders import SMALL, hf, without_cache
 from support.zoo import plainly
 from torch import nn

@@ -1,14 +1,7 @@
 """Large workspaces and caches that a call fills, by many operations, and reads."""
 
 import torch
-from support.adversarial.program import (
-    State,
-    family,
-    leaf,
-    loop,
-    observed,
-    work,
-)
+from support.adversarial.program import State, family, leaf, loop, observed, work
 from torch import nn
 
 

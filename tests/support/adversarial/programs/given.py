@@ -259,11 +259,7 @@ def _within(wrap, fn):
     return call
 
 
-@family(
-    a_nested_call=_nested,
-    save_on_cpu=_packed,
-    hooks_for_saved_tensors=_within,
-)
+@family(a_nested_call=_nested, save_on_cpu=_packed, hooks_for_saved_tensors=_within)
 def an_input_is_itself_in(within):
     def step(wrap):
         x = leaf()

@@ -118,9 +118,7 @@ texts(
             after="z = y.tanh(); z.register_hook(lambda g: g * y.detach()); y = z",
         ),
         "a hook of a node": Text(
-            "held = []",
-            "x",
-            after="y.grad_fn.register_hook(lambda *_: held.append(1))",
+            "held = []", "x", after="y.grad_fn.register_hook(lambda *_: held.append(1))"
         ),
         "a backward hook that reads a counter": Text(
             "held = State(n=0)",

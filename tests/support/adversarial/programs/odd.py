@@ -5,14 +5,7 @@ import sqlite3
 import weakref
 
 import numpy as np
-from support.adversarial.program import (
-    Text,
-    family,
-    loop,
-    program,
-    texts,
-    work,
-)
+from support.adversarial.program import Text, family, loop, program, texts, work
 
 
 class Numbers:

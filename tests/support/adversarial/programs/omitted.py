@@ -283,9 +283,7 @@ def seventy_calls_in_one_another():
     return step
 
 
-BRANCHES = {
-    "cond": lambda x, flag: torch.cond(flag, torch.sin, torch.cos, (x,)),
-}
+BRANCHES = {"cond": lambda x, flag: torch.cond(flag, torch.sin, torch.cos, (x,))}
 
 
 @family(**BRANCHES)

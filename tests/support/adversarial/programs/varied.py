@@ -222,10 +222,7 @@ def another_class_between(make):
     return reversed_loop(fn, between=change, state=lambda: type(value).__name__)
 
 
-@family(
-    doubled=lambda: of_a_module(Doubled),
-    slots=lambda: of_a_slotted_object(Other),
-)
+@family(doubled=lambda: of_a_module(Doubled), slots=lambda: of_a_slotted_object(Other))
 def another_class_by_the_function(make):
     value, fn, other = make()
     first = type(value)
