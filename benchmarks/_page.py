@@ -112,15 +112,13 @@ def plot(results: Found, script: str, text: str) -> str:
 
 
 def machines(results: Found) -> str:
-    """Say what was measured on, and when: a line for each machine."""
+    """Say what was measured on, and when: first the machine of most scripts."""
     of_machine: dict[str, list[str]] = defaultdict(list)
     for script, result in results.items():
         of_machine[described(result["machine"])].append(script)
-    if len(of_machine) == 1:
-        (only,) = of_machine
-        return f"Measured on {only}, {dates(results)}."
-    lines = (f"- {name}: {', '.join(used)}" for name, used in of_machine.items())
-    return f"Measured {dates(results)} on:\n\n" + "\n".join(lines)
+    most, *others = sorted(of_machine, key=lambda name: -len(of_machine[name]))
+    rest = (f" {', '.join(of_machine[name])}: on {name}." for name in others)
+    return f"Measured on {most}, {dates(results)}." + "".join(rest)
 
 
 def described(machine: Mapping[str, Any]) -> str:
