@@ -6,6 +6,7 @@ What it can read are programs of `support.adversarial`.
 import csv
 import gc
 import itertools
+import weakref
 from fractions import Fraction
 
 import pytest
@@ -138,6 +139,27 @@ def test_a_hook_of_a_class_that_is_gone_is_an_error_with_its_name(ours, make):
     gc.collect()  # a class holds itself
     with pytest.raises(RecomputeError, match=r"The class with_a.*Local .* gone"):
         results[0].backward()
+
+
+def test_a_graph_that_is_dropped_frees_what_a_local_class_kept():
+    seen = []
+
+    def keeping():
+        kept = []
+
+        class Keeping:
+            def __call__(self, x):
+                kept.append(x.sin())
+                seen.append(weakref.ref(kept[-1]))
+                return kept[-1] * kept[-1]
+
+        return Keeping()
+
+    fn = keeping()
+    assert ops_of(lambda: remat(fn)(leaf()).sum().backward())["sin"] == 2
+    remat(keeping())(leaf())
+    gc.collect()  # a class holds itself
+    assert seen[-1]() is None
 
 
 class Curve(nn.Module):
