@@ -73,7 +73,10 @@ def _best_solved(walker: Walker, budget: int) -> Chosen | None:
 
 
 def least_for(walker: Walker) -> Chosen:
-    """Return the choice of the lowest peak: by bisection, or up from saving nothing."""
+    """Return the choice of the lowest peak that is found.
+
+    From what bisection finds, from results of one kind, and from saving nothing.
+    """
     find = solved if _is_solved(walker) else greedy
     if _LEAST not in walker.known:
         best = frozenset(walker.choices)
@@ -85,7 +88,8 @@ def least_for(walker: Walker) -> Chosen:
                 low = middle
             else:
                 best, high = found, walker(found).peak
-        each = [lowered(walker, start) for start in (best, *_of_a_kind(walker))]
+        starts = dict.fromkeys((best, _of_a_kind(walker), frozenset()))
+        each = [lowered(walker, start) for start in starts]
         walker.known[_LEAST] = min(each, key=lambda chosen: walker(chosen).peak)
     return walker.known[_LEAST]
 
@@ -299,8 +303,8 @@ def lowered(walker: Walker, chosen: Chosen) -> Chosen:
     return _descended(walker, chosen, candidates, peak)
 
 
-def _of_a_kind(walker: Walker) -> list[Chosen]:
-    """Return choices of a low peak that save nothing, or results of one kind.
+def _of_a_kind(walker: Walker) -> Chosen:
+    """Return a choice of a low peak, from those that save all results of one kind.
 
     Layers are alike. What is best saved of them all is often one of their results.
     """
@@ -310,9 +314,8 @@ def _of_a_kind(walker: Walker) -> list[Chosen]:
         kinds.setdefault((walker.record.operations[i].name, size), set()).add(i)
     starts = [frozenset(kind) for kind in kinds.values() if len(kind) > 2]
     starts.sort(key=lambda chosen: walker(chosen).peak)
-    pressed = [_pressed(walker, chosen) for chosen in starts[:_STARTS]]
-    lowest = sorted(pressed, key=lambda chosen: walker(chosen).peak)
-    return [*lowest[:1], frozenset()]
+    pressed = (_pressed(walker, chosen) for chosen in starts[:_STARTS])
+    return min(pressed, key=lambda chosen: walker(chosen).peak, default=frozenset())
 
 
 _STARTS = 3

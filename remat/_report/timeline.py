@@ -216,9 +216,7 @@ def memory_timeline(
     label = _inputs.label_of_function(fn)
     # The function may refer to the model, as a lambda does. No name holds the tensors:
     # the run may free some.
-    reached = map(_inputs.has_values, Reach(fn, label, args, kwargs).tensors)
-    has_values = all(reached)
-    del reached
+    has_values = all(map(_inputs.has_values, Reach(fn, label, args, kwargs).tensors))
     found = changes_in(run) if has_values else _changes_without_values(run)
     return timeline_of(label, found)
 
