@@ -814,10 +814,12 @@ class Vjp(Program):
         # Formulas of forward mode ask for the grad mode below, too.
         mode_below = torch.is_grad_enabled() or dual_level_active()
         with grad_mode(mode_below), grad_level() as level, grad_mode(True):
-            leaves = [
-                leaf_at(level, primals[i], requires_grad=True) for i in self._wanted
-            ]
-            inner = replaced_at(primals, self._wanted, leaves)
+            ends = self._wanted
+            if self.hooked:  # hooks are set on what any level differentiates
+                flags = map(requires_grad_at_any_level, primals)
+                ends = [i for i, flag in enumerate(flags) if flag or i in ends]
+            leaves = [leaf_at(level, primals[i], requires_grad=True) for i in ends]
+            inner = replaced_at(primals, ends, leaves)
             context = here()
             context.hooks_apart = bool(self.hooked) and self._evaluation.is_below
             try:

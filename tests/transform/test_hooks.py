@@ -6,7 +6,7 @@ from support.tables import rows
 from support.zoo import W, X, leaves_of, matmul, ops_of, plainly, scalar
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops
@@ -255,6 +255,8 @@ BELOW = {
     "vmap(grad)": lambda fn: vmap(grad(fn)),
     "jacrev(vmap)": lambda fn: jacrev(vmap(fn)),
     "vmap(grad(grad))": lambda fn: vmap(grad(lambda x: grad(fn)(x).square().sum())),
+    "jvp(grad)": lambda fn: lambda x: jvp(grad(fn), (x,), (x.cos(),))[1],
+    "jacfwd(grad)": lambda fn: jacfwd(grad(fn)),
 }
 
 
