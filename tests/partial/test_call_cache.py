@@ -4,6 +4,8 @@ The cache is bounded and holds nothing of the user's; blocks of the same code sh
 record; what does not fit is given up after three times, with a reason.
 """
 
+
+
 import gc
 import re
 import warnings
@@ -15,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.pruning import (
-    Cases,
     W,
     X,
     assert_like_plain,
     call_caches,
+    cases_of,
     dead_end,
     each_case,
     forget_calls,
@@ -189,7 +191,7 @@ class Thing:
         return dead_end((x * self.w).exp())
 
 
-class Holders(Cases):
+class Holders:
     """Each returns a rematerialized function, its arguments, and what to watch."""
 
     def of_a_module():
@@ -243,7 +245,7 @@ class Holders(Cases):
         return call, (*leaves_of(X, W),), [thing]
 
 
-@each_case(Holders)
+@each_case(cases_of(vars(Holders)))
 def test_nothing_of_the_users_is_held(case):
     fn, args, watched = case.fn()
     refs = [weakref.ref(w) for w in watched]

@@ -4,10 +4,11 @@ Each function is dangerous in its own way: it hides a value from the record, run
 of the user's in the backward, or is another function in another mode.
 """
 
+# ruff: noqa: F401 - the rows, which are text, use what is imported
+
 import pytest
 import torch
 from support.pruning import (
-    Cases,
     X,
     assert_like_plain,
     cases_of,
@@ -16,8 +17,9 @@ from support.pruning import (
     each_policy,
     each_policy_and_way,
     of_backward,
+    written,
 )
-from torch import nn
+from torch import func, nn
 from torch.autograd.graph import (
     register_multi_grad_hook,
     save_on_cpu,
@@ -54,7 +56,7 @@ def recomputed(ctx, cotangent):
 BUFFER = torch.zeros(4, 4, dtype=torch.double)
 
 
-class Functions(Cases, pruned=True):
+class Functions:
     """Forwards that hide what the backward reads, and one that hides nothing."""
 
     @differentiated(lambda ctx, g: g * ctx.x.cos() * ctx.nested["y"][0])
@@ -120,7 +122,7 @@ class Inputs(torch.autograd.Function):
 
 
 @each_policy
-@each_case(Functions)
+@each_case(cases_of(vars(Functions), pruned=True))
 def test_a_function_of_the_users_is_pruned(case, policy):
     case.check(policy)
 
@@ -128,64 +130,32 @@ def test_a_function_of_the_users_is_pruned(case, policy):
 # --- Hooks ---
 
 
-class Hooks(Cases):
-    def hook_reads_another(x):
-        h, other = x.sin(), x.exp() * 2
-        h.register_hook(lambda g: g * other)
-        return dead_end(h * 3)
-
-    def hook_on_a_dead_value(x):
-        h = x * 2
-        y = h + 1
-        y.register_hook(lambda g: g * h)
-        return y * 3
-
-    def hooks_in_a_row(x):
-        a, b, c = x.sin() * 1, x.cos() * 2, x.exp() + 3
-        a.register_hook(lambda g: g * b.detach())
-        b.register_hook(lambda g: g + c.detach())
-        return dead_end(a + b)
-
-    def multi_grad_hook(x):
-        a, b, c = x.sin() * 1, x.cos() * 2, (x.exp() + 3).detach()
-        seen = []
-
-        def both(grads):
-            seen.append(float((grads[0] * c).sum()))
-
-        register_multi_grad_hook([a, b], both)
-        a.register_hook(lambda g: g * 2)
-        return dead_end(a * b)
-
-    def prehook_of_a_node(x):
-        h, other = x.sin() * 2, x.detach().exp() + 1
-        h.grad_fn.register_prehook(lambda grads: (grads[0] * other,))
-        return dead_end(h * 3)
-
-    def hook_of_a_node(x):
-        h, other = x.sin() * 2, x.detach().exp() + 1
-        h.grad_fn.register_hook(lambda grads, _: (grads[0] * other, *grads[1:]))
-        return dead_end(h * 3)
-
-    def hook_on_the_input(x):
-        other = x.detach().exp() + 1
-        x.register_hook(lambda g: g * other)
-        return dead_end(x * 3)
-
-    def hook_that_draws(x):
-        h, other = x.sin() * 1, x * 3
-        h.register_hook(lambda g: g + torch.randn_like(g))
-        (y := x * 1.0).register_hook(lambda g: g * other.detach())
-        return h.exp() + y
-
-    def retained(x):
-        h = x.sin() * 2
-        h.retain_grad()
-        return dead_end(h.exp())
+HOOKS = """
+reads another: h, other = x.sin(), x.exp() * 2
+    h.register_hook(lambda g: g * other); dead_end(h * 3)
+on a dead value: h = x * 2; y = h + 1; y.register_hook(lambda g: g * h); y * 3
+in a row: a, b, c = x.sin() * 1, x.cos() * 2, x.exp() + 3
+    a.register_hook(lambda g: g * b.detach())
+    b.register_hook(lambda g: g + c.detach()); dead_end(a + b)
+of several gradients: a, b, c = x.sin() * 1, x.cos() * 2, (x.exp() + 3).detach()
+    register_multi_grad_hook([a, b], lambda grads: float((grads[0] * c).sum()))
+    a.register_hook(lambda g: g * 2); dead_end(a * b)
+before a node: h, other = x.sin() * 2, x.detach().exp() + 1
+    h.grad_fn.register_prehook(lambda grads: (grads[0] * other,)); dead_end(h * 3)
+of a node: h, other = x.sin() * 2, x.detach().exp() + 1
+    h.grad_fn.register_hook(lambda grads, _: (grads[0] * other, *grads[1:]))
+    dead_end(h * 3)
+on the input: other = x.detach().exp() + 1
+    x.register_hook(lambda g: g * other); dead_end(x * 3)
+that draws: h, other = x.sin() * 1, x * 3
+    h.register_hook(lambda g: g + torch.randn_like(g))
+    (y := x * 1.0).register_hook(lambda g: g * other.detach()); h.exp() + y
+retained: h = x.sin() * 2; h.retain_grad(); dead_end(h.exp())
+"""
 
 
 @each_policy
-@each_case(Hooks)
+@each_case(written(HOOKS, globals()))
 def test_a_hook_closes_over_values(case, policy):
     case.check(policy)
 
@@ -297,82 +267,50 @@ def test_saved_tensor_hooks_run_around(around, policy):
 LINEAR = nn.Linear(4, 4, bias=False).double()
 
 
-class Modes(Cases, pruned=True):
-    def no_grad_island(x, w):
-        with torch.no_grad():
-            mean = (x @ w).tanh().mean(0)
-            scale = x.exp().std()
-        return dead_end((x - mean) * scale * w)
-
-    def enable_grad_in_no_grad(x, w):
-        with torch.no_grad():
-            h = x.sin()
-            with torch.enable_grad():
-                y = (w * 2).exp()
-        return dead_end(h * y)
-
-    def func_grad_inside(x, w):
-        return dead_end(torch.func.grad(lambda x: (torch.tanh(x @ w) * x).sum())(x) * x)
-
-    def vmap_inside(x, w):
-        return dead_end(torch.func.vmap(lambda row: torch.tanh(row @ w).exp())(x))
-
-    def jvp_inside(x, w):
-        out, tangent = torch.func.jvp(lambda v: (v @ w).tanh(), (x,), (w,))
-        return dead_end(out * tangent)
-
-
-class Derivatives(Cases):
-    def jacobians_inside(x, w):
-        f = lambda v: torch.tanh(v @ w)
-        return dead_end(torch.func.jacrev(f)(x[0]) @ torch.func.jacfwd(f)(x[1]))
-
-    def hessian_inside(x, w):
-        return dead_end(torch.func.hessian(lambda v: (v @ w).sin().sum())(x[0]) * x)
-
-    def functional_call_inside(x, w):
-        return dead_end(
-            torch.func.functional_call(LINEAR, {"weight": w}, (x.sin(),)).exp()
-        )
-
-
-class InferenceMode(Cases, pruned=True):
-    """Which torch.func refuses in plain code."""
-
-    def inference_island(x, w):
-        with torch.inference_mode():
-            scale = float((x @ w).tanh().sum())
-        return dead_end((x * scale * w).sin().exp())
-
-
-class OfBaseAutograd(Cases):
-    """As torch.func refuses it in plain code."""
-
-    def grad_inside(x, w):
-        u = torch.tanh(x @ w)
-        (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        return dead_end(g * u)
-
-    def grad_inside_of_a_leaf(x, w):
-        leaf = x.detach().requires_grad_()
-        (g,) = torch.autograd.grad(torch.tanh(leaf @ w.detach()).sum(), leaf)
-        return dead_end(x * g * w)
-
-    def grad_inside_accumulates(x, w):
-        h = x * 1
-        u = torch.tanh(h @ w) * h + h.sin() + h.exp()
-        (g,) = torch.autograd.grad(u.sum(), h, retain_graph=True)
-        return dead_end((g * w).exp() * u)
+MODES = """
+no_grad: with torch.no_grad(): mean, scale = (x @ w).tanh().mean(0), x.exp().std()
+    dead_end((x - mean) * scale * w)
+enable_grad in no_grad: with torch.no_grad():
+        h = x.sin()
+        with torch.enable_grad(): y = (w * 2).exp()
+    dead_end(h * y)
+func.grad: dead_end(func.grad(lambda x: (torch.tanh(x @ w) * x).sum())(x) * x)
+vmap: dead_end(func.vmap(lambda row: torch.tanh(row @ w).exp())(x))
+jvp: out, tangent = func.jvp(lambda v: (v @ w).tanh(), (x,), (w,))
+    dead_end(out * tangent)
+"""
+DERIVATIVES = """
+jacobians: f = lambda v: torch.tanh(v @ w)
+    dead_end(func.jacrev(f)(x[0]) @ func.jacfwd(f)(x[1]))
+hessian: dead_end(func.hessian(lambda v: (v @ w).sin().sum())(x[0]) * x)
+functional_call: y = func.functional_call(LINEAR, {"weight": w}, (x.sin(),))
+    dead_end(y.exp())
+"""
+# Which torch.func refuses in plain code.
+INFERENCE = """
+inference_mode: with torch.inference_mode(): scale = float((x @ w).tanh().sum())
+    dead_end((x * scale * w).sin().exp())
+"""
+AT_BASE = """
+grad: u = torch.tanh(x @ w)
+    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True); dead_end(g * u)
+grad of a leaf: leaf = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(torch.tanh(leaf @ w.detach()).sum(), leaf)
+    dead_end(x * g * w)
+grad that accumulates: h = x * 1; u = torch.tanh(h @ w) * h + h.sin() + h.exp()
+    (g,) = torch.autograd.grad(u.sum(), h, retain_graph=True)
+    dead_end((g * w).exp() * u)
+"""
 
 
 @pytest.mark.one_in(2)
 @each_policy_and_way
-@each_case(Modes, Derivatives)
+@each_case(written(MODES, globals(), pruned=True), written(DERIVATIVES, globals()))
 def test_a_mode_or_a_derivative_inside(case, policy, way):
     case.check(policy, way)
 
 
 @each_policy
-@each_case(InferenceMode, OfBaseAutograd)
+@each_case(written(INFERENCE, globals(), pruned=True), written(AT_BASE, globals()))
 def test_a_mode_or_a_derivative_inside_that_torch_func_refuses(case, policy):
     case.check(policy)

@@ -5,13 +5,14 @@ needed: another that is needed may come after it, or something that looks where 
 stream stands.
 """
 
+# ruff: noqa: F401 - the rows, which are text, use what is imported
+
 import random
 
 import numpy as np
 import pytest
 import torch
 from support.pruning import (
-    Cases,
     W,
     X,
     assert_exact,
@@ -20,10 +21,17 @@ from support.pruning import (
     each_policy,
     each_policy_and_way,
     given_up,
+    written,
 )
 from support.tables import rows
 from torch import Tensor, nn
-from torch.nn.functional import alpha_dropout, dropout, feature_alpha_dropout, rrelu
+from torch.nn.functional import (
+    alpha_dropout,
+    dropout,
+    feature_alpha_dropout,
+    rrelu,
+    scaled_dot_product_attention as attend,
+)
 from torch.utils.checkpoint import checkpoint
 
 from remat import remat
@@ -32,90 +40,42 @@ from remat import remat
 pytestmark = given_up  # what depends on the values drawn is in no record
 
 
-class Draws(Cases, pruned=True):
-    def only_the_first(x, w):
-        h = dropout(x.sin()) * w
-        dropout(h)
-        return dead_end(h.exp())
-
-    def only_the_last(x, w):
-        dropout(x)
-        dropout(w, 0.2)
-        return dead_end(dropout(x.sin()).exp() * w)
-
-    def only_the_second(x, w):
-        a = dropout(x, 0.3)
-        b = dropout(x.sin(), 0.4)
-        c = dropout(w, 0.5)
-        del a, c
-        return dead_end(b.exp() * w)
-
-    def none_needed(x, w):
-        return dropout(x).detach() * 2 + dropout(w) + x.sin()
-
-    def of_other_shapes(x):
-        torch.rand(7), torch.randn(3, 5), torch.randperm(9)
-        torch.randint(5, (2,))
-        mask = torch.rand_like(x) < 0.5
-        torch.randn_like(x)
-        return dead_end((x * mask).exp())
-
-    def bernoulli(x):
-        torch.bernoulli(torch.full((3,), 0.5))
-        p = x.detach().sigmoid()
-        mask = torch.bernoulli(p)
-        p.bernoulli_(0.3)
-        return dead_end((x * mask).exp())
-
-    def in_place_draws(x):
-        noise = torch.empty(4, 4, dtype=x.dtype)
-        noise.uniform_().normal_()
-        torch.empty(5).exponential_().cauchy_().log_normal_().geometric_(0.3)
-        noise.add_(torch.empty_like(noise).random_(5))
-        return dead_end((x * noise).exp())
-
-    def samplers(x):
-        p = x.detach().abs() + 0.1
-        torch.multinomial(p, 2)
-        torch.poisson(p)
-        torch._standard_gamma(p)
-        torch._sample_dirichlet(p)
-        torch.binomial(torch.full((4, 4), 9.0), torch.full((4, 4), 0.4))
-        torch.normal(0.0, p)
-        return dead_end((x * torch.normal(x.detach(), 1.0)).exp())
-
-    def layers(x):
-        alpha_dropout(x, 0.4, training=True)
-        feature_alpha_dropout(x, 0.4, training=True)
-        rrelu(x, training=True)
-        h = rrelu(x, training=True)
-        nn.functional.gumbel_softmax(x)
-        return dead_end((alpha_dropout(h, 0.5, training=True) * x).exp())
-
-    def attention(x, w):
-        q = torch.stack([x, w])
-        nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-        h = nn.functional.scaled_dot_product_attention(q.sin(), q, q, dropout_p=0.5)
-        return dead_end(h.exp())
-
-    def python_and_numpy(x):
-        dropout(x)
-        random.random(), np.random.rand(3)
-        h = (x * random.random()).sin() * np.random.rand()
-        return dead_end(dropout(h).exp())
-
-
-class DataDependent(Cases, calls=16):
-    def conditional(x):
-        h = dropout(x)
-        if torch.rand(()) < 0.5:
-            h = dropout(h.sin())
-        return dead_end((dropout(h) * x).exp())
+DRAWS = """
+only the first: h = dropout(x.sin()) * w; dropout(h); dead_end(h.exp())
+only the second: dropout(x, 0.3); b = dropout(x.sin(), 0.4); dropout(w, 0.5)
+    dead_end(b.exp() * w)
+none needed: dropout(x).detach() * 2 + dropout(w) + x.sin()
+of other shapes: torch.rand(7), torch.randn(3, 5), torch.randperm(9)
+    torch.randint(5, (2,)); mask = torch.rand_like(x) < 0.5; torch.randn_like(x)
+    dead_end((x * mask).exp())
+bernoulli: torch.bernoulli(torch.full((3,), 0.5)); p = x.detach().sigmoid()
+    mask = torch.bernoulli(p); p.bernoulli_(0.3); dead_end((x * mask).exp())
+in place: noise = torch.empty(4, 4, dtype=x.dtype); noise.uniform_().normal_()
+    torch.empty(5).exponential_().cauchy_().log_normal_().geometric_(0.3)
+    noise.add_(torch.empty_like(noise).random_(5)); dead_end((x * noise).exp())
+samplers: p = x.detach().abs() + 0.1; torch.multinomial(p, 2); torch.poisson(p)
+    torch._standard_gamma(p); torch._sample_dirichlet(p); torch.normal(0.0, p)
+    torch.binomial(torch.full((4, 4), 9.0), torch.full((4, 4), 0.4))
+    dead_end((x * torch.normal(x.detach(), 1.0)).exp())
+layers: alpha_dropout(x, 0.4, True); feature_alpha_dropout(x, 0.4, True)
+    rrelu(x, training=True); h = rrelu(x, training=True)
+    nn.functional.gumbel_softmax(x); dead_end((alpha_dropout(h, 0.5, True) * x).exp())
+attention: q = torch.stack([x, w]); attend(q, q, q, dropout_p=0.5)
+    dead_end(attend(q.sin(), q, q, dropout_p=0.5).exp())
+Python and NumPy: dropout(x); random.random(), np.random.rand(3)
+    h = (x * random.random()).sin() * np.random.rand(); dead_end(dropout(h).exp())
+"""
+CONDITIONAL = """
+as another says: h = dropout(x); h = dropout(h.sin()) if torch.rand(()) < 0.5 else h
+    dead_end((dropout(h) * x).exp())
+"""
 
 
 @pytest.mark.one_in(2)
 @each_policy_and_way
-@each_case(Draws, DataDependent)
+@each_case(
+    written(DRAWS, globals(), pruned=True), written(CONDITIONAL, globals(), calls=16)
+)
 def test_the_draws_that_are_needed_are_those_of_the_forward(case, policy, way):
     case.check(policy, way)
 
@@ -123,35 +83,24 @@ def test_the_draws_that_are_needed_are_those_of_the_forward(case, policy, way):
 # --- Generators and keys ---
 
 
-class Generators(Cases):
-    def dead_draws_of_a_generator(x, g):
-        torch.rand(3, generator=g)
-        dropout(x)
-        mask = torch.rand(x.shape, generator=g, dtype=x.dtype)
-        torch.randperm(5, generator=g)
-        return dead_end((x * mask).exp())
+GENERATORS = """
+dead draws: torch.rand(3, generator=g); dropout(x); mask = drawn(x, g)
+    torch.randperm(5, generator=g); dead_end((x * mask).exp())
+its state: torch.rand(3, generator=g); again = torch.Generator()
+    again.set_state(g.get_state()); dead_end((x * drawn(x, again)).exp())
+its clone: torch.rand(3, generator=g); dead_end((x * drawn(x, g.clone_state())).exp())
+a seed from it: torch.rand(3, generator=g)
+    seed = int(torch.randint(1 << 30, (), generator=g))
+    dead_end((x * drawn(x, torch.Generator().manual_seed(seed))).exp())
+"""
 
-    def state_of_a_generator(x, g):
-        torch.rand(3, generator=g)
-        again = torch.Generator()
-        again.set_state(g.get_state())
-        return dead_end((x * torch.rand(4, 4, generator=again, dtype=x.dtype)).exp())
 
-    def state_of_a_clone(x, g):
-        torch.rand(3, generator=g)
-        return dead_end(
-            (x * torch.rand(4, 4, generator=g.clone_state(), dtype=x.dtype)).exp()
-        )
-
-    def seeded_by_a_draw(x, g):
-        torch.rand(3, generator=g)
-        seed = int(torch.randint(1 << 30, (), generator=g))
-        own = torch.Generator().manual_seed(seed)
-        return dead_end((x * torch.rand(4, 4, generator=own, dtype=x.dtype)).exp())
+def drawn(x, generator=None):
+    return torch.rand(x.shape, generator=generator, dtype=x.dtype)
 
 
 @each_policy
-@each_case(Generators)
+@each_case(written(GENERATORS, globals(), arguments=["g"]))
 def test_a_generator_is_an_argument(case, policy):
     generator = torch.Generator()
     fn = lambda x: case.fn(x, generator)
@@ -183,42 +132,22 @@ def dropped(h):
     return dropout(h).sin().exp()
 
 
-class Lookers(Cases, calls=7):
-    def own_checkpoint(x):
-        dropout(x)
-        return Checkpoint.apply(dropped, x * 2) * 3
-
-    def torch_checkpoint(x):
-        dropout(x)
-        return checkpoint(dropped, x * 2, use_reentrant=False) * 3
-
-    def state_read(x):
-        torch.rand(3)
-        state = torch.get_rng_state()
-        torch.rand(3)
-        # NumPy's copy of the state, in the last bytes of which is the position.
-        moved = float(state.double().sum())
-        return dead_end((x * moved).sin().exp())
-
-    def state_forked(x):
-        torch.rand(3)
-        with torch.random.fork_rng(devices=[]):
-            dropout(x)
-            mask = torch.rand(4, 4, dtype=x.dtype)
-        torch.rand(2)
-        return dead_end((x * mask).exp())
-
-    def state_put_back(x):
-        torch.rand(5)
-        before = torch.get_rng_state()
-        a = torch.rand(4, 4, dtype=x.dtype)
-        torch.set_rng_state(before)
-        torch.rand(4, 4, dtype=x.dtype)
-        return dead_end((x * a * torch.rand(4, 4, dtype=x.dtype)).exp())
+LOOKERS = """
+a checkpoint of ones own: dropout(x); Checkpoint.apply(dropped, x * 2) * 3
+torch's checkpoint: dropout(x); checkpoint(dropped, x * 2, use_reentrant=False) * 3
+reads the state: torch.rand(3); state = torch.get_rng_state(); torch.rand(3)
+    # NumPy's copy of the state, in the last bytes of which is the position.
+    dead_end((x * float(state.double().sum())).sin().exp())
+forks: torch.rand(3)
+    with torch.random.fork_rng(devices=[]): dropout(x); mask = drawn(x)
+    torch.rand(2); dead_end((x * mask).exp())
+puts it back: torch.rand(5); before = torch.get_rng_state(); a = drawn(x)
+    torch.set_rng_state(before); drawn(x); dead_end((x * a * drawn(x)).exp())
+"""
 
 
 @each_policy
-@each_case(Lookers)
+@each_case(written(LOOKERS, globals(), calls=7))
 def test_a_function_looks_where_the_stream_stands(case, policy):
     case.check(policy)
 
@@ -257,7 +186,7 @@ def test_a_nested_call_draws_from_a_generator(policy):
 
     @remat(prune=True)
     def inner(h):
-        return (h * torch.rand(4, 4, generator=generator, dtype=h.dtype)).sin().exp()
+        return (h * drawn(h, generator)).sin().exp()
 
     def fn(x):
         torch.rand(3, generator=generator)
@@ -274,12 +203,12 @@ STREAM = torch.Generator()
 
 @torch.library.custom_op("pruning::untagged_noise", mutates_args=())
 def untagged_noise(x: Tensor) -> Tensor:
-    return x + torch.rand(x.shape, dtype=x.dtype)
+    return x + drawn(x)
 
 
 @torch.library.custom_op("pruning::generator_noise", mutates_args=())
 def generator_noise(x: Tensor) -> Tensor:
-    return x + torch.rand(x.shape, dtype=x.dtype, generator=STREAM)
+    return x + drawn(x, STREAM)
 
 
 @torch.library.custom_op("pruning::numpy_noise", mutates_args=())
@@ -295,7 +224,7 @@ def python_noise(x: Tensor) -> Tensor:
 def draw_of(op, x):
     """A number of the stream that an operation draws from."""
     if op is generator_noise:
-        return torch.rand(x.shape, dtype=x.dtype, generator=STREAM)
+        return drawn(x, STREAM)
     if op is numpy_noise:
         return torch.from_numpy(np.random.rand(*x.shape))
     return torch.rand((), dtype=x.dtype) if op is untagged_noise else random.random()
@@ -334,7 +263,7 @@ def test_an_operation_of_the_users_draws(made, op, policy):
 
 @torch.library.custom_op("pruning::sometimes_noise", mutates_args=())
 def sometimes_noise(x: Tensor) -> Tensor:
-    return torch.rand(x.shape, dtype=x.dtype) if x.sum() > 0 else x * 2
+    return drawn(x) if x.sum() > 0 else x * 2
 
 
 @each_policy
@@ -343,7 +272,7 @@ def test_an_operation_of_the_users_draws_in_some_calls(policy):
 
     def fn(x):
         sometimes_noise(sign)
-        return dead_end((x * torch.rand(4, 4, dtype=x.dtype)).exp())
+        return dead_end((x * drawn(x)).exp())
 
     def start(call):
         sign.fill_(1.0 if call % 3 == 2 else -1.0)

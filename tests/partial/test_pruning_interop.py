@@ -3,6 +3,8 @@
 And what Python asks tensors for without an operation, and dispatch modes of the user's.
 """
 
+
+
 import contextlib
 from operator import attrgetter
 from typing import ClassVar
@@ -10,7 +12,6 @@ from typing import ClassVar
 import pytest
 import torch
 from support.pruning import (
-    Cases,
     W,
     X,
     assert_exact,
@@ -20,6 +21,7 @@ from support.pruning import (
     nothing_is_recorded,
     nothing_or_everything,
     of_backward,
+    written,
 )
 from support.zoo import leaves_of, ops_of
 from torch import Tensor, nn
@@ -196,32 +198,20 @@ def count_positive(x: Tensor) -> int:
     return int((x > 0).sum())
 
 
-class Operators(Cases, pruned=True):
-    def differentiable_operator(x):
-        return dead_end(cube(cube(x * 0.5)))
-
-    def operator_without_fake(x):
-        parts = no_fake(x.detach(), 4)
-        return dead_end((x * parts[2]).exp() + parts[0])
-
-    def operator_that_mutates(x):
-        h = x.detach().sin()
-        doubled_(h)
-        dead = x.detach().cos()
-        doubled_(dead)
-        return dead_end((x * h).exp())
-
-    def operator_that_mutates_and_returns(x):
-        into = torch.zeros(4, 4, dtype=x.dtype)
-        a, b = two_results(x.detach(), into)
-        return dead_end((x * into * b).exp() + a)
-
-    def operator_that_returns_a_number(x):
-        return dead_end((x * count_positive(x.detach().sin())).exp())
+OPERATORS = """
+differentiable: dead_end(cube(cube(x * 0.5)))
+without a fake: parts = no_fake(x.detach(), 4)
+    dead_end((x * parts[2]).exp() + parts[0])
+mutates: h = x.detach().sin(); doubled_(h); dead = x.detach().cos(); doubled_(dead)
+    dead_end((x * h).exp())
+mutates and returns: into = torch.zeros(4, 4, dtype=x.dtype)
+    a, b = two_results(x.detach(), into); dead_end((x * into * b).exp() + a)
+returns a number: dead_end((x * count_positive(x.detach().sin())).exp())
+"""
 
 
 @each_policy
-@each_case(Operators)
+@each_case(written(OPERATORS, globals(), pruned=True))
 def test_an_operator_of_the_users(case, policy):
     case.check(policy)
 

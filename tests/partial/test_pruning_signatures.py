@@ -3,10 +3,11 @@
 Shapes, strides, offsets, dtypes, lazy bits, which require grad, which share memory.
 """
 
+
+
 import pytest
 import torch
 from support.pruning import (
-    Cases,
     W,
     X,
     assert_like_plain,
@@ -16,6 +17,7 @@ from support.pruning import (
     given_up,
     nothing_or_everything,
     strikes,
+    written,
 )
 from support.zoo import make, scalar
 from torch import nn
@@ -49,28 +51,19 @@ INPUTS = {
 }
 
 
-class Probes(Cases):
-    def elementwise(x):
-        return dead_end((x * 2).exp())
-
-    def strides_are_read(x):
-        h = x.sin() * 2
-        return x.cos() * (h.stride(0) if h.dim() else 7)
-
-    def strided(x):
-        h = x.exp() * 2 + 0
-        return h.as_strided((h.numel() // 2,), (1,), h.storage_offset()) * 3
-
-    def reshaped(x):
-        return dead_end((x * 2).t().reshape(-1).exp() if x.dim() == 2 else x * 1)
-
-    def nothing_needed(x):
-        return x * 2 + 1
+PROBES = """
+elementwise: dead_end((x * 2).exp())
+strides are read: h = x.sin() * 2; x.cos() * (h.stride(0) if h.dim() else 7)
+strided: h = x.exp() * 2 + 0
+    h.as_strided((h.numel() // 2,), (1,), h.storage_offset()) * 3
+reshaped: dead_end((x * 2).t().reshape(-1).exp() if x.dim() == 2 else x * 1)
+nothing needed: x * 2 + 1
+"""
 
 
 @nothing_or_everything
 @pytest.mark.parametrize("kind", INPUTS)
-@each_case(Probes)
+@each_case(written(PROBES, globals()))
 def test_an_input_is_of_another_kind(case, kind, policy):
     ours = remat(case.fn, policy=policy, prune=True)
     # In each order, several times: what was recorded is of another one.

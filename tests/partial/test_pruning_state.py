@@ -5,11 +5,12 @@ forward and backward, inputs that differ in what is not compared, exceptions hal
 threads. A record is of another call: it is only used as far as it fits.
 """
 
+
+
 import pytest
 import torch
 from support.pruning import (
     POLICIES,
-    Cases,
     W,
     X,
     assert_exact,
@@ -19,6 +20,7 @@ from support.pruning import (
     each_case,
     each_policy,
     given_up,
+    written,
 )
 from support.zoo import leaves_of, scalar
 
@@ -43,68 +45,31 @@ def set_state(value):
     STATE["value"] = value
 
 
-class Changes(Cases):
-    """Functions of a value that changes."""
-
-    def another_operation(x, w, value):
-        h = x.sin() * w
-        return dead_end(h.exp() if value else h.cos())
-
-    def more_operations(x, w, value):
-        h = x.sin() * w
-        for _ in range(value):
-            h = h.tanh() * w
-        return dead_end(h.exp())
-
-    def fewer_operations(x, w, value):
-        h = (x.sin() * w).exp()
-        return h if value else dead_end(dead_end(h))
-
-    def wired_otherwise(x, w, value):
-        u, v = x * 2, w * 3
-        return dead_end((u if value else v) * w)
-
-    def wired_to_another_input(x, w, value):
-        h = (x if value else w) * 2
-        return h.sin() + (w if value else x)
-
-    def an_input_not_needed_before(x, w, value):
-        return w.sin() + (x.exp() if value else x * 2)
-
-    def an_input_no_longer_needed(x, w, value):
-        return w.sin() + (x * 2 if value else x.exp())
-
-    def another_constant(x, w, value):
-        return x * (2.5 + value) + (w * (value + 1)).sin()
-
-    def another_dimension(x, w, value):
-        return dead_end((x * 2).sum(value).exp()) + (x @ w).mean(value).sin()
-
-    def another_size(x, w, value):
-        return (x * (w[:2] * 2).sum(value).shape[0]).sin() + w.exp()
-
-    def another_shape(x, w, value):
-        n = 2 if value else 8
-        return (x.view(n, -1).mean(0) * 3).sum() + (x * w).view(-1, n).sum(
-            0
-        ).exp().sum()
-
-    def another_dtype(x, w, value):
-        dtype = torch.float32 if value else torch.bfloat16
-        h = x.to(dtype).sin() * 2
-        return h.to(x.dtype) * 3 + w.to(dtype).exp().double()
-
-    def another_count(x, w, value):
-        parts = x.split(1 if value else 2)
-        return dead_end(torch.cat([p.sin() for p in parts]) * w)
-
-    def saved_for_another_reason(x, w, value):
-        h = x * w
-        return dead_end(h * (h if value else 3.0))
-
-    def detached_now_and_then(x, w, value):
-        h = x.sin() * w
-        return dead_end((h.detach() if value else h) * w)
+# Functions of a value that changes.
+CHANGES = """
+another operation: h = x.sin() * w; dead_end(h.exp() if value else h.cos())
+more operations: h = x.sin() * w
+    for _ in range(value): h = h.tanh() * w
+    dead_end(h.exp())
+fewer operations: h = (x.sin() * w).exp(); h if value else dead_end(dead_end(h))
+wired otherwise: u, v = x * 2, w * 3; dead_end((u if value else v) * w)
+wired to another input: h = (x if value else w) * 2; h.sin() + (w if value else x)
+an input not needed before: w.sin() + (x.exp() if value else x * 2)
+an input no longer needed: w.sin() + (x * 2 if value else x.exp())
+another constant: x * (2.5 + value) + (w * (value + 1)).sin()
+another dimension: y = dead_end((x * 2).sum(value).exp())
+    y + (x @ w).mean(value).sin()
+another size: (x * (w[:2] * 2).sum(value).shape[0]).sin() + w.exp()
+another shape: n = 2 if value else 8; y = (x.view(n, -1).mean(0) * 3).sum()
+    y + (x * w).view(-1, n).sum(0).exp().sum()
+another dtype: dtype = torch.float32 if value else torch.bfloat16
+    (x.to(dtype).sin() * 2).to(x.dtype) * 3 + w.to(dtype).exp().double()
+another count: parts = x.split(1 if value else 2)
+    dead_end(torch.cat([p.sin() for p in parts]) * w)
+saved for another reason: h = x * w; dead_end(h * (h if value else 3.0))
+detached now and then: h = x.sin() * w; dead_end((h.detach() if value else h) * w)
+"""
+each_change = each_case(written(CHANGES, globals(), arguments=["value"]))
 
 
 SEQUENCES = {
@@ -136,7 +101,7 @@ USUAL |= {"back again": "everything", "in each call": "nothing"}
         for name, policy in POLICIES.items()
     ],
 )
-@each_case(Changes)
+@each_change
 def test_state_changes_between_calls(case, policy, sequence):
     values = SEQUENCES[sequence]
     assert_exact(
@@ -166,7 +131,7 @@ def test_a_closure_is_made_anew_in_each_call(policy):
 
 
 @each_policy
-@each_case(Changes)
+@each_change
 def test_state_that_changes_before_the_backward_gives_no_mixture(case, policy):
     """The gradient of the forward's function, of the other one, or an error."""
     fn = of_state(case)

@@ -7,12 +7,14 @@ forward and backward, tell whether pruning was right (fewer than a full recomput
 needs) or off (as many).
 """
 
+import ast
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import isfunction
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,16 +203,30 @@ class Case:
         assert_exact(self.fn, *args, policy=policy, way=way, **self.options)
 
 
-class Cases:
-    """A table of cases: each function in the body of the class is one.
+def written(text: str, scope: dict[str, Any], **options: Any) -> dict[str, Case]:
+    """A table of functions that are text: a line is a name, a colon and a body.
 
-    Keywords of the class are options of the runner.
+    A body may go on in indented lines. Its last expression is what is returned. It has
+    the arguments `x` and `w` if it says `w`, or `x` alone, and those in `arguments`.
+
+    Args:
+        text: the table.
+        scope: the globals of the functions.
+        **options: of the runner.
     """
-
-    options: ClassVar[dict[str, Any]] = {}
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        cls.options = options
+    functions, more = {}, options.pop("arguments", ())
+    for row in re.split(r"\n(?=\S)", text.strip()):
+        name, _, body = row.partition(":")
+        tree = ast.parse(f"def fn():\n    {body.strip()}")
+        fn = tree.body[0]
+        args = ("x", "w") if re.search(r"\bw\b", body) else ("x",)
+        fn.args.args = [ast.arg(arg) for arg in (*args, *more)]
+        fn.body[-1] = ast.Return(fn.body[-1].value)
+        found: dict[str, Any] = {}
+        code = compile(ast.fix_missing_locations(tree), f"<{name}>", "exec")
+        exec(code, scope, found)
+        functions[name] = found["fn"]
+    return cases_of(functions, **options)
 
 
 def cases_of(functions: Mapping[str, Any], **options: Any) -> dict[str, Case]:
@@ -218,13 +234,9 @@ def cases_of(functions: Mapping[str, Any], **options: Any) -> dict[str, Case]:
     return {name: Case(fn, options) for name, fn in functions.items() if isfunction(fn)}
 
 
-def each_case(*tables: type[Cases] | dict[str, Case]) -> pytest.MarkDecorator:
+def each_case(*tables: dict[str, Case]) -> pytest.MarkDecorator:
     """Parametrizes a test over all the cases of some tables."""
-    cases: dict[str, Case] = {}
-    for table in tables:
-        if not isinstance(table, dict):
-            table = cases_of(vars(table), **table.options)
-        cases |= table
+    cases = {name: case for table in tables for name, case in table.items()}
     return pytest.mark.parametrize("case", cases.values(), ids=cases)
 
 
