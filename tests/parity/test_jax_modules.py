@@ -6,13 +6,9 @@ in `whole/test_docs_limits.py`; layers, state and what goes in and out are progr
 `support.adversarial`.
 """
 
-import pytest
 import torch
 from support.compared import points
-from support.rules import TripledSinForFunc
-from support.zoo import plainly
 from torch.autograd import Function
-from torch.func import grad, jacrev, jvp, vmap
 
 from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes
@@ -52,51 +48,6 @@ def test_what_is_saved_for_the_backward_is_the_input_itself():
 
 
 # --- Custom derivatives ---
-
-
-sine = TripledSinForFunc.apply
-CUSTOM = {
-    "grad(remat)": (lambda wrap: grad(wrap(sine)), 3.0, torch.cos),
-    "grad(grad(remat))": (lambda wrap: grad(grad(wrap(sine))), -3.0, torch.sin),
-    "grad(remat(grad))": (lambda wrap: grad(wrap(grad(sine))), -3.0, torch.sin),
-    "grad(grad(grad(remat)))": (
-        lambda wrap: grad(grad(grad(wrap(sine)))),
-        -3.0,
-        torch.cos,
-    ),
-    "vmap(grad(remat))": (
-        lambda wrap: lambda x: vmap(grad(wrap(sine)))(x[None])[0],
-        3.0,
-        torch.cos,
-    ),
-    "jacrev(remat)": (lambda wrap: jacrev(wrap(sine)), 3.0, torch.cos),
-    "jvp(grad(remat))": (
-        lambda wrap: lambda x: jvp(grad(wrap(sine)), (x,), (torch.ones_like(x),))[1],
-        -3.0,
-        torch.sin,
-    ),
-}
-
-
-def assert_more_sines(derivative, *, reassociated=False):
-    """The same with remat as without, and sines run again."""
-    with count_ops() as plain_ops:
-        want = derivative(plainly)
-    with count_ops() as ops:
-        got = derivative(remat)
-    assert ops["sin"] > plain_ops["sin"]
-    assert_same(got, want, reassociated=reassociated)
-    return got
-
-
-@pytest.mark.parametrize(
-    ("derivative", "factor", "true"), CUSTOM.values(), ids=list(CUSTOM)
-)
-def test_custom_derivatives_are_used_though_they_are_wrong(derivative, factor, true):
-    """custom_api_test: the rule is what counts, to every order."""
-    x = points()
-    got = assert_more_sines(lambda wrap: derivative(wrap)(x))
-    assert_same(got, factor * true(x))
 
 
 class TwoOutputs(Function):

@@ -192,14 +192,6 @@ def test_a_storage_that_python_read_is_needed():
     assert spent_on(rec, 8, extra_roots=[1]).solution.saved == {0, 1}
 
 
-def test_what_is_offloaded_does_not_count():
-    rec = sized(record(pure([0], 1), pure([0], 2), roots=[[1, 2]]), {0: 4, 1: 8, 2: 8})
-    disk, host = Decision.OFFLOAD_TO_DISK, Decision.OFFLOAD
-    assert spent_on(rec, 8, may=[disk, SAVE]).solution.saved == {0, 1}
-    # What is in host memory stays there.
-    assert len(spent_on(rec, 8, may=[host, SAVE]).solution.saved) == 1
-
-
 def test_what_must_be_kept_is_told_where_it_exceeds_the_budget():
     rec = sized(record(pure([0], 1), pure([0], 2), roots=[[1, 2]]), {0: 4, 1: 8, 2: 8})
     assert spent_on(rec, 8, must=[0]).overdrawn == 0

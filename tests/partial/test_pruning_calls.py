@@ -47,12 +47,6 @@ def differentiated(backward):
     return of_forward
 
 
-def recomputed(ctx, cotangent):
-    with torch.enable_grad():
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        return torch.autograd.grad(x.sin().tanh(), x, cotangent)[0]
-
-
 BUFFER = torch.zeros(4, 4, dtype=torch.double)
 
 
@@ -62,12 +56,6 @@ class Functions:
     @differentiated(lambda ctx, g: g * ctx.x.cos() * ctx.nested["y"][0])
     def attributes(ctx, x):
         ctx.x, ctx.nested = x.detach(), {"y": [x.detach() * 3]}
-        return x * 2
-
-    @differentiated(lambda ctx, g: ctx.pull(g))
-    def closure(ctx, x):
-        y = x.detach().exp()
-        ctx.pull = lambda g: g * y
         return x * 2
 
     @differentiated(lambda ctx, g: g * HIDDEN.pop(ctx.key))
@@ -88,17 +76,6 @@ class Functions:
         BUFFER.copy_(x.detach())
         ctx.save_for_backward(x.detach().exp())
         return x * BUFFER.sum()
-
-    @differentiated(lambda ctx, g: g * (ctx.saved_tensors[0] if ctx.positive else 2))
-    def branching(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.positive = bool(x.sum() > 0)
-        return x * 2
-
-    @differentiated(recomputed)
-    def recomputes(ctx, x):
-        ctx.save_for_backward(x)
-        return x.detach().sin().tanh()
 
     def saved_tensors(x):
         y, z = Inputs.apply(x.sin(), x * 2)

@@ -167,34 +167,6 @@ def test_a_nested_call_draws_after_dead_draws(prune, outer_draws, policy, way):
     assert_exact(fn, X, policy=policy, way=way)
 
 
-@each_policy
-def test_a_nested_call_that_is_not_needed_draws(policy):
-    first, second = remat(dropped, prune=True), remat(dropped, prune=True)
-
-    def fn(x, w):
-        first(w)
-        h = second(dropout(x))
-        first(h)
-        return dead_end(second(h * w))
-
-    assert_exact(fn, X, W, policy=policy)
-
-
-@each_policy
-def test_a_nested_call_draws_from_a_generator(policy):
-    generator = torch.Generator()
-
-    @remat(prune=True)
-    def inner(h):
-        return (h * drawn(h, generator)).sin().exp()
-
-    def fn(x):
-        torch.rand(3, generator=generator)
-        return inner(x * 2) * 3
-
-    assert_exact(fn, X, policy=policy, before=generator.manual_seed)
-
-
 # --- Operations of the user's ---
 
 

@@ -9,12 +9,10 @@ import contextlib
 import pytest
 import torch
 from support.pruning import (
-    W,
     X,
     assert_exact,
     dead_end,
     each_policy,
-    each_policy_and_way,
     of_backward,
     strikes,
 )
@@ -22,23 +20,12 @@ from support.zoo import make
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils import parametrize
 
 from remat import checkpoint_name, policies, remat
 from remat.testing import assert_same, count_ops
 
 
 # --- Composite operations, which decompose otherwise in other modes ---
-
-
-def transposed_product(x, w):
-    y = torch.stack([x, w], 1)
-    return dead_end(y.transpose(0, 1) @ w + torch.einsum("bij,jk->bik", y, x).mean())
-
-
-@each_policy_and_way
-def test_a_product_decomposes_by_mode(policy, way):
-    assert_exact(transposed_product, X, W, policy=policy, way=way, pruned=True)
 
 
 BACKENDS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
@@ -73,34 +60,6 @@ def test_a_backend_of_attention_is_chosen(policy, inside):
 
 
 # --- Modules with state ---
-
-
-class Twice(nn.Module):
-    def forward(self, w):
-        return w.sin() * 2
-
-
-@pytest.mark.parametrize("cached", ["not cached", "inside", "outside"])
-@each_policy
-def test_a_weight_is_parametrized(policy, cached):
-    layer = nn.Linear(4, 4).double()
-    parametrize.register_parametrization(layer, "weight", Twice())
-    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4).double())
-    layers = nn.Sequential(layer, normed, layer)
-
-    def cache(where):
-        here = where == cached
-        return parametrize.cached() if here else contextlib.nullcontext()
-
-    def fn(x):
-        with cache("inside"):
-            return dead_end(layers(layers(x)).exp())
-
-    def way(fn, args):
-        with cache("outside"):
-            return of_backward(fn, args)
-
-    assert_exact(fn, X, policy=policy, way=way, pruned=True)
 
 
 @pytest.mark.parametrize("prune", [True, False])

@@ -76,20 +76,6 @@ def test_an_input_let_go_is_needed_on_another_branch(policy):
         assert_same(gradients(ours, X, W), gradients(fn, X, W))
 
 
-def test_a_branch_is_taken_as_the_flag_was():
-    flag = {"on": False}
-    fn = lambda x, w: branching(x, w, flag)
-    ours = warmed(fn, X, W)
-    want = gradients(fn, X, W)
-    x, w = leaves_of(X, W)
-    loss = scalar(ours(x * 1, w * 1))
-    flag["on"] = True
-    with count_ops() as ops:
-        got = torch.autograd.grad(loss, (x, w))
-    assert_same(got, want)
-    assert ops["exp"] == 1
-
-
 def test_a_branch_taken_in_the_recomputation_only_is_an_error(monkeypatch):
     ours = warmed(lambda x, w: branching(x, w, Hidden()), X, W)
     x, w = leaves_of(X, W)

@@ -12,7 +12,6 @@ from support.pruning import forget_calls
 from support.transforms import some
 from support.zoo import ops_of
 from torch import nn
-from torch.func import vmap
 
 from remat import checkpoint_name, remat, saved_residuals
 from remat._base.context import is_recomputing
@@ -281,11 +280,6 @@ def test_a_policy_of_an_outer_call_sees_names_given_in_an_inner_one():
     assert_equal_and_recomputed(fn, X, save("name"), exp=-1)
 
 
-def test_a_name_given_outside_any_call_is_a_label():
-    fn = lambda x: checkpoint_name(x.exp(), "name").sin()
-    assert [r.origin for r in saved_residuals(fn, X)] == ["named 'name'"]
-
-
 def test_threads_name_their_own_values():
     """A name given in one thread is none of a value in another."""
     barrier = threading.Barrier(2)
@@ -347,16 +341,6 @@ def test_names_are_found_under_transforms(how):
         assert nothing > saved == plain
 
 
-def test_a_name_of_a_value_that_vmap_batches_is_one_of_the_batch():
-    fn = remat(loss, policy=save("name"))
-    found = [
-        (r.origin, r.shape)
-        for r in saved_residuals(lambda x: vmap(fn)(x), X)
-        if "argument" not in r.origin
-    ]
-    assert found == [("named 'name'", (2, 6))]
-
-
 def test_an_error_says_that_arguments_are_swapped():
     with pytest.raises(
         TypeError, match=r"write checkpoint_name\(x, name\): .* a Tensor"
@@ -381,15 +365,3 @@ def test_it_runs_no_operation_and_changes_no_gradient():
 def test_any_string_is_a_name(name):
     found = named(lambda x: checkpoint_name(x.exp(), name).sin(), X, policy=save(name))
     assert found == [(f"named {name!r}", (2, 6))]
-
-
-def test_a_name_from_outside_means_nothing_to_an_inner_call():
-    inner = lambda y: y.sin().sin()
-
-    def fn(x):
-        y = checkpoint_name(x.exp(), "name")
-        return remat(inner, policy=save("name"))(y)
-
-    found = [r.origin for r in saved_residuals(fn, X)]
-    assert found[-1].startswith("named 'name'") or "exp" in found[-1]
-    assert_equal_and_recomputed(fn, X, None, exp=1)

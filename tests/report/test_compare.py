@@ -146,17 +146,6 @@ def test_a_function_with_blocks_is_shown_as_written_and_plain(wrap):
     assert as_plain == compare(plain, BATCH).rows[0]
 
 
-def test_what_only_a_block_keeps_counts_as_written():
-    def f(w1, w2, x):
-        sines = remat(lambda w, x: (w @ x).sin())
-        return sines(w2, sines(w1, x))
-
-    args = torch.ones(5, 4), torch.ones(6, 5), torch.ones(4)
-    as_written, plain, *_ = compare(f, *args).rows
-    assert as_written.saved_bytes == total(saved_residuals(f, *args)) == 236
-    assert plain.saved_bytes == 236 + 5 * 4 + 6 * 4
-
-
 def test_a_policy_reaches_into_calls_within():
     dots = policies.dots_saveable
     found = compare(two, *example(*SQUARE), policies=[dots], prune=True)
@@ -258,14 +247,6 @@ def test_blocks_are_given_by_name_or_object(keys, dots):
     assert row.recomputed_flops == as_written.recomputed_flops - dots * 2 * 64**3
 
 
-def test_the_first_key_of_a_block_counts():
-    model, up, _ = of_functions(remat)
-    rows = {"dots first": {up: DOTS, "*": None}, "none first": {"*": None}}
-    found = compare(model, *example(*SQUARE), policies=rows)
-    saved = [row.saved_bytes for row in found.rows[-2:]]
-    assert saved[0] - saved[1] == DOT
-
-
 class Method(nn.Module):
     def __init__(self):
         super().__init__()
@@ -292,18 +273,6 @@ def test_a_decorated_method_is_a_block_of_each_object(key, dots):
     found = compare(lambda x: b(a(x)), torch.ones(16, 16), policies=rows)
     spared = found.rows[0].recomputed_flops - row_named(found, "row").recomputed_flops
     assert spared == dots * 2 * 16**3
-
-
-def test_a_module_stands_for_its_block():
-    model = Model()
-    first, bound = model.blocks[0], Model(lambda block: remat(block.forward))
-    found = compare(model, BATCH, policies={"row": {first: DOTS}})
-    hidden = 32 * 64 * 4
-    assert row_named(found, "row").saved_bytes == found.rows[0].saved_bytes + hidden
-    for key in (bound.blocks[0], bound.blocks[0].forward):
-        found = compare(bound, BATCH, policies={"row": {key: DOTS}})
-        extra = row_named(found, "row").saved_bytes - found.rows[0].saved_bytes
-        assert extra == hidden
 
 
 def test_the_blocks_keep_their_own_options_afterwards():

@@ -19,8 +19,6 @@ import torch
 from support.explained import CASES, POLICIES, SQUARE, blk, case_of, example, nest, two
 from support.kept import measured, total
 from support.tables import crossed
-from torch import nn
-from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -131,52 +129,6 @@ def test_what_calls_within_recompute_is_counted(name, policy):
     again = executed(report)
     assert (again["mm"], again["tanh"]) == (ops["mm"] - plain, ops["tanh"])
     assert report.saved_bytes == measured(rematerialized, *args)
-
-
-# --- All kinds of functions ---
-
-
-class Kept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.y = x.exp()
-        return ctx.y * 2
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * ctx.y
-
-
-def in_bfloat16(w, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return (w @ x).tanh()
-
-
-OTHERS = {
-    "vmap": (lambda w, x: vmap(lambda row: (w @ row).tanh())(x), SQUARE),
-    "Function": (lambda x: Kept.apply(x.sin()), ((64, 64),)),
-    "autocast": (in_bfloat16, SQUARE),
-    "complex": (lambda x: (x.to(torch.complex64) * 1j).exp().abs(), ((64, 64),)),
-    "sparse": (lambda w, x: torch.sparse.mm(w.to_sparse(), x).sin(), SQUARE),
-    "LSTM": (nn.LSTM(16, 16), ((5, 4, 16),)),
-    "Transformer": (
-        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
-        ((4, 16, 32),),
-    ),
-    "many outputs": (lambda x: [(x + i).sin() for i in range(20)], ((64, 64),)),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_it_explains_all_kinds_of_functions(name):
-    fn, sizes = OTHERS[name]
-    args = example(*sizes)
-    report = explain(fn, *args, prune=True)
-    assert report.plain_bytes == total(saved_residuals(fn, *args))
-    assert report.saved_bytes == total(saved_residuals(ckpt(fn, prune=True), *args))
-    assert {op.fate for op in report.ops} & {"recomputed", "dead"}
-    assert all(op.why for op in report.ops)
-    assert all(row.why for row in report.inputs)
 
 
 # --- Offloading ---

@@ -174,12 +174,6 @@ def test_what_is_kept(policy):
     assert found == [NUMBER, *arguments("w", "x"), *kept]
 
 
-def test_with_pruning_off_all_inputs_are_kept():
-    fn = remat(network, policy=policies.dots_saveable, prune=False)
-    found = [r.origin for r in steady(fn, *inputs())]
-    assert found == [NUMBER, *arguments("w", "x", "bias"), *DOTS]
-
-
 @pytest.mark.parametrize("policy", [None, policies.everything_saveable], ids=repr)
 def test_a_module_to_the_byte(policy):
     layers = nn.Linear(SIZE, SIZE), nn.GELU(), nn.LayerNorm(SIZE), nn.Linear(SIZE, 4)
