@@ -125,29 +125,6 @@ def peak(run):
     return max(itertools.accumulate(e.nbytes() for e in memory))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("transform", ["backward", "grad"])
-def test_many_steps_with_ten_checkpoints_need_fifteen_carries(transform):
-    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 6
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
-
-    def value(run, x):
-        return run(0, 300, lambda i, x: torch.tanh(x @ weight), x).sum()
-
-    def gradient(run):
-        if transform == "grad":
-            return torch.func.grad(lambda x: value(run, x))(x)
-        leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(value(run, leaf), leaf)[0]
-
-    def in_chain(*args):
-        return chain.fori_loop(*args, checkpoints=10)
-
-    assert peak(lambda: gradient(in_chain)) <= 15.1 * x.nbytes
-    assert peak(lambda: gradient(Plain.fori_loop)) >= 300 * x.nbytes
-    assert_same(gradient(in_chain), gradient(Plain.fori_loop))
-
-
 def test_what_is_collected_keeps_no_carry_alive():
     x = torch.zeros(1024, requires_grad=True)
 

@@ -338,18 +338,6 @@ def test_slices_that_some_steps_leave_have_zeros_in_a_second_derivative():
     assert ops["tanh"] > 2 * LENGTH
 
 
-def test_the_result_of_one_scan_goes_into_another():
-    def program(loops):
-        def run(w, x):
-            h, ys = by_scan_of(loops, w, x, SLICES, checkpoints=3)
-            return by_scan_of(loops, w, h, ys * 2, checkpoints=2)
-
-        return of_backward(run, W, X)
-
-    runs = steps_run(LENGTH, checkpoints=3) + steps_run(LENGTH, checkpoints=2)
-    assert_chained(program, steps=20, runs=runs, reassociated=True)
-
-
 def test_results_may_be_changed_in_place_after_the_call():
     def program(loops):
         def run(w, x):

@@ -233,12 +233,6 @@ def test_online_is_close_to_a_schedule_that_knows_the_length(slots):
     assert sum(ratios) / len(ratios) < 1.12
 
 
-def test_online_stays_close_on_long_chains():
-    for slots, length in [(5, 10_000), (10, 10_000), (20, 10_000), (10, 100_000)]:
-        found = Online(slots).evaluations(length).backward
-        assert found < 1.25 * Binomial(slots).evaluations(length).backward
-
-
 @given(st.integers(1, 300), st.integers(2, 12))
 def test_no_step_is_repeated_more_often_than_it_must(length, slots):
     times = [0] * length

@@ -128,59 +128,6 @@ def test_arguments_go_to_each_layer_and_have_gradients():
     assert_backward(run, W, X, X.cos(), steps=6, segments=2, reassociated=True)
 
 
-def test_one_module_in_several_places_has_the_sum_of_gradients():
-    def program(loops):
-        torch.manual_seed(1)
-        shared, other = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-        layers = [shared, nn.Tanh(), other, nn.Tanh(), shared, nn.Tanh(), shared]
-        out = loops.sequential(layers, X, segments=7)
-        out.sin().sum().backward()
-        return [p.grad for p in [*shared.parameters(), *other.parameters()]]
-
-    assert_chained(program, steps=3, runs=6)
-
-
-def test_frozen_layers_get_no_gradient():
-    def program(loops):
-        torch.manual_seed(1)
-        net = Net().double()
-        for p in net.layers[4].parameters():
-            p.requires_grad_(False)
-        x = torch.randn(6, 8, dtype=torch.double)
-        loops.sequential(net.layers, x, checkpoints=3).sum().backward()
-        assert net.layers[4].weight.grad is None
-        return [p.grad for p in net.parameters() if p.requires_grad]
-
-    assert_chained(program, steps=3, runs=tanhs(checkpoints=3) // 2)
-
-
-def test_functional_call_gives_layers_other_parameters():
-    def program(loops):
-        torch.manual_seed(1)
-        net = nn.Sequential(
-            *[m for _ in range(5) for m in (nn.Linear(4, 4), nn.Tanh())]
-        ).double()
-
-        class Chained(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.net = net
-
-            def forward(self, x):
-                return loops.sequential(self.net, x, segments=10)
-
-        model = Chained()
-        params = {k: p.detach() * 2 for k, p in model.named_parameters()}
-
-        def loss(params, x):
-            return torch.func.functional_call(model, params, (x,)).sin().sum()
-
-        per_example = torch.func.vmap(torch.func.grad(loss), (None, 0))
-        return torch.func.grad(loss)(params, X), per_example(params, X)
-
-    assert_chained(program, steps=10, runs=24, reassociated=True)
-
-
 def test_a_policy_is_that_of_each_layer():
     def program(loops, **options):
         def run(w, x):
@@ -214,14 +161,3 @@ def test_without_gradients_layers_run_once():
         assert_same(out.clone(), net.layers(x).detach())
         assert ops["tanh"] == 3
         assert not out.requires_grad
-
-
-def test_evaluation_mode_updates_no_buffer():
-    def program(loops):
-        torch.manual_seed(1)
-        net = Net().double().eval()
-        x = torch.randn(6, 8, dtype=torch.double, requires_grad=True)
-        loops.sequential(net.layers, x).sum().backward()
-        return x.grad, net.state_dict()
-
-    assert_chained(program, steps=3, runs=6)

@@ -22,7 +22,7 @@ from support.tables import rows
 from support.zoo import V, W, X, leaves_of, scalar
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, hessian, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import chain, policies, remat, scope
@@ -159,21 +159,6 @@ def test_autocast_inside_of_a_step(cast):
     assert_chained(program, steps=STEPS, runs=RUNS)
 
 
-def test_a_part_of_a_step_without_gradients():
-    def program(loops):
-        def run(w, x):
-            def body(h):
-                with torch.no_grad():
-                    scale = h.norm()
-                return torch.tanh(h @ w) * scale
-
-            return loop(loops, body, x)
-
-        return of_backward(run, W, X)
-
-    assert_chained(program, steps=STEPS, runs=RUNS)
-
-
 def test_steps_without_gradients_run_once():
     def program(loops):
         w, x = leaves_of(W, X)
@@ -230,16 +215,6 @@ def test_a_chain_of_chains(nest):
     assert plain["tanh"] == 3 * 12
     # Each step of the outer chain runs again, and then those of the inner one.
     assert 3 * 3 * 12 < ops["tanh"] + 3 * 12 < 3 * 8 * 12
-
-
-def test_a_hessian_of_a_chain_of_chains():
-    def program(loops):
-        return hessian(lambda x: scalar(of_scans(loops, W, x)))(X)
-
-    with count_ops() as ops:
-        got = program(chain)
-    assert_same(got, program(Plain), reassociated=True)
-    assert ops["tanh"] > 2 * 12
 
 
 WRAPS = {

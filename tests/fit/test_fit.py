@@ -83,14 +83,6 @@ def test_the_model_need_not_exist(over, where):
     assert measured_peak(real, (X,), {}, square) <= plan.budget
 
 
-def test_all_may_be_on_the_meta_device():
-    with torch.device("meta"):
-        model, x = mlps(2), torch.randn(256, 8)
-    found = remat.fit(model, x, budget="1GB", over="blocks")
-    expected = remat.fit(mlps(2), X, budget="1GB", device="cpu", over="blocks")
-    assert found.peak == expected.peak
-
-
 @both
 def test_a_step_that_accumulates_has_gradients_before(over):
     model, plan = mlps(), tight(over)
@@ -109,16 +101,6 @@ def test_outputs_of_transformers_have_a_loss(over):
     plan = remat.fit(llama(), IDS, labels=IDS, budget="1GB", over=over)
     rows = plan.segments
     assert {f"model.layers.{k}" for k in range(3)} <= {row.name for row in rows}
-
-
-@both
-def test_gradients_that_exist_are_part_of_the_peak(over):
-    model = mlps()
-    before = remat.fit(model, X, loss=square, budget="1GB", over=over)
-    square(model(X)).backward()
-    after = remat.fit(model, X, loss=square, budget="1GB", over=over)
-    size = sum(p.nbytes for p in model.parameters())
-    assert after.resident == before.resident + size
 
 
 # --- What is passed, and what is refused ----------------------------------------------

@@ -15,7 +15,6 @@ from support.fitted import (
     peak_and_gradients,
     planned,
     square,
-    words,
 )
 from torch import nn
 from torch.nn import functional
@@ -346,11 +345,3 @@ def test_a_loss_that_holds_much_is_planned_with_a_function():
     with count_ops() as ops:
         assert_same(gradients(model, lambda: followed(model, x).backward()), expected)
     assert ops.total() > plain.total()
-
-
-def test_a_plan_for_words_is_followed_in_evaluation():
-    model = Lm()
-    plan = planned(model, IDS, loss=words, share=0.5)
-    plan.apply(model).eval()
-    peak, _ = peak_and_gradients(model, IDS, loss=words)
-    assert peak <= 1.01 * plan.budget

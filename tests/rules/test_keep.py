@@ -8,7 +8,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from support.kernels import Launch, build, launches, pointers
+from support.kernels import Launch, launches, pointers
 from support.ruled import ran, runs
 from support.zoo import X, leaves_of, make
 from torch import nn
@@ -84,37 +84,6 @@ def test_a_kernel_that_writes_through_pointers_is_launched_once():
             assert launches(run) == 2  # one of them in its own backward
             if region is not REGIONS["nested"]:
                 assert_same(found[0], want)
-
-
-@pytest.mark.slow
-def test_a_kernel_of_an_extension_is_launched_once(tmp_path):
-    extension = build(tmp_path)
-
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            out = torch.empty_like(x)
-            extension.launch(out.data_ptr(), x.data_ptr(), x.numel())
-            return out
-
-        @staticmethod
-        def backward(ctx, ct):
-            return 2 * ct
-
-    kept = keep(Kernel.apply)
-    want = gradient(lambda x: Kernel.apply(x.sin()).cos(), *leaves_of(X.float()))
-    for region in (*REGIONS.values(), lambda f: f):
-        fn = region(lambda x: kept(x.sin()).cos())
-        before = extension.count()
-        found = gradient(fn, *leaves_of(X.float()))
-        assert extension.count() == before + 1
-        if region is not REGIONS["nested"]:
-            assert_same(found, want)
-    before = extension.count()
-    found = grad(lambda x: remat(lambda x: kept(x.sin()).cos())(x).sum())(X.float())
-    assert extension.count() == before + 1
-    assert_same(found, want[0])
 
 
 def test_modules_methods_keywords_and_trees():

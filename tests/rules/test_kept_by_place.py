@@ -167,23 +167,9 @@ def test_a_module_with_hooks_on_its_gradients(options):
     assert_same(seen[1:], seen[:1] * 3)
 
 
-def test_running_statistics():
-    norms = [nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()).double() for _ in range(2)]
-    fn = remat.remat(lambda x: norms[0](x.exp()).sin(), policy={"0": "save"})
-    for _ in range(3):
-        found = gradients(fn, norms[0])
-        assert_same(found, gradients(lambda x: norms[1](x.exp()).sin(), norms[1]))
-        assert_same(norms[0][0].running_mean, norms[1][0].running_mean)
-
-
 def nested(block, policy):
     inner = remat.remat(block, policy={"mlp": "recompute"})
     return remat.remat(lambda x: inner(x), policy=policy)
-
-
-def within_a_kept_one(block, policy):
-    inner = remat.nn.apply(nn.Sequential(block), {"0": None})
-    return remat.remat(inner, policy={f"0.{key}": v for key, v in policy.items()})
 
 
 def in_a_chain(block, policy):
