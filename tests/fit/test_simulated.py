@@ -3,6 +3,7 @@
 import copy
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from support.fitted import (
     measured_peak,
     square,
 )
+from support.storages import Sample, bytes_not_known, compared
 from support.tables import crossed
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +27,7 @@ from remat import policies
 from remat._fit.simulate import TrainingStep, copied, isolated, simulate
 from remat._report.timeline import allocated
 from remat._torch.tensors import fake_mode
-from remat.testing import memory_timeline
+from remat.testing import count_ops, memory_timeline
 
 
 CPU = torch.device("cpu")
@@ -296,3 +299,70 @@ def test_a_model_without_memory(where):
     expected = simulated(make(), args, kwargs, loss)
     found = simulated(model, args, kwargs, loss)
     assert (found.peak, found.resident) == (expected.peak, expected.resident)
+
+
+# --- Results of fake kernels, of which `test_opinfo_storages.py` compares all ---
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+MASK = torch.arange(128 * 64).view(128, 64) % 3 > 0
+ROWS = MASK[:, 1].clone()
+# Larger than those of the database.
+LARGE = {
+    "a mask": (lambda x: x[MASK], (leaf(128, 64),)),
+    "rows of a mask": (lambda x: x[ROWS], (leaf(128, 64),)),
+    "what a mask fills": (
+        lambda x: x.clone().index_put((MASK,), torch.zeros(())),
+        (leaf(128, 64),),
+    ),
+    "var_mean": (lambda x: torch.var_mean(x, -1), (leaf(128, 64),)),
+}
+
+
+TARGET = torch.full((8, 4), 0.5)
+# Each computes all terms, and a scalar in a storage of their size.
+LOSSES = {
+    "mse_loss": leaf(8, 4),
+    "binary_cross_entropy": leaf(8, 4).detach().sigmoid().requires_grad_(),
+    "smooth_l1_loss": leaf(8, 4),
+    "soft_margin_loss": leaf(8, 4),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_of_losses_are_as_large_as_fit_knows(name, reduction):
+    loss = lambda *args: getattr(functional, name)(*args, reduction=reduction)
+    comparing = compared(SimpleNamespace(op=loss), [Sample(LOSSES[name], TARGET)])
+    assert not comparing.differ
+    assert any(name in seen for seen in comparing.seen)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_large_operations_hold_is_known(name):
+    fn, leaves = LARGE[name]
+    assert abs(bytes_not_known(SimpleNamespace(op=fn), Sample(*leaves))) <= 200
+
+
+def test_an_empty_batch_holds_nothing():
+    layer = Sample(leaf(0, 4, 4), leaf(0, 4, 4))
+    assert bytes_not_known(SimpleNamespace(op=torch.bmm), layer) == 0
+
+
+# --- On fake tensors a recompute follows its plan, also past the updates of buffers ---
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_batch_normalization_is_replayed(policy):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        fn = remat.remat(model, policy=policy)
+        x = torch.randn(2, 3, 8, 8, requires_grad=True)
+        fn(x).sum().backward()  # is recorded
+        with count_ops() as ops:
+            fn(x).sum().backward()
+    assert ops["convolution"] == (2 if policy is None else 1)
+    assert ops["native_batch_norm"] == 2

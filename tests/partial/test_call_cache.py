@@ -4,8 +4,6 @@ The cache is bounded and holds nothing of the user's; blocks of the same code sh
 record; what does not fit is given up after three times, with a reason.
 """
 
-
-
 import gc
 import re
 import warnings

@@ -1,9 +1,10 @@
-"""Exceptions half-way, and threads: whatever happens, the next call is right.
+"""Exceptions, threads, layers of torch's, and where pruning ends.
 
 An exception of the user's is raised as in plain code and costs no later call its
 pruning. Threads may call a function for the first time at the same moment.
 """
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,17 +13,23 @@ import torch
 from support.pruning import (
     W,
     X,
+    assert_exact,
     assert_like_plain,
     dead_end,
     each_policy,
     last_call_cache,
     nothing_or_everything,
     of_backward,
+    of_func_grad,
     strikes,
 )
 from support.zoo import Evaluations, leaves_of, make, scalar
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import has_torch_function
 
-from remat import RecomputeError, policies, remat
+from remat import RecomputeError, checkpoint_name, policies, remat
 from remat.testing import assert_same, count_ops
 
 
@@ -165,3 +172,184 @@ def test_threads_learn_and_strike_at_the_same_time():
             assert_like_plain(ours, fn, x, [(call + seed) % 3 == 0])
 
     in_threads(work)
+
+
+# --- Layers of torch's ---
+
+
+BACKENDS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@each_policy
+def test_a_backend_of_attention_is_chosen(policy, inside):
+    names = ["math", "flash", "flash", "math", "flash", "math", "math"]
+    current = [names[0]]
+
+    def backend(where):
+        here = where == inside
+        return sdpa_kernel(BACKENDS[current[0]]) if here else contextlib.nullcontext()
+
+    def fn(q):
+        with backend(True):
+            return dead_end(scaled_dot_product_attention(q.sin(), q, q * 2))
+
+    def way(fn, args):
+        with backend(False):
+            return of_backward(fn, args)
+
+    assert_exact(
+        fn,
+        make(1, 2, 3, 4, seed=1),
+        policy=policy,
+        way=way,
+        before=lambda call: current.__setitem__(0, names[call]),
+        calls=len(names),
+    )
+
+
+@pytest.mark.parametrize("prune", [True, False])
+@each_policy
+@pytest.mark.parametrize("uses", ["a dead result", "its result"])
+def test_statistics_are_read_after_their_update(uses, policy, prune):
+    def reader(norm):
+        def fn(x):
+            y = norm(norm(x))
+            y = (y.pow(2) if uses == "its result" else x) * norm.running_mean.cos()
+            return y * torch.full((4,), 2.0, dtype=torch.double)
+
+        return fn
+
+    plain, norm = nn.BatchNorm1d(4).double(), nn.BatchNorm1d(4).double()
+    saves_all = policy is policies.everything_saveable
+    kept = saves_all and prune and uses == "a dead result"
+    ours = remat(reader(norm), policy=policy, prune=prune)
+    for call in range(4):
+        x = make(3, 4, seed=call) + 3
+        with count_ops() as once:
+            want = of_backward(reader(plain), (x,))
+        with count_ops() as ops:
+            got = of_backward(ours, (x,))
+        assert_same(got, want)
+        assert_same(norm.running_mean, plain.running_mean)
+        if call:  # the first may find that it needs more than was kept
+            assert ops["cos"] == once["cos"] + (not saves_all)
+            assert ops["native_batch_norm"] == (2 if kept else 4)
+        # Even where all is kept, constants are made again.
+        assert (ops["full"], once["full"]) == (2, 1)
+
+
+# --- Names, and long records ---
+
+
+def test_many_outputs_are_named():
+    def fn(x):
+        parts = torch.split(x.flatten().repeat(25), 4)
+        sines = torch._foreach_sin([*parts])
+        torch._foreach_mul_(sines, 2.0)
+        return [checkpoint_name(dead_end(p.exp()), "p") for p in sines]
+
+    assert_exact(fn, X, policy=policies.save_only_these_names("p"))
+    assert strikes() == [0]
+
+
+def test_a_record_has_two_thousand_operations():
+    def long(x):
+        for k in range(1000):
+            x = x.sin() if k % 3 else x * 1.5
+        return dead_end(x)
+
+    assert_exact(long, X, pruned=True, calls=3)
+    assert strikes() == [0]
+
+
+# --- Limits, as docs/concepts.md says ---
+
+
+def test_a_recomputation_that_is_given_up_runs_again():
+    """Under torch.func, where the hooks that fire are those of the recompute."""
+    ran, hooks = Evaluations(), Evaluations()
+    note_run, note_hook = ran.note, hooks.note
+
+    def fn(x):
+        note_run(None)
+        h, other = x.sin(), x * 3
+        (y := x * 1.0).register_hook(lambda g: g * other.detach())
+        (z := y * 2).register_hook(lambda g: note_hook(None))
+        return h.exp() + z
+
+    ours = remat(fn, prune=True)
+    counts = []
+    for _ in range(3):
+        ran.clear(), hooks.clear()
+        of_func_grad(ours, (X,))
+        counts.append((len(ran), len(hooks)))
+    assert counts[0][0] == 3, "forward, the replay given up, in full"
+    assert counts[1:] == [(2, 1)] * 2
+
+
+CALLS: list = []
+
+
+@torch.library.custom_op("pruning_docs::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    CALLS.append(None)
+    return x * 2
+
+
+@torch.library.custom_op("pruning_docs::counted_", mutates_args=())
+def counted_without_result(x: Tensor) -> None:
+    CALLS.append(None)
+
+
+@pytest.mark.parametrize(
+    ("op", "runs"), [(counted, 1), (counted_without_result, 2)], ids=["one", "none"]
+)
+def test_an_operator_that_is_left_out_has_no_side_effect(op, runs):
+    def fn(x):
+        op(x.detach())
+        return dead_end((x * 2).exp())
+
+    ours = remat(fn, prune=True)
+    expected = of_backward(fn, (X,))
+    for _ in range(3):
+        CALLS.clear()
+        assert_same(of_backward(ours, (X,)), expected)
+    assert len(CALLS) == runs
+
+
+def test_a_value_that_is_left_out_is_a_plain_tensor():
+    seen = Evaluations()
+    note = seen.note
+
+    def fn(x, w):
+        h = x * 2
+        note((isinstance(h, Tensor), type(h) is Tensor))
+        return h + w.sin().exp()
+
+    ours = remat(fn, prune=True)
+    of_backward(ours, (X, W))
+    assert [*seen] == [(True, True), (True, True)]
+
+
+def test_code_that_asks_for_torch_functions_is_not_recorded():
+    seen = Evaluations()
+    note = seen.note
+
+    def fn(x, w):
+        note(has_torch_function((x,)))
+        return x * 2 + w.sin().exp()
+
+    with pytest.warns(UserWarning, match="has_torch_function"):
+        of_backward(remat(fn, prune=True), (X, W))
+    assert [*seen] == [False, False]
+
+
+def test_calls_inside_of_sixteen_are_not_recorded():
+    fn = lambda x, w: x * 2 + w.sin().exp()
+    ours = fn
+    for _ in range(17):
+        ours = remat(ours, prune=True)
+    with pytest.warns(UserWarning, match="inside of 16 calls"):
+        found = of_backward(ours, (X, W))
+    assert all(map(torch.equal, found, of_backward(fn, (X, W))))

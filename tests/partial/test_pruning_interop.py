@@ -3,8 +3,6 @@
 And what Python asks tensors for without an operation, and dispatch modes of the user's.
 """
 
-
-
 import contextlib
 from operator import attrgetter
 from typing import ClassVar

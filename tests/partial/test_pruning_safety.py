@@ -4,8 +4,6 @@ Tables of functions, by what is dangerous in them. The runner calls each on the 
 call and on later ones, and compares it with the function as it is, bit for bit.
 """
 
-
-
 import copy
 import ctypes
 import io

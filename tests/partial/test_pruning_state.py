@@ -5,8 +5,6 @@ forward and backward, inputs that differ in what is not compared, exceptions hal
 threads. A record is of another call: it is only used as far as it fits.
 """
 
-
-
 import pytest
 import torch
 from support.pruning import (

@@ -1,23 +1,31 @@
-"""What holds for all reports: what they refuse, and what they leave as it was."""
+"""What holds for all reports: what they refuse, leave as it was, name and suggest."""
 
 import contextlib
 import random
+import subprocess
+import sys
+import textwrap
+import types
 
 import pytest
 import torch
 from support.kept import leaves
 from support.tables import crossed
+from support.zoo import make
 from torch import nn
 from torch.nn.functional import dropout
+from torch.utils.flop_counter import FlopCounterMode
 
 from remat import (
     CaptureError,
     MutationError,
     compare,
     explain,
+    policies,
     remat as ckpt,
     saved_residuals,
 )
+from remat._base.source import short
 from remat.testing import assert_same, check_replay, live_bytes
 
 
@@ -177,3 +185,167 @@ def test_what_is_refused(report, case):
 def test_a_function_without_gradients_is_called(report):
     with pytest.raises(TypeError, match="unsupported operand"):
         REPORTS[report](lambda i: i + "1", torch.arange(9))
+
+
+# --- The line of the user's code that reports and errors name ---
+
+
+SHELL = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in {cells!r}:
+    shell.run_cell(cell, store_history=True).raise_error()
+"""
+
+
+def shown_by_cells(*cells):
+    """Return what the cells of a notebook print."""
+    code = SHELL.format(cells=[textwrap.dedent(cell).strip() for cell in cells])
+    run = [sys.executable, "-c", code]
+    result = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\n")
+
+
+@pytest.mark.slow
+def test_a_line_of_a_notebook_is_named_by_its_cell():
+    pytest.importorskip("IPython")
+    define = """
+        import torch
+        from remat import explain, remat
+        @remat
+        def f(x):
+            return x.sin().exp()
+    """
+    show = """
+        report = explain(f, torch.ones(3))
+        print(*[op.source for op in report.ops], sep="\\n")
+        print(f._label)
+    """
+    sin, exp, label, *_ = shown_by_cells(define, show)
+    assert sin == exp == "Cell In[1]:5, in f"
+    assert label == "`f` (rematerialized at Cell In[1]:3)"
+
+
+LIBRARY = """
+from torch import nn
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x):
+        return self.act(self.up(x)).sin()
+"""
+
+
+@pytest.fixture
+def mlp(monkeypatch):
+    """A module that an installed package defines."""
+    file = nn.__file__.replace("/torch/nn/", "/somebody/")
+    library = types.ModuleType("somebody")
+    library.__file__ = file
+    monkeypatch.setitem(sys.modules, "somebody", library)
+    exec(compile(LIBRARY, file, "exec"), vars(library))
+    return library.Mlp
+
+
+def lines_of(fn, *args):
+    return {op.name: short(op.source) for op in explain(fn, *args).ops}
+
+
+@pytest.mark.parametrize("wrap", [ckpt, lambda fn: fn], ids=["remat", "plain"])
+def test_a_line_of_a_package_says_which_module_runs_it(mlp, wrap):
+    model = nn.Sequential(nn.Identity(), mlp())
+    lines = lines_of(wrap(lambda x: model(x)), torch.ones(2, 4))
+    assert lines["addmm"] == "__init__.py:10 (1.up)"
+    assert lines["tanh"] == "__init__.py:10 (1.act)"
+    assert lines["sin"] == "__init__.py:10 (1)"
+
+
+def test_a_line_of_a_package_outside_a_module_names_none(mlp):
+    block = mlp()
+    lines = lines_of(lambda x: block.forward(x), torch.ones(2, 4))
+    assert lines["sin"] == "__init__.py:10"
+
+
+def test_a_line_of_the_users_own_module_names_none():
+    class Own(nn.Module):
+        def forward(self, x):
+            return x.sin()
+
+    model = nn.Sequential(Own())
+    where = f"test_sources.py:{Own.forward.__code__.co_firstlineno + 1}"
+    assert lines_of(lambda x: model(x), torch.ones(2)) == {"sin": where}
+
+
+# --- The policy to write, which `explain` and `compare` print as code that runs ---
+
+
+def attend(params, x):
+    q, k, v = ((x @ params[name]).sin().exp() for name in "qkv")
+    weights = torch.softmax(q @ k.mT, -1)
+    return torch.tanh(weights @ v @ params["out"]) @ params["out"]
+
+
+PARAMS = {name: make(64, 64, seed=i).requires_grad_() for i, name in enumerate("qkv")}
+PARAMS["out"] = make(64, 64, seed=3).requires_grad_()
+# The scores of attention take more bytes for each of their FLOPs than the products.
+X = make(2, 32, 64, seed=9)
+
+
+def run_again(policy):
+    """The FLOPs that a backward repeats: those beyond a plain backward."""
+    totals = []
+    for fn in attend, ckpt(attend, policy=policy):
+        fn(PARAMS, X).sum().backward()  # the first call of a kind is recorded
+        out = fn(PARAMS, X).sum()
+        with FlopCounterMode(display=False) as counter:
+            out.backward()
+        totals.append(counter.get_total_flops())
+    return totals[1] - totals[0]
+
+
+@pytest.mark.parametrize("report", [explain, compare])
+def test_it_runs_and_repeats_what_it_says(report):
+    found = report(attend, PARAMS, X)
+    assert str(found.suggested) in str(found).splitlines()
+    code = found.suggested.code
+    policy = eval(code, {"torch": torch, "policies": policies})
+    under = explain(attend, PARAMS, X, policy=policy)
+    assert under.saved_bytes == found.suggested.saved_bytes
+    assert under.recomputed_share == found.suggested.recomputed_share
+    again = run_again(policy)
+    assert again == round(found.suggested.recomputed_share * under.flops)
+    assert 0 < 2 * again <= run_again(None)
+
+
+def test_a_policy_that_is_there_stays():
+    own = policies.save_only_these_names("a")
+    found = explain(attend, PARAMS, X, policy=own).suggested
+    assert found.code.startswith("policies.save_only_these_names('a') | policies.save_")
+
+
+def wide(x):
+    return torch.sin(torch.sin(x))
+
+
+NOTHING = {
+    "no FLOPs": lambda: explain(wide, X),
+    "all is saved": lambda: explain(attend, PARAMS, X, policy=policies.dots_saveable),
+    "a budget": lambda: explain(attend, PARAMS, X, policy=policies.within("1 kB")),
+    "blocks": lambda: explain(lambda p, x: ckpt(attend)(p, x), PARAMS, X),
+    "compared, no FLOPs": lambda: compare(wide, X),
+    "compared, a function": lambda: compare(
+        attend, PARAMS, X, policies=[lambda op: op.nbytes > 0]
+    ),
+    "compared, blocks": lambda: compare(lambda p, x: ckpt(attend)(p, x), PARAMS, X),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING.values(), ids=NOTHING)
+def test_nothing_is_told_where_nothing_can_be(case):
+    found = case()
+    assert found.suggested is None
+    assert "to recompute less" not in str(found)
