@@ -45,7 +45,13 @@ from remat._reach.holders import (
 from remat._reach.names import CallNames
 from remat._reach.objects import dict_of, is_spent_by_use, slots_of
 from remat._reach.parts import Box, HolderParts, Watched, make
-from remat._reach.stream_search import StreamSearch, has_defaults, is_stream, user_bases
+from remat._reach.stream_search import (
+    CodeFacts,
+    StreamSearch,
+    has_defaults,
+    is_stream,
+    user_bases,
+)
 from remat._reach.walk import is_of_atoms, is_of_library, is_used_as_it_is
 from remat._reach.watched import (
     PASSED,
@@ -61,12 +67,15 @@ class CallArguments:
     """What a call is given."""
 
     __slots__ = (
-        *("_called", "_todo", "are_found", "boxes", "buffers", "has_iterators"),
-        *("index", "roots", "search", "tensors"),
+        *("_called", "_search", "_todo", "are_found", "boxes", "buffers", "facts"),
+        *("has_iterators", "index", "roots", "tensors"),
     )
 
-    def __init__(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, fn: Any, args: Any, kwargs: dict[str, Any], facts: CodeFacts
+    ) -> None:
         self._called = fn, args, kwargs
+        self.facts = facts  # to which those of what is used as it is are added
         # Whether a recompute may find some of what was passed.
         self.are_found = False
         self.tensors: list[Tensor] = []
@@ -76,14 +85,7 @@ class CallArguments:
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
         self.has_iterators = False
-        self.search: StreamSearch | None = None
-
-    @property
-    def streams(self) -> StreamSearch:
-        """The search for random streams, which is started."""
-        if self.search is None:
-            self.search = StreamSearch()
-        return self.search
+        self._search: StreamSearch | None = None
 
     def put_aside(self, value: Any) -> Any:
         """Return what is held of a value."""
@@ -140,7 +142,7 @@ class CallArguments:
                 return value
             return self._box(value, PART)
         if is_stream(kind):
-            self.streams.add(value)
+            self.facts.add_stream(value)
             return value
         return self._kept_other(value, kind)
 
@@ -156,7 +158,8 @@ class CallArguments:
             if is_bare_buffer(kind):  # others may have attributes
                 return value
         if is_used_as_it_is(value, kind):
-            self.streams.walk(value)
+            self._search = self._search or StreamSearch(self.facts)
+            self._search.walk(value)
             return value
         if kind.__weakrefoffset__:
             return self._root(value)

@@ -88,8 +88,8 @@ def _are_own(
         return False
     ids = {*map(id, lists)}
     held = [passed.boxes, *(root.before.places(root.layout) for root in roots)]
-    searches = [root.layout for root in roots], [passed.search] if passed.search else []
-    are_told = any("id" in search.asks for search in flatten(searches))
+    facts = passed.facts, *(root.layout.facts for root in roots)
+    are_told = any("id" in each.asks for each in facts)
     is_one_of_many = len(ids) < len(lists) or not all(map(ids.isdisjoint, held))
     return not (are_told or is_one_of_many)
 

@@ -171,7 +171,7 @@ class Before:
         self._held: Sequence[tuple[Span, Place | None]] | None = None
         self._but_for_tensors: Any = None
         self._spans: dict[int, list[Span]] | None = None
-        self._sizes = [(kind, len(holders)) for kind, holders in live.groups()]
+        self._sizes = [(kind, len(holders)) for kind, holders in live.groups]
         keeper, keys = _Keeper(), live.keys
         self.kept = keeper.keep_all(live.values, as_keys=False)
         if not ATOMS.issuperset(map(type, keys)):

@@ -31,7 +31,7 @@ from remat._reach.holders import (
     container_kind,
     without_contents,
 )
-from remat._reach.layout import Layout, groups_of
+from remat._reach.layout import Layout
 from remat._reach.objects import dict_of, is_view
 from remat._reach.parts import make
 
@@ -77,7 +77,7 @@ class Exchange:
 
     def look(self) -> None:
         """Note what is there by now, for all roots first: it may be somewhere else."""
-        groups = [held for _, held in groups_of(self._layout.holders(self._owners))]
+        groups = [held for _, held in self._layout.holders(self._owners)]
         alive = self._alive
         alive.update((id(v), v) for v in self._layout.variables)
         for span, place in self._before.holders(self._layout):

@@ -29,7 +29,6 @@ from remat._reach.holders import (
     CELLS,
     CLASSES,
     FUNCTIONS,
-    MISSING,
     SCOPES,
     SCRIPTED,
     SLOTS,
@@ -42,16 +41,11 @@ from remat._reach.holders import (
     names_of,
 )
 from remat._reach.objects import dict_of, is_rematerialized
-from remat._reach.stream_search import is_made_and_held
+from remat._reach.stream_search import NO_FACTS, is_made_and_held
 from remat._reach.walk import Walk, can_be_revived
 
 
 Group = tuple[HolderKind, list[Any]]
-# What owners are or have: the dicts of objects and functions, variables of functions,
-# namespaces with the names that code refers to, functions, classes, and other kinds.
-OwnersHolders = tuple[
-    list[Any], list[Any], list[Any], list[Any], list[Any], Sequence[Group]
-]
 # Holders that are no owners: how they are read, where they are, and whether as keys.
 HoldersBelow = tuple[HolderKind, list[int], bool]
 _MANY, _LONG = 16, 8  # dicts, and entries of one that is read sooner by itself
@@ -76,15 +70,10 @@ class Layout:
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
         odd: which objects and classes cannot be made again, and are held, by index.
-        streams: return the random streams, or None.
-        asks: the names by which code tells an object from another one like it.
-        uses_stream_states: whether code reads or sets the state of a stream.
-        compiled: whether there is compiled code.
+        facts: what the code that the root reaches does.
         is_contained: whether there is nothing but functions without variables: then
             nothing of a graph can be there.
-        is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
-        is_noted: whether a call notes something of the code that the root reaches.
         local: the owners whose classes are held, by index.
         variables: context variables.
         signature: the code of functions, functions in C, and the classes of objects.
@@ -97,12 +86,9 @@ class Layout:
     __slots__ = (
         *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
         *("_spaces", "_vacant", "below", "births", "cells"),
-        *("class_names", "classes", "compiled", "functions", "is_contained"),
-        *("is_lazy", "is_module", "is_noted", "last", "linked", "objects", "odd"),
-        "owners",
-        *("local", "scripted", "signature", "asks", "slotted", "spans", "special"),
-        "unnamed",
-        *("streams", "uses_stream_states", "variables", "writes"),
+        *("class_names", "classes", "facts", "functions", "is_contained", "is_module"),
+        *("last", "linked", "local", "objects", "odd", "owners", "scripted"),
+        *("signature", "slotted", "spans", "special", "unnamed", "variables"),
     )
 
     def __init__(self, walk: Walk) -> None:
@@ -131,14 +117,9 @@ class Layout:
         self.linked = [*map(weakref.ref, walk.linked)]
         self._vacant = walk.vacant
         self.hooks_known = RemovableHandle.next_id
-        self.streams = [*map(_reference, walk.streams.streams.values())]
-        self.uses_stream_states = walk.streams.uses_stream_states
-        self.writes = walk.streams.writes or walk.streams.compiled
-        self.asks = walk.streams.asks
-        self.compiled, self.is_lazy = walk.streams.compiled, walk.is_lazy
+        walk.facts.writes |= walk.facts.compiled  # whose code is not read
+        self.facts = walk.facts if walk.facts.are_any else NO_FACTS
         self.is_module = walk.is_module
-        noted = self.streams, self.writes, self.asks, self.compiled, self.is_lazy
-        self.is_noted = any(noted) or self.uses_stream_states
         others = len(owners) > len(functions) or walk.kinds or walk.special
         self.is_contained = not (others or closed or walk.variables)
         self.special: dict[int, str] = {}
@@ -165,8 +146,11 @@ class Layout:
         self.last: Any = None
         self.spans: Any = None
 
-    def holders(self, owners: list[Any]) -> OwnersHolders:
-        """Return the holders that owners are or have."""
+    def holders(self, owners: list[Any]) -> list[Group]:
+        """Return the holders that owners are or have, by kind.
+
+        First the dicts of objects and functions, then the variables of functions.
+        """
         try:
             tables = [owner.__dict__ for owner in owners[: self._dicted]]
         except Exception:  # noqa: BLE001 - whatever a proxy raises
@@ -179,16 +163,18 @@ class Layout:
             scopes.append((owners[i].__globals__, names))
         for i, names in self._spaces:
             scopes.append((owners[i].__dict__, names))
-        functions, classes = owners[self.functions], owners[self.classes]
-        others: Sequence[Group] = ()
+        groups: list[Group] = [
+            (ATTRIBUTES, tables),
+            (CELLS, cells),
+            (SCOPES, scopes),
+            (FUNCTIONS, owners[self.functions]),
+            (CLASSES, owners[self.classes]),
+        ]
         if self._has_others:
-            slotted, scripted = owners[self.slotted], owners[self.scripted]
-            others = (
-                (SLOTS, slotted),
-                (SCRIPTED, scripted),
-                (VARIABLES, self.variables),
-            )
-        return tables, cells, scopes, functions, classes, others
+            groups.append((SLOTS, owners[self.slotted]))
+            groups.append((SCRIPTED, owners[self.scripted]))
+            groups.append((VARIABLES, self.variables))
+        return groups
 
     def modules(self) -> list[Any]:
         """Return the dicts of the modules that the root reaches."""
@@ -203,33 +189,27 @@ class Layout:
                 raise MovedError
 
 
-def _reference(value: Any) -> Callable[[], Any]:
-    """Return what gives a value, weakly if that can be."""
-    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
-
-
 class LiveValues(Holdings):
     """What holders hold at one moment.
 
     Attributes:
         owners: the owners.
-        holders: the holders that these are or have.
-        below: the other holders, by kind, depth by depth.
+        groups: the holders by kind, in the order of reading: those that the owners are
+            or have, and the others, depth by depth.
+        first_below: which group is the first of others.
         marks: what differs if something differs: identities, and the lengths.
     """
 
-    __slots__ = "below", "holders", "marks", "owners"
+    __slots__ = "first_below", "groups", "marks", "owners"
 
-    def __init__(self, owners: list[Any], holders: OwnersHolders) -> None:
+    def __init__(self, owners: list[Any], groups: list[Group]) -> None:
         self.values: list[Any] = []
         self.keys: list[Any] = []
         self.lengths: list[int] = []
-        self.owners, self.holders = owners, holders
-        self.below: list[Group] = []
+        self.owners, self.groups, self.first_below = owners, groups, len(groups)
         self.marks: tuple[bytes, list[int]] = b"", self.lengths
-        # Read here at once, as most calls reach few of each kind.
         values, keys, lengths = self.values, self.keys, self.lengths
-        tables, cells, scopes, functions, classes, others = holders
+        (_, tables), *others = groups
         left = _read_small(tables, self) if len(tables) > _MANY else tables
         for table in left:
             length = len(table)
@@ -239,35 +219,24 @@ class LiveValues(Holdings):
                 keys += table
         if len(keys) != len(values) or len(keys) != sum(lengths):
             raise MovedError
-        if cells:
-            values += contents_of(cells)
-        for scope, names in scopes:
-            lengths.append(len(names))
-            for name in names:
-                values.append(scope.get(name, MISSING))
-        for fn in functions:
-            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
-        if classes:
-            CLASSES.read(classes, self)
         for kind, found in others:
-            kind.read(found, self)
+            if kind is CELLS:
+                values += contents_of(found)
+            elif found:
+                kind.read(found, self)
 
     def add(self, below: Iterable[HoldersBelow]) -> None:
         """Read the holders that were found at positions among what was read so far."""
         for kind, places, as_keys in below:
             held = self.keys if as_keys else self.values
             found = [held[p] for p in places]
-            self.below.append((kind, found))
+            self.groups.append((kind, found))
             kind.read(found, self)
-
-    def groups(self) -> list[Group]:
-        """Return all holders by kind, in the order in which they were read."""
-        return [*groups_of(self.holders), *self.below]
 
     def holder(self, index: tuple[int, int]) -> Any:
         """Return a holder, by its group and its number in that."""
         group, number = index
-        return self.groups()[group][1][number]
+        return self.groups[group][1][number]
 
     def mark(self) -> None:
         """Note which objects were read, with the classes of the owners."""
@@ -276,10 +245,8 @@ class LiveValues(Holdings):
 
     def again(self) -> "LiveValues":
         """Return what the same holders hold now, wherever they are by now."""
-        now = LiveValues(self.owners, self.holders)
-        now.below = self.below
-        for kind, found in self.below:
-            kind.read(found, now)
+        now = LiveValues(self.owners, self.groups)
+        now.first_below = self.first_below
         now.mark()
         return now
 
@@ -296,13 +263,6 @@ def _read_small(tables: Sequence[Any], to: Holdings) -> Sequence[Any]:
     to.keys += flatten(tables)
     to.lengths += lengths
     return ()
-
-
-def groups_of(holders: OwnersHolders) -> list[Group]:
-    """Return the kinds of holders that owners are or have, in the order of reading."""
-    *held, others = holders
-    kinds = ATTRIBUTES, CELLS, SCOPES, FUNCTIONS, CLASSES
-    return [*zip(kinds, held, strict=True), *others]
 
 
 def live_in(layout: Layout) -> LiveValues:
@@ -394,9 +354,8 @@ def written(layout: Layout, live: LiveValues, p: int) -> str:
     """Return how the function's author would write what is at a position."""
     start = key = 0
     lengths = iter(live.lengths)
-    groups = live.groups()
-    first = len(groups) - len(live.below)
-    for g, (kind, holders) in enumerate(groups):
+    first = live.first_below
+    for g, (kind, holders) in enumerate(live.groups):
         for n, holder in enumerate(holders):
             length = kind.fixed or next(lengths)
             if p < start + length:
@@ -420,4 +379,4 @@ def _variable(layout: Layout, live: LiveValues, p: int) -> str:
     """Return the name of a variable of an outer function, by its position."""
     functions = live.owners[layout.functions]
     names = [name for fn in functions for name in fn.__code__.co_freevars]
-    return names[p - sum(map(len, live.holders[0]))]
+    return names[p - sum(map(len, live.groups[0][1]))]

@@ -288,7 +288,7 @@ class LiftedForward(Lifted):
         for i, (root, live) in enumerate(self._roots):
             root.forward_done()
             if root.effects:
-                groups = live.groups()
+                groups = live.groups
                 for group, number in sorted(root.effects):
                     kind, holders = groups[group]
                     self._map_back((i, (group, number)), kind, holders[number])

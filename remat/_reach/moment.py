@@ -95,8 +95,7 @@ def _attributes_of(tensors: Sequence[Tensor]) -> list[Any]:
 
 def _name(root: Root, at_call: LiveValues, then: LiveValues, now: LiveValues) -> str:
     """Name the first holder that holds something else, or what of it."""
-    groups = now.groups()
-    first = len(groups) - len(now.below)
+    groups, first = now.groups, now.first_below
     sizes = [(kind, len(holders)) for kind, holders in groups]
     for was, span in differing(sizes, marks_of(then), marks_of(now)):
         if span.group >= first:

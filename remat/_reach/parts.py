@@ -138,7 +138,7 @@ def holding(layout: Layout, live: LiveValues, ids: Any) -> Iterator[HolderNow]:
     places = [*compress(count(), map(ids.__contains__, there))]
     if not places:
         return
-    groups = live.groups()
+    groups = live.groups
     if layout.spans is None or layout.spans[0] != live.lengths:
         sizes = [(kind, len(holders)) for kind, holders in groups]
         spans = [*spans_of(sizes, live.lengths)]

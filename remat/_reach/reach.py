@@ -35,48 +35,43 @@ from remat._reach.names import CallNames
 from remat._reach.parts import Box
 from remat._reach.roots import Root, code_writes, number_all, roots_of
 from remat._reach.running import Running, call_under, undone
+from remat._reach.stream_search import NO_FACTS, CodeFacts
 from remat._reach.walk import is_hook_of_library
 from remat._reach.watched import Buffer, buffers_of, changed
 from remat._torch.modes import function_mode_count, function_modes
 from remat._torch.process import MODULE_HOOKS, parametrization_cache
 
 
-_NONE = frozenset[str]()
 _NO_ATTRIBUTES: dict[int, dict[str, Any]] = {}
 _attributes = attrgetter("__dict__")
 
 
-class Reach:
-    """What a call reaches.
+class Reach(CodeFacts):
+    """What a call reaches, and what the code there does.
 
     Attributes:
         label: what messages call it.
         buffers: what it may update in place: index, and whether a module holds it.
         next_hook: the number that the next hook set anywhere was to get.
-        streams: the random streams found.
-        uses_stream_states: whether code reads or sets the state of a stream itself.
-        compiled: whether it reaches code that torch.compile or TorchScript made.
-        is_lazy: whether some module has no parameters yet.
         tensors: what was found. The call takes it: it is not to stay here.
         first_parameter: from which of these on all are parameters, found in roots.
         is_bare: whether it is a function of tensors and constants alone.
         attributes: what was set on the tensors, by their numbers.
         marks: whether a run has attributes on its tensors, or sets some.
-        asks: the names by which code may tell a value from another one like it.
     """
 
     __slots__ = (
         *("_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_modes"),
-        *("_names", "_refs", "_roots", "_running", "_values", "_watched", "_writes"),
-        *("around", "asks", "attributes", "buffers", "compiled", "first_parameter"),
-        *("is_bare", "is_lazy", "label", "left", "marks", "next_hook", "streams"),
-        *("tensors", "uses_stream_states"),
+        *("_names", "_refs", "_roots", "_running", "_values", "_watched"),
+        *("around", "attributes", "buffers", "first_parameter", "is_bare", "label"),
+        *("left", "marks", "next_hook", "tensors"),
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
+        super().__init__()
         self.label, self._count, self._names = label, len(args), [*kwargs]
         self.next_hook = RemovableHandle.next_id
-        passed = CallArguments(fn, args, kwargs)
+        passed = CallArguments(fn, args, kwargs, self)
         self._values = [*map(passed.put_aside, (*args, *kwargs.values(), fn))]
         self._modes: Sequence[Any] = ()
         if function_mode_count():
@@ -94,21 +89,19 @@ class Reach:
         if passed.roots or any(map(_attributes, passed.tensors)):
             parameters, attributes = self._walk(passed)
         self._watched: Sequence[Any] = ()
-        self.asks = _NONE
         self._boxes: Mapping[int, tuple[Any, Any]] = passed.boxes
         # After all are numbered: those that are in `passed` come first.
         self._refs = [*map(weakref.ref, passed.tensors)]
         self.first_parameter = len(passed.tensors)
         self.tensors = passed.tensors + parameters
-        self.streams: Sequence[Any] = ()
-        self.uses_stream_states = self.compiled = self.is_lazy = self._writes = False
         self.attributes: dict[int, dict[str, Any]] = {}
         if attributes:
             held: list[Any] = [*map(attributes.get, map(id, self.tensors))]
             self.attributes = dict(compress(enumerate(held), held))
         self.marks = bool(attributes)
-        if passed.search is not None or self._roots:
-            self._note_code(passed)
+        for root in self._roots:
+            if root.layout.facts is not NO_FACTS:
+                self.add(root.layout.facts)
         if not IDENTITY.isdisjoint(self.asks):
             self._lease(passed)
         if passed.are_found:
@@ -153,26 +146,6 @@ class Reach:
             if is_told(value, asks):
                 box.ref.ref = box.ref.ref or lease_of(value)
 
-    def _note_code(self, passed: CallArguments) -> None:
-        """Note what code that it reaches does, and the random streams."""
-        found: dict[int, Any] = {}
-        if (search := passed.search) is not None:
-            found, self.compiled = search.streams, search.compiled
-            self.uses_stream_states = search.uses_stream_states
-            self._writes, self.asks = search.writes, search.asks
-        for root in self._roots:
-            layout = root.layout
-            if not layout.is_noted:
-                continue
-            alive = (stream() for stream in layout.streams)
-            found |= {id(s): s for s in alive if s is not None}
-            self.asks |= layout.asks
-            self._writes = self._writes or layout.writes
-            self.uses_stream_states |= layout.uses_stream_states
-            self.compiled = self.compiled or layout.compiled
-            self.is_lazy = self.is_lazy or layout.is_lazy
-        self.streams = [*found.values()]
-
     @property
     def signature(self) -> tuple[Any, ...]:
         """What is the same in each call of the same code.
@@ -194,7 +167,7 @@ class Reach:
         is_vector = index < self.first_parameter and tensor.dim() < 2
         if self.buffers.get(index) or not (is_vector or index in self.buffers):
             return self.buffers.get(index, False)
-        return self._writes or code_writes(self._values)
+        return self.writes or code_writes(self._values)
 
     @property
     def is_contained(self) -> bool:

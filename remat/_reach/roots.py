@@ -112,7 +112,7 @@ class Root:
         assert self.live is not None
         self.leases = [
             lease_of(value)
-            for _, holders in self.live.below
+            for _, holders in self.live.groups[self.live.first_below :]
             for value in holders
             if not type(value).__weakrefoffset__ and is_told(value, asks)
         ]
@@ -122,8 +122,8 @@ class Root:
 
         What such a hook changes, in the graph of a recompute, is the user's.
         """
-        held = [value for _, holders in live.below for value in holders]
-        held += live.holders[1]
+        (_, cells), below = live.groups[1], live.groups[live.first_below :]
+        held = [*cells, *(value for _, holders in below for value in holders)]
         self.leases = [lease_of(v) for v in held if not type(v).__weakrefoffset__]
 
     @property
@@ -192,7 +192,7 @@ class Root:
         there = before.tensors_in(live)
         if not all(map(operator.is_, there, self._among(tensors))):
             return None
-        others, groups = {*places}, live.groups()
+        others, groups = {*places}, live.groups
         found: list[Differing] = []
         for span in before.spans_among(places, self.effects or ()):
             kind, holders = groups[span.group]
@@ -255,7 +255,7 @@ def _root_of(value: Any) -> Root:
             return root
     layout, live = lay_out(value)
     layout.last = last = Before(live)
-    if not layout.is_lazy:
+    if not layout.facts.is_lazy:
         key = id(value)
         forget = weakref.ref(value, lambda _: _LAYOUTS.pop(key, None))
         _LAYOUTS[key] = forget, layout

@@ -306,7 +306,7 @@ def _putting_back(then: LiveValues) -> Callable[[], None]:
         for owner, kind in zip(then.owners, classes, strict=True):
             if type(owner) is not kind:
                 CLASS_OF.write(owner, [], [kind])
-        groups = then.groups()
+        groups = then.groups
         sizes = [(kind, len(holders)) for kind, holders in groups]
         for span, _ in differing(sizes, marks_of(then), marks_of(then.again())):
             holder = groups[span.group][1][span.number]

@@ -93,46 +93,71 @@ _STATE = {list, dict}  # not a set: `dataclass` has one around `__repr__`
 _PLAIN_BASES = {object, torch.nn.Module}
 
 
-class StreamSearch:
-    """The streams that one call can reach, and what the code that it reaches does.
+class CodeFacts:
+    """What the code that is reached does, and the random streams that are.
 
     Attributes:
         asks: the names by which code tells an object from another one like it.
+        compiled: whether there is code that torch.compile or TorchScript made.
+        is_lazy: whether a module has no parameters yet.
+        streams: the random streams, but for the global ones.
+        uses_stream_states: whether code reads or sets the state of a stream itself.
         writes: whether code may change a tensor in place.
     """
 
-    __slots__ = (
-        *("_left", "_seen", "asks", "compiled", "streams"),
-        *("uses_stream_states", "writes"),
-    )
+    __slots__ = "asks", "compiled", "is_lazy", "streams", "uses_stream_states", "writes"
 
     def __init__(self) -> None:
-        self.compiled = self.uses_stream_states = self.writes = False
-        self.streams: dict[int, Stream] = {}
+        self.compiled = self.is_lazy = self.uses_stream_states = self.writes = False
+        self.streams: list[Stream] = []
         self.asks: frozenset[str] = frozenset()
-        # What was walked is held, so that its identity is not used again.
-        self._seen: dict[int, Any] = {}
-        self._left = _LIMIT
 
-    def add(self, value: Any) -> None:
-        """Add one stream."""
-        known = id(value) in self.streams
+    @property
+    def are_any(self) -> bool:
+        """Whether there is something to note."""
+        return any(map(self.__getattribute__, CodeFacts.__slots__))
+
+    def add(self, other: "CodeFacts") -> None:
+        """Add what other code does."""
+        self.asks |= other.asks
+        self.compiled |= other.compiled
+        self.is_lazy |= other.is_lazy
+        self.uses_stream_states |= other.uses_stream_states
+        self.writes |= other.writes
+        known = {stream.of for stream in self.streams}
+        self.streams += [s for s in other.streams if s.of not in known]
+
+    def add_stream(self, value: Any) -> None:
+        """Add a random stream."""
         # `Ambient` notes the global ones in any case.
         ambient = torch.default_generator, *device_generators()
-        if not known and all(value is not g for g in ambient):
+        if all(value is not g for g in ambient):
             stream = stream_of(value)
-            if stream is not None:
-                self.streams[id(value)] = stream
+            if stream is not None and all(s.of != stream.of for s in self.streams):
+                self.streams.append(stream)
 
-    def look_at_function(self, fn: types.FunctionType, known: KnownCode) -> None:
-        """Look at the code of a function, and walk its attributes."""
+    def add_function(self, fn: types.FunctionType, known: KnownCode) -> None:
+        """Add what the code of a function does."""
         if known.uses_stream_states or fn.__name__ in STATES:
             self.uses_stream_states = True
         self.asks |= known.asks
         self.writes = self.writes or known.names.writes
-        if fn.__dict__:
-            self.compiled = self.compiled or is_compiled(fn.__dict__)
-            self.walk(*fn.__dict__.values())
+        self.compiled = self.compiled or is_compiled(fn.__dict__)
+
+
+NO_FACTS = CodeFacts()  # of most roots
+
+
+class StreamSearch:
+    """A search of what is used as it is, for streams and for what code does."""
+
+    __slots__ = "_facts", "_left", "_seen"
+
+    def __init__(self, facts: CodeFacts) -> None:
+        self._facts = facts
+        # What was walked is held, so that its identity is not used again.
+        self._seen: dict[int, Any] = {}
+        self._left = _LIMIT
 
     def walk(self, *values: Any) -> None:
         """Walk values and what they hold, by a list: a chain of them may be long."""
@@ -143,7 +168,7 @@ class StreamSearch:
             if kind in _NOT_WALKED or value is MISSING:
                 continue
             if is_stream(kind):
-                self.add(value)
+                self._facts.add_stream(value)
             elif id(value) not in self._seen and self._left:
                 self._seen[id(value)] = value
                 # Of functions and classes there are many around each value.
@@ -159,10 +184,10 @@ class StreamSearch:
             return [v for v in held if is_stream(type(v))]
         if kind is types.FunctionType:
             known, scope = known_code(value), value.__globals__
-            self.look_at_function(value, known)
+            self._facts.add_function(value, known)
             cells = contents_of(value.__closure__ or ())
-            defaults = value.__defaults__, value.__kwdefaults__
-            return [*cells, *defaults, *map(scope.get, known.open)]
+            held = value.__defaults__, value.__kwdefaults__, *value.__dict__.values()
+            return [*cells, *held, *map(scope.get, known.open)]
         if issubclass(kind, type):
             bases = map(value.__mro__.__getitem__, user_bases(value))
             return [part for base in bases for part in vars(base).values()]
@@ -178,12 +203,12 @@ class StreamSearch:
 
     def _parts_of_object(self, kind: type, value: Any) -> Sequence[Any]:
         if kind is _CACHE:
-            self.asks |= {"hash"}
+            self._facts.asks |= {"hash"}
         root = str(kind.__module__).partition(".")[0]
         if root in sys.stdlib_module_names:
             return gc.get_referents(value) if root in _OPENED else ()
         held = attributes(value)
-        self.compiled = self.compiled or is_compiled(held) or is_scripted(kind)
+        self._facts.compiled |= is_compiled(held) or is_scripted(kind)
         if held and container_kind(kind) is None:
             return (kind, *held.values())
         return (kind, *gc.get_referents(value))

@@ -53,6 +53,7 @@ from remat._reach.objects import (
     slots_of,
 )
 from remat._reach.stream_search import (
+    CodeFacts,
     StreamSearch,
     is_scripted,
     is_stream,
@@ -87,9 +88,8 @@ class Walk:
         kinds: how holders that are no owners are read, by identity.
         special: the identities of iterators, buffers and large containers.
         spaces: the user's Python modules, and the names that code refers to.
-        is_lazy: whether a module has no parameters yet.
         is_module: whether the root is a module.
-        streams: a search for random streams.
+        facts: what the code that is reached does.
     """
 
     def __init__(self, root: Any) -> None:
@@ -107,8 +107,9 @@ class Walk:
         self.kinds: dict[int, tuple[HolderKind, ...]] = {}
         self.special: set[int] = set()
         self.spaces: list[tuple[types.ModuleType, dict[str, None]]] = []
-        self.is_lazy, self.is_module = False, isinstance(root, nn.Module)
-        self.streams = StreamSearch()
+        self.is_module = isinstance(root, nn.Module)
+        self.facts = CodeFacts()
+        self._search = StreamSearch(self.facts)
         self._class_ids: set[int] = set()
         self._attributes: set[str] = set()
         self._todo: deque[Any] = deque()
@@ -156,7 +157,7 @@ class Walk:
         elif issubclass(kind, type):
             self._reach_class(value)
         elif is_stream(kind):
-            self.streams.add(value)
+            self.facts.add_stream(value)
         elif kind is ContextVar:
             self.variables.append(value)
             self._todo.append(variable_value(value))
@@ -170,7 +171,7 @@ class Walk:
         elif issubclass(kind, PARTS):
             self._reach_part(value)
         elif is_spent_by_use(kind):
-            self.streams.walk(value)
+            self._search.walk(value)
             self.special.add(id(value))
         elif is_buffer(kind):
             if not has_objects(value):
@@ -181,7 +182,7 @@ class Walk:
             self._hold(value, CELLS)
             self._todo += contents_of([value])
         elif is_used_as_it_is(value, kind):
-            self.streams.walk(value)
+            self._search.walk(value)
             if kind is types.ModuleType and not is_library(vars(value)):
                 self.spaces.append((value, {}))
         else:
@@ -228,7 +229,7 @@ class Walk:
 
     def _reach_function(self, fn: types.FunctionType) -> None:
         known = known_code(fn)
-        self.streams.look_at_function(fn, known)
+        self.facts.add_function(fn, known)
         self.functions.append(fn)
         self._todo += fn.__dict__.values()
         self._todo += fn.__defaults__ or ()
@@ -287,7 +288,7 @@ class Walk:
             sharded = sharded or is_sharded(kind)
             if issubclass(kind, torch.jit.ScriptModule):
                 self.scripted.append(module)
-                self.streams.compiled = True
+                self.facts.compiled = True
                 continue
             self._reach_class(kind)
             if slots_of(kind):
@@ -302,14 +303,14 @@ class Walk:
     def _reach_registered(self, module: Any, sharded: bool) -> None:
         held = vars(module)
         if held.get("inplace"):  # of torch: their code is not read
-            self.streams.writes = True
+            self.facts.writes = True
         self.objects.append(module)
         self._todo += (v for name, v in held.items() if name not in TEMPLATE)
         for name in REGISTRIES:
             if not (name == "_parameters" and sharded):
                 self._hold_registry(held[name])
         tensors = (*held["_parameters"].values(), *held["_buffers"].values())
-        self.is_lazy = self.is_lazy or any(
+        self.facts.is_lazy |= any(
             t is not None and type(t) is not nn.Parameter and is_lazy(t)
             for t in tensors
         )
