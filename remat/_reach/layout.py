@@ -57,10 +57,10 @@ class Layout:
 
     Attributes:
         owners: weak references to the owners: in turn to objects that have a dict, to
-            functions, to classes of the user's, to objects with slots, to the user's
-            Python modules, and to modules of TorchScript.
+            functions, to classes of the user's, to objects with slots, to modules of
+            TorchScript, and to the user's Python modules.
         objects: where the first of these are among the owners. So `functions`,
-            `classes`, `slotted` and `scripted`.
+            `classes` and `slotted`.
         births: the identities of the owners.
         class_names: of the user's classes, for errors.
         cells: the identities of the variables of each function.
@@ -70,6 +70,7 @@ class Layout:
         special: the positions of iterators, of buffers of numbers and of large
             containers, and how they are written.
         odd: which objects and classes cannot be made again, and are held, by index.
+        unnamed: those of `special` that no code names.
         facts: what the code that the root reaches does.
         is_contained: whether there is nothing but functions without variables: then
             nothing of a graph can be there.
@@ -83,37 +84,27 @@ class Layout:
             the walk did not see. A recompute hides those that were set since its call.
     """
 
-    __slots__ = (
-        *("_closed", "_dicted", "_has_others", "_names", "hooks_known"),
-        *("_spaces", "_vacant", "below", "births", "cells"),
-        *("class_names", "classes", "facts", "functions", "is_contained", "is_module"),
-        *("last", "linked", "local", "objects", "odd", "owners", "scripted"),
-        *("signature", "slotted", "spans", "special", "unnamed", "variables"),
-    )
-
     def __init__(self, walk: Walk) -> None:
         # Functions with variables come first, and are read by one slice.
         closed = [fn for fn in walk.functions if fn.__closure__]
         functions = closed + [fn for fn in walk.functions if not fn.__closure__]
-        spaces = [module for module, _ in walk.spaces]
-        each = walk.objects, functions, walk.classes, walk.slotted, spaces
-        each = *each, walk.scripted
+        each = walk.objects, functions, walk.classes, walk.slotted, walk.scripted
+        each = *each, walk.spaces
         owners = [*flatten(each)]
         self.owners, self.births = [*map(weakref.ref, owners)], [*map(id, owners)]
         self.class_names = [kind.__qualname__ for kind in walk.classes]
         ends = [*itertools.accumulate(map(len, each))]
         sections = [*map(slice, (0, *ends), ends)]
         self.objects, self.functions, self.classes, self.slotted = sections[:4]
-        names = [tuple(names) for _, names in walk.spaces]
-        self._spaces = [*zip(range(ends[3], ends[4]), names, strict=True)]
-        self.scripted, self._dicted = sections[5], self.functions.stop
+        self._scripted, self._dicted = sections[4], self.functions.stop
         self.variables = walk.variables
         self._has_others = bool(walk.slotted or walk.scripted or walk.variables)
         first = self.functions.start
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
         self._closed = slice(first, first + len(closed))
-        numbers = {id(fn): i for i, fn in enumerate(functions, first)}
-        self._names = [(numbers[id(fn)], (*held,)) for fn, held in walk.names.values()]
+        numbers = {key: i for i, key in enumerate(self.births)}
+        scopes = walk.scopes.values()
+        self._scopes = [(numbers[id(owner)], (*names,)) for owner, names in scopes]
         self.linked = [*map(weakref.ref, walk.linked)]
         self._vacant = walk.vacant
         self.hooks_known = RemovableHandle.next_id
@@ -123,12 +114,13 @@ class Layout:
         others = len(owners) > len(functions) or walk.kinds or walk.special
         self.is_contained = not (others or closed or walk.variables)
         self.special: dict[int, str] = {}
-        self.unnamed: set[int] = set()  # those of them that no code names
+        self.unnamed: set[int] = set()
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
         # Classes that a call made are gone with all their instances.
         kinds = enumerate(walk.classes, self.classes.start)
         self.odd += [i for i, kind in kinds if is_made_and_held(kind)]
+        self.odd += range(ends[3], ends[4])  # of TorchScript
         kinds = enumerate(map(type, owners))
         self.local = [
             i for i, kind in kinds if MADE in vars(kind) or is_made_and_held(kind)
@@ -158,11 +150,7 @@ class Layout:
         cells: list[Any] = []
         for fn in owners[self._closed]:
             cells += fn.__closure__
-        scopes: list[Any] = []
-        for i, names in self._names:
-            scopes.append((owners[i].__globals__, names))
-        for i, names in self._spaces:
-            scopes.append((owners[i].__dict__, names))
+        scopes = [(_namespace_of(owners[i]), names) for i, names in self._scopes]
         groups: list[Group] = [
             (ATTRIBUTES, tables),
             (CELLS, cells),
@@ -172,7 +160,7 @@ class Layout:
         ]
         if self._has_others:
             groups.append((SLOTS, owners[self.slotted]))
-            groups.append((SCRIPTED, owners[self.scripted]))
+            groups.append((SCRIPTED, owners[self._scripted]))
             groups.append((VARIABLES, self.variables))
         return groups
 
@@ -187,6 +175,11 @@ class Layout:
             held = vars(owners[i])
             if any(held[name] for name in names):
                 raise MovedError
+
+
+def _namespace_of(owner: Any) -> dict[str, Any]:
+    """Return the namespace of a function or of a Python module."""
+    return owner.__globals__ if type(owner) is types.FunctionType else vars(owner)
 
 
 class LiveValues(Holdings):

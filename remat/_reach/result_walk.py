@@ -112,39 +112,24 @@ class Result:
         own: what the user had before.
     """
 
-    __slots__ = (
-        *(
-            "_attributes",
-            "_hidden",
-            "_in_holders",
-            "_index",
-            "_later",
-            "_left",
-            "_parts",
-            "_places",
-        ),
-        *("_seen", "_value", "own", "places", "tensors"),
-    )
-
     def __init__(
         self, value: Any, own: Own = _NOTHING, left: Sequence[Left] = ()
     ) -> None:
         self._value, self.own, self._left = value, own, left
         self.places: dict[Path, int] = {}
         self.tensors: list[Tensor] = []
-        self._index: dict[int, int] | None = None
+        self._index: dict[int, int] = {}
         self._parts: dict[int, Part] = {}
         self._hidden: list[Hidden] = []
         # Where tensors are in what was left in holders, which is walked last.
         self._places: set[Path] = set()
         self._in_holders = False
         # To walk a tensor would cost as much as a small call.
-        if type(value) is Tensor and not (left or value.__dict__):
+        self._is_tensor = type(value) is Tensor and not (left or value.__dict__)
+        if self._is_tensor:
             self.places[None] = 0
             self.tensors.append(value)
             return
-        index: dict[int, int] = {}
-        self._index = index
         self._later: list[tuple[Any, Path]] = []  # functions and modules
         self._seen: dict[int, Any] = {}
         # What was set on tensors that the run computed, by their indices.
@@ -170,7 +155,7 @@ class Result:
 
     def hidden(self) -> Sequence[Hidden]:
         """Return the values in which a tensor may be hidden."""
-        if self._index is not None:
+        if not self._is_tensor:
             for value, path in self._later:
                 if self._leads_to_others(_apart_from_module(value)):
                     self._hide(value, path, _CLOSED)
@@ -182,7 +167,7 @@ class Result:
         Returns:
             A function that puts others in, also in holders, and returns the result.
         """
-        if self._index is None:
+        if self._is_tensor:
             return operator.itemgetter(0)
         live = {key: self._parts[key] for key in self._live()}
 
@@ -245,7 +230,6 @@ class Result:
 
     def _note(self, tensor: Tensor, path: Path) -> bool:
         """Note a tensor; say whether it was not met before."""
-        assert self._index is not None
         index = self._index.setdefault(id(tensor), len(self.tensors))
         is_new = index == len(self.tensors)
         if is_new:
@@ -300,7 +284,6 @@ class Result:
         return kinds
 
     def _has_met(self, value: Any) -> bool:
-        assert self._index is not None
         return issubclass(type(value), Tensor) and id(value) in self._index
 
     def _has_tensors_in_an_order(self, values: Any) -> bool:
@@ -311,7 +294,6 @@ class Result:
 
     def _index_in(self, value: Any) -> int | None:
         """Return the index of a tensor of the run; None of what is the user's."""
-        assert self._index is not None
         return None if id(value) in self.own.tensors else self._index.get(id(value))
 
     def _original(self, value: Any) -> Any:

@@ -67,9 +67,7 @@ class Root:
             else:
                 self._iterators[p] = Iterated(value, name)
         # As long as the call, as its caller would have held it.
-        self._held = owners[layout.scripted]
-        if layout.local:
-            self._held += [type(owners[i]) for i in layout.local]
+        self._held: list[Any] = [type(owners[i]) for i in layout.local]
         if layout.odd or before.opaque:
             self._held += map(owners.__getitem__, layout.odd)
             self._held += map(live.values.__getitem__, before.opaque)

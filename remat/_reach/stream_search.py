@@ -148,6 +148,12 @@ class CodeFacts:
 NO_FACTS = CodeFacts()  # of most roots
 
 
+def held_by_function(fn: types.FunctionType) -> list[Any]:
+    """Return what a function holds besides its globals."""
+    held = [*fn.__dict__.values(), fn.__defaults__, fn.__kwdefaults__]
+    return held + contents_of(fn.__closure__ or ())
+
+
 class StreamSearch:
     """A search of what is used as it is, for streams and for what code does."""
 
@@ -185,9 +191,7 @@ class StreamSearch:
         if kind is types.FunctionType:
             known, scope = known_code(value), value.__globals__
             self._facts.add_function(value, known)
-            cells = contents_of(value.__closure__ or ())
-            held = value.__defaults__, value.__kwdefaults__, *value.__dict__.values()
-            return [*cells, *held, *map(scope.get, known.open)]
+            return [*held_by_function(value), *map(scope.get, known.open)]
         if issubclass(kind, type):
             bases = map(value.__mro__.__getitem__, user_bases(value))
             return [part for base in bases for part in vars(base).values()]

@@ -55,6 +55,7 @@ from remat._reach.objects import (
 from remat._reach.stream_search import (
     CodeFacts,
     StreamSearch,
+    held_by_function,
     is_scripted,
     is_stream,
     methods_with_state,
@@ -82,12 +83,12 @@ class Walk:
         builtins: functions in C.
         variables: context variables.
         vacant: of modules, by their number in `objects`, the hook dicts that are empty.
-        names: for each namespace a function that has it, and the names that code
-            refers to.
+        scopes: for each namespace, by identity, a function or a Python module of the
+            user's that has it, and the names that code refers to.
         seen: all that was visited, held: no other value gets the identity of one.
         kinds: how holders that are no owners are read, by identity.
         special: the identities of iterators, buffers and large containers.
-        spaces: the user's Python modules, and the names that code refers to.
+        spaces: the user's Python modules.
         is_module: whether the root is a module.
         facts: what the code that is reached does.
     """
@@ -102,11 +103,11 @@ class Walk:
         self.builtins: list[Any] = []
         self.variables: list[Any] = []
         self.vacant: list[tuple[int, tuple[str, ...]]] = []
-        self.names: dict[int, tuple[Any, dict[str, None]]] = {}
+        self.scopes: dict[int, tuple[Any, dict[str, None]]] = {}
         self.seen: dict[int, Any] = {}
         self.kinds: dict[int, tuple[HolderKind, ...]] = {}
         self.special: set[int] = set()
-        self.spaces: list[tuple[types.ModuleType, dict[str, None]]] = []
+        self.spaces: list[types.ModuleType] = []
         self.is_module = isinstance(root, nn.Module)
         self.facts = CodeFacts()
         self._search = StreamSearch(self.facts)
@@ -117,7 +118,8 @@ class Walk:
         self._hooks: deque[Any] = deque()
         self._root, self._is_hooked = root, False
         if root is MODULE_HOOKS.module:
-            self.spaces.append((root, dict.fromkeys(MODULE_HOOKS.names)))
+            self.spaces.append(root)
+            self.scopes[id(vars(root))] = root, dict.fromkeys(MODULE_HOOKS.names)
             self._todo += MODULE_HOOKS.dicts
         else:
             self._reach(root, is_own=True)
@@ -184,7 +186,7 @@ class Walk:
         elif is_used_as_it_is(value, kind):
             self._search.walk(value)
             if kind is types.ModuleType and not is_library(vars(value)):
-                self.spaces.append((value, {}))
+                self.spaces.append(value)
         else:
             self._reach_object(value, kind)
 
@@ -201,13 +203,13 @@ class Walk:
 
     def _reach_attributes_of_spaces(self) -> None:
         """Walk what code may read of the user's modules, as `settings.scale`."""
-        for module, names in self.spaces:
-            if module is MODULE_HOOKS.module:
-                continue
+        for module in self.spaces:
             held = vars(module)
-            new = [n for n in held if n in self._attributes and n not in names]
-            names.update(dict.fromkeys(new))
-            self._todo += map(held.__getitem__, new)
+            _, names = self.scopes.setdefault(id(held), (module, {}))
+            if module is not MODULE_HOOKS.module:
+                new = [n for n in held if n in self._attributes and n not in names]
+                names.update(dict.fromkeys(new))
+                self._todo += map(held.__getitem__, new)
 
     def _reach_container(self, value: Any, how: HolderKind) -> None:
         keys, items = how.held(value)
@@ -231,11 +233,7 @@ class Walk:
         known = known_code(fn)
         self.facts.add_function(fn, known)
         self.functions.append(fn)
-        self._todo += fn.__dict__.values()
-        self._todo += fn.__defaults__ or ()
-        self._todo.append(fn.__defaults__)
-        self._todo.append(fn.__kwdefaults__)
-        self._todo += contents_of(fn.__closure__ or ())
+        self._todo += held_by_function(fn)
         if is_compiled(fn.__dict__):
             return
         scope, own = fn.__globals__, (*known.open, *known.names.stored)
@@ -244,7 +242,7 @@ class Walk:
         if not is_library(scope):
             self._attributes |= names_in(fn.__code__)
         if names:
-            self.names.setdefault(id(scope), (fn, {}))[1].update(names)
+            self.scopes.setdefault(id(scope), (fn, {}))[1].update(names)
             self._todo += (scope.get(name, MISSING) for name in own)
 
     def _reach_class(self, cls: type) -> None:
