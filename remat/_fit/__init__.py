@@ -6,8 +6,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     planning    makes a plan: chooses, and runs the step as planned
     plan        a plan as a value, and how a model follows it
     files       plans as files
-    units       blocks as units of the walk, and the policy that a block follows
-    functional  units under torch.func
+    units       blocks as units of the walk; under torch.func, too
     choose      which results of a step are saved: least work whose peak fits
     rewritten   what calls make again, as operations and storages of a record
     walk        the peak for any set of saved results
@@ -15,9 +14,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     simulate    a step as data, and the peak of a copy of it
     optimizer   the states of an optimizer, and what its step holds
     meter       the observer that counts bytes while a step runs
-    progress    shows what is done, if that takes long
     workspace   bytes that operations hold while they run
-    convolutions   those of convolutions
 
 Called by users. `chain` uses the meter.
 """

@@ -6,7 +6,11 @@ Invariant: the model, its gradients, its buffers and random streams stay as they
 Rejected: to apply the plan at once. It is made for models that do not exist yet.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +22,6 @@ from remat._base.types import Fn
 from remat._fit.optimizer import refuse_optimizer
 from remat._fit.plan import Over, Plan
 from remat._fit.planning import Planning
-from remat._fit.progress import progress
 from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
 from remat._report.inputs import refuse_transforms
 from remat._torch.shards import is_flat, shards_in
@@ -128,7 +131,7 @@ def fit(
         raise ValueError(_SELECT)
     else:
         blocks = () if model is None else tuple(remat_nn.blocks(model))
-    with progress(type(model or fn).__name__) as tell, isolated():
+    with _progress(type(model or fn).__name__) as tell, isolated():
         is_functional = over == "functional"
         made = Planning(step, where, limit, blocks, tell, is_functional=is_functional)
         if is_functional:
@@ -232,3 +235,43 @@ _NO_DEVICE = (
     "without memory. Leave out device=, or pass device='cpu': storages are as large "
     "there, but attention and convolutions may take other kernels."
 )
+
+
+# --- What is done, while it takes long ---
+
+
+_AFTER, _EVERY = 2.0, 0.5  # seconds
+_CLEAR = "\r\x1b[K"
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[str], None]]:
+    """Yield what is told what is done, and shows it in a terminal if it takes long.
+
+    Nothing is written in the first two seconds. What was written is gone at the end. A
+    thread writes: a single step of planning may take a minute.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    to, begun, over = sys.stderr, time.monotonic(), threading.Event()
+    said = ["recording"]
+
+    def show() -> None:
+        wait = _AFTER
+        while not over.wait(wait):
+            took = time.monotonic() - begun
+            to.write(f"{_CLEAR}remat.fit of {label}: {said[-1]}, {took:.0f} s")
+            to.flush()
+            wait = _EVERY
+        if wait == _EVERY:
+            to.write(_CLEAR)
+            to.flush()
+
+    thread = threading.Thread(target=show, name="remat.fit", daemon=True)
+    thread.start()
+    try:
+        yield said.append
+    finally:
+        over.set()
+        thread.join()

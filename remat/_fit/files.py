@@ -11,8 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from remat._fit.units import OfBlock
-from remat._scope.following import Placed
+from remat._scope.following import OfBlock, Placed
 from remat.policies import Policy
 
 

@@ -12,7 +12,7 @@ the first step, too.
 Rejected: to trust the walk. A user's code may hold what no operation made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,13 +29,11 @@ from remat._fit.choose import (
     quickly_for,
     spare,
 )
-from remat._fit.functional import FunctionalWalker, record_functional
 from remat._fit.plan import FLAGS, FitSegment, Followed, Over, Plan
-from remat._fit.progress import Tell
 from remat._fit.record import ASKED, StepRecord, recorded
 from remat._fit.rewritten import with_nests
 from remat._fit.simulate import TrainingStep, begins_with_gradients, simulate
-from remat._fit.units import UnitWalker
+from remat._fit.units import FunctionalWalker, UnitWalker, record_functional
 from remat._fit.walk import Walker
 from remat._report.inputs import label_of_function
 from remat._scope.following import Course, Placed
@@ -99,7 +97,7 @@ class Planning:
         device: torch.device,
         budget: Amount,
         blocks: Sequence[str],
-        tell: Tell,
+        tell: Callable[[str], None],
         *,
         is_functional: bool = False,
     ) -> None:

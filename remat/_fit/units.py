@@ -8,80 +8,25 @@ rules. Its recompute fills all its residuals at once, when the first one is read
 what leaves a unit, or is there before it, is always saved, as a call keeps its inputs.
 
 Invariant: all calls of a block have the same decisions, as they share what they follow.
+Under torch.func a block is recomputed as a whole, or is no call.
 Rejected: to simulate each block under several policies, and to distribute memory by
-what that measures. It took sixty times as long, and found nothing better.
+what that measures. It took sixty times as long, and found nothing better. Under
+torch.func, the lifetimes of a step without it: its peak is half of this one.
 """
 
-import threading
-import weakref
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import override
 
 from remat._base.absent import LIKE
-from remat._base.context import here
-from remat._base.op import Op
-from remat._fit.record import BlockCall, StepOp, StepRecord
-from remat._fit.rewritten import is_asked, outermost, with_twins
+from remat._fit.record import BlockCall, StepOp, StepRecord, StepRecorder
+from remat._fit.rewritten import is_asked, outermost, with_nests, with_twins
+from remat._fit.simulate import TrainingStep, functional_gradients
 from remat._fit.walk import Recomputing, Walker
-from remat._scope.following import Cursor, Placed
-from remat._torch.operators import is_view_op
-from remat.policies import Decision, Policy
-
-
-@dataclass(frozen=True, repr=False)
-class OfBlock(Policy):
-    """Answers as a plan says, operation by operation of a call.
-
-    Operations are aligned with the plan, with as few as possible more or fewer.
-    """
-
-    placed: Placed
-
-    is_in_order = True
-
-    @override
-    def decide(self, op: Op) -> Decision:
-        """Return what the plan says about the next operation of the call that runs."""
-        if is_view_op(op.func):
-            return Decision.RECOMPUTE
-        cursor, name = _AT.cursor(self), str(op.func)
-        names, at = cursor.placed.names, cursor.at
-        if cursor.costs is None and at < len(names) and names[at] == name:
-            cursor.at = at + 1
-        else:
-            at = cursor.align(name)
-        is_saved = at >= 0 and cursor.placed.saves[at]
-        return Decision.SAVE if is_saved else Decision.RECOMPUTE
-
-    @override
-    def __repr__(self) -> str:
-        count = sum(self.placed.saves)
-        return f"{count} of {len(self.placed.saves)} results"
-
-
-class _InBlocks(threading.local):
-    """Where the call is that asked last in a thread."""
-
-    def __init__(self) -> None:
-        self._call: Any = None
-        self._of: OfBlock | None = None
-        self._cursor: Cursor | None = None
-
-    def cursor(self, policy: OfBlock) -> Cursor:
-        call = here().nested_choices
-        before = None if self._call is None else self._call()
-        if self._cursor is None or self._of is not policy or call is not before:
-            self._call = None if call is None else weakref.ref(call)
-            self._of, self._cursor = policy, Cursor(0, policy.placed)
-        elif call is None and self._cursor.at == len(policy.placed.names):
-            self._cursor = Cursor(0, policy.placed)
-        return self._cursor
-
-
-_AT = _InBlocks()
+from remat._scope.following import OfBlock, Placed
 
 
 class UnitWalker(Walker):
@@ -311,3 +256,158 @@ class UnitWalker(Walker):
             )
             found[name] = OfBlock(placed)
         return found
+
+
+# --- Under `torch.func.grad`, which keeps the graph of a step until it ends ---
+#
+# There a backward is recorded, too: what operations of the forward and of the backward
+# save is there until the end. A call that is recomputed is one operation of that graph.
+# It keeps its inputs, and its backward the gradients that it is given; what runs inside
+# is freed as in a step without torch.func.
+
+
+def record_functional(
+    step: TrainingStep, found: StepRecord, alone: StepRecorder
+) -> StepRecord:
+    """Record a step under `torch.func.grad`."""
+    recorder = StepRecorder(
+        costs=True, blocks=dict.fromkeys(c.name for c in found.calls)
+    )
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        yield
+        recorder.turn = len(recorder.operations)
+
+    with recorder.watching(step) as watched:
+        result = functional_gradients(watched._replace(around=around))
+        recorder.end()
+        made = recorder.record(alone)
+    del result
+    each = zip(made.operations, found.operations, strict=False)
+    forward = [replace(op, fate=as_is.fate) for op, as_is in each][: made.turn]
+    operations = *forward, *made.operations[made.turn :]
+    return replace(made, operations=operations).updated(found.update)
+
+
+class FunctionalWalker(UnitWalker):
+    """Walks over the record of a step under `torch.func.grad`.
+
+    The choices are, by a number below zero, the blocks that are no calls.
+    """
+
+    is_solved = False
+
+    def __init__(
+        self, record: StepRecord, blocks: Collection[str], around: Collection[str] = ()
+    ) -> None:
+        # By the first node of a call: what its graph would keep, and what it is given.
+        self._kept: dict[int, list[int]] = {}
+        self._given: dict[int, set[int]] = {}
+        record, held = self._as_freed(record, {*blocks, *around}, around)
+        record = with_nests(record, around)
+        end, dies = len(record.operations), [*record.dies]
+        for n in held:
+            dies[n] = end
+        record = replace(record, dies=tuple(dies))
+        super().__init__(record, {*blocks} - {*around}, around)
+        for k, calls in enumerate(self.blocks.values()):
+            kept = [n for call in calls for n in self._kept.get(call.nodes.start, ())]
+            if -1 - k in self.choices:
+                self.choices[-1 - k] = sorted({*self.choices[-1 - k], *kept})
+            for n in kept:
+                left, dies = self.record.left[n], self.record.dies[n]
+                self.idle[n] = min(left, dies), self._end
+
+    @override
+    def left_out(self, chosen: Iterable[int]) -> list[int]:
+        return sorted(self.choices.keys() - chosen)
+
+    @override
+    def _all_again(self, chosen: Iterable[int]) -> Iterable[int]:
+        units = {self._unit_of[i] for i in self.closure(chosen).runs}
+        whole = [i for u in sorted(units) for i in self._calls[u].operations]
+        return [*whole, *(i for each in self.record.copied for i in each)]
+
+    @override
+    def policies(self, chosen: Iterable[int]) -> dict[str, OfBlock | None]:
+        return dict.fromkeys(super().policies(chosen))
+
+    def _as_freed(
+        self, record: StepRecord, names: Collection[str], around: Collection[str]
+    ) -> tuple[StepRecord, set[int]]:
+        """Return a record in which calls keep nothing; note what they would keep.
+
+        Returns also what modules around blocks are given, which they hold.
+        """
+        calls = outermost(call for call in record.calls if call.name in names)
+        unit_of = _units_of(record, calls)
+        users: dict[int, set[int | None]] = {}
+        last: dict[int, int] = {}
+        for i, op in enumerate(record.operations):
+            for n in (*op.reads, *op.makes, *op.writes):
+                users.setdefault(n, set()).add(unit_of.get(i))
+                last[n] = i + 1
+        end, dies = len(record.operations), [*record.dies]
+        whole = {k for k, call in enumerate(calls) if call.name in around}
+        held: set[int] = set()
+        for n, born in enumerate(record.born):
+            if born < 0 or dies[n] > end:  # it is passed, or a result
+                continue
+            own, is_made_before = unit_of.get(born), born < record.turn
+            left = record.left[n] if is_made_before else 0
+            is_inside = own is not None and users[n] == {own} and left <= end
+            if is_inside and dies[n] == end:
+                if own not in whole:
+                    self._kept.setdefault(calls[own].nodes.start, []).append(n)
+                dies[n] = max(last[n], left)
+            for k in (k for k in users[n] if k is not None and k != own):
+                if k in whole:
+                    held.add(n)
+                else:
+                    self._given.setdefault(calls[k].nodes.start, set()).add(n)
+        return replace(record, dies=tuple(dies)), held
+
+    @override
+    def _choices(self, again: set[int]) -> dict[int, list[int]]:
+        return {i: made for i, made in super()._choices(again).items() if i < 0}
+
+    @override
+    def _with_saved(
+        self, saved: set[int], needed: set[int], runs: set[int]
+    ) -> list[int]:
+        found, sizes = super()._with_saved(saved, needed, runs), self.record.sizes
+        again = {self._calls[self._unit_of[i]].nodes.start for i in runs}
+        kept = {n for k, each in self._kept.items() if k not in again for n in each}
+        # What is given in the forward is there anyway, as it is saved.
+        late = (n for k in again for n in self._given.get(k, ()))
+        kept.update(n for n in late if self.record.born[n] >= self._turn)
+        change = [0] * (self._end + 1)
+        for n in kept:
+            change[min(self.record.dies[n], self._end)] += sizes[n]
+        live = 0
+        for t in range(self._end):
+            live += change[t]
+            found[t] += live
+        return found
+
+    @override
+    def _ends(
+        self, needed: set[int], saved: set[int], runs: set[int]
+    ) -> dict[int, int]:
+        ends = super()._ends(needed, saved, runs)
+        for k in {self._calls[self._unit_of[i]].nodes.start for i in runs}:
+            for n in ends.keys() & self._given.get(k, ()):
+                ends[n] = self._end
+        return ends
+
+
+def _units_of(record: StepRecord, calls: Sequence[BlockCall]) -> dict[int, int]:
+    """Return the call that each operation is of, in the forward or the backward."""
+    found = {i: k for k, call in enumerate(calls) for i in call.operations}
+    nodes = {node: k for k, call in enumerate(calls) for node in call.nodes}
+    for t in range(record.turn, len(record.operations)):
+        k = nodes.get(record.operations[t].node)
+        if k is not None:
+            found[t] = k
+    return found

@@ -6,7 +6,7 @@ results. To follow a value, read the files in this order.
     api         the context manager: blocks begin and end
     recording   the observer of a block's operations, and what a policy says of them;
                 results that are saved once it shows what reads them
-    following   a policy by place, which follows a plan for a whole step
+    following   policies by place, which follow a plan for a whole step, or for blocks
     values      what made each result, as data
     table       which storages hold results, and for how long
     hooks       what a graph saves is a handle, if it is a result or a view of one; the

@@ -10,6 +10,8 @@ same name: one operation more, and all that followed was recomputed.
 """
 
 import logging
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,8 +20,10 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from remat._base.calls import OUTSIDE, CallPlace, Calls, ModuleCall
+from remat._base.context import here
 from remat._base.op import Op
 from remat._scope.values import BETWEEN
+from remat._torch.operators import is_view_op
 from remat.policies import Decision, Policy
 
 
@@ -382,3 +386,59 @@ _OTHER = (
     "%s. What is not in the plan is recomputed. Call remat.fit for what runs now, with "
     "the arguments of a step, to have a plan that is exact."
 )
+
+
+# --- Plans for blocks, which are recomputed at once ---
+
+
+@dataclass(frozen=True, repr=False)
+class OfBlock(Policy):
+    """Answers as a plan says, operation by operation of a call.
+
+    Operations are aligned with the plan, with as few as possible more or fewer.
+    """
+
+    placed: Placed
+
+    is_in_order = True
+
+    @override
+    def decide(self, op: Op) -> Decision:
+        """Return what the plan says about the next operation of the call that runs."""
+        if is_view_op(op.func):
+            return Decision.RECOMPUTE
+        cursor, name = _AT.cursor(self), str(op.func)
+        names, at = cursor.placed.names, cursor.at
+        if cursor.costs is None and at < len(names) and names[at] == name:
+            cursor.at = at + 1
+        else:
+            at = cursor.align(name)
+        is_saved = at >= 0 and cursor.placed.saves[at]
+        return Decision.SAVE if is_saved else Decision.RECOMPUTE
+
+    @override
+    def __repr__(self) -> str:
+        count = sum(self.placed.saves)
+        return f"{count} of {len(self.placed.saves)} results"
+
+
+class _InBlocks(threading.local):
+    """Where the call is that asked last in a thread."""
+
+    def __init__(self) -> None:
+        self._call: Any = None
+        self._of: OfBlock | None = None
+        self._cursor: Cursor | None = None
+
+    def cursor(self, policy: OfBlock) -> Cursor:
+        call = here().nested_choices
+        before = None if self._call is None else self._call()
+        if self._cursor is None or self._of is not policy or call is not before:
+            self._call = None if call is None else weakref.ref(call)
+            self._of, self._cursor = policy, Cursor(0, policy.placed)
+        elif call is None and self._cursor.at == len(policy.placed.names):
+            self._cursor = Cursor(0, policy.placed)
+        return self._cursor
+
+
+_AT = _InBlocks()

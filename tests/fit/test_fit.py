@@ -321,8 +321,8 @@ def test_progress_is_shown_on_a_terminal_if_it_takes_long(
 ):
     terminal = Terminal(is_terminal)
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("remat._fit.progress._AFTER", after)
-    monkeypatch.setattr("remat._fit.progress._EVERY", 1e-3)
+    monkeypatch.setattr("remat._fit.api._AFTER", after)
+    monkeypatch.setattr("remat._fit.api._EVERY", 1e-3)
     remat.fit(mlps(2), X, loss=square, budget="1GB")
     said = terminal.getvalue()
     assert bool(said) == is_shown

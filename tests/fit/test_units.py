@@ -24,7 +24,7 @@ from support.traced import compiling
 from torch import nn
 
 import remat
-from remat._fit.units import OfBlock
+from remat._scope.following import OfBlock
 from remat.testing import assert_same, count_ops
 
 
