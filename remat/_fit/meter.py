@@ -7,7 +7,7 @@ last reference is gone (`Alive`). Nothing is allocated.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,7 +18,7 @@ from remat._base.absent import Absent, tensors_of
 from remat._base.errors import CaptureError
 from remat._base.op import Op
 from remat._base.source import user_line
-from remat._base.tensors import describe
+from remat._base.tensors import describe, parts
 from remat._fit.workspace import copied_inside, held_inside, hidden_in
 from remat._partial.effects import flops, seconds
 from remat._partial.plan import Step
@@ -102,6 +102,13 @@ class Meter(Alive):
         if any(map(is_wrapper, types)):
             return NotImplemented  # what it runs inside is counted
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def hold_all(self, tensors: Iterable[Tensor]) -> int:
+        """Count tensors, of a wrapper its parts; return the bytes that are alive."""
+        for tensor in tensors:
+            for part in parts(tensor):
+                self.hold(part)
+        return self.live
 
     def begin(self) -> None:
         """Forget the peak before."""

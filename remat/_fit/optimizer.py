@@ -11,7 +11,6 @@ Rejected: bytes per parameter. What an optimizer holds depends on its options, s
 """
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from remat._base import pytree
-from remat._base.tensors import parts
 from remat._fit.meter import Meter
 from remat._fit.simulate import RefusedStepError, TrainingStep, gradients_of, resident
 from remat._report.inputs import tensors_in
@@ -44,9 +42,8 @@ def updated(step: TrainingStep, result: Any) -> Update:
     optimizer = made(step)
     meter = UpdateMeter(type(optimizer).__name__)
     with meter, torch.no_grad(), foreach_of_fakes():
-        _hold(meter, [*resident(step), *tensors_in(result)])
-        before = meter.live
-        _hold(meter, _parts(optimizer))
+        before = meter.hold_all([*resident(step), *tensors_in(result)])
+        meter.hold_all(_parts(optimizer))
         for _ in range(2):
             meter.begin()
             optimizer.step()
@@ -99,12 +96,6 @@ class UpdateMeter(Meter):
         if func is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
             return 1.0 if args[0].dtype.is_floating_point else 1
         return super().run(func, args, kwargs)
-
-
-def _hold(meter: Meter, tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        for part in parts(tensor):
-            meter.hold(part)
 
 
 def _parts(optimizer: Any) -> list[Tensor]:

@@ -31,9 +31,8 @@ from remat._fit.simulate import (
     backward,
     copied,
     gradients_of,
-    modules_of,
     put_back,
-    storages_before,
+    resident,
     without_values_if_possible,
 )
 from remat._partial.effects import DrawDetector, declared_writes, traits_of
@@ -167,7 +166,7 @@ def recorded(
     def run(is_real: bool) -> StepRecord:
         mode = nullcontext() if is_real else fake_mode()
         made = [copied(step, mode, device)]
-        if shards_in(modules_of(step)):  # those have to run a backward, too
+        if shards_in(step.modules()):  # those have to run a backward, too
             made.append(copied(step, mode, device))
         return record(made[0], mode, made[-1], blocks=blocks, also=also)
 
@@ -254,9 +253,8 @@ class StepRecorder(Meter):
         """See the operations of the body, which runs the step that is yielded."""
         with ExitStack() as stack:
             stack.enter_context(self)
-            for tensor in storages_before(step):
-                self.hold(tensor)
-            self._resident, self._count_before = self.live, len(self.sizes)
+            self._resident = self.hold_all(resident(step))
+            self._count_before = len(self.sizes)
             model = step.model()
             if model is not None:
                 self._names = {id(m): name for name, m in model.named_modules()}

@@ -25,7 +25,6 @@ from typing_extensions import override
 from remat._base import pytree
 from remat._base.context import is_recomputing
 from remat._base.errors import CaptureError, RematError
-from remat._base.tensors import parts
 from remat._fit.meter import Meter, MissingValueError
 from remat._partial.cache import CACHES
 from remat._report.inputs import one_by_one, streams_kept, tensors_in
@@ -65,13 +64,28 @@ class TrainingStep(NamedTuple):
     around_call: Callable[[], Any] = nullcontext
     buckets: tuple[Tensor, ...] = ()  # what its replicas send
 
+    def parts(self) -> list[Any]:
+        """Return what is called, or whose method is, and what is passed."""
+        owner = getattr(self.fn, "__self__", self.fn)
+        return [owner, *pytree.flatten((self.args, self.kwargs))[0]]
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that are called, or passed."""
+        return [each for each in self.parts() if isinstance(each, nn.Module)]
+
     def model(self) -> nn.Module | None:
         """Return the model: what is called, or the first module that is passed."""
-        owner = getattr(self.fn, "__self__", self.fn)
-        if isinstance(owner, nn.Module):
-            return owner
-        leaves = pytree.flatten((self.args, self.kwargs))[0]
-        return next((m for m in leaves if isinstance(m, nn.Module)), None)
+        return next(iter(self.modules()), None)
+
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors of modules, and those that are passed."""
+        found: list[Tensor] = []
+        for value in self.parts():
+            if isinstance(value, nn.Module):
+                found += [*value.parameters(), *value.buffers()]
+            elif isinstance(value, Tensor):
+                found.append(value)
+        return found
 
     def to_loss(self) -> tuple[Any, list[Tensor]]:
         """Call, and compute the loss; return the result, and what is differentiated."""
@@ -152,10 +166,10 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
 
     Its tensors are fake if `mode` is one of fake tensors, and real if it is none.
     """
-    if any(map(is_lazy, _leaves(step))):
+    if any(map(is_lazy, step.leaves())):
         raise CaptureError(_LAZY)
 
-    is_real, modules = isinstance(mode, nullcontext), modules_of(step)
+    is_real, modules = isinstance(mode, nullcontext), step.modules()
     replicas, shards = replicas_in(modules), shards_in(modules)
     if is_real:
         made = copied_without_sending(step, replicas)
@@ -164,7 +178,7 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     views = {
         id(t) for each in replicas if holds_gradients(each) for t in in_buckets(each)
     }
-    for tensor, twin in zip(_leaves(step), _leaves(made), strict=True):
+    for tensor, twin in zip(step.leaves(), made.leaves(), strict=True):
         if tensor.grad is not None and id(tensor) not in views:
             grad = tensor.grad.detach()
             # A deep copy of a view has all of its storage.
@@ -177,13 +191,6 @@ def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
     return made._replace(buckets=tuple(buckets))
 
 
-def modules_of(step: TrainingStep) -> list[nn.Module]:
-    """Return the modules that are called, or passed."""
-    owner = getattr(step.fn, "__self__", step.fn)
-    values = owner, *pytree.flatten((step.args, step.kwargs))[0]
-    return [each for each in values if isinstance(each, nn.Module)]
-
-
 def _buckets(replicas: Iterable[Any]) -> Iterator[Tensor]:
     """Yield what replicas send, unless it is the gradients themselves."""
     for replica in replicas:
@@ -193,17 +200,9 @@ def _buckets(replicas: Iterable[Any]) -> Iterator[Tensor]:
 
 def begins_with_gradients(step: TrainingStep) -> bool:
     """Say whether gradients are there when a step begins."""
-    there = any(t.grad is not None for t, _ in gradients_of(step))
-    return (
-        step.accumulates
-        or there
-        or any(map(holds_gradients, replicas_in(modules_of(step))))
-    )
-
-
-def is_there(step: TrainingStep) -> bool:
-    """Say whether the tensors of a step have values."""
-    return not any(t.is_meta or is_fake(t) for t in _leaves(step))
+    there = any(grad is not None for _, grad in gradients_of(step))
+    replicas = replicas_in(step.modules())
+    return step.accumulates or there or any(map(holds_gradients, replicas))
 
 
 def without_values_if_possible(
@@ -221,11 +220,11 @@ def without_values_if_possible(
         is_ours = isinstance(error, (RematError, RefusedStepError))
         if is_ours and not isinstance(error, MissingValueError):
             raise
-        if not is_there(step):
+        if any(t.is_meta or is_fake(t) for t in step.leaves()):
             if not is_ours:
                 error.add_note(_NOT_THERE)
             raise
-        if any(map(has_sharded_parts, modules_of(step))):
+        if any(map(has_sharded_parts, step.modules())):
             error.add_note(_SENDS)
             raise
     return run(True), True
@@ -234,16 +233,10 @@ def without_values_if_possible(
 def resident(step: TrainingStep) -> Iterator[Tensor]:
     """Yield what exists before a step: parameters, buffers, gradients and arguments."""
     yield from step.buckets
-    for tensor in _leaves(step):
+    for tensor in step.leaves():
         yield tensor
         if tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad
-
-
-def storages_before(step: TrainingStep) -> Iterator[Tensor]:
-    """Yield the same, with the parts of wrappers, as of a DTensor, in their place."""
-    for tensor in resident(step):
-        yield from parts(tensor)
 
 
 def gradients_of(step: TrainingStep) -> list[tuple[Tensor, Any]]:
@@ -255,18 +248,6 @@ def put_back(grads: list[tuple[Tensor, Any]]) -> None:
     """Give parameters the gradients that they had."""
     for tensor, grad in grads:
         tensor.grad = grad
-
-
-def _leaves(step: TrainingStep) -> list[Tensor]:
-    owner = getattr(step.fn, "__self__", step.fn)
-    values = [owner, *pytree.flatten((step.args, step.kwargs))[0]]
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, nn.Module):
-            found += [*value.parameters(), *value.buffers()]
-        elif isinstance(value, Tensor):
-            found.append(value)
-    return found
 
 
 # --- What a copy of it does ---
@@ -320,9 +301,7 @@ def simulate(
             for name in blocks:
                 _hook(meter, model.get_submodule(name), name)
         with mode, AddressAnswers(), scales_put_back(), meter:
-            for tensor in storages_before(made):
-                meter.hold(tensor)
-            before = meter.live
+            before = meter.hold_all(resident(made))
             for _ in range(times):
                 meter.begin()
                 if is_functional:

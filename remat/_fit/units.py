@@ -17,6 +17,7 @@ torch.func, the lifetimes of a step without it: its peak is half of this one.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from typing_extensions import override
@@ -385,11 +386,7 @@ class FunctionalWalker(UnitWalker):
         change = [0] * (self._end + 1)
         for n in kept:
             change[min(self.record.dies[n], self._end)] += sizes[n]
-        live = 0
-        for t in range(self._end):
-            live += change[t]
-            found[t] += live
-        return found
+        return [a + b for a, b in zip(found, accumulate(change), strict=False)]
 
     @override
     def _ends(

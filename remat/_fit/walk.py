@@ -10,6 +10,7 @@ Rejected: to run the step for each set. A walk takes a thousandth of the time.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from remat._fit.record import AGAIN, ASKED, StepOp, StepRecord
@@ -363,8 +364,4 @@ class Recomputing:
 
 
 def _summed(start: int, changes: Sequence[int]) -> list[int]:
-    found: list[int] = []
-    for change in changes:
-        start += change
-        found.append(start)
-    return found
+    return [*accumulate(changes, initial=start)][1:]

@@ -13,7 +13,7 @@ of objects to tell which are alike. A closure is a new one in each call.
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from remat._base.types import TENSORS
 from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
 from remat._partial.cache import CACHES, metas_of
+from remat._report.inputs import streams_kept
 from remat._report.timeline import has_storage
 from remat._torch import levels, modes
 from remat._torch.autograd import grad_mode
@@ -318,8 +319,14 @@ def _tried(
             rehearsal = Rehearsal(chain, inputs, needs, meter)
             return rehearsal.step(nbytes, is_real=is_real)
 
-    aside = modes.outside_all_dispatch_modes(), isolated(), CACHES.set_aside()
-    with aside[0], aside[1], aside[2], _set_back(trial):
+    reach = trial.reach
+    with (
+        modes.outside_all_dispatch_modes(),
+        isolated(),
+        CACHES.set_aside(),
+        streams_kept(reach.streams),
+        reach.restored(reach.alive()),  # as for a recompute
+    ):
         return levels.below_all_levels(run)
 
 
@@ -328,20 +335,6 @@ def _copies(chain: Chain, passed: Sequence[Tensor]) -> list[Tensor]:
     updated = {*chain.call.reach.buffers}
     values = [levels.base_tensor(t).detach() for t in passed]
     return [t.clone() if i in updated else t for i, t in enumerate(values)]
-
-
-@contextmanager
-def _set_back(trial: ChainCall) -> Iterator[None]:
-    """Put all that the steps reach back, and random streams."""
-    streams = trial.reach.streams
-    states = [stream.read() for stream in streams]
-    try:
-        # It is as for a recompute, which leaves everything as it was before.
-        with trial.reach.restored(trial.reach.alive()):
-            yield
-    finally:
-        for stream, state in zip(streams, states, strict=True):
-            stream.write(state)
 
 
 class Rehearsal:
