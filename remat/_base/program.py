@@ -75,13 +75,17 @@ class Evaluation(NamedTuple):
         return inputs if True in map(_requires_grad, inputs) else ()
 
 
-class OutsideVmap(NamedTuple):
-    """What is differentiated only outside a vmap, as of an `Evaluation`."""
+class Reached(NamedTuple):
+    """What the graph of a run's outputs reaches."""
 
-    used: Sequence[InputIndex]
-    differentiable: Sequence[OutputIndex]
-    asks_grad_mode: bool
-    certain: Collection[InputIndex | None]
+    inputs: Sequence[InputIndex]
+    # Whether its backward depends on whether grad mode is on.
+    asks_grad_mode: bool = True
+    # Those that the outputs depend on. The node of a call inside has edges to what any
+    # of its outputs may depend on, also to one that is not used.
+    certain: Collection[InputIndex | None] = ()
+    # Outputs that require grad, where only levels outside a vmap tell.
+    differentiable: Sequence[OutputIndex] = ()
 
 
 class Program:
@@ -93,7 +97,7 @@ class Program:
     # only replaced.
     once: Mapping[int, Any] = {}
     # What the forward found outside each vmap around the user's call.
-    outside: tuple[OutsideVmap, ...] = ()
+    outside: tuple[Reached, ...] = ()
     # The `Reach` of a call whose forward set hooks, on tensors inside or on inputs.
     hooked: Any = None
     # What sends inputs of its nodes away (`offload_inputs=`).

@@ -34,8 +34,8 @@ from remat._base.program import (
     Evaluation,
     InputIndex,
     OutputIndex,
-    OutsideVmap,
     Program,
+    Reached,
     Request,
 )
 from remat._base.tensors import describe
@@ -135,23 +135,12 @@ def edges_behind(edges: Iterable[Edge]) -> set[Edge]:
 _name = operator.attrgetter("__name__")
 
 
-class Reached(NamedTuple):
-    """What the graph of a call's outputs reaches."""
-
-    inputs: Sequence[InputIndex]
-    # Whether its backward depends on whether grad mode is on.
-    asks_grad_mode: bool = True
-    # Those that the outputs depend on. The node of a call inside has edges to what any
-    # of its outputs may depend on, also to one that is not used.
-    certain: Collection[InputIndex | None] = ()
-
-
 def reached_by(
     reach: Reach,
     request: Request,
     outs: Sequence[Any],
     inner: Sequence[Tensor],
-    outside: Sequence[OutsideVmap],
+    outside: Sequence[Reached],
 ) -> Reached:
     """Return what the outputs of a forward reach, also outside of vmaps."""
     # A call that is contained refers to nothing else that a graph could reach.
@@ -163,12 +152,10 @@ def reached_by(
     reached = reached_inputs(outs, inner)
     if not outside:
         return reached
-    all_of = [
-        (reached.inputs, reached.certain),
-        *((o.used, o.certain) for o in outside),
-    ]
-    used, certain = ({*chain(*each)} for each in zip(*all_of, strict=True))
-    asks = reached.asks_grad_mode or any(o.asks_grad_mode for o in outside)
+    all_of = (reached, *outside)
+    used = {*chain.from_iterable(each.inputs for each in all_of)}
+    certain = {*chain.from_iterable(each.certain for each in all_of)}
+    asks = any(each.asks_grad_mode for each in all_of)
     return Reached(sorted(used), asks, certain)
 
 

@@ -201,15 +201,15 @@ def lifted(layer: CInterpreter, kind: int, leaves: Sequence[Tensor]) -> list[Ten
     return [*map(level.lift, leaves)]
 
 
-def call_below(
-    layer: CInterpreter, kind: int, fn: Callable[..., Any], *args: Any
-) -> Any:
-    """Call `fn` below a grad or jvp level, in the modes it was entered in."""
+def call_below(layer: Any, kind: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` below the innermost level, in the modes that was entered in."""
     before, forward_ad = torch.is_grad_enabled(), is_forward_ad_enabled()
     if kind == GRAD:
         # Off inside of a level, it is off for all below as well.
         set_grad_enabled(before and CGradInterpreterPtr(layer).prevGradMode())
         changes = not forward_ad
+    elif kind == VMAP:
+        changes = False
     else:
         changes = forward_ad != CJvpInterpreterPtr(layer).prevFwdGradMode()
     if changes:
@@ -244,15 +244,6 @@ def batch_size() -> int:
 def transforms() -> tuple[int, ...]:
     """Return the kinds of the levels, outermost first, but for those of `grad`."""
     return (*[kind for kind in kinds_here() if kind != GRAD],)
-
-
-def call_below_vmap(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` below the innermost level."""
-    popped = pop_dynamic_layer_stack()
-    try:
-        return fn(*args)
-    finally:
-        push_dynamic_layer_stack(popped)
 
 
 # Deleted by: a public context below all levels of torch.func, and below the vmap of

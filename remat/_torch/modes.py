@@ -152,59 +152,59 @@ class LeanDispatchMode(_python_dispatch.TorchDispatchMode):
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-@contextmanager
-def _popped(count: int) -> Iterator[list[Any]]:
-    """Run the body without the innermost modes; yield them, the innermost first."""
-    # Dynamo traces nothing under some modes, and should trace nothing here either.
-    before = dynamo.set_eval_frame(None)
-    modes: list[Any] = [_python_dispatch._pop_mode() for _ in range(count)]
-    try:
-        yield modes
-    finally:
-        for mode in reversed(modes):
-            _python_dispatch._push_mode(mode)
-        dynamo.set_eval_frame(before)
-
-
-# Deleted by: a public stack of dispatch modes.
 def dispatch_modes() -> list[Any]:
     """Return the dispatch modes that are entered, outermost first."""
     return _dispatch._get_current_dispatch_mode_stack()
 
 
-# Deleted by: modes that can be entered outside of others, or without their `__enter__`.
-@contextmanager
-def modes_between(first: Any, outside: Any, inside: Any) -> Iterator[None]:
-    """Run the body with a mode just outside of the mode `first`, and one innermost."""
+def _from(mode: Any) -> list[Any]:
+    """Return a mode and those inside of it, outermost first; none if it was left."""
     stack = dispatch_modes()
-    count = len(stack) - [*map(id, stack)].index(id(first))
-    with _popped(count):
-        _dispatch._push_mode(outside)
-    _dispatch._push_mode(inside)
-    try:
-        yield
-    finally:
-        _dispatch._pop_mode()
-        with _popped(count):
-            _dispatch._pop_mode()
+    at = next((k for k, each in enumerate(stack) if each is mode), len(stack))
+    return stack[at:]
 
 
-# Deleted by: modes that can be entered again, without their `__enter__`.
+# Deleted by: modes that can be entered outside of others, left by those inside of them,
+# and entered again without their `__enter__`.
 @contextmanager
-def under_dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Run the body under modes, the last one innermost, that are not entered anew."""
-    flags = _read_flags(_dispatch) if _has_flags and modes else ()
+def _exchanged(
+    count: int, modes: Sequence[Any] = (), flags: Sequence[bool] = ()
+) -> Iterator[None]:
+    """Run the body with other modes, outermost first, in place of the innermost."""
+    # Dynamo traces nothing under some modes, and should trace nothing here either.
+    before, known = dynamo.set_eval_frame(None), ()
+    popped = [_dispatch._pop_mode() for _ in range(count)]
     for mode in modes:
         _dispatch._push_mode(mode)
-    if flags:
-        _write_flags((True,) * len(flags))
+    if flags and _has_flags:
+        known = _read_flags(_dispatch)
+        _write_flags(flags)
     try:
         yield
     finally:
+        if known:
+            _write_flags(known)
         for _ in modes:
             _dispatch._pop_mode()
-        if flags:
-            _write_flags(flags)
+        for mode in reversed(popped):
+            _dispatch._push_mode(mode)
+        dynamo.set_eval_frame(before)
+
+
+_UP, _DOWN = (True,) * len(_FLAGS), (False,) * len(_FLAGS)
+
+
+def modes_between(
+    first: Any, outside: Any, inside: Any
+) -> AbstractContextManager[None]:
+    """Return a context with a mode just outside of `first`, and one innermost."""
+    inner = _from(first)
+    return _exchanged(len(inner), [outside, *inner, inside])
+
+
+def under_dispatch_modes(modes: Sequence[Any]) -> AbstractContextManager[None]:
+    """Return a context under modes, the last innermost, that are not entered anew."""
+    return _exchanged(0, modes, _UP) if modes else nullcontext()
 
 
 # Deleted by: an operator whose kernel runs as its caller would.
@@ -236,47 +236,31 @@ _included = torch._C._dispatch_tls_local_include_set
 _excluded = torch._C._dispatch_tls_local_exclude_set
 
 
-# Deleted by: a dispatch mode that can be left by those inside of it.
-def without_dispatch_mode(mode: Any) -> AbstractContextManager[Any]:
+def without_dispatch_mode(mode: Any) -> AbstractContextManager[None]:
     """Return a context without a dispatch mode, if it is the innermost."""
-    is_innermost = _python_dispatch._get_current_dispatch_mode() is mode
-    return _popped(1) if is_innermost else nullcontext()
+    is_innermost = _dispatch._get_current_dispatch_mode() is mode
+    return _exchanged(1) if is_innermost else nullcontext()
 
 
-# Deleted by: dispatch modes that can be left by those inside of them.
-@contextmanager
-def outside_all_dispatch_modes() -> Iterator[None]:
-    """Run the body as if no dispatch mode were entered, remat's own included."""
-    stack = _python_dispatch._get_current_dispatch_mode_stack()
-    flags = _read_flags(_dispatch) if _has_flags else ()
-    with _popped(len(stack)):
-        if flags:
-            _write_flags((False,) * len(flags))
-        try:
-            yield
-        finally:
-            if flags:
-                _write_flags(flags)
+def outside_all_dispatch_modes() -> AbstractContextManager[None]:
+    """Return a context as if no dispatch mode were entered, remat's own included."""
+    return _exchanged(dispatch_mode_count(), (), _DOWN)
 
 
-# Deleted by: a dispatch mode that can be left by those inside of it.
-@contextmanager
-def outside_dispatch_mode(mode: Any) -> Iterator[None]:
-    """Run the body as if a mode, and modes of ours inside of it, were not entered."""
-    stack = _python_dispatch._get_current_dispatch_mode_stack()
-    if not any(each is mode for each in stack):  # it was left already
-        yield
-        return
-    inside = [*map(id, stack)].index(id(mode))
-    with _popped(len(stack) - inside) as popped:
-        others = [m for m in reversed(popped) if not isinstance(m, LeanDispatchMode)]
-        for other in others:
-            _python_dispatch._push_mode(other)
-        try:
-            yield
-        finally:
-            for _ in others:
-                _python_dispatch._pop_mode()
+def outside_dispatch_mode(mode: Any) -> AbstractContextManager[None]:
+    """Return a context without a mode, and without modes of ours inside of it."""
+    inside = _from(mode)
+    others = [m for m in inside if not isinstance(m, LeanDispatchMode)]
+    return _exchanged(len(inside), others) if inside else nullcontext()
+
+
+def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
+    """Leave a mode, also if others that were entered inside of it are still active."""
+    inside = len(_from(mode)) - 1
+    with _exchanged(inside):
+        mode.__exit__(None, None, None)
+    for name in _FLAGS if inside else ():
+        setattr(_dispatch, name, True)
 
 
 # Deleted by: Dynamo compiling the branches of `torch.cond`, and the bodies of loops,
@@ -286,21 +270,18 @@ def compiled_outside_modes(compile_and_call: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(compile_and_call)
     def call(*args: Any, **kwargs: Any) -> Any:
-        stack = _dispatch._get_current_dispatch_mode_stack()
+        stack = dispatch_modes()
         is_ours = [isinstance(mode, LeanDispatchMode) for mode in stack]
         if not (stack and all(is_ours) and _has_flags):
             return compile_and_call(*args, **kwargs)
         for mode in stack:
             mode.note_unseen()
-        flags, before = _read_flags(_dispatch), LEFT.modes
-        with outside_dispatch_mode(stack[0]):
-            _write_flags(stack[0]._before)
-            LEFT.modes = stack
-            try:
+        before, LEFT.modes = LEFT.modes, stack
+        try:
+            with _exchanged(len(stack), (), stack[0]._before):
                 return compile_and_call(*args, **kwargs)
-            finally:
-                LEFT.modes = before
-                _write_flags(flags)
+        finally:
+            LEFT.modes = before
 
     return call
 
@@ -310,17 +291,6 @@ if hasattr(_higher_order, "_hop_compile_and_call"):  # else it is of another tor
     _higher_order._hop_compile_and_call = compiled_outside_modes(
         _higher_order._hop_compile_and_call
     )
-
-
-# Deleted by: a dispatch mode that can be left by those inside of it.
-def leave_dispatch_mode(mode: LeanDispatchMode) -> None:
-    """Leave a mode, also if others that were entered inside of it are still active."""
-    stack = _python_dispatch._get_current_dispatch_mode_stack()
-    inside = len(stack) - 1 - [*map(id, stack)].index(id(mode))
-    with _popped(inside):
-        mode.__exit__(None, None, None)
-    for name in _FLAGS if inside else ():
-        setattr(_dispatch, name, True)
 
 
 # Deleted by: kernels that resolve lazy conjugates and negatives below a dispatch mode.

@@ -69,7 +69,6 @@ from remat._torch.levels import (
     apply_at_level,
     batched,
     call_below,
-    call_below_vmap,
     current_layer,
     grad_level,
     is_batch_of_cotangents,
@@ -89,7 +88,7 @@ from remat._torch.tracing import eager_only, has_proxies
 from remat._transform import checks
 from remat._transform.call import Call, users_fn
 from remat._transform.changes import changes_of, first_bytes
-from remat._transform.levels import Batch, Dual, Duals, needs_above
+from remat._transform.levels import Batch, Dual, Duals, as_duals, needs_above
 from remat._transform.state import CallState, ForwardInputs, call_state
 
 
@@ -440,8 +439,9 @@ def _dispatch_at_jvp(
     dual = Dual(program, needs, duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     results, evaluation = call_below(layer, JVP, dispatch, dual, flat, request)
-    found = dual.taken_apart(_wrapped(results, level), evaluation)
-    return found.joined(found.outs), found.evaluation
+    results = _wrapped(results, level)
+    outs, tangents, evaluation = dual.taken_apart(results, evaluation)
+    return as_duals(outs, tangents), evaluation
 
 
 def _are_dual() -> bool:
@@ -460,14 +460,14 @@ def _dispatch_dual(
     dual = Dual(program, [*map(_requires_grad, duals.primals)], duals.with_tangents)
     flat, request = [*duals.primals, *duals.tangents], duals.request(dual, request)
     saved = [*inputs, *duals.tangents]  # so that gradients of tangents have tangents
-    found = dual.taken_apart(*dispatch(dual, flat, request, saved))
-    evaluation, outs = found.evaluation._replace(shared=()), found.outs
+    outs, tangents, found = dual.taken_apart(*dispatch(dual, flat, request, saved))
+    evaluation = found._replace(shared=())
     ends = evaluation.ends(duals.primals) if is_recorded(duals.primals) else ()
     if ends:
         alone = Tensor.detach if current_layer() is None else without_node
         outs = [None if o is None else alone(o) for o in outs]
         outs = apply_at_level(_apply, (program, evaluation, inputs, outs), *ends)
-    return found.joined(outs), found.evaluation
+    return as_duals(outs, tangents), found
 
 
 # --- The forward, below all levels ---
@@ -776,7 +776,8 @@ class Vjp(Program):
             tensors = (*primals, *cts)
             is_below = any(map(requires_grad_at_any_level, tensors))
             create_graph = create_graph or (torch.is_grad_enabled() and is_below)
-            inner, outs = call_below_vmap(self._recompute, primals, create_graph, mode)
+            args = self._recompute, primals, create_graph, mode
+            inner, outs = call_below(None, VMAP, *args)
             is_checked = program.check_outputs(outs)
         outs = tuple(map(root_of, outs))  # the values may be freed
         grads = self._pull_back(

@@ -26,9 +26,9 @@ from remat._base.program import (
     Evaluation,
     InputIndex,
     OutputIndex,
-    OutsideVmap,
     PerInput,
     Program,
+    Reached,
     Request,
     requires_grad,
 )
@@ -161,7 +161,7 @@ class Batch(Below):
     ) -> None:
         super().__init__(program, needs)
         self.vmap = vmap
-        self._outside: tuple[OutsideVmap, ...] = ()
+        self._outside: tuple[Reached, ...] = ()
         self.found: tuple[Any, ...] = ()  # the dimensions in which outputs are batched
 
     @override
@@ -187,13 +187,12 @@ class Batch(Below):
             # Now, for at its end the mode is told of outputs without this graph.
             mode.note_saved(outs)
         differentiable = [j for j, o in enumerate(outs) if requires_grad(o)]
-        used, asks_grad_mode, certain = reached_inputs(outs, inner)
-        found = OutsideVmap(used, differentiable, asks_grad_mode, certain)
-        self._outside = (found,)
+        found = reached_inputs(outs, inner)
+        self._outside = (found._replace(differentiable=differentiable),)
 
     @property
     @override
-    def outside(self) -> tuple[OutsideVmap, ...]:  # pyrefly: ignore[bad-override]
+    def outside(self) -> tuple[Reached, ...]:  # pyrefly: ignore[bad-override]
         return (*self.program.outside, *self._outside)
 
     @property
@@ -256,8 +255,11 @@ class Dual(Below):
 
     def taken_apart(
         self, results: Sequence[Any], evaluation: Evaluation
-    ) -> "DualResults":
-        """Take apart what an evaluation of this gave."""
+    ) -> tuple[list[Any], Mapping[OutputIndex, Tensor], Evaluation]:
+        """Return what an evaluation of this gave: values, tangents, and what it found.
+
+        Among the values is what updated inputs held before.
+        """
         count, positions = self.found[0], self.found[1] or ()
         end = count + len(positions)
         tangents = dict(zip(positions, results[count:end], strict=True))
@@ -272,7 +274,7 @@ class Dual(Below):
             shared=[j for j in evaluation.shared if j < count],
         )
         outs = [*results[:count], *results[end:last]]
-        return DualResults(outs, tangents, of_program)
+        return outs, tangents, of_program
 
 
 class Duals(NamedTuple):
@@ -313,19 +315,14 @@ class Duals(NamedTuple):
         return request._replace(needs=needs, is_jvp=True, is_split=is_split)
 
 
-class DualResults(NamedTuple):
-    """What a program in forward mode gave, taken apart."""
-
-    outs: Sequence[Any]  # and what updated inputs held before
-    tangents: Mapping[OutputIndex, Tensor]
-    evaluation: Evaluation
-
-    def joined(self, outs: Sequence[Any]) -> list[Any]:
-        """Return these outputs, or others in their places, as dual numbers here."""
-        joined = [*outs]
-        for j, tangent in self.tangents.items():
-            joined[j] = forward_ad.make_dual(_dense(joined[j]), tangent)
-        return joined
+def as_duals(
+    values: Sequence[Any], tangents: Mapping[OutputIndex, Tensor]
+) -> list[Any]:
+    """Return values as dual numbers here, where they have tangents."""
+    joined = [*values]
+    for j, tangent in tangents.items():
+        joined[j] = forward_ad.make_dual(_dense(joined[j]), tangent)
+    return joined
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -422,7 +422,7 @@ def test_a_level_is_opened():
         assert levels.levels_requiring_grad(t) == 1
         assert levels.unwrap_dead(t) is t
         assert levels.is_of_level_above(t) is False
-        assert levels.call_below_vmap(levels.is_of_level_above, t) is True
+        assert levels.call_below(None, levels.VMAP, levels.is_of_level_above, t) is True
         assert levels.below_all_levels(levels.current_layer) is None
         layer = levels.current_layer()
         assert layer is not None
@@ -499,7 +499,7 @@ def test_levels_below_are_asked():
 
 
 @expects(
-    *("VMAP", "batch", "batched", "batched_again", "batched_here", "call_below_vmap"),
+    *("VMAP", "batch", "batched", "batched_again", "batched_here"),
     *("batch_size", "is_batch_of_cotangents", "transforms", "unbatched"),
 )
 def test_a_batch_is_sent_below():
@@ -514,7 +514,7 @@ def test_a_batch_is_sent_below():
         layer = levels.current_layer()
         assert layer is not None
         assert levels.kind_of(layer) == levels.VMAP
-        assert levels.call_below_vmap(levels.current_layer) is None
+        assert levels.call_below(None, levels.VMAP, levels.current_layer) is None
         assert levels.is_batch_of_cotangents([x]) is True
         assert levels.is_batch_of_cotangents([t]) is False
         assert levels.are_all_vmaps() is True
