@@ -501,16 +501,8 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
             when_done(forget)
         else:
             weakref.finalize(group, forget)
-    fill = _fill_fully if call.planned is None else _fill_planned
-    fill = functools.partial(_fill_repeatedly, fill) if call.kept else fill
-    modes = call.modes or (NO_MODES if dispatch_mode_count() else None)
-    fill = fill if modes is None else functools.partial(modes.call, fill)
     try:
-        with torch_functions():  # those of a loss may have called the backward
-            if torch.is_inference_mode_enabled():
-                outside_inference_mode(below_all_levels, fill, call, handles)
-            else:
-                below_all_levels(fill, call, handles)
+        _fill(call, handles)
     except Exception as error:
         note(error, f"remat: raised while recomputing {call.label}.")
         describe = call.options.describe
@@ -521,23 +513,16 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         raise
     value = asked.value
     if value is None or value._version > asked.version:
-        value = _value_alone(call, asked)
+        # It was changed in place: a run for it alone stops before. A backward of
+        # another thread that ends takes all values.
+        for _ in range(100):
+            _fill(call, [asked])
+            if (value := asked.value) is not None:
+                break
+        if value is None or value._version > asked.version:
+            raise MutationError(_CHANGED.format(label=call.label))
     if keeps_graph():
         asked.value = None
-    return value
-
-
-def _value_alone(call: Saved, asked: Handle) -> Tensor:
-    """Return a value that was changed in place: a run for it alone stops before."""
-    fill = _fill_fully if call.planned is None else _fill_planned
-    fill = fill if call.modes is None else functools.partial(call.modes.call, fill)
-    for _ in range(100):  # a backward of another thread that ends takes all values
-        with torch_functions():
-            outside_inference_mode(below_all_levels, fill, call, [asked])
-        if (value := asked.value) is not None:
-            break
-    if value is None or value._version > asked.version:
-        raise MutationError(_CHANGED.format(label=call.label))
     return value
 
 
@@ -551,17 +536,22 @@ def _forget(ref: weakref.ref[Saved]) -> None:
         kept.backward_done()
 
 
-def _fill_repeatedly(fill: Any, call: Saved, handles: Sequence[Handle]) -> None:
-    """Fill; begin again where a call that is kept has to be entered after all."""
+def _fill(call: Saved, handles: Sequence[Handle]) -> None:
+    """Recompute what handles stand for, below all levels and under the call's modes."""
+    fill: Fn = _fill_fully if call.planned is None else _fill_planned
+    modes = call.modes or (NO_MODES if dispatch_mode_count() else None)
+    fill = fill if modes is None else functools.partial(modes.call, fill)
     while True:
         try:
-            return fill(call, handles)
+            with torch_functions():  # those of a loss may have called the backward
+                return outside_inference_mode(below_all_levels, fill, call, handles)
         except EnteredAgain:
-            continue
+            if not call.kept:  # else a call that was kept has to be entered after all
+                raise
 
 
 def _fill_planned(call: Saved, handles: Sequence[Handle]) -> None:
-    """Recompute what handles stand for, along a plan if one fits."""
+    """Recompute along a plan if one fits."""
     planned = call.planned
     assert planned is not None
     if not call.is_done:
