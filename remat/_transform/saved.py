@@ -494,13 +494,7 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         DIFFERENTIATED_AGAIN.add(call.label)
     handles = call.alive() if in_backward else [asked]
     if len(handles) > 1 or call.kept:
-        # Before the run, which may fail: values that nobody reads are dropped at the
-        # end of the backward, or of its group.
-        forget, group = functools.partial(_forget, weakref.ref(call)), execution_group()
-        if group is None:
-            when_done(forget)
-        else:
-            weakref.finalize(group, forget)
+        _forget_later(call)  # before the run, which may fail
     try:
         _fill(call, handles)
     except Exception as error:
@@ -524,6 +518,15 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
     if keeps_graph():
         asked.value = None
     return value
+
+
+def _forget_later(call: Saved) -> None:
+    """Have values that nobody reads dropped, as the backward or its group ends."""
+    forget, group = functools.partial(_forget, weakref.ref(call)), execution_group()
+    if group is None:
+        when_done(forget)
+    else:
+        weakref.finalize(group, forget)
 
 
 def _forget(ref: weakref.ref[Saved]) -> None:
