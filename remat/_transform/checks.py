@@ -30,7 +30,7 @@ from remat._graph.graph import Edge, edge_of, leads_to, reached_inputs
 from remat._graph.handles import INPUT_CHANGED
 from remat._reach.reach import Reach
 from remat._reach.result_walk import Hidden
-from remat._torch.autograd import is_graph_held
+from remat._torch.autograd import is_graph_held, nodes_behind
 from remat._torch.graphs import forget_saved_by_traced
 from remat._torch.levels import base_tensor, current_layer
 from remat._torch.modes import call_kernel, no_torch_functions
@@ -151,14 +151,8 @@ def _let_go_of_computed(leaves: Sequence[Tensor]) -> None:
         others: set[Edge] = set()
         made = [t for t in tensors if t.grad_fn]
         computed = [t for t in made if leads_to(edge_of(t), ends, others)]
-    seen = {None, *(edge_of(t)[0] for t in leaves)}
-    todo: list[Any] = [t.grad_fn for t in computed]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [behind for behind, _ in node.next_functions]
-            forget_saved_by_traced(node)
+    for node in nodes_behind(t.grad_fn for t in computed):
+        forget_saved_by_traced(node)
     for tensor in computed:
         if type(tensor) in TENSORS:  # those of other classes hold what they wrap
             vars(tensor).clear()

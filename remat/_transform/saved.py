@@ -507,17 +507,21 @@ def _value_of(call: Saved, asked: Handle) -> Tensor:
         raise
     value = asked.value
     if value is None or value._version > asked.version:
-        # It was changed in place: a run for it alone stops before. A backward of
-        # another thread that ends takes all values.
-        for _ in range(100):
-            _fill(call, [asked])
-            if (value := asked.value) is not None:
-                break
-        if value is None or value._version > asked.version:
-            raise MutationError(_CHANGED.format(label=call.label))
+        value = _value_alone(call, asked)
     if keeps_graph():
         asked.value = None
     return value
+
+
+def _value_alone(call: Saved, asked: Handle) -> Tensor:
+    """Return a value that was changed in place: a run for it alone stops before."""
+    for _ in range(100):  # a backward of another thread that ends takes all values
+        _fill(call, [asked])
+        if (value := asked.value) is not None:
+            if value._version <= asked.version:
+                return value
+            break
+    raise MutationError(_CHANGED.format(label=call.label))
 
 
 def _forget_later(call: Saved) -> None:
