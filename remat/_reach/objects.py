@@ -27,23 +27,14 @@ T = TypeVar("T")
 
 def by_class(fn: Callable[[type], T]) -> Callable[[type], T]:
     """Remember what `fn` says of a class, for as long as the class lives."""
-    known: dict[int, T] = {}
-    classes: dict[int, weakref.ref[type]] = {}
+    known: dict[int, tuple[T, weakref.ref[type]]] = {}
 
     def remembered(kind: type) -> T:
         key = id(kind)
-        try:
-            return known[key]
-        except KeyError:
-            pass
-
-        def forget(_: object) -> None:
-            known.pop(key, None)
-            classes.pop(key, None)
-
-        classes[key] = weakref.ref(kind, forget)
-        value = known[key] = fn(kind)
-        return value
+        if key not in known:
+            ref = weakref.ref(kind, lambda _: known.pop(key, None))
+            known[key] = fn(kind), ref
+        return known[key][0]
 
     return remembered
 

@@ -203,19 +203,12 @@ class StreamSearch:
             return (variable_value(value),)
         if defines(kind, "__self__"):  # a method of an extension class
             return (value.__self__,)
-        return self._parts_of_object(kind, value)
-
-    def _parts_of_object(self, kind: type, value: Any) -> Sequence[Any]:
         if kind is _CACHE:
             self._facts.asks |= {"hash"}
+        self._facts.compiled |= is_compiled(attributes(value)) or is_scripted(kind)
         root = str(kind.__module__).partition(".")[0]
-        if root in sys.stdlib_module_names:
-            return gc.get_referents(value) if root in _OPENED else ()
-        held = attributes(value)
-        self._facts.compiled |= is_compiled(held) or is_scripted(kind)
-        if held and container_kind(kind) is None:
-            return (kind, *held.values())
-        return (kind, *gc.get_referents(value))
+        is_closed = root in sys.stdlib_module_names and root not in _OPENED
+        return () if is_closed else (kind, *gc.get_referents(value))
 
 
 def is_made_and_held(cls: type) -> bool:

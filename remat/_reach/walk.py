@@ -6,7 +6,6 @@ Rejected: recursion. A linked list may be longer than Python's stack.
 """
 
 import itertools
-import operator
 import threading
 import types
 import weakref
@@ -315,11 +314,7 @@ class Walk:
         hooked = [name for name in HOOKS if held.get(name)]
         for name in hooked:
             self._hold_registry(held[name])
-            hooks = held[name].values()
-            # What is of remat, or not searched, may lead to a whole model.
-            modules = [str(_code_of(hook).__module__) for hook in hooks]
-            own = [m.startswith("remat.") or is_left_alone_in(m) for m in modules]
-            self._hooks += itertools.compress(hooks, map(operator.not_, own))
+            self._hooks += itertools.filterfalse(_is_left_alone, held[name].values())
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
 
@@ -338,6 +333,12 @@ def _code_of(hook: Any) -> Any:
     while issubclass(type(hook), (partial, types.MethodType)):
         hook = hook.func if issubclass(type(hook), partial) else hook.__func__
     return hook if type(hook) is types.FunctionType else type(hook)
+
+
+def _is_left_alone(hook: Any) -> bool:
+    """Say whether a hook is of remat, or not searched: it may lead to a whole model."""
+    module = str(_code_of(hook).__module__)
+    return module.startswith("remat.") or is_left_alone_in(module)
 
 
 def is_hook_of_library(hook: Any) -> bool:
