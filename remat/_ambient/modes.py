@@ -126,7 +126,6 @@ def _users_modes() -> list[Any]:
 
 
 def are_users_modes() -> bool:
-    """Say whether modes of the user's are entered."""
     return dispatch_mode_count() > 0 and bool(_users_modes())
 
 

@@ -232,7 +232,6 @@ _global: GlobalStreams | None = None
 
 
 def global_streams() -> GlobalStreams:
-    """Return the global streams of the host."""
     global _global
     numpy_random: Any = sys.modules.get("numpy.random")
     known = _global

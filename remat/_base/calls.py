@@ -47,8 +47,6 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule"}
 
 
 class ModuleCall:
-    """A call of a module that runs."""
-
     __slots__ = ("cursor", "module", "place", "where")
 
     def __init__(self, place: CallPlace, module: nn.Module | None) -> None:
@@ -77,7 +75,6 @@ class Calls:
         self.has_begun = False  # whether what is rematerialized runs
 
     def enter(self, module: nn.Module) -> None:
-        """Be told that a call begins."""
         if len(self._stack) == 1 and not self._begin(module):
             return
         path = self._path_of(module)
@@ -143,7 +140,6 @@ class Calls:
         return [*self._stack]
 
     def leave(self, module: nn.Module) -> None:
-        """Be told that a call ends."""
         stack, ended = self._stack, self.ended
         if self.current.module is not module:  # a hook raised, or it was passed over
             if all(call.module is not module for call in stack):
@@ -327,7 +323,6 @@ class Places:
         context.calls = self.calls or context.calls
 
     def end(self) -> None:
-        """Be told that the run has ended."""
         here().calls = self._around
 
     def of(self, func: Any) -> tuple[str, tuple[str, ...], int]:

@@ -47,7 +47,6 @@ def is_installed(file: str) -> bool:
 
 
 def is_standard(file: str) -> bool:
-    """Say whether a file is of the standard library."""
     return file.startswith(STANDARD) and not _IN_PACKAGES(file)
 
 

@@ -103,7 +103,6 @@ class NestedChoices:
         return len(self._made) - 1
 
     def note(self, index: int, choice: Any) -> None:
-        """Note what a call within chose."""
         self._made[index] = choice
 
 
@@ -166,7 +165,6 @@ class differentiated:  # noqa: N801
 
     @classmethod
     def call(cls, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call something in it."""
         with cls():
             return fn(*args)
 

@@ -89,8 +89,6 @@ class Reached(NamedTuple):
 
 
 class Program:
-    """A flat function of tensors."""
-
     __slots__ = ()
     # The outputs that torch does not differentiate twice, with the Function that says
     # so, and whether torch drops their derivatives without an error. Never changed,
@@ -222,7 +220,6 @@ class Program:
 
 
 def requires_grad(output: Tensor | None) -> bool:
-    """Say whether an output can be differentiated."""
     return output is not None and output.requires_grad
 
 
@@ -234,7 +231,6 @@ def has_derivatives(tensor: Tensor | None) -> bool:
 def replaced_at(
     values: Sequence[Any], where: Sequence[int], by: Sequence[Any]
 ) -> list[Any]:
-    """Return `values` with those at `where` replaced."""
     replaced = list(values)
     for i, value in zip(where, by, strict=True):
         replaced[i] = value

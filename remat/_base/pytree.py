@@ -85,7 +85,6 @@ class Frame(NamedTuple):
     leaves: Sequence[Leaf]
 
     def filled(self, tensors: Iterable[Any]) -> Any:
-        """Return the pytree around tensors."""
         each = iter(tensors)
         if self is _ONE_TENSOR:
             return next(each)

@@ -121,7 +121,6 @@ def class_names(kind: type) -> Iterator[str]:
 
 
 def full_name(kind: type) -> str:
-    """Return the name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -182,7 +181,6 @@ class ModulePaths:
         return path
 
     def known(self, module: nn.Module) -> str | None:
-        """Return the path of a module, as far as is known."""
         ref, path = self._paths.get(id(module), _NOT_KNOWN)
         return path if ref() is module else None
 

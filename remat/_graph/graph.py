@@ -297,7 +297,6 @@ def tensors_at(node: Any) -> list[Tensor]:
 
 
 def residuals_at(node: Any) -> list[Tensor]:
-    """Return the tensors that a node holds as residuals of a call."""
     if isinstance(getattr(node, "program", None), Program):
         saved, count = tensors_of(saved_by(node)), node.evaluation.residuals
         return saved[len(saved) - count :]

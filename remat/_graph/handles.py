@@ -101,7 +101,6 @@ class Residual(ReadOnce):
         return not is_ours or base_tensor(self._tensor)._version == self._version
 
     def value(self) -> Tensor:
-        """Return the tensor."""
         if self._unpack is not None:
             return self.once(functools.partial(self._unpack, self._tensor))
         if not self.is_as_it_was:
@@ -125,11 +124,9 @@ class Offloaded(ReadOnce):
         self._all, self._k, self.op, self.decision = offloads, k, op, decision
 
     def value(self) -> Tensor:
-        """Return the tensor, brought back."""
         return self.once(functools.partial(self._all.take, self._k))
 
     def stored(self) -> list[Tensor]:
-        """Return what is kept, for reports."""
         return [self._all.stored[self._k]]
 
 
@@ -156,7 +153,6 @@ class Offloads:
         return Offloaded(self, len(self.stored) - 1, op, decision)
 
     def take(self, k: int) -> Tensor:
-        """Bring a tensor back."""
         if self._fetched is None:
             self._fetched = Fetched(self.stored[::-1], self._origins[::-1])
         return self._wrap[k](self._fetched.take(len(self.stored) - 1 - k))
@@ -206,7 +202,6 @@ class Handle:
         self.view: Value | None = None
 
     def unpacked(self) -> Tensor:
-        """Return the tensor."""
         value = self.value
         if value is not None and value._version <= self.version:
             if keeps_graph():
@@ -253,7 +248,6 @@ class VersionedTensor:
         self.tensor, self.version, self.reach = tensor, version, reach
 
     def unpacked(self) -> Tensor:
-        """Return the tensor."""
         tensor, version = self.tensor, self.version
         if version is not None and tensor._version != version:
             raise MutationError(self._changed())
@@ -280,7 +274,6 @@ class PackedOutside(ReadOnce):
         self.packed = pack(tensor)
 
     def unpacked(self) -> Tensor:
-        """Return the tensor."""
         if self.unpack is unpack and isinstance(self.packed, _CHEAP):
             return unpack(self.packed)
         return self.once(functools.partial(self.unpack, self.packed))

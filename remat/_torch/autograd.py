@@ -35,8 +35,6 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 # Deleted by: `torch.set_grad_enabled` without its decorator machinery, ten times this.
 class grad_mode:  # noqa: N801
-    """A context in which grad mode is on or off."""
-
     __slots__ = ("_before", "_mode")
 
     def __init__(self, mode: bool) -> None:

@@ -81,7 +81,6 @@ class Wrapping(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Wrapping":
-        """Return how a tensor wraps another one."""
         level = maybe_get_level(tensor)
         if is_batchedtensor(tensor):
             return cls(level, maybe_get_bdim(tensor), _EMPTY)

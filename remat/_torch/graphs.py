@@ -275,7 +275,6 @@ class AddedNodes:
         self._ended: set[Any] = set()
 
     def end(self) -> None:
-        """End with the last operation."""
         self._ended = {*self._added()}
 
     def lead_to(self, tensors: Iterable[Tensor]) -> bool:

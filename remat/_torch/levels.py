@@ -424,7 +424,6 @@ def call_at_jvp(
 
 
 def taken_apart_at_jvp(level: int, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor of a jvp level, and its tangent, from below that level."""
     primal, tangent = unpack_dual(tensor)
     if tangent is None:
         return _unwrap_for_grad(tensor, level), None

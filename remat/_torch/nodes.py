@@ -239,8 +239,6 @@ def run_body(body: Any, *args: Any) -> Any:
 
 # Deleted by: Dynamo tracing levels of torch.func as values, and not as numbers.
 class _BodyRun(Interpreter):
-    """One run of a body."""
-
     def __init__(self, body: Any) -> None:
         super().__init__(body)
         # The levels that are open, innermost last: the number, and what closes it.

@@ -341,7 +341,6 @@ def hook_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -> 
 
 
 def unhook_all_modules() -> None:
-    """Undo `hook_all_modules`."""
     _modules._global_forward_pre_hooks.pop(_KEY, None)
     _modules._global_forward_hooks.pop(_KEY, None)
     _modules._global_forward_hooks_always_called.pop(_KEY, None)

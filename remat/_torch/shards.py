@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 
 def replicas_in(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the replicas among modules and those in them."""
     inside = (each for module in modules for each in module.modules())
     found = [m for m in inside if isinstance(m, DistributedDataParallel)]
     return [*dict.fromkeys(found)]
@@ -60,7 +59,6 @@ def in_buckets(replica: Any) -> list[Tensor]:
 
 
 def holds_gradients(replica: Any) -> bool:
-    """Say whether gradients are views of what a replica sends."""
     return replica.gradient_as_bucket_view
 
 

@@ -81,7 +81,6 @@ def as_fake(tensor: Tensor) -> Tensor:
 
 # Deleted by: a public way to ask which FakeTensorMode there is.
 def fake_mode_here() -> Any:
-    """Return the FakeTensorMode that there is, or None."""
     return torch._C._get_dispatch_mode(_FAKE)
 
 
@@ -234,7 +233,6 @@ def without_log_of_fakes() -> Iterator[None]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Say whether a tensor is fake."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -369,11 +367,9 @@ class StorageRef:
         self.address: int = self._weak.cdata
 
     def get(self) -> torch.UntypedStorage | None:
-        """Return the storage, or None if it was freed."""
         return _storage_of(self.address)
 
     def count(self) -> int:
-        """Return how many references there are."""
         return _count_of_storage(self.address) if self.get() is not None else 0
 
 

@@ -301,7 +301,6 @@ def options_of(
     higher_order: Any = False,
     offload_inputs: Any = False,
 ) -> Options:
-    """Check the options of `remat`."""
     if prune not in ("auto", True, False):
         raise ValueError(f"remat: prune={prune!r}: use 'auto', True or False")
     if rng not in ("replay", "error"):

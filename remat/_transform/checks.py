@@ -266,7 +266,6 @@ class RefuseReads(Observer):
 
 
 def _storages_of(tensor: Tensor) -> list[int]:
-    """Return the numbers of the storages of a tensor."""
     try:
         return [*map(storage_id, parts(tensor))]
     except CaptureError:

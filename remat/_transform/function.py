@@ -141,7 +141,6 @@ class Primal(Program):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
         return self.call.reach.label
 
     @property
@@ -401,7 +400,6 @@ def _with_node(layer: Any, evaluated: Any, ends: Sequence[Tensor]) -> Sequence[A
 
 
 def _wrapped(results: Sequence[Any], level: int) -> list[Any]:
-    """Return results from below a level as tensors of that level."""
     return [None if o is None else wrap_for_grad(o, level) for o in results]
 
 
@@ -496,7 +494,6 @@ def _evaluate_below(
 def evaluate_forward(
     call: Call, program: Program, given: ForwardInputs, request: Request
 ) -> tuple[Sequence[Any], Evaluation, CallState]:
-    """Run the forward."""
     reach, inputs, inner = call.reach, given.inputs, given.inner
     # Before the function draws or changes anything: recomputes start from here.
     state = call_state(reach, inputs)

@@ -44,7 +44,6 @@ class Lowering(Enum):
 
 
 def lowering_of(options: Options) -> Lowering:
-    """Return what becomes of a call that is made here."""
     if must_inline():
         return Lowering.TRACED if _is_traced(options) else Lowering.INLINED
     if not torch.is_grad_enabled() or (options.unless_followed and here().step_plans):

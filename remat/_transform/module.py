@@ -147,7 +147,6 @@ def _view(module: nn.Module, spec: Spec) -> nn.Module:
 def recompute_in_place(
     module: nn.Module, where: str, options: Options, by: str
 ) -> None:
-    """Have the `forward` of a module recomputed."""
     _give_class(module, Spec(False, "forward" in vars(module), where, options, by))
 
 

@@ -233,7 +233,6 @@ class Saved:
             )
 
     def situation(self, inputs: Sequence[Tensor]) -> Situation:
-        """Return what decides whether the call is recorded."""
         return Situation(
             is_saved=True,
             is_compiled=self.reach.compiled,
@@ -256,18 +255,15 @@ class Saved:
         return found
 
     def handle_at(self, position: int) -> Handle | None:
-        """Return a handle by its position, if it is alive."""
         ref = self.handles[position]
         return None if ref is None else ref()
 
     def run_again(self, tensors: Sequence[Tensor]) -> Any:
-        """Call the function as it was called."""
         if not self.rewritten:
             return self.reach.run(tensors)
         return run_watched(self.reach, self.rewritten, tensors, self.reach.run, tensors)
 
     def value_of(self, handle: Handle) -> Tensor:
-        """Return the value of a handle, by a recompute."""
         return _value_of(self, handle)
 
     def _first_refused(
@@ -294,7 +290,6 @@ class Saved:
     def forward(
         self, fn: Fn, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
     ) -> Any:
-        """Run the function as it is."""
         context, planned = here(), self.planned
         if ENDED and not context.recomputing:
             before_a_call(inputs[: self.reach.first_parameter])
@@ -431,7 +426,6 @@ class _Packing:
             self._observe = context.reporter.observe(call, self._observe)
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
-        """Be the hook that saves a tensor."""
         if type(t) not in TENSORS and _is_of_trace(t, self._is_traced):
             return t
         handles, version = self.handles, None
@@ -766,7 +760,6 @@ class Filling:
         self.put_back: Collection[int] = ()
 
     def pack(self, t: Tensor) -> Any:  # noqa: C901 - one call, and no others
-        """Be the hook that saves a tensor."""
         if type(t) not in TENSORS and _is_of_trace(t, self._is_traced):
             return t
         if not self.left and self._stops:  # again, as somebody caught the first one

@@ -44,8 +44,6 @@ class Computed(torch.autograd.Function):
 
 
 class _Saving(torch.autograd.Function):
-    """Saves a tensor."""
-
     @staticmethod
     @override
     def forward(ctx: Any, t: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]

@@ -60,8 +60,6 @@ from remat._transform.leaves import (
 
 
 class CallState(NamedTuple):
-    """What one call ran in."""
-
     ambient: Ambient  # what the function reads without being passed it
     versions: Sequence[int | None]  # how often each input had been changed in place
     classes: Sequence[type]  # of the inputs; empty where all are plain tensors
@@ -188,7 +186,6 @@ class CallState(NamedTuple):
 
 
 def call_state(reach: Reach, inputs: Sequence[Tensor]) -> CallState:
-    """Return what a call runs in, here and now."""
     ambient = Ambient(reach.streams, reach.uses_stream_states)
     is_plain = TENSORS.issuperset(map(type, inputs))
     values = [*map(FunctionalValue, inputs)] if is_below_tracer() else ()
@@ -300,7 +297,6 @@ class ForwardInputs:
                 note_copy(copy, t)
 
     def _written(self, buffers: Mapping[InputIndex, bool]) -> list[InputIndex]:
-        """Return the inputs that the forward wrote to."""
         inputs, memory = self.inputs, self._memory
         now = memories_of([inputs[i] for i in memory])
         found = [*compress(memory, map(operator.ne, memory.values(), now))]
