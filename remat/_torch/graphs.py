@@ -297,9 +297,8 @@ class AddedNodes:
             node = node.prev
 
     def _node_of(self, tensor: Any) -> Any:
-        if isinstance(tensor, FunctionalTensor):
-            torch._sync(tensor)
-            tensor = torch._from_functional_tensor(tensor.elem)
+        value = _value_of(tensor)
+        tensor = tensor if value is None else value
         slot: Any = get_proxy_slot(tensor, self._tracer, None)
         return None if slot is None else slot.proxy.node
 

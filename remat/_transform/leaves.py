@@ -117,13 +117,18 @@ def addresses_now(tensors: Sequence[Tensor]) -> list[int] | None:
         return None
 
 
-def may_be_gathered() -> bool:
-    """Say whether a library may gather parameters, into other memory each time.
+def moved_since(then: Sequence[int] | None, now: Sequence[int] | None) -> list[int]:
+    """Return which tensors were given other memory; none where that is not known.
 
-    FSDP and DeepSpeed do so for each forward and each backward.
+    FSDP and DeepSpeed gather parameters for each forward and each backward, into other
+    memory each time.
     """
+    if then is None or now is None or now == then:
+        return []
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
+    if distributed.is_available() and distributed.is_initialized():
+        return []
+    return [k for k, (a, b) in enumerate(zip(then, now, strict=True)) if a != b]
 
 
 # Those of which the bytes are the values, whatever the tensor is marked as.

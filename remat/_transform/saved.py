@@ -16,7 +16,6 @@ times, and gradients of all inputs would arrive together, whichever were asked f
 
 import contextlib
 import functools
-import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -99,7 +98,7 @@ from remat._transform.leaves import (
     PreserveGradients,
     WatchedLeaves,
     addresses_now,
-    may_be_gathered,
+    moved_since,
     preserved_marks,
     preserved_memory,
 )
@@ -683,12 +682,9 @@ def _state_restored(
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state, changed, originals = ambient.restored(), saved.changed(), saved.originals
     if call.addresses is not None:
-        now = addresses_now(originals)
-        if now != call.addresses and now is not None and not may_be_gathered():
-            moved = map(operator.ne, now, call.addresses)
-            for i in itertools.compress(saved.originals_at, moved):
-                name = call.reach.name_of(i)
-                warn_once(MOVED.format(name=name, label=call.label))
+        for k in moved_since(call.addresses, addresses_now(originals)):
+            name = call.reach.name_of(saved.originals_at[k])
+            warn_once(MOVED.format(name=name, label=call.label))
     gradients = PreserveGradients(originals)
     is_as_it_was = state is NOTHING and leaf_changes is NO_CHANGES
     if is_as_it_was and not (changed or saved.renorms or call.written):

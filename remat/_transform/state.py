@@ -52,8 +52,8 @@ from remat._transform.leaves import (
     has_same_bytes,
     holding,
     in_class,
-    may_be_gathered,
     memories_of,
+    moved_since,
     preserved_marks,
     with_bytes,
 )
@@ -149,12 +149,10 @@ class CallState(NamedTuple):
     def _check_moved(self, reach: Reach, inputs: Sequence[Tensor]) -> None:
         """Warn of leaves that were given other memory since; refuse constants."""
         where, then = self.addresses
-        if not then or current_layer() is not None or may_be_gathered():
+        if not then or current_layer() is not None:
             return
         now = addresses_of([inputs[i] for i in where])
-        if now is None or now == then:
-            return
-        for i in compress(where, map(operator.ne, now, then)):
+        for i in map(where.__getitem__, moved_since(then, now)):
             if not inputs[i].requires_grad:
                 refuse_needed(reach, [i], [i])
             name, label = reach.name_of(i), reach.label
