@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+# Deleted by: public names for these.
 from torch._C._functorch import (
     CGradInterpreterPtr,
     CInterpreter,
@@ -20,28 +22,32 @@ from torch._C._functorch import (
     CVmapInterpreterPtr,
     RandomnessType,
     TransformType,
-    _unwrap_for_grad,
-    _wrap_for_grad,
+    _unwrap_for_grad as unwrap_for_grad,
+    _wrap_for_grad as wrap_for_grad,
     get_interpreter_stack,
     get_single_level_autograd_function_allowed,
     get_unwrapped,
     is_batchedtensor,
-    is_functorch_wrapped_tensor,
+    is_functorch_wrapped_tensor as is_of_torch_func,
     is_legacy_batchedtensor,
     maybe_get_bdim,
     maybe_get_level,
-    peek_interpreter_stack,
+    peek_interpreter_stack as current_layer,
     pop_dynamic_layer_stack,
     push_dynamic_layer_stack,
     set_single_level_autograd_function_allowed,
-    unwrap_if_dead,
+    unwrap_if_dead as unwrap_dead,
 )
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import (
     coerce_cinterpreter,
     retrieve_current_functorch_interpreter,
 )
-from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
+from torch._functorch.vmap import (
+    restore_vmap as batch,
+    unwrap_batched,
+    wrap_batched,
+)
 from torch.autograd import forward_ad, function
 
 from remat._torch.autograd import (
@@ -54,29 +60,15 @@ from remat._torch.autograd import (
 )
 
 
-# Deleted by: a public way to ask which torch.func transform is innermost.
-current_layer = peek_interpreter_stack
-
-# Deleted by: Function.apply doing this without inspecting signatures on each call.
-unwrap_dead = unwrap_if_dead
+# Deleted by: enums that compare as cheaply as integers.
+_kinds: Any = TransformType
+VMAP: int = _kinds.Vmap.value
+GRAD: int = _kinds.Grad.value
+JVP: int = _kinds.Jvp.value
+_KNOWN = {VMAP, GRAD, JVP}
 
 # Deleted by: gradients with `is_grads_batched` being levels of torch.func.
 is_legacy_batch = is_legacy_batchedtensor
-
-# Deleted by: a static (not per call) single-level Function in functorch.
-unwrap_for_grad = _unwrap_for_grad
-
-wrap_for_grad = _wrap_for_grad
-
-# Deleted by: enums that compare as cheaply as integers.
-_kinds: Any = TransformType
-
-VMAP: int = _kinds.Vmap.value
-
-GRAD: int = _kinds.Grad.value
-
-JVP: int = _kinds.Jvp.value
-_KNOWN = {VMAP, GRAD, JVP}
 
 
 def kind_of(layer: CInterpreter) -> int:
@@ -98,23 +90,23 @@ def kinds_here() -> list[int]:
 # Deleted by: a public `Tensor.unwrap()` for torch.func wrappers.
 def base_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor under all torch.func wrappers."""
-    while is_functorch_wrapped_tensor(tensor):
+    while is_of_torch_func(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def is_of_level_above(tensor: Tensor) -> bool:
     """Say whether a tensor belongs to a level above the innermost active one."""
-    tensor = unwrap_if_dead(tensor)
-    if not is_functorch_wrapped_tensor(tensor):
+    tensor = unwrap_dead(tensor)
+    if not is_of_torch_func(tensor):
         return False
-    layer = peek_interpreter_stack()
+    layer = current_layer()
     return maybe_get_level(tensor) > (layer.level() if layer is not None else 0)
 
 
 def without_dead_levels(tensor: Tensor) -> Tensor:
     """Return a tensor without its outermost wrappers of levels that have ended."""
-    while (below := unwrap_if_dead(tensor)) is not tensor:
+    while (below := unwrap_dead(tensor)) is not tensor:
         tensor = below
     return tensor
 
@@ -140,7 +132,7 @@ def is_of_ended_vmap(tensor: Tensor) -> bool:
 def requires_grad_at_any_level(tensor: Tensor) -> bool:
     """Say whether some level, torch.func's or the base, differentiates `tensor`."""
     while not tensor.requires_grad:
-        if not is_functorch_wrapped_tensor(tensor):
+        if not is_of_torch_func(tensor):
             return False
         tensor = get_unwrapped(tensor)
     return True
@@ -151,8 +143,8 @@ def requires_grad_above(tensor: Tensor, level: int) -> bool:
 
     To be called where no TorchFunctionMode sees it.
     """
-    tensor = unwrap_if_dead(tensor)
-    while is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > level:
+    tensor = unwrap_dead(tensor)
+    while is_of_torch_func(tensor) and maybe_get_level(tensor) > level:
         if tensor.requires_grad:
             return True
         tensor = get_unwrapped(tensor)
@@ -162,7 +154,7 @@ def requires_grad_above(tensor: Tensor, level: int) -> bool:
 def levels_requiring_grad(tensor: Tensor) -> int:
     """Return how many levels, the base included, differentiate a tensor backward."""
     count = int(tensor.requires_grad)
-    while is_functorch_wrapped_tensor(tensor):
+    while is_of_torch_func(tensor):
         tensor = get_unwrapped(tensor)
         count += tensor.requires_grad
     return count
@@ -228,7 +220,7 @@ def call_below(layer: Any, kind: int, fn: Callable[..., Any], *args: Any) -> Any
 def is_batch_of_cotangents(primals: Sequence[Tensor]) -> bool:
     """Say whether a vmap over the base is the only level, and batches no primal."""
     is_alone = kinds_here() == [VMAP]
-    return is_alone and not any(map(is_functorch_wrapped_tensor, primals))
+    return is_alone and not any(map(is_of_torch_func, primals))
 
 
 # Deleted by: a public stack of the transforms that are active.
@@ -252,10 +244,10 @@ def below_all_levels(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` as if no transform were active."""
     depth = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    if not depth and peek_interpreter_stack() is None:
+    if not depth and current_layer() is None:
         return fn(*args)
     popped = []
-    while peek_interpreter_stack() is not None:
+    while current_layer() is not None:
         popped.append(pop_dynamic_layer_stack())
     for _ in range(depth):
         torch._C._vmapmode_decrement_nesting()
@@ -272,10 +264,8 @@ def below_all_levels(fn: Callable[..., Any], *args: Any) -> Any:
 def without_node(tensor: Tensor) -> Tensor:
     """Return a tensor of a torch.func level without its node at that level."""
     level = maybe_get_level(tensor)
-    return _wrap_for_grad(_unwrap_for_grad(tensor, level), level)
+    return wrap_for_grad(unwrap_for_grad(tensor, level), level)
 
-
-is_of_torch_func = is_functorch_wrapped_tensor
 
 Flat: TypeAlias = tuple[Any, ...]
 _Found = TypeVar("_Found")
@@ -294,7 +284,7 @@ def batched(
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
     physical, in_dims = unwrap_batched(tuple(leaves), level)
-    if True in map(is_functorch_wrapped_tensor, physical):  # a level may have ended
+    if True in map(is_of_torch_func, physical):  # a level may have ended
         physical = (*map(without_dead_levels, physical),)
     size, randomness = interpreter.batch_size(), interpreter.randomness()
     with interpreter.lower():
@@ -302,12 +292,9 @@ def batched(
     return (wrap_batched(outs, dims, level) if outs else ()), found
 
 
-batch = restore_vmap
-
-
 def are_all_vmaps() -> bool:
     """Say whether no active level differentiates."""
-    top: Any = peek_interpreter_stack()
+    top: Any = current_layer()
     return (top is None or top.key().value == VMAP) and {*kinds_here()} <= {VMAP}
 
 
@@ -328,7 +315,7 @@ def unbatched(leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[How]]:
 def batched_again(fn: Callable[..., Any], hows: Sequence[How]) -> Callable[..., Any]:
     """Return a function of tensors below vmap levels, which runs `fn` in such ones."""
     for how in hows:
-        fn = restore_vmap(fn, *how)
+        fn = batch(fn, *how)
     return fn
 
 
@@ -367,7 +354,7 @@ grad_level = eager_transforms.grad_increment_nesting
 
 def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
     """Return `tensor` as an argument of the grad level just opened."""
-    wrapped = _wrap_for_grad(tensor, level)
+    wrapped = wrap_for_grad(tensor, level)
     if requires_grad:
         with eager_transforms.enable_inplace_requires_grad(True):
             wrapped.requires_grad_()
@@ -377,7 +364,7 @@ def leaf_at(level: int, tensor: Tensor, *, requires_grad: bool) -> Tensor:
 # Deleted by: a public way to ask a vmap for its `randomness`, and what it batches.
 def is_shared_by_examples(tensor: Tensor) -> bool:
     """Say whether examples of the innermost vmap share a tensor, and are to differ."""
-    layer: Any = peek_interpreter_stack()
+    layer: Any = current_layer()
     if layer is None or layer.key().value != VMAP:
         return False
     if CVmapInterpreterPtr(layer).randomness() != RandomnessType.Different:
@@ -407,7 +394,7 @@ def call_at_jvp(
         contextlib.nullcontext() if is_around else forward_ad.dual_level(),
     ):
         duals = [
-            _wrap_for_grad(t, level)
+            wrap_for_grad(t, level)
             if may_be_dual or is_of_torch_func(t) or i in written
             else t
             for i, t in enumerate(primals)
@@ -426,8 +413,8 @@ def call_at_jvp(
 def taken_apart_at_jvp(level: int, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     primal, tangent = unpack_dual(tensor)
     if tangent is None:
-        return _unwrap_for_grad(tensor, level), None
-    return _unwrap_for_grad(primal, level), _unwrap_for_grad(tangent, level)
+        return unwrap_for_grad(tensor, level), None
+    return unwrap_for_grad(primal, level), unwrap_for_grad(tangent, level)
 
 
 def unpack_dual(tensor: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -33,8 +33,8 @@ from remat._reach.result_walk import Hidden
 from remat._torch.autograd import is_graph_held, nodes_behind
 from remat._torch.graphs import forget_saved_by_traced
 from remat._torch.levels import base_tensor, current_layer
-from remat._torch.modes import call_kernel, no_torch_functions
-from remat._torch.tensors import has_no_memory, storage_id
+from remat._torch.modes import call_kernel, no_torch_functions, unseen
+from remat._torch.tensors import storage_id
 from remat._transform.changes import changes_of
 from remat._transform.leaves import addresses_of
 
@@ -95,14 +95,11 @@ def refuse_assigned_data(
     origin: Reach, inputs: Sequence[Tensor], inner: Sequence[Tensor], needs: PerInput
 ) -> None:
     """Refuse a function that assigned to `.data` of an input."""
-    found = addresses_of([*compress(inputs, needs), *compress(inner, needs)])
-    if found is not None and found[: len(found) // 2] == found[len(found) // 2 :]:
+    if current_layer() is not None:
         return
     for i in compress(range(len(inputs)), needs):
-        t = inputs[i]
-        is_plain = type(t) in TENSORS and t.layout is torch.strided
-        is_plain = is_plain and not has_no_memory(t)
-        if is_plain and current_layer() is None and t.data_ptr() != inner[i].data_ptr():
+        t, leaf = inputs[i], inner[i]  # the user's own leaves are watched
+        if t is not leaf and addresses_of([t]) != addresses_of([leaf]):
             raise changed_inside(origin, i)
 
 
@@ -231,15 +228,14 @@ class RefuseReads(Observer):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[int, Callable[[], str]] = {}  # by the number of a storage
-        self._held: dict[int, Tensor] = {}  # so that no other has their numbers
-        # Whose storages are not in `_names`.
-        self._new: list[tuple[Tensor, Callable[[], str]]] = []
+        self._held: list[Tensor] = []  # so that no other has their numbers
 
     def refuse(self, tensor: Tensor, name: Callable[[], str]) -> None:
         """Refuse to read a tensor from now on, and what shares its memory."""
-        if id(tensor) not in self._held:
-            self._held[id(tensor)] = tensor
-            self._new.append((tensor, name))
+        self._held.append(tensor)
+        with unseen():  # to ask a sparse one for its parts reads it
+            for storage in _storages_of(base_tensor(tensor)):
+                self._names.setdefault(storage, name)
 
     @override
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -253,11 +249,6 @@ class RefuseReads(Observer):
     def _refuse(self, values: Iterable[Any], what: Any) -> None:
         if self.may_be_cast is not None and torch.is_autocast_cache_enabled():
             raise MutationError(_READ.format(name=self.may_be_cast(), what=_INSIDE))
-        # Noted here, where modes are off: to ask a sparse one for its parts reads it.
-        for tensor, name in self._new:
-            for storage in _storages_of(base_tensor(tensor)):
-                self._names.setdefault(storage, name)
-        self._new.clear()
         for value in values:
             found = _storages_of(value) if isinstance(value, Tensor) else ()
             for storage in self._names.keys() & found:

@@ -245,7 +245,8 @@ class SavedInputs:
         self, inputs: Sequence[Tensor], now: Sequence[int | None]
     ) -> None:
         """Copy those of which the bytes are known and that hold others by now."""
-        befores, self._memory = self._memory, {}
+        befores = self._memory
+        self._memory = {}
         held = memories_of([*map(inputs.__getitem__, befores)])
         same = [*map(operator.eq, befores.values(), held)]
         if now != self.versions:
