@@ -383,19 +383,15 @@ def dispatch(
     if ends:
         found = evaluation._replace(is_below=True) if request.is_below else evaluation
         evaluated = program, found, saved or inputs, outs
-        outs = _with_node(layer, evaluated, ends)
+        outs = _with_node(evaluated, ends)
     return outs, evaluation
 
 
-def _with_node(layer: Any, evaluated: Any, ends: Sequence[Tensor]) -> Sequence[Any]:
-    """Return results behind a node at a level, or at the base."""
-    if layer is None:
-        outs = _apply(evaluated, *ends)
-    else:
-        outs = apply_at_level(_apply, evaluated, *ends)
-    offloading = evaluated[0].offloading
-    if offloading is not None:
-        offloading.send(evaluated[2], outs)
+def _with_node(evaluated: Any, ends: Sequence[Tensor]) -> Sequence[Any]:
+    """Return results behind a node at this level."""
+    outs = apply_at_level(_apply, evaluated, *ends)
+    if evaluated[0].offloading is not None:
+        evaluated[0].offloading.send(evaluated[2], outs)
     return outs
 
 
