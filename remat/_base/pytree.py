@@ -163,34 +163,6 @@ def _unflatten_attributes(
     return instance
 
 
-def register_attributes(
-    cls: type, name: str, children: Sequence[str], static: Sequence[str] = ()
-) -> None:
-    """Make a class of ours a pytree node, here and for torch.func and torch.compile.
-
-    It is rebuilt past `__init__`: what a tree is mapped to need not be valid. `name` is
-    for saved programs; `static` attributes are comparable and of types that JSON has.
-    """
-
-    def flatten_node(instance: Any) -> tuple[list[Any], list[Any]]:
-        subtrees = [getattr(instance, n) for n in children]
-        return subtrees, [getattr(instance, n) for n in static]
-
-    def flatten_named(instance: Any) -> tuple[list[Any], list[Any], Sequence[str]]:
-        return *flatten_node(instance), children
-
-    def unflatten_node(subtrees: Iterable[Any], context: Iterable[Any]) -> Any:
-        values = (*subtrees, *context)
-        return _unflatten_attributes(cls, (*children, *static), values)
-
-    def unflatten_named(context: Iterable[Any], subtrees: Iterable[Any]) -> Any:
-        return unflatten_node(subtrees, context)
-
-    _register(cls, flatten_named, unflatten_named, namespace=_NAMESPACE)
-    named: Any = {"name": name, "children": children}
-    register_torch_node(cls, flatten_node, unflatten_node, **named)
-
-
 _Unflatten: TypeAlias = Callable[[Any, Iterable[Any]], Any]
 
 
@@ -282,25 +254,48 @@ def register(
         where = "other functions" if known else "torch.utils._pytree, which remat asks"
         raise ValueError(_TWICE.format(name=name, where=where))
     _register_everywhere(cls, how)
+    REGISTERED[cls] = how
     return cls
 
 
-def _register_everywhere(cls: type, how: Registered) -> None:
-    """Make a user's class a pytree node, here and for torch.func and torch.compile."""
+def _register_everywhere(
+    cls: type, how: Registered, *, name: str | None = None, children: Sequence[str] = ()
+) -> None:
+    """Make a class a pytree node, here and for torch.func and torch.compile."""
 
     def flatten_node(instance: Any) -> tuple[list[Any], Any]:
-        children, context = how.flatten(instance)
-        return [*children], context
+        subtrees, context = how.flatten(instance)
+        return [*subtrees], context
 
-    def unflatten_torch(children: Iterable[Any], context: Any) -> Any:
-        return how.unflatten(context, children)
+    def flatten_named(instance: Any) -> tuple[list[Any], Any, Sequence[str] | None]:
+        return *flatten_node(instance), children or None
 
-    register_torch_node(cls, flatten_node, unflatten_torch)
+    def unflatten_torch(subtrees: Iterable[Any], context: Any) -> Any:
+        return how.unflatten(context, subtrees)
+
+    named: Any = {"name": name, "children": children}
+    register_torch_node(cls, flatten_node, unflatten_torch, **named)
     if cls in _ADOPTED:
         _unregister(cls, namespace=_NAMESPACE)
         _ADOPTED.remove(cls)
-    _register(cls, flatten_node, how.unflatten, namespace=_NAMESPACE)
-    REGISTERED[cls] = how
+    _register(cls, flatten_named, how.unflatten, namespace=_NAMESPACE)
+
+
+def register_attributes(cls: type, name: str, children: Sequence[str]) -> None:
+    """Make a class of ours a pytree node of these attributes.
+
+    It is rebuilt past `__init__`: what a tree is mapped to need not be valid. `name` is
+    for saved programs.
+    """
+
+    def flatten_node(instance: Any) -> tuple[list[Any], list[Any]]:
+        return [getattr(instance, n) for n in children], []
+
+    def unflatten_node(_: Any, subtrees: Iterable[Any]) -> Any:
+        return _unflatten_attributes(cls, children, subtrees)
+
+    how = Registered(flatten_node, unflatten_node)
+    _register_everywhere(cls, how, name=name, children=children)
 
 
 def _refuse_class(cls: Any) -> None:
