@@ -351,9 +351,7 @@ storage_id: Callable[[Tensor], int] = vars(torch._C)["_storage_id"]
 
 # Deleted by: public weak references to storages, and counts of their references.
 _storage_class: Any = torch.UntypedStorage
-
 _storage_of: Callable[[int], Any] = _storage_class._new_with_weak_ptr
-
 _count_of_storage: Callable[[int], int] = vars(torch._C)["_storage_Use_Count"]
 
 
@@ -381,7 +379,11 @@ use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 preserved_version = vars(torch.autograd)["_unsafe_preserve_version_counter"]
 
 
-# Deleted by: a public copy-on-write clone.
+# Deleted by: a public copy-on-write clone. A dispatch mode sees the second of one.
+_is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
+SHARED_COPY: Any = torch.ops.aten._lazy_clone.default
+
+
 def shared_copy(tensor: Tensor) -> Tensor | None:
     """Return a copy that shares memory until either is written, or None if none can."""
     if type(tensor) is not Tensor or has_no_memory(tensor) or tensor.is_quantized:
@@ -390,13 +392,6 @@ def shared_copy(tensor: Tensor) -> Tensor | None:
         return torch._lazy_clone(tensor)
     except (RuntimeError, NotImplementedError):
         return None
-
-
-# Deleted by: a public copy-on-write clone. A dispatch mode sees this of one.
-SHARED_COPY: Any = torch.ops.aten._lazy_clone.default
-
-
-_is_cow: Callable[[Tensor], bool] = vars(torch._C)["_is_cow_tensor"]
 
 
 def is_shared(copy: Tensor) -> bool:
