@@ -122,16 +122,6 @@ class Meter(Alive):
         self._entered.append((nodes_made(), name))
         self._current = name
 
-    def end(self) -> None:
-        """Take the last operation into account."""
-        self.settle()
-
-    def _grow(self, numbers: Sequence[int], at: int, nbytes: int) -> None:
-        """Count bytes of a result that its fake lacks."""
-        if nbytes:
-            self.sizes[numbers[at]] += nbytes
-            self.live += nbytes
-
     # --- Operations ---
 
     @override
@@ -154,7 +144,10 @@ class Meter(Alive):
             raise MissingValueError(message) from error
         found = [*map(self.hold, tensors_of(result))]
         if found and is_fake(tensors_of(result)[0]):
-            self._grow(found, *hidden_in(func, args))
+            k, hidden = hidden_in(func, args)
+            if hidden:
+                self.sizes[found[k]] += hidden
+                self.live += hidden
         copies = copied_inside(func, args)
         held = held_inside(func, args)
         # The engine adds in place where nothing else holds the sum so far. Under a mode

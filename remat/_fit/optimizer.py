@@ -47,7 +47,7 @@ def updated(step: TrainingStep, result: Any) -> Update:
         for _ in range(2):
             meter.begin()
             optimizer.step()
-            meter.end()
+            meter.settle()
             peaks.append((meter.peak, meter.peak_at))
     return Update(meter.live - before, *max(peaks, key=lambda each: each[0]))
 

@@ -152,8 +152,10 @@ class Planning:
     def over_blocks(self) -> Plan:
         """Return a plan for blocks."""
         found = self._found(UnitWalker(self.record, self._blocks))
-        for names in self._depths if found is None else ():
-            found = found or self._found_within(names)
+        for around in self._depths:  # modules that run again as a whole
+            if found is None:
+                record, inside = with_nests(self.record, around), {*self._blocks}
+                found = self._found(UnitWalker(record, inside - {*around}, around))
         if found is None:
             raise self._too_small()
         return self._plan("blocks", found, found.followed, None)
@@ -167,12 +169,6 @@ class Planning:
             if found is not None:
                 return self._plan("functional", found, found.followed, None)
         raise self._too_small()
-
-    def _found_within(self, around: Sequence[str]) -> "_Attempt | None":
-        """Choose for the blocks in modules that run again as a whole."""
-        record = with_nests(self.record, around)
-        inside = {*self._blocks} - {*around}
-        return self._found(UnitWalker(record, inside, around))
 
     def _plan(
         self,

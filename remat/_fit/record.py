@@ -206,7 +206,7 @@ def record(
                 positions.end()
             whole.turn = len(whole.operations)
             backward(outs)
-            whole.end()
+            whole.settle()
             found = whole.record(alone)
         if step.optimizer is not None:
             found = found.updated(updated(step, result))
@@ -319,25 +319,21 @@ class StepRecorder(Meter):
             self._blank.update(found.makes)
         self._blank.difference_update(writes)
         reads = tuple(dict.fromkeys(n for n in found.reads if n >= 0))
+        seconds, flops = 0.0, 0
+        if self._costs and not is_view_op(func):
+            seconds, flops = work_of(func, args, kwargs, found.result)
+        draws = DrawDetector(func, args, kwargs).has_drawn()
         self.operations.append(
             StepOp(
                 *(str(func), module, call.place),
                 *(reads, tuple(found.makes), tuple(writes)),
-                *(*self._work(func, args, kwargs, found.result), found.inside, STORED),
-                traits.is_read_by_python
-                or DrawDetector(func, args, kwargs).has_drawn(),
+                *(seconds, flops, found.inside, STORED),
+                traits.is_read_by_python or draws,
                 -1 if node is None else sequence_number(node),
                 any(map(self._is_view_from_before, inputs_of(args, kwargs))),
             )
         )
         self._sum = found.reads[0] if found.reads else -1
-
-    def _work(
-        self, func: Any, args: Any, kwargs: Any, result: Any
-    ) -> tuple[float, int]:
-        if not self._costs or is_view_op(func):
-            return 0.0, 0
-        return work_of(func, args, kwargs, result)
 
     def _is_view_from_before(self, tensor: Tensor) -> bool:
         number = self.hold(tensor)

@@ -38,29 +38,42 @@ def with_twins(
     result, it makes another one. Those are returned, too. Where the block is no call,
     they are the time that its graph holds the result longer than others do.
     """
-    sizes, lives = [*record.sizes], _Lives(record)
     operations, twins = [*record.operations], set()
+    sizes, born, left, dies = map(list, _storages_of(record))
     for n in range(len(record.sizes)):
-        call = next((c for c in calls if record.born[n] in c.operations), None)
+        call = next((c for c in calls if born[n] in c.operations), None)
         if call is None or not _needs_twin(record, n, call):
             continue
-        twin, others = len(sizes), 0
+        twin, others = len(sizes), left[n]
         twins.add(twin)
         for i, op in enumerate(operations):
             if i in call.operations or op.node in call.nodes:
                 operations[i] = _renamed(op, {n: twin}, makes=False)
             elif n in op.reads:
-                others = i + 1
-        first = operations[record.born[n]]
-        operations[record.born[n]] = replace(
+                others = max(others, i + 1)
+        first = operations[born[n]]
+        operations[born[n]] = replace(
             first, makes=(*first.makes, twin), inside=first.inside - sizes[n]
         )
         sizes.append(sizes[n])
-        others = max(record.left[n], others)
-        lives.add(record.born[n], min(others, lives.dies[n]), lives.dies[n])
-        lives.dies[n] = others
-    made = replace(record, operations=tuple(operations), sizes=tuple(sizes))
-    return lives.put_in(made), twins
+        born.append(born[n])
+        left.append(min(others, dies[n]))
+        dies.append(dies[n])
+        dies[n] = others
+    return _with(record, operations, sizes, born, left, dies), twins
+
+
+def _storages_of(record: StepRecord) -> tuple[Sequence[int], ...]:
+    return record.sizes, record.born, record.left, record.dies
+
+
+def _with(
+    record: StepRecord, operations: Sequence[StepOp], *storages: Sequence[int]
+) -> StepRecord:
+    """Return a record of other operations, and of storages as `_storages_of` has."""
+    sizes, born, left, dies = map(tuple, storages)
+    lives = {"born": born, "left": left, "dies": dies}
+    return replace(record, operations=tuple(operations), sizes=sizes, **lives)
 
 
 def _needs_twin(record: StepRecord, n: int, call: BlockCall) -> bool:
@@ -80,35 +93,6 @@ def _renamed(op: StepOp, names: dict[int, int], *, makes: bool = True) -> StepOp
         tuple(names.get(n, n) for n in each) for each in (op.reads, op.makes, op.writes)
     )
     return replace(op, reads=reads, makes=made if makes else op.makes, writes=writes)
-
-
-class _Lives:
-    """When storages are made and freed."""
-
-    def __init__(self, record: StepRecord) -> None:
-        self.born, self.left, self.dies = (
-            [*each] for each in (record.born, record.left, record.dies)
-        )
-
-    def add(self, born: int, left: int, dies: int) -> None:
-        """Add a storage."""
-        self.born.append(born)
-        self.left.append(left)
-        self.dies.append(dies)
-
-    def make_room(self, at: int, count: int) -> None:
-        """Have all from an operation on be some operations later.
-
-        What is freed before it is freed by then.
-        """
-        self.born = [i if i < at else i + count for i in self.born]
-        self.left = [i if i <= at else i + count for i in self.left]
-        self.dies = [i if i <= at else i + count for i in self.dies]
-
-    def put_in(self, record: StepRecord) -> StepRecord:
-        """Return a record with these."""
-        born, left, dies = tuple(self.born), tuple(self.left), tuple(self.dies)
-        return replace(record, born=born, left=left, dies=dies)
 
 
 # --- Modules around blocks ---
@@ -133,7 +117,7 @@ def _run_again(record: StepRecord, nest: BlockCall) -> StepRecord:
     if not own:
         return record
     at, count = min(own), len(nest.operations)
-    lives, copies = _copied(record, nest, own, at)
+    storages, copies = _copied(record, nest, own, at)
     changed = [
         _renamed(op, copies) if t in own else op for t, op in enumerate(operations)
     ]
@@ -149,43 +133,45 @@ def _run_again(record: StepRecord, nest: BlockCall) -> StepRecord:
     calls = [
         (call, moved(call.operations)) for call in record.calls if call is not nest
     ]
-    made = replace(
-        record,
-        operations=tuple(changed),
-        sizes=(*record.sizes, *(record.sizes[n] for n in copies)),
+    return replace(
+        _with(record, changed, *storages),
         calls=tuple(c._replace(first=r.start, end=r.stop) for c, r in calls),
         copied=(*map(moved, record.copied), range(at, at + count)),
         viewed=record.viewed | {copies[n] for n in record.viewed & copies.keys()},
     )
-    return lives.put_in(made)
 
 
 def _copied(
     record: StepRecord, nest: BlockCall, own: set[int], at: int
-) -> tuple[_Lives, dict[int, int]]:
-    """Return when storages live, with those that a call makes again at an operation."""
-    lives = _Lives(record)
-    copies: dict[int, int] = {}
-    lives.make_room(at, len(nest.operations))
+) -> tuple[Sequence[list[int]], dict[int, int]]:
+    """Return the storages, with those that a call makes again at an operation."""
+    count, copies = len(nest.operations), dict[int, int]()
+    # All from there on is later. What is freed before it is freed by then.
+    sizes, born = [*record.sizes], [i if i < at else i + count for i in record.born]
+    left = [i if i <= at else i + count for i in record.left]
+    dies = [i if i <= at else i + count for i in record.dies]
     readers: dict[int, set[int]] = {}
     for t, op in enumerate(record.operations):
         for n in op.reads:
             readers.setdefault(n, set()).add(t)
-    for n, born in enumerate(record.born):
-        if born not in nest.operations:
+    for n, made in enumerate(record.born):
+        if made not in nest.operations:
             continue
-        copies[n] = len(lives.born)
+        copies[n] = len(born)
         reads, is_inside = readers.get(n, set()), record.left[n] <= nest.end
-        left = at + min(record.left[n], nest.end) - nest.first
+        lets_go = at + min(record.left[n], nest.end) - nest.first
         is_saved = record.dies[n] > record.turn and (is_inside or bool(reads & own))
-        lives.add(born - nest.first + at, left, lives.dies[n] if is_saved else left)
+        sizes.append(sizes[n])
+        born.append(made - nest.first + at)
+        left.append(lets_go)
+        dies.append(dies[n] if is_saved else lets_go)
         # What is returned lives on for others.
         others = () if is_inside else reads - own
-        later = [t + 1 + (len(nest.operations) if t >= at else 0) for t in others]
-        lives.dies[n] = max(lives.left[n], *later, 0)
-    over = max((lives.dies[n] for n in copies.values()), default=0)
+        later = [t + 1 + (count if t >= at else 0) for t in others]
+        dies[n] = max(left[n], *later, 0)
+    over = max((dies[n] for n in copies.values()), default=0)
     for i in nest.operations:
         for n in {*record.operations[i].reads} - copies.keys():
             if record.born[n] >= 0:  # a call holds what it was given
-                lives.dies[n] = max(lives.dies[n], over)
-    return lives, copies
+                dies[n] = max(dies[n], over)
+    return (sizes, born, left, dies), copies

@@ -311,7 +311,7 @@ def simulate(
                     meter.enter("")
                     backward(outs)
                 del result, outs
-                meter.end()
+                meter.settle()
                 peaks.append((meter.peak, meter.peak_at))
                 put_back(grads)
     peak, at = max(peaks, key=operator.itemgetter(0))

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 from typing_extensions import override
 
@@ -102,8 +101,9 @@ class UnitWalker(Walker):
             is_same = all(
                 [n for n, _ in row] == [n for n, _ in rows[0]] for row in rows
             )
-            whole = [n for row in rows for _, (_, made) in row for n in made]
-            choices[-1 - k] = sorted({*whole, *self._written_in(calls, again)})
+            inside = (self.record.operations[i] for c in calls for i in c.operations)
+            made = {n for op in inside for n in op.makes if n in again}
+            choices[-1 - k] = sorted(made - self.always)
             for each in zip(*rows, strict=True) if is_same else ():
                 made = [n for _, (_, ns) in each for n in ns if self.record.sizes[n]]
                 if made:
@@ -126,12 +126,6 @@ class UnitWalker(Walker):
         """Say whether a call can save what an operation makes: nothing changes it."""
         op = self.record.operations[i]
         return not op.always and all(self.makers.get(n, [i]) == [i] for n in op.makes)
-
-    def _written_in(self, calls: Any, again: set[int]) -> Iterable[int]:
-        for call in calls:
-            for i in call.operations:
-                op = self.record.operations[i]
-                yield from (n for n in op.makes if n in again and n not in self.always)
 
     # --- What runs again ---
 
@@ -282,7 +276,7 @@ def record_functional(
 
     with recorder.watching(step) as watched:
         result = functional_gradients(watched._replace(around=around))
-        recorder.end()
+        recorder.settle()
         made = recorder.record(alone)
     del result
     each = zip(made.operations, found.operations, strict=False)

@@ -158,8 +158,7 @@ class StepWatch(Ledger):
         self.outermost, self.last = 0, -1
         self.ran_backward = False
         self.again: dict[str, None] = {}  # the labels of those under base autograd
-        self._called: weakref.WeakKeyDictionary[Any, CalledAs]
-        self._called = weakref.WeakKeyDictionary()
+        self._called = weakref.WeakKeyDictionary[Any, CalledAs]()
 
     @override
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -306,27 +305,29 @@ def _holders(
         if change.nbytes > 0:
             alive[change.place] = change, last
     is_early = bool(watch.ops) and watch.ops[last].node < 0  # before the backward
-    sizes: dict[tuple[PeakHolder, str, HeldValues], list[int]] = defaultdict(list)
+    # By holder, the bytes of each value that is like others.
+    held: dict[tuple[PeakHolder, str], dict[HeldValues, list[int]]]
+    held = defaultdict(lambda: defaultdict(list))
     for change, i in alive.values():
-        sizes[_sorted(watch, change, i, is_early=is_early)].append(change.nbytes)
+        kind, name, like = _sorted(watch, change, i, is_early=is_early)
+        held[kind, name][like].append(change.nbytes)
     storages: dict[int, tuple[Tensor, Tensor]] = {}
     for t in inputs.tensors:
         for part in parts(t):
             storages.setdefault(storage_id(part), (t, part))
     for t, part in storages.values():  # what is alive before the step
-        kind: PeakHolder = "parameters" if _inputs.is_parameter(t) else "inputs"
+        kind = "parameters" if _inputs.is_parameter(t) else "inputs"
         like = HeldValues("", part.dtype, tuple(part.shape), "", 0, 0)
-        sizes[kind, NAMES[kind], like].append(part.untyped_storage().nbytes())
-    held: dict[tuple[PeakHolder, str], list[HeldValues]] = defaultdict(list)
-    for (kind, name, like), each in sizes.items():
-        held[kind, name].append(replace(like, count=len(each), nbytes=sum(each)))
-    total = sum(map(sum, sizes.values()))
+        held[kind, NAMES[kind]][like].append(part.untyped_storage().nbytes())
+    sizes = {key: sum(map(sum, each.values())) for key, each in held.items()}
     found: list[Holder] = []
-    for key, values in held.items():
+    for key, size in sorted(sizes.items(), key=lambda pair: -pair[1]):
+        each = held[key].items()
+        values = [replace(v, count=len(n), nbytes=sum(n)) for v, n in each]
         values.sort(key=lambda value: -value.nbytes)
-        size = sum(value.nbytes for value in values)
-        found += [Holder(*key, size, size / total, tuple(values))] if size else []
-    return sorted(found, key=lambda holder: -holder.nbytes)
+        share = size / max(1, sum(sizes.values()))
+        found += [Holder(*key, size, share, tuple(values))] if size else []
+    return found
 
 
 def _sorted(

@@ -255,12 +255,11 @@ def changes_in(fn: Callable[[], object]) -> list[MemoryChange]:
 def _changes_without_values(fn: Callable[[], object]) -> list[MemoryChange]:
     """Run a function on tensors without values, and return what it would allocate."""
     storages = _MadeWithoutValues()
-    with without_collections():
-        with storages:
-            result = fn()
-        storages.is_done = True
-        del result
-    return storages.changes
+    with without_collections(), storages:
+        result = fn()
+        found = [*storages.changes]
+    del result  # freed after the last change that is told of
+    return found
 
 
 class _MadeWithoutValues(Alive):
@@ -269,7 +268,6 @@ class _MadeWithoutValues(Alive):
     def __init__(self) -> None:
         super().__init__()
         self.changes: list[MemoryChange] = []
-        self.is_done = False
         self._running = ""
 
     @override
@@ -286,8 +284,7 @@ class _MadeWithoutValues(Alive):
 
     @override
     def freed(self, number: int) -> None:
-        if not self.is_done:
-            self._change(number, -1)
+        self._change(number, -1)
 
     def _change(self, number: int, sign: int) -> None:
         node = current_node()

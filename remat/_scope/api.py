@@ -158,14 +158,8 @@ class _Blocks(threading.local):
         if away is not None:
             self._table.sender = block
         asks = block.policy is not None and block.policy.asks_modules
-        if not recording.blocks:
-            recording.places = Places(asks)
-        elif asks and recording.places.calls is None:
-            recording.places.calls = Calls()
-        else:
-            asks = False
-        if asks:
-            recording.places.calls.__enter__()
+        if asks and recording.places.calls is None:
+            recording.places.calls = Calls().__enter__()
         hooks.install()
         hooks.open += 1
         if not recording.blocks:
@@ -184,7 +178,7 @@ class _Blocks(threading.local):
             recording.end()
             if recording.places.calls is not None:
                 recording.places.calls.__exit__()
-                recording.places = Places(asks=False)
+            recording.places = Places(asks=False)
         hooks.open -= 1
         self._table.forget_running(block)
         self._table.forget_used_up()

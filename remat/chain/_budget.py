@@ -428,7 +428,7 @@ class Rehearsal:
         before = meter.live
         meter.begin()
         found = call(*args)
-        meter.end()
+        meter.settle()
         return found, meter.peak - before
 
 

@@ -104,5 +104,5 @@ def bytes_not_known(op, sample):
         before = meter.live
         meter.begin()
         ran(op, sample)
-        meter.end()
+        meter.settle()
     return measured - (meter.peak - before)
