@@ -11,8 +11,7 @@ In: a model or a function, its arguments, a budget. Out: a plan, which a model f
     rewritten   what calls make again, as operations and storages of a record
     walk        the peak for any set of saved results
     record      a step: its operations, storages, and when these are freed
-    simulate    a step as data, and the peak of a copy of it
-    optimizer   the states of an optimizer, and what its step holds
+    simulate    a step as data, and the peak of a copy of it, and of its optimizer
     meter       the observer that counts bytes while a step runs
     workspace   bytes that operations hold while they run
 

@@ -6,6 +6,7 @@ Invariant: the model, its gradients, its buffers and random streams stay as they
 Rejected: to apply the plan at once. It is made for models that do not exist yet.
 """
 
+import inspect
 import sys
 import threading
 import time
@@ -17,12 +18,12 @@ import torch
 from torch import nn
 
 from remat import nn as remat_nn
+from remat._base import pytree
 from remat._base.sizes import amount_in
 from remat._base.types import Fn
-from remat._fit.optimizer import refuse_optimizer
 from remat._fit.plan import Over, Plan
 from remat._fit.planning import Planning
-from remat._fit.simulate import TrainingStep, isolated, refuse_arguments, resident
+from remat._fit.simulate import TrainingStep, isolated, refuse_optimizer, resident
 from remat._report.inputs import refuse_transforms
 from remat._torch.shards import is_flat, shards_in
 from remat.nn._applied import refuse_others
@@ -108,7 +109,7 @@ def fit(
         True
     """
     refuse_transforms("fit", "the model")
-    refuse_arguments(fn, args, kwargs, loss)
+    _refuse_arguments(fn, args, kwargs, loss)
     limit = amount_in(budget, "fit")
     step = TrainingStep(fn, args, kwargs, loss, _has_gradients(accumulates), optimizer)
     refuse_optimizer(optimizer, step)
@@ -137,6 +138,24 @@ def fit(
         if is_functional:
             return made.over_functional()
         return made.over_blocks() if over == "blocks" else made.over_step()
+
+
+def _refuse_arguments(fn: Any, args: Any, kwargs: Any, loss: Any) -> None:
+    """Refuse what is no model, no batch, or no loss of one result."""
+    if not callable(fn):
+        raise TypeError(_NO_FUNCTION.format(kind=type(fn).__name__))
+    for leaf in pytree.flatten((args, kwargs))[0]:
+        if isinstance(leaf, Iterator):
+            raise TypeError(_ITERATOR.format(kind=type(leaf).__name__))
+    if loss is None:
+        return
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(called).bind(None)
+    except TypeError as error:
+        raise TypeError(_LOSS.format(kind=type(loss).__name__, error=error)) from None
+    except ValueError:  # it has no signature
+        return
 
 
 def _has_gradients(accumulates: Any) -> bool:
@@ -178,6 +197,18 @@ def _selected(model: nn.Module | None, select: Any) -> Sequence[str]:
     return tuple(blocks)
 
 
+_NO_FUNCTION = (
+    "remat.fit: {kind} is no model and no function. Write fit(model, batch, "
+    "budget=...)."
+)
+_ITERATOR = (
+    "remat.fit: an argument is an iterator, a {kind}, which can be read only once. "
+    "Pass the batch of one step, such as next(iter(loader))."
+)
+_LOSS = (
+    "remat.fit: loss is a function of the result alone, got {kind}: {error}. Write "
+    "loss=lambda result: criterion(result, target)."
+)
 _ACCUMULATES = (
     "remat.fit: accumulates is True, False, or how many micro-batches there are for a "
     "step of the optimizer, at least 1; got {got!r}."

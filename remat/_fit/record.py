@@ -23,16 +23,18 @@ from remat._base.absent import inputs_of
 from remat._base.calls import CallPlace, Calls
 from remat._base.context import here
 from remat._fit.meter import Measured, Meter, work_of
-from remat._fit.optimizer import NO_UPDATE, Update, updated
 from remat._fit.simulate import (
     BACKWARD,
+    NO_UPDATE,
     RefusedStepError,
     TrainingStep,
+    Update,
     backward,
     copied,
     gradients_of,
     put_back,
     resident,
+    updated,
     without_values_if_possible,
 )
 from remat._partial.effects import DrawDetector, declared_writes, traits_of

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from remat._base import pytree
@@ -41,6 +42,7 @@ from remat._torch.tensors import (
     AddressAnswers,
     copied_as_fake,
     fake_mode,
+    foreach_of_fakes,
     is_fake,
     scales_put_back,
     without_log_of_fakes,
@@ -141,24 +143,6 @@ class _Whole(nn.Module):
 
 class RefusedStepError(ValueError):
     """A step that there is no plan for, whatever the values are."""
-
-
-def refuse_arguments(fn: Any, args: Any, kwargs: Any, loss: Any) -> None:
-    """Refuse what is no model, no batch, or no loss of one result."""
-    if not callable(fn):
-        raise TypeError(_NO_FUNCTION.format(kind=type(fn).__name__))
-    for leaf in pytree.flatten((args, kwargs))[0]:
-        if isinstance(leaf, Iterator):
-            raise TypeError(_ITERATOR.format(kind=type(leaf).__name__))
-    if loss is None:
-        return
-    called = loss.forward if isinstance(loss, nn.Module) else loss
-    try:
-        inspect.signature(called).bind(None)
-    except TypeError as error:
-        raise TypeError(_LOSS.format(kind=type(loss).__name__, error=error)) from None
-    except ValueError:  # it has no signature
-        return
 
 
 def copied(step: TrainingStep, mode: Any, device: torch.device) -> TrainingStep:
@@ -346,18 +330,6 @@ BACKWARD = (
     "remat.fit: the function or the loss runs the backward itself. Have it return the "
     "loss instead: fit runs the backward."
 )
-_NO_FUNCTION = (
-    "remat.fit: {kind} is no model and no function. Write fit(model, batch, "
-    "budget=...)."
-)
-_ITERATOR = (
-    "remat.fit: an argument is an iterator, a {kind}, which can be read only once. "
-    "Pass the batch of one step, such as next(iter(loader))."
-)
-_LOSS = (
-    "remat.fit: loss is a function of the result alone, got {kind}: {error}. Write "
-    "loss=lambda result: criterion(result, target)."
-)
 _NO_GRAD = (
     "remat.fit: nothing in the result requires grad, so there is no backward to keep "
     "values for. Pass loss=, a function that returns a loss of the result and runs no "
@@ -366,4 +338,111 @@ _NO_GRAD = (
 _LAZY = (
     "remat.fit: the model holds a lazy module, whose parameters are not initialized "
     "yet. Call the model once before."
+)
+
+
+# --- What an optimizer takes: its states, and what its step holds while it runs ---
+#
+# Its step runs after the backward of a copy, twice: the first time it makes its states,
+# which are there in later steps. No number is needed. Not by bytes per parameter: what
+# an optimizer holds depends on its options, such as `foreach`, and on the device.
+
+
+class Update(NamedTuple):
+    """What the step of an optimizer takes."""
+
+    states: int = 0  # the bytes of what is there from then on
+    peak: int = 0
+    peak_at: str = ""  # "in _foreach_sqrt in the step of AdamW"
+
+
+NO_UPDATE = Update()
+
+
+def updated(step: TrainingStep, result: Any) -> Update:
+    """Run the optimizer of a step twice, with what the step still holds."""
+    peaks: list[tuple[int, str]] = []
+    optimizer = made(step)
+    meter = UpdateMeter(type(optimizer).__name__)
+    with meter, torch.no_grad(), foreach_of_fakes():
+        before = meter.hold_all([*resident(step), *tensors_in(result)])
+        meter.hold_all(_parts(optimizer))
+        for _ in range(2):
+            meter.begin()
+            optimizer.step()
+            meter.settle()
+            peaks.append((meter.peak, meter.peak_at))
+    return Update(meter.live - before, *max(peaks, key=lambda each: each[0]))
+
+
+def made(step: TrainingStep) -> Any:
+    """Return the optimizer of a step: it is there, or is made for the parameters."""
+    if isinstance(step.optimizer, Optimizer):
+        optimizer = step.optimizer
+    else:
+        model = step.model()
+        learned = [t for t, _ in gradients_of(step)]
+        try:
+            optimizer = step.optimizer(learned if model is None else model.parameters())
+        except Exception as error:
+            message = _MAKING.format(kind=type(error).__name__, error=error)
+            raise RefusedStepError(message) from error
+    if not callable(getattr(optimizer, "step", None)):
+        raise RefusedStepError(_KIND.format(got=type(optimizer).__name__))
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    if any(p.name == "closure" and p.default is p.empty for p in parameters):
+        raise RefusedStepError(_CLOSURE.format(kind=type(optimizer).__name__))
+    return optimizer
+
+
+def refuse_optimizer(optimizer: Any, step: TrainingStep) -> None:
+    """Refuse what is no optimizer, or one of other parameters than those of a step."""
+    if optimizer is None:
+        return
+    if not (isinstance(optimizer, Optimizer) or callable(optimizer)):
+        raise TypeError(_KIND.format(got=f"{optimizer!r}"))
+    if isinstance(optimizer, Optimizer):
+        known = {id(t) for t in resident(step)}
+        if not any(id(t) in known for t in _parts(optimizer)):
+            raise ValueError(_OTHERS.format(kind=type(optimizer).__name__))
+
+
+class UpdateMeter(Meter):
+    """Counts bytes while an optimizer runs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.outside = f"step of {name}"
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return super().run(func, args, kwargs)
+
+
+def _parts(optimizer: Any) -> list[Tensor]:
+    """Return the tensors of an optimizer: parameters, options and states."""
+    if not isinstance(optimizer, Optimizer):
+        return []
+    found = pytree.flatten([optimizer.param_groups, [*optimizer.state.values()]])[0]
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+_MAKING = (
+    "remat.fit: optimizer= was called with the parameters of the model, which is a "
+    "{kind}: {error}. Pass a function of them that returns the optimizer, such as "
+    "functools.partial(AdamW, foreach=False), or the optimizer itself."
+)
+_KIND = (
+    "remat.fit: optimizer is a class such as torch.optim.AdamW, a function of "
+    "parameters that returns an optimizer, or an optimizer; got {got}."
+)
+_CLOSURE = (
+    "remat.fit: {kind}.step needs a closure, which runs forward and backward itself. "
+    "Leave out optimizer=, and subtract its states from the budget."
+)
+_OTHERS = (
+    "remat.fit: the optimizer, {kind}, has none of the parameters of the step. Pass "
+    "the one of this model, or its class."
 )

@@ -163,15 +163,19 @@ def _steps_of(actions: Iterator[Action]) -> int:
     return sum(a.stop - a.start for a in actions if isinstance(a, (Advance, Reverse)))
 
 
-def check_count(taker: str, name: str, value: object, least: int = 1) -> None:
-    """Refuse an argument of a schedule that is not a count."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(
-            f"remat: {taker} takes an integer as {name}; got {value!r}, a "
-            f"{type(value).__name__}"
-        )
-    if value < least:
-        raise ValueError(f"remat: {taker} takes {name} >= {least}; got {value}")
+class OfCounts:
+    """A dataclass of counts, which are 1 or more."""
+
+    def __post_init__(self) -> None:
+        taker, known = type(self).__name__, vars(self)
+        for name in known.keys() & {"checkpoints", "segments", "unroll"}:
+            value = known[name]
+            if not isinstance(value, int) or isinstance(value, bool):
+                kind = type(value).__name__
+                told = f"takes an integer as {name}; got {value!r}, a {kind}"
+                raise TypeError(f"remat: {taker} {told}")
+            if value < 1:
+                raise ValueError(f"remat: {taker} takes {name} >= 1; got {value}")
 
 
 # --- What is held while a schedule is followed ---

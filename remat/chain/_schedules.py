@@ -28,10 +28,10 @@ from remat.chain._actions import (
     Drop,
     Evaluations,
     Load,
+    OfCounts,
     Reverse,
     Save,
     Schedule,
-    check_count,
 )
 
 
@@ -143,7 +143,7 @@ def units(start: int, stop: int, width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Binomial(Schedule):
+class Binomial(OfCounts, Schedule):
     """Run the fewest steps again that a number of checkpoints allows.
 
     A chain of `n` units runs `advances(n + 1, checkpoints)` units in its backward, for
@@ -173,10 +173,6 @@ class Binomial(Schedule):
 
     checkpoints: int
     unroll: int = 1
-
-    def __post_init__(self) -> None:
-        check_count("Binomial", "checkpoints", self.checkpoints)
-        check_count("Binomial", "unroll", self.unroll)
 
     def forward(self, length: int) -> Iterator[Action]:
         """Store the carries of the first descent."""
@@ -252,7 +248,7 @@ class Placer:
 
 
 @dataclass(frozen=True)
-class Online(Schedule):
+class Online(OfCounts, Schedule):
     """Store carries of a chain whose length nobody knows until it ends.
 
     `online()` returns the object that decides during the forward. Then `backward`
@@ -274,9 +270,6 @@ class Online(Schedule):
     """
 
     checkpoints: int
-
-    def __post_init__(self) -> None:
-        check_count("Online", "checkpoints", self.checkpoints)
 
     def online(self) -> Placer:
         """Return what decides about the carries of one forward."""
@@ -352,7 +345,7 @@ def ranges_of(segments: Segments, length: int) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Uniform(Segments):
+class Uniform(OfCounts, Segments):
     """Cut a chain into equal segments, and store the carry at the start of each.
 
     Args:
@@ -367,9 +360,6 @@ class Uniform(Segments):
     """
 
     segments: int
-
-    def __post_init__(self) -> None:
-        check_count("Uniform", "segments", self.segments)
 
     def count(self, length: int) -> int:
         """Return the number of segments, at most one for each step."""
@@ -397,7 +387,7 @@ class Sqrt(Segments):
 
 
 @dataclass(frozen=True)
-class EveryStep(Segments):
+class EveryStep(OfCounts, Segments):
     """Store each carry, and reverse each step alone.
 
     Each step runs once more, and the residuals of one step exist at a time.
@@ -414,9 +404,6 @@ class EveryStep(Segments):
     """
 
     unroll: int = 1
-
-    def __post_init__(self) -> None:
-        check_count("EveryStep", "unroll", self.unroll)
 
     def count(self, length: int) -> int:
         """Return the number of units."""
