@@ -168,7 +168,8 @@ class OfCounts:
 
     def __post_init__(self) -> None:
         taker, known = type(self).__name__, vars(self)
-        for name in known.keys() & {"checkpoints", "segments", "unroll"}:
+        names = ("checkpoints", "segments", "unroll")
+        for name in filter(known.__contains__, names):
             value = known[name]
             if not isinstance(value, int) or isinstance(value, bool):
                 kind = type(value).__name__
