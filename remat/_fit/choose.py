@@ -193,7 +193,8 @@ class _Solving:
     def _correct(self, chosen: Chosen, walked: Walked) -> None:
         walker, limits = self._walker, self.limits
         sizes = walker.record.sizes
-        kept = (walker.storages(chosen) - walker.always) & walked.needed
+        saved, needed, _ = walker.closure(chosen)
+        kept = (saved - walker.always) & needed
         over = _apart(walker, walked.bytes, self._budget)
         for t in itertools.islice(over, _AT_ONCE):
             idle = sum(sizes[n] for n in kept if walker.is_idle(n, t))
@@ -243,11 +244,8 @@ def greedy(walker: Walker, budget: int) -> Chosen | None:
     chosen = {*walker.choices}
     walked = walker(chosen)
     while walked.peak > budget:
-        saved = walker.storages(chosen)
-        found = [
-            (walker.more(i, saved, walked) / size, i, size)
-            for i, size in _idle_at(walker, chosen, walked.at)
-        ]
+        idle, again = _idle_at(walker, chosen, walked.at), walker.closure(chosen)
+        found = [(walker.more(i, again) / size, i, size) for i, size in idle]
         if not found:
             return None
         found.sort()

@@ -9,7 +9,6 @@ Rejected: to run the step for each set. A walk takes a thousandth of the time.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -24,15 +23,12 @@ class Again(NamedTuple):
     runs: set[int]  # the operations that run again
 
 
-@dataclass(frozen=True, slots=True)
-class Walked:
+class Walked(NamedTuple):
     """What a walk found."""
 
     peak: int
     at: int  # the operation at which the peak is
     bytes: Sequence[int]  # the most at each operation, with what is recomputed for it
-    runs: frozenset[int]  # the operations that run again
-    needed: frozenset[int]  # the storages that the backward needs
 
 
 class Walker:
@@ -151,17 +147,14 @@ class Walker:
         each = zip(self._fixed, self.record.operations, read, strict=False)
         return [fixed + op.inside + read for fixed, op, read in each]
 
-    def storages(self, chosen: Iterable[int]) -> set[int]:
-        """Return the storages that are saved if a policy saves some operations."""
-        return self.always.union(n for i in chosen for n in self.choices[i])
-
     # --- What runs again ---
 
     def closure(self, chosen: Iterable[int]) -> Again:
         """Return what runs again, if a policy saves some operations."""
         key = frozenset(chosen)
         if self._last is None or self._last[0] != key:
-            self._last = key, self._closure_of(self.storages(key))
+            saved = self.always.union(n for i in key for n in self.choices[i])
+            self._last = key, self._closure_of(saved)
         return self._last[1]
 
     def _closure_of(self, saved: set[int]) -> Again:
@@ -201,16 +194,17 @@ class Walker:
         """Return the operations that run again, also those that always do."""
         return self.closure(chosen).runs
 
-    def more(self, choice: int, saved: set[int], walked: Walked) -> float:
+    def more(self, choice: int, again: Again) -> float:
         """Return the seconds of what also runs again if a choice is not saved."""
-        runs: set[int] = set()
-        todo = [n for n in self.choices[choice] if n in walked.needed]
+        saved, needed, runs = again
+        more: set[int] = set()
+        todo = [n for n in self.choices[choice] if n in needed]
         while todo:
             for i in self.makers[todo.pop()]:
-                if i not in runs and i not in walked.runs:
-                    runs.add(i)
+                if i not in more and i not in runs:
+                    more.add(i)
                     todo += [n for n in self.touched[i] if n not in saved]
-        return sum(self.record.operations[i].seconds for i in runs)
+        return sum(self.record.operations[i].seconds for i in more)
 
     def left_out(self, chosen: Iterable[int]) -> list[int]:
         """Return what may be saved and runs again, the most expensive first."""
@@ -237,7 +231,7 @@ class Walker:
                 before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
                 found[t] = max(found[t], before + times * highest)
         at = max(range(self._end), key=found.__getitem__)
-        return Walked(found[at], at, found, frozenset(runs), frozenset(needed))
+        return Walked(found[at], at, found)
 
     def _fill(
         self, t: int, saved: set[int], recomputing: "Recomputing", filled: set[int]
