@@ -142,14 +142,6 @@ def test_per_sample_gradients_are_right():
     assert_same(found, each(model), reassociated=True)
 
 
-def test_a_plan_is_a_file(tmp_path):
-    model = mlps()
-    least, _ = range_of(model, X, square)
-    plan = remat.fit(model, X, loss=square, budget=least, **OVER)
-    plan.save(tmp_path / "plan.json")
-    assert remat.Plan.load(tmp_path / "plan.json") == plan
-
-
 def test_what_does_not_run_under_torch_func_says_so():
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))

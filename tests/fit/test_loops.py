@@ -199,19 +199,6 @@ def test_dropout_stays_in_the_budget_in_training_and_in_evaluation(caplog):
         assert not (mode and caplog.messages)
 
 
-def test_a_model_that_is_compiled_afterwards_stays_in_the_budget(case):
-    plain, ours, plan = case
-    compiled = torch.compile(ours, backend="aot_eager")
-    with pytest.warns(UserWarning, match=r"cannot be followed in compiled code"):
-        compiled(X)
-    for _ in range(3):
-        peak, found = peak_and_gradients(compiled, X, loss=square)
-        assert peak <= 1.01 * plan.budget
-        assert_same(found, peak_and_gradients(plain, X, loss=square)[1])
-        plain.zero_grad()
-        ours.zero_grad()
-
-
 class Experts(nn.Module):
     """Rows go to the expert that a gate chooses, which only values tell."""
 

@@ -27,6 +27,7 @@ from support.pruning import (
     last_call_cache,
     of_backward,
     strikes,
+    written,
 )
 from support.tables import rows
 from support.zoo import Waves, counted, leaves_of, make, ops_of, plainly, scalar
@@ -428,126 +429,83 @@ def test_modules_that_differ_have_records_of_their_own(kind, higher_order, rng):
     assert last_call_cache().reason == ""
 
 
-def elsewhere(x):
-    """Save something else at the same place, in each state."""
-    h = (x[:2] if STATE["saves"] == "exp of half" else x).exp()
-    if STATE["saves"] == "transposed":
-        h = h.t()
-    elif STATE["saves"] == "half":
-        h = h[:2]
-    return h.sin()
-
-
-def exponentials_of_calls(fn, policy, states):
-    """How often `exp` runs in each of some calls, whose gradients are those of `fn`."""
-    ours, found = remat(fn, policy=policy, prune=True), []
-    for STATE["saves"] in states:
-        with count_ops() as ops:
-            got = of_backward(ours, (X,))
-        assert_same(got, of_backward(fn, (X,)))
-        found.append(ops["exp"])
-    return found
-
-
-@pytest.mark.parametrize("state", ["transposed", "half", "exp of half"])
-def test_another_saved_value_is_not_taken_for_the_one_that_was_saved(state):
-    policy = policies.save_ops(torch.ops.aten.exp)
-    states = "all", "all", state, state, "all"
-    # A call that does not fit recomputes all; the one after it is recorded.
-    assert exponentials_of_calls(elsewhere, policy, states) == [1, 1, 2, 1, 2]
-    assert last_call_cache().misfits == 2
-
-
-def swapped(x):
-    """Read, at a place where one value was saved twice, two values."""
-    a, b = x.exp(), (x * 2).exp()
-    return a.sin() + (b if STATE["saves"] == "both" else a).cos() * b
-
-
-def test_one_value_saved_twice_is_not_taken_for_two():
-    states = "one", "one", "both", "both", "one"
-    found = exponentials_of_calls(swapped, policies.everything_saveable, states)
-    assert found == [2, 2, 4, 2, 4]
-
-
-def written(x, w):
-    """Change one of two results in place, in each state another."""
-    u, v = x @ w, w @ x
-    (u if STATE["saves"] == "first" else v).mul_(2)
-    # A constant is made again, for which the function runs.
-    return u.sin() * v.sin() * torch.full((4, 4), 0.5, dtype=x.dtype)
-
-
-@pytest.mark.parametrize(
-    "policy", [policies.dots_saveable, policies.everything_saveable]
-)
-def test_a_saved_value_is_not_changed_by_a_recompute(policy):
-    ours, products = remat(written, policy=policy), []
-    for STATE["saves"] in ("second", "second", "first", "first", "second"):
-        with count_ops() as ops:
-            got = of_backward(ours, (X, W))
-        assert_same(got, of_backward(written, (X, W)))
-        products.append(ops["mm"])
+# What differs in some calls: what is saved at a place, which of two values is changed,
+# and their order.
+LATER = """
+elsewhere: h = (x[:2] if STATE["saves"] == "quarter" else x).exp()
+    h = {"transposed": h.t(), "half": h[:2]}.get(STATE["saves"], h); h.sin()
+twice: a, b = x.exp(), (x * 2).exp()
+    a.sin() + (b if STATE["saves"] == "both" else a).cos() * b
+# A constant is made again, for which the function runs.
+changed: u, v = x @ w, w @ x; (u if STATE["saves"] == "first" else v).mul_(2)
+    u.sin() * v.sin() * torch.full((4, 4), 0.5, dtype=x.dtype)
+through a view: u, v = x * 3, w * 2
+    (u if STATE["saves"] == "first" else v)[0].mul_(0.5); dead_end(u.exp()) + v
+factors: u, v = x.sin() * 2, w * 3
+    (u * v if STATE["saves"] == "first" else v * u).tanh()
+# Of another dtype, conjugated or negated: what is kept is not that.
+as real: torch.view_as_real(torch.fft.fft(x)).sin()
+conjugate: (torch.fft.fft(x).conj() * 1j).abs()
+real part: z = torch.fft.fft(x); z.real.sin() + z.abs()
+negated: torch.fft.fft(x).conj().imag.sin()
+"""
+LATER = written(LATER, globals())
+EXP = policies.save_ops(torch.ops.aten.exp)
+FFT = policies.save_ops(torch.ops.aten._fft_r2c)
+TURNS = "second second first first second"
+# A function, what is asked for, its states, and how often an operation then runs: a
+# call that does not fit recomputes all; the one after it is recorded.
+COUNTS = {
+    **{
+        state: ("elsewhere", EXP, True, f"all all {state} {state} all", "exp 1 1 2 1 2")
+        for state in ("transposed", "half", "quarter")
+    },
+    "twice": (
+        *("twice", policies.everything_saveable, True),
+        *("one one both both one", "exp 2 2 4 2 4"),
+    ),
     # One is recomputed, and both in a call that the record does not fit.
-    assert products == [7, 7, 8, 7, 8]
+    "dots": ("changed", policies.dots_saveable, "auto", TURNS, "mm 7 7 8 7 8"),
+    "all": ("changed", policies.everything_saveable, "auto", TURNS, "mm 7 7 8 7 8"),
+    "a view": ("through a view", None, True, TURNS[7:], "exp 2 2 2 2"),
+    "a view, dots": (
+        *("through a view", policies.dots_saveable, "auto", TURNS[7:], "exp 2 2 2 2"),
+    ),
+    **{
+        name: (name, FFT, "auto", "all all all", "_fft_r2c 1 1 1")
+        for name in ("as real", "conjugate", "real part", "negated")
+    },
+}
 
 
-def written_through_a_view(x, w):
-    """Change, in each state, a value that the backward reads, or another one."""
-    u, v = x * 3, w * 2
-    (u if STATE["saves"] == "first" else v)[0].mul_(0.5)
-    return dead_end(u.exp()) + v
-
-
-@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
-def test_a_change_of_what_is_recomputed_is_not_left_out(policy):
-    ours = remat(written_through_a_view, policy=policy, prune=policy is None or "auto")
-    found = []
-    for STATE["saves"] in ("second", "first", "first", "second"):
+@rows("name, policy, prune, states, counts", COUNTS)
+def test_another_value_is_not_taken_for_the_one_that_was_saved(
+    name, policy, prune, states, counts
+):
+    fn, (op, *expected) = LATER[name].fn, counts.split()
+    args, found = (X, W)[: fn.__code__.co_argcount], []
+    ours = remat(fn, policy=policy, prune=prune)
+    for STATE["saves"] in states.split():
         with count_ops() as ops:
-            got = of_backward(ours, (X, W))
-        assert_same(got, of_backward(written_through_a_view, (X, W)))
-        found.append(ops["exp"])
-    assert found == [2, 2, 2, 2]
-
-
-def factors(x, w):
-    """Multiply two values, in each state in another order."""
-    u, v = x * 2, w * 3
-    return (u * v if STATE["saves"] == "first" else v * u).tanh()
+            got = of_backward(ours, args)
+        assert_same(got, of_backward(fn, args))
+        found.append(ops[op])
+    assert found == [*map(int, expected)]
+    assert policy is not EXP or last_call_cache().misfits == 2
 
 
 def test_a_call_around_is_given_what_was_saved_in_its_order():
+    factors = LATER["factors"].fn
     inner = remat(factors, policy=policies.everything_saveable)
-    around = lambda inner: lambda x, w: inner(x.sin(), w).exp()
+    around = lambda inner: lambda x, w: inner(x, w).exp()
     ours, found = remat(around(inner)), []
-    for STATE["saves"] in ("second", "second", "first", "first", "second"):
+    for STATE["saves"] in TURNS.split():
         with count_ops() as ops:
             got = of_backward(ours, (X, W))
         assert_same(got, of_backward(around(factors), (X, W)))
         found.append(ops["tanh"])
     # In a call that the record does not fit, the call within is recomputed, too.
     assert found == [2, 2, 3, 2, 3]
-
-
-VIEWS = {
-    "as real": lambda z: torch.view_as_real(z).sin(),
-    "conjugate": lambda z: (z.conj() * 1j).abs(),
-    "real part": lambda z: z.real.sin() + z.abs(),
-    "negated": lambda z: z.conj().imag.sin(),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_view_that_changes_how_memory_is_read_is_made_again(view):
-    """Of another dtype, conjugated or negated: what is kept is not that."""
-    spectrum = lambda x: VIEWS[view](torch.fft.fft(x))
-    ours = remat(spectrum, policy=policies.save_ops(torch.ops.aten._fft_r2c))
-    for _ in range(3):
-        with count_ops() as ops:
-            got = of_backward(ours, (X,))
-        assert_same(got, of_backward(spectrum, (X,)))
-        assert ops["_fft_r2c"] == 1
 
 
 def longer(x):

@@ -5,11 +5,9 @@ import pickle
 
 import pytest
 import torch
-from support.ruled import bwd, fwd, pair, ran, rem, ruled, runs
+from support.ruled import bwd, fwd, ran, rem, ruled, runs
 from support.zoo import W, X, leaves_of, make
-from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, hessian, jvp, vmap
-from torch.utils.checkpoint import checkpoint
+from torch.func import vmap
 
 from remat import (
     CaptureError,
@@ -85,91 +83,6 @@ def test_waves_are_those_of_jax(row):
         assert torch.equal(found, want.detach())
 
 
-def test_second_derivatives_and_mixed_modes():
-    for f in (SINE, remat(SINE), remat(lambda x: SINE(x) * x, higher_order=True)):
-        leaves = leaves_of(X)
-        assert gradcheck(f, leaves, check_forward_ad=True)
-        assert gradgradcheck(f, leaves)
-    x = make(3, seed=1)
-    loss = lambda x: remat(SINE)(x).sum()
-    torch.testing.assert_close(hessian(loss)(x), torch.diag(-x.sin()))
-    third = grad(lambda x: grad(lambda x: grad(loss)(x).sum())(x).sum())
-    torch.testing.assert_close(third(x), -x.cos())
-    torch.testing.assert_close(jvp(loss, (x,), (x,))[1], (x.cos() * x).sum())
-
-
-# --- Attention that keeps its log-sum-exp ---
-
-
-Q, K, VALUES = (make(2, 16, 4, seed=k) for k in range(3))
-
-
-def attention(q, k, v):
-    return torch.softmax(q @ k.mT, -1) @ v
-
-
-def attention_fwd(q, k, v):
-    scores = q @ k.mT
-    lse = scores.logsumexp(-1, keepdim=True)
-    out = (scores - lse).exp() @ v
-    return out, (out, lse)
-
-
-def attention_rem(res, q, k, v):
-    return res[0], (*res, q, k, v)
-
-
-def attention_bwd(res, ct):
-    out, lse, q, k, v = res
-    weights = (q @ k.mT - lse).exp()
-    inner = weights * (ct @ v.mT - (ct * out).sum(-1, keepdim=True))
-    return inner @ k, inner.mT @ q, weights.mT @ ct
-
-
-ATTENTION = custom_vjp(attention)
-ATTENTION.defremat(attention_fwd, attention_rem, attention_bwd)
-
-
-def layer(fn, q, k, v):
-    return fn(q.sin(), k.sin(), v).tanh().sum()
-
-
-def products(fn, *args):
-    with count_ops() as ops:
-        value = fn(*args)
-        value.backward()
-    return ops["bmm"], [t.grad for t in args]
-
-
-def test_attention_recomputes_no_product_and_keeps_less():
-    plain, want = products(
-        functools.partial(layer, attention), *leaves_of(Q, K, VALUES)
-    )
-    default = products(
-        remat(functools.partial(layer, attention)), *leaves_of(Q, K, VALUES)
-    )
-    kept, found = products(
-        remat(functools.partial(layer, ATTENTION)), *leaves_of(Q, K, VALUES)
-    )
-    # Two in the forward. A recompute of the softmax is two more, and a rule computes
-    # the scores once more in its backward, as kernels do.
-    assert (plain, default[0], kept) == (6, 8, 7)
-    torch.testing.assert_close(found, want)
-
-
-def held(fn):
-    leaves = leaves_of(Q, K, VALUES)
-    return live_bytes(lambda: fn(*leaves))
-
-
-def test_what_a_rule_keeps_is_what_stays():
-    kept = held(remat(functools.partial(layer, ATTENTION)))
-    default = held(remat(functools.partial(layer, attention)))
-    # The output, and a number for each row.
-    assert kept - default == Q.nbytes + Q.nbytes // Q.shape[-1]
-    assert kept < held(functools.partial(layer, attention))
-
-
 # --- What is kept, where, and how long ---
 
 
@@ -214,16 +127,6 @@ def test_hooks_for_saved_tensors_have_what_is_kept():
     assert any(torch.equal(t, X.cos()) for t in packed)
     y.sum().backward()
     assert torch.equal(x.grad, 2 * X.cos() * (X.sin() * 2).exp())
-
-
-def test_torchs_checkpoint_inside_and_outside():
-    fn, (w, x) = ruled(remat=(fwd, rem, bwd)), leaves_of(W, X)
-    want = torch.autograd.grad(sum(o.sum() for o in pair(w, x)), (w, x))
-    both = lambda f: lambda w, x: f(w, x)[0].sum() + f(w, x)[1].sum()
-    outside = checkpoint(remat(both(fn)), w, x, use_reentrant=False)
-    inside = remat(lambda w, x: checkpoint(both(fn), w, x, use_reentrant=False))(w, x)
-    for value in (outside, inside):
-        torch.testing.assert_close(torch.autograd.grad(value, (w, x)), want)
 
 
 def test_draws_around_and_in_fwd():

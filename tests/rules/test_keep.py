@@ -114,22 +114,6 @@ def test_modules_methods_keywords_and_trees():
         layer.zero_grad()
 
 
-def test_draws_in_it_and_after_it():
-    noisy = keep(lambda x: torch.dropout(x, 0.5, True))
-
-    def block(x):
-        return torch.dropout(noisy(torch.dropout(x, 0.5, True)), 0.5, True).exp()
-
-    found = []
-    for fn in (block, remat(block), remat(block, prune=True)):
-        torch.manual_seed(0)
-        (x,) = leaves_of(X)
-        fn(x).sum().backward()
-        found.append((x.grad, torch.rand(2)))
-    assert_same(found[1], found[0])
-    assert_same(found[2], found[0])
-
-
 def test_what_it_saved_stays_and_a_backward_frees_it():
     big = make(64, 64, seed=1)
     (x,) = leaves_of(big)
@@ -421,24 +405,6 @@ def test_parameters_that_it_closes_over_and_functional_call():
         want = grad(functools.partial(loss, lambda b: b))(params, X)
         assert ops["addmm"] == 1
         assert_same(found, want)
-
-
-def test_a_parameter_that_examples_share():
-    layer, xs = nn.Linear(4, 4).double(), torch.stack([X, X * 2, -X])
-    params = {k: p.detach() for k, p in layer.named_parameters()}
-
-    def loss(transform, params, x):
-        run = transform(
-            lambda x: keep(functools.partial(functional_call, layer))(
-                params, x.sin()
-            ).exp()
-        )
-        return run(x).sum()
-
-    per_example = lambda t: vmap(grad(functools.partial(loss, t)), (None, 0))(
-        params, xs
-    )
-    torch.testing.assert_close(per_example(remat), per_example(lambda f: f))
 
 
 def test_what_is_no_function():

@@ -216,6 +216,8 @@ def written(text: str, scope: dict[str, Any], **options: Any) -> dict[str, Case]
     """
     functions, more = {}, options.pop("arguments", ())
     for row in re.split(r"\n(?=\S)", text.strip()):
+        if row.startswith("#"):
+            continue
         name, _, body = row.partition(":")
         tree = ast.parse(f"def fn():\n    {body.strip()}")
         fn = tree.body[0]
