@@ -13,7 +13,7 @@ computed, which would be inputs of each call.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 from torch import Tensor
@@ -143,33 +143,25 @@ class ModesAround:
         self._kept, self._inside = [*map(_Kept, modes)], _Inside()
 
     @contextmanager
-    def watched(self, first: Any) -> Iterator[Self]:
-        """Run the body, and note what they change."""
-        with modes_between(first, self._inside.outside, self._inside):
+    def watched(self) -> Iterator[Self]:
+        """Run the body, a forward, and note what they change."""
+        modes, sees = _users_modes(), (self._inside.outside, self._inside)
+        with modes_between(modes[0], *sees) if modes else nullcontext():
             yield self
 
-    def run_watched(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call the forward, and note what they change."""
-        modes = _users_modes()
-        if not modes:
-            return fn(*args)
-        with self.watched(modes[0]):
-            return fn(*args)
-
-    def watched_with(self, others: "ModesAround") -> Self:
-        """Know what others changed, which were watched: as those of a whole chain."""
-        self._inside = others._inside
-        return self
+    def watched_with(self, others: "ModesAround") -> "ModesAround":
+        """Return these, of which others were watched: those of a whole chain."""
+        new = ModesAround(())
+        new._kept, new._inside = self._kept, others._inside
+        return new
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Call a recompute, under those that change results and no others that do."""
         now, ours = _users_modes(), {id(kept.ref()) for kept in self._kept}
-        new, has_altered = (
-            [m for m in now if id(m) not in ours],
-            self._inside.has_altered,
-        )
+        new = [mode for mode in now if id(mode) not in ours]
+        has_altered = self._inside.has_altered
         with ExitStack() as stack:
-            around = stack.enter_context(watched_modes()) if new else NO_MODES
+            around = stack.enter_context(modes_around().watched()) if new else NO_MODES
             for kept in self._kept if has_altered else ():
                 is_there = any(kept.ref() is mode for mode in now)
                 stack.enter_context(kept.entered(is_there=is_there))
@@ -181,13 +173,8 @@ class ModesAround:
 
 def modes_around() -> ModesAround:
     """Return the user's modes that are entered."""
-    return ModesAround(_users_modes())
-
-
-def watched_modes() -> AbstractContextManager[ModesAround]:
-    """Return a context that notes whether the user's modes around it change results."""
     modes = _users_modes()
-    return ModesAround(modes).watched(modes[0]) if modes else nullcontext(NO_MODES)
+    return ModesAround(modes) if modes else NO_MODES
 
 
 NO_MODES = ModesAround(())

@@ -549,7 +549,7 @@ def _run(
     if call.wrapped:
         run = functools.partial(call.labelled, run)
     if state.modes is not None:  # notes whether the user's modes change the forward
-        run = functools.partial(state.modes.run_watched, run)
+        run = state.modes.watched()(run)
     tracked = hooks_of_trackers()
     set_grad_enabled(True)
     try:

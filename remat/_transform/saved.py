@@ -28,7 +28,7 @@ from torch.autograd.function import FunctionCtx
 
 from remat._ambient.ambient import NOTHING, Ambient, put_back
 from remat._ambient.draws import without_draws
-from remat._ambient.modes import NO_MODES, ModesAround, watched_modes
+from remat._ambient.modes import NO_MODES, ModesAround, modes_around
 from remat._base.calls import in_reach
 from remat._base.context import Context, EnteredAgain, NestedChoices, here, within
 from remat._base.errors import MutationError, RecomputeError, note
@@ -137,7 +137,7 @@ def call_saved(
         call.plan(owner, inputs)
         fn = in_reach(fn, reach, call.policy)
     if dispatch_mode_count():
-        with watched_modes() as call.modes:
+        with modes_around().watched() as call.modes:
             return call.forward(fn, args, kwargs, inputs)
     if (noted := first_bytes(owner, inputs)) is None:
         return call.forward(fn, args, kwargs, inputs)
