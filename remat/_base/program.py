@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from remat._base.types import TENSORS, Outputs
 from remat._torch.autograd import set_grad_enabled, without_hooks
 from remat._torch.graphs import is_below_tracer
-from remat._torch.modes import function_mode_count
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -270,28 +269,19 @@ def fresh_leaves(inputs: Sequence[Tensor], needs: PerInput) -> list[Tensor]:
 
     A run on them makes a graph of its own, which ends at them.
     """
-    if function_mode_count():
-        pairs = zip(inputs, needs, strict=True)
-        return [_fresh_leaf(t) if need else t for t, need in pairs]
-    return [
-        t
-        if not need
-        else t.detach().requires_grad_()
-        if type(t) is Tensor
-        else _fresh_leaf(t)
-        for t, need in zip(inputs, needs, strict=True)
-    ]
+    pairs = zip(inputs, needs, strict=True)
+    return [_fresh_leaf(t) if need else t for t, need in pairs]
 
 
 def _fresh_leaf(tensor: Tensor) -> Tensor:
-    """Return a fresh leaf of the same class with the same attributes."""
-    if type(tensor) is nn.Parameter:
+    """Return a fresh leaf of the same class. A subclass may need its attributes."""
+    kind = type(tensor)
+    if kind is nn.Parameter:
         new: Tensor = Tensor._make_subclass(nn.Parameter, tensor, True)
     else:
         new = tensor.detach()
         # Not by `requires_grad_`, which a call around may refuse to its function.
         new.requires_grad = True
-    attributes = tensor.__dict__
-    if attributes:
-        new.__dict__.update(attributes)
+    if kind is not Tensor and tensor.__dict__:
+        new.__dict__.update(tensor.__dict__)
     return new
