@@ -86,14 +86,8 @@ class BlockCall(NamedTuple):
     """A call of a block."""
 
     name: str
-    first: int  # its first operation, and the one after its last
-    end: int
-    nodes: range  # the numbers of those that it makes
-
-    @property
-    def operations(self) -> range:
-        """The numbers of its operations."""
-        return range(self.first, self.end)
+    operations: range  # by number
+    nodes: range  # that it makes, by number
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +277,9 @@ class StepRecorder(Meter):
             begun.append((len(self.operations), nodes_made()))
 
         def leave(*_: Any) -> None:
-            (first, node), end = begun.pop(), len(self.operations)
-            call = BlockCall(name, first, end, range(node, nodes_made()))
+            first, node = begun.pop()
+            operations = range(first, len(self.operations))
+            call = BlockCall(name, operations, range(node, nodes_made()))
             self._calls_of_modules.append(call)
 
         # What a shard gathers and frees around its call runs once, whatever is
@@ -366,10 +361,11 @@ class StepRecorder(Meter):
             same.update(zip(op.makes, other.makes, strict=False))
         is_kept = self._blank | self.exposed
         calls = self._calls_of_modules
-        spans = [(call.first, call.end) for call in calls if not call.name]
+        spans = [c.operations for c in calls if not c.name]
+        only = (spans[0].start, spans[0].stop) if len(spans) == 1 else None
         return StepRecord(
             tuple(self.operations),
-            self._span or (spans[0] if len(spans) == 1 else None),
+            self._span or only,
             self.turn,
             tuple(self.sizes),
             tuple(born),

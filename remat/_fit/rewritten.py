@@ -7,6 +7,7 @@ operation, which of its copies is meant.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from remat._fit.record import STORED, BlockCall, StepOp, StepRecord
@@ -20,8 +21,9 @@ def is_asked(op: Any) -> bool:
 def outermost(calls: Iterable[BlockCall]) -> list[BlockCall]:
     """Return the calls that are in no other."""
     found: list[BlockCall] = []
-    for call in sorted(calls, key=lambda call: (call.first, -call.end)):
-        if call.operations and (not found or call.first >= found[-1].end):
+    spans = [(c.operations.start, -c.operations.stop, c) for c in calls if c.operations]
+    for first, _, call in sorted(spans, key=itemgetter(0, 1)):
+        if not found or first >= found[-1].operations.stop:
             found.append(call)
     return found
 
@@ -82,7 +84,7 @@ def _needs_twin(record: StepRecord, n: int, call: BlockCall) -> bool:
     is_whole = len(makers) == 1 and is_asked(makers[0]) and not makers[0].always
     return (
         not is_whole
-        and record.left[n] > call.end
+        and record.left[n] > call.operations.stop
         and any(n in op.reads and op.node in call.nodes for op in record.operations)
     )
 
@@ -127,15 +129,14 @@ def _run_again(record: StepRecord, nest: BlockCall) -> StepRecord:
 
     def moved(each: range) -> range:
         is_copied = each.start in nest.operations
-        by = at - nest.first if is_copied else count if each.start >= at else 0
+        back = at - nest.operations.start
+        by = back if is_copied else count if each.start >= at else 0
         return range(each.start + by, each.stop + by)
 
-    calls = [
-        (call, moved(call.operations)) for call in record.calls if call is not nest
-    ]
+    calls = [call for call in record.calls if call is not nest]
     return replace(
         _with(record, changed, *storages),
-        calls=tuple(c._replace(first=r.start, end=r.stop) for c, r in calls),
+        calls=tuple(c._replace(operations=moved(c.operations)) for c in calls),
         copied=(*map(moved, record.copied), range(at, at + count)),
         viewed=record.viewed | {copies[n] for n in record.viewed & copies.keys()},
     )
@@ -146,6 +147,7 @@ def _copied(
 ) -> tuple[Sequence[list[int]], dict[int, int]]:
     """Return the storages, with those that a call makes again at an operation."""
     count, copies = len(nest.operations), dict[int, int]()
+    end, later_by = nest.operations.stop, at - nest.operations.start
     # All from there on is later. What is freed before it is freed by then.
     sizes, born = [*record.sizes], [i if i < at else i + count for i in record.born]
     left = [i if i <= at else i + count for i in record.left]
@@ -158,11 +160,11 @@ def _copied(
         if made not in nest.operations:
             continue
         copies[n] = len(born)
-        reads, is_inside = readers.get(n, set()), record.left[n] <= nest.end
-        lets_go = at + min(record.left[n], nest.end) - nest.first
+        reads, is_inside = readers.get(n, set()), record.left[n] <= end
+        lets_go = min(record.left[n], end) + later_by
         is_saved = record.dies[n] > record.turn and (is_inside or bool(reads & own))
         sizes.append(sizes[n])
-        born.append(made - nest.first + at)
+        born.append(made + later_by)
         left.append(lets_go)
         dies.append(dies[n] if is_saved else lets_go)
         # What is returned lives on for others.

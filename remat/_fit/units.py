@@ -80,7 +80,7 @@ class UnitWalker(Walker):
                 continue
             found.add(n)
             is_inside = unit is not None and units == {unit}
-            if not is_inside or record.left[n] > self._calls[unit].end:
+            if not is_inside or record.left[n] > self._calls[unit].operations.stop:
                 self.always.add(n)
         self.always -= self._twins
         return found | self._twins
