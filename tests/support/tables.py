@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,17 @@ def checked(
     ]
     test.__signature__ = inspect.Signature(parameters)  # what pytest reads
     return test
+
+
+def sections_of(path: Path) -> dict[str, list[list[str]]]:
+    """Return the tables in a file of text: `[name]`, and below it rows of parts.
+
+    Bars divide the parts of a row. A line that is indented goes on with it.
+    """
+    found: dict[str, list[list[str]]] = {}
+    for line in path.read_text().replace("\n    ", " ").splitlines():
+        if line.startswith("["):
+            table = found.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            table.append(line.split(" | "))
+    return found

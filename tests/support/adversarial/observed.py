@@ -16,8 +16,16 @@ import numpy as np
 import torch
 
 
-def observed(value: Any) -> Any:
-    """Return what is to be compared of a value."""
+class Observed(tuple):
+    """What is to be compared of a value."""
+
+
+def observed(value: Any) -> Observed:
+    """Return what is to be compared of a value; of what is that, itself."""
+    return value if isinstance(value, Observed) else Observed(_parts(value))
+
+
+def _parts(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor(value)
     if isinstance(value, np.ndarray):

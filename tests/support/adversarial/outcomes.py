@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from support.adversarial.configurations import CONFIGURATIONS, plain
 from support.adversarial.contexts import CONTEXTS, in_a_chain
+from support.adversarial.observed import observed
 from support.adversarial.program import EVALUATIONS, PROGRAMS, Program
 
 from remat import RematError
@@ -68,7 +69,7 @@ def _run(program: Program, wrap: Any) -> tuple[Any, int]:
     _seed()
     while not EVALUATIONS.empty():
         EVALUATIONS.get()
-    seen = program.build()(wrap)
+    seen = observed(program.run(wrap))
     count = EVALUATIONS.qsize()
     return (seen, _streams()), count
 

@@ -5,13 +5,16 @@ Rejected: a number in a closure. A recompute would undo what it counts.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from support.adversarial.observed import observed
+from support.tables import sections_of
 
 
 Wrap = Callable[[Any], Callable[..., Any]]
@@ -24,47 +27,54 @@ class Program:
 
     Attributes:
         name: its theme and what is hard about it.
-        build: makes fresh state, and returns what runs the program.
+        run: takes what functions are wrapped by, makes fresh state, and returns what
+            is to be compared.
         recomputes: whether there is something to recompute.
         is_close: whether torch has other kernels for what a level of torch.func
             differentiates, so that the last bits may differ there.
     """
 
     name: str
-    build: Callable[[], Step]
+    run: Step
     recomputes: bool = True
     is_close: bool = False
 
 
 PROGRAMS: dict[str, Program] = {}
+TEXTS = sections_of(Path(__file__).with_name("programs") / "rows.txt")
 EVALUATIONS: "SimpleQueue[None]" = SimpleQueue()
 
 
-def program(build=None, *, recomputes=True):
-    """Add a program, under the name of the function that builds it."""
-    if build is None:
+def program(fn=None, *, recomputes=True):
+    """Add a program, under the name of a function.
+
+    It takes `wrap` and returns what is to be compared, or takes nothing and returns a
+    step, which does that.
+    """
+    if fn is None:
         return functools.partial(program, recomputes=recomputes)
-    theme = build.__module__.rpartition(".")[2]
-    add(f"{theme}/{build.__name__.replace('_', ' ')}", build, recomputes=recomputes)
-    return build
-
-
-def add(name, build, **attributes):
-    assert name not in PROGRAMS, f"two programs are named {name}"
-    PROGRAMS[name] = Program(name, build, **attributes)
+    add(fn, fn.__name__, recomputes=recomputes)
+    return fn
 
 
 def family(*, is_close=False, **cases):
-    """Add a program for each case: what builds it is given the case."""
+    """Add a program for each case, which the function takes last."""
 
-    def adding(build):
-        theme = build.__module__.rpartition(".")[2]
+    def adding(fn):
         for name, case in cases.items():
-            words = f"{theme}/{build.__name__}: {name}".replace("_", " ")
-            add(words, functools.partial(build, case), is_close=is_close)
-        return build
+            add(fn, f"{fn.__name__}: {name}", case, is_close=is_close)
+        return fn
 
     return adding
+
+
+def add(fn, name, *case, **attributes):
+    theme = fn.__module__.rpartition(".")[2]
+    name = f"{theme}/{name}".replace("_", " ")
+    assert name not in PROGRAMS, f"two programs are named {name}"
+    is_step = "wrap" in inspect.signature(fn).parameters
+    run = (lambda wrap: fn(wrap, *case)) if is_step else lambda wrap: fn(*case)(wrap)
+    PROGRAMS[name] = Program(name, run, **attributes)
 
 
 @dataclass(frozen=True)
@@ -114,11 +124,16 @@ def build():
         return by(fn, between=between, state=state, count=self.count)
 
 
-def texts(scope: dict[str, Any], rows: dict[str, Text]) -> None:
-    """Add the programs that are text, whose names are those of a module."""
+def texts(scope: dict[str, Any]) -> None:
+    """Add the programs of a module that are text."""
     theme = scope["__name__"].rpartition(".")[2]
-    for name, row in rows.items():
-        add(f"{theme}/{name}", functools.partial(row.build, scope))
+    for name, make, reads, *more in TEXTS[theme]:
+        options = dict(part.partition(": ")[::2] for part in more)
+        later, count = "later" in options, int(options.pop("count", 3))
+        options.pop("later", None)
+        row = Text(make, reads, **options, later=later, count=count)
+        run = lambda wrap, row=row: row.build(scope)(wrap)
+        PROGRAMS[f"{theme}/{name}"] = Program(f"{theme}/{name}", run)
 
 
 # --- What programs do ---

@@ -93,7 +93,7 @@ DRAWS = {
 
 
 @family(**DRAWS)
-def drawn_only_by_a_recompute(draw):
+def drawn_only_by_a_recompute(wrap, draw):
     again = SimpleQueue()  # which no recompute puts back
 
     def fn(x):
@@ -101,17 +101,14 @@ def drawn_only_by_a_recompute(draw):
             draw()  # as a log or a check would
         return work(x, 2.0).tanh()
 
-    def step(wrap):
-        run, seen, x = wrap(fn), [], leaf()
-        for _ in range(2):
-            out = run(x)
-            again.put(1)
-            back(out)
-            again.get()
-            seen.append(observed((out, x.grad)))
-        return seen
-
-    return step
+    run, seen, x = wrap(fn), [], leaf()
+    for _ in range(2):
+        out = run(x)
+        again.put(1)
+        back(out)
+        again.get()
+        seen.append(observed((out, x.grad)))
+    return seen
 
 
 # --- Parameters in other memory ---
@@ -146,15 +143,12 @@ def moved_between(change):
     before=lambda y: (y.exp() * y, y.mul_(2)),
     twice=lambda y: (y.exp() * y, y.mul_(2), y.exp() * y, y.mul_(2)),
 )
-def changed_once_it_is_saved(change):
-    def step(wrap):
-        run, x = wrap(lambda x: sum(change(work(x, 2.0))).sin()), leaf()
-        with allow_mutation_on_saved_tensors():
-            out = run(x)
-            back(out)
-        return observed((out, x.grad))
-
-    return step
+def changed_once_it_is_saved(wrap, change):
+    run, x = wrap(lambda x: sum(change(work(x, 2.0))).sin()), leaf()
+    with allow_mutation_on_saved_tensors():
+        out = run(x)
+        back(out)
+    return out, x.grad
 
 
 # --- Context variables that are passed ---
@@ -175,23 +169,20 @@ PASSED = {
 
 
 @family(**PASSED)
-def a_context_variable_passed_and_set_between(case):
+def a_context_variable_passed_and_set_between(wrap, case):
     hold, read = case
     variable = ContextVar("variable")
     variable.set([1.0])
 
-    def step(wrap):
-        seen, argument = [], hold(variable)
-        run, x = wrap(lambda x, a: work(x, read(a)[0]).tanh()), leaf()
-        for k in (1.5, 2.5):
-            variable.set([k])
-            out = run(x, argument)
-            variable.set([0.5])
-            back(out)
-            seen.append(observed((out, x.grad, variable.get())))
-        return seen
-
-    return step
+    seen, argument = [], hold(variable)
+    run, x = wrap(lambda x, a: work(x, read(a)[0]).tanh()), leaf()
+    for k in (1.5, 2.5):
+        variable.set([k])
+        out = run(x, argument)
+        variable.set([0.5])
+        back(out)
+        seen.append(observed((out, x.grad, variable.get())))
+    return seen
 
 
 # --- Modes for operations that change results ---
@@ -234,15 +225,12 @@ def under_a_mode_in_the_forward_alone(mode):
 
 
 @program
-def under_a_mode_that_counts_in_both():
-    def step(wrap):
-        run, x = wrap(lambda x: work(work(x, 1.5))), leaf()
-        with Scaling(growth=0.1):
-            out = run(x)
-            (grad,) = torch.autograd.grad(out.square().sum(), x)
-        return observed((out, grad))
-
-    return step
+def under_a_mode_that_counts_in_both(wrap):
+    run, x = wrap(lambda x: work(work(x, 1.5))), leaf()
+    with Scaling(growth=0.1):
+        out = run(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+    return out, grad
 
 
 # --- Settings of the processor and of NumPy ---
@@ -297,7 +285,7 @@ def written_to(write):
 
 
 @program
-def rows_of_a_table_filled_once():
+def rows_of_a_table_filled_once(wrap):
     """As rotary embeddings keep them: a block fills rows, and the others read them."""
     table, filled = torch.zeros(LARGE // 8, 8, dtype=torch.double), torch.tensor(0)
 
@@ -309,15 +297,12 @@ def rows_of_a_table_filled_once():
             return found
         return table[:n]
 
-    def step(wrap):
-        blocks = [wrap(lambda x: work(x.reshape(2, 8) * rows(2)).tanh())] * 3
-        seen = []
-        for seed in range(2):
-            out = x = leaf(seed=seed)
-            for block in blocks:
-                out = block(out)
-            back(out)
-            seen.append(observed((out, x.grad, table[:4], filled)))
-        return seen
-
-    return step
+    blocks = [wrap(lambda x: work(x.reshape(2, 8) * rows(2)).tanh())] * 3
+    seen = []
+    for seed in range(2):
+        out = x = leaf(seed=seed)
+        for block in blocks:
+            out = block(out)
+        back(out)
+        seen.append(observed((out, x.grad, table[:4], filled)))
+    return seen

@@ -100,21 +100,18 @@ def a_workspace(write):
 
 
 @family(**WRITES)
-def a_cache_passed(write):
-    def step(wrap):
-        space = torch.zeros(ROWS, 16, dtype=torch.double)
-        run, seen = (
-            wrap(lambda x, space, i: write(space, x, i) or read(x, space, i)),
-            [],
-        )
-        for i in range(3):
-            x = leaf(seed=i)
-            out = run(x, space, i)
-            out.sum().backward()
-            seen.append(observed((out, x.grad, space)))
-        return seen
-
-    return step
+def a_cache_passed(wrap, write):
+    space = torch.zeros(ROWS, 16, dtype=torch.double)
+    run, seen = (
+        wrap(lambda x, space, i: write(space, x, i) or read(x, space, i)),
+        [],
+    )
+    for i in range(3):
+        x = leaf(seed=i)
+        out = run(x, space, i)
+        out.sum().backward()
+        seen.append(observed((out, x.grad, space)))
+    return seen
 
 
 def read(x, space, i):
@@ -139,17 +136,12 @@ def a_buffer_of_a_module(write):
 
 
 @family(**WHOLE)
-def a_workspace_in_a_call_within(write):
+def a_workspace_in_a_call_within(wrap, write):
     space = torch.zeros(ROWS, 16, dtype=torch.double)
 
     def fn(x):
         write(space, x, 2)
         return (work(x) * space).mean(0).tanh()
 
-    def step(wrap):
-        run = wrap(fn)
-        return loop(wrap(lambda x: run(x * 1.5).sin()), state=lambda: space)(
-            lambda f: f
-        )
-
-    return step
+    run = wrap(fn)
+    return loop(wrap(lambda x: run(x * 1.5).sin()), state=lambda: space)(lambda f: f)

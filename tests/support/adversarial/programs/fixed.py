@@ -14,7 +14,6 @@ from support.adversarial.program import (
     family,
     leaf,
     loop,
-    observed,
     program,
     work,
 )
@@ -195,7 +194,7 @@ CASES = {
 
 
 @family(**CASES)
-def held(case):
+def held(wrap, case):
     make, read, what = case
     torch.manual_seed(5)
     layers = [Layer(make(k + 2.5), read) for k in range(2)]
@@ -203,20 +202,17 @@ def held(case):
         for layer in layers:
             layer.last = 0
 
-    def step(wrap):
-        x = leaf(4, 4)
-        y = x * 1 if what == "the input is gone" else x
-        for layer in layers:
-            y = wrap(layer)(y)
-        del layer
-        for layer in layers:
-            change(layer, what, make)
-        back(y)
-        grads = [layer.linear.weight.grad for layer in layers]
-        lasts = [layer.last for layer in layers]
-        return observed((y, x.grad, grads, lasts, [layer.step for layer in layers]))
-
-    return step
+    x = leaf(4, 4)
+    y = x * 1 if what == "the input is gone" else x
+    for layer in layers:
+        y = wrap(layer)(y)
+    del layer
+    for layer in layers:
+        change(layer, what, make)
+    back(y)
+    grads = [layer.linear.weight.grad for layer in layers]
+    lasts = [layer.last for layer in layers]
+    return y, x.grad, grads, lasts, [layer.step for layer in layers]
 
 
 @program
@@ -231,20 +227,17 @@ def a_slice_of_an_object_that_changes():
 
 
 @family(**HOLDERS)
-def passed_and_gone(case):
+def passed_and_gone(wrap, case):
     make, read = case
 
     def fn(x, value):
         return work(x * 0.5, read(value))
 
-    def step(wrap):
-        x = leaf()
-        y = wrap(fn)(wrap(fn)(x, make(2.5)), make(3.5))
-        gc.collect()
-        back(y)
-        return observed((y, x.grad))
-
-    return step
+    x = leaf()
+    y = wrap(fn)(wrap(fn)(x, make(2.5)), make(3.5))
+    gc.collect()
+    back(y)
+    return y, x.grad
 
 
 def a_tuple_that_leads_to_itself(n):
@@ -291,10 +284,10 @@ AROUND = {
 
 
 @family(**AROUND)
-def leads_to_itself(case):
-    return held((*case, "it is gone"))
+def leads_to_itself(wrap, case):
+    return held(wrap, (*case, "it is gone"))
 
 
 @family(**AROUND)
-def leads_to_itself_and_is_passed(case):
-    return passed_and_gone(case)
+def leads_to_itself_and_is_passed(wrap, case):
+    return passed_and_gone(wrap, case)

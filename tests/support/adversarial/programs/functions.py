@@ -6,7 +6,6 @@ import gc
 import types
 
 from support.adversarial.program import (
-    Text,
     back,
     family,
     leaf,
@@ -88,45 +87,36 @@ def gone_after_the_call(make):
 
 
 @program
-def a_loop_variable_read_by_lambdas():
-    def step(wrap):
-        xs = [leaf(seed=i) for i in range(3)]
-        outs = []
-        for i, x in enumerate(xs):
-            outs.append(wrap(lambda: work(x, i + 1))())  # noqa: B023
-        back(outs)
-        return observed((outs, [x.grad for x in xs]))
-
-    return step
+def a_loop_variable_read_by_lambdas(wrap):
+    xs = [leaf(seed=i) for i in range(3)]
+    outs = []
+    for i, x in enumerate(xs):
+        outs.append(wrap(lambda: work(x, i + 1))())  # noqa: B023
+    back(outs)
+    return outs, [x.grad for x in xs]
 
 
 @program
-def a_loop_that_replaces_its_input():
-    def step(wrap):
-        x = first = leaf()
-        for k in range(4):
-            x = wrap(lambda: work(x, k + 1).tanh())()  # noqa: B023
-        back(x)
-        return observed((x, first.grad))
-
-    return step
+def a_loop_that_replaces_its_input(wrap):
+    x = first = leaf()
+    for k in range(4):
+        x = wrap(lambda: work(x, k + 1).tanh())()  # noqa: B023
+    back(x)
+    return x, first.grad
 
 
 @program
-def a_name_deleted_between():
-    def step(wrap):
-        k = 3
+def a_name_deleted_between(wrap):
+    k = 3
 
-        def fn(x):
-            return work(x, k)  # noqa: F821
+    def fn(x):
+        return work(x, k)  # noqa: F821
 
-        x = leaf()
-        out = wrap(fn)(x)
-        del k
-        back(out)
-        return observed((out, x.grad))
-
-    return step
+    x = leaf()
+    out = wrap(fn)(x)
+    del k
+    back(out)
+    return out, x.grad
 
 
 @program
@@ -224,77 +214,4 @@ def added(fn):
     return lambda: fn() + 0.01
 
 
-texts(
-    globals(),
-    {
-        "a cache of results": Text(
-            "held = []; scale = functools.cache(lambda n: held.append(n) or n + 1)",
-            "x, scale(2)",
-            later=True,
-        ),
-        "a cache of results cleared between": Text(
-            "held = functools.cache(lambda n: n * 2)",
-            "x, held(2)",
-            between="held.cache_clear()",
-            state="held.cache_info().currsize",
-        ),
-        "a cached property": Text("held = Cached()", "x, held.k", state="vars(held)"),
-        "a class attribute shadowed by the function": Text(
-            "held = type('Model', (), {'k': 1})()",
-            "x, held.k",
-            before="held.k = held.k + 1",
-            state="vars(held)",
-            later=True,
-        ),
-        "an attribute deleted by the function": Text(
-            "held = type('Model', (), {'k': 1})(); held.k = 5",
-            "x, held.k",
-            after="vars(held).pop('k', None)",
-            state="vars(held)",
-            later=True,
-        ),
-        "code replaced between": Text(
-            "held = lambda: 2; other = lambda: 3",
-            "x, held()",
-            between="held.__code__ = other.__code__",
-            state="held()",
-        ),
-        "a registry filled by new classes": Text(
-            "held = {}",
-            "x, len(held)",
-            before="type(f'Made{len(held)}', (Registered,), {}, registry=held)",
-            state="[*held]",
-        ),
-        "a singleton made at the first call": Text(
-            "Config.instance = None", "x, Config.get().k", state="None", later=True
-        ),
-        "a list that holds itself": Text(
-            "held = [1]; held.append(held)",
-            "x, held[1][1][0]",
-            before="held[0] += 1",
-            state="held[0]",
-        ),
-        "a missing entry is made": Text(
-            "held = defaultdict(lambda: len(held) + 1)",
-            "x, held['a'] + held['b'] + held[len(held)]",
-            later=True,
-        ),
-        "a tree that grows": Text(
-            "held = {'k': 1}",
-            "x, last_of(held)['k']",
-            before="at = last_of(held); at['next'] = {'k': at['k'] + 1}",
-            later=True,
-        ),
-        "nested lists 600 deep": Text(
-            "held = nested(1)",
-            "x, innermost(held)[0]",
-            before="innermost(held)[0] += 1",
-            state="innermost(held)",
-        ),
-        "closures 400 deep": Text(
-            "held = functools.reduce(lambda fn, _: added(fn), range(400), int)",
-            "x, 1 + held()",
-            state="held()",
-        ),
-    },
-)
+texts(globals())

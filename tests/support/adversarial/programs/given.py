@@ -10,7 +10,6 @@ from unittest.mock import MagicMock  # noqa: F401 -- a row makes one
 import torch
 from support.adversarial.program import (
     State,
-    Text,
     around,
     back,
     family,
@@ -141,7 +140,7 @@ def a_key_in_a_cache_that_is_a(make):
 
 
 @family(**{n: KINDS[n] for n in ("list", "subclass_of_list", "deque", "tensors")})
-def grown_by_the_function_and_the_user(make):
+def grown_by_the_function_and_the_user(wrap, make):
     def fn(values):
         table = {id(value): i for i, value in enumerate(values, 2)}
 
@@ -151,16 +150,13 @@ def grown_by_the_function_and_the_user(make):
 
         return call
 
-    def step(wrap):
-        values, xs = [make() for _ in range(3)], [leaf(seed=i) for i in range(3)]
-        run = wrap(fn(values))
-        outs = [run(x, value) for x, value in zip(xs, values, strict=True)]
-        for value in values:
-            value.append("later")
-        back(outs)
-        return observed((outs, [x.grad for x in xs], values))
-
-    return step
+    values, xs = [make() for _ in range(3)], [leaf(seed=i) for i in range(3)]
+    run = wrap(fn(values))
+    outs = [run(x, value) for x, value in zip(xs, values, strict=True)]
+    for value in values:
+        value.append("later")
+    back(outs)
+    return outs, [x.grad for x in xs], values
 
 
 @program
@@ -173,19 +169,16 @@ def a_passed_list_that_holds_itself():
 
 
 @program
-def a_passed_tuple_around_an_input_that_is_gone():
+def a_passed_tuple_around_an_input_that_is_gone(wrap):
     def fn(x, pair):
         return work(x * pair[0], 2 if pair[1] is pair[0] else 3)
 
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        y = x * 2
-        out = run(x, (y, y))
-        del y
-        back(out)
-        return observed((out, x.grad))
-
-    return step
+    run, x = wrap(fn), leaf()
+    y = x * 2
+    out = run(x, (y, y))
+    del y
+    back(out)
+    return out, x.grad
 
 
 # --- Tensors ---
@@ -213,25 +206,22 @@ MARKS = {
 
 
 @family(**MARKS)
-def an_input_is_itself_beside(mark):
-    def step(wrap):
-        x, p = leaf(), leaf(seed=2)
-        p._is_initialized = True
-        made = [x * i for i in range(1, 4)]
-        table = {id(y): i for i, y in enumerate(made, 2)}
+def an_input_is_itself_beside(wrap, mark):
+    x, p = leaf(), leaf(seed=2)
+    p._is_initialized = True
+    made = [x * i for i in range(1, 4)]
+    table = {id(y): i for i, y in enumerate(made, 2)}
 
-        def fn(y, p):
-            mark(y, p)
-            return work(y * p, table.get(id(y), 9))
+    def fn(y, p):
+        mark(y, p)
+        return work(y * p, table.get(id(y), 9))
 
-        run = wrap(fn)
-        outs = [run(y, p) for y in made]
-        back(outs)
-        tags = [getattr(t, "tag", None) for t in (p, *made)]
-        hooks = [len(t._backward_hooks or ()) for t in (p, *made)]
-        return observed((outs, x.grad, p.grad, tags, hooks))
-
-    return step
+    run = wrap(fn)
+    outs = [run(y, p) for y in made]
+    back(outs)
+    tags = [getattr(t, "tag", None) for t in (p, *made)]
+    hooks = [len(t._backward_hooks or ()) for t in (p, *made)]
+    return outs, x.grad, p.grad, tags, hooks
 
 
 def _nested(wrap, fn):
@@ -260,44 +250,38 @@ def _within(wrap, fn):
 
 
 @family(a_nested_call=_nested, save_on_cpu=_packed, hooks_for_saved_tensors=_within)
-def an_input_is_itself_in(within):
-    def step(wrap):
-        x = leaf()
-        made = [x * i for i in range(1, 4)]
-        table = {id(y): i for i, y in enumerate(made, 2)}
-        run = within(wrap, lambda y: work(y, table.get(id(y), 9)))
-        back(outs := [run(y) for y in made])
-        return observed((outs, x.grad))
-
-    return step
+def an_input_is_itself_in(wrap, within):
+    x = leaf()
+    made = [x * i for i in range(1, 4)]
+    table = {id(y): i for i, y in enumerate(made, 2)}
+    run = within(wrap, lambda y: work(y, table.get(id(y), 9)))
+    back(outs := [run(y) for y in made])
+    return outs, x.grad
 
 
 @program(recomputes=False)  # once, as torch's checkpoint around it does in plain code
-def an_input_is_itself_in_torchs_checkpoint():
+def an_input_is_itself_in_torchs_checkpoint(wrap):
     def within(wrap, fn):
         return functools.partial(checkpoint, wrap(fn), use_reentrant=False)
 
-    return an_input_is_itself_in(within)
+    return an_input_is_itself_in(wrap, within)
 
 
 @program
-def an_input_with_other_memory_under_hooks():
-    def step(wrap):
-        x, held = leaf(), leaf(seed=3).detach()
-        run = _within(wrap, lambda y: work(y * held.clone(), 2))
-        outs = []
-        for _ in range(2):
-            y = x * 2
-            outs.append(run(y))
-            y.data = torch.zeros(16).double()
-        back(outs)
-        return observed((outs, x.grad))
-
-    return step
+def an_input_with_other_memory_under_hooks(wrap):
+    x, held = leaf(), leaf(seed=3).detach()
+    run = _within(wrap, lambda y: work(y * held.clone(), 2))
+    outs = []
+    for _ in range(2):
+        y = x * 2
+        outs.append(run(y))
+        y.data = torch.zeros(16).double()
+    back(outs)
+    return outs, x.grad
 
 
 @program
-def hooks_on_an_input_that_was_made():
+def hooks_on_an_input_that_was_made(wrap):
     seen = State(count=0)
 
     def hook(g):
@@ -308,15 +292,12 @@ def hooks_on_an_input_that_was_made():
         y.register_hook(hook)
         return work(y)
 
-    def step(wrap):
-        x = leaf()
-        y = x * 3
-        y.register_hook(hook)
-        out = wrap(fn)(y)
-        back(out)
-        return observed((out, x.grad, seen.count))
-
-    return step
+    x = leaf()
+    y = x * 3
+    y.register_hook(hook)
+    out = wrap(fn)(y)
+    back(out)
+    return out, x.grad, seen.count
 
 
 # --- Tensors that share memory, and others that are hard to stand in for ---
@@ -330,22 +311,19 @@ PARTS = {
 
 
 @family(**PARTS)
-def a_buffer_and(parts):
+def a_buffer_and(wrap, parts):
     def fn(x, a, b):
         b[:4].fill_(2.0)  # a second time, it makes no difference
         return work(x * a.double().sum() * b.sum() / 99)
 
-    def step(wrap):
-        run, x, seen = wrap(fn), leaf(), []
-        for i in range(3):
-            buffer = torch.arange(i, 16.0 + i).double()
-            out = run(x, *parts(buffer))
-            buffer[9:] += i
-            back(out)
-            seen.append(observed((out, x.grad, buffer)))
-        return seen
-
-    return step
+    run, x, seen = wrap(fn), leaf(), []
+    for i in range(3):
+        buffer = torch.arange(i, 16.0 + i).double()
+        out = run(x, *parts(buffer))
+        buffer[9:] += i
+        back(out)
+        seen.append(observed((out, x.grad, buffer)))
+    return seen
 
 
 class Wrapper(torch.Tensor):
@@ -445,21 +423,4 @@ def a_weak_proxy_of_what_is_gone():
     return loop(fn)
 
 
-texts(
-    globals(),
-    {
-        "a weak proxy": Text(
-            "held = State(k=2); proxy = weakref.proxy(held)",
-            "x, proxy.k",
-            before="proxy.k += 1",
-            between="held.k += 4",
-            state="held.k",
-        ),
-        "attributes of a mock": Text(
-            "held = MagicMock(return_value=2); held.config.k = 3",
-            "x, held() + held.config.k + held.call_count",
-            between="held.config.k += 1; held.return_value += 1",
-            state="held.call_count",
-        ),
-    },
-)
+texts(globals())

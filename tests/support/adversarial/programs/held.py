@@ -157,7 +157,7 @@ def reset_and_counted_by_a_submodule(hold):
 
 
 @family(**HOLDERS)
-def reset_and_counted_by_an_inner_call(hold):
+def reset_and_counted_by_an_inner_call(wrap, hold):
     read, write, dump = hold()
 
     def inner(x):
@@ -165,12 +165,9 @@ def reset_and_counted_by_an_inner_call(hold):
         write(read() + 1)
         return y.tanh()
 
-    def step(wrap):
-        first, second = wrap(resetting(write, inner)), wrap(resetting(write, inner))
-        run = wrap(lambda x: second(first(x)) * read())
-        return loop(run, state=dump, count=2)(lambda fn: fn)
-
-    return step
+    first, second = wrap(resetting(write, inner)), wrap(resetting(write, inner))
+    run = wrap(lambda x: second(first(x)) * read())
+    return loop(run, state=dump, count=2)(lambda fn: fn)
 
 
 @family(**HOLDERS)
@@ -194,19 +191,16 @@ OF_THE_PROCESS = "environment", "entry of globals", "local of a generator"
 
 
 @family(**{n: hold for n, hold in HOLDERS.items() if n not in OF_THE_PROCESS})
-def gone_and_a_leaf_that_is_gone(hold):
+def gone_and_a_leaf_that_is_gone(wrap, hold):
     state = State()
     state.read, state.write, _ = hold()
 
-    def step(wrap):
-        run, seen = wrap(lambda x: work(x, state.read())), []
-        for i in range(2):
-            x = leaf(seed=i)
-            out = run(x * 1.5)
-            state.read, state.write, _ = hold()
-            state.write(i + 2)
-            back(out)
-            seen.append(observed((out, x.grad)))
-        return seen
-
-    return step
+    run, seen = wrap(lambda x: work(x, state.read())), []
+    for i in range(2):
+        x = leaf(seed=i)
+        out = run(x * 1.5)
+        state.read, state.write, _ = hold()
+        state.write(i + 2)
+        back(out)
+        seen.append(observed((out, x.grad)))
+    return seen

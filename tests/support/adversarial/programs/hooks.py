@@ -6,7 +6,6 @@ import weakref
 import torch
 from support.adversarial.program import (
     State,
-    Text,
     loop,
     nothing,
     program,
@@ -34,33 +33,27 @@ def outputs_collected_from_three_layers():
 
 
 @program
-def a_hook_removed_between():
+def a_hook_removed_between(wrap):
     layer = nn.Tanh()
     handles = []
     fn = lambda x: work(layer(x))
 
-    def step(wrap):
-        handles.append(layer.register_forward_hook(lambda _m, _x, y: y * 3))
-        return loop(fn, between=handles.pop().remove, count=1)(wrap)
-
-    return step
+    handles.append(layer.register_forward_hook(lambda _m, _x, y: y * 3))
+    return loop(fn, between=handles.pop().remove, count=1)(wrap)
 
 
 @program
-def a_hook_for_all_modules():
+def a_hook_for_all_modules(wrap):
     layer, held = nn.Tanh(), {}
 
-    def step(wrap):
-        def hook(_m, _x, y):
-            held["y"] = y
+    def hook(_m, _x, y):
+        held["y"] = y
 
-        handle = nn.modules.module.register_module_forward_hook(hook)
-        try:
-            return loop(lambda x: work(layer(x)) * held["y"])(wrap)
-        finally:
-            handle.remove()
-
-    return step
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        return loop(lambda x: work(layer(x)) * held["y"])(wrap)
+    finally:
+        handle.remove()
 
 
 @program
@@ -81,60 +74,7 @@ def tripled(module, args, out):
 LAYER = "layer, held = nn.Tanh(), []"
 KEEPING = f"{LAYER}; layer.register_forward_hook(lambda m, x, y: held.append(y))"
 
-texts(
-    globals(),
-    {
-        "outputs appended to a list that is cleared": Text(
-            KEEPING,
-            "layer(x)",
-            after="return sum(held[-1:]).exp().sin()",
-            between="held.clear()",
-        ),
-        "a hook added between": Text(
-            LAYER,
-            "layer(x)",
-            between="layer.register_forward_hook(tripled)",
-            state="len(layer._forward_hooks)",
-        ),
-        "a hook added once by the function": Text(
-            LAYER,
-            "layer(x)",
-            before="layer._forward_hooks or layer.register_forward_hook(tripled)",
-            state="len(layer._forward_hooks)",
-        ),
-        "a hook of an intermediate": Text(
-            "held = []",
-            "x",
-            after="y.register_hook(lambda g: held.append(g.norm().item()))",
-        ),
-        "a hook of the input set inside": Text(
-            "held = []",
-            "x",
-            before="x.register_hook(lambda g: held.append(g.sum().item()))",
-        ),
-        "a hook that closes over an intermediate": Text(
-            "held = None",
-            "x",
-            after="z = y.tanh(); z.register_hook(lambda g: g * y.detach()); y = z",
-        ),
-        "a hook of a node": Text(
-            "held = []", "x", after="y.grad_fn.register_hook(lambda *_: held.append(1))"
-        ),
-        "a backward hook that reads a counter": Text(
-            "held = State(n=0)",
-            "x",
-            before="held.n += 1",
-            after="y.register_hook(lambda g: g * held.n)",
-            later=True,
-        ),
-        "a retained gradient of an intermediate": Text(
-            "held = []",
-            "x",
-            after="y.retain_grad(); held.append(y)",
-            state="[y.grad for y in held]",
-        ),
-    },
-)
+texts(globals())
 
 
 # --- Signals ---
@@ -226,11 +166,8 @@ def hooks_that_note(packed):
 
 
 @program
-def hooks_on_saved_tensors_around():
+def hooks_on_saved_tensors_around(wrap):
     packed = []
 
-    def step(wrap):
-        with hooks_that_note(packed):
-            return loop(work)(wrap)
-
-    return step
+    with hooks_that_note(packed):
+        return loop(work)(wrap)

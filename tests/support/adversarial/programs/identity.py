@@ -2,7 +2,6 @@
 
 import torch
 from support.adversarial.program import (
-    Text,
     family,
     leaf,
     loop,
@@ -73,18 +72,15 @@ TOLD = {
         for question in questions
     }
 )
-def told(case):
+def told(wrap, case):
     """What is asked of an input that is gone by the backward."""
     make, ask = case
     factor = lambda v: sum(f"{ask(v)}".encode()) / 1000
 
-    def step(wrap):
-        run = wrap(lambda x, v: work(x, factor(v)).sum() * work(v, factor(v)).sum())
-        x, alive = leaf(), []
-        run(x, make(x, alive)).backward()
-        return x.grad.tolist()
-
-    return step
+    run = wrap(lambda x, v: work(x, factor(v)).sum() * work(v, factor(v)).sum())
+    x, alive = leaf(), []
+    run(x, make(x, alive)).backward()
+    return x.grad.tolist()
 
 
 @family(
@@ -95,44 +91,35 @@ def told(case):
         for kind, is_alive in (("a base", True), ("a base that is gone", False))
     }
 )
-def known_by(case):
+def known_by(wrap, case):
     """A view that is gone by the backward knows its base."""
     make, is_alive = case
 
-    def step(wrap):
-        run = wrap(lambda x, a, v: work(x, 2 if v._base is a else 3) * v.sum())
-        x, alive = leaf(), []
-        v = make(x, alive)
-        out = run(x, alive[0], v)
-        del v
-        if not is_alive:
-            alive.clear()
-        out.sum().backward()
-        return x.grad.tolist()
-
-    return step
+    run = wrap(lambda x, a, v: work(x, 2 if v._base is a else 3) * v.sum())
+    x, alive = leaf(), []
+    v = make(x, alive)
+    out = run(x, alive[0], v)
+    del v
+    if not is_alive:
+        alive.clear()
+    out.sum().backward()
+    return x.grad.tolist()
 
 
 @program
-def the_text_of_an_input_that_is_gone():
-    def step(wrap):
-        run = wrap(lambda x: work(x, len(repr(x))))
-        x = leaf()
-        run(x * 2).sum().backward()
-        return x.grad.tolist()
-
-    return step
+def the_text_of_an_input_that_is_gone(wrap):
+    run = wrap(lambda x: work(x, len(repr(x))))
+    x = leaf()
+    run(x * 2).sum().backward()
+    return x.grad.tolist()
 
 
 @family(whole=slice(None), part=slice(4, 12))
-def the_base_of_a_view_that_is_gone(elements):
-    def step(wrap):
-        run = wrap(lambda x, a, v: work(x, 2 if v._base is a else 3))
-        x, a = leaf(), torch.arange(16.0)
-        run(x, a, a[elements]).sum().backward()
-        return x.grad.tolist()
-
-    return step
+def the_base_of_a_view_that_is_gone(wrap, elements):
+    run = wrap(lambda x, a, v: work(x, 2 if v._base is a else 3))
+    x, a = leaf(), torch.arange(16.0)
+    run(x, a, a[elements]).sum().backward()
+    return x.grad.tolist()
 
 
 @program
@@ -150,25 +137,19 @@ def an_argument_compared_with_an_attribute():
 
 
 @program
-def two_arguments_that_are_one():
+def two_arguments_that_are_one(wrap):
     fn = lambda x, y: work(x + y, 2 if x is y else 3)
 
-    def step(wrap):
-        run = wrap(fn)
-        return loop(lambda x: run(x, x))(lambda f: f)
-
-    return step
+    run = wrap(fn)
+    return loop(lambda x: run(x, x))(lambda f: f)
 
 
 @program
-def two_arguments_that_share_memory():
+def two_arguments_that_share_memory(wrap):
     fn = lambda x, y: work(x[:8] * y, 2 if x.data_ptr() == y.data_ptr() else 3)
 
-    def step(wrap):
-        run = wrap(fn)
-        return loop(lambda x: run(x, x[:8]))(lambda f: f)
-
-    return step
+    run = wrap(fn)
+    return loop(lambda x: run(x, x[:8]))(lambda f: f)
 
 
 @program
@@ -235,97 +216,6 @@ def gradient_of(y, x):
     return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
-NUMBERS = "numbers = [k / 10 for k in range(1, 200)]"
-IN_ORDER = "x, 2 if [number(k) for k in held] == in_order else 3"
+NUMBERS = [k / 10 for k in range(1, 200)]
 
-texts(
-    globals(),
-    {
-        "a memo by a function": Text(
-            "first, second = (lambda x: work(x, 1)), (lambda x: work(x, 2)); "
-            "held = {first: 3, second: 4}",
-            "first(x) * held[first] + second(x) * held[second]",
-            state="None",
-        ),
-        "a function compared by is": Text(
-            "active = lambda x: x.tanh(); held = [active]",
-            "held[0](x), 2 if held[0] is active else 3",
-            state="None",
-        ),
-        "a list compared by is": Text(
-            "default = []; held = [default]; read = lambda of=default: of",
-            "x, 2 if read() is default else 3",
-            between="default.append(1)",
-        ),
-        "a sentinel": Text(
-            "missing = object(); held = {'k': missing}",
-            "x, 2 if held['k'] is missing else held['k']",
-            between="held['k'] = 3 if held['k'] is missing else missing",
-            state="None",
-        ),
-        "a set of tensors": Text(
-            "held = {leaf(seed=i).detach() * i for i in range(1, 9)}",
-            "x * functools.reduce(torch.mul, sorted(held, key=torch.sum)), 0.5",
-            state="len(held)",
-        ),
-        "the order of a set of tensors": Text(
-            f"{NUMBERS}; held = {{torch.full((), k, dtype=torch.double) for k in "
-            "numbers}; number = torch.Tensor.item; in_order = [*map(number, held)]",
-            IN_ORDER,
-            state="len(held)",
-        ),
-        "the order of a set of functions": Text(
-            f"{NUMBERS}; held = {{functools.partial(float, k) for k in numbers}}; "
-            "number = lambda fn: fn(); in_order = [*map(number, held)]",
-            IN_ORDER,
-            state="len(held)",
-        ),
-        "a module as key": Text(
-            "layers = nn.Tanh(), nn.Sigmoid(); held = dict(zip(layers, (2, 3)))",
-            "work(layers[0](x), held[layers[0]]), held[layers[1]]",
-            state="len(held)",
-        ),
-        "a class as key": Text(
-            "A, B = type('A', (), {}), type('B', (), {}); held = {A: 2, B: 3}",
-            "x * held[B], held[A]",
-            between="held.pop(A); held[A] = 2",
-            state="[*held.values()]",
-        ),
-        "a hash by the identity": Text(
-            "key = Empty(); held = {hash(key): 3}",
-            "x, held.get(hash(key), 2)",
-            state="None",
-        ),
-        "an object that is its own key": Text(
-            "node = Empty(); held = node.links = {node: 3}",
-            "x, node.links.get(node, 2)",
-            state="len(held)",
-        ),
-        "two names of a list": Text(
-            "held = [1]; other = held",
-            "x, other[-1]",
-            before="held.append(len(other))",
-            state="(held, other, held is other)",
-        ),
-        "a list of a class and of a closure": Text(
-            "owner = type('Owner', (), {'log': []}); held = owner.log",
-            "x, held[-1]",
-            before="owner.log.append(len(held) + 1)",
-            state="(held, owner.log is held)",
-        ),
-        "a list of a class that is replaced": Text(
-            "owner = type('Owner', (), {'log': []}); held = owner.log",
-            "x, len(owner.log) + (owner.log is held)",
-            before="owner.log = [*owner.log, len(held)]",
-            state="(held, owner.log)",
-        ),
-        "a gradient inside that builds a graph": Text(
-            "held = None", "x * gradient_of(x.sin() * x, x)"
-        ),
-        "a global singleton": Text(
-            "held = []",
-            "instance(held)(x), 2 if instance(held) is held[0] else 3",
-            state="len(held)",
-        ),
-    },
-)
+texts(globals())

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from support.adversarial.program import (
     State,
-    Text,
     around,
     back,
     family,
@@ -57,17 +56,14 @@ def a_static_cache_read_as_a_whole_by_several_calls():
 
 
 @program
-def a_static_cache_passed_as_an_argument():
+def a_static_cache_passed_as_an_argument(wrap):
     cache = large()
     fn = lambda x, cache, i: attended(x, cache, i)
 
-    def step(wrap):
-        run, xs = wrap(fn), [leaf(seed=i) for i in range(3)]
-        outs = [run(x, cache, i) for i, x in enumerate(xs)]
-        torch.stack(outs).sin().sum().backward()
-        return observed((outs, [x.grad for x in xs], cache))
-
-    return step
+    run, xs = wrap(fn), [leaf(seed=i) for i in range(3)]
+    outs = [run(x, cache, i) for i, x in enumerate(xs)]
+    torch.stack(outs).sin().sum().backward()
+    return outs, [x.grad for x in xs], cache
 
 
 def of_the_user():
@@ -87,7 +83,7 @@ def a_large_constant_written_under_hooks(hooks):
 
 
 @family(attended=True, rows=False)
-def a_large_constant_written_in_a_call_within(whole):
+def a_large_constant_written_in_a_call_within(wrap, whole):
     cache, at = large(), State(i=0)
 
     def inner(x):
@@ -97,30 +93,24 @@ def a_large_constant_written_in_a_call_within(whole):
         cache[at.i] = work(x).detach()
         return work(x * cache[1 : at.i + 1].mean(0))
 
-    def step(wrap):
-        outer = lambda run: wrap(lambda x: run(x.sin()).tanh() * x)
-        state = lambda: (cache, at.i)
-        return around(inner, outer, by=reversed_loop, state=state)(wrap)
-
-    return step
+    outer = lambda run: wrap(lambda x: run(x.sin()).tanh() * x)
+    state = lambda: (cache, at.i)
+    return around(inner, outer, by=reversed_loop, state=state)(wrap)
 
 
 @program
-def a_workspace_made_in_a_call_around():
+def a_workspace_made_in_a_call_around(wrap):
     def inner(x, space):
         space.copy_(work(x).detach().expand(ROWS, 16))
         return work(x * space[3].clone())
 
-    def step(wrap):
-        run = wrap(inner)
+    run = wrap(inner)
 
-        def outer(x):
-            space = large()
-            return run(run(x, space).tanh(), space) * x
+    def outer(x):
+        space = large()
+        return run(run(x, space).tanh(), space) * x
 
-        return loop(wrap(outer))(lambda f: f)
-
-    return step
+    return loop(wrap(outer))(lambda f: f)
 
 
 # --- Code of packages ---
@@ -155,31 +145,7 @@ def package():
     return module
 
 
-texts(
-    globals(),
-    {
-        # Not even its first call has a copy: it reads what it adds to.
-        "a large buffer counted up": Text(
-            "held = large()", "x * held[3].clone()", before="held.add_(1)", later=True
-        ),
-        # Under a mode torch does not count these writes.
-        "a large buffer added to by a list": Text(
-            "held = large()",
-            "x * held[3].clone()",
-            before="torch._foreach_add_([held], 1)",
-        ),
-        "a list that a method of a package closes over": Text(
-            "held = [1.0]; module = package().boxed(held)",
-            "module(x)",
-            between="held[0] += 1",
-        ),
-        "a dict that a method of a package counts in": Text(
-            "held = {'calls': 0}; called = package().counted(held)",
-            "called(x)",
-            later=True,
-        ),
-    },
-)
+texts(globals())
 
 
 # --- Higher-order operators ---

@@ -8,7 +8,6 @@ from support.adversarial.holders import ANYTHING
 from support.adversarial.observed import observed
 from support.adversarial.program import (
     State,
-    Text,
     back,
     family,
     leaf,
@@ -82,7 +81,7 @@ def an_input_that_is_left(hold):
     object=lambda a, b: State(a=a, b=(b,)),
     function=lambda a, b: lambda: a + b,
 )
-def an_input_in_something_new_that_is_left(make):
+def an_input_in_something_new_that_is_left(wrap, make):
     """A list, say, that the function makes around an input."""
     kept, w = State(last=None), leaf(seed=4)
 
@@ -90,18 +89,15 @@ def an_input_in_something_new_that_is_left(make):
         kept.last = make(x, w)
         return work(x * w).tanh()
 
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        out = run(x)
-        back(out)
-        found = kept.last
-        if callable(found):
-            return observed((out, x.grad, found().detach()))
-        held = vars(found) if isinstance(found, State) else found
-        inside = [*held.values()] if isinstance(held, dict) else [*held]
-        return observed((out, x.grad, inside[0].detach())), any(v is w for v in inside)
-
-    return step
+    run, x = wrap(fn), leaf()
+    out = run(x)
+    back(out)
+    found = kept.last
+    if callable(found):
+        return observed((out, x.grad, found().detach()))
+    held = vars(found) if isinstance(found, State) else found
+    inside = [*held.values()] if isinstance(held, dict) else [*held]
+    return observed((out, x.grad, inside[0].detach())), any(v is w for v in inside)
 
 
 class Meta(type):
@@ -179,29 +175,4 @@ def nothing_stays_alive():
     return loop(fn, after=after, state=lambda: [ref() is None for ref in refs[-1:]])
 
 
-texts(
-    globals(),
-    {
-        "a hook that multiplies by a computed tensor": Text(
-            "held = computed()[1]",
-            "x",
-            after="y.requires_grad and y.register_hook(lambda g: g * held.detach())",
-            state="None",
-        ),
-        "a backward of the users that reads state": Text(
-            "held = Scaled.held; held.k = 2.0",
-            "Scaled.apply(work(x))",
-            between="held.k += 1",
-        ),
-        "a weak reference to a tensor": Text(
-            "w, held = computed(); ref = weakref.ref(held)",
-            "x, ref()",
-            state="(w.grad, held is ref())",
-        ),
-        "a set of two tensors": Text(
-            "(w, a), (v, b) = computed(), computed(5); held = {a, b}",
-            "x, sum(t.sum() for t in held)",
-            state="(w.grad, v.grad, held == {a, b})",
-        ),
-    },
-)
+texts(globals())

@@ -98,20 +98,17 @@ READS = {
 
 
 @family(**READS)
-def reads_a_step(case):
+def reads_a_step(wrap, case):
     way, place, other = case
     model, other = model_of_three(), with_a_step(other())
     PLACES[place](model, way(other))
     call = (lambda x: model(x)) if place == "called" else model
 
-    def step(wrap):
-        x = leaf(4, 4)
-        y = wrap(call)(x * 1)
-        other.step = 100
-        back(y)
-        return observed_grads(y, x, model, other.step)
-
-    return step
+    x = leaf(4, 4)
+    y = wrap(call)(x * 1)
+    other.step = 100
+    back(y)
+    return observed_grads(y, x, model, other.step)
 
 
 # --- Every kind of hook ---
@@ -181,32 +178,29 @@ KINDS = {
 
 
 @family(**KINDS)
-def reads_and_adds_to_a_log(case):
+def reads_and_adds_to_a_log(wrap, case):
     register, when = case
     model, log = model_of_three(), []
     hooks = [counting(log)]
 
-    def step(wrap):
-        seen = []
-        for i in range(2):
-            x = leaf(4, 4, seed=i + 1)
-            handle = register(model[1], hooks[0])
-            try:
-                y = wrap(model)(x * 1)
-                if when != "stays":
-                    handle.remove()
-                if when == "is removed and gone":
-                    hooks[0] = counting(log)
-                    gc.collect()
-                seen.append([*log])
-                log.append(0)
-                back(y)
-            finally:
+    seen = []
+    for i in range(2):
+        x = leaf(4, 4, seed=i + 1)
+        handle = register(model[1], hooks[0])
+        try:
+            y = wrap(model)(x * 1)
+            if when != "stays":
                 handle.remove()
-            seen.append(observed_grads(y, x, model, log))
-        return seen
-
-    return step
+            if when == "is removed and gone":
+                hooks[0] = counting(log)
+                gc.collect()
+            seen.append([*log])
+            log.append(0)
+            back(y)
+        finally:
+            handle.remove()
+        seen.append(observed_grads(y, x, model, log))
+    return seen
 
 
 # --- A submodule that two blocks share ---
@@ -250,29 +244,26 @@ SHARED = {
 
 
 @family(**SHARED)
-def of_a_shared_submodule(make):
+def of_a_shared_submodule(wrap, make):
     state, factor = make()
     shared = linear()
     shared.register_forward_hook(lambda _m, _x, y: y * factor(y))
     blocks = [nn.Sequential(linear(), shared, Working()) for _ in range(2)]
 
-    def step(wrap):
-        seen = []
-        for i in range(3):
-            x = leaf(4, 4, seed=i + 1)
-            y = x * 1
-            for block in blocks:
-                y = wrap(block)(y)
-            if type(state) is Count:
-                state.n += 5
-            back(y)
-            seen.append(observed_grads(y, x, nn.ModuleList(blocks)))
-            if isinstance(state, list):
-                seen.append(len(state))
-                state.clear()
-        return seen
-
-    return step
+    seen = []
+    for i in range(3):
+        x = leaf(4, 4, seed=i + 1)
+        y = x * 1
+        for block in blocks:
+            y = wrap(block)(y)
+        if type(state) is Count:
+            state.n += 5
+        back(y)
+        seen.append(observed_grads(y, x, nn.ModuleList(blocks)))
+        if isinstance(state, list):
+            seen.append(len(state))
+            state.clear()
+    return seen
 
 
 # --- Hooks that are gone by the backward ---
@@ -313,47 +304,41 @@ GONE = {
 
 
 @family(**GONE)
-def gone_after_the_forward(make):
+def gone_after_the_forward(wrap, make):
     model = model_of_three()
 
-    def step(wrap):
-        seen = []
-        for i in range(2):
-            x = leaf(4, 4, seed=i + 1)
-            handle = model[0].register_forward_hook(make(model[0], []))
-            y = wrap(model)(x * 1)
-            handle.remove()
-            gc.collect()
-            back(y)
-            seen.append(observed_grads(y, x, model))
-        return seen
-
-    return step
+    seen = []
+    for i in range(2):
+        x = leaf(4, 4, seed=i + 1)
+        handle = model[0].register_forward_hook(make(model[0], []))
+        y = wrap(model)(x * 1)
+        handle.remove()
+        gc.collect()
+        back(y)
+        seen.append(observed_grads(y, x, model))
+    return seen
 
 
 @program
-def a_map_of_activations_and_their_gradients():
+def a_map_of_activations_and_their_gradients(wrap):
     """As Grad-CAM: the output of a layer, and the gradient at it."""
     model = model_of_three()
 
-    def step(wrap):
-        found = {}
-        keep = lambda g: nothing(found.update(gradient=g))
+    found = {}
+    keep = lambda g: nothing(found.update(gradient=g))
 
-        def hook(_m, _args, out):
-            found["out"] = out
-            out.register_hook(keep)
+    def hook(_m, _args, out):
+        found["out"] = out
+        out.register_hook(keep)
 
-        x = leaf(4, 4)
-        handle = model[1].register_forward_hook(hook)
-        y = wrap(model)(x * 1)
-        handle.remove()
-        del hook
-        y.sum().backward()
-        weights = found["gradient"].mean(0)
-        return observed_grads(y, x, model, found["out"] * weights)
-
-    return step
+    x = leaf(4, 4)
+    handle = model[1].register_forward_hook(hook)
+    y = wrap(model)(x * 1)
+    handle.remove()
+    del hook
+    y.sum().backward()
+    weights = found["gradient"].mean(0)
+    return observed_grads(y, x, model, found["out"] * weights)
 
 
 @program

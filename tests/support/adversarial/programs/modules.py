@@ -59,17 +59,14 @@ def a_layer_in_eval_between(make):
 
 
 @family(**{k: LAYERS[k] for k in ("batch norm", "dropout", "linear")})
-def a_layer_that_is_deleted_before_the_backward(make):
+def a_layer_that_is_deleted_before_the_backward(wrap, make):
     model = seeded(lambda: Of(lambda m, x: m.layer(x), layer=Body(make())))
 
-    def step(wrap):
-        x = leaf(4, 4)
-        out = wrap(model)(x)
-        del model.layer
-        back(out)
-        return observed((out, x.grad))
-
-    return step
+    x = leaf(4, 4)
+    out = wrap(model)(x)
+    del model.layer
+    back(out)
+    return out, x.grad
 
 
 def replacing(model, x):
@@ -126,20 +123,17 @@ def losing(model, x):
 
 
 @family(once=lambda run, x: run(x), twice=lambda run, x: run(run(x)))
-def losses_that_are_kept_and_used_outside(call):
+def losses_that_are_kept_and_used_outside(wrap, call):
     model = Of(losing, losses=[])
 
-    def step(wrap):
-        run, seen = wrap(model), []
-        for i in range(3):
-            model.losses.clear()
-            x = leaf(seed=i)
-            out = call(run, x)
-            (out.sum() + sum(model.losses)).backward()
-            seen.append(observed((out, model.losses, x.grad)))
-        return seen
-
-    return step
+    run, seen = wrap(model), []
+    for i in range(3):
+        model.losses.clear()
+        x = leaf(seed=i)
+        out = call(run, x)
+        (out.sum() + sum(model.losses)).backward()
+        seen.append(observed((out, model.losses, x.grad)))
+    return seen
 
 
 def carrying(model, x):
@@ -180,14 +174,11 @@ def a_cache_of_keys_that_is_passed():
 
 
 @program
-def a_module_wrapped_twice():
+def a_module_wrapped_twice(wrap):
     layer = seeded(lambda: Body(nn.Linear(4, 4), nn.Dropout(0.3)))
 
-    def step(wrap):
-        a, b = wrap(layer), wrap(layer)
-        return trained(layer, call=lambda x: a(b(x)))(lambda fn: fn)
-
-    return step
+    a, b = wrap(layer), wrap(layer)
+    return trained(layer, call=lambda x: a(b(x)))(lambda fn: fn)
 
 
 @program

@@ -50,52 +50,46 @@ def an_input_looked_up(make):
 
 
 @family(kept=True, gone=False)
-def a_computed_input_looked_up(kept):
+def a_computed_input_looked_up(wrap, kept):
     """Of one that is gone nobody can ask for the identity, but for attributes."""
     table = {}
 
     def fn(x, h):
         return work(x, table.get(id(h) if kept else h.k, 1.0)) + h
 
-    def step(wrap):
-        run, seen = wrap(fn), []
-        for i in range(3):
-            x = leaf(seed=i + 1)
-            h = x * 2
-            table.clear()
-            if not kept:
-                h.k = i
-            table[id(h) if kept else i] = 3.0 + i
-            out = run(x, h)
-            if not kept:
-                del h
-            back(out)
-            seen.append(observed((out, x.grad)))
-        return seen
-
-    return step
+    run, seen = wrap(fn), []
+    for i in range(3):
+        x = leaf(seed=i + 1)
+        h = x * 2
+        table.clear()
+        if not kept:
+            h.k = i
+        table[id(h) if kept else i] = 3.0 + i
+        out = run(x, h)
+        if not kept:
+            del h
+        back(out)
+        seen.append(observed((out, x.grad)))
+    return seen
 
 
 @program
-def an_input_written_to_and_looked_up():
+def an_input_written_to_and_looked_up(wrap):
     table = {}
 
     def fn(x, h):
         h.mul_(2)
         return work(x, table.get(id(h), 1.0)) + h
 
-    def step(wrap):
-        run, seen = wrap(fn), []
-        for i in range(3):
-            x, h = leaf(seed=i + 1), leaf(seed=7).detach()
-            table.clear()
-            table[id(h)] = 3.0
-            out = run(x, h)
-            back(out)
-            seen.append(observed((out, x.grad, h)))
-        return seen
-
-    return step
+    run, seen = wrap(fn), []
+    for i in range(3):
+        x, h = leaf(seed=i + 1), leaf(seed=7).detach()
+        table.clear()
+        table[id(h)] = 3.0
+        out = run(x, h)
+        back(out)
+        seen.append(observed((out, x.grad, h)))
+    return seen
 
 
 # --- Kernels that read, and memory that is exchanged ---
@@ -198,7 +192,7 @@ class Reads(TorchDispatchMode):
 
 
 @family(inside=True, around=False)
-def storages_read_by_a_mode_in_the_second_step(inside):
+def storages_read_by_a_mode_in_the_second_step(wrap, inside):
     on = [False]
 
     def fn(x):
@@ -207,29 +201,26 @@ def storages_read_by_a_mode_in_the_second_step(inside):
         with Reads():
             return work(x) + x * 3
 
-    def step(wrap):
-        run, seen = wrap(fn), []
-        for i in range(3):
-            x = leaf(seed=i + 1)
-            on[0] = i > 0
-            if inside or not i:
+    run, seen = wrap(fn), []
+    for i in range(3):
+        x = leaf(seed=i + 1)
+        on[0] = i > 0
+        if inside or not i:
+            out = run(x)
+            back(out)
+        else:
+            with Reads():
                 out = run(x)
                 back(out)
-            else:
-                with Reads():
-                    out = run(x)
-                    back(out)
-            seen.append(observed((out, x.grad)))
-        return seen
-
-    return step
+        seen.append(observed((out, x.grad)))
+    return seen
 
 
 # --- Libraries, made small ---
 
 
 @program
-def parameters_that_a_closure_holds():
+def parameters_that_a_closure_holds(wrap):
     """As `higher`'s: a copy of a module, whose parameters are set before each call."""
     block = nn.Linear(4, 4, dtype=torch.double)
 
@@ -247,18 +238,15 @@ def parameters_that_a_closure_holds():
         steps = [p - 0.1 * p.sin() for p in fast]
         return patched(steps)(h).sin() + h
 
-    def step(wrap):
-        run, seen = wrap(fn), []
-        for i in range(3):
-            x = leaf(4, 4, seed=i + 1)
-            fast = [p * 1.0 for p in block.parameters()]
-            out = run(x, fast)
-            back(run(out, fast))
-            grads = [p.grad for p in block.parameters()]
-            seen.append(observed((out, x.grad, grads)))
-        return seen
-
-    return step
+    run, seen = wrap(fn), []
+    for i in range(3):
+        x = leaf(4, 4, seed=i + 1)
+        fast = [p * 1.0 for p in block.parameters()]
+        out = run(x, fast)
+        back(run(out, fast))
+        grads = [p.grad for p in block.parameters()]
+        seen.append(observed((out, x.grad, grads)))
+    return seen
 
 
 class Around(nn.Module):
@@ -271,16 +259,13 @@ class Around(nn.Module):
 
 
 @program
-def seventy_calls_in_one_another():
-    def step(wrap):
-        run, x = work, leaf()
-        for _ in range(70):
-            run = wrap(Around(run))
-        out = run(x)
-        back(out)
-        return observed((out, x.grad))
-
-    return step
+def seventy_calls_in_one_another(wrap):
+    run, x = work, leaf()
+    for _ in range(70):
+        run = wrap(Around(run))
+    out = run(x)
+    back(out)
+    return out, x.grad
 
 
 BRANCHES = {"cond": lambda x, flag: torch.cond(flag, torch.sin, torch.cos, (x,))}

@@ -136,23 +136,20 @@ def passed_twice(case):
 
 
 @family(**PASSED)
-def filled_with_outputs(case):
+def filled_with_outputs(wrap, case):
     make, get = case
 
     def fn(x, value):
         get(value).append(work(x))
         return work(get(value)[-1].tanh())
 
-    def step(wrap):
-        run, seen = wrap(fn), []
-        for i in range(3):
-            x, value = leaf(seed=i), make()
-            out = run(x, value)
-            (out.sum() + get(value)[-1].sum()).backward()
-            seen.append(observed((out, x.grad, [*get(value)])))
-        return seen
-
-    return step
+    run, seen = wrap(fn), []
+    for i in range(3):
+        x, value = leaf(seed=i), make()
+        out = run(x, value)
+        (out.sum() + get(value)[-1].sum()).backward()
+        seen.append(observed((out, x.grad, [*get(value)])))
+    return seen
 
 
 @family(**PASSED)
@@ -172,100 +169,82 @@ def keywords_that_are_collected():
 
 
 @program
-def tensors_in_nested_containers():
+def tensors_in_nested_containers(wrap):
     def fn(tree):
         tree["list"].append(work(tree["list"][0]))
         return sum(t.sin() for t in tree["list"]) * tree["pair"][1]
 
-    def step(wrap):
-        x = leaf()
-        tree = {"list": [x, x * 2], "pair": (x, x.exp())}
-        out = wrap(fn)(tree)
-        tree.clear()
-        back(out)
-        return observed((out, x.grad))
-
-    return step
+    x = leaf()
+    tree = {"list": [x, x * 2], "pair": (x, x.exp())}
+    out = wrap(fn)(tree)
+    tree.clear()
+    back(out)
+    return out, x.grad
 
 
 @program
-def a_passed_list_emptied_by_the_function():
+def a_passed_list_emptied_by_the_function(wrap):
     def fn(values):
         total = work(values.pop())
         while values:
             total = total * work(values.pop())
         return total
 
-    def step(wrap):
-        x = leaf()
-        values = [x, x * 2, x.tanh()]
-        out = wrap(fn)(values)
-        back(out)
-        return observed((out, x.grad, values))
-
-    return step
+    x = leaf()
+    values = [x, x * 2, x.tanh()]
+    out = wrap(fn)(values)
+    back(out)
+    return out, x.grad, values
 
 
 @program
-def a_passed_list_reused_for_each_call():
+def a_passed_list_reused_for_each_call(wrap):
     fn = lambda values: work(values[0]) * values[1]
 
-    def step(wrap):
-        run, xs, values = wrap(fn), [leaf(seed=i) for i in range(4)], [None, None]
-        outs = []
-        for i in range(3):
-            values[:] = xs[i : i + 2]
-            outs.append(run(values))
-        back(outs)
-        return observed((outs, [x.grad for x in xs]))
-
-    return step
+    run, xs, values = wrap(fn), [leaf(seed=i) for i in range(4)], [None, None]
+    outs = []
+    for i in range(3):
+        values[:] = xs[i : i + 2]
+        outs.append(run(values))
+    back(outs)
+    return outs, [x.grad for x in xs]
 
 
 @program
-def a_passed_dict_updated_in_place_by_each_layer():
+def a_passed_dict_updated_in_place_by_each_layer(wrap):
     def layer(state):
         state["x"] = work(state["x"]).tanh()
         state["n"] += 1
         return state
 
-    def step(wrap):
-        run, x = wrap(layer), leaf()
-        state = {"x": x, "n": 0}
-        for _ in range(3):
-            state = run(state)
-        back(state["x"])
-        return observed((state["x"], state["n"], x.grad))
-
-    return step
+    run, x = wrap(layer), leaf()
+    state = {"x": x, "n": 0}
+    for _ in range(3):
+        state = run(state)
+    back(state["x"])
+    return state["x"], state["n"], x.grad
 
 
 @program
-def a_returned_container_that_was_passed():
+def a_returned_container_that_was_passed(wrap):
     def fn(x, held):
         held.append(work(x))
         return held
 
-    def step(wrap):
-        run, x, held = wrap(fn), leaf(), []
-        found = run(x, held)
-        back(found)
-        return observed((found, x.grad, found is held))
-
-    return step
+    run, x, held = wrap(fn), leaf(), []
+    found = run(x, held)
+    back(found)
+    return found, x.grad, found is held
 
 
 @program
-def a_returned_object_that_is_made():
+def a_returned_object_that_is_made(wrap):
     fn = lambda x: types.SimpleNamespace(y=work(x), more=[x.sin()])
 
-    def step(wrap):
-        x = leaf()
-        found = wrap(fn)(x)
-        back([found.y, *found.more])
-        return observed((found, x.grad))
-
-    return step
+    x = leaf()
+    found = wrap(fn)(x)
+    back([found.y, *found.more])
+    return found, x.grad
 
 
 @program
@@ -290,13 +269,10 @@ def the_order_of_a_passed_set_of_layers():
 
 
 @program
-def tensors_of_another_device():
+def tensors_of_another_device(wrap):
     fn = lambda tree: (work(tree["a"][0]) * torch.rand(16), tree["b"]["m"].sin())
 
-    def step(wrap):
-        x, m = leaf(), torch.empty(3, device="meta", requires_grad=True)
-        out, on_meta = wrap(fn)({"a": [x, None], "b": {"m": m}})
-        back(out)
-        return observed((out, x.grad, on_meta.is_meta))
-
-    return step
+    x, m = leaf(), torch.empty(3, device="meta", requires_grad=True)
+    out, on_meta = wrap(fn)({"a": [x, None], "b": {"m": m}})
+    back(out)
+    return out, x.grad, on_meta.is_meta

@@ -85,15 +85,12 @@ def rows_that_plain_code_scales_between(rows):
 
 
 @family(**OTHERS)
-def rows_that_two_calls_scale(rows):
+def rows_that_two_calls_scale(wrap, rows):
     table, other = table_of(), torch.tensor(rows)
 
-    def step(wrap):
-        run = wrap(embedded(table))
-        around = wrap(lambda x: work(x * table(other).sum()))
-        return loop(lambda x: run(x).sum() + around(x))(lambda fn: fn)
-
-    return step
+    run = wrap(embedded(table))
+    around = wrap(lambda x: work(x * table(other).sum()))
+    return loop(lambda x: run(x).sum() + around(x))(lambda fn: fn)
 
 
 @program

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from support.adversarial.program import (
     State,
-    Text,
     around,
     back,
     family,
@@ -104,7 +103,7 @@ def counted(*, curved=True):
 
 
 @program
-def an_exception_in_the_first_forward():
+def an_exception_in_the_first_forward(wrap):
     state = State(n=0)
 
     def fn(x):
@@ -114,19 +113,16 @@ def an_exception_in_the_first_forward():
             raise KeyError(state.n)
         return y
 
-    def step(wrap):
-        run = wrap(fn)
-        try:
-            run(leaf())
-        except KeyError as error:
-            caught = repr(error)
-        return caught, loop(run, state=lambda: state)(lambda f: f)
-
-    return step
+    run = wrap(fn)
+    try:
+        run(leaf())
+    except KeyError as error:
+        caught = repr(error)
+    return caught, loop(run, state=lambda: state)(lambda f: f)
 
 
 @program
-def an_exception_in_a_hook_of_the_backward():
+def an_exception_in_a_hook_of_the_backward(wrap):
     def fn(x):
         y = work(x)
 
@@ -136,17 +132,14 @@ def an_exception_in_a_hook_of_the_backward():
         handle = y.register_hook(hook)
         return y.tanh(), handle
 
-    def step(wrap):
-        x = leaf()
-        out, handle = wrap(fn)(x)
-        try:
-            out.sum().backward(retain_graph=True)
-        except KeyError:
-            handle.remove()
-        back(out)
-        return observed((out, x.grad))
-
-    return step
+    x = leaf()
+    out, handle = wrap(fn)(x)
+    try:
+        out.sum().backward(retain_graph=True)
+    except KeyError:
+        handle.remove()
+    back(out)
+    return out, x.grad
 
 
 @program
@@ -165,30 +158,24 @@ def a_lock_of_the_user():
 
 
 @program
-def a_forward_in_another_thread():
+def a_forward_in_another_thread(wrap):
     state, fn = counted()
 
-    def step(wrap):
-        with ThreadPoolExecutor(1) as pool:
-            outer = lambda run: lambda x: pool.submit(run, x).result()
-            return around(fn, outer, state=lambda: state)(wrap)
-
-    return step
+    with ThreadPoolExecutor(1) as pool:
+        outer = lambda run: lambda x: pool.submit(run, x).result()
+        return around(fn, outer, state=lambda: state)(wrap)
 
 
 @program
-def a_backward_in_another_thread():
+def a_backward_in_another_thread(wrap):
     state, fn = counted()
 
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        out = run(x)
-        thread = threading.Thread(target=back, args=(out,))
-        thread.start()
-        thread.join()
-        return observed((out, x.grad, state))
-
-    return step
+    run, x = wrap(fn), leaf()
+    out = run(x)
+    thread = threading.Thread(target=back, args=(out,))
+    thread.start()
+    thread.join()
+    return out, x.grad, state
 
 
 @program
@@ -204,39 +191,33 @@ def a_thread_inside():
 
 
 @program(recomputes=False)
-def a_pool_inside():
+def a_pool_inside(wrap):
     # One thread: with two, the order of what plain adds up is by chance.
     pool = ThreadPoolExecutor(1)
     fn = lambda x: sum(pool.map(lambda k: work(x, k), [1, 2, 3]))
 
-    def step(wrap):
-        try:
-            return loop(fn)(wrap)
-        finally:
-            pool.shutdown()
-
-    return step
+    try:
+        return loop(fn)(wrap)
+    finally:
+        pool.shutdown()
 
 
 @program
-def threads_that_share_a_module():
+def threads_that_share_a_module(wrap):
     model = nn.Linear(16, 16).double()
 
-    def step(wrap):
-        run = wrap(lambda x: work(model(x)))
-        xs = [leaf(seed=i) for i in range(4)]
+    run = wrap(lambda x: work(model(x)))
+    xs = [leaf(seed=i) for i in range(4)]
 
-        def train(x):
-            run(x).sum().backward(inputs=[x])
+    def train(x):
+        run(x).sum().backward(inputs=[x])
 
-        threads = [threading.Thread(target=train, args=(x,)) for x in xs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return observed([x.grad for x in xs])
-
-    return step
+    threads = [threading.Thread(target=train, args=(x,)) for x in xs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [x.grad for x in xs]
 
 
 # --- Calls in calls, and orders ---
@@ -252,45 +233,36 @@ def in_turn(layers):
 
 
 @family(**{str(n): n for n in (2, 3, 5)})
-def calls_in_calls(depth):
+def calls_in_calls(wrap, depth):
     state = State(n=0)
 
-    def step(wrap):
-        def counted(x):
-            state.n += 1
-            return work(x, state.n)
+    def counted(x):
+        state.n += 1
+        return work(x, state.n)
 
-        fn = wrap(counted)
-        for _ in range(depth - 1):
-            fn = wrap(in_turn([fn]))
-        return loop(fn, state=lambda: state)(lambda f: f)
-
-    return step
+    fn = wrap(counted)
+    for _ in range(depth - 1):
+        fn = wrap(in_turn([fn]))
+    return loop(fn, state=lambda: state)(lambda f: f)
 
 
 @program
-def a_call_in_a_call_with_dropout():
+def a_call_in_a_call_with_dropout(wrap):
     dropout = functools.partial(nn.functional.dropout, p=0.5)
 
-    def step(wrap):
-        inner = wrap(lambda x: dropout(work(x)))
-        return loop(lambda x: dropout(inner(inner(x)).sin()))(wrap)
-
-    return step
+    inner = wrap(lambda x: dropout(work(x)))
+    return loop(lambda x: dropout(inner(inner(x)).sin()))(wrap)
 
 
 @program
-def a_call_that_wraps_in_the_body():
-    def step(wrap):
-        state = State(n=0)
+def a_call_that_wraps_in_the_body(wrap):
+    state = State(n=0)
 
-        def fn(x):
-            state.n += 1
-            return wrap(lambda y: work(y, state.n).tanh())(x).sin()
+    def fn(x):
+        state.n += 1
+        return wrap(lambda y: work(y, state.n).tanh())(x).sin()
 
-        return reversed_loop(wrap(fn), state=lambda: state)(lambda f: f)
-
-    return step
+    return reversed_loop(wrap(fn), state=lambda: state)(lambda f: f)
 
 
 @program
@@ -300,76 +272,64 @@ def a_call_whose_output_is_dropped():
 
 
 @program
-def a_backward_in_the_middle_of_forwards():
+def a_backward_in_the_middle_of_forwards(wrap):
     state, fn = counted()
 
-    def step(wrap):
-        run, xs = wrap(fn), [leaf(seed=i) for i in range(4)]
-        a, b = run(xs[0]), run(xs[1])
-        back(a)
-        c = run(xs[2])
-        back(c)
-        d = run(xs[3])
-        back([d, b])
-        return observed(([a, b, c, d], [x.grad for x in xs], state))
-
-    return step
+    run, xs = wrap(fn), [leaf(seed=i) for i in range(4)]
+    a, b = run(xs[0]), run(xs[1])
+    back(a)
+    c = run(xs[2])
+    back(c)
+    d = run(xs[3])
+    back([d, b])
+    return [a, b, c, d], [x.grad for x in xs], state
 
 
 @program
-def a_graph_that_is_kept():
+def a_graph_that_is_kept(wrap):
     state, fn = counted()
 
-    def step(wrap):
-        run, x = wrap(fn), leaf()
-        out = run(x)
-        for _ in range(3):
-            out.sum().backward(retain_graph=True)
-            state.n += 10
-        return observed((out, x.grad, state))
-
-    return step
+    run, x = wrap(fn), leaf()
+    out = run(x)
+    for _ in range(3):
+        out.sum().backward(retain_graph=True)
+        state.n += 10
+    return out, x.grad, state
 
 
 @family(sgd=torch.optim.SGD, adam=torch.optim.Adam)
-def a_step_between_two_forwards(optimizer):
+def a_step_between_two_forwards(wrap, optimizer):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
 
-    def step(wrap):
-        torch.manual_seed(1)
-        for p in model.parameters():
-            nn.init.normal_(p)
-        run = wrap(lambda x: work(model(x)))
-        steps, seen = optimizer(model.parameters(), lr=0.1), []
-        for i in range(3):
-            x = leaf(4, 4, seed=i)
-            loss = run(run(x)).sum()
-            loss.backward()
-            seen.append(observed((loss, x.grad)))
-            steps.step()
-            steps.zero_grad()
-        return seen
-
-    return step
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    run = wrap(lambda x: work(model(x)))
+    steps, seen = optimizer(model.parameters(), lr=0.1), []
+    for i in range(3):
+        x = leaf(4, 4, seed=i)
+        loss = run(run(x)).sum()
+        loss.backward()
+        seen.append(observed((loss, x.grad)))
+        steps.step()
+        steps.zero_grad()
+    return seen
 
 
 @program
-def an_optimizer_that_calls_again():
+def an_optimizer_that_calls_again(wrap):
     w = leaf(seed=4)
 
-    def step(wrap):
-        run, x = wrap(lambda x: work(x * w, 0.5)), leaf().detach()
-        steps = torch.optim.LBFGS([w], lr=0.1, max_iter=4)
+    run, x = wrap(lambda x: work(x * w, 0.5)), leaf().detach()
+    steps = torch.optim.LBFGS([w], lr=0.1, max_iter=4)
 
-        def closure():
-            steps.zero_grad()
-            loss = run(x).square().sum()
-            loss.backward()
-            return loss
+    def closure():
+        steps.zero_grad()
+        loss = run(x).square().sum()
+        loss.backward()
+        return loss
 
-        return observed((steps.step(closure), w))
-
-    return step
+    return steps.step(closure), w
 
 
 # --- Lifetimes ---
@@ -387,7 +347,7 @@ def nothing_that_requires_grad():
 
 
 @program(recomputes=False)
-def no_backward_at_all():
+def no_backward_at_all(wrap):
     state = State(n=0)
 
     def fn(x):
@@ -395,11 +355,8 @@ def no_backward_at_all():
         state.n += 1
         return (x * state.n).sin()
 
-    def step(wrap):
-        outs = [wrap(fn)(leaf(seed=i)) for i in range(3)]
-        return observed((outs, state))
-
-    return step
+    outs = [wrap(fn)(leaf(seed=i)) for i in range(3)]
+    return outs, state
 
 
 class Closing:
@@ -418,45 +375,4 @@ def tried(tries):
         return 3
 
 
-texts(
-    globals(),
-    {
-        "a flag that an early stop leaves set": Text(
-            "held = [0]", "x", before="held[0] += 1", after="held[0] -= 1; return y"
-        ),
-        "an exception that the function catches": Text(
-            "held = [0]", "x, tried(held)", later=True
-        ),
-        "a queue read by the function": Text(
-            "held = queue.Queue()", "x", before="held.put(1)", state="held.qsize() > 0"
-        ),
-        # How often it runs is of no promise: what counts is that nothing breaks.
-        "a finalizer that counts": Text(
-            "count = []; owner = {'__del__': lambda self: count.append(1)}; "
-            "held = type('Owner', (), owner)",
-            "x, 2 if held() else 3",
-            state="None",
-        ),
-        "an owner with a finalizer": Text(
-            "held = State(owner=Closing())", "x, held.owner.k", state="None"
-        ),
-        "a weak set of objects": Text(
-            "items = [State(k=k) for k in range(3)]; held = weakref.WeakSet(items)",
-            "x, 1 + sum(item.k for item in held)",
-            between="items.pop()",
-            state="len(held)",
-            count=2,
-        ),
-        "a list of a thousand numbers changed between": Text(
-            "held = [*range(1500)]",
-            "x, held[1]",
-            between="held[1] += 1",
-            state="held[1]",
-        ),
-        "a dict of a thousand tensors": Text(
-            "held = {i: torch.full((), i / 9).double() for i in range(1500)}",
-            "x * held[3] + held[7]",
-            state="len(held)",
-        ),
-    },
-)
+texts(globals())

@@ -3,7 +3,6 @@
 import torch
 from support.adversarial.program import (
     State,
-    Text,
     around,
     back,
     family,
@@ -83,96 +82,7 @@ def inner_step(w, x):
 ARRAY = "held = ones(16); numbers = held.numpy()"
 WEIGHT = "held = leaf(seed=4)"
 
-texts(
-    globals(),
-    {
-        "a captured view changed by its base": Text(
-            "held = ones(4, 16); row = held[1]", "x + row", before="held[1, 0] += 1"
-        ),
-        "a captured base changed by its view": Text(
-            "held = ones(16); part = held[:4]",
-            "x + held",
-            before="part.add_(1)",
-            later=True,
-        ),
-        "a tensor of detached memory": Text(
-            "held = ones(16); shared = held.detach()",
-            "x * held",
-            before="shared.add_(1)",
-        ),
-        "an array and its tensor": Text(ARRAY, "x + held", before="numbers[0] += 1"),
-        "an array and its tensor changed between": Text(
-            ARRAY, "x + held", between="numbers[:] = numbers * 2"
-        ),
-        "a tensor and its array in a closure": Text(
-            ARRAY, "x + torch.from_numpy(numbers) + held", before="numbers[1] += 1"
-        ),
-        "a result written into an outer tensor": Text(
-            "held = torch.zeros(3, 16).double(); at = [0]",
-            "x",
-            after="held[at[0] % 3] = y.detach(); at[0] += 1",
-        ),
-        "data replaced between": Text(
-            "held = ones(16)", "x + held", between="held.data = held.data * 2"
-        ),
-        "data replaced by the function": Text(
-            "held = ones(16)",
-            "x + held",
-            before="held.data = held.data + 1",
-            later=True,
-        ),
-        "data of a parameter replaced and put back": Text(
-            "held = nn.Parameter(ones(16))",
-            "x * held.detach().clone()",
-            before="then = held.data; held.data = then * 2",
-            after="held.data = then; return y",
-        ),
-        "a parameter frozen between": Text(
-            WEIGHT,
-            "x * held",
-            between="held.requires_grad_(False)",
-            state="held.grad",
-            count=1,
-        ),
-        "a parameter frozen by the function": Text(
-            WEIGHT,
-            "x * held",
-            after="held.requires_grad_(False)",
-            state="(held.grad, held.requires_grad)",
-            count=1,
-        ),
-        "a parameter unfrozen by the function": Text(
-            "held = ones(16)",
-            "x * held",
-            before="held.requires_grad_()",
-            state="(held.grad, held.requires_grad)",
-        ),
-        "a gradient read by the function": Text(
-            "held = leaf(seed=4); held.grad = ones(16)",
-            "x * held * held.grad.detach().mean()",
-            state="held.grad",
-            count=1,
-        ),
-        "a gradient set to none between": Text(
-            WEIGHT, "x * held", between="held.grad = None", state="held.grad"
-        ),
-        "a backward inside": Text(
-            WEIGHT, "x * held", before="held.sin().sum().backward()", state="held.grad"
-        ),
-        "a backward of the input inside": Text(
-            "held = None", "x", before="x.sin().sum().backward()"
-        ),
-        "attributes of a context": Text(
-            "held = State(value=1)",
-            "Scaled.apply(work(x), held.value)",
-            before="held.value += 1",
-            later=True,
-        ),
-        "an inner step of sgd with its graph": Text(
-            WEIGHT, "x * inner_step(inner_step(held, x), x), 0.5", state="held.grad"
-        ),
-    },
-)
+texts(globals())
 
 
 # --- Modes ---
@@ -340,62 +250,50 @@ def a_subclass_of_tensor():
 
 
 @family(once=False, kept=True)
-def a_gradient_by_grad(kept):
+def a_gradient_by_grad(wrap, kept):
     fn = lambda x: work(x).tanh()
 
-    def step(wrap):
-        x = leaf()
-        out = wrap(fn)(x)
-        grads = torch.autograd.grad(out.sum(), x, retain_graph=kept)
-        more = torch.autograd.grad(out.sin().sum(), x) if kept else ()
-        return observed((out, grads, more))
-
-    return step
+    x = leaf()
+    out = wrap(fn)(x)
+    grads = torch.autograd.grad(out.sum(), x, retain_graph=kept)
+    more = torch.autograd.grad(out.sin().sum(), x) if kept else ()
+    return out, grads, more
 
 
 @program
-def a_second_derivative_of_state():
+def a_second_derivative_of_state(wrap):
     state = State(n=1)
 
     def fn(x):
         state.n += 1
         return work(x, state.n)
 
-    def step(wrap):
-        x = leaf()
-        out = wrap(fn)(x)
-        state.n = 7
-        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        state.n = 9
-        g.sin().sum().backward()
-        return observed((out, g, x.grad, state))
-
-    return step
+    x = leaf()
+    out = wrap(fn)(x)
+    state.n = 7
+    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    state.n = 9
+    g.sin().sum().backward()
+    return out, g, x.grad, state
 
 
 @program
-def inputs_of_a_backward():
+def inputs_of_a_backward(wrap):
     w = leaf(seed=4)
 
-    def step(wrap):
-        x = leaf()
-        out = wrap(lambda x: work(x * w))(x)
-        out.sum().backward(inputs=[w])
-        return observed((out, x.grad, w.grad))
-
-    return step
+    x = leaf()
+    out = wrap(lambda x: work(x * w))(x)
+    out.sum().backward(inputs=[w])
+    return out, x.grad, w.grad
 
 
 @program
-def batched_gradients():
-    def step(wrap):
-        x = leaf()
-        out = wrap(work)(x)
-        eye = torch.eye(16, dtype=torch.double)
-        (rows,) = torch.autograd.grad(out, x, eye, is_grads_batched=True)
-        return observed((out, rows))
-
-    return step
+def batched_gradients(wrap):
+    x = leaf()
+    out = wrap(work)(x)
+    eye = torch.eye(16, dtype=torch.double)
+    (rows,) = torch.autograd.grad(out, x, eye, is_grads_batched=True)
+    return out, rows
 
 
 # --- What is set on tensors ---
@@ -458,7 +356,7 @@ def what_is_set_on_a_tensor_is_set_by_the_function(put):
 
 
 @family(replaced=lambda k: setattr(k, "s", 5.0), taken_off=lambda k: delattr(k, "s"))
-def what_is_set_on_a_leaf_taken_off_inside(change):
+def what_is_set_on_a_leaf_taken_off_inside(wrap, change):
     k = constant(nn.Parameter)
 
     def fn(x):
@@ -466,19 +364,16 @@ def what_is_set_on_a_leaf_taken_off_inside(change):
         del k.s
         return y.tanh()
 
-    def step(wrap):
-        run, seen = wrap(fn), []
-        for i in range(3):
-            x = leaf(seed=i)
-            k.s = i + 1.0
-            out = run(x)
-            k.s = 9.0
-            change(k)
-            back(out)
-            seen.append(observed((out, x.grad, [*vars(k)])))
-        return seen
-
-    return step
+    run, seen = wrap(fn), []
+    for i in range(3):
+        x = leaf(seed=i)
+        k.s = i + 1.0
+        out = run(x)
+        k.s = 9.0
+        change(k)
+        back(out)
+        seen.append(observed((out, x.grad, [*vars(k)])))
+    return seen
 
 
 class Own(nn.Parameter):

@@ -267,34 +267,28 @@ def replaces_what_it_keeps(kept, x):
     computed=keeps_what_it_computes,
     replaced=replaces_what_it_keeps,
 )
-def a_list_that_grows_in_a_call_in_torchs_checkpoint(keep):
+def a_list_that_grows_in_a_call_in_torchs_checkpoint(wrap, keep):
     """Torch's checkpoint runs the call again, with more in the list."""
     kept = []
 
-    def step(wrap):
-        run = wrap(lambda x: keep(kept, x))
+    run = wrap(lambda x: keep(kept, x))
 
-        def outer(x):
-            inner = lambda x: run(x.sin()).tanh()
-            return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+    def outer(x):
+        inner = lambda x: run(x.sin()).tanh()
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
 
-        return loop(outer)(lambda f: f)
-
-    return step
+    return loop(outer)(lambda f: f)
 
 
 @program
-def a_log_of_hooks_in_torchs_checkpoint():
+def a_log_of_hooks_in_torchs_checkpoint(wrap):
     block, log = Block(), []
     block.a.register_forward_hook(lambda m, args, out: log.append(out.detach()))
 
-    def step(wrap):
-        run = wrap(block)
+    run = wrap(block)
 
-        def outer(x):
-            inner = lambda x: run(x.view(4, 4).sin()).tanh()
-            return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+    def outer(x):
+        inner = lambda x: run(x.view(4, 4).sin()).tanh()
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
 
-        return loop(outer)(lambda f: f)
-
-    return step
+    return loop(outer)(lambda f: f)
