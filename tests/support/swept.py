@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.architectures import CLIENTS as WRITTEN
 from support.clients import Client
+from support.decoders import ARCHITECTURES
 from support.diffusion import CLIENTS as DIFFUSERS
 from support.shrunk import hf, shrunk
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ SHRUNK = {
     kind: client(kind, make) for make, row in ROWS.items() for kind in row.split()
 }
 SHRUNK["bert-shared"] = Client(shared, blocks, text, loss)
-CLIENTS: dict[str, Client] = {**WRITTEN, **DIFFUSERS, **SHRUNK}
+CLIENTS: dict[str, Client] = {**ARCHITECTURES, **DIFFUSERS, **SHRUNK}
 
 
 def of_activation(name: str) -> Client:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from support.architectures import CLIENTS as TRANSFORMERS, without_cache
 from support.clients import (
     Client,
     assert_changed_trains_as_plain,
@@ -15,7 +14,14 @@ from support.clients import (
     products,
     train,
 )
-from support.decoders import adapted, language, llama, of_adapted
+from support.decoders import (
+    ARCHITECTURES,
+    adapted,
+    language,
+    llama,
+    of_adapted,
+    without_cache,
+)
 from support.diffusion import CLIENTS as DIFFUSERS
 
 import remat
@@ -28,7 +34,7 @@ pytestmark = [
 ]
 hooks = pytest.importorskip("accelerate.hooks", reason="needs the extra `clients`")
 peft = pytest.importorskip("peft", reason="needs the extra `clients`")
-CLIENTS = {**TRANSFORMERS, **DIFFUSERS}
+CLIENTS = {**ARCHITECTURES, **DIFFUSERS}
 every = pytest.mark.parametrize("name", CLIENTS)
 
 

@@ -9,12 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.architectures import (
-    CACHED,
-    CLIENTS as TRANSFORMERS,
-    wav2vec2,
-    without_cache,
-)
 from support.clients import (
     Client,
     assert_changed_trains_as_plain,
@@ -26,7 +20,14 @@ from support.clients import (
     products,
     train,
 )
-from support.decoders import adapted, tokens
+from support.decoders import (
+    ARCHITECTURES,
+    CACHED,
+    adapted,
+    tokens,
+    wav2vec2,
+    without_cache,
+)
 from support.diffusion import CLIENTS as DIFFUSERS, diffusers
 from support.runs import saved_and_loaded
 
@@ -47,9 +48,9 @@ def client_of(name, *targets):
     """A model with adapters that train, in which nothing else does."""
 
     def build():
-        return adapted(TRANSFORMERS[name].build(), *targets, lora_dropout=0.1)
+        return adapted(ARCHITECTURES[name].build(), *targets, lora_dropout=0.1)
 
-    blocks = TRANSFORMERS[name].blocks
+    blocks = ARCHITECTURES[name].blocks
     inputs = without_cache(name).inputs
     return Client(build, lambda m: blocks(m.base_model.model), inputs, is_adapted=True)
 
@@ -59,7 +60,7 @@ PEFT = {
     "lora-bert": client_of("bert", "query", "value"),
     "lora-t5": client_of("t5", "q", "v"),
 }
-SUPPORTED = [name for name in TRANSFORMERS if name != "convnext"]
+SUPPORTED = [name for name in ARCHITECTURES if name != "convnext"]
 CLIENTS = {**{n: without_cache(n) for n in SUPPORTED}, **DIFFUSERS, **PEFT}
 # Both a stage and its layers are recomputed: the library says so.
 NESTED = {"swin": 2}
@@ -103,7 +104,7 @@ def test_with_a_policy_products_are_kept(name):
 
 
 def test_layers_that_are_dropped_at_random():
-    client = replace(TRANSFORMERS["wav2vec2"], build=lambda: wav2vec2(layerdrop=0.5))
+    client = replace(ARCHITECTURES["wav2vec2"], build=lambda: wav2vec2(layerdrop=0.5))
     for change in remat.nn.enable, remat.nn.apply:
         plain, ours = built(client), changed(client, change)
         assert_same(train(client, ours), train(client, plain))
@@ -112,7 +113,7 @@ def test_layers_that_are_dropped_at_random():
 
 
 def test_a_model_without_checkpointing_is_refused():
-    model = built(TRANSFORMERS["convnext"])
+    model = built(ARCHITECTURES["convnext"])
     with pytest.raises(TypeError, match=r"ConvNextFor.* Use remat.nn.apply\(model\)"):
         remat.nn.enable(model)
 
@@ -224,7 +225,7 @@ def test_a_tiny_autoencoder_has_plains_bits():
 
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cache_is_left_out_where_the_library_leaves_it_out(name):
-    client = TRANSFORMERS[name]
+    client = ARCHITECTURES[name]
     other, ours = (changed(client, c) for c in (checkpointed, remat.nn.enable))
     assert ours.config.use_cache
     assert_same(train(client, ours), train(client, other))
@@ -248,7 +249,7 @@ def generated(model):
 
 @pytest.mark.parametrize("name", [n for n in CACHED if n != "whisper"])
 def test_generation_is_as_before_while_enabled_and_once_removed(name):
-    client = TRANSFORMERS[name]
+    client = ARCHITECTURES[name]
     model = built(client).eval()
     seen = []
     for change in lambda m: m, remat.nn.enable, remat.nn.remove:
