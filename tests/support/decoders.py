@@ -25,14 +25,23 @@ HEADS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SEEING = {**HEADS, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
 SMALL = {
     **HEADS,
-    "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 ENCODER_DECODER = {
-    "vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0, **ENDS,
-    "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
-    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+    "vocab_size": 64,
+    "d_model": 32,
+    "decoder_start_token_id": 0,
+    **ENDS,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
 }
 
 
@@ -158,13 +167,23 @@ CLIENTS = {
     ),
     "gpt2": client(
         *("GPT2LMHeadModel", "transformer.h", language),
-        vocab_size=64, n_positions=64, n_embd=32, n_layer=2,
-        n_head=4, bos_token_id=0, eos_token_id=0,
+        vocab_size=64,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
     ),
     "t5": client(
         *("T5ForConditionalGeneration", "encoder.block decoder.block", language),
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2,
-        num_heads=4, decoder_start_token_id=0,
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     ),
     "bert": client("BertForMaskedLM", "bert.encoder.layer", padded_language, **SMALL),
     "vit": client(
@@ -189,13 +208,19 @@ ARCHITECTURES = {
     ),
     "swin": client(
         *("SwinForImageClassification", "swin.encoder.layers.*.blocks", pictures),
-        image_size=32, patch_size=4, embed_dim=16, window_size=4,
-        depths=[2, 2], num_heads=[2, 4],
+        image_size=32,
+        patch_size=4,
+        embed_dim=16,
+        window_size=4,
+        depths=[2, 2],
+        num_heads=[2, 4],
     ),
     "convnext": client(
         *("ConvNextForImageClassification", "convnext.encoder.stages.*.layers"),
         pictures,
-        patch_size=4, hidden_sizes=[16, 32], depths=[2, 2],
+        patch_size=4,
+        hidden_sizes=[16, 32],
+        depths=[2, 2],
         num_stages=2,
     ),
     # Else a layer that is dropped in the last step has no gradient.
@@ -205,7 +230,9 @@ ARCHITECTURES = {
     "whisper": client(
         *("WhisperForConditionalGeneration", CODERS, spectrogram),
         **ENCODER_DECODER,
-        num_mel_bins=8, max_source_positions=16, max_target_positions=32,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=32,
     ),
     "clip": Client(
         clip,
