@@ -42,22 +42,21 @@ CORE := $(addprefix tests/,torch parity/test_golden.py transform/test_every_tran
 SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	chain/test_budgets.py \
 	chain/test_schedules.py compat/%_compiled.py \
-	compat/test_compat_patch.py fit/test_fake_replays.py fit/test_fit.py fit/test_kernels.py \
+	compat/test_compat_patch.py fit/test_fit.py fit/test_kernels.py \
 	fit/test_simulated.py fit/test_step_plans.py fit/test_places.py fit/test_loops.py \
-	fit/test_hidden_storages.py \
 	fit/test_choices.py offload/test_offload_files.py \
 	parity/test_opinfo.py parity/test_nestings.py parity/test_opinfo_forward.py \
 	partial/test_pruning_draws.py \
 	partial/test_pruning_properties.py partial/test_pruning_safety.py \
 	partial/test_pruning_state.py partial/test_under_transforms.py \
-	partial/test_pruning_layers.py partial/test_plan_random.py \
+	partial/test_pruning_failures.py partial/test_plan_random.py \
 	partial/test_pruning_signatures.py partial/test_pruning_interop.py \
-	partial/test_pruning_calls.py partial/test_pruning_results.py \
+	partial/test_pruning_calls.py \
 	policies/test_policies_transforms.py policies/test_within.py random/%_compiled.py \
 	random/test_random_keys_transforms.py \
 	random/test_random_samplers.py random/test_random_sharded.py \
 	random/test_random_stream.py report/test_compare.py \
-	report/test_sources.py report/test_explain_peak.py report/test_comparison.py \
+	report/test_explain_peak.py report/test_comparison.py \
 	scope/test_scope_compiled.py torch/test_versions.py transform/test_traced_% \
 	transform/test_adversarial.py transform/test_every_transform.py transform/test_api.py \
 	transform/test_compile.py transform/test_tracebacks.py \

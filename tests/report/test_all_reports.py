@@ -276,7 +276,7 @@ def test_a_line_of_the_users_own_module_names_none():
             return x.sin()
 
     model = nn.Sequential(Own())
-    where = f"test_sources.py:{Own.forward.__code__.co_firstlineno + 1}"
+    where = f"test_all_reports.py:{Own.forward.__code__.co_firstlineno + 1}"
     assert lines_of(lambda x: model(x), torch.ones(2)) == {"sin": where}
 
 
