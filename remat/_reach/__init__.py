@@ -27,7 +27,7 @@ Kinds of values, how each is told apart, read and written:
     objects         kinds of objects, and what they hold
     holders         how cells, globals, classes, slots and containers are read, written
     watched         what is no holder: buffers of numbers, iterators, large containers
-    stream_search   random streams in what is not walked
+    stream_search   random streams in what is not walked, and what code does
 
 Called by `_transform`, for all calls, and by `chain`, for what steps hold. `_report`
 looks at what a call reaches, `rules` at what it changes, and the handles of `_graph`

@@ -29,26 +29,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat._base.code import known_code, static_of
-from remat._base.types import ATOMS, TENSORS
+from remat._base.types import ATOMS, INERT, TENSORS
 from remat._reach.before import FIRST, At, Ref, at
 from remat._reach.exchange import are_same
 from remat._reach.holders import (
     MISSING,
-    OWNED,
     PART,
     PARTS,
-    SLOTS,
-    VARIABLES,
-    HolderKind,
     container_kind,
 )
 from remat._reach.names import CallNames
-from remat._reach.objects import dict_of, is_spent_by_use, slots_of
+from remat._reach.objects import dict_of, is_spent_by_use
 from remat._reach.parts import Box, HolderParts, Watched, make
 from remat._reach.stream_search import (
     CodeFacts,
     StreamSearch,
-    has_defaults,
     is_stream,
     user_bases,
 )
@@ -68,7 +63,7 @@ class CallArguments:
 
     __slots__ = (
         *("_called", "_search", "_todo", "are_found", "boxes", "buffers", "facts"),
-        *("has_iterators", "index", "roots", "tensors"),
+        *("index", "roots", "tensors"),
     )
 
     def __init__(
@@ -84,7 +79,6 @@ class CallArguments:
         self.buffers: list[HeldBuffer] = []
         self.boxes: dict[int, tuple[Box, Any]] = {}  # with the values
         self._todo: list[Box] = []
-        self.has_iterators = False
         self._search: StreamSearch | None = None
 
     def put_aside(self, value: Any) -> Any:
@@ -140,18 +134,17 @@ class CallArguments:
         if issubclass(kind, PARTS):
             if is_of_library(value) or is_of_atoms(value):
                 return value
-            return self._box(value, PART)
+            return self._box(value)
         if is_stream(kind):
             self.facts.add_stream(value)
             return value
         return self._kept_other(value, kind)
 
     def _kept_other(self, value: Any, kind: type) -> Any:
-        how = VARIABLES if kind is ContextVar else container_kind(kind)
-        if how is not None:
-            return self._box(value, how)
+        if kind is ContextVar or container_kind(kind) is not None:
+            return self._box(value)
         if is_spent_by_use(kind):
-            self.has_iterators = True
+            self.facts.has_iterators = True
             return Iterated(value, self._name_of(value))
         if is_buffer(kind) and not has_objects(value):
             self.buffers.append((value, "", PASSED))
@@ -166,22 +159,20 @@ class CallArguments:
         if hasattr(kind, "__del__"):  # which would run for one that was made again
             self.roots[id(kind)] = kind
             return value
-        if dict_of(value) is None and slots_of(kind):
-            return self._box(value, SLOTS)
-        if issubclass(kind, (int, float, complex, str, bytes)):
+        is_number = issubclass(kind, (int, float, complex, str, bytes))
+        if is_number and dict_of(value) is not None:
             return value  # which cannot be made again
-        return self._box(value, OWNED)
+        return self._box(value)
 
     def _name_of(self, value: Any) -> str:
         with contextlib.suppress(ValueError):  # a mode has it
             return CallNames(*self._called, value).name_of(value)
         return type(value).__name__
 
-    def _box(self, value: Any, how: HolderKind) -> Box:
-        kind = type(value)
-        if how is not PART and user_bases(kind):
+    def _box(self, value: Any) -> Box:
+        kind, box = type(value), Box(value)
+        if box.how is not PART and user_bases(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
-        box = Box(value, how)
         self.boxes[id(value)] = box, value
         self._todo.append(box)
         return box
@@ -189,9 +180,11 @@ class CallArguments:
     def _root(self, value: Any) -> Any:
         if (
             type(value) is types.FunctionType
-            and not (value.__closure__ or value.__dict__ or has_defaults(value))
-            and known_code(value).is_settled  # it is its code and nothing that changes
-        ):
+            and not (value.__closure__ or value.__dict__ or value.__kwdefaults__)
+            and INERT.issuperset(map(type, value.__defaults__ or ()))
+            and (known := known_code(value)).is_settled
+        ):  # it is its code and nothing that changes, or holds a tensor
+            self.facts.writes |= known.names.writes
             return value
         self.roots[id(value)] = value
         return Ref(value)

@@ -15,44 +15,25 @@ import itertools
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
-from torch import nn
-
 from remat._base.errors import RecomputeError
 from remat._base.interpreter import mapping_of
-from remat._reach.objects import by_class, dict_of, members_of
+from remat._reach.objects import by_class, dict_of, members_of, slots_of
 
 
 flatten = itertools.chain.from_iterable
-# What `nn.Module` sets itself: by hand, a new name would be missed.
-TEMPLATE = vars(nn.Module())
-REGISTRIES = ("_parameters", "_buffers", "_modules")
-# Hooks that run in a forward, or that change its graph.
-HOOKS = tuple(
-    name
-    for name in TEMPLATE
-    if name.startswith(("_forward_", "_backward_")) and "hook" in name
-)
 # In place of what is not there: an empty variable, a name that a namespace lacks.
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 
 
 class MovedError(Exception):
     """Something is not where it was found before."""
-
-
-class Holdings:
-    """What holders hold."""
-
-    __slots__ = "keys", "lengths", "values"
-    values: list[Any]
-    keys: list[Any]
-    lengths: list[int]
 
 
 Write: TypeAlias = Callable[[Any, Sequence[Any], Sequence[Any]], Any]
@@ -62,6 +43,7 @@ def _no_write(_: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
     """Leave what can never be changed."""
 
 
+@dataclass(eq=False)
 class HolderKind:
     """How holders of one kind are read and written.
 
@@ -77,31 +59,28 @@ class HolderKind:
         fixed: how many values each holder holds; 0 if that differs.
     """
 
-    def __init__(
-        self,
-        items: Callable[[Any], Iterable[Any]],
-        write: Write = _no_write,
-        new: Callable[[Any, Sequence[Any], int | None], Any] | None = None,
-        *,
-        length: Callable[[Any], int] = len,
-        keys_of: Callable[[Any], Iterable[Any]] | None = None,
-        put_back: Write | None = None,
-        adds: bool = False,
-        fixed: int = 0,
-    ) -> None:
-        self.items, self.keys_of, self._length = items, keys_of, length
-        self.write, self.put_back = write, put_back or write
-        self.new: Any = new
-        self.frozen, self.adds, self.fixed = write is _no_write, adds, fixed
-        self.keyed = keys_of is not None
+    items: Callable[[Any], Iterable[Any]]
+    write: Write = _no_write
+    new: Callable[[Any, Any, Any], Any] = _no_write
+    _: KW_ONLY
+    length: Callable[[Any], int] = len
+    keys_of: Callable[[Any], Iterable[Any]] | None = None
+    put_back: Write = _no_write
+    adds: bool = False
+    fixed: int = 0
 
-    def read(self, holders: Sequence[Any], to: Holdings) -> None:
-        """Add what all of these holders hold."""
+    def __post_init__(self) -> None:
+        if self.put_back is _no_write:
+            self.put_back = self.write
+        self.frozen, self.keyed = self.write is _no_write, self.keys_of is not None
+
+    def read(self, holders: Sequence[Any], to: Any) -> None:
+        """Add what all of these holders hold to `LiveValues`."""
         items, keys_of, values, keys = self.items, self.keys_of, to.values, to.keys
         if self.fixed:
             values += flatten(map(items, holders))
             return
-        lengths = [*map(self._length, holders)]
+        lengths = [*map(self.length, holders)]
         ends = len(values) + len(keys) + sum(lengths) * (1 if keys_of is None else 2)
         to.lengths += lengths
         if keys_of is None:
@@ -434,6 +413,30 @@ FACTORIES = HolderKind(
     adds=True,
     fixed=1,
 )
+
+# --- What a value holds ---
+
+
+# By the exact class: there is nothing besides.
+_ALONE = {kind: (how,) for kind, how in CONTAINERS.items()}
+_ALONE |= {types.CellType: (CELLS,), ContextVar: (VARIABLES,)}
+
+
+def kinds_of(value: Any, kind: type) -> Sequence[HolderKind]:
+    """Return how all that a value holds is read: what it is made of, then the rest."""
+    if (alone := _ALONE.get(kind)) is not None:
+        return alone
+    how = container_kind(kind) or (PART if issubclass(kind, PARTS) else None)
+    kinds = [] if how is None else [how]
+    is_partial = issubclass(kind, functools.partial)  # which refers to its own dict
+    if not is_partial and dict_of(value) is not None:
+        kinds.append(OWNED)
+    if slots_of(kind) and (is_partial or how is not PART):
+        kinds.append(SLOTS)
+    if issubclass(kind, defaultdict):
+        kinds.append(FACTORIES)
+    return kinds
+
 
 GONE = (
     "remat: {name} that the function reached at the call is gone, and cannot be made "

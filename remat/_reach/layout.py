@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import call, itemgetter
 from typing import Any
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat._base.code import MADE, static_of
@@ -29,12 +30,12 @@ from remat._reach.holders import (
     CELLS,
     CLASSES,
     FUNCTIONS,
+    MISSING,
     SCOPES,
     SCRIPTED,
     SLOTS,
     VARIABLES,
     HolderKind,
-    Holdings,
     MovedError,
     contents_of,
     flatten,
@@ -43,6 +44,7 @@ from remat._reach.holders import (
 from remat._reach.objects import dict_of, is_rematerialized
 from remat._reach.stream_search import NO_FACTS, is_made_and_held
 from remat._reach.walk import Walk, can_be_revived
+from remat._reach.watched import HELD, UNNAMED
 
 
 Group = tuple[HolderKind, list[Any]]
@@ -68,9 +70,8 @@ class Layout:
             the values, or among the keys: depth by depth.
         linked: weak references to modules reached, which have layouts of their own.
         special: the positions of iterators, of buffers of numbers and of large
-            containers, and how they are written.
+            containers, how they are written, and up to how many bytes are put back.
         odd: which objects and classes cannot be made again, and are held, by index.
-        unnamed: those of `special` that no code names.
         facts: what the code that the root reaches does.
         is_contained: whether there is nothing but functions without variables: then
             nothing of a graph can be there.
@@ -110,11 +111,10 @@ class Layout:
         self.hooks_known = RemovableHandle.next_id
         walk.facts.writes |= walk.facts.compiled  # whose code is not read
         self.facts = walk.facts if walk.facts.are_any else NO_FACTS
-        self.is_module = walk.is_module
+        self.is_module = isinstance(walk.root, nn.Module)
         others = len(owners) > len(functions) or walk.kinds or walk.special
         self.is_contained = not (others or closed or walk.variables)
-        self.special: dict[int, str] = {}
-        self.unnamed: set[int] = set()
+        self.special: dict[int, tuple[str, float]] = {}
         kinds = enumerate(map(type, walk.objects))
         self.odd = [i for i, kind in kinds if not can_be_revived(kind)]
         # Classes that a call made are gone with all their instances.
@@ -182,7 +182,7 @@ def _namespace_of(owner: Any) -> dict[str, Any]:
     return owner.__globals__ if type(owner) is types.FunctionType else vars(owner)
 
 
-class LiveValues(Holdings):
+class LiveValues:
     """What holders hold at one moment.
 
     Attributes:
@@ -193,7 +193,7 @@ class LiveValues(Holdings):
         marks: what differs if something differs: identities, and the lengths.
     """
 
-    __slots__ = "first_below", "groups", "marks", "owners"
+    __slots__ = "first_below", "groups", "keys", "lengths", "marks", "owners", "values"
 
     def __init__(self, owners: list[Any], groups: list[Group]) -> None:
         self.values: list[Any] = []
@@ -202,7 +202,8 @@ class LiveValues(Holdings):
         self.owners, self.groups, self.first_below = owners, groups, len(groups)
         self.marks: tuple[bytes, list[int]] = b"", self.lengths
         values, keys, lengths = self.values, self.keys, self.lengths
-        (_, tables), *others = groups
+        (_, tables), (_, cells), (_, scopes), (_, functions), *others = groups
+        # These are read here at once, as most calls reach few of each kind.
         left = _read_small(tables, self) if len(tables) > _MANY else tables
         for table in left:
             length = len(table)
@@ -212,10 +213,16 @@ class LiveValues(Holdings):
                 keys += table
         if len(keys) != len(values) or len(keys) != sum(lengths):
             raise MovedError
+        if cells:
+            values += contents_of(cells)
+        for scope, names in scopes:
+            lengths.append(len(names))
+            for name in names:
+                values.append(scope.get(name, MISSING))
+        for fn in functions:
+            values += (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
         for kind, found in others:
-            if kind is CELLS:
-                values += contents_of(found)
-            elif found:
+            if found:
                 kind.read(found, self)
 
     def add(self, below: Iterable[HoldersBelow]) -> None:
@@ -244,7 +251,7 @@ class LiveValues(Holdings):
         return now
 
 
-def _read_small(tables: Sequence[Any], to: Holdings) -> Sequence[Any]:
+def _read_small(tables: Sequence[Any], to: LiveValues) -> Sequence[Any]:
     """Read many dicts together, and return none, if most are small; else all."""
     lengths = [*map(len, tables)]
     if sum(lengths) > _LONG * len(lengths):
@@ -298,9 +305,9 @@ def _lay_out(root: Any) -> tuple[Layout, LiveValues]:
     while True:
         for p, value in enumerate(live.values[first:], first):
             if id(value) in walk.special:
-                layout.special[p] = name = written(layout, live, p)
-                if not _is_named_in(walk.functions, name):
-                    layout.unnamed.add(p)
+                name = written(layout, live, p)
+                is_named = _is_named_in(walk.functions, name)
+                layout.special[p] = name, HELD if is_named else UNNAMED
         values, keys = live.values[first:], live.keys[first_key:]
         below = [
             *_found(walk, values, first, done, as_keys=False),

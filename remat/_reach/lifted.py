@@ -39,7 +39,7 @@ from remat._base.errors import CaptureError
 from remat._base.types import ATOMS
 from remat._reach.copies import without_copies
 from remat._reach.exchange import LOCK, RUNNING, Written, are_same, written_to
-from remat._reach.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind
+from remat._reach.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind, kinds_of
 from remat._reach.identities import end_leases, refuse_of_tensors
 from remat._reach.left import Left, LeftAt, LeftPlace
 from remat._reach.parts import (
@@ -48,7 +48,6 @@ from remat._reach.parts import (
     among,
     held_in,
     holding,
-    kinds_besides,
     make,
 )
 from remat._reach.roots import roots_of
@@ -182,7 +181,7 @@ class Lifted:
         for key in self._made:
             make(key, lambda k: self._enter(k, entered), self._complete)
         for held in self._made.values():
-            for kind in kinds_besides(held.holder, held.kind):
+            for kind in kinds_of(held.holder, type(held.holder)):
                 self._write_made(HolderNow(kind, held.holder, *kind.held(held.holder)))
         for held in to_write.values():
             self._write(held)

@@ -13,7 +13,7 @@ import enum
 import inspect
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -30,23 +30,21 @@ from remat._reach.holders import (
     OWNED,
     PART,
     PARTS,
-    REGISTRIES,
     SLOTS,
-    TEMPLATE,
     HolderKind,
     container_kind,
     contents_of,
+    kinds_of,
     names_of,
 )
 from remat._reach.objects import (
-    dict_of,
+    REGISTRIES,
+    TEMPLATE,
     is_left_alone,
     is_rematerialized,
     is_spent_by_use,
     is_view,
-    slots_of,
 )
-from remat._reach.parts import kinds_besides
 from remat._reach.stream_search import is_stream
 from remat._reach.watched import is_bare_buffer
 from remat._torch.tracing import is_compiled
@@ -132,14 +130,19 @@ class NamedSearch:
         while todo:
             value, path = todo.pop()
             kind = type(value)
-            if kind in INERT or value is MISSING or id(value) in self.seen:
-                continue
-            self.seen[id(value)] = value
-            if issubclass(kind, Tensor) or value is self._wanted:
-                self.tensors.append(value)
-                self.paths.append(path)
-            else:
-                todo += [*parts_of(value, kind, path)][::-1]
+            if kind not in INERT and value is not MISSING:
+                todo += [*self.visit(value, kind, path)][::-1]
+
+    def visit(self, value: Any, kind: type, path: Path) -> Iterable[tuple[Any, Path]]:
+        """Note a value; return what is visited next, which it holds."""
+        if id(value) in self.seen:
+            return ()
+        self.seen[id(value)] = value
+        if not (issubclass(kind, Tensor) or value is self._wanted):
+            return parts_of(value, kind, path)
+        self.tensors.append(value)
+        self.paths.append(path)
+        return ()
 
 
 class CallNames(NamedSearch):
@@ -192,7 +195,7 @@ def parts_of(value: Any, kind: Any, path: Path) -> Iterator[tuple[Any, Path]]:
     elif kind is types.CellType:
         yield contents_of([value])[0], path
     else:
-        for how in kinds_of(value, kind):
+        for how in kinds_seen(value, kind):
             yield from held_with_paths(how, kind, *how.held(value), path)
 
 
@@ -226,31 +229,16 @@ def _parts_of_module(module: Any, kind: type, path: Path) -> Iterator[tuple[Any,
     yield from held_with_paths(SLOTS, kind, (), SLOTS.held(module)[1], path)
 
 
-def kinds_of(value: Any, kind: type) -> list[HolderKind]:
+def kinds_seen(value: Any, kind: type) -> Sequence[HolderKind]:
     """Return how what a value holds is read; nothing if it is used as it is."""
     if kind in REGISTERED:
         return [RegisteredKind(REGISTERED[kind])]
-    how = container_kind(kind)
-    if how is not None or issubclass(kind, PARTS):
-        if issubclass(kind, _WEAK):
-            return []
-        how = how or PART
-        return [how, *kinds_besides(value, how)]
     if issubclass(kind, _AS_THEY_ARE) or is_stream(kind) or is_bare_buffer(kind):
         return []
-    if is_spent_by_use(kind) or is_left_alone(kind):
+    is_open = issubclass(kind, PARTS) or container_kind(kind) is not None
+    if not is_open and (is_spent_by_use(kind) or is_left_alone(kind)):
         return []
-    return kinds_of_object(value, kind)
-
-
-def kinds_of_object(value: Any, kind: type) -> list[HolderKind]:
-    """Return how the attributes of an object are read."""
-    kinds: list[HolderKind] = []
-    if dict_of(value) is not None:
-        kinds.append(OWNED)
-    if slots_of(kind):
-        kinds.append(SLOTS)
-    return kinds
+    return kinds_of(value, kind)
 
 
 def held_with_paths(
@@ -291,8 +279,7 @@ def _held_key(key: Any) -> Any:
 
 
 _METHODS = types.MethodType, types.BuiltinFunctionType
-_WEAK = weakref.ref, *weakref.ProxyTypes
-_AS_THEY_ARE = types.ModuleType, type, enum.Enum
+_AS_THEY_ARE = types.ModuleType, type, enum.Enum, weakref.ref, *weakref.ProxyTypes
 
 
 class RegisteredKind(HolderKind):

@@ -1,4 +1,4 @@
-"""Reads and sets what objects hold, and tells kinds of values apart.
+"""Tells kinds of values apart, and finds the dicts and the slots of objects.
 
 Called by walks over what a call reaches or returns, for each class once.
 
@@ -15,8 +15,10 @@ import threading
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+
+from torch import nn
 
 from remat._base.code import VIEWED
 from remat._base.interpreter import is_made_by_statement
@@ -31,17 +33,13 @@ def by_class(fn: Callable[[type], T]) -> Callable[[type], T]:
 
     def remembered(kind: type) -> T:
         key = id(kind)
-        if key not in known:
+        found = known.get(key)
+        if found is None:
             ref = weakref.ref(kind, lambda _: known.pop(key, None))
-            known[key] = fn(kind), ref
-        return known[key][0]
+            found = known[key] = fn(kind), ref
+        return found[0]
 
     return remembered
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Return what an object holds, in its `__dict__` and its slots."""
-    return (dict_of(value) or {}) | slots_in(value)
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
@@ -53,31 +51,18 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def slots_in(value: Any) -> dict[str, Any]:
-    """Return what an object holds in its slots."""
-    held: dict[str, Any] = {}
-    for member in members_of(type(value)):
-        with contextlib.suppress(AttributeError):  # it is empty
-            held[member.__name__] = member.__get__(value)
-    return held
-
-
-def slots_of(kind: type) -> frozenset[str]:
-    """Return the names of a class's slots, as attributes."""
-    return _slots_of(kind)[0]
-
-
 def members_of(kind: type) -> list[Any]:
-    """Return what reads and writes the slots of instances, past their properties.
-
-    In the order of their names, then from the bases up.
-    """
-    return [kind.__mro__[i].__dict__[name] for name, i in _slots_of(kind)[1]]
+    """Return what reads and writes the slots of instances, past their properties."""
+    return [kind.__mro__[i].__dict__[name] for name, i in slots_of(kind)]
 
 
 @by_class
-def _slots_of(kind: type) -> tuple[frozenset[str], list[tuple[str, int]]]:
-    """Return the names of slots, and by which class of the bases each is."""
+def slots_of(kind: type) -> list[tuple[str, int]]:
+    """Return the names of slots, and by which class of the bases each is.
+
+    In the order of the names, then from the bases up: the last of a name is that of the
+    instance's own class.
+    """
     found = [
         (name, i)
         for i, cls in enumerate(kind.__mro__)
@@ -85,9 +70,7 @@ def _slots_of(kind: type) -> tuple[frozenset[str], list[tuple[str, int]]]:
         for name, value in cls.__dict__.items()
         if type(value) is types.MemberDescriptorType
     ]
-    # The last of a name is that of the instance's own class.
-    found.sort(key=lambda place: (place[0], -place[1]))
-    return frozenset(name for name, _ in found), found
+    return sorted(found, key=lambda place: (place[0], -place[1]))
 
 
 def defines(kind: type, name: str) -> bool:
@@ -95,17 +78,15 @@ def defines(kind: type, name: str) -> bool:
     return any(name in cls.__dict__ for cls in kind.__mro__)
 
 
-def set_attributes(value: Any, entries: Mapping[str, Any]) -> None:
-    """Give an object what `attributes` returned, past its properties and setters."""
-    members = {member.__name__: member for member in members_of(type(value))}
-    if not members:
-        value.__dict__.update(entries)
-        return
-    for name, entry in entries.items():
-        if name in members:
-            members[name].__set__(value, entry)
-        else:
-            value.__dict__[name] = entry
+# What `nn.Module` sets itself: by hand, a new name would be missed.
+TEMPLATE = vars(nn.Module())
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Hooks that run in a forward, or that change its graph.
+HOOKS = tuple(
+    name
+    for name in TEMPLATE
+    if name.startswith(("_forward_", "_backward_")) and "hook" in name
+)
 
 
 # --- Kinds: what is copied, what is walked, what is used as it is ---
@@ -169,7 +150,7 @@ def is_sharded(kind: type) -> bool:
 @by_class
 def is_view(kind: type) -> bool:
     """Say whether instances of a class are views of modules."""
-    return VIEWED in slots_of(kind)
+    return VIEWED in dict(slots_of(kind))
 
 
 @by_class

@@ -15,26 +15,15 @@ it last: a frozenset of objects hashes these.
 
 import contextlib
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import compress, count
 from typing import Any, NamedTuple, TypeVar
 
 from remat._base.errors import RecomputeError
 from remat._base.interpreter import identities
 from remat._reach.before import Ref, spans_of
-from remat._reach.holders import (
-    CONTAINERS,
-    FACTORIES,
-    OWNED,
-    PART,
-    SLOTS,
-    VARIABLES,
-    HolderKind,
-)
+from remat._reach.holders import VARIABLES, HolderKind, kinds_of
 from remat._reach.layout import Layout, LiveValues
-from remat._reach.objects import dict_of, slots_of
 
 
 class HolderParts:
@@ -64,32 +53,20 @@ class Box(HolderParts):
 
     __slots__ = ("is_flat", "more", "ref")
 
-    def __init__(self, value: Any, how: HolderKind) -> None:
-        super().__init__(value, how)
+    def __init__(self, value: Any) -> None:
+        kinds = kinds_of(value, type(value))
+        super().__init__(value, kinds[0])
         self.ref, self.is_flat = Ref(value), False
         self.more: Sequence[HolderParts] = ()
-        if how is VARIABLES:  # which does not hold its value: a context does
+        if len(kinds) > 1:
+            self.more = [HolderParts(value, kind) for kind in kinds[1:]]
+        if self.how is VARIABLES:  # which does not hold its value: a context does
             self.ref.ref = lambda: value
-        if type(value) not in CONTAINERS and how is not SLOTS:
-            self.more = [HolderParts(value, kind) for kind in kinds_besides(value, how)]
 
     def parts(self) -> "list[Box]":
         """Return the containers that it holds."""
         held = [k for h in (self, *self.more) for k in (*h.items, *h.keys)]
         return [k for k in held if type(k) is Box]
-
-
-def kinds_besides(value: Any, how: HolderKind) -> Iterator[HolderKind]:
-    """Yield how what an instance of a subclass holds besides is read."""
-    kind = type(value)
-    if how is PART and not issubclass(kind, partial):
-        return
-    if how not in (OWNED, PART) and dict_of(value) is not None:
-        yield OWNED
-    if slots_of(kind):
-        yield SLOTS
-    if issubclass(kind, defaultdict):
-        yield FACTORIES
 
 
 class Watched:

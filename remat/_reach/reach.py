@@ -33,7 +33,7 @@ from remat._reach.lifted import LiftedForward
 from remat._reach.moment import Moment
 from remat._reach.names import CallNames
 from remat._reach.parts import Box
-from remat._reach.roots import Root, code_writes, number_all, roots_of
+from remat._reach.roots import Root, number_all, roots_of
 from remat._reach.running import Running, call_under, undone
 from remat._reach.stream_search import NO_FACTS, CodeFacts
 from remat._reach.walk import is_hook_of_library
@@ -61,7 +61,7 @@ class Reach(CodeFacts):
     """
 
     __slots__ = (
-        *("_boxes", "_buffers", "_cache", "_count", "_has_iterators", "_modes"),
+        *("_boxes", "_buffers", "_cache", "_count", "_modes"),
         *("_names", "_refs", "_roots", "_running", "_values", "_watched"),
         *("around", "attributes", "buffers", "first_parameter", "is_bare", "label"),
         *("left", "marks", "next_hook", "tensors"),
@@ -78,7 +78,6 @@ class Reach(CodeFacts):
             self._modes = [*map(passed.put_aside, function_modes())]
         cache = parametrization_cache()
         self._cache = None if cache is None else passed.put_aside(cache)
-        self._has_iterators = passed.has_iterators
         self._running: Running | LiftedForward | None = None
         self.around: Any = None  # makes of the function what a recompute calls
         self.left: Sequence[Any] = ()  # where the forward left tensors, `LeftAt`
@@ -110,7 +109,7 @@ class Reach(CodeFacts):
         for root in self._roots:
             buffers += root.buffers
         self._buffers = buffers_of(buffers) if buffers else ()
-        beside = passed.boxes or buffers or self._modes or passed.has_iterators
+        beside = passed.boxes or buffers or self._modes or self.has_iterators
         self.is_bare = not (self._roots or beside or attributes)
 
     def _walk(
@@ -167,7 +166,7 @@ class Reach(CodeFacts):
         is_vector = index < self.first_parameter and tensor.dim() < 2
         if self.buffers.get(index) or not (is_vector or index in self.buffers):
             return self.buffers.get(index, False)
-        return self.writes or code_writes(self._values)
+        return self.writes
 
     @property
     def is_contained(self) -> bool:
@@ -175,8 +174,11 @@ class Reach(CodeFacts):
         if self.is_bare:
             return True
         passed = (*self._values, *self._modes, self._cache)
-        refers_to_more = any(root.refers_to_more for root in self._roots)
-        return not (refers_to_more or self.attributes or Box in map(type, passed))
+        if self.attributes or Box in map(type, passed):
+            return False
+        return all(
+            r.layout.is_contained and not r.before.has_tensors for r in self._roots
+        )
 
     def take_tensors(self) -> list[Tensor]:
         """Return what was found, which does not stay here."""
@@ -208,11 +210,6 @@ class Reach(CodeFacts):
     def moment(self, tensors: Sequence[Tensor]) -> Moment:
         """Note what all holds now, while the forward runs on some tensors."""
         return Moment(self._roots, self._boxes, self._buffers, tensors)
-
-    @property
-    def has_iterators(self) -> bool:
-        """Whether it reaches iterators: they don't tell how far they were read."""
-        return self._has_iterators or any(root.has_iterators for root in self._roots)
 
     def not_as_a_whole(self) -> None:
         """Let go of what only a forward needs. What runs again may be parts of it.

@@ -35,20 +35,27 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from remat._base.code import has_marks
 from remat._base.pytree import REGISTERED, registration_of
 from remat._base.types import INERT
 from remat._reach.before import at
-from remat._reach.holders import MISSING, PART, PARTS, HolderKind, container_kind
+from remat._reach.holders import (
+    PART,
+    PARTS,
+    HolderKind,
+    container_kind,
+    flatten,
+    kinds_of,
+)
 from remat._reach.left import Left, Part, filled, is_exchanged
 from remat._reach.names import (
     NamedSearch,
     Path,
     RegisteredKind,
     held_with_paths,
-    kinds_of,
-    kinds_of_object,
+    kinds_seen,
     written,
 )
 from remat._reach.objects import (
@@ -101,7 +108,7 @@ class Hidden(NamedTuple):
         )
 
 
-class Result:
+class Result(NamedSearch):
     """A result, taken apart, with what the function left in holders.
 
     It is walked in the order in which a reader meets what it holds.
@@ -115,9 +122,9 @@ class Result:
     def __init__(
         self, value: Any, own: Own = _NOTHING, left: Sequence[Left] = ()
     ) -> None:
+        super().__init__()
         self._value, self.own, self._left = value, own, left
         self.places: dict[Path, int] = {}
-        self.tensors: list[Tensor] = []
         self._index: dict[int, int] = {}
         self._parts: dict[int, Part] = {}
         self._hidden: list[Hidden] = []
@@ -131,14 +138,13 @@ class Result:
             self.tensors.append(value)
             return
         self._later: list[tuple[Any, Path]] = []  # functions and modules
-        self._seen: dict[int, Any] = {}
         # What was set on tensors that the run computed, by their indices.
         self._attributes: dict[int, dict[str, Any]] = {}
-        self._walk(value, None)
+        self.walk(value)
         self._in_holders = True
         for number, each in enumerate(left):
             for n, held in enumerate(each.values()):
-                self._walk(held, ((_IN_HOLDERS, number, None), n, None))
+                self.walk(held, ((_IN_HOLDERS, number, None), n, None))
         self._in_holders = False
 
     @property
@@ -188,29 +194,23 @@ class Result:
 
     # --- The walk ---
 
-    def _walk(self, value: Any, path: Path) -> None:
-        todo: list[tuple[Any, Path]] = [(value, path)]
-        while todo:
-            value, path = todo.pop()
-            if type(value) in INERT or value is MISSING:
-                continue
-            if self._in_holders and self._is_others(value):
-                continue
-            if issubclass(type(value), Tensor):
-                is_new = self._note(value, path)
-                if is_new and value.__dict__ and has_marks(type(value)):
-                    todo += self._attributes_of(value, path)
-                continue
-            value = self._original(value)
-            if id(value) in self._seen:
-                continue
-            self._seen[id(value)] = value
-            kind = type(value)
-            kinds = self._kinds_at(value, kind, path)
-            if kinds:
-                part = self._parts[id(value)] = Part(value, kinds)
-                each = (held_with_paths(how, kind, *h, path) for how, h in part.held)
-                todo += [one for found in each for one in found][::-1]
+    @override
+    def visit(self, value: Any, kind: type, path: Path) -> Iterable[tuple[Any, Path]]:
+        if self._in_holders and self._is_others(value):
+            return ()
+        if issubclass(kind, Tensor):
+            is_marked = self._note(value, path) and value.__dict__ and has_marks(kind)
+            return self._attributes_of(value, path) if is_marked else ()
+        value = self._original(value)
+        if id(value) in self.seen:
+            return ()
+        self.seen[id(value)] = value
+        kind = type(value)
+        kinds = self._kinds_at(value, kind, path)
+        if not kinds:
+            return ()
+        part = self._parts[id(value)] = Part(value, kinds)
+        return flatten(held_with_paths(how, kind, *h, path) for how, h in part.held)
 
     def _is_others(self, value: Any) -> bool:
         """Say whether a value in a holder is no part of the result, nor leads there."""
@@ -261,7 +261,7 @@ class Result:
         elif treated != "as it is":
             if treated == "set" and self._has_tensors_in_an_order(value):
                 self._hide(value, path, _SET)
-            return kinds_of(value, kind)
+            return kinds_seen(value, kind)
         return ()
 
     def _kinds_of_instance(
@@ -275,7 +275,7 @@ class Result:
         is_plain = can_be_made_anew(kind)
         if how is not None and (kind in REGISTERED or not is_plain):
             return [RegisteredKind(how)]
-        kinds = kinds_of_object(value, kind)
+        kinds = kinds_of(value, kind)
         entries = [v for how in kinds for v in how.items(value)]
         if not is_plain and self._leads_to_tensors(value, apart=entries, into=_PLAIN):
             self._hide(value, path, _HOLDS)
@@ -336,7 +336,10 @@ class Result:
         """
         seen, pending = {id(v): v for v in (value, *apart)}, [value]
         while pending:
-            for part in _referents(pending.pop()):
+            value = pending.pop()
+            if type(value) is types.FunctionType:
+                seen[id(value.__globals__)] = value.__globals__
+            for part in gc.get_referents(value):
                 kind = type(part)
                 if kind in INERT or issubclass(kind, _TYPES) or id(part) in seen:
                     continue
@@ -399,14 +402,6 @@ def _apart_from_module(value: Any) -> Any:
     if module is None or module.__dict__ is not value.__globals__:
         return value
     return value.__defaults__, value.__kwdefaults__
-
-
-def _referents(value: Any) -> list[Any]:
-    """Return what a value refers to, but for the globals of a function."""
-    parts = gc.get_referents(value)
-    if type(value) is types.FunctionType:
-        return [part for part in parts if part is not value.__globals__]
-    return parts
 
 
 _AS_THEY_ARE = (types.ModuleType, type, enum.Enum, weakref.ref, *weakref.ProxyTypes)

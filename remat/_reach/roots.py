@@ -11,7 +11,6 @@ Rejected: to compare along the paths again. A path may lead elsewhere by then.
 
 import contextlib
 import operator
-import types
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from itertools import compress
@@ -21,13 +20,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from remat._base.code import known_code
 from remat._reach.before import Before, HolderIndex
 from remat._reach.exchange import Exchange
 from remat._reach.holders import VARIABLES, HolderKind, MovedError, container_kind
 from remat._reach.identities import Lease, is_told, lease_of
 from remat._reach.layout import Layout, LiveValues, lay_out, live_in
-from remat._reach.watched import HELD, UNNAMED, HeldBuffer, Iterated, Large, is_buffer
+from remat._reach.watched import HeldBuffer, Iterated, Large, is_buffer
 
 
 # How a holder is read, it itself, its keys, what it holds, and what it is to hold.
@@ -57,10 +55,9 @@ class Root:
         self._iterators: dict[int, Iterated] = {}
         self.buffers: list[HeldBuffer] = []
         self.large: dict[int, Large] = {}
-        for p, name in layout.special.items():
+        for p, (name, most) in layout.special.items():
             value = live.values[p]
             if is_buffer(type(value)):
-                most = UNNAMED if p in layout.unnamed else HELD
                 self.buffers.append((value, name, most))
             elif container_kind(type(value)) is not None:
                 self.large[p] = Large(value, name)
@@ -123,16 +120,6 @@ class Root:
         (_, cells), below = live.groups[1], live.groups[live.first_below :]
         held = [*cells, *(value for _, holders in below for value in holders)]
         self.leases = [lease_of(v) for v in held if not type(v).__weakrefoffset__]
-
-    @property
-    def refers_to_more(self) -> bool:
-        """Whether it reaches more than functions without variables."""
-        return not self.layout.is_contained or self.before.has_tensors
-
-    @property
-    def has_iterators(self) -> bool:
-        """Whether it reaches iterators."""
-        return bool(self._iterators)
 
     def forward_done(self) -> None:
         """Note what the forward changed."""
@@ -273,12 +260,6 @@ def _root_with(layout: Layout) -> Root | None:
 
 
 _NO_LAYOUT: Any = None, None
-
-
-def code_writes(values: Iterable[Any]) -> bool:
-    """Say whether functions that are no roots may change a tensor in place."""
-    fns = [fn for fn in values if type(fn) is types.FunctionType]
-    return any(known_code(fn).names.writes for fn in fns)
 
 
 # --- The numbers of their tensors in a call ---

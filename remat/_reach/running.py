@@ -33,10 +33,11 @@ from remat._reach.exchange import (
     are_same,
     written_to,
 )
-from remat._reach.holders import CONTAINERS, HOOKS, MovedError
+from remat._reach.holders import CONTAINERS, MovedError
 from remat._reach.layout import LiveValues, live_in
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import Lifted
+from remat._reach.objects import HOOKS
 from remat._reach.parts import HolderNow, among, holding
 from remat._reach.roots import Root
 from remat._reach.walk import is_hook_of_library

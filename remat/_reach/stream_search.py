@@ -1,4 +1,4 @@
-"""Finds random streams, also in what is not made again, and classes that may be held.
+"""Finds random streams, also in what is not made again, and what code does.
 
 Streams may be held by classes, by globals of methods, by Python modules, iterators and
 objects of extension modules. A recompute sets such a stream back, in that object.
@@ -34,10 +34,10 @@ from remat._reach.holders import (
     PARTS,
     container_kind,
     contents_of,
+    kinds_of,
     refers_to,
-    variable_value,
 )
-from remat._reach.objects import attributes, by_class, defines, is_rematerialized
+from remat._reach.objects import by_class, defines, dict_of, is_rematerialized
 from remat._torch.process import device_generators
 from remat._torch.tracing import is_compiled
 
@@ -99,16 +99,22 @@ class CodeFacts:
     Attributes:
         asks: the names by which code tells an object from another one like it.
         compiled: whether there is code that torch.compile or TorchScript made.
+        has_iterators: whether there are iterators: they don't tell how far they were
+            read.
         is_lazy: whether a module has no parameters yet.
         streams: the random streams, but for the global ones.
         uses_stream_states: whether code reads or sets the state of a stream itself.
         writes: whether code may change a tensor in place.
     """
 
-    __slots__ = "asks", "compiled", "is_lazy", "streams", "uses_stream_states", "writes"
+    __slots__ = (
+        *("asks", "compiled", "has_iterators", "is_lazy"),
+        *("streams", "uses_stream_states", "writes"),
+    )
 
     def __init__(self) -> None:
-        self.compiled = self.is_lazy = self.uses_stream_states = self.writes = False
+        self.compiled = self.has_iterators = self.is_lazy = False
+        self.uses_stream_states = self.writes = False
         self.streams: list[Stream] = []
         self.asks: frozenset[str] = frozenset()
 
@@ -121,6 +127,7 @@ class CodeFacts:
         """Add what other code does."""
         self.asks |= other.asks
         self.compiled |= other.compiled
+        self.has_iterators |= other.has_iterators
         self.is_lazy |= other.is_lazy
         self.uses_stream_states |= other.uses_stream_states
         self.writes |= other.writes
@@ -165,9 +172,9 @@ class StreamSearch:
         self._seen: dict[int, Any] = {}
         self._left = _LIMIT
 
-    def walk(self, *values: Any) -> None:
-        """Walk values and what they hold, by a list: a chain of them may be long."""
-        todo = [*values]
+    def walk(self, value: Any) -> None:
+        """Walk a value and what it holds, by a list: a chain may be long."""
+        todo = [value]
         while todo:
             value = todo.pop()
             kind = type(value)
@@ -195,17 +202,15 @@ class StreamSearch:
         if issubclass(kind, type):
             bases = map(value.__mro__.__getitem__, user_bases(value))
             return [part for base in bases for part in vars(base).values()]
-        if issubclass(kind, PARTS):
-            return (*refers_to(value), *attributes(value).values())
+        if issubclass(kind, PARTS) or kind is ContextVar:
+            return [v for how in kinds_of(value, kind) for v in how.items(value)]
         if is_rematerialized(kind):
             return (value.__wrapped__,)
-        if kind is ContextVar:
-            return (variable_value(value),)
         if defines(kind, "__self__"):  # a method of an extension class
             return (value.__self__,)
         if kind is _CACHE:
             self._facts.asks |= {"hash"}
-        self._facts.compiled |= is_compiled(attributes(value)) or is_scripted(kind)
+        self._facts.compiled |= is_compiled(dict_of(value) or {}) or is_scripted(kind)
         root = str(kind.__module__).partition(".")[0]
         is_closed = root in sys.stdlib_module_names and root not in _OPENED
         return () if is_closed else (kind, *gc.get_referents(value))
@@ -236,10 +241,7 @@ def _leads_to_containers(cls: type) -> bool:
             todo += [v for k, v in each if type(v) in _METHODS or not k.startswith("_")]
         elif kind is types.FunctionType:
             if not is_library(value.__globals__):
-                held = (
-                    *(value.__defaults__ or ()),
-                    *(value.__kwdefaults__ or {}).values(),
-                )
+                held = value.__defaults__, *(value.__kwdefaults__ or {}).values()
                 todo += [*contents_of(value.__closure__ or ()), *held]
         elif kind is tuple or issubclass(kind, PARTS):
             todo += value if kind is tuple else refers_to(value)
@@ -249,11 +251,3 @@ def _leads_to_containers(cls: type) -> bool:
 
 
 _METHODS = {types.FunctionType, property, staticmethod, classmethod}
-
-
-def has_defaults(fn: types.FunctionType) -> bool:
-    """Say whether a function has defaults that can change, or hold a tensor."""
-    defaults = fn.__defaults__
-    if defaults is not None and not INERT.issuperset(map(type, defaults)):
-        return True
-    return fn.__kwdefaults__ is not None

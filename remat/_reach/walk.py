@@ -9,7 +9,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -23,24 +23,20 @@ from remat._base.code import is_library, known_code
 from remat._base.interpreter import nested
 from remat._base.types import ATOMS, TENSORS
 from remat._reach.holders import (
-    CELLS,
-    CONTAINERS,
-    FACTORIES,
-    HOOKS,
     MISSING,
     OWNED,
-    PART,
     PARTS,
-    REGISTRIES,
     SLOTS,
-    TEMPLATE,
     HolderKind,
     container_kind,
-    contents_of,
+    kinds_of,
     refers_to,
     variable_value,
 )
 from remat._reach.objects import (
+    HOOKS,
+    REGISTRIES,
+    TEMPLATE,
     can_be_made_anew,
     dict_of,
     is_left_alone,
@@ -66,6 +62,7 @@ from remat._torch.tracing import is_compiled
 
 
 _FROZEN = tuple, frozenset
+_BELOW = *_FROZEN, *PARTS  # no owners, though weak references may be made
 _LARGE = 1000  # entries, above which numbers are not copied in each call
 
 
@@ -88,7 +85,7 @@ class Walk:
         kinds: how holders that are no owners are read, by identity.
         special: the identities of iterators, buffers and large containers.
         spaces: the user's Python modules.
-        is_module: whether the root is a module.
+        root: where it starts.
         facts: what the code that is reached does.
     """
 
@@ -107,7 +104,6 @@ class Walk:
         self.kinds: dict[int, tuple[HolderKind, ...]] = {}
         self.special: set[int] = set()
         self.spaces: list[types.ModuleType] = []
-        self.is_module = isinstance(root, nn.Module)
         self.facts = CodeFacts()
         self._search = StreamSearch(self.facts)
         self._class_ids: set[int] = set()
@@ -115,7 +111,7 @@ class Walk:
         self._todo: deque[Any] = deque()
         # Hooks of modules. What only they lead to comes last.
         self._hooks: deque[Any] = deque()
-        self._root, self._is_hooked = root, False
+        self.root, self._is_hooked = root, False
         if root is MODULE_HOOKS.module:
             self.spaces.append(root)
             self.scopes[id(vars(root))] = root, dict.fromkeys(MODULE_HOOKS.names)
@@ -146,7 +142,7 @@ class Walk:
         elif issubclass(kind, nn.Module):
             if is_own:
                 self._reach_module(value)
-            elif self._is_hooked and any(m is self._root for m in value.modules()):
+            elif self._is_hooked and any(m is self.root for m in value.modules()):
                 # A hook may hold the whole model, and each block of that may be a root:
                 # of a module that the root is in the attributes, and no other modules.
                 self._reach_class(kind)
@@ -170,35 +166,28 @@ class Walk:
         if how is not None:
             self._reach_container(value, how)
         elif issubclass(kind, PARTS):
-            self._reach_part(value)
+            self._reach_part(value, kind)
         elif is_spent_by_use(kind):
             self._search.walk(value)
             self.special.add(id(value))
+            self.facts.has_iterators = True
         elif is_buffer(kind):
             if not has_objects(value):
                 self.special.add(id(value))
             if not is_bare_buffer(kind):
-                self._reach_object(value, kind)
-        elif kind is types.CellType:
-            self._hold(value, CELLS)
-            self._todo += contents_of([value])
+                self._reach_held(value, kind)
         elif is_used_as_it_is(value, kind):
             self._search.walk(value)
             if kind is types.ModuleType and not is_library(vars(value)):
                 self.spaces.append(value)
         else:
-            self._reach_object(value, kind)
+            self._reach_held(value, kind)
 
-    def _reach_part(self, value: Any) -> None:
+    def _reach_part(self, value: Any, kind: type) -> None:
         if is_of_library(value):
             self.builtins.append(value)
         elif not is_of_atoms(value):
-            self._hold(value, PART)
-            self._todo += refers_to(value)
-            held = dict_of(value)
-            if held and not issubclass(type(value), partial):  # as of a property
-                self._hold(value, OWNED)
-                self._todo += held.values()
+            self._reach_held(value, kind)
 
     def _reach_attributes_of_spaces(self) -> None:
         """Walk what code may read of the user's modules, as `settings.scale`."""
@@ -211,22 +200,13 @@ class Walk:
                 self._todo += map(held.__getitem__, new)
 
     def _reach_container(self, value: Any, how: HolderKind) -> None:
-        keys, items = how.held(value)
+        items = [*how.items(value)]
         if len(items) > _LARGE and _are_plain(items):
             self.special.add(id(value))
             return
         if type(value) in _FROZEN and ATOMS.issuperset(map(type, items)):
             return  # it is as good as a number
-        self._hold(value, how)
-        if issubclass(type(value), defaultdict):
-            self._hold(value, FACTORIES)
-            self._todo.append(value.default_factory)
-        self._todo += items
-        self._todo += keys
-        if dict_of(value) is not None or slots_of(type(value)):
-            self._reach_object(value, type(value))
-        elif user_bases(type(value)):  # of a named tuple, the methods
-            self._reach_class(type(value))
+        self._reach_held(value, type(value))
 
     def _reach_function(self, fn: types.FunctionType) -> None:
         known = known_code(fn)
@@ -258,22 +238,19 @@ class Walk:
             held = base.__dict__
             self._todo += (held[name] for name in held if name not in _MAKING)
 
-    def _reach_object(self, value: Any, kind: type) -> None:
+    def _reach_held(self, value: Any, kind: type) -> None:
+        """Walk a container, an object, or what can be called or read through."""
         self._reach_class(kind)
-        held = dict_of(value)
-        is_owner = bool(kind.__weakrefoffset__) and not issubclass(kind, _FROZEN)
-        if held is not None:
-            self._todo += held.values()
-            if is_owner:
+        is_owner = bool(kind.__weakrefoffset__) and not issubclass(kind, _BELOW)
+        for how in kinds_of(value, kind):
+            keys, items = how.held(value)
+            self._todo += (*items, *keys)
+            if is_owner and how is OWNED:
                 self.objects.append(value)
-            else:
-                self._hold(value, OWNED)
-        if slots_of(kind):
-            self._todo += SLOTS.items(value)
-            if is_owner:
+            elif is_owner and how is SLOTS:
                 self.slotted.append(value)
             else:
-                self._hold(value, SLOTS)
+                self._hold(value, how)
 
     def _reach_module(self, root: nn.Module) -> None:
         """Walk a module and those that are registered in it."""
@@ -290,6 +267,7 @@ class Walk:
             self._reach_class(kind)
             if slots_of(kind):
                 self.slotted.append(module)
+                self._todo += SLOTS.items(module)
             if is_view(kind):
                 todo.append((module._remat_module, sharded))
                 continue
@@ -303,29 +281,24 @@ class Walk:
             self.facts.writes = True
         self.objects.append(module)
         self._todo += (v for name, v in held.items() if name not in TEMPLATE)
-        for name in REGISTRIES:
-            if not (name == "_parameters" and sharded):
-                self._hold_registry(held[name])
+        hooked = [name for name in HOOKS if held.get(name)]
+        registered = REGISTRIES[1:] if sharded else REGISTRIES  # not the parameters
+        for registry in map(held.__getitem__, (*registered, *hooked)):
+            self._hold(registry, kinds_of(registry, type(registry))[0])
         tensors = (*held["_parameters"].values(), *held["_buffers"].values())
         self.facts.is_lazy |= any(
             t is not None and type(t) is not nn.Parameter and is_lazy(t)
             for t in tensors
         )
-        hooked = [name for name in HOOKS if held.get(name)]
         for name in hooked:
-            self._hold_registry(held[name])
             self._hooks += itertools.filterfalse(_is_left_alone, held[name].values())
         vacant = tuple(name for name in HOOKS if name in held and not held[name])
         self.vacant.append((len(self.objects) - 1, vacant))
 
-    def _hold(self, value: Any, *kinds: HolderKind) -> None:
+    def _hold(self, value: Any, how: HolderKind) -> None:
         """List a value that is no owner as a holder."""
         self.seen[id(value)] = value
-        self.kinds[id(value)] = (*self.kinds.get(id(value), ()), *kinds)
-
-    def _hold_registry(self, registry: Any) -> None:
-        base = OrderedDict if isinstance(registry, OrderedDict) else dict
-        self._hold(registry, CONTAINERS[base])
+        self.kinds[id(value)] = (*self.kinds.get(id(value), ()), how)
 
 
 def _code_of(hook: Any) -> Any:
@@ -400,12 +373,12 @@ def is_opaque(value: Any, kind: type) -> bool:
     return not is_spent_by_use(kind) and is_used_as_it_is(value, kind)
 
 
-_WALKED = types.FunctionType, types.CellType, nn.Module, type, ContextVar
+_WALKED = types.FunctionType, nn.Module, type, ContextVar
 
 
 def is_used_as_it_is(value: Any, kind: type) -> bool:
     """Say whether a value is neither read nor put back."""
-    if is_rematerialized(kind):
+    if is_rematerialized(kind) or kind is types.CellType:
         return False
     if issubclass(kind, (types.ModuleType, weakref.ref)) or is_scripted(kind):
         return True

@@ -10,6 +10,7 @@ Rejected: a module that holds the module: it adds a level to all names. To assig
 `module.forward`: a cycle, which some libraries make themselves.
 """
 
+import contextlib
 import copy
 import functools
 import types
@@ -24,7 +25,7 @@ from typing_extensions import override
 
 from remat._base.code import MADE
 from remat._partial.options import Options
-from remat._reach.objects import set_attributes, slots_in
+from remat._reach.objects import members_of
 from remat._transform.rematerialized import SCRIPTED, BoundMethod, Rematerialized
 from remat._transform.traced import call_traced
 from remat.policies import Policy
@@ -138,7 +139,9 @@ def _view(module: nn.Module, spec: Spec) -> nn.Module:
     view = object.__new__(_class_of(type(module), spec))
     # Some modules hand attributes on to others.
     object.__setattr__(view, "__dict__", vars(module))
-    set_attributes(view, slots_in(module))
+    for slot in members_of(type(module)):
+        with contextlib.suppress(AttributeError):  # it is empty
+            slot.__set__(view, slot.__get__(module))
     # Last: a view of a view has this slot twice.
     object.__setattr__(view, "_remat_module", module)
     return view

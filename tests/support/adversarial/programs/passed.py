@@ -50,6 +50,14 @@ class Holding(nn.Module):
         self.items = [1]
 
 
+class HoldingInSlots(nn.Module):
+    __slots__ = ("items",)
+
+    def __init__(self):
+        super().__init__()
+        self.items = [1]
+
+
 class Words(tuple):
     """A tuple with attributes."""
 
@@ -74,6 +82,8 @@ PASSED = {
         lambda v: v.items,
     ),
     "list in a module": (Holding, lambda v: v.items),
+    "list in slots of a module": (HoldingInSlots, lambda v: v.items),
+    "list in a variable": (lambda: types.CellType([1]), lambda v: v.cell_contents),
     "list in an OrderedDict": (lambda: OrderedDict(a=[1]), lambda v: v["a"]),
     "list in a defaultdict": (lambda: defaultdict(list, a=[1]), lambda v: v["a"]),
     "list in an attribute of a tuple": (words, lambda v: v.items),
