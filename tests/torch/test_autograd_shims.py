@@ -274,6 +274,15 @@ def test_clones_are_made_on_write():
     assert tensors.shared_copy(nn.Parameter(x)) is None
 
 
+@expects("nodes_behind")
+def test_nodes_behind_others_are_found_once():
+    x = leaf()
+    root = (x.sin() * x.cos()).grad_fn
+    names = [type(node).__name__ for node in autograd.nodes_behind([root, None])]
+    assert names[0] == "MulBackward0"
+    assert sorted(names[1:]) == ["AccumulateGrad", "CosBackward0", "SinBackward0"]
+
+
 @expects("AccumulateGrad", "is_held")
 def test_leaves_are_found_in_the_graph():
     held = leaf()
