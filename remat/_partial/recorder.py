@@ -38,7 +38,7 @@ from remat._partial.values import Arguments, Results, Storages, value_of
 from remat._torch.autograd import current_task
 from remat._torch.levels import base_tensor, transforms
 from remat._torch.modes import call_kernel, no_torch_functions
-from remat._torch.tensors import SHARED_COPY, is_lazy
+from remat._torch.tensors import SHARED_COPY, has_no_memory, is_lazy
 from remat.policies import Policy
 from remat.policies._within import times_operations
 
@@ -133,8 +133,11 @@ class Recorder(Observer):
         if func is _NEW_EMPTY and current_task() != self._task:
             self.copies_gradients = True
         written = declared_writes(traits, args, kwargs)
-        if written and not traits.is_counted:
-            increment_version(written)
+        if written:
+            if not traits.is_counted:
+                increment_version(written)
+            # In a replay around. No storage tells which views there are of it.
+            self.begins_anew |= any(map(has_no_memory, written))
         reads = tuple(map(number, arguments.tensors))
         writes = tuple(map(number, written))
         self._updates.append(

@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from support.pruning import given_up
 from support.zoo import counted, ops_of
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
@@ -412,3 +413,29 @@ def test_a_call_that_is_counted_around_saves_the_same_in_each_run(
         found, count = gradient(f)
         assert torch.equal(found, expected)
         assert count > sines
+
+
+@given_up
+def test_a_view_that_is_written_in_a_replay_around_is_of_what_it_was_made_of():
+    """No storage tells it there: what is saved of a call within is not the base."""
+
+    def made(wrap):
+        def innermost(a, b):
+            z = a.cos()
+            _ = z.unbind(0)  # which has autograd make views again
+            z[2].add_(b[0].tanh())
+            return a + (z @ X[0]).clone().mul_(2).sin()
+
+        third = wrap(innermost)
+        how = {"policy": policies.everything_saveable}
+        second = wrap(lambda a, b: third(a, b) * 1.0, **how)
+        how = {"policy": policies.dots_saveable}
+        return wrap(lambda a, b: second(a, b) + b, **how)
+
+    def gradients(f):
+        out, pull = vjp(lambda a, b: f(a, b).sin().sum(), X[0], X[1])
+        return [*pull(torch.ones_like(out)), *pull(torch.ones_like(out) * 2)]
+
+    ours, expected = made(remat), gradients(made(lambda f, **_: f))
+    for _ in range(3):
+        assert_same(gradients(ours), expected)
