@@ -33,7 +33,7 @@ from remat._partial.decide import warn_once
 from remat._partial.replay import Replay
 from remat._reach.copies import note_copy, value_at_copy
 from remat._reach.reach import Reach
-from remat._torch.autograd import tells_of
+from remat._torch.autograd import tells_of, top_hooks
 from remat._torch.graphs import FunctionalValue, is_below_tracer
 from remat._torch.levels import base_tensor, current_layer
 from remat._torch.modes import dispatch_mode_count, torch_functions
@@ -356,9 +356,10 @@ class ForwardInputs:
             if changes.moves:
                 moved = self._watched.moved()
                 raise changed_inside(None if moved is None else self._leaves_at[moved])
-            # Of leaves and small constants, None if that cannot be asked.
+            # Of leaves and small constants, None if that cannot be asked. Hooks around
+            # the node, as those of a call, may give back another tensor of that value.
             where, there = self._leaves_at, self._watched.addresses
-            if there is not None and self._memory:
+            if there is not None and self._memory and top_hooks(True) is None:
                 where = [*where, *self._memory]
                 others = addresses_of([self.inputs[i] for i in self._memory])
                 there = None if others is None else [*there, *others]

@@ -43,3 +43,19 @@ def test_other_memory_for_a_computed_input_is_refused_where_another_stands_in():
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(MutationError, match=r"`h` was changed in place inside"):
         remat(fn, higher_order=True)(x * 2)
+
+
+def test_a_table_that_the_call_around_makes_again_is_no_constant_that_moved():
+    def program(wrap):
+        tables = {}
+        within = wrap(lambda x: (x * tables["a"]).sin(), higher_order=True)
+
+        def fn(x):
+            if "a" not in tables:
+                tables["a"] = torch.arange(4.0).sin()
+            return within((x * tables["a"]).tanh()).sin()
+
+        x = torch.ones(4, requires_grad=True)
+        return torch.autograd.grad(wrap(fn)(x).sum(), x)[0]
+
+    assert torch.equal(program(remat), program(lambda fn, **_: fn))
