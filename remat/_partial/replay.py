@@ -125,9 +125,12 @@ class Replay(Follow):
 
         Somebody may yet read that one.
         """
-        left = (mark.number for mark in self._marks.values() if mark() is not None)
-        self.trouble.missed.extend(left)
-        return bool(self.trouble)
+        trouble = self.trouble
+        left = [mark.number for mark in self._marks.values() if mark() is not None]
+        # Of one that is left, others were made since, without its graph.
+        since = (ref() for ref in trouble.absent)
+        trouble.missed += [*left, *[t.remat_number for t in since if t is not None]]
+        return bool(trouble)
 
     def succeeded(self, *, proves: bool = True) -> None:
         """Note that the plan was right for its targets, if the replay proves it."""

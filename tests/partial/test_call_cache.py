@@ -657,3 +657,26 @@ def test_a_plan_that_comes_between_two_runs_moves_no_value_of_a_node():
     plans = [(cache, cache.plans) for cache in call_caches() if cache.plans]
     assert plans
     assert_same(gradient(ours, plans), expected)
+
+
+@given_up
+def test_what_a_call_within_saves_otherwise_than_recorded_is_computed():
+    """A call around that was recorded before leaves that out: it gives its replay up."""
+
+    def made(wrap):
+        how = {"policy": policies.dots_saveable}
+        within = wrap(lambda x: x.tanh().sin().exp(), **how)
+        return wrap(lambda x: (within(x * 2.0) @ W).tanh(), **how)
+
+    def gradient(fn):
+        (x,) = leaves_of(X)
+        return torch.autograd.grad(scalar(fn(x * 1.0)), x)
+
+    ours, expected = made(remat), gradient(made(lambda fn, **_: fn))
+    save, leave = policies.Decision.SAVE, policies.Decision.RECOMPUTE
+    assert_same(gradient(ours), expected)
+    for decisions in ([save, leave, leave], [leave, save, leave]):
+        (within,) = (c for c in call_caches() if len(c.plans.record.steps) == 3)
+        within.plans = within.plans.planned_again(decisions)
+        for _ in range(3):
+            assert_same(gradient(ours), expected)
