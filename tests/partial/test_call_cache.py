@@ -36,7 +36,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 from remat import checkpoint_name, explain, policies, remat
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat.testing import assert_same, count_ops
 
 
@@ -661,7 +661,7 @@ def test_a_plan_that_comes_between_two_runs_moves_no_value_of_a_node():
 
 @given_up
 def test_what_a_call_within_saves_otherwise_than_recorded_is_computed():
-    """A call around that was recorded before leaves that out: it gives its replay up."""
+    """A call around that was recorded before left it out: its replay is given up."""
 
     def made(wrap):
         how = {"policy": policies.dots_saveable}
