@@ -25,7 +25,7 @@ from remat._base.absent import LIKE
 from remat._fit.record import BlockCall, StepOp, StepRecord, StepRecorder
 from remat._fit.rewritten import is_asked, outermost, with_nests, with_twins
 from remat._fit.simulate import TrainingStep, functional_gradients
-from remat._fit.walk import Recomputing, Walker
+from remat._fit.walk import Again, Recomputing, Walker
 from remat._scope.following import OfBlock, Placed
 
 
@@ -139,25 +139,23 @@ class UnitWalker(Walker):
         return self._always.get(self._unit_of[i], ())
 
     @override
-    def _ends(
-        self, needed: set[int], saved: set[int], runs: set[int]
-    ) -> dict[int, int]:
+    def _ends(self, again: Again) -> dict[int, int]:
         """Return until when something refers to each storage.
 
         A call holds what its recompute reads: its inputs until its backward is over,
         and what it saves itself until the recompute has run.
         """
-        record = self.record
+        record, (saved, needed, runs) = self.record, again
         ends = {n: record.dies[n] if n in self.targets else 0 for n in needed}
-        again = {self._unit_of[i] for i in runs}
-        over = {u: max(ends[n] for n in self._groups[u]) for u in again}
-        done = {u: self._done_at(u, saved) for u in again}
+        units = {self._unit_of[i] for i in runs}
+        over = {u: max(ends[n] for n in self._groups[u]) for u in units}
+        done = {u: self._done_at(u, saved) for u in units}
         for i in runs:
             u = self._unit_of[i]
             for n in self.touched[i]:
                 is_own = self._unit_of.get(record.born[n]) == u
                 ends[n] = max(ends.get(n, 0), done[u] if is_own else over[u])
-        for u in again:
+        for u in units:
             for n in record.viewed.intersection(self._groups[u]):
                 ends[n] = max(ends[n], done[u])
         return ends
@@ -368,14 +366,12 @@ class FunctionalWalker(UnitWalker):
         return {i: made for i, made in super()._choices(again).items() if i < 0}
 
     @override
-    def _with_saved(
-        self, saved: set[int], needed: set[int], runs: set[int]
-    ) -> list[int]:
-        found, sizes = super()._with_saved(saved, needed, runs), self.record.sizes
-        again = {self._calls[self._unit_of[i]].nodes.start for i in runs}
-        kept = {n for k, each in self._kept.items() if k not in again for n in each}
+    def _with_saved(self, again: Again) -> list[int]:
+        found, sizes = super()._with_saved(again), self.record.sizes
+        units = {self._calls[self._unit_of[i]].nodes.start for i in again.runs}
+        kept = {n for k, each in self._kept.items() if k not in units for n in each}
         # What is given in the forward is there anyway, as it is saved.
-        late = (n for k in again for n in self._given.get(k, ()))
+        late = (n for k in units for n in self._given.get(k, ()))
         kept.update(n for n in late if self.record.born[n] >= self._turn)
         change = [0] * (self._end + 1)
         for n in kept:
@@ -383,11 +379,9 @@ class FunctionalWalker(UnitWalker):
         return [a + b for a, b in zip(found, accumulate(change), strict=False)]
 
     @override
-    def _ends(
-        self, needed: set[int], saved: set[int], runs: set[int]
-    ) -> dict[int, int]:
-        ends = super()._ends(needed, saved, runs)
-        for k in {self._calls[self._unit_of[i]].nodes.start for i in runs}:
+    def _ends(self, again: Again) -> dict[int, int]:
+        ends = super()._ends(again)
+        for k in {self._calls[self._unit_of[i]].nodes.start for i in again.runs}:
             for n in ends.keys() & self._given.get(k, ()):
                 ends[n] = self._end
         return ends

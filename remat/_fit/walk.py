@@ -218,14 +218,13 @@ class Walker:
 
         What is recomputed takes so many times its bytes.
         """
-        saved, needed, runs = self.closure(chosen)
-        record, operations = self.record, self.record.operations
-        fixed = self._with_saved(saved & needed, needed, runs)
+        again, record = self.closure(chosen), self.record
+        operations, fixed = record.operations, self._with_saved(again)
         found = [b + op.inside for b, op in zip(fixed, operations, strict=True)]
-        recomputing, filled = Recomputing(self, saved, runs), set()
+        recomputing, filled = Recomputing(self, again.saved, again.runs), set()
         for t in range(self._turn, self._end):
             recomputing.free_before(t)
-            highest = self._fill(t, saved, recomputing, filled)
+            highest = self._fill(t, again.saved, recomputing, filled)
             found[t] += times * recomputing.live
             if highest:
                 before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
@@ -241,23 +240,19 @@ class Walker:
         each = map(recomputing.compute, self._triggers.get(t, ()))
         return max(each, default=0)
 
-    def _with_saved(
-        self, saved: set[int], needed: set[int], runs: set[int]
-    ) -> list[int]:
+    def _with_saved(self, again: Again) -> list[int]:
         """Return the fixed bytes, with those of what is saved."""
         change = [0] * (self._end + 2)
-        ends = self._ends(needed, saved, runs)
-        for n in saved:
+        ends = self._ends(again)
+        for n in again.saved & again.needed:
             size = self.record.sizes[n]
             change[max(self.record.left[n], self.record.born[n] + 1)] += size
             change[min(ends[n], self._end + 1)] -= size
         return [a + b for a, b in zip(self._fixed, _summed(0, change), strict=False)]
 
-    def _ends(
-        self, needed: set[int], saved: set[int], runs: set[int]
-    ) -> dict[int, int]:
+    def _ends(self, again: Again) -> dict[int, int]:
         """Return until when something refers to each storage."""
-        record = self.record
+        record, (saved, needed, runs) = self.record, again
         ends = {n: record.dies[n] if n in self.targets else 0 for n in needed}
         # An operation that may run again refers to what it reads, as long as a graph
         # refers to what it makes.
