@@ -88,13 +88,14 @@ def _made(kind: Any, value: Any, key: str) -> Any:
 def _object(kind: Any, value: Any, key: str) -> Any:
     hints = typing.get_type_hints(kind)
     names = {f.name for f in dataclasses.fields(kind) if f.init}
+    inside = f"{key}." if key else ""
     if not isinstance(value, dict):
         raise _WrongError(f"{key} is no object with keys")
     if names ^ value.keys():
         name = min(names ^ value.keys())
         is_there = "is missing" if name in names else "is not known"
-        raise _WrongError(f"{_joined(key, name)} {is_there}")
-    return kind(**{n: _made(hints[n], value[n], _joined(key, n)) for n in names})
+        raise _WrongError(f"{inside}{name} {is_there}")
+    return kind(**{n: _made(hints[n], value[n], f"{inside}{n}") for n in names})
 
 
 def _items(kinds: Any, value: Any, key: str) -> list[Any]:
@@ -106,10 +107,6 @@ def _items(kinds: Any, value: Any, key: str) -> list[Any]:
         raise _WrongError(f"{key} has {len(value)} items, and should have {len(kinds)}")
     each = zip(kinds, value, strict=True)
     return [_made(of, item, f"{key}[{k}]") for k, (of, item) in enumerate(each)]
-
-
-def _joined(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
 
 
 _LONG = 40

@@ -79,9 +79,8 @@ class InputsAway:
         self._to_disk = to_disk
         self._aways: list[_Away] = []
         self._numbers: dict[_Away, int] = {}
-        self._users: list[
-            tuple[Any, int | None, Any]
-        ] = []  # by whom they are held or not
+        # Of each the user's own, with its version and storage, if it is still there.
+        self._users: list[tuple[Any, int | None, Any]] = []
         self._fetched: Fetched | None = None
         self._before, _KNOWN.last = _KNOWN.last, weakref.ref(self)
 

@@ -16,13 +16,7 @@ import torch
 from torch import Tag, Tensor
 from typing_extensions import override
 
-from remat._ambient.streams import (
-    Stream,
-    device_streams,
-    global_streams,
-    moved_since,
-    stream_of,
-)
+from remat._ambient.streams import Stream, device_streams, global_streams, stream_of
 from remat._base.absent import inputs_of, tensors_of
 from remat._base.calls import NOWHERE, Places
 from remat._base.context import here
@@ -141,7 +135,7 @@ class Recording(Observer):
             targets = [(t, table.entry_of(t)) for t in written_to]
             before = _states_before(traits, args, kwargs)
             result = call_kernel(func, *args, **kwargs)
-            operation.streams = moved_since(before)
+            operation.streams = [(s, state) for s, state in before if s.read() != state]
             written = [(t, e) for t, e in targets if e is not None]
             inputs = [*map(id, inputs_of(args, kwargs))]
             read = operands.storages
