@@ -144,9 +144,9 @@ class _Blocks(threading.local):
     """The blocks of the thread that asks."""
 
     def __init__(self) -> None:
-        self._table = ValueTable()
-        self._hooks = Hooks(self._table)
-        self.recording = Recording(self._table)
+        self.table = ValueTable()
+        self._hooks = Hooks(self.table)
+        self.recording = Recording(self.table)
 
     def begin(self, policy: Any, away: InputsAway | None) -> Block:
         """Open a block."""
@@ -156,7 +156,7 @@ class _Blocks(threading.local):
         both = policy is not None and around is not None
         block = Block(policy | around if both else policy or around, away)
         if away is not None:
-            self._table.sender = block
+            self.table.sender = block
         asks = block.policy is not None and block.policy.asks_modules
         if asks and recording.places.calls is None:
             recording.places.calls = Calls().__enter__()
@@ -173,42 +173,38 @@ class _Blocks(threading.local):
         recording.store_late()
         recording.blocks.remove(block)
         block.is_open = False
-        self._table.settle()
+        self.table.settle()
         if not recording.blocks:
             recording.end()
             if recording.places.calls is not None:
                 recording.places.calls.__exit__()
             recording.places = Places(asks=False)
         hooks.open -= 1
-        self._table.forget_running(block)
-        self._table.forget_used_up()
+        self.table.forget_running(block)
+        self.table.forget_used_up()
         if block.away is not None:
             senders = [b for b in recording.blocks if b.away is not None]
-            self._table.sender = senders[-1] if senders else None
+            self.table.sender = senders[-1] if senders else None
             with undisturbed():
-                self._table.send_given(block.away)
-        if len(self._table):
+                self.table.send_given(block.away)
+        if len(self.table):
             hooks.install()
         else:
             hooks.remove()
-
-    def awaits(self, kind: type[Policy]) -> bool:
-        """Say whether a graph of a closed block with such a policy may be used yet."""
-        handles = [ref() for ref in [*self._table.handles]]
-        parts = {handle.made.part for handle in handles if handle is not None}
-        return any(
-            isinstance(part.block.policy, kind)
-            and not (part.is_used_up or part.block.is_open)
-            for part in parts
-        )
 
 
 _BLOCKS = _Blocks()
 
 
 def awaits_backward(kind: type[Policy]) -> bool:
-    """Say whether a graph is alive of a block in this thread with such a policy."""
-    return _BLOCKS.awaits(kind)
+    """Say whether a graph is alive of a closed block of the thread with such a policy.
+
+    That is one which a backward may use yet.
+    """
+    handles = [ref() for ref in [*_BLOCKS.table.handles]]
+    parts = {handle.made.part for handle in handles if handle is not None}
+    over = [part for part in parts if not (part.is_used_up or part.block.is_open)]
+    return any(isinstance(part.block.policy, kind) for part in over)
 
 
 @eager_only
